@@ -1,0 +1,56 @@
+# Each target sets itself up: a virtual environment in .venv, made once, from Python 3.11 or newer.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export OMP_NUM_THREADS ?= 2
+# Large temporaries otherwise time the kernel's page faults on CPU.
+export MALLOC_MMAP_THRESHOLD_ ?= 1073741824
+export MALLOC_TRIM_THRESHOLD_ ?= 1073741824
+
+
+.PHONY: demo test test-rest test-all soak lint format bench assets clean help
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "vlmpack needs Python 3.11 or newer, found $$($(PYTHON) --version); set PYTHON=..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## finetune the tiny VLM on handwritten digits, packed, and show what it learned
+	$(BIN)/python -m vlmpack finetune recipes/digits-demo.yaml
+
+test: $(STAMP)  ## the quick tests, under 5 minutes on two cores
+	$(BIN)/python -m pytest
+
+test-rest: $(STAMP)  ## the tests that `make test` leaves out
+	$(BIN)/python -m pytest -m 'slow and not soak'
+
+test-all: lint test test-rest  ## linters and every test that CI runs
+
+soak: $(STAMP)  ## the repetitions, before a release
+	$(BIN)/python -m pytest -m soak --timeout 3600
+
+lint: $(STAMP)  ## format, lint, types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)  ## format and fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)  ## packed against padded, attention, collator
+	$(BIN)/python benchmarks/run.py
+
+assets: $(STAMP)  ## rebuild the tiny model and the digit shards
+	$(BIN)/python -m assets.build
+
+clean:  ## remove the environment and caches, keep runs
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache *.egg-info

@@ -1,0 +1,1 @@
+"""Scripts that make everything under `assets/`: tokenizer, model, pretraining, digit shards."""

@@ -1,0 +1,142 @@
+"""A packed training step against a padded one: same samples, same weights, one run.
+
+V is the time that padding does not touch (the vision tower, the optimizer), L the packed language
+model's from embeddings to the loss and back, r = padded / real tokens. Packing removes padding and
+nothing else, so the best possible speed-up of a step is (V + L r) / (V + L), and of L alone r.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from timing import medians
+from torch import nn
+
+from vlmpack.attention import choose_attention
+from vlmpack.backends.cross_entropy import linear_cross_entropy
+from vlmpack.backends.hf.attention import register_attention
+from vlmpack.backends.hf.load import load_model
+from vlmpack.backends.hf.model import PackedVLM
+from vlmpack.data.config import DataConfig, SourceConfig
+from vlmpack.data.loader import LoaderSettings
+from vlmpack.data.pipeline import TrainData
+from vlmpack.families import Encoder
+from vlmpack.packing import Batch, PackCollator, PadCollator
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = ROOT / "assets" / "tiny-qwen2_5_vl"
+SHARDS = str(ROOT / "assets" / "digits" / "train-*.tar")
+
+
+def _build(encoder: Encoder, *, width: int | None) -> PackedVLM:
+    """The tiny model, or one of its shape with a wider, deeper, untrained language model."""
+    if width is None:
+        model = load_model(MODEL)
+    else:
+        from transformers import AutoConfig, AutoModelForImageTextToText
+
+        config = AutoConfig.from_pretrained(MODEL)
+        text = config.text_config
+        text.hidden_size, text.intermediate_size, text.num_hidden_layers = width, 3 * width, 8
+        text.num_attention_heads, text.num_key_value_heads = 8, 2
+        half = width // 8 // 2
+        text.rope_parameters["mrope_section"] = [half - 2 * (3 * half // 8)] + [3 * half // 8] * 2
+        text.layer_types = ["full_attention"] * 8
+        config.vision_config.out_hidden_size = width
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    choice = choose_attention("auto", device=torch.device("cpu"), dtype=torch.float32)
+    paths = encoder.family.modules
+    model.get_submodule(paths.language).set_attn_implementation(register_attention(choice))
+    return PackedVLM(model, paths, encoder.image_rule.smallest()).train()
+
+
+def _batches(encoder: Encoder, mode: str, micro_batch_size: int, count: int) -> list[Batch]:
+    kind = PackCollator if mode == "in_batch" else PadCollator
+    collator = kind(pad_token_id=encoder.pad_token_id, num_position_axes=encoder.num_position_axes)
+    config = DataConfig(
+        sources=(SourceConfig(name="digits", paths=(SHARDS,)),),
+        seq_length=4096,
+        mode=mode,
+        micro_batch_size=micro_batch_size,
+        global_batch_size=micro_batch_size,
+        loader=LoaderSettings(num_workers=0),
+    )
+    data = TrainData.open(config, encoder, collator)
+    steps = data.batches(data.start(), rank=0, dp=1, max_steps=count)
+    return [micro.batch for step in steps for micro in step.micro_batches]
+
+
+def _language_only(vlm: PackedVLM, batches: list[Batch]) -> Callable[[], None]:
+    """Embeddings -> decoder -> head -> loss -> back to the embeddings."""
+    embeds = [vlm.merge(batch).detach().requires_grad_() for batch in batches]
+
+    def run() -> None:
+        vlm.zero_grad(set_to_none=True)
+        for batch, embed in zip(batches, embeds, strict=True):
+            hidden = vlm.decode(batch, batch.packed_seq_params(), embed)
+            picked = hidden.index_select(0, batch.label_positions)
+            targets = batch.labels.flatten().index_select(0, batch.label_positions)
+            weight = vlm.inner.get_output_embeddings().weight
+            linear_cross_entropy(picked, weight, targets).sum().backward()
+
+    return run
+
+
+def _whole_step(vlm: PackedVLM, batches: list[Batch]) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(vlm.parameters(), lr=0.0, fused=True)
+
+    def run() -> None:
+        for batch in batches:
+            optimizer.zero_grad(set_to_none=True)
+            vlm(batch, batch.packed_seq_params()).sum().backward()
+            nn.utils.clip_grad_norm_(vlm.parameters(), 1.0)
+            optimizer.step()
+
+    return run
+
+
+def bench_step(rounds: int, *, width: int | None, micro_batch_size: int = 16) -> dict[str, object]:
+    """Packed against padded, whole step and language model alone."""
+    encoder = Encoder(MODEL)
+    vlm = _build(encoder, width=width)
+    packed = _batches(encoder, "in_batch", micro_batch_size, 3)
+    padded = _batches(encoder, "none", micro_batch_size, 3)
+    assert [b.keys for b in packed] == [b.keys for b in padded], "not the same samples"
+    with torch.no_grad():
+        losses = [
+            float(sum(vlm(b, b.packed_seq_params()).sum() for b in batches))
+            for batches in (packed, padded)
+        ]
+    assert abs(losses[0] - losses[1]) < 1e-4 * losses[0], f"losses differ: {losses}"
+    seconds = medians(
+        {
+            "language_packed": _language_only(vlm, packed),
+            "language_padded": _language_only(vlm, padded),
+            "step_packed": _whole_step(vlm, packed),
+            "step_padded": _whole_step(vlm, padded),
+        },
+        rounds=rounds,
+    )
+    real = sum(batch.num_tokens for batch in packed)
+    r = sum(batch.num_slots for batch in padded) / real
+    language = seconds["language_packed"]
+    rest = max(0.0, seconds["step_packed"] - language)
+    step_speedup = seconds["step_padded"] / seconds["step_packed"]
+    language_speedup = seconds["language_padded"] / language
+    ideal = (rest + language * r) / (rest + language)
+    return {
+        "model": "tiny-qwen2_5_vl" if width is None else f"its shape, width {width}, 8 layers",
+        "micro_batch_size": micro_batch_size,
+        "r_padded_over_real": r,
+        "V_ms": rest * 1e3 / len(packed),
+        "L_ms": language * 1e3 / len(packed),
+        "step_speedup": step_speedup,
+        "ideal_step_speedup": ideal,
+        "step_share_of_ideal": step_speedup / ideal,
+        "language_speedup": language_speedup,
+        "language_share_of_r": language_speedup / r,
+        "packed_real_tokens_per_second": real / seconds["step_packed"],
+    }

@@ -1,0 +1,66 @@
+"""`make bench`: every benchmark in one run, as ratios, written to benchmarks/results/."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from pathlib import Path
+
+import torch
+from bench_attention import bench_attention, bench_collator
+from bench_step import bench_step
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def _hardware() -> dict[str, object]:
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        lines = info.read_text().splitlines()
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+        name = names[0] if names else name
+    return {
+        "processor": name,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _show(name: str, figures: dict[str, object]) -> None:
+    print(name)
+    for key, value in figures.items():
+        print(f"  {key:36s} {f'{value:.3f}' if isinstance(value, float) else value}")
+
+
+def main() -> None:
+    """Run, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7, help="timed rounds of each variant")
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    arguments = parser.parse_args()
+    rounds = arguments.rounds
+    results: dict[str, dict[str, object]] = {}
+    for name, run in (
+        ("collator", lambda: bench_collator(rounds)),
+        ("attention", lambda: bench_attention(rounds)),
+        ("step", lambda: bench_step(rounds, width=512)),
+        ("step, demo model", lambda: bench_step(rounds, width=None)),
+    ):
+        results[name] = run()
+        _show(name, results[name])
+    if not arguments.no_save:
+        RESULTS.mkdir(exist_ok=True)
+        path = RESULTS / f"cpu-{time.strftime('%Y-%m-%d')}.json"
+        content = {"command": "make bench", "hardware": _hardware(), "results": results}
+        path.write_text(json.dumps(content, indent=2) + "\n")
+        print(f"saved {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The committed model and shards are what the README says they are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tarfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.shards import ROOT, read_shard
+
+DIGITS = ROOT / "assets" / "digits"
+MODEL = ROOT / "assets" / "tiny-qwen2_5_vl"
+
+
+@pytest.fixture(scope="module")
+def manifest():
+    return json.loads((DIGITS / "manifest.json").read_text())["splits"]
+
+
+def shard_documents(split):
+    """(key, JSON document, number of images) of every sample of a split."""
+    found = []
+    for path in sorted(DIGITS.glob(f"{split}-*.tar")):
+        documents, images = {}, Counter()
+        with tarfile.open(path) as tar:
+            for entry in tar:
+                key, _, suffix = entry.name.partition(".")
+                if suffix == "json":
+                    documents[key] = json.loads(tar.extractfile(entry).read())
+                else:
+                    images[key] += 1
+        found += [(key, document, images[key]) for key, document in documents.items()]
+    return found
+
+
+def test_sizes_are_within_their_limits():
+    def size(folder):
+        files = (p for p in folder.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+        return sum(path.stat().st_size for path in files)
+
+    assert size(MODEL) <= 6 * 2**20
+    assert size(ROOT / "assets") <= 15 * 2**20
+
+
+def test_no_test_digit_is_seen_in_training(manifest):
+    sources = {split: set(manifest[split]["source_images"]) for split in manifest}
+    assert min(map(len, sources.values())) >= 60
+    assert sum(map(len, sources.values())) == len(set().union(*sources.values()))
+
+
+def test_shards_are_those_of_the_manifest(manifest):
+    for split in manifest.values():
+        for name, expected in split["shards"].items():
+            data = (DIGITS / name).read_bytes()
+            assert hashlib.sha256(data).hexdigest() == expected["sha256"]
+
+
+def test_the_test_split_asks_what_it_should(manifest):
+    documents = shard_documents("test")
+    questions = [document for _, document, images in documents if images]
+    assert len(questions) >= 600
+    for document in questions:
+        assert sum(message["role"] == "assistant" for message in document["messages"]) == 1
+    tasks = Counter(document["task"] for document in questions)
+    assert len(tasks) >= 4
+    assert min(tasks.values()) >= 0.15 * len(questions)
+    by_length = manifest["test"]["rows_by_length"]
+    assert sorted(map(int, by_length)) == list(range(1, 9))
+    assert max(by_length.values()) <= 1.02 * min(by_length.values())
+    assert any(images == 0 for _, _, images in documents)
+
+
+def test_training_samples_vary_like_real_mixes():
+    documents = shard_documents("train")
+    images = Counter(count for _, _, count in documents)
+    assert set(images) == {0, 1, 2, 3}
+    assert any("conversations" in document for _, document, _ in documents)
+    turns = [len(d.get("messages", d.get("conversations"))) for _, d, _ in documents]
+    assert max(turns) >= 6
+
+
+def test_lengths_of_training_samples_differ_by_a_factor_of_six(encoder):
+    lengths = [
+        encoder.length(sample.cooked(), sample.sizes).num_tokens
+        for path in sorted(DIGITS.glob("train-*.tar"))
+        for sample in read_shard(path, limit=10_000)
+    ]
+    low, high = np.percentile(lengths, [5, 95])
+    assert high >= 6 * low
+
+
+@pytest.mark.parametrize("split", ["train", "val", "test"])
+def test_every_shard_passes_the_strict_reader(split, tmp_path):
+    from vlmpack.data.config import DataConfig, SourceConfig
+    from vlmpack.data.pipeline import TrainData
+    from vlmpack.families import Encoder
+    from vlmpack.packing import PackCollator
+
+    encoder = Encoder(MODEL)
+    config = DataConfig(
+        sources=(SourceConfig(name=split, paths=(str(DIGITS / f"{split}-*.tar"),)),),
+        seq_length=1024,
+        micro_batch_size=16,
+        global_batch_size=16,
+        index_dir=Path(tmp_path),
+    )
+    collator = PackCollator(pad_token_id=0, num_position_axes=3)
+    summary = TrainData.open(config, encoder, collator).summary()
+    assert summary.num_usable == summary.num_samples > 100
+    assert not summary.num_bad

@@ -1,0 +1,81 @@
+"""The implementation is chosen once, with a reason; nothing falls back in silence."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vlmpack.attention import choose_attention, segment_attention, varlen
+from vlmpack.attention.kernels import flash_attention, torch_varlen_attention
+from vlmpack.errors import CapabilityError
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
+
+
+def test_auto_on_cpu_is_segments_and_says_why_not_the_others():
+    choice = choose_attention("auto", device=CPU, dtype=torch.float32)
+    assert (choice.name, choice.function) == ("segments", segment_attention)
+    assert "flash_attn needs a CUDA device" in choice.reason
+    assert "torch_varlen needs a CUDA device" in choice.reason
+
+
+def test_segments_can_always_be_asked_for():
+    choice = choose_attention("segments", device=CUDA, dtype=torch.float32)
+    assert choice.function is segment_attention
+    assert choice.reason == "as the recipe asks"
+
+
+@pytest.mark.parametrize("name", ["torch_varlen", "flash_attn"])
+def test_a_cuda_kernel_is_refused_on_cpu(name):
+    with pytest.raises(CapabilityError, match=rf"model\.attention: {name} cannot run.*CUDA.*cpu"):
+        choose_attention(name, device=CPU, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["torch_varlen", "flash_attn"])
+def test_float32_is_refused_by_the_cuda_kernels(name):
+    with pytest.raises(CapabilityError, match=r"needs bfloat16 or float16.*float32"):
+        choose_attention(name, device=CUDA, dtype=torch.float32)
+    choice = choose_attention("auto", device=CUDA, dtype=torch.float32)
+    assert choice.name == "segments"
+
+
+@pytest.mark.parametrize(
+    ("installed", "expected", "function"),
+    [
+        ({"flash_attn", "torch.nn.attention.varlen"}, "flash_attn", flash_attention),
+        ({"torch.nn.attention.varlen"}, "torch_varlen", torch_varlen_attention),
+        (set(), "segments", segment_attention),
+    ],
+    ids=lambda value: str(value) if isinstance(value, str) else None,
+)
+def test_auto_on_cuda_takes_the_first_that_is_installed(monkeypatch, installed, expected, function):
+    def import_module(name):
+        if name not in installed:
+            raise ImportError(f"No module named {name!r}")
+        return SimpleNamespace(flash_attn_varlen_func=None, varlen_attn=None)
+
+    monkeypatch.setattr(varlen.importlib, "import_module", import_module)
+    choice = choose_attention("auto", device=CUDA, dtype=torch.bfloat16)
+    assert (choice.name, choice.function) == (expected, function)
+    if expected != "flash_attn":
+        assert "flash_attn.flash_attn_varlen_func cannot be imported" in choice.reason
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed here"
+)
+def test_flash_attn_without_its_package_names_the_extra():
+    with pytest.raises(CapabilityError, match=r"vlmpack\[flash-attn\]"):
+        choose_attention("flash_attn", device=CUDA, dtype=torch.bfloat16)
+
+
+def test_this_torch_has_the_varlen_kernel_that_the_adapter_imports():
+    from inspect import signature
+
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert {"scale", "window_size"} <= set(signature(varlen_attn).parameters)

@@ -1,0 +1,91 @@
+"""The chunked head and loss against F.cross_entropy on whole logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.recorders import MadeTensors
+
+from vlmpack.backends.cross_entropy import CHUNK_ELEMENTS, chunk_rows, linear_cross_entropy
+from vlmpack.packing import IGNORE_INDEX
+
+VOCABULARY, WIDTH = 50, 16
+
+
+def inputs(rows, dtype=torch.float32):
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, WIDTH, generator=draw).to(dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, WIDTH, generator=draw).requires_grad_()
+    targets = torch.randint(0, VOCABULARY, (rows,), generator=draw)
+    return hidden, weight, targets
+
+
+@pytest.mark.parametrize("rows_per_chunk", [1, 3, 7, 20, 21, 1000, None])
+def test_values_and_both_gradients(rows_per_chunk):
+    hidden, weight, targets = inputs(21)
+    mixing = torch.linspace(-1, 2, 21)  # another factor for every token
+    ours = linear_cross_entropy(hidden, weight, targets, rows_per_chunk=rows_per_chunk)
+    theirs = F.cross_entropy(hidden @ weight.T, targets, reduction="none")
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    for mine, other in zip(
+        torch.autograd.grad((ours * mixing).sum(), (hidden, weight)),
+        torch.autograd.grad((theirs * mixing).sum(), (hidden, weight)),
+        strict=True,
+    ):
+        # Sums over 21 tokens or 50 words in another order: a few roundings of float32.
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
+def test_no_label_gives_zero_gradients_not_none():
+    hidden, weight, targets = inputs(0)
+    losses = linear_cross_entropy(hidden, weight, targets)
+    assert losses.shape == (0,)
+    assert losses.dtype == torch.float32
+    gradients = torch.autograd.grad(losses.sum(), (hidden, weight))
+    assert gradients[0].shape == (0, WIDTH)
+    assert torch.equal(gradients[1], torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize("rows_per_chunk", [5, None])
+def test_bfloat16_hidden_states_keep_float32_losses_and_weight_gradients(rows_per_chunk):
+    hidden, weight, targets = inputs(21, torch.bfloat16)
+    losses = linear_cross_entropy(hidden, weight, targets, rows_per_chunk=rows_per_chunk)
+    assert losses.dtype == torch.float32
+    exact = F.cross_entropy(hidden.float() @ weight.T, targets, reduction="none")
+    # Logits of size 10 rounded to 8 bits: 2 ** -8 * 10, twice.
+    assert (losses - exact).abs().max() < 0.08
+    losses.mean().backward()
+    assert hidden.grad.dtype == torch.bfloat16
+    assert weight.grad.dtype == torch.float32
+    exact_hidden, exact_weight = torch.autograd.grad(exact.mean(), (hidden, weight))
+    for mine, other in ((hidden.grad, exact_hidden), (weight.grad, exact_weight)):
+        assert (mine.float() - other).norm() / other.norm() < 0.02
+
+
+def test_large_logits_do_not_overflow():
+    hidden, weight, targets = inputs(4)
+    losses = linear_cross_entropy(hidden * 1e4, weight, targets)
+    assert torch.isfinite(losses).all()
+    torch.testing.assert_close(
+        losses, F.cross_entropy(hidden * 1e4 @ weight.T, targets, reduction="none")
+    )
+
+
+def test_an_ignored_label_is_an_error_not_a_loss():
+    """The kernel of another project returned a loss for label -100."""
+    hidden, weight, targets = inputs(4)
+    targets[1] = IGNORE_INDEX
+    with pytest.raises((RuntimeError, IndexError)):
+        linear_cross_entropy(hidden, weight, targets)
+
+
+def test_chunks_bound_the_logits():
+    assert chunk_rows(152_064) * 152_064 <= CHUNK_ELEMENTS
+    assert chunk_rows(CHUNK_ELEMENTS * 2) == 1
+    hidden, weight, targets = inputs(40)
+    with MadeTensors() as tensors:
+        linear_cross_entropy(hidden, weight, targets, rows_per_chunk=6).sum().backward()
+    logits = tensors.where(lambda made: made.shape[-1:] == (VOCABULARY,) and made.shape != (16, 50))
+    assert logits
+    assert max(made.shape[0] for made in logits) == 6

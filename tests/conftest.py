@@ -1,0 +1,95 @@
+"""The tiny model, a few samples of the committed shards, and the reference; read-only."""
+
+from __future__ import annotations
+
+import os
+
+# Tests never reach for a network, whatever the caller's environment says.
+os.environ["HF_HUB_OFFLINE"] = "1"
+# Matrices this small are slower on two threads, and much slower beside another process.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from support.runs import Run
+    from support.shards import RawSample
+
+    from vlmpack.families import Encoder
+    from vlmpack.packing import EncodedSample
+
+
+@pytest.fixture(scope="session")
+def tiny_folder() -> Path:
+    """The committed tiny Qwen2.5-VL."""
+    from support.shards import TINY_MODEL
+
+    return TINY_MODEL
+
+
+@pytest.fixture(scope="session")
+def encoder(tiny_folder: Path) -> Encoder:
+    """Assistant-only labels."""
+    from vlmpack.families import Encoder
+
+    return Encoder(tiny_folder)
+
+
+@pytest.fixture(scope="session")
+def mixed() -> list[RawSample]:
+    """Six samples with 0 to 3 images."""
+    from support.shards import mixed_samples
+
+    samples = mixed_samples()
+    assert {len(sample.images) for sample in samples} == {0, 1, 2, 3}
+    return samples
+
+
+@pytest.fixture(scope="session")
+def encoded(encoder: Encoder, mixed: list[RawSample]) -> list[EncodedSample]:
+    """The mixed samples, encoded by vlmpack."""
+    return [encoder.encode(sample.cooked()) for sample in mixed]
+
+
+@pytest.fixture(scope="session")
+def one_rank() -> Any:
+    """A single process on CPU."""
+    from support.engines import single_rank
+
+    return single_rank()
+
+
+@pytest.fixture(scope="session")
+def session_engine(tiny_folder: Path, encoder: Encoder) -> Any:
+    """An engine for tests that change no weight; use it through `vlm`."""
+    from support.engines import make_engine
+
+    return make_engine(tiny_folder, encoder)
+
+
+@pytest.fixture
+def vlm(session_engine: Any) -> Any:
+    """The packed model in training mode, without gradients. Its weights must not be changed."""
+    session_engine.vlm.train()
+    session_engine.vlm.zero_grad(set_to_none=True)
+    return session_engine.vlm
+
+
+@pytest.fixture(scope="session")
+def stock_model(tiny_folder: Path) -> Any:
+    """transformers' own model with sdpa, in float32."""
+    from support.stock import load_stock
+
+    return load_stock(tiny_folder).train()
+
+
+@pytest.fixture(scope="session")
+def reference(stock_model: Any, tiny_folder: Path, mixed: list[RawSample]) -> Run:
+    """The mixed samples, one by one, through the stock model."""
+    from support.stock import StockProcessor, run_one_by_one
+
+    processor = StockProcessor(tiny_folder)
+    return run_one_by_one(stock_model, {sample.key: processor(sample) for sample in mixed})

@@ -1,0 +1,156 @@
+"""Both schemas give the same sample, and every mismatch is named with both numbers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from vlmpack.data.schemas import CookedText, cook_text
+from vlmpack.errors import DataError
+from vlmpack.families.sample import ImagePart, TextPart
+
+
+def cooked(document: Any, *fields: str, key: str = "dir/k7") -> CookedText:
+    data = document if isinstance(document, bytes) else json.dumps(document).encode()
+    return cook_text(key, "s.tar", data, ("json", *fields))
+
+
+def chat(*turns: tuple[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+def llava(*turns: tuple[str, str], **rest: Any) -> dict[str, Any]:
+    return {"conversations": [{"from": role, "value": text} for role, text in turns], **rest}
+
+
+IMAGE = {"type": "image"}
+
+
+def named(name: str) -> dict[str, str]:
+    return {"type": "image", "image": name}
+
+
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
+
+
+def test_both_schemas_give_the_same_messages() -> None:
+    one = cooked(
+        chat(("system", "S"), ("user", [IMAGE, text("\nQ"), IMAGE]), ("assistant", "A")),
+        "0.jpg",
+        "1.png",
+    )
+    two = cooked(
+        llava(
+            ("system", "S"), ("human", "<image>\nQ<image>"), ("gpt", "A"), images=["0.jpg", "1.png"]
+        ),
+        "0.jpg",
+        "1.png",
+    )
+    assert one.sample.messages == two.sample.messages
+    assert one.image_fields == two.image_fields == ("0.jpg", "1.png")
+    assert one.sample.messages[1].parts == (ImagePart(0), TextPart("\nQ"), ImagePart(1))
+    assert one.sample.num_images == 2
+
+
+def test_a_literal_marker_in_chat_text_stays_text() -> None:
+    sample = cooked(chat(("user", "what is <image>?"), ("assistant", "a tag"))).sample
+    assert sample.messages[0].parts == (TextPart("what is <image>?"),)
+    assert sample.num_images == 0
+
+
+def test_named_images_follow_the_text_not_the_file() -> None:
+    found = cooked(
+        chat(("user", [named("1.jpg"), text("and"), named("0.jpg")]), ("assistant", "A")),
+        "0.jpg",
+        "1.jpg",
+    )
+    assert found.image_fields == ("1.jpg", "0.jpg")
+
+
+def test_unnamed_images_take_what_is_left_in_member_order() -> None:
+    found = cooked(
+        chat(("user", [IMAGE, named("a.jpg"), IMAGE]), ("assistant", "A")),
+        "b.jpg",
+        "a.jpg",
+        "c.jpg",
+    )
+    assert found.image_fields == ("b.jpg", "a.jpg", "c.jpg")
+
+
+@pytest.mark.parametrize("name", ["jpg", "k7.jpg", "coco/train/k7.jpg", "K7.JPG"])
+def test_llava_names_match_field_or_file_name(name: str) -> None:
+    found = cooked(llava(("human", "<image>Q"), ("gpt", "A"), image=name), "jpg")
+    assert found.image_fields == ("jpg",)
+
+
+def test_llava_without_names_takes_member_order() -> None:
+    found = cooked(llava(("human", "<image><image>"), ("gpt", "A")), "0.webp", "1.jpeg")
+    assert found.image_fields == ("0.webp", "1.jpeg")
+
+
+def test_task_and_other_members_pass() -> None:
+    document = {**chat(("user", "Q"), ("assistant", "A")), "task": "count"}
+    found = cooked(document, "txt", "cls")
+    assert found.sample.task == "count"
+    assert found.num_text_bytes == 2
+
+
+BAD: list[tuple[Any, tuple[str, ...], str]] = [
+    (
+        chat(("user", [IMAGE, IMAGE]), ("assistant", "A")),
+        ("0.jpg",),
+        "2 image placeholders .* 1 image members",
+    ),
+    (
+        chat(("user", "Q"), ("assistant", "A")),
+        ("0.jpg", "1.jpg"),
+        "0 image placeholders .* 2 image members",
+    ),
+    (chat(("user", [named("9.jpg")]), ("assistant", "A")), ("0.jpg",), "'9.jpg' is no member"),
+    (
+        llava(("human", "<image>"), ("gpt", "A"), images=["a.jpg", "b.jpg"]),
+        ("a.jpg", "b.jpg"),
+        "1 <image> markers .* 2 images",
+    ),
+    (llava(("human", "Q"), ("gpt", "A"), image="0.jpg"), ("0.jpg",), "0 <image> markers"),
+    (llava(("human", "<image><image>"), ("gpt", "A")), ("0.jpg",), "2 image .* 1 image"),
+    (llava(("human", "<image>"), ("gpt", "A"), image=7), ("0.jpg",), "'image' is a int"),
+    (chat(("user", "Q"), ("tool", "A")), (), r"messages\[1\] has the role 'tool'"),
+    (llava(("user", "Q"), ("gpt", "A")), (), "has the from 'user'"),
+    (chat(("user", "Q")), (), "none of the 1 turns is the assistant's"),
+    (chat(("user", [{"type": "video"}]), ("assistant", "A")), (), "type 'video'"),
+    (chat(("user", ["words"]), ("assistant", "A")), (), "type None"),
+    (chat(("user", 5), ("assistant", "A")), (), "content is a int"),
+    (chat(("user", []), ("assistant", "A")), (), "content is an empty list"),
+    (chat(("user", [{"type": "text"}]), ("assistant", "A")), (), "text that is missing"),
+    ({"messages": []}, (), "empty list"),
+    ({"messages": ["x"]}, (), "a string; expected an object"),
+    ({"text": "x"}, (), "found 'text'"),
+    ({}, (), "found nothing"),
+    ({"messages": [], "conversations": []}, (), "both"),
+    ([1], (), "a list; expected an object"),
+    (b"{not json", (), "cannot be parsed"),
+    (b"\xff\xfe", (), "cannot be parsed"),
+    (b"[" * 100_000, (), "cannot be parsed"),
+    (b'{"messages": [{"role": "assistant", "content": "\\ud800"}]}', (), "surrogate"),
+    ({**chat(("user", "Q"), ("assistant", "A")), "task": 3}, (), "'task' is a int"),
+]
+
+
+@pytest.mark.parametrize(("document", "fields", "reason"), BAD)
+def test_mismatches_are_schema_errors(document: Any, fields: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(DataError, match=reason) as caught:
+        cooked(document, *fields)
+    error = caught.value
+    assert (error.error_class, error.key, error.shard) == ("schema", "dir/k7", "s.tar")
+
+
+def test_numbered_images_go_by_number_not_by_name() -> None:
+    """webdataset writes members sorted by name: 0, 1, 10, 11, 2, ..."""
+    members = sorted(f"{number}.jpg" for number in range(12))
+    assert members[2] == "10.jpg"
+    found = cooked(chat(("user", [IMAGE] * 12), ("assistant", "A")), *members)
+    assert found.image_fields == tuple(f"{number}.jpg" for number in range(12))

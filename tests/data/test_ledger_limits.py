@@ -1,0 +1,147 @@
+"""How many samples a run may lose, and what it writes down."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vlmpack.data.forkserver import worker_context
+from vlmpack.data.ledger import Ledger, SkipLimiter, SkipLimits
+from vlmpack.data.read import ErrorPolicy, SkippedSample
+from vlmpack.errors import DataLimitError, RecipeError, RunDirError
+
+
+def limiter(**changes: float) -> SkipLimiter:
+    return SkipLimiter(SkipLimits(**changes), Ledger(None))  # type: ignore[arg-type]
+
+
+def hole(number: int, shard: str = "s") -> SkippedSample:
+    return SkippedSample(number, f"k{number}", shard, number, "decode", "a reason")
+
+
+def test_ten_in_a_window_pass_and_eleven_stop() -> None:
+    counts = limiter()
+    for _ in range(10):
+        counts.check(samples=100, skipped=1)
+    with pytest.raises(DataLimitError, match="11 of the last 1100 samples"):
+        counts.check(samples=100, skipped=1)
+
+
+def test_old_steps_leave_the_window() -> None:
+    counts = limiter()
+    for _ in range(50):
+        counts.check(samples=1000, skipped=1)  # ten in any window of 10,000
+
+
+def test_share_above_the_floor() -> None:
+    counts = limiter(max_fraction=0.01)
+    for _ in range(9):
+        counts.check(samples=1000, skipped=11)
+    with pytest.raises(DataLimitError, match="110 of the last 10000"):
+        for _ in range(2):
+            counts.check(samples=1000, skipped=11)
+
+
+def test_consecutive_batches() -> None:
+    counts = limiter(max_fraction=1.0)
+    for _ in range(12):
+        counts.check(samples=8, skipped=8)
+    counts.check(samples=8, skipped=7)  # one sample was trained: the row is broken
+    for _ in range(12):
+        counts.check(samples=8, skipped=8)
+    with pytest.raises(DataLimitError, match="104 samples in a row"):
+        counts.check(samples=8, skipped=8)
+
+
+def test_worst_shards_come_from_all_ranks_lines(tmp_path: Path) -> None:
+    path = tmp_path / "data-errors.jsonl"
+    Ledger(path).record([hole(n, "other-rank.tar") for n in range(5)], epoch=0, batch=1)
+    mine = Ledger(path)
+    mine.record([hole(1, "mine.tar")], epoch=0, batch=1)
+    shards, keys = mine.worst()
+    assert shards == [("other-rank.tar", 5), ("mine.tar", 1)]
+    assert len(keys) == 6
+
+
+def _write(path: Path, rank: int) -> None:
+    ledger = Ledger(path)
+    for batch in range(200):
+        ledger.record([hole(batch, f"shard-{rank}" + "x" * 300)], epoch=0, batch=batch)
+
+
+def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
+    path = tmp_path / "data-errors.jsonl"
+    context = worker_context()
+    processes = [
+        context.Process(  # type: ignore[attr-defined]
+            target=_write, args=(path, rank)
+        )
+        for rank in range(3)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(lines) == 600
+    assert set(lines[0]) == {
+        "class",
+        "key",
+        "shard",
+        "offset",
+        "reason",
+        "epoch",
+        "batch",
+        "sample",
+    }
+
+
+def test_an_unwritable_ledger_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunDirError, match="no-folder"):
+        Ledger(tmp_path / "no-folder" / "x.jsonl").record([hole(1)], epoch=0, batch=0)
+
+
+def test_policy_from_a_recipe() -> None:
+    policy = ErrorPolicy.from_mapping({"schema": "skip", "integrity": "raise"})
+    assert policy.skips("schema") and not policy.skips("integrity") and policy.skips("decode")
+    assert not policy.skips("too_long")
+    with pytest.raises(RecipeError) as caught:
+        ErrorPolicy.from_mapping({"shema": "skip", "decode": "ignore"})
+    assert len(caught.value.problems) == 2
+
+
+def test_a_resumed_run_forgets_the_holes_that_it_will_meet_again(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "data-errors.jsonl")
+    ledger.record([hole(0)], epoch=None, batch=None)  # left out while planning
+    for batch in (1, 5, 6):
+        ledger.record([hole(batch)], epoch=0, batch=batch)
+    ledger.rewind(5)
+    assert [line["batch"] for line in ledger.lines()] == [None, 1]
+
+
+def test_holes_outside_training_are_listed_once_over_launches(tmp_path: Path) -> None:
+    for _ in range(2):
+        ledger = Ledger(tmp_path / "data-errors.jsonl")
+        for _ in range(2):
+            ledger.record([hole(0), hole(1)], epoch=None, batch=None)
+    assert [line["key"] for line in ledger.lines()] == ["k0", "k1"]
+
+
+def test_the_budget_survives_a_resume(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "data-errors.jsonl")
+    for batch in range(9):
+        ledger.record([hole(batch)], epoch=0, batch=batch)
+    counts = SkipLimiter(SkipLimits(), ledger)
+    counts.replay(batches=20, global_batch_size=8)
+    counts.check(samples=8, skipped=1)
+    with pytest.raises(DataLimitError, match="11 of the last"):
+        counts.check(samples=8, skipped=1)
+
+
+def test_holes_that_left_the_window_are_not_replayed(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "data-errors.jsonl")
+    ledger.record([hole(n) for n in range(11)], epoch=0, batch=3)
+    counts = SkipLimiter(SkipLimits(), ledger)
+    counts.replay(batches=2000, global_batch_size=8)

@@ -1,0 +1,75 @@
+"""Patterns become a list of shards, or one error that names the recipe's key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vlmpack.data.sources import expand_shards
+from vlmpack.errors import RecipeError
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    for name in ("x-000.tar", "x-001.tar", "x-010.tar", "y a#1.tar"):
+        (tmp_path / name).write_bytes(b"")
+    return tmp_path
+
+
+def names(found: tuple[str, ...]) -> list[str]:
+    return [Path(path).name for path in found]
+
+
+def test_plain_brace_glob_and_file_urls(shards: Path) -> None:
+    expand = lambda pattern: names(expand_shards([str(pattern)], key="data.train"))  # noqa: E731
+    assert expand(shards / "x-000.tar") == ["x-000.tar"]
+    assert expand(shards / "x-{000..001}.tar") == ["x-000.tar", "x-001.tar"]
+    assert expand(shards / "x-{001,010,000}.tar") == ["x-001.tar", "x-010.tar", "x-000.tar"]
+    assert expand(shards / "x-0{0..1}{0..0}.tar") == ["x-000.tar", "x-010.tar"]
+    assert expand(shards / "x-*.tar") == ["x-000.tar", "x-001.tar", "x-010.tar"]
+    assert expand(f"file://{shards}/x-00*.tar") == ["x-000.tar", "x-001.tar"]
+    assert expand(f"file://{shards}/y%20a%231.tar") == ["y a#1.tar"]
+
+
+def test_relative_paths_become_absolute(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(shards)
+    assert expand_shards(["x-000.tar"], key="k") == (str(shards / "x-000.tar"),)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        ("x-{0..3}.tar", r"data.train: 'x-\{0..3\}.tar' matches no file"),
+        ("nothing-*.tar", "data.train: 'nothing-.*' matches no file"),
+        ("x-{000..002}.tar", "2 files, but these are missing: 'x-002.tar'"),
+        ("pipe:cat x-000.tar", "never run"),
+        ("pipe:curl http://a/b.tar", "never run"),
+        ("s3://bucket/x.tar", "scheme 's3:'"),
+        ("http://host/x.tar", "scheme 'http:'"),
+        ("FILE://other/x.tar", "names the host 'other'"),
+        ("x-{3..1}.tar", "empty range"),
+        ("x-{abc}.tar", "neither a range nor a list"),
+        ("x-{0..99999999}.tar", "at most"),
+        (".", "is a folder"),
+    ],
+)
+def test_bad_patterns(
+    shards: Path, monkeypatch: pytest.MonkeyPatch, pattern: str, reason: str
+) -> None:
+    monkeypatch.chdir(shards)
+    with pytest.raises(RecipeError, match=reason):
+        expand_shards([pattern], key="data.train")
+
+
+def test_all_problems_at_once(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(shards)
+    with pytest.raises(RecipeError) as caught:
+        expand_shards(["a.tar", "gs://b/c.tar", "x-000.tar", "./x-000.tar"], key="data.train")
+    assert len(caught.value.problems) == 3
+    assert "named twice" in caught.value.problems[2]
+
+
+def test_no_pattern_is_an_error() -> None:
+    with pytest.raises(RecipeError, match="names no shard"):
+        expand_shards([], key="data.train")

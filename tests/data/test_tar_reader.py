@@ -1,0 +1,296 @@
+"""Every fault that tarfile and webdataset pass over silently is an error with a place."""
+
+from __future__ import annotations
+
+import io
+import random
+import tarfile
+import zlib
+from pathlib import Path
+
+import pytest
+from shard_fakes import key_of, sample_fields, write_shard
+from webdataset.tariterators import base_plus_ext
+
+from vlmpack.data.caps import SampleCaps
+from vlmpack.data.fetch import LocalFetcher
+from vlmpack.data.naming import split_name
+from vlmpack.data.raw import RawSample, group_members, parse_span
+from vlmpack.data.read import SampleReader
+from vlmpack.data.schemas import cook
+from vlmpack.data.table import SampleRef
+from vlmpack.data.tar import read_members
+from vlmpack.errors import DataError
+
+CAPS = SampleCaps()
+
+
+def scan(data: bytes) -> list[RawSample]:
+    members = read_members(
+        io.BytesIO(data), len(data), shard="s.tar", max_member_bytes=CAPS.max_member_bytes
+    )
+    return list(group_members(members, shard="s.tar", caps=CAPS))
+
+
+def make_tar(members: list[tuple[str, bytes]], **options: object) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", **options) as archive:  # type: ignore[call-overload]
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return stream.getvalue()
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> bytes:
+    path = write_shard(tmp_path / "s.tar", ((key_of(n), sample_fields(n)) for n in range(5)))
+    return path.read_bytes()
+
+
+def content_end(shard: bytes) -> int:
+    """Where the two zero blocks that end the archive begin."""
+    return max(sample.offset + sample.length for sample in scan(shard))
+
+
+def test_a_good_shard_reads_as_tarfile_does(shard: bytes) -> None:
+    with tarfile.open(fileobj=io.BytesIO(shard)) as archive:
+        expected = {m.name: archive.extractfile(m).read() for m in archive}  # type: ignore[union-attr]
+    found = {
+        f"{sample.key}.{member.field}": member.data
+        for sample in scan(shard)
+        for member in sample.members
+    }
+    assert found == expected
+    assert len(scan(shard)) == 5
+
+
+def test_keys_are_webdatasets() -> None:
+    names = [
+        "a.jpg",
+        "a.b.jpg",
+        "d/a.jpg",
+        "d.e/a.JPG",
+        "./a.json",
+        "d/e/f.x.y.z",
+        "a.",
+        "v1.5_img.jpg",
+        "noext",
+        ".hidden",
+        ".hidden.jpg",
+        "d/noext",
+        "a b.c",
+        "\u00e9.txt",
+    ]
+    for name in names:
+        key, field = base_plus_ext(name)
+        expected = None if key is None else (key, field.lower())
+        assert split_name(name) == expected, name
+
+
+def test_meta_and_hidden_members_belong_to_no_sample() -> None:
+    assert split_name("__meta__.json") is None or split_name("__meta__") is None
+    assert split_name("__meta__/x.json") is None
+    assert split_name("d/._a.jpg") is None, "webdataset would make a sample with the key 'd/'"
+    assert split_name("__half.json") == ("__half", "json")
+
+
+def test_span_crc_covers_exactly_the_span(shard: bytes) -> None:
+    for sample in scan(shard):
+        span = shard[sample.offset : sample.offset + sample.length]
+        assert zlib.crc32(span) == sample.crc32
+        again = parse_span(span, shard="s.tar", offset=sample.offset, caps=CAPS)
+        assert again == sample
+
+
+def test_truncation_at_every_block_is_detected(shard: bytes) -> None:
+    end = content_end(shard)
+    for cut in range(0, len(shard), 512):
+        if cut >= end + 1024:
+            assert len(scan(shard[:cut])) == 5  # only padding behind the end was lost
+            continue
+        with pytest.raises(DataError) as caught:
+            scan(shard[:cut])
+        assert caught.value.error_class == "integrity"
+        assert caught.value.shard == "s.tar"
+        assert caught.value.offset is not None
+
+
+def test_truncation_inside_blocks_is_detected(shard: bytes) -> None:
+    end = content_end(shard)
+    for cut in random.Random(0).sample(range(1, end + 1024), 60):
+        with pytest.raises(DataError):
+            scan(shard[:cut])
+
+
+def test_a_shard_cut_after_it_was_indexed_is_detected_at_read(shard: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "s.tar"
+    samples = scan(shard)
+    reader = SampleReader(LocalFetcher())
+    last = samples[-1]
+    ref = SampleRef(0, last.key, str(path), last.offset, last.length, last.crc32, 1)
+    path.write_bytes(shard[: last.offset + last.length - 1])
+    with pytest.raises(DataError, match="shortened after it was indexed") as caught:
+        reader.read(ref)
+    assert (caught.value.error_class, caught.value.offset) == ("integrity", last.offset)
+
+
+def test_flipped_bytes_are_detected_or_harmless(shard: bytes, tmp_path: Path) -> None:
+    """400 flips: found by the structure, or by the checksum at read; none changes a sample."""
+    path = tmp_path / "s.tar"
+    samples = scan(shard)
+    truth = {sample.key: cook(sample) for sample in samples}
+    refs = [
+        SampleRef(n, s.key, str(path), s.offset, s.length, s.crc32, 1)
+        for n, s in enumerate(samples)
+    ]
+    generator = random.Random(1)
+    detected = harmless = 0
+    for _ in range(400):
+        place = generator.randrange(len(shard))
+        damaged = bytearray(shard)
+        damaged[place] ^= 1 << generator.randrange(8)
+        path.write_bytes(damaged)
+        reader = SampleReader(LocalFetcher())
+        hit = False
+        for ref in refs:
+            try:
+                assert reader.read(ref).messages == truth[ref.key].messages
+                assert reader.read(ref).images == truth[ref.key].images
+            except DataError as error:
+                assert error.error_class == "integrity"
+                hit = True
+        detected, harmless = detected + hit, harmless + (not hit)
+    end = content_end(shard)
+    assert detected > 400 * 0.5 * end / len(shard)
+    assert harmless < 400, "no flip was found: the test shows nothing"
+
+
+def test_a_flipped_header_is_found_while_indexing(shard: bytes) -> None:
+    for sample in scan(shard):
+        for byte in (0, 100, 124, 148, 156, 257, 511):
+            damaged = bytearray(shard)
+            damaged[sample.offset + byte] ^= 0x01
+            with pytest.raises(DataError, match="checksum") as caught:
+                scan(bytes(damaged))
+            assert caught.value.offset == sample.offset
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "empty"),
+        (b"<html><body>404 Not Found</body></html>", "cut short"),
+        (b"<html>" + b"x" * 2000, "no tar file"),
+        (b"\0" * 512, "two zero blocks"),
+    ],
+)
+def test_what_is_no_tar_is_named(data: bytes, reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
+        scan(data)
+
+
+def test_an_archive_without_samples_is_valid() -> None:
+    assert scan(b"\0" * 10240) == []
+
+
+def test_a_zeroed_header_does_not_end_the_shard_silently(shard: bytes) -> None:
+    middle = scan(shard)[2].offset
+    damaged = shard[:middle] + b"\0" * 512 + shard[middle + 512 :]
+    with pytest.raises(DataError, match="after the archive's end"):
+        scan(damaged)
+
+
+def test_two_tars_in_one_file_are_refused(shard: bytes) -> None:
+    with pytest.raises(DataError, match="two tars"):
+        scan(shard + shard)
+
+
+@pytest.mark.parametrize("layout", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_long_names_of_every_format(layout: int) -> None:
+    folder = "/".join(["folder-of-some-length"] * 6)
+    name = f"{folder}/{'k' * 60}.json"
+    if layout != tarfile.USTAR_FORMAT:
+        name = f"{folder}/{'k' * 150}-\u00e9.json"
+    data = make_tar([(name, b"{}"), ("b.json", b"{}")], format=layout)
+    assert [sample.key for sample in scan(data)] == [name[:-5], "b"]
+    for sample in scan(data):
+        span = data[sample.offset : sample.offset + sample.length]
+        assert zlib.crc32(span) == sample.crc32
+
+
+def test_what_belongs_to_no_sample_does_not_split_one() -> None:
+    members = [("a.json", b"{}"), ("._a.jpg", b"mac"), ("a.jpg", b"x"), ("README", b"hi")]
+    data = make_tar(members)
+    (sample,) = scan(data)
+    assert sample.fields == ("json", "jpg")
+    span = data[sample.offset : sample.offset + sample.length]
+    assert zlib.crc32(span) == sample.crc32
+    assert parse_span(span, shard="s", offset=sample.offset, caps=CAPS).fields == ("json", "jpg")
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (tarfile.SYMTYPE, "symbolic link"),
+        (tarfile.LNKTYPE, "hard link"),
+        (tarfile.CHRTYPE, "character device"),
+        (tarfile.FIFOTYPE, "pipe"),
+        (tarfile.GNUTYPE_SPARSE, "sparse"),
+    ],
+)
+def test_only_regular_files(kind: bytes, reason: str) -> None:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        info = tarfile.TarInfo("a.json")
+        info.type, info.linkname = kind, "/etc/passwd"
+        archive.addfile(info)
+    with pytest.raises(DataError, match=reason) as caught:
+        scan(stream.getvalue())
+    assert "'a.json'" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["/etc/a.json", "../a.json", "x/../../a.json"])
+def test_unsafe_names_are_refused(name: str) -> None:
+    with pytest.raises(DataError, match="unsafe name"):
+        scan(make_tar([(name, b"{}")]))
+
+
+@pytest.mark.parametrize("field", ["pyd", "pkl", "pickle", "pth", "pt", "x.pkl"])
+def test_pickles_are_refused_by_name(field: str) -> None:
+    (sample,) = scan(make_tar([("a.json", b"{}"), (f"a.{field}", b"x")]))
+    assert sample.fault is not None
+    assert field in sample.fault
+    assert "pickle" in sample.fault
+    with pytest.raises(DataError):
+        sample.check()
+
+
+def test_numpy_objects_are_refused_and_plain_arrays_are_not() -> None:
+    import numpy as np
+
+    faults = []
+    for array in (np.zeros(3), np.array([{}], dtype=object)):
+        stream = io.BytesIO()
+        np.save(stream, array, allow_pickle=True)
+        (sample,) = scan(make_tar([("a.json", b"{}"), ("a.npy", stream.getvalue())]))
+        faults.append(sample.fault)
+    assert faults[0] is None
+    assert faults[1] is not None and "pickle" in faults[1]
+
+
+def test_a_member_above_the_cap_is_a_fault_and_not_kept() -> None:
+    data = make_tar([("a.json", b"{}"), ("a.jpg", b"x" * 5000), ("b.json", b"{}")])
+    caps = SampleCaps(max_member_bytes=4096)
+    members = read_members(io.BytesIO(data), len(data), shard="s", max_member_bytes=4096)
+    first, second = group_members(members, shard="s", caps=caps)
+    assert first.fault is not None and "5000 bytes" in first.fault and "4096" in first.fault
+    assert first.members[1].data is None
+    assert second.fault is None
+    assert first.crc32 == zlib.crc32(data[first.offset : first.offset + first.length])
+
+
+def test_dotted_names_follow_webdataset_and_say_so() -> None:
+    (sample,) = scan(make_tar([("v1.5_img.jpg", b"x"), ("v1.5_img.json", b"{}")]))
+    assert (sample.key, sample.fields) == ("v1", ("5_img.jpg", "5_img.json"))
+    assert sample.fault is not None and "first dot" in sample.fault

@@ -1,0 +1,105 @@
+"""Packed equals unpacked on CUDA in bfloat16, with torch's varlen kernel and with flash-attn.
+
+Never run on a GPU yet: written from the kernels' documented signatures.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+import torch
+from support.engines import single_rank
+from support.runs import loss_errors, mean_loss, pack, split_by_sample
+
+from vlmpack.attention import choose_attention, segment_attention
+from vlmpack.backends.hf.engine import HFEngine, HFEngineConfig
+from vlmpack.packing import move_batch, pad_batch_sequences
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+KERNELS = [
+    "torch_varlen",
+    pytest.param(
+        "flash_attn",
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec("flash_attn") is None, reason="flash-attn is not installed"
+        ),
+    ),
+]
+LOSS_TOLERANCE = 2e-2
+"""Relative, per sample: five roundings of bfloat16's 8 bits."""
+ATTENTION_TOLERANCE = 2e-2
+"""Absolute, for unit-variance inputs in bfloat16."""
+
+
+@pytest.fixture(params=KERNELS)
+def engine(request, tiny_folder, encoder):
+    """bfloat16 autocast on one GPU."""
+    ranks = replace(single_rank(), device=torch.device("cuda", 0))
+    config = HFEngineConfig(folder=tiny_folder, dtype="bfloat16", attention=request.param)
+    made = HFEngine(config, encoder, ranks)
+    assert made.description["attention"].startswith(request.param)
+    return made
+
+
+def losses_on_gpu(engine, batch):
+    moved = move_batch(batch, engine.device)
+    losses = engine.module(moved, moved.packed_seq_params())
+    return losses, {key: x.cpu() for key, x in split_by_sample(moved, losses).items()}
+
+
+@pytest.mark.parametrize("alignment", [1, 8])
+def test_packed_losses_are_within_bfloat16_noise_of_the_reference(
+    engine, encoded, reference, alignment
+):
+    losses, by_sample = losses_on_gpu(engine, pack(encoded, alignment=alignment))
+    errors = loss_errors(replace(reference, losses=by_sample), reference)
+    assert max(errors.values()) <= LOSS_TOLERANCE
+    losses.sum().backward()
+    for name, parameter in engine.parameters():
+        assert parameter.grad is not None, name
+        assert torch.isfinite(parameter.grad).all(), name
+
+
+def test_packed_and_padded_rows_agree(engine, encoded):
+    _, packed = losses_on_gpu(engine, pack(encoded, alignment=8))
+    _, padded = losses_on_gpu(engine, pad_batch_sequences(encoded, pad_token_id=561))
+    for key, losses in packed.items():
+        assert mean_loss(losses) == pytest.approx(mean_loss(padded[key]), rel=LOSS_TOLERANCE)
+
+
+def test_other_samples_are_bit_equal_when_one_changes(engine, encoded):
+    noise = torch.randn_like(encoded[0].media.pixel_values)
+    changed = replace(encoded[0], media=replace(encoded[0].media, pixel_values=noise))
+    with torch.no_grad():
+        _, before = losses_on_gpu(engine, pack(encoded, alignment=8))
+        _, after = losses_on_gpu(engine, pack([changed, *encoded[1:]], alignment=8))
+    assert not torch.equal(before[changed.key], after[changed.key])
+    for sample in encoded[1:]:
+        assert torch.equal(before[sample.key], after[sample.key]), sample.key
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_a_kernel_equals_the_segment_loop(encoded, name, window, kv_heads):
+    device = torch.device("cuda", 0)
+    choice = choose_attention(name, device=device, dtype=torch.bfloat16)
+    params = move_batch(pack(encoded, alignment=8), device).packed_seq_params()
+    total = sum(params.segment_lengths)
+    tensors = [
+        torch.randn(total, heads, 32, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for heads in (4, kv_heads, kv_heads)
+    ]
+    ours = choice.function(*tensors, params, window=window)
+    theirs = segment_attention(*tensors, params, window=window)
+    assert (ours - theirs).abs().max() < ATTENTION_TOLERANCE
+    our_gradients = torch.autograd.grad(ours.float().square().sum(), tensors)
+    their_gradients = torch.autograd.grad(theirs.float().square().sum(), tensors)
+    for mine, other in zip(our_gradients, their_gradients, strict=True):
+        assert ((mine - other).norm() / other.norm()).item() < ATTENTION_TOLERANCE

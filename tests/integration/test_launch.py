@@ -1,0 +1,196 @@
+"""The command line as users start it: torchrun, SIGTERM, the API, the exported model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.recipes import changed, rows, write_recipe
+from support.shards import ROOT
+
+TIMEOUT = 280
+
+
+def environment() -> dict[str, str]:
+    """One thread a process, as two share two cores."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def launch(recipe: Path, *overrides: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
+    """Run `vlmpack finetune`, under torchrun where there are several processes."""
+    head = [sys.executable]
+    if processes > 1:
+        head += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return subprocess.run(
+        [*head, "-m", "vlmpack", "finetune", str(recipe), *overrides],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+
+
+def assert_same_steps(ours: Path, reference: Path, count: int) -> None:
+    """Same batches; loss and gradient norm to 1e-5: sums in another order."""
+    same = ("step", "num_tokens", "num_label_tokens", "num_samples")
+    assert rows(ours, *same) == rows(reference, *same)
+    assert len(rows(ours, "step")) == count
+    for (loss, norm), (loss_ref, norm_ref) in zip(
+        rows(ours, "loss", "grad_norm"), rows(reference, "loss", "grad_norm"), strict=True
+    ):
+        assert loss == pytest.approx(loss_ref, rel=1e-5)
+        assert norm == pytest.approx(norm_ref, rel=1e-5)
+
+
+def test_two_processes_take_the_steps_of_one(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Epochs of 22 samples in batches of 8 end with a bin short, and with ranks without a bin."""
+    base = changed(
+        settings,
+        training__global_batch_size=8,
+        training__micro_batch_size=8,
+        training__max_steps=7,
+    )
+    one = write_recipe(tmp_path / "one.yaml", changed(base, run_dir=str(tmp_path / "one")))
+    done = launch(one)
+    assert done.returncode == 0, done.stderr
+    for name, micro, extra in (
+        ("ddp-4", 4, {}),
+        ("ddp-2", 2, {}),
+        ("fsdp-4", 4, {"parallelism__sharding": "fsdp"}),
+    ):
+        recipe = write_recipe(
+            tmp_path / f"{name}.yaml",
+            changed(
+                base,
+                run_dir=str(tmp_path / name),
+                training__micro_batch_size=micro,
+                **extra,
+            ),
+        )
+        done = launch(recipe, processes=2)
+        assert done.returncode == 0, done.stderr
+        assert_same_steps(tmp_path / name, tmp_path / "one", 7)
+
+
+@pytest.mark.slow
+def test_resume_on_another_number_of_processes(settings: dict[str, Any], tmp_path: Path) -> None:
+    base = changed(
+        settings,
+        training__global_batch_size=8,
+        training__micro_batch_size=4,
+        training__max_steps=9,
+        optim__schedule="constant",
+    )
+    one = write_recipe(tmp_path / "one.yaml", changed(base, run_dir=str(tmp_path / "one")))
+    assert launch(one).returncode == 0
+    mixed = write_recipe(tmp_path / "mixed.yaml", changed(base, run_dir=str(tmp_path / "mixed")))
+    for steps, processes, sharding in (
+        (3, 2, "none"),
+        (5, 1, "none"),
+        (7, 2, "fsdp"),
+        (9, 1, "none"),
+    ):
+        done = launch(
+            mixed,
+            f"training.max_steps={steps}",
+            f"parallelism.sharding={sharding}",
+            processes=processes,
+        )
+        assert done.returncode == 0, done.stderr
+    assert_same_steps(tmp_path / "mixed", tmp_path / "one", 9)
+
+
+def test_a_recipe_error_under_torchrun_ends_all_ranks(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    recipe = write_recipe(tmp_path / "bad.yaml", settings)  # 4 samples a batch: 4 a rank do not fit
+    done = launch(recipe, processes=2)
+    assert done.returncode != 0
+    assert "global_batch_size" in done.stderr
+
+
+def test_sigterm_saves_at_a_step_boundary_and_exits_with_75(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """As launchers do it: to the whole process group, so to the loader's processes too."""
+    settings = changed(settings, training__max_steps=2000, data__num_workers=1)
+    recipe = write_recipe(tmp_path / "recipe.yaml", settings)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vlmpack", "finetune", str(recipe)],
+        cwd=ROOT,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    metrics = Path(settings["run_dir"], "metrics.jsonl")
+    deadline = time.monotonic() + TIMEOUT
+    while not (metrics.is_file() and len(metrics.read_text().splitlines()) >= 3):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGTERM)  # the second one changes nothing
+    _, message = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 75, message
+    taken = len(rows(settings["run_dir"], "step"))
+    assert f"stopped at step {taken} of 2000" in message
+    assert not Path(settings["run_dir"], "run.lock").exists()
+    # A checkpoint of the last step is there, and nothing half-written beside it.
+    folders = list(Path(settings["run_dir"], "checkpoints").iterdir())
+    assert [folder.name for folder in folders] == [f"step-{taken:08d}"]
+    assert (folders[0] / "COMPLETE").is_file()
+
+
+def test_the_documented_example_runs_and_its_model_answers(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """docs/examples/finetune_digits.py, then the exported folder in stock transformers."""
+    monkeypatch.chdir(ROOT)
+    example = ROOT / "docs" / "examples" / "finetune_digits.py"
+    done = subprocess.run(
+        [sys.executable, str(example), str(tmp_path / "run"), "3"],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "3 steps" in done.stdout
+    run = tmp_path / "run"
+    result = json.loads((run / "result.json").read_text())
+    assert result["real_tokens"] < result["padded_tokens"]
+    assert result["computed_tokens"] == result["real_tokens"], "alignment 1: a row has no slack"
+    for name in ("loss.png", "lengths.png", "index.html"):
+        assert (run / "report" / name).stat().st_size > 1000
+
+    from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+
+    export = run / "export"
+    model = AutoModelForImageTextToText.from_pretrained(export)
+    assert AutoTokenizer.from_pretrained(export).chat_template
+    assert AutoImageProcessor.from_pretrained(export) is not None
+    assert sum(p.numel() for p in model.parameters()) > 1e6
+
+    from support.shards import read_shard
+    from typer.testing import CliRunner
+
+    from vlmpack.cli.app import app
+
+    image = tmp_path / "digits.jpg"
+    image.write_bytes(next(s.images[0] for s in read_shard() if s.images))
+    asked = CliRunner().invoke(
+        app, ["generate", "--model", str(export), "--image", str(image), "Read the digits."]
+    )
+    assert asked.exit_code == 0, asked.output

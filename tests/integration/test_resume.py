@@ -1,0 +1,171 @@
+"""A run that is stopped and resumed is the run that never stopped, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from support.recipes import changed, rows
+
+from vlmpack.api import resolve, run_recipe
+from vlmpack.errors import CheckpointError, Preempted, RunDirError, RunIdentityError
+from vlmpack.training import session as session_module
+
+STEPS = 24
+"""Four and a bit epochs of 6 steps; the last step of each holds 2 samples instead of 4."""
+
+COLUMNS = ("step", "epoch", "loss", "grad_norm", "num_tokens", "num_samples")
+
+
+def run_until(
+    settings: dict[str, Any], stop_after: int | None, monkeypatch: Any, *, total: int = STEPS
+) -> None:
+    """Run; with `stop_after`, as if SIGTERM came while that step was being computed."""
+    recipe = resolve(settings, {})
+    if stop_after is None:
+        run_recipe(recipe)
+        return
+    original = session_module.Session._steps
+
+    def stopping(self: Any) -> Any:
+        for train_step in original(self):
+            if self.trainer.totals.step + 1 == stop_after:
+                self.trainer.stop.set()
+            yield train_step
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session_module.Session, "_steps", stopping)
+        with pytest.raises(Preempted, match=f"stopped at step {stop_after} of {total}"):
+            run_recipe(recipe)
+
+
+def final_weights(run_dir: Path) -> Any:
+    """Parameters and moments of the last checkpoint."""
+    folder = run_dir / "checkpoints" / f"step-{STEPS:08d}"
+    return {
+        **load_file(folder / "model.safetensors"),
+        **load_file(folder / "optimizer.safetensors"),
+    }
+
+
+def assert_same_run(ours: Path, reference: Path) -> None:
+    assert rows(ours, *COLUMNS) == rows(reference, *COLUMNS)
+    mine, theirs = final_weights(ours), final_weights(reference)
+    assert mine.keys() == theirs.keys()
+    assert all(bool((mine[name] == theirs[name]).all()) for name in theirs)
+
+
+@pytest.fixture
+def unbroken(settings: dict[str, Any], tmp_path: Path) -> Path:
+    run_dir = tmp_path / "unbroken"
+    run_recipe(resolve(changed(settings, training__max_steps=STEPS, run_dir=str(run_dir)), {}))
+    found = rows(run_dir, *COLUMNS)
+    assert [row[0] for row in found] == list(range(1, STEPS + 1))
+    assert {row[5] for row in found} == {2, 4}, "no short batch at an epoch's end"
+    assert len({row[2] for row in found}) == STEPS, "losses repeat: nothing is learned"
+    return run_dir
+
+
+def test_resumed_runs_are_bit_equal_to_the_unbroken_run(
+    settings: dict[str, Any], tmp_path: Path, unbroken: Path, monkeypatch: Any
+) -> None:
+    # In the middle of an epoch, twice; then at its very end and in the third epoch.
+    for name, stops in {"a": (2, 9), "b": (6, 7, 14)}.items():
+        run_dir = tmp_path / name
+        mine = changed(settings, training__max_steps=STEPS, run_dir=str(run_dir))
+        for stop_after in (*stops, None):
+            run_until(mine, stop_after, monkeypatch)
+        assert_same_run(run_dir, unbroken)
+
+
+@pytest.mark.slow
+def test_resume_at_every_step_is_bit_equal(
+    settings: dict[str, Any], tmp_path: Path, unbroken: Path, monkeypatch: Any
+) -> None:
+    for stop_after in range(1, STEPS):
+        run_dir = tmp_path / f"stop-{stop_after}"
+        mine = changed(settings, training__max_steps=STEPS, run_dir=str(run_dir))
+        run_until(mine, stop_after, monkeypatch)
+        run_until(mine, None, monkeypatch)
+        assert_same_run(run_dir, unbroken)
+
+
+def test_resume_with_workers_and_another_micro_batch_split(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Neither changes the global batches; the split changes only the rounding of sums."""
+    reference = changed(settings, training__max_steps=8, run_dir=str(tmp_path / "reference"))
+    run_recipe(resolve(reference, {}))
+    mine = changed(settings, training__max_steps=8, run_dir=str(tmp_path / "mine"))
+    run_until(mine, 3, monkeypatch, total=8)
+    mine = changed(mine, data__num_workers=1, training__micro_batch_size=2)
+    run_recipe(resolve(mine, {}))
+    ours = rows(tmp_path / "mine", "step", "num_tokens", "num_samples")
+    assert ours == rows(tmp_path / "reference", "step", "num_tokens", "num_samples")
+    for (a, norm_a), (b, norm_b) in zip(
+        rows(tmp_path / "mine", "loss", "grad_norm"),
+        rows(tmp_path / "reference", "loss", "grad_norm"),
+        strict=True,
+    ):
+        assert a == pytest.approx(b, rel=1e-5)
+        assert norm_a == pytest.approx(norm_b, rel=1e-5)
+
+
+def test_a_damaged_checkpoint_is_passed_over(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: Any
+) -> None:
+    mine = changed(settings, training__max_steps=6, checkpoint__interval_steps=2)
+    reference = changed(mine, run_dir=str(tmp_path / "reference"))
+    run_recipe(resolve(reference, {}))
+    run_until(mine, 5, monkeypatch, total=6)
+    weights = Path(mine["run_dir"], "checkpoints", "step-00000005", "model.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[-9] ^= 1
+    weights.write_bytes(data)
+    run_recipe(resolve(mine, {}))
+    assert rows(mine["run_dir"], *COLUMNS) == rows(reference["run_dir"], *COLUMNS)
+
+
+def test_a_finished_run_is_not_trained_again(settings: dict[str, Any]) -> None:
+    first = run_recipe(resolve(settings, {}))
+    before = Path(settings["run_dir"], "metrics.jsonl").read_text()
+    assert run_recipe(resolve(settings, {})) == first
+    assert Path(settings["run_dir"], "metrics.jsonl").read_text() == before
+
+
+def test_a_finished_run_can_be_made_longer(settings: dict[str, Any]) -> None:
+    run_recipe(resolve(settings, {}))
+    longer = run_recipe(resolve(changed(settings, training__max_steps=5), {}))
+    assert longer.steps == 5
+    assert [row[0] for row in rows(settings["run_dir"], "step")] == [1, 2, 3, 4, 5]
+
+
+def test_the_resolved_recipe_in_the_run_folder_resumes_alone(
+    settings: dict[str, Any], monkeypatch: Any
+) -> None:
+    run_until(settings, 1, monkeypatch, total=3)
+    result = run_recipe(resolve(Path(settings["run_dir"]) / "recipe.yaml", {}))
+    assert result.steps == 3
+
+
+def test_another_identity_is_refused_with_every_difference(settings: dict[str, Any]) -> None:
+    run_recipe(resolve(settings, {}))
+    other = changed(settings, training__seed=4, optim__lr=0.5)
+    with pytest.raises(RunIdentityError) as caught:
+        run_recipe(resolve(other, {}))
+    assert "training.seed: 3 in the run folder, 4 in the recipe" in str(caught.value)
+    assert "optim.lr" in str(caught.value)
+
+
+def test_resume_never_wants_an_empty_folder(settings: dict[str, Any]) -> None:
+    run_recipe(resolve(settings, {}))
+    again = changed(settings, checkpoint__resume="never", training__max_steps=4)
+    with pytest.raises(RunDirError, match="resume is never"):
+        run_recipe(resolve(again, {}))
+
+
+def test_resume_required_wants_a_checkpoint(settings: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="required"):
+        run_recipe(resolve(changed(settings, checkpoint__resume="required"), {}))

@@ -1,0 +1,76 @@
+"""`vlmpack recipe check | show | schema`: output and exit codes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from vlmpack.cli.recipe import app
+from vlmpack.errors import VlmpackError
+from vlmpack.recipe import dump_recipe, load_recipe
+
+
+def invoke(*arguments: object, env: dict | None = None) -> tuple[int, str]:
+    """Exit code and output, with user errors printed as the top-level handler does."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env=env)
+    if isinstance(result.exception, VlmpackError):
+        return result.exception.exit_code, str(result.exception)
+    return result.exit_code, result.output
+
+
+def test_check_says_ok_and_shows_derived_values(write, good_text):
+    path = write(good_text)
+    code, output = invoke("check", path)
+    assert code == 0
+    assert output.startswith(f"OK {path}\n")
+    assert "gradient accumulation" in output
+
+
+def test_check_lists_problems_and_fails(write, good_text):
+    path = write(good_text.replace("512", "long").replace("lr:", "lrr:"))
+    code, output = invoke("check", path, "training.max_stpes=3")
+    assert code == 2
+    assert output.startswith("4 problems in the recipe:\n")
+    assert f"{path}:8: training.seq_length: expected an integer >= 1, found 'long'" in output
+    assert "override 'training.max_stpes=3'" in output
+
+
+@pytest.mark.parametrize("how", ["option", "environment"])
+def test_check_knows_the_world_size(write, good_text, how):
+    def check(size: int) -> tuple[int, str]:
+        if how == "option":
+            return invoke("check", path, "--world-size", size)
+        return invoke("check", path, env={"WORLD_SIZE": str(size)})
+
+    path = write(good_text)
+    assert check(4)[0] == 0
+    code, output = check(3)
+    assert code == 2
+    assert "data-parallel size 3 = 12 (world size 3)" in output
+
+
+def test_check_prints_notes(write, good_text):
+    code, output = invoke("check", write(good_text), "data.test=t.tar")
+    assert code == 0
+    assert "note: data.test is read only with evaluation.generate: true" in output
+
+
+def test_show_prints_the_resolved_recipe(write, good_text):
+    path = write(good_text)
+    code, output = invoke("show", path, "training.seed=5")
+    assert code == 0
+    assert output == dump_recipe(load_recipe(path, ["training.seed=5"]))
+
+
+def test_schema_is_json():
+    code, output = invoke("schema")
+    assert code == 0
+    assert json.loads(output)["properties"]["training"]
+
+
+def test_missing_file_fails(tmp_path):
+    code, output = invoke("check", tmp_path / "none.yaml")
+    assert code == 2
+    assert "no such file" in output

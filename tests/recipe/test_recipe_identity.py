@@ -1,0 +1,121 @@
+"""Which changes make another run, and which may happen between launches of one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from vlmpack.recipe import identity, identity_differences, identity_notes, load_recipe
+
+REFUSED = [
+    "model.path=other",
+    "model.dtype=float32",
+    "data.train=other.tar",
+    "data.train=[data/train-*.tar, more.tar]",
+    "data.train={path: data/train-*.tar, weight: 2.0}",
+    "data.shuffle=window",
+    "data.over_long=drop",
+    "data.max_image_pixels=1000",
+    "packing.mode=none",
+    "training.seq_length=1024",
+    "training.global_batch_size=32",
+    "training.seed=1",
+    "training.max_steps=99",
+    "training.num_epochs=5",
+    "optim.lr=2e-3",
+    "optim.schedule=linear",
+    "optim.warmup_steps=3",
+    "optim.betas=[0.9, 0.99]",
+    "optim.max_grad_norm=null",
+]
+ALLOWED = [
+    "model.attention=segments",
+    "model.activation_checkpointing=true",
+    "data.train={path: data/train-*.tar, name: renamed}",
+    "data.num_workers=0",
+    "data.prefetch_batches=1",
+    "data.on_error.decode=raise",
+    "data.validation=v.tar",
+    "data.index_dir=elsewhere",
+    "packing.alignment=64",
+    "parallelism.sharding=fsdp",
+    "training.micro_batch_size=8",
+    "training.max_steps=101",
+    "evaluation.batch_size=1",
+    "checkpoint.keep=1",
+    "logging.interval_steps=1",
+    "export.enabled=false",
+    "run_dir=elsewhere",
+]
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_changes_of_objective_or_order_are_refused(minimal, override):
+    old, new = identity(load_recipe(minimal)), identity(load_recipe(minimal, [override]))
+    assert identity_differences(old, new)
+    assert identity_differences(old, old) == []
+
+
+@pytest.mark.parametrize("override", ALLOWED)
+def test_other_changes_are_allowed(minimal, override):
+    old, new = identity(load_recipe(minimal)), identity(load_recipe(minimal, [override]))
+    assert identity_differences(old, new) == []
+
+
+def test_every_key_is_either_identity_or_free(minimal):
+    """A new key has to be put on one side here."""
+    recipe = load_recipe(minimal)
+    decided = {text.split("=")[0] for text in REFUSED + ALLOWED}
+    leaves = {
+        f"{section}.{key}"
+        for section, values in recipe.model_dump().items()
+        if isinstance(values, dict)
+        for key in values
+    }
+    of_identity = {".".join(key.split(".")[:2]) for key in identity(recipe)}
+    assert {key for key in decided if key.count(".") == 1} <= leaves
+    free = {"evaluation", "checkpoint", "logging", "export", "parallelism"}
+    undecided = {
+        key
+        for key in leaves - of_identity
+        if key.split(".")[0] not in free and not any(d.startswith(key) for d in decided)
+    }
+    assert undecided == {"model.backend", "data.test"}
+
+
+def test_identity_is_flat_and_survives_json(minimal):
+    mapping = identity(load_recipe(minimal))
+    assert mapping["training.seed"] == 0
+    assert mapping["data.train.0.path"] == "data/train-*.tar"
+    assert mapping["optim.betas.1"] == 0.95
+    assert all(value is None or isinstance(value, str | int | float) for value in mapping.values())
+    assert json.loads(json.dumps(mapping)) == mapping
+
+
+def test_differences_are_readable(minimal):
+    old = identity(load_recipe(minimal))
+    new = identity(
+        load_recipe(minimal, ["training.seed=3", "data.train=[data/train-*.tar, b.tar]"])
+    )
+    assert identity_differences(old, new) == [
+        "training.seed: 0 in the run folder, 3 in the recipe",
+        "data.train.1.path: absent in the run folder, 'b.tar' in the recipe",
+        "data.train.1.weight: absent in the run folder, null in the recipe",
+    ]
+
+
+def test_longer_run_is_allowed_with_a_note_on_the_schedule(minimal):
+    old = identity(load_recipe(minimal))
+    longer = identity(load_recipe(minimal, ["training.max_steps=200"]))
+    assert identity_differences(old, longer) == []
+    (note,) = identity_notes(old, longer)
+    assert "training.max_steps grows from 100 to 200" in note
+    assert identity_notes(old, old) == []
+
+
+def test_longer_run_at_a_constant_rate_needs_no_note(minimal):
+    old = identity(load_recipe(minimal, ["optim.schedule=constant"]))
+    longer = {**old, "training.max_steps": 200}
+    assert identity_differences(old, longer) == []
+    assert identity_notes(old, longer) == []

@@ -1,0 +1,244 @@
+"""Every rule refuses what it must, says how to correct it, and accepts the corrected twin."""
+
+from __future__ import annotations
+
+import pytest
+
+from vlmpack.errors import RecipeError
+from vlmpack.recipe import check_world, load_recipe
+from vlmpack.recipe.load import SECTIONS
+from vlmpack.recipe.rules import RULES
+from vlmpack.recipe.schema import (
+    ModelSection,
+    PackingSection,
+    ParallelismSection,
+    TrainingSection,
+)
+
+TWO = [{"path": "a.tar", "weight": 1.0}, {"path": "b.tar", "weight": 3.0}]
+
+# rule, overrides that break it, key and words of the message, overrides that keep it
+CASES = [
+    ("one_length_of_run", {"training.max_steps": None}, "training: the length", {}),
+    (
+        "one_length_of_run",
+        {"training.max_steps": 9, "training.num_epochs": 2},
+        "training.num_epochs: 2, but max_steps is set too (9)",
+        {"training.num_epochs": 2},
+    ),
+    (
+        "in_batch_needs_two_samples",
+        {"training.micro_batch_size": 1},
+        "training.micro_batch_size: 1, but packing.mode 'in_batch'",
+        {"training.micro_batch_size": 1, "packing.mode": "none"},
+    ),
+    (
+        "global_batch_is_whole",
+        {"training.global_batch_size": 18},
+        "training.global_batch_size: 18 is not a multiple of training.micro_batch_size 4; use 16",
+        {"training.global_batch_size": 20},
+    ),
+    (
+        "hf_is_data_parallel_only",
+        {"parallelism.tensor": 2},
+        "parallelism.tensor: 2 needs model.backend: mcore",
+        {"parallelism.sharding": "fsdp"},
+    ),
+    (
+        "hf_is_data_parallel_only",
+        {"parallelism.expert": 4},
+        "parallelism.expert: 4 needs model.backend: mcore",
+        {"parallelism.expert": 1},
+    ),
+    ("backend_is_built", {"model.backend": "mcore"}, "model.backend: the 'mcore' engine", {}),
+    (
+        "sequence_needs_tensor",
+        {"parallelism.sequence": True},
+        "parallelism.sequence: true, but parallelism.tensor is 1",
+        {"parallelism.sequence": False},
+    ),
+    (
+        "weights_are_complete",
+        {"data.train": [TWO[0], "b.tar"]},
+        "data.train: 1 of 2 sources have no weight (b)",
+        {"data.train": TWO},
+    ),
+    (
+        "weights_are_for_training",
+        {"data.validation": {"path": "v.tar", "weight": 2}},
+        "data.validation.weight: 2, but weights blend data.train only",
+        {"data.validation": {"path": "v.tar"}},
+    ),
+    (
+        "epoch_size_needs_weights",
+        {"data.epoch_size": 10},
+        "data.epoch_size: 10, but without weights",
+        {"data.epoch_size": 10, "data.train": TWO},
+    ),
+    (
+        "source_names_differ",
+        {"data.train": ["x/a.tar", "x/a.tar"]},
+        "data.train[1]: 'x-a' is also the name of source 1",
+        {"data.train": ["x/a.tar", "y/a.tar"]},
+    ),
+    (
+        "evaluation_has_data",
+        {"evaluation.interval_steps": 5},
+        "evaluation.interval_steps: 5, but data.validation is not set",
+        {"evaluation.interval_steps": 5, "data.validation": "v.tar"},
+    ),
+    (
+        "evaluation_has_data",
+        {"evaluation.generate": True},
+        "evaluation.generate: true, but data.test is not set",
+        {"evaluation.generate": True, "data.test": "t.tar"},
+    ),
+    (
+        "trackers_differ",
+        {"logging.trackers": ["wandb", "wandb"]},
+        "logging.trackers: 'wandb' is listed more than once",
+        {"logging.trackers": ["wandb", "mlflow"]},
+    ),
+    (
+        "model_is_local",
+        {"model.path": "hf://Qwen/Qwen2.5-VL"},
+        "model.path: 'hf://' addresses are not in this version",
+        {"model.path": "Qwen/Qwen2.5-VL"},
+    ),
+    (
+        "sources_are_local",
+        {"data.train": "pipe:cat x.tar"},
+        "data.train: 'pipe:' is not allowed",
+        {"data.train": "pipe/x.tar"},
+    ),
+    (
+        "sources_are_local",
+        {"data.test": "s3://user:secret@bucket/x.tar"},
+        "data.test: 's3://' addresses are not in this version",
+        {"data.test": "s3/x.tar"},
+    ),
+    (
+        "index_dir_is_local",
+        {"data.index_dir": "${env:HOME}/index"},
+        "data.index_dir: '$' references are not expanded",
+        {"data.index_dir": "index"},
+    ),
+    (
+        "run_dir_is_local",
+        {"run_dir": "~/runs"},
+        "run_dir: '~' is not expanded",
+        {"run_dir": "runs~"},
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("broken", "message", "kept"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
+)
+def test_rule_refuses_and_its_twin_passes(problems_of, broken, message, kept):
+    assert problems_of(kept) == []
+    (problem,) = problems_of(broken)
+    assert message in problem
+    assert "secret" not in problem
+
+
+# Rules that no recipe of this version can break alone, since their mode or engine is refused.
+DIRECT = {
+    "planned_rows_are_micro_batches",
+    "mode_is_built",
+    "seq_length_splits_over_context",
+    "alignment_splits_over_context",
+}
+
+
+def test_every_rule_has_a_test():
+    assert {rule.check.__name__ for rule in RULES} == {case[0] for case in CASES} | DIRECT
+
+
+def test_every_rule_names_existing_sections():
+    assert {name for rule in RULES for name in rule.needs} <= {*SECTIONS, "run_dir"}
+
+
+def rule(name):
+    (check,) = [rule.check for rule in RULES if rule.check.__name__ == name]
+    return check
+
+
+def training(**changes):
+    return TrainingSection.model_validate(
+        {"micro_batch_size": 4, "global_batch_size": 8, "seq_length": 1024, "max_steps": 3}
+        | changes
+    )
+
+
+@pytest.mark.parametrize("mode", ["online", "offline"])
+def test_planned_modes_take_one_row_per_micro_batch_and_are_not_built(problems_of, mode):
+    check, packing = rule("planned_rows_are_micro_batches"), PackingSection(mode=mode)
+    assert check(packing, training(micro_batch_size=1)) == []
+    (problem,) = check(packing, training(micro_batch_size=4))
+    assert "exactly 1 row" in problem.message
+    (problem,) = problems_of({"packing.mode": mode, "training.micro_batch_size": 1})
+    assert f"packing.mode: '{mode}' packing is not in this version; use 'in_batch'" in problem
+
+
+@pytest.mark.parametrize("mode", ["none", "in_batch"])
+def test_other_modes_take_larger_micro_batches(mode):
+    check = rule("planned_rows_are_micro_batches")
+    assert check(PackingSection(mode=mode), training(micro_batch_size=4)) == []
+    assert rule("mode_is_built")(PackingSection(mode=mode)) == []
+
+
+def test_seq_length_is_a_multiple_of_twice_the_context_size():
+    check = rule("seq_length_splits_over_context")
+    assert check(training(seq_length=1024), ParallelismSection(context=2)) == []
+    assert check(training(seq_length=1023), ParallelismSection(context=1)) == []
+    (problem,) = check(training(seq_length=1022), ParallelismSection(context=2))
+    assert problem.path == ("training", "seq_length")
+    assert "1022 is not a multiple of 2 x parallelism.context = 4; use 1024" in problem.message
+
+
+def test_alignment_is_a_multiple_of_twice_the_context_size():
+    check = rule("alignment_splits_over_context")
+    assert check(PackingSection(alignment=6), ParallelismSection(context=3)) == []
+    assert check(PackingSection(alignment=1), ParallelismSection(context=1)) == []
+    assert check(PackingSection(), ParallelismSection(context=3)) == []
+    (problem,) = check(PackingSection(alignment=6), ParallelismSection(context=2))
+    assert "6 is not a multiple of 2 x parallelism.context = 4; use 8" in problem.message
+
+
+def test_mcore_is_not_also_refused_for_its_parallelism():
+    check = rule("hf_is_data_parallel_only")
+    sizes = ParallelismSection(tensor=2, context=2)
+    assert check(ModelSection(path="m", backend="mcore"), sizes) == []
+    assert len(check(ModelSection(path="m"), sizes)) == 2
+
+
+def test_world_size_must_divide_the_global_batch(minimal):
+    recipe = load_recipe(minimal)
+    for world_size in (1, 2, 4):
+        check_world(recipe, world_size)
+    with pytest.raises(RecipeError) as caught:
+        check_world(recipe, 8)
+    assert caught.value.problems == (
+        "training.global_batch_size: 16 is not a multiple of training.micro_batch_size 4 x "
+        "data-parallel size 8 = 32 (world size 8); use 32, or a micro_batch_size that divides 2",
+    )
+    with pytest.raises(RecipeError, match="or a data-parallel size that divides 16"):
+        check_world(recipe, 3)
+
+
+def test_world_size_must_hold_whole_model_copies(minimal):
+    recipe = load_recipe(minimal)
+    split = recipe.model_copy(update={"parallelism": ParallelismSection(tensor=2, context=2)})
+    check_world(split, 4)
+    check_world(split, 8)
+    with pytest.raises(RecipeError, match="= 4 processes per model copy, which does not divide"):
+        check_world(split, 6)
+
+
+def test_world_problems_join_the_others_with_their_line(write, good_text):
+    path = write(good_text.replace("lr: 1e-3", "lr: x"))
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, world_size=8)
+    assert len(caught.value.problems) == 2
+    assert f"{path}:7: training.global_batch_size: 16 is not a multiple" in str(caught.value)

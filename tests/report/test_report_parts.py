@@ -1,0 +1,144 @@
+"""What the pictures and tables say is what the files say."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from fake_runs import answers, data_summary, questions, write_run
+
+from vlmpack.report.lengths_picture import (
+    draw_lengths,
+    padding_removed,
+    percentile,
+    typical_batch,
+)
+from vlmpack.report.loss_picture import draw_loss, smooth
+from vlmpack.report.run_files import DataSummary, read_run
+from vlmpack.report.samples_picture import MIN_WRONG, choose
+from vlmpack.report.tables import duration, facts, headline, task_rows
+
+
+def summary(batches: list[list[int]]) -> DataSummary:
+    lengths = Counter(length for batch in batches for length in batch)
+    return DataSummary(
+        packing_mode="in_batch",
+        lengths=dict(sorted(lengths.items())),
+        padded_tokens=sum(len(b) * max(b) for b in batches),
+        packed_tokens=sum(map(sum, batches)),
+        real_tokens=sum(map(sum, batches)),
+        micro_batches=tuple(map(tuple, batches)),
+    )
+
+
+def test_smoothing_keeps_a_constant_and_starts_at_the_first_value() -> None:
+    assert smooth([3.0] * 5, 4) == pytest.approx([3.0] * 5)
+    assert smooth([5.0, 1.0], 9)[0] == pytest.approx(5.0)
+    assert smooth([1.0, 2.0, 4.0], 1) == [1.0, 2.0, 4.0]
+
+
+def test_padding_removed_is_the_share_of_padded_slots() -> None:
+    assert padding_removed(summary([[10, 30], [20, 20]])) == pytest.approx(1 - 80 / 100)
+
+
+def test_typical_batch_has_the_padding_of_the_whole_run() -> None:
+    assert typical_batch(summary([[10, 10], [5, 20], [1, 40]])) == (5, 20)
+
+
+def test_percentiles_are_lengths_that_occur() -> None:
+    lengths = {10: 90, 50: 5, 900: 5}
+    assert [percentile(lengths, share) for share in (0.05, 0.5, 0.95, 0.96)] == [10, 10, 50, 900]
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 20])
+def test_loss_is_drawn_for_any_number_of_steps(tmp_path, num_steps: int) -> None:
+    write_run(tmp_path, num_steps=num_steps, num_questions=4)
+    assert draw_loss(read_run(tmp_path), tmp_path / "loss.png")
+
+
+def test_loss_of_zero_and_lost_values_are_drawn(tmp_path) -> None:
+    rows = [{"step": 1, "loss": float("nan")}, {"step": 2, "loss": 0.0}, {"step": 3, "loss": 9.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = read_run(tmp_path)
+    assert run.series("loss") == ([2, 3], [0.0, 9.0])
+    assert draw_loss(run, tmp_path / "loss.png")
+
+
+@pytest.mark.parametrize("batch", [[1], [50] * 16, [900, 20, 20, 20]])
+def test_lengths_of_any_shape_are_drawn(tmp_path, batch: list[int]) -> None:
+    write_run(tmp_path, num_steps=1, num_questions=1)
+    run = replace(read_run(tmp_path), data=summary([batch]))
+    assert draw_lengths(run, tmp_path / "lengths.png")
+
+
+def test_later_rows_of_a_step_win_and_validations_join_their_step(tmp_path) -> None:
+    rows = [
+        {"step": 2, "loss": 2.0},
+        {"step": 1, "loss": 1.0},
+        {"step": 2, "loss": 3.0},
+        {"step": 2, "validation_loss": 4.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = read_run(tmp_path)
+    assert run.series("loss") == ([1, 2], [1.0, 3.0])
+    assert run.series("validation_loss") == ([2], [4.0])
+
+
+@pytest.mark.parametrize("share_right", [0.0, 0.3, 0.97, 1.0])
+def test_sheet_mixes_tasks_and_shows_wrong_answers_in_their_share(share_right: float) -> None:
+    rows = [row for row in answers(questions(600), share_right) if row.num_images]
+    chosen = choose(rows)
+    wrong = sum(not row.correct for row in chosen)
+    in_all = sum(not row.correct for row in rows)
+    assert len(chosen) == len(set(chosen)) == 24
+    assert wrong == min(in_all, max(MIN_WRONG, round(24 * in_all / len(rows))))
+    assert len({row.task for row in chosen}) == 4
+    assert choose(rows[::-1]) == chosen
+
+
+def test_sheet_of_few_answers_shows_all_of_them() -> None:
+    rows = [row for row in answers(questions(7), 0.5) if row.num_images]
+    assert sorted(row.key for row in choose(rows)) == sorted(row.key for row in rows)
+
+
+def test_tables_agree_with_the_predictions(tmp_path) -> None:
+    write_run(tmp_path, num_steps=4, num_questions=240, right_before=0.0, right_after=1.0)
+    run = read_run(tmp_path)
+    rows = {row.name: row for row in task_rows(run)}
+    total = rows["all questions with images"]
+    assert (total.num_questions, total.before, total.after) == ("220", "0.0%", "100.0%")
+    assert rows["text only, not counted above"].num_questions == "20"
+    values = {figure.name: figure.value for figure in headline(run)}
+    assert values["exact answers"] == "100.0%"
+    assert values["slots saved by packing"] == "48.1%"
+    assert {"engine / attention", "versions / torch"} <= {name for name, _ in facts(run.result)}
+
+
+def test_summary_file_of_the_documented_form_is_read(tmp_path) -> None:
+    written = data_summary()
+    (tmp_path / "data-summary.json").write_text(json.dumps(written))
+    data = read_run(tmp_path).data
+    assert data is not None
+    assert sum(data.lengths.values()) == sum(written["length_histogram"].values())
+    assert len(data.micro_batches) == 12
+
+
+def test_holes_in_micro_batches_are_not_drawn(tmp_path) -> None:
+    written = data_summary()
+    written["length_histogram"]["0"] = 3
+    written["example_micro_batches"] = [[0, 0], [7, 0, 9]]
+    (tmp_path / "data-summary.json").write_text(json.dumps(written))
+    data = read_run(tmp_path).data
+    assert data is not None
+    assert data.micro_batches == ((7, 9),)
+    assert 0 not in data.lengths
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (59.96, "1 min 00 s"), (185, "3 min 05 s"), (7620, "2 h 07 min")],
+)
+def test_durations_read_well(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

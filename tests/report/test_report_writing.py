@@ -1,0 +1,138 @@
+"""A report shows what the run folder holds, whole, escaped, and again without the test shards."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_runs import metrics_rows, write_run
+from PIL import Image
+
+from vlmpack.errors import CapabilityError, RunDirError
+from vlmpack.report import write_report
+from vlmpack.training.scoring import PREDICTIONS_AFTER, read_predictions, write_predictions
+
+PICTURES = {"loss.png", "lengths.png", "samples.png"}
+HOSTILE = '<script>alert("x")</script> $\\frac{1}{$ \x00 \u4f60\u597d ' + "W" * 300
+
+
+class Tags(HTMLParser):
+    """Counts tags and collects the text of table cells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.sources: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.sources += [value or "" for name, value in attrs if name in ("src", "href")]
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data.strip())
+
+
+def parse(page: Path) -> Tags:
+    tags = Tags()
+    tags.feed(page.read_text(encoding="utf-8"))
+    return tags
+
+
+def pixels(path: Path) -> bytes:
+    with Image.open(path) as image:
+        return image.convert("RGB").tobytes()
+
+
+def test_report_is_self_contained_and_can_be_made_again_without_the_questions(tmp_path) -> None:
+    run = tmp_path / "demo"
+    asked = write_run(run, num_steps=60, num_questions=40)
+    folder = write_report(run, test_samples=asked)
+    assert folder == run / "report"
+    assert {path.name for path in folder.iterdir()} == PICTURES | {"index.html", "images"}
+    for name in PICTURES:
+        with Image.open(folder / name) as image:
+            assert image.width == 1800
+    page = parse(folder / "index.html")
+    assert len(page.sources) == len(PICTURES)
+    assert all(source.startswith("data:image/png;base64,") for source in page.sources)
+    assert {"read", "count", "largest", "compare"} <= set(page.text)
+    first = pixels(folder / "samples.png")
+    write_report(run)
+    assert pixels(folder / "samples.png") == first
+    for kept in (folder / "images").iterdir():
+        kept.unlink()
+    write_report(run)
+    assert pixels(folder / "samples.png") != first, "the sheet did not use the kept images"
+
+
+def test_text_of_the_data_cannot_become_markup_or_break_a_picture(tmp_path) -> None:
+    run = tmp_path / "<b>run"
+    asked = write_run(run, num_steps=1, num_questions=12)
+    rows = read_predictions(run / PREDICTIONS_AFTER)
+    rows = [
+        replace(row, question=HOSTILE, answer=HOSTILE, truth=HOSTILE, task=HOSTILE) for row in rows
+    ]
+    write_predictions(run / PREDICTIONS_AFTER, rows)
+    asked = [replace(question, images=(b"no image",)) for question in asked]
+    folder = write_report(run, test_samples=asked)
+    assert (folder / "samples.png").is_file()
+    page = parse(folder / "index.html")
+    assert "script" not in page.tags and "b" not in page.tags
+    assert any("<script>" in text for text in page.text)
+
+
+def test_unfinished_run_has_a_report_of_what_is_there(tmp_path) -> None:
+    rows = metrics_rows(3)
+    text = "".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "lo'
+    (tmp_path / "metrics.jsonl").write_text(text)
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "samples.png").write_bytes(b"of an earlier run")
+    folder = write_report(tmp_path)
+    assert {path.name for path in folder.iterdir()} == {"loss.png", "index.html"}
+    assert "not finished" in (folder / "index.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("metrics.jsonl", '{"loss": 1}\n{"step": 2, "loss": 1}\n', "line 1"),
+        ("result.json", "{", "not valid JSON"),
+        ("result.json", "[]", "expected an object"),
+        ("data-summary.json", '{"length_histogram": {"a": 1}}', "malformed"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(RunDirError, match=f"{name}.*{message}"):
+        write_report(tmp_path)
+
+
+def test_folder_without_a_run_is_refused(tmp_path) -> None:
+    with pytest.raises(RunDirError, match="nothing to report"):
+        write_report(tmp_path)
+    with pytest.raises(RunDirError, match="not a folder"):
+        write_report(tmp_path / "gone")
+    (tmp_path / "report").write_text("in the way")
+    (tmp_path / "result.json").write_text("{}")
+    with pytest.raises(RunDirError, match="cannot be written"):
+        write_report(tmp_path)
+
+
+def test_missing_matplotlib_names_the_extra(tmp_path, monkeypatch) -> None:
+    write_run(tmp_path / "run", num_steps=2, num_questions=2)
+    real = builtins.__import__
+
+    def without_matplotlib(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.split(".")[0] == "matplotlib":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_matplotlib)
+    with pytest.raises(CapabilityError, match=r"vlmpack\[report\]"):
+        write_report(tmp_path / "run")

@@ -1,0 +1,51 @@
+"""Engines and steppers on the tiny model, one CPU process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlmpack.backends.hf.engine import HFEngine, HFEngineConfig
+from vlmpack.distributed import Ranks
+from vlmpack.families import Encoder
+from vlmpack.training.optim import AdamWConfig, Schedule, build_adamw
+from vlmpack.training.step import Stepper
+
+
+def single_rank() -> Ranks:
+    """A single process on CPU."""
+    return Ranks(
+        rank=0, world_size=1, local_rank=0, dp_rank=0, dp_size=1, device=torch.device("cpu")
+    )
+
+
+def make_engine(
+    folder: Path, encoder: Encoder, *, ranks: Ranks | None = None, **options: Any
+) -> HFEngine:
+    """A float32 engine with the per-segment attention."""
+    config = HFEngineConfig(folder=folder, dtype="float32", attention="segments", **options)
+    return HFEngine(config, encoder, ranks if ranks is not None else single_rank())
+
+
+def make_stepper(engine: HFEngine, *, max_grad_norm: float | None = 1.0) -> Stepper:
+    """AdamW with a constant learning rate and the defaults of a recipe.
+
+    AdamW's first steps are nearly the sign of the gradient: an element whose gradient is nothing
+    but rounding moves by the learning rate, one way or the other. The rate is small so that what
+    this does to later steps stays below the bound of 1e-5 that is about the gradients themselves.
+    """
+    optimizer = build_adamw(
+        engine.parameters(),
+        AdamWConfig(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01),
+        fused=not engine.sharded,
+    )
+    schedule = Schedule(peak=2e-4, floor=2e-4, warmup_steps=0, total_steps=100, kind="constant")
+    return Stepper(
+        engine=engine,
+        optimizer=optimizer,
+        schedule=schedule,
+        max_grad_norm=max_grad_norm,
+        ranks=engine.ranks,
+    )

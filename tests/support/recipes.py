@@ -1,0 +1,65 @@
+"""Small shards and recipes for runs that end in seconds."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+SMALL = 22
+"""Samples in the small training shard: with 4 a step, 5.5 steps an epoch, so epochs end short."""
+
+
+def copy_samples(source: Path, target: Path, count: int, *, skip: int = 0) -> None:
+    """Write `count` whole samples of a shard to another one."""
+    keys: list[str] = []
+    with tarfile.open(source) as tar, tarfile.open(target, "w") as out:
+        for entry in tar:
+            key = entry.name.partition(".")[0]
+            if key not in keys:
+                keys.append(key)
+            if skip < len(keys) <= skip + count:
+                out.addfile(entry, tar.extractfile(entry))
+
+
+def rewrite(path: Path, change: Any) -> None:
+    """Pass every member of a shard through `change(name, data) -> data`, or None to drop it."""
+    with tarfile.open(path) as tar:
+        members = [(entry.name, tar.extractfile(entry).read()) for entry in tar]
+    with tarfile.open(path, "w") as out:
+        for name, data in members:
+            new = change(name, data)
+            if new is not None:
+                entry = tarfile.TarInfo(name)
+                entry.size = len(new)
+                out.addfile(entry, BytesIO(new))
+
+
+def changed(settings: dict[str, Any], **values: Any) -> dict[str, Any]:
+    """A copy with dotted fields changed (`training__max_steps=20`); None removes a field."""
+    copy = json.loads(json.dumps(settings))
+    for name, value in values.items():
+        *sections, key = name.split("__")
+        place = copy
+        for section in sections:
+            place = place.setdefault(section, {})
+        if value is None:
+            place.pop(key, None)
+        else:
+            place[key] = value
+    return copy
+
+
+def write_recipe(path: Path, settings: dict[str, Any]) -> Path:
+    """The mapping as a file; JSON is YAML."""
+    path.write_text(json.dumps(settings, indent=2))
+    return path
+
+
+def rows(run_dir: str | Path, *names: str) -> list[tuple[Any, ...]]:
+    """Columns of the training rows of metrics.jsonl."""
+    lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
+    steps = [row for row in map(json.loads, lines) if "loss" in row]
+    return [tuple(row[name] for name in names) for row in steps]

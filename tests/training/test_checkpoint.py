@@ -1,0 +1,377 @@
+"""Checkpoints are whole or not there; a damaged one is seen and the one before it is used."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import pickletools
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from support.engines import make_engine, make_stepper
+from support.runs import pack
+
+from vlmpack.errors import CheckpointError
+from vlmpack.training import checkpoint as module
+from vlmpack.training.checkpoint import (
+    COMPLETE,
+    Checkpoint,
+    find_damage,
+    list_checkpoints,
+    load_checkpoint,
+    newest_checkpoint,
+    random_state,
+    restore_random_state,
+    save_checkpoint,
+    step_folder,
+)
+from vlmpack.training.weights import gather_weights, load_weights
+
+FILES = ("model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json")
+
+
+def content(step=0):
+    return Checkpoint(
+        model={"w": torch.arange(6.0).view(2, 3) + step, "b": torch.ones(3)},
+        optimizer={"exp_avg.w": torch.full((2, 3), 0.5), "step.w": torch.tensor(float(step))},
+        random=random_state(),
+        state={"totals": {"step": step}, "note": "x"},
+    )
+
+
+def save(root, step, keep=3):
+    return save_checkpoint(root, step, content(step), keep=keep)
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path):
+    folder = save(tmp_path, 7)
+    assert folder == step_folder(tmp_path, 7) == tmp_path / "step-00000007"
+    loaded = load_checkpoint(folder)
+    for name in ("model", "optimizer", "random"):
+        theirs = getattr(content(7), name)
+        ours = getattr(loaded, name)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    assert loaded.state == {"format_version": 1, "totals": {"step": 7}, "note": "x"}
+    assert find_damage(folder) is None
+    assert sorted(p.name for p in folder.iterdir()) == sorted([*FILES, "manifest.json", COMPLETE])
+
+
+def test_non_contiguous_tensors_are_saved(tmp_path):
+    turned = Checkpoint(
+        model={"w": torch.arange(6.0).view(2, 3).T}, optimizer={}, random=random_state(), state={}
+    )
+    loaded = load_checkpoint(save_checkpoint(tmp_path, 1, turned, keep=1))
+    assert torch.equal(loaded.model["w"], turned.model["w"])
+
+
+def flip_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path):
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) - max(1, len(data) // 10)])
+
+
+def remove(path):
+    path.unlink()
+
+
+@pytest.mark.parametrize("damage", [flip_bit, truncate, remove], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", [*FILES, "manifest.json", COMPLETE])
+def test_damage_is_detected_and_the_previous_one_is_used(tmp_path, name, damage):
+    older, newer = save(tmp_path, 10), save(tmp_path, 20)
+    assert newest_checkpoint(tmp_path) == (newer, [])
+    if name == COMPLETE and damage is not remove:
+        return  # its bytes say nothing; that it is there says that the rest was written
+    damage(newer / name)
+    problem = find_damage(newer)
+    assert problem is not None
+    assert name in problem or name == "manifest.json"  # whose hashes may be what was hit
+    found, lines = newest_checkpoint(tmp_path)
+    assert found == older
+    assert lines == [f"{newer}: {problem}"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"files": 3}', '{"files": {}}', '{"files": {"state.json": 1}}', "\xff"],
+)
+def test_a_manifest_of_another_shape_is_damage(tmp_path, text):
+    folder = save(tmp_path, 1)
+    (folder / "manifest.json").write_text(text, encoding="latin-1")
+    assert "manifest.json" in find_damage(folder)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_manifest_that_lists_less_than_a_checkpoint_needs_is_damage(tmp_path, name):
+    folder = save(tmp_path, 1)
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    del manifest["files"][name]
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    (folder / name).unlink()
+    assert find_damage(folder) == f"manifest.json does not list {name}"
+
+
+def test_a_manifest_cannot_point_outside_its_folder(tmp_path):
+    folder = save(tmp_path / "checkpoints", 1)
+    (tmp_path / "secret").write_text("x", encoding="utf-8")
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    manifest["files"]["../../secret"] = {"bytes": 1, "sha256": "0"}
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    assert "is missing" in find_damage(folder)
+
+
+def test_another_format_version_is_refused(tmp_path):
+    folder = save(tmp_path, 1)
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    (folder / "state.json").write_text(json.dumps(state | {"format_version": 2}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="format 2, this version reads 1"):
+        load_checkpoint(folder)
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    for step in range(1, 6):
+        save(tmp_path, step, keep=2)
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step-00000004", "step-00000005"]
+
+
+def test_pruning_counts_complete_checkpoints_alone(tmp_path):
+    save(tmp_path, 1, keep=2)
+    damaged = save(tmp_path, 2, keep=2)
+    (damaged / COMPLETE).unlink()
+    save(tmp_path, 3, keep=2)
+    assert newest_checkpoint(tmp_path)[0].name == "step-00000003"
+    assert (tmp_path / "step-00000001" / COMPLETE).is_file(), "a whole one was removed too early"
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_the_newest_checkpoint_survives_pruning_beside_later_damaged_ones(tmp_path, keep):
+    """A resume passed over damaged ones, so the next save has a smaller step number."""
+    save(tmp_path, 3, keep=5)
+    for step in (7, 8):
+        weights = save(tmp_path, step, keep=5) / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1])
+    newest = save(tmp_path, 4, keep=keep)
+    assert newest_checkpoint(tmp_path) == (newest, [])
+    assert len(list_checkpoints(tmp_path)) == keep
+
+
+def test_leftovers_of_a_killed_save_are_no_checkpoints_and_are_removed(tmp_path):
+    leftover = tmp_path / ".tmp-step-00000009-123"
+    leftover.mkdir(parents=True)
+    (leftover / COMPLETE).touch()
+    assert list_checkpoints(tmp_path) == []
+    assert newest_checkpoint(tmp_path) == (None, [])
+    save(tmp_path, 1)
+    assert not leftover.exists()
+
+
+def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path):
+    folder = save(tmp_path, 5)
+    flip_bit(folder / "model.safetensors")
+    save(tmp_path, 5)
+    assert find_damage(folder) is None
+
+
+def test_no_folder_is_no_checkpoint(tmp_path):
+    assert newest_checkpoint(tmp_path / "missing") == (None, [])
+
+
+class Kill(BaseException):
+    """Stands for SIGKILL: nothing catches it."""
+
+
+def operations(monkeypatch):
+    """Every system call wrapper that a save goes through, counted; call n raises `failure`."""
+    state = {"count": 0, "fail_at": None, "failure": None}
+
+    def guard(target, name):
+        original = getattr(target, name)
+
+        def wrapped(*args, **kwargs):
+            state["count"] += 1
+            if state["count"] == state["fail_at"]:
+                raise state["failure"]
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(target, name, wrapped)
+
+    guard(module, "save_file")
+    guard(module, "_write_synced")
+    guard(module, "_fsync")
+    guard(Path, "rename")
+    guard(Path, "mkdir")
+    return state
+
+
+@pytest.mark.parametrize("failure", ["killed", "disk full"])
+def test_a_save_that_fails_anywhere_leaves_the_previous_one(tmp_path, monkeypatch, failure):
+    older = save(tmp_path, 1)
+    with monkeypatch.context() as patch:
+        state = operations(patch)
+        save(tmp_path / "dry", 2)
+        points = state["count"]
+    assert points > 10
+    for point in range(1, points + 1):
+        with monkeypatch.context() as patch:
+            state = operations(patch)
+            state["fail_at"] = point
+            full = OSError(errno.ENOSPC, "No space left on device")
+            state["failure"] = Kill() if failure == "killed" else full
+            expected = Kill if failure == "killed" else CheckpointError
+            with pytest.raises(expected) as caught:
+                save(tmp_path, 2, keep=1)
+        if failure == "disk full":
+            assert "step 2 cannot be written" in str(caught.value)
+            assert "No space left" in str(caught.value)
+            assert not list(tmp_path.glob(".tmp-*"))
+        found, _ = newest_checkpoint(tmp_path)
+        if found != older:  # failed after COMPLETE: the new one must then be whole
+            assert find_damage(found) is None
+            assert point == points
+        assert find_damage(older) is None, f"point {point}"
+        for path in tmp_path.glob("step-00000002*"):
+            for file in path.iterdir():
+                file.unlink()
+            path.rmdir()
+    assert save(tmp_path, 2).is_dir()
+
+
+def test_a_file_size_limit_is_an_error_and_leaves_the_previous_one(tmp_path):
+    """The kernel's own refusal to write, in a process of its own."""
+    save(tmp_path, 1)
+    script = f"""
+        import resource, signal, torch
+        from pathlib import Path
+        from vlmpack.errors import CheckpointError
+        from vlmpack.training.checkpoint import Checkpoint, random_state, save_checkpoint
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        big = Checkpoint(
+            model={{"w": torch.zeros(1_000_000)}}, optimizer={{}}, random=random_state(), state={{}}
+        )
+        try:
+            save_checkpoint(Path({str(tmp_path)!r}), 2, big, keep=1)
+        except CheckpointError as error:
+            print("refused:", error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "refused: checkpoint of step 2 cannot be written" in done.stdout
+    found, damaged = newest_checkpoint(tmp_path)
+    assert (found, damaged) == (step_folder(tmp_path, 1), [])
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_folder_is_an_error(tmp_path):
+    save(tmp_path, 1)
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            save(tmp_path, 2)
+    finally:
+        tmp_path.chmod(0o700)
+    assert newest_checkpoint(tmp_path)[0] == step_folder(tmp_path, 1)
+
+
+def test_a_folder_that_is_a_file_is_an_error(tmp_path):
+    (tmp_path / "checkpoints").write_text("x", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="step 1 cannot be written"):
+        save(tmp_path / "checkpoints", 1)
+
+
+def is_pickle(data):
+    try:
+        return bool(list(pickletools.genops(data)))
+    except Exception:  # each wrong byte has an error of its own
+        return False
+
+
+def test_nothing_is_pickled(tmp_path):
+    assert is_pickle(pickle.dumps([1]))
+    folder = save(tmp_path, 1)
+    for path in folder.iterdir():
+        assert path.suffix in (".safetensors", ".json", ""), path
+        data = path.read_bytes()
+        assert not data.startswith(b"PK"), "a zip of pickles, as torch.save writes"
+        assert not is_pickle(data), path
+
+
+def test_random_state_goes_on_where_it_was(tmp_path):
+    torch.manual_seed(3)
+    torch.rand(5)
+    folder = save_checkpoint(
+        tmp_path,
+        1,
+        Checkpoint(model={}, optimizer={}, random=random_state(), state={}),
+        keep=1,
+    )
+    expected = torch.rand(4)
+    torch.manual_seed(99)
+    restore_random_state(load_checkpoint(folder).random)
+    assert torch.equal(torch.rand(4), expected)
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_folder, encoder, encoded):
+    """A stepper after one step, and what it gathers."""
+    stepper = make_stepper(make_engine(tiny_folder, encoder))
+    stepper.train(0, [pack(encoded, alignment=8)], num_skipped=0, stop=False)
+    return stepper, gather_weights(stepper)
+
+
+def test_weights_and_moments_resume_bit_for_bit(tmp_path, tiny_folder, encoder, encoded, trained):
+    stepper, (model, optimizer) = trained
+    assert {name for name, _ in stepper.engine.parameters()} == set(model)
+    assert len(optimizer) == 3 * len(model)
+    saved = Checkpoint(model=model, optimizer=optimizer, random=random_state(), state={})
+    folder = save_checkpoint(tmp_path, 1, saved, keep=1)
+    again = make_stepper(make_engine(tiny_folder, encoder))
+    load_weights(again, load_checkpoint(folder))
+    for step in (1, 2):
+        batches = [pack(encoded, alignment=8)]
+        ours, _ = stepper.train(step, batches, num_skipped=0, stop=False)
+        theirs, _ = again.train(step, batches, num_skipped=0, stop=False)
+        assert ours == theirs
+    for (name, mine), (_, other) in zip(
+        stepper.engine.parameters(), again.engine.parameters(), strict=True
+    ):
+        assert torch.equal(mine, other), name
+
+
+def test_gathered_weights_are_copies(trained):
+    stepper, (model, _) = trained
+    name, parameter = stepper.engine.parameters()[0]
+    assert model[name].data_ptr() != parameter.data_ptr()
+
+
+def test_a_checkpoint_of_another_model_is_refused(trained, tiny_folder, encoder):
+    stepper, (model, optimizer) = trained
+    name = next(iter(model))
+    missing = {key: value for key, value in model.items() if key != name}
+    other = Checkpoint(model=missing, optimizer=optimizer, random={}, state={})
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        load_weights(stepper, other)
+    reshaped = Checkpoint(
+        model=model | {name: torch.zeros(3)}, optimizer=optimizer, random={}, state={}
+    )
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)}: shape \(3,\)"):
+        load_weights(stepper, reshaped)

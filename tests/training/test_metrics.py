@@ -1,0 +1,148 @@
+"""metrics.jsonl: a row a step, and none of work that was lost."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from vlmpack.training.metrics import MetricsLog, Progress, StepRow, Trackers, read_rows
+
+
+def row(step, **changes):
+    values = {
+        "step": step,
+        "epoch": 0,
+        "loss": 1.5,
+        "grad_norm": 0.5,
+        "learning_rate": 1e-3,
+        "num_tokens": 300,
+        "num_slots": 400,
+        "num_padded_slots": 600,
+        "num_label_tokens": 30,
+        "num_samples": 8,
+        "num_skipped": 0,
+        "seconds": 2.0,
+        "data_wait_seconds": 0.5,
+        "read_seconds": 0.1,
+        "encode_seconds": 0.2,
+        "forward_backward_seconds": 1.0,
+        "optimizer_seconds": 0.4,
+    }
+    return StepRow(**(values | changes))
+
+
+def steps_of(path):
+    return [entry["step"] for entry in read_rows(path)]
+
+
+def test_a_row_has_what_the_readme_promises(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl", resume_step=0)
+    log.write(row(1).as_row())
+    (written,) = read_rows(tmp_path / "metrics.jsonl")  # readable before the log is closed
+    log.close()
+    assert {"step", "loss", "grad_norm", "num_tokens", "num_slots", "seconds"} <= written.keys()
+    assert written["fill"] == 0.75
+    assert written["tokens_per_second"] == 150.0, "padding is never counted"
+
+
+@pytest.mark.parametrize(("resume_step", "kept"), [(0, []), (2, [1, 2, 2]), (5, [1, 2, 2, 3, 4])])
+def test_rows_after_the_resumed_step_are_dropped(tmp_path, resume_step, kept):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, resume_step=0)
+    for step in (1, 2):
+        log.write(row(step).as_row())
+    log.write({"step": 2, "validation_loss": 1.0})
+    for step in (3, 4):
+        log.write(row(step).as_row())
+    log.close()
+    again = MetricsLog(path, resume_step=resume_step)
+    assert steps_of(path) == kept
+    again.write(row(resume_step + 1).as_row())
+    again.close()
+    assert steps_of(path) == [*kept, resume_step + 1]
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_last_line_cut_by_a_kill_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(row(1).as_row()) + '\n{"step": 2, "los', encoding="utf-8")
+    assert steps_of(path) == [1]
+    log = MetricsLog(path, resume_step=5)
+    log.write(row(2).as_row())
+    log.close()
+    assert steps_of(path) == [1, 2]
+
+
+def test_a_file_that_is_not_there_has_no_rows(tmp_path):
+    assert read_rows(tmp_path / "metrics.jsonl") == []
+
+
+def test_the_progress_line_shows_what_matters(capsys):
+    progress = Progress("plain", total_steps=10, interval_steps=5)
+    progress.start(0)
+    for step in range(1, 11):
+        progress.update(row(step))
+    progress.stop()
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["step 1/10", "step 5/10", "step 10/10"]
+    assert lines[0].endswith("loss 1.5000  150 real tokens/s  fill 75%  data wait 25%  ETA 0:18")
+
+
+def test_no_progress_is_no_output(capsys):
+    progress = Progress("none", total_steps=2, interval_steps=1)
+    progress.start(0)
+    progress.update(row(1))
+    progress.stop()
+    captured = capsys.readouterr()
+    assert captured.out == captured.err == ""
+
+
+def test_an_unknown_tracker_is_dropped_with_a_message(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger="vlmpack"):
+        trackers = Trackers(("no-such-tracker",), tmp_path, {"a": 1})
+    assert "no-such-tracker is off" in caplog.text
+    trackers.log({"loss": 1.0}, 1)
+    trackers.close()
+
+
+def test_a_tracker_that_fails_is_dropped_and_training_goes_on(tmp_path, caplog):
+    class Failing:
+        name = "failing"
+        calls = 0
+
+        def log(self, values, step):
+            self.calls += 1
+            raise ConnectionError("no route")
+
+        def finish(self):
+            raise AssertionError("was dropped")
+
+    trackers = Trackers((), tmp_path, {})
+    failing = Failing()
+    trackers._trackers.append(failing)
+    with caplog.at_level(logging.WARNING, logger="vlmpack"):
+        for step in range(3):
+            trackers.log({"loss": 1.0}, step)
+    trackers.close()
+    assert failing.calls == 1
+    assert caplog.text.count("tracker failing failed") == 1
+
+
+def test_trackers_see_finite_values_alone(tmp_path):
+    class Recording:
+        name = "recording"
+        seen = None
+
+        def log(self, values, step):
+            self.seen = values
+
+        def finish(self):
+            pass
+
+    trackers = Trackers((), tmp_path, {})
+    recording = Recording()
+    trackers._trackers.append(recording)
+    trackers.log({"loss": float("nan"), "fill": 0.5}, 1)
+    assert recording.seen == {"fill": 0.5}

@@ -1,0 +1,74 @@
+"""The learning rate is a pure function of the step; biases and norms do not decay."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from vlmpack.training.optim import AdamWConfig, Schedule, build_adamw
+
+
+def schedule(kind, **changes):
+    values = {"peak": 1.0, "floor": 0.1, "warmup_steps": 4, "total_steps": 12}
+    return Schedule(kind=kind, **(values | changes))
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
+def test_the_warm_up_is_linear_and_never_zero(kind):
+    assert [schedule(kind)(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("cosine", {4: 1.0, 8: 0.55, 10: 0.1 + 0.45 * (1 + math.cos(0.75 * math.pi)), 12: 0.1}),
+        ("linear", {4: 1.0, 8: 0.55, 10: 0.325, 12: 0.1}),
+        ("constant", {4: 1.0, 8: 1.0, 12: 1.0}),
+    ],
+)
+def test_values_after_the_warm_up(kind, expected):
+    for step, value in expected.items():
+        assert schedule(kind)(step) == pytest.approx(value, abs=1e-12), step
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear"])
+def test_the_decay_is_monotone_and_stays_at_the_floor(kind):
+    values = [schedule(kind)(step) for step in range(4, 20)]
+    assert values == sorted(values, reverse=True)
+    assert values[8:] == pytest.approx([0.1] * 8)
+
+
+def test_no_warm_up_and_a_run_of_one_step():
+    assert schedule("cosine", warmup_steps=0)(0) == 1.0
+    assert schedule("cosine", warmup_steps=0, total_steps=1)(0) == 1.0
+    assert schedule("linear", warmup_steps=5, total_steps=5)(4) == 1.0
+
+
+def test_weights_decay_and_biases_and_norms_do_not():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3))
+    optimizer = build_adamw(
+        list(model.named_parameters()),
+        AdamWConfig(betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3),
+        fused=False,
+    )
+    decays = {
+        id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
+    }
+    assert len(decays) == 4
+    for name, parameter in model.named_parameters():
+        assert decays[id(parameter)] == (0.3 if name == "0.weight" else 0.0), name
+    assert {group["betas"] for group in optimizer.param_groups} == {(0.8, 0.9)}
+    assert {group["eps"] for group in optimizer.param_groups} == {1e-6}
+    assert {group["lr"] for group in optimizer.param_groups} == {0.0}, "the schedule's to set"
+
+
+def test_every_parameter_of_the_tiny_model_is_optimised_once(session_engine):
+    parameters = session_engine.parameters()
+    optimizer = build_adamw(
+        parameters, AdamWConfig(betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1), fused=True
+    )
+    seen = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(seen) == sorted(id(p) for _, p in parameters)
+    assert len(set(seen)) == len(seen) > 50

@@ -1,0 +1,162 @@
+"""One process, one run, in one folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from vlmpack.errors import RunDirError, RunIdentityError
+from vlmpack.training.run_dir import RunDir, write_atomically
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    return RunDir(tmp_path / "run")
+
+
+def own(run_dir, pid, host=None):
+    """Leave a lock that says so."""
+    run_dir.path.mkdir(parents=True, exist_ok=True)
+    owner = {"pid": pid, "host": host if host is not None else socket.gethostname()}
+    run_dir.lock.write_text(json.dumps(owner), encoding="utf-8")
+
+
+def test_the_lock_lives_as_long_as_the_work(run_dir, one_rank):
+    with run_dir.entered(one_rank):
+        assert json.loads(run_dir.lock.read_text(encoding="utf-8"))["pid"] == os.getpid()
+    assert not run_dir.lock.exists()
+    with pytest.raises(ZeroDivisionError), run_dir.entered(one_rank):
+        _ = 1 / 0
+    assert not run_dir.lock.exists()
+
+
+def test_a_second_live_process_is_refused(run_dir, one_rank):
+    other = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
+    )
+    try:
+        own(run_dir, other.pid)
+        with (
+            pytest.raises(RunDirError, match=f"in use by process {other.pid}; wait for it"),
+            run_dir.entered(one_rank),
+        ):
+            pytest.fail("entered a folder in use")
+        assert json.loads(run_dir.lock.read_text(encoding="utf-8"))["pid"] == other.pid
+    finally:
+        other.communicate(timeout=30)
+    with run_dir.entered(one_rank):  # it is gone: its lock is stale
+        assert json.loads(run_dir.lock.read_text(encoding="utf-8"))["pid"] == os.getpid()
+
+
+def test_a_lock_of_another_machine_is_refused(run_dir, one_rank):
+    own(run_dir, 1, host="elsewhere")
+    with (
+        pytest.raises(RunDirError, match="process 1 on elsewhere; if that machine is gone, delete"),
+        run_dir.entered(one_rank),
+    ):
+        pytest.fail("entered a folder in use")
+    assert run_dir.lock.exists()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": "x"}', "null"])
+def test_a_damaged_lock_is_stale(run_dir, one_rank, text):
+    run_dir.path.mkdir(parents=True)
+    run_dir.lock.write_text(text, encoding="utf-8")
+    with run_dir.entered(one_rank):
+        assert run_dir.lock.exists()
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, one_rank):
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    with (
+        pytest.raises(RunDirError, match=r"cannot be written.*choose another run_dir"),
+        RunDir(tmp_path / "file" / "run").entered(one_rank),
+    ):
+        pytest.fail("entered a folder under a file")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_folder_is_refused(run_dir, one_rank):
+    run_dir.path.mkdir(parents=True)
+    run_dir.path.chmod(0o500)
+    try:
+        with (
+            pytest.raises(RunDirError, match="cannot be written"),
+            run_dir.entered(one_rank),
+        ):
+            pytest.fail("entered a read-only folder")
+    finally:
+        run_dir.path.chmod(0o700)
+
+
+def test_preparing_leaves_no_trace(run_dir):
+    run_dir.prepare()
+    assert list(run_dir.path.iterdir()) == []
+
+
+def differences(recorded, current):
+    keys = sorted(recorded.keys() | current.keys())
+    return [
+        f"{key}: {recorded.get(key)} -> {current.get(key)}"
+        for key in keys
+        if recorded.get(key) != current.get(key)
+    ]
+
+
+def test_another_identity_is_refused_with_every_difference(run_dir):
+    run_dir.prepare()
+    first = {"training.seed": 1, "optim.lr": 0.1, "model.path": "a"}
+    run_dir.check_identity(first, differences)
+    run_dir.check_identity(first, differences)
+    run_dir.metrics.touch()
+    with pytest.raises(RunIdentityError) as caught:
+        run_dir.check_identity({**first, "training.seed": 2, "optim.lr": 0.2}, differences)
+    message = str(caught.value)
+    assert "training.seed: 1 -> 2" in message
+    assert "optim.lr: 0.1 -> 0.2" in message
+    assert "model.path" not in message
+    assert "Choose another run_dir, or restore these values" in message
+    assert json.loads(run_dir.identity.read_text(encoding="utf-8")) == first, "left as it was"
+
+
+def test_a_start_that_failed_before_its_first_step_claims_nothing(run_dir):
+    run_dir.prepare()
+    run_dir.check_identity({"model.path": "a typo"}, differences)
+    run_dir.check_identity({"model.path": "a"}, differences)
+    assert json.loads(run_dir.identity.read_text(encoding="utf-8")) == {"model.path": "a"}
+
+
+def test_fields_that_may_change_are_recorded_anew(run_dir):
+    run_dir.prepare()
+    run_dir.check_identity({"max_steps": 10}, lambda *_: [])
+    run_dir.check_identity({"max_steps": 20}, lambda *_: [])
+    assert json.loads(run_dir.identity.read_text(encoding="utf-8")) == {"max_steps": 20}
+
+
+def test_a_damaged_identity_is_an_error(run_dir):
+    run_dir.prepare()
+    run_dir.identity.write_text("{", encoding="utf-8")
+    with pytest.raises(RunDirError, match="is damaged"):
+        run_dir.check_identity({}, differences)
+
+
+def test_a_file_is_replaced_whole(tmp_path, monkeypatch):
+    path = tmp_path / "state.json"
+    write_atomically(path, "old")
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(OSError, match="disk full"):
+            write_atomically(path, "new")
+    assert path.read_text(encoding="utf-8") == "old"
+    write_atomically(path, "new")
+    assert path.read_text(encoding="utf-8") == "new"
+    assert [p for p in tmp_path.iterdir() if p.name.endswith(str(os.getpid()))] == []

@@ -1,0 +1,56 @@
+"""SIGTERM asks for a stop at the next step boundary and interrupts nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+from vlmpack.errors import Preempted
+from vlmpack.training.stop import StopFlag, stop_on_sigterm
+
+
+def test_sigterm_sets_the_flag_and_nothing_else():
+    flag = StopFlag()
+    before = signal.getsignal(signal.SIGTERM)
+    with stop_on_sigterm(flag):
+        assert not flag.is_set
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert flag.is_set
+        os.kill(os.getpid(), signal.SIGTERM)  # a second one changes nothing
+        assert flag.is_set
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_handler_is_put_back_after_an_error():
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with stop_on_sigterm(StopFlag()):
+            raise RuntimeError
+    except RuntimeError:
+        pass
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_other_threads_cannot_take_signals_and_do_not_fail():
+    seen = []
+
+    def work():
+        flag = StopFlag()
+        with stop_on_sigterm(flag):
+            seen.append(flag.is_set)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(timeout=30)
+    assert seen == [False]
+
+
+def test_the_flag_can_be_set_by_hand():
+    flag = StopFlag()
+    flag.set()
+    assert flag.is_set
+
+
+def test_being_preempted_has_an_exit_code_of_its_own():
+    assert Preempted.exit_code == 75

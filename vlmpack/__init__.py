@@ -1,0 +1,51 @@
+"""vlmpack: finetune vision-language models on packed sequences.
+
+Attributes are resolved on first use, so that `import vlmpack` stays cheap and free of torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vlmpack.api import FinetuneResult as FinetuneResult
+    from vlmpack.api import finetune as finetune
+    from vlmpack.errors import VlmpackError as VlmpackError
+    from vlmpack.packing import pack_batch_sequences as pack_batch_sequences
+    from vlmpack.packing import pack_padded_batch as pack_padded_batch
+    from vlmpack.recipe import Recipe as Recipe
+    from vlmpack.recipe import load_recipe as load_recipe
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "FinetuneResult": "vlmpack.api",
+    "finetune": "vlmpack.api",
+    "VlmpackError": "vlmpack.errors",
+    "pack_batch_sequences": "vlmpack.packing",
+    "pack_padded_batch": "vlmpack.packing",
+    "Recipe": "vlmpack.recipe",
+    "load_recipe": "vlmpack.recipe",
+}
+
+__all__ = [
+    "FinetuneResult",
+    "Recipe",
+    "VlmpackError",
+    "finetune",
+    "load_recipe",
+    "pack_batch_sequences",
+    "pack_padded_batch",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'vlmpack' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

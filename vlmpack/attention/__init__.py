@@ -1,0 +1,15 @@
+"""Varlen attention and rotary positions for packed rows. torch only."""
+
+from vlmpack.attention.rope import RopeLayout, apply_rope, rope_cos_sin
+from vlmpack.attention.segments import segment_attention
+from vlmpack.attention.varlen import AttentionChoice, VarlenAttention, choose_attention
+
+__all__ = [
+    "AttentionChoice",
+    "RopeLayout",
+    "VarlenAttention",
+    "apply_rope",
+    "choose_attention",
+    "rope_cos_sin",
+    "segment_attention",
+]

@@ -1,0 +1,108 @@
+"""The varlen attention interface: one signature, several kernels, chosen once and reported."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from vlmpack.attention.kernels import flash_attention, torch_varlen_attention
+from vlmpack.attention.segments import segment_attention
+from vlmpack.errors import CapabilityError
+from vlmpack.packing.batch import PackedSeqParams
+
+AttentionName = Literal["segments", "torch_varlen", "flash_attn"]
+
+
+class VarlenAttention(Protocol):
+    """Attention inside the segments of a THD row; see `segment_attention` for the arguments."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        params: PackedSeqParams,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        window: int | None = None,
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """The implementation that runs, and why.
+
+    Args:
+        name: the implementation's name in a recipe.
+        function: the implementation.
+        reason: one phrase for the log.
+    """
+
+    name: AttentionName
+    function: VarlenAttention
+    reason: str
+
+
+_FUNCTIONS: dict[AttentionName, VarlenAttention] = {
+    "segments": segment_attention,
+    "torch_varlen": torch_varlen_attention,
+    "flash_attn": flash_attention,
+}
+
+
+def why_unavailable(name: AttentionName, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why an implementation cannot run here, or None if it can."""
+    if name == "segments":
+        return None
+    if device.type != "cuda":
+        return f"{name} needs a CUDA device, this one is {device.type}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"{name} needs bfloat16 or float16, the model computes in {dtype}"
+    if name == "flash_attn":
+        return _why_not_importable("flash_attn", "flash_attn_varlen_func", "vlmpack[flash-attn]")
+    return _why_not_importable("torch.nn.attention.varlen", "varlen_attn", "torch 2.10 or newer")
+
+
+def _why_not_importable(module: str, function: str, wanted: str) -> str | None:
+    """Import for real: a package that is there may still be broken or built for another torch."""
+    try:
+        getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, OSError) as error:
+        return f"{module}.{function} cannot be imported ({error}); wanted: {wanted}"
+    return None
+
+
+def choose_attention(
+    requested: AttentionName | Literal["auto"], *, device: torch.device, dtype: torch.dtype
+) -> AttentionChoice:
+    """Choose the varlen implementation once, at build time.
+
+    Args:
+        requested: `model.attention` of the recipe; `auto` takes the first that can run of
+            flash_attn, torch_varlen, segments.
+        device: where the model is.
+        dtype: what attention computes in.
+
+    Raises:
+        CapabilityError: the requested one cannot run here; the message says why.
+    """
+    if requested != "auto":
+        why = why_unavailable(requested, device, dtype)
+        if why is not None:
+            raise CapabilityError(
+                f"model.attention: {requested} cannot run: {why}; use auto or segments"
+            )
+        return AttentionChoice(requested, _FUNCTIONS[requested], "as the recipe asks")
+    refused: list[str] = []
+    candidates: tuple[AttentionName, ...] = ("flash_attn", "torch_varlen", "segments")
+    for name in candidates:
+        why = why_unavailable(name, device, dtype)
+        if why is None:
+            return AttentionChoice(name, _FUNCTIONS[name], "; ".join(refused) or "first choice")
+        refused.append(why)
+    raise AssertionError("segments runs everywhere")

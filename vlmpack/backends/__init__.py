@@ -1,0 +1,1 @@
+"""Engines: the only place with heavy imports."""

@@ -1,0 +1,118 @@
+"""Our varlen attention as an attention implementation of transformers.
+
+Only the language model gets it. The vision tower keeps an implementation of its own: transformers
+calls it once per image or window, without the text's boundaries, and the two must never mix.
+
+No mask function is registered on purpose: for an implementation without one, transformers builds
+no mask at all, neither T x T nor by looking for sample boundaries in the positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from vlmpack.attention import AttentionChoice, VarlenAttention
+from vlmpack.errors import CapabilityError
+from vlmpack.packing import PackedSeqParams
+
+
+class _RegisteredAttention:
+    """What transformers calls once per layer."""
+
+    def __init__(self, function: VarlenAttention) -> None:
+        self.function = function
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend inside segments (packed) or inside rows (padded).
+
+        Args:
+            module: the calling attention module.
+            query: (B, Hq, S, D); B is 1 and S is T for a packed row.
+            key: (B, Hkv, S, D).
+            value: (B, Hkv, S, D).
+            attention_mask: always None here; anything else means that a caller built a mask that
+                this function would ignore.
+            options: scaling, dropout, sliding_window, and what the model's forward was given:
+                `packed_seq_params` for a THD row, or `padded_rows=True`.
+
+        Returns:
+            (B, S, Hq, D) and no weights.
+        """
+        if attention_mask is not None:
+            raise CapabilityError("vlmpack attention takes boundaries, not an attention mask")
+        if options.get("dropout"):
+            raise CapabilityError(
+                "attention dropout is not supported: packed and unpacked runs would differ; "
+                "set attention_dropout to 0 in the model's config.json"
+            )
+        if options.get("softcap") is not None or options.get("s_aux") is not None:
+            raise CapabilityError("attention softcap and sinks are not supported by vlmpack yet")
+        scale: float | None = options.get("scaling")
+        window: int | None = options.get("sliding_window")
+        params: PackedSeqParams | None = options.get("packed_seq_params")
+        if params is not None:
+            # Under autocast rotary leaves queries and keys in float32 while values are bfloat16;
+            # varlen kernels, unlike scaled_dot_product_attention, are not on autocast's list.
+            output = self.function(
+                query[0].transpose(0, 1).to(value.dtype),
+                key[0].transpose(0, 1).to(value.dtype),
+                value[0].transpose(0, 1),
+                params,
+                causal=True,
+                scale=scale,
+                window=window,
+            )
+            return output[None], None
+        if not options.get("padded_rows"):
+            raise CapabilityError(
+                f"{type(module).__name__} called vlmpack attention without boundaries: neither "
+                f"packed_seq_params nor padded_rows reached it; attending over the whole row "
+                f"would mix samples"
+            )
+        return _padded_rows(query, key, value, scale=scale, window=window), None
+
+
+def _padded_rows(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, window: int | None
+) -> Tensor:
+    """Causal attention over right-padded rows: no real token sees the padding after it."""
+    mask = None
+    length = query.shape[2]
+    if window is not None and window < length:
+        ones = torch.ones(length, length, dtype=torch.bool, device=query.device)
+        mask = ones.tril().triu(1 - window)
+    output = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output.transpose(1, 2)
+
+
+def register_attention(choice: AttentionChoice) -> str:
+    """Make an implementation known to transformers.
+
+    Returns:
+        The name for `set_attn_implementation`.
+    """
+    from transformers import AttentionInterface
+
+    name = f"vlmpack_{choice.name}"
+    AttentionInterface.register(name, _RegisteredAttention(choice.function))
+    return name

@@ -1,0 +1,143 @@
+"""A transformers VLM as one module that maps a batch to the losses of its label tokens.
+
+    input_ids -> embeddings -> image features scattered over the placeholders (merge)
+    -> decoder with varlen attention -> label tokens only -> head and cross entropy in chunks
+
+The parts are called one by one instead of through the model's own forward, so that nothing is
+derived again from ids or masks and the text's boundaries never reach the vision tower.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmpack.backends.cross_entropy import linear_cross_entropy
+from vlmpack.errors import CapabilityError
+from vlmpack.families import ModulePaths
+from vlmpack.packing import Batch, Media, PackedSeqParams, PaddedBatch
+
+
+def transformers_spelling(params: PackedSeqParams) -> dict[str, Any]:
+    """The boundaries in the keyword arguments that transformers' attention functions know."""
+    cu = params.cu_seqlens_physical
+    return {
+        "cu_seq_lens_q": cu,
+        "cu_seq_lens_k": cu,
+        "max_length_q": params.max_seqlen_q,
+        "max_length_k": params.max_seqlen_kv,
+    }
+
+
+def _boundaries(batch: Batch, params: PackedSeqParams | None) -> dict[str, Any]:
+    """Keyword arguments that tell our attention where samples end."""
+    if isinstance(batch, PaddedBatch):
+        if params is not None:
+            raise CapabilityError(
+                "a padded batch has no segments, but packed_seq_params were given"
+            )
+        return {"padded_rows": True}
+    if params is None:
+        raise CapabilityError(
+            "a packed row needs packed_seq_params; without them samples would mix"
+        )
+    return {"packed_seq_params": params, **transformers_spelling(params)}
+
+
+class PackedVLM(nn.Module):
+    """A vision-language model that takes typed batches.
+
+    Args:
+        model: a transformers `...ForConditionalGeneration`.
+        paths: where its parts live.
+        blank: the smallest image: batches without images run it through the tower with weight
+            zero, so that every rank enters every collective the same number of times.
+    """
+
+    def __init__(self, model: nn.Module, paths: ModulePaths, blank: Media) -> None:
+        super().__init__()
+        self.model = model
+        self.paths = paths
+        self.blank = blank
+        head: Any = self.inner.get_output_embeddings()
+        if head.bias is not None:
+            raise CapabilityError("a language-model head with a bias is not supported")
+
+    @property
+    def inner(self) -> Any:
+        """The transformers model."""
+        return self.model
+
+    @property
+    def vision(self) -> Any:
+        """The vision tower, projector included."""
+        return self.model.get_submodule(self.paths.vision)
+
+    @property
+    def language(self) -> Any:
+        """The decoder."""
+        return self.model.get_submodule(self.paths.language)
+
+    def forward(self, batch: Batch, packed_seq_params: PackedSeqParams | None = None) -> Tensor:
+        """Losses of the batch's label tokens.
+
+        Args:
+            batch: on the model's device.
+            packed_seq_params: the row's boundaries; None for a padded batch.
+
+        Returns:
+            (L,) float32, in the order of `batch.label_positions`.
+        """
+        hidden = self.hidden_states(batch, packed_seq_params)
+        picked = hidden.index_select(0, batch.label_positions)
+        targets = batch.labels.flatten().index_select(0, batch.label_positions)
+        return linear_cross_entropy(picked, self.inner.get_output_embeddings().weight, targets)
+
+    def hidden_states(self, batch: Batch, packed_seq_params: PackedSeqParams | None) -> Tensor:
+        """(T, D) final hidden states of every slot of a batch (T = B * S where it is padded).
+
+        Raises:
+            CapabilityError: a packed row without boundaries, or a padded batch with some.
+        """
+        return self.decode(batch, packed_seq_params, self.merge(batch))
+
+    def decode(
+        self, batch: Batch, packed_seq_params: PackedSeqParams | None, embeds: Tensor
+    ) -> Tensor:
+        """(T, D) hidden states from (T, D) merged embeddings; raises as `hidden_states`."""
+        axes, rows, slots = batch.position_ids.shape
+        output = self.language(
+            inputs_embeds=embeds.view(rows, slots, -1),
+            position_ids=batch.position_ids if axes > 1 else batch.position_ids[0],
+            use_cache=False,
+            **_boundaries(batch, packed_seq_params),
+        )
+        hidden: Tensor = output.last_hidden_state
+        return hidden.flatten(0, 1)
+
+    def merge(self, batch: Batch) -> Tensor:
+        """(T, D) token embeddings with the image features in place of the placeholders.
+
+        Raises:
+            CapabilityError: the tower's feature count differs from the placeholders'.
+        """
+        embeds: Tensor = self.inner.get_input_embeddings()(batch.input_ids).flatten(0, 1)
+        media = batch.media if batch.media is not None else self.blank
+        features = self.image_features(media, embeds.device)
+        if batch.media is None:
+            return embeds + 0.0 * features.sum().to(embeds.dtype)
+        if features.shape[0] != batch.media_positions.shape[0]:
+            raise CapabilityError(
+                f"the vision tower made {features.shape[0]} features for "
+                f"{batch.media_positions.shape[0]} placeholder tokens"
+            )
+        return embeds.index_copy(0, batch.media_positions, features.to(embeds.dtype))
+
+    def image_features(self, media: Media, device: torch.device) -> Tensor:
+        """(M, D) features of all images, in order; one call of the tower."""
+        grid_thw = torch.tensor(media.grid_thw).to(device, non_blocking=True)
+        pixels = media.pixel_values.to(device=device, dtype=self.vision.dtype, non_blocking=True)
+        features: Tensor = self.vision(pixels, grid_thw=grid_thw).pooler_output
+        return features

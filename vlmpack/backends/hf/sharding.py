@@ -1,0 +1,36 @@
+"""FSDP2: decoder layers and vision blocks are sharded one by one, the rest with the root."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from vlmpack.backends.hf.model import PackedVLM
+from vlmpack.distributed import Ranks
+
+
+def _repeated_blocks(part: nn.Module) -> list[nn.Module]:
+    """The members of the part's longest ModuleList: its layers or blocks."""
+    lists = [list(module) for module in part.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len, default=[])
+
+
+def shard_model(vlm: PackedVLM, ranks: Ranks, *, compute_dtype: torch.dtype) -> None:
+    """Shard parameters, gradients and moments over all ranks, in place.
+
+    Args:
+        vlm: in float32, on CPU or on its device; the shards end up on the device.
+        ranks: all of them become one mesh.
+        compute_dtype: parameters are gathered in it; gradients are reduced in float32.
+    """
+    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    # Inputs are in the compute dtype already, but for rotary cos and sin, which stay float32.
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for part in (vlm.vision, vlm.language):
+        for block in _repeated_blocks(part):
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(vlm, mesh=mesh, mp_policy=policy)

@@ -1,0 +1,5 @@
+"""The command line: it wires, the library works."""
+
+from vlmpack.cli.app import main
+
+__all__ = ["main"]

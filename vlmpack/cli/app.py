@@ -1,0 +1,66 @@
+"""`vlmpack`: all commands, and the one place where errors become messages and exit codes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from vlmpack.cli.generate import generate
+from vlmpack.cli.recipe import app as recipe_app
+from vlmpack.errors import VlmpackError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Finetune vision-language models on packed sequences.",
+)
+app.add_typer(recipe_app, name="recipe")
+app.command()(generate)
+
+
+@app.command()
+def finetune(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Path of a YAML recipe.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, e.g. training.max_steps=20."),
+    ] = None,
+) -> None:
+    """Finetune as a recipe says; the same command resumes. Runs under torchrun too."""
+    from vlmpack.recipe import load_recipe
+
+    world = os.environ.get("WORLD_SIZE", "1")
+    # An odd WORLD_SIZE is named when the process group starts.
+    loaded = load_recipe(
+        recipe, overrides or (), world_size=int(world) if world.isdigit() else None
+    )
+    from transformers.utils import logging as transformers_logging
+
+    from vlmpack.api import run_recipe  # after the recipe: its problems show without torch
+    from vlmpack.cli.summary import print_result
+
+    transformers_logging.disable_progress_bar()
+    result = run_recipe(loaded)
+    if _rank() == 0:
+        print_result(result)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def main() -> None:
+    """Run the command line; exit code 0, 1 (error), 2 (recipe or usage), 75 (preempted)."""
+    logging.basicConfig(format="%(message)s", stream=sys.stderr, level=logging.WARNING)
+    logging.getLogger("vlmpack").setLevel(logging.INFO if _rank() == 0 else logging.ERROR)
+    try:
+        app()
+    except VlmpackError as error:
+        who = f"[rank {_rank()}] " if "WORLD_SIZE" in os.environ else ""
+        print(f"{who}error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

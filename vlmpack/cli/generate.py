@@ -1,0 +1,63 @@
+"""`vlmpack generate`: ask a model folder one question."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vlmpack.errors import DataError, VlmpackError
+
+
+def generate(
+    question: Annotated[str, typer.Argument(metavar="QUESTION", help="What to ask.")],
+    model: Annotated[
+        Path, typer.Option("--model", metavar="DIR", help="Model folder, as a run exports it.")
+    ],
+    image: Annotated[
+        list[Path] | None,
+        typer.Option("--image", metavar="FILE", help="JPEG, PNG or WebP; may be repeated."),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 64,
+) -> None:
+    """Answer one question about images, greedily; prints the answer alone."""
+    images = tuple(_read(path) for path in image or ())
+
+    # Heavy: only once the files are known to be there.
+    from transformers.utils import logging as transformers_logging
+
+    from vlmpack.families import ImagePart, Message, TextPart
+    from vlmpack.training.generation import answer_questions, load_for_generation
+    from vlmpack.training.scoring import Question
+
+    parts: tuple[TextPart | ImagePart, ...] = (
+        *(ImagePart(index) for index in range(len(images))),
+        TextPart(question),
+    )
+    asked = Question(
+        key="question",
+        shard="the command line",
+        messages=(Message("user", parts),),
+        images=images,
+        truth="",
+    )
+    transformers_logging.disable_progress_bar()
+    loaded, encoder = load_for_generation(model)
+    try:
+        (answer,) = answer_questions(
+            loaded, encoder, [asked], batch_size=1, max_new_tokens=max_new_tokens
+        )
+    except DataError as error:
+        named = ", ".join(str(path) for path in image or ()) or "no image"
+        raise VlmpackError(f"{error.reason} ({named})") from error
+    typer.echo(answer)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise VlmpackError(
+            f"--image {path} cannot be read: {error.strerror}; expected a JPEG, PNG or WebP file"
+        ) from error

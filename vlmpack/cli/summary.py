@@ -1,0 +1,34 @@
+"""The last lines of a run, for a person."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vlmpack.api import FinetuneResult
+
+
+def print_result(result: FinetuneResult) -> None:
+    """Print where everything is, and the figures that matter."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_row("steps", f"{result.steps:,} in {result.train_seconds:,.0f} s of training")
+    table.add_row("speed", f"{result.tokens_per_second:,.0f} real tokens/s")
+    saved = 1 - result.real_tokens / max(1, result.padded_tokens)
+    table.add_row(
+        "tokens",
+        f"{result.real_tokens:,} real; padded rows would hold {result.padded_tokens:,} "
+        f"({saved:.0%} padding)",
+    )
+    if result.exact_match_after is not None:
+        before = "" if result.exact_match_before is None else f"{result.exact_match_before:.1%} -> "
+        table.add_row("exact answers", f"{before}{result.exact_match_after:.1%} on the test split")
+    if result.digit_accuracy_after is not None:
+        table.add_row("digits read", f"{result.digit_accuracy_after:.1%}")
+    for name, path in (("model", result.export), ("report", result.report)):
+        if path is not None:
+            table.add_row(name, str(path))
+    table.add_row("run", str(result.run_dir))
+    Console().print(table)

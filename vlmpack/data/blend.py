@@ -1,0 +1,82 @@
+"""How many samples each source gives to each window: exact to one sample, without any state.
+
+An epoch's draws per source are whole numbers (largest remainder of weight x epoch). They spread
+evenly over the epoch: after any window, source d has given its share of the samples so far, off by
+less than one. Window counts are `floor(window * rate)` for everyone plus a few left-over places,
+and those go round by earliest deadline, which is the schedule that keeps every source within one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+
+
+def draws_per_source(weights: Sequence[float], epoch_size: int) -> tuple[int, ...]:
+    """Samples that each source gives to one epoch: its share, off by less than one.
+
+    Args:
+        weights: positive, of any scale.
+        epoch_size: samples in the epoch; the draws sum to it.
+    """
+    # repr: 0.1 means one tenth here, not the binary fraction nearest to it.
+    exact = [Fraction(repr(weight)) for weight in weights]
+    total = sum(exact)
+    shares = [weight / total * epoch_size for weight in exact]
+    draws = [int(share) for share in shares]
+    order = sorted(range(len(draws)), key=lambda d: (draws[d] - shares[d], d))
+    for d in order[: epoch_size - sum(draws)]:
+        draws[d] += 1
+    return tuple(draws)
+
+
+def window_starts(draws: Sequence[int], window: int) -> npt.NDArray[np.int64]:
+    """What each source has given before each window of an epoch.
+
+    Args:
+        draws: per source, for the epoch.
+        window: samples in a window; the last one may hold fewer.
+
+    Returns:
+        (W + 1, D) int64, for W windows and D sources: row w is the count before window w, the last
+        row is `draws`. Rows sum to `min(w * window, epoch)`.
+    """
+    epoch = sum(draws)
+    num_windows = -(-epoch // window) if epoch else 0
+    starts = np.zeros((num_windows + 1, len(draws)), dtype=np.int64)
+    if not num_windows:
+        return starts
+    whole = [window * count // epoch for count in draws]
+    rests = [window * count % epoch for count in draws]
+    slots = window - sum(whole)
+    given = [0] * len(draws)
+    slot = 0
+    for w in range(1, num_windows):
+        for _ in range(slots):
+            given[_earliest(rests, given, slot, epoch * slots)] += 1
+            slot += 1
+        starts[w] = [w * count + extra for count, extra in zip(whole, given, strict=True)]
+    starts[num_windows] = list(draws)
+    return starts
+
+
+def _earliest(rests: Sequence[int], given: Sequence[int], slot: int, scale: int) -> int:
+    """The source that gets a left-over slot: due to have started, and with the nearest deadline.
+
+    Source d is owed `rests[d] / scale` places per slot. Its next place may be taken from slot
+    `given / rate` on and must be taken before `(given + 1) / rate`.
+    """
+    best, best_deadline = -1, Fraction(0)
+    for d, rest in enumerate(rests):
+        if rest == 0 or given[d] * scale >= (slot + 1) * rest:
+            continue
+        deadline = Fraction((given[d] + 1) * scale, rest)
+        # Deadlines count whole slots: rounding up makes ties, which the order of sources settles.
+        rounded = Fraction(-(-deadline.numerator // deadline.denominator))
+        if best < 0 or rounded < best_deadline:
+            best, best_deadline = d, rounded
+    assert best >= 0, "the left-over rates sum to one place per slot"
+    return best

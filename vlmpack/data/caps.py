@@ -1,0 +1,17 @@
+"""Limits that hold before anything is decoded or kept in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleCaps:
+    """What one sample may cost at most; above it the sample is an error, never a crash."""
+
+    max_member_bytes: int = 256 << 20
+    """One file of a sample, in bytes."""
+    max_image_pixels: int = 50_000_000
+    """Width times height of one image, from its header."""
+    max_images: int = 256
+    """Images of one sample."""

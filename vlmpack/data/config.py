@@ -1,0 +1,108 @@
+"""What the data layer is told; the recipe is mapped onto this."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from vlmpack.data.caps import SampleCaps
+from vlmpack.data.loader import LoaderSettings
+from vlmpack.data.overlong import OverLong
+from vlmpack.data.read import ErrorPolicy
+from vlmpack.errors import RecipeError
+
+PackingMode = Literal["none", "in_batch"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceConfig:
+    """One source of samples."""
+
+    name: str
+    """Keys its order; renaming a source is a new order, moving its files is not."""
+    paths: tuple[str, ...]
+    """Shards: paths, `file://`, brace ranges, globs."""
+    weight: float | None = None
+    """Its share of an epoch, relative to the other sources'. None: every sample once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """One split: its sources, how it is cut into batches, and what errors do."""
+
+    key: str = "data.train"
+    """The recipe's key of this split, for messages."""
+    sources: tuple[SourceConfig, ...]
+    """At least one; with weights for all of them or for none."""
+    seq_length: int
+    """The longest sample, in tokens."""
+    mode: PackingMode = "in_batch"
+    """How bins are filled: `micro_batch_size` consecutive samples in both modes."""
+    micro_batch_size: int
+    """Samples in a bin."""
+    global_batch_size: int
+    """Samples in a global batch."""
+    seed: int = 0
+    """Of the order."""
+    shuffle: Literal["auto", "global", "window", "none"] = "auto"
+    """`auto` is `global` as long as every shard is local, and so indexed before the plan."""
+    epoch_size: int | None = None
+    """Samples in an epoch where the sources have weights; default: all of them together."""
+    over_long: OverLong = "error"
+    """What happens to samples above `seq_length`."""
+    on_error: ErrorPolicy = field(default_factory=ErrorPolicy)
+    """What happens to bad samples."""
+    caps: SampleCaps = field(default_factory=SampleCaps)
+    """Limits of one sample."""
+    loader: LoaderSettings = field(default_factory=LoaderSettings)
+    """Workers and time limits."""
+    index_dir: Path | None = None
+    """Where index and lengths are kept; default: $VLMPACK_CACHE/index or ~/.cache/vlmpack/index."""
+    index_processes: int = 8
+    """Processes that make the index, where there are many shards."""
+    index_timeout_seconds: float = 1800.0
+    """The longest wait for another process that makes the index, without a new part."""
+    num_probed: int = 16
+    """Samples that are encoded at start to check the predicted lengths."""
+
+    def __post_init__(self) -> None:
+        problems = list(_source_problems(self.key, self.sources))
+        for name in ("seq_length", "micro_batch_size", "global_batch_size"):
+            if getattr(self, name) < 1:
+                problems.append(f"training.{name}: {getattr(self, name)}; must be at least 1")
+        if self.epoch_size is not None and self.epoch_size < 1:
+            problems.append(f"data.epoch_size: {self.epoch_size}; must be at least 1")
+        if self.epoch_size is not None and not self.weighted:
+            problems.append(
+                "data.epoch_size: has no meaning without weights, since an epoch is then every "
+                "sample once; give each source a weight"
+            )
+        if problems:
+            raise RecipeError(problems)
+
+    @property
+    def weighted(self) -> bool:
+        """Whether sources are blended by weight."""
+        return any(source.weight is not None for source in self.sources)
+
+
+def _source_problems(key: str, sources: tuple[SourceConfig, ...]) -> list[str]:
+    problems = []
+    if not sources:
+        problems.append(f"{key}: no source; give at least one path")
+    names: Mapping[str, int] = {
+        source.name: sum(other.name == source.name for other in sources) for source in sources
+    }
+    problems += [f"{key}: {count} sources named {n!r}" for n, count in names.items() if count > 1]
+    weights = [source.weight for source in sources]
+    if any(weight is None for weight in weights) and any(weight is not None for weight in weights):
+        without = [source.name for source in sources if source.weight is None]
+        problems.append(f"{key}: weights for some sources only; without: {', '.join(without)}")
+    for source in sources:
+        weight = source.weight
+        if weight is not None and not (math.isfinite(weight) and weight > 0):
+            problems.append(f"{key}.{source.name}.weight: {weight}; must be above 0")
+    return problems

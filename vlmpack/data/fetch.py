@@ -1,0 +1,133 @@
+"""Where bytes come from: one small interface, and its local implementation.
+
+Object stores implement the same three calls later. A fetcher is picklable: a worker receives it
+without open handles and opens its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from vlmpack.errors import DataError
+
+READ_BUFFER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ShardStamp:
+    """What identifies one version of a shard, without reading it."""
+
+    path: str
+    size: int
+    version: str
+    """Local files: the modification time in nanoseconds. Object stores: the ETag."""
+
+
+class Fetcher(Protocol):
+    """Reads shards. Every failure is a DataError that names the shard."""
+
+    def head(self, path: str) -> ShardStamp:
+        """The shard's size and version.
+
+        Raises:
+            DataError: class `transport` where the shard cannot be reached.
+        """
+
+    def open(self, path: str) -> BinaryIO:
+        """The whole shard as a stream, for the index.
+
+        Raises:
+            DataError: class `transport`.
+        """
+
+    def read(self, path: str, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes from `offset`.
+
+        Raises:
+            DataError: class `transport`, or `integrity` where the shard ends too early.
+        """
+
+
+def _unreachable(path: str, error: OSError) -> DataError:
+    reason = error.strerror or str(error)
+    return DataError(f"cannot be read: {reason}", error_class="transport", shard=path)
+
+
+@dataclass(slots=True)
+class LocalFetcher:
+    """Files on this machine's file systems.
+
+    Args:
+        max_open_files: descriptors kept open per process, least recently used closed first.
+    """
+
+    max_open_files: int = 64
+    _descriptors: OrderedDict[str, int] = field(default_factory=OrderedDict, repr=False)
+
+    def head(self, path: str) -> ShardStamp:
+        """See Fetcher."""
+        try:
+            status = Path(path).stat()
+        except OSError as error:
+            raise _unreachable(path, error) from error
+        return ShardStamp(path, status.st_size, str(status.st_mtime_ns))
+
+    def open(self, path: str) -> BinaryIO:
+        """See Fetcher."""
+        try:
+            return Path(path).open("rb", buffering=READ_BUFFER_BYTES)
+        except OSError as error:
+            raise _unreachable(path, error) from error
+
+    def read(self, path: str, offset: int, length: int) -> bytes:
+        """See Fetcher."""
+        try:
+            chunks: list[bytes] = []
+            missing = length
+            while missing:
+                chunk = os.pread(self._descriptor(path), missing, offset + length - missing)
+                if not chunk:
+                    break
+                chunks.append(chunk)
+                missing -= len(chunk)
+        except OSError as error:
+            raise _unreachable(path, error) from error
+        if missing:
+            raise DataError(
+                f"the shard ends {missing} bytes before the end of the sample; it was shortened "
+                f"after it was indexed ({length - missing} of {length} bytes found)",
+                error_class="integrity",
+                shard=path,
+                offset=offset,
+            )
+        return b"".join(chunks)
+
+    def close(self) -> None:
+        """Closes every open file; the next read opens again."""
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    def _descriptor(self, path: str) -> int:
+        descriptor = self._descriptors.get(path)
+        if descriptor is None:
+            while len(self._descriptors) >= self.max_open_files:
+                os.close(self._descriptors.popitem(last=False)[1])
+            descriptor = os.open(path, os.O_RDONLY)
+            self._descriptors[path] = descriptor
+        else:
+            self._descriptors.move_to_end(path)
+        return descriptor
+
+    def __getstate__(self) -> int:
+        return self.max_open_files
+
+    def __setstate__(self, state: int) -> None:
+        self.max_open_files = state
+        self._descriptors = OrderedDict()
+
+    def __del__(self) -> None:
+        self.close()

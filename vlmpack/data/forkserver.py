@@ -1,0 +1,44 @@
+"""Worker processes that inherit nothing but imported modules.
+
+They fork from a small server that was started fresh and has only imported `preload`: no open
+client, no lock, no thread of the training process reaches them, and their start is quick.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from multiprocessing.context import BaseContext
+from typing import cast
+
+DEFAULT_PRELOAD = ("torch", "vlmpack.data.loader")
+
+
+def worker_context(preload: tuple[str, ...] = DEFAULT_PRELOAD) -> BaseContext:
+    """The forkserver context; the first call in a process decides what is preloaded."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    return cast(BaseContext, context)
+
+
+@contextmanager
+def sigterm_blocked() -> Iterator[None]:
+    """Start processes here, and SIGTERM does not reach them: they inherit the mask.
+
+    A launcher signals the whole process group. The training process then takes one more step and
+    saves, for which it still needs its workers; they end with it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    # Python's resource tracker unblocks SIGTERM where it starts, so it has to be there before.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

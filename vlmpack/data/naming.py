@@ -1,0 +1,56 @@
+"""WebDataset's naming rule, and which names are refused.
+
+The key of a member is its path up to the first dot of its base name, the field is the rest in lower
+case: `a/007.Left.JPG` -> key `a/007`, field `left.jpg`. So `v1.5_img.jpg` has the key `v1`, which
+is rarely what was meant; the messages of the schemas say so.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+_NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)
+_META = re.compile(r"__[^/]*__($|/)")
+
+_PICKLES = frozenset({"pyd", "pkl", "pickle", "pck", "joblib", "dill", "pth", "pt", "ckpt", "npz"})
+IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp"})
+JSON_FIELD = "json"
+
+
+class MemberName(NamedTuple):
+    """A member's place in the data set."""
+
+    key: str
+    field: str
+
+
+def split_name(name: str) -> MemberName | None:
+    """Key and field, or None for names that belong to no sample (webdataset passes over them).
+
+    These are names without a dot, names that begin with one (`.DS_Store`, `._1.jpg`), and
+    webdataset's own `__meta__` members.
+    """
+    if _META.match(name):
+        return None
+    found = _NAME.fullmatch(name)
+    return None if found is None else MemberName(found.group(1), found.group(2).lower())
+
+
+def is_image(field: str) -> bool:
+    """Whether a field holds an image, by its last suffix."""
+    return field.rpartition(".")[2] in IMAGE_SUFFIXES
+
+
+def refusal(field: str, data: bytes) -> str | None:
+    """Why a member is refused unread: pickles run code when they are opened.
+
+    Nothing here ever unpickles; a shard that holds pickles is still refused, so that no later tool
+    in the chain opens them unnoticed.
+    """
+    suffix = field.rpartition(".")[2]
+    if suffix in _PICKLES:
+        return f"a '.{suffix}' member may hold a pickle, which runs code when it is opened"
+    if suffix == "npy" and b"|O" in data[:256]:
+        return "the '.npy' member holds Python objects (a pickle)"
+    return None

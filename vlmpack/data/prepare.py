@@ -1,0 +1,256 @@
+"""From a DataConfig to the samples of a split and their plan: index, lengths, policy, probe."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vlmpack.data.blend import draws_per_source
+from vlmpack.data.config import DataConfig
+from vlmpack.data.fetch import Fetcher
+from vlmpack.data.index import IndexBuilder, ShardIndex, open_index
+from vlmpack.data.lengths import (
+    LengthsBuilder,
+    SampleText,
+    lengths_digest,
+    open_lengths,
+    read_text,
+)
+from vlmpack.data.overlong import Fitted, apply_over_long
+from vlmpack.data.parts import BuildSettings, Progress, default_cache_dir
+from vlmpack.data.plan import PLAN_RULE, FixedPacker, Plan, PlanSource, window_samples
+from vlmpack.data.protocols import Encoder
+from vlmpack.data.read import SampleReader, SkippedSample
+from vlmpack.data.sources import expand_shards
+from vlmpack.data.state import Identity, IdentityValue
+from vlmpack.data.table import SampleTable, join_tables
+from vlmpack.errors import DataError, EmptyDataError
+
+MAX_SOURCES_LISTED = 6
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSplit:
+    """A split that is ready to be planned.
+
+    Args:
+        fitted: its samples and which of them may be used.
+        identity: what decides its order, for the state.
+    """
+
+    fitted: Fitted
+    identity: Identity
+
+
+def prepare_split(
+    config: DataConfig, encoder: Encoder, fetcher: Fetcher, progress: Progress | None
+) -> PreparedSplit:
+    """Indexes what is new, measures what is new, applies the policies.
+
+    Raises:
+        RecipeError: a pattern that matches nothing.
+        DataError: a damaged shard; a bad sample whose class is not skipped; an over-long sample.
+        EmptyDataError: nothing to train on.
+    """
+    directory = config.index_dir if config.index_dir is not None else default_cache_dir()
+    settings = BuildSettings(
+        directory=directory,
+        max_processes=config.index_processes,
+        stall_timeout_seconds=config.index_timeout_seconds,
+        preload=config.loader.preload,
+        progress=progress,
+    )
+    index = IndexBuilder(fetcher, config.caps)
+    lengths = LengthsBuilder(fetcher, index, directory, encoder)
+    joined: list[tuple[Sequence[ShardIndex], Sequence[Any]]] = []
+    for source in config.sources:
+        name = config.key if len(config.sources) == 1 else f"{config.key}.{source.name}"
+        indexes = open_index(
+            expand_shards(source.paths, key=name),
+            index,
+            settings,
+        )
+        tables = open_lengths(indexes, lengths, settings)
+        joined.append((indexes, tables))
+    table = join_tables(joined)
+    _check_faults(table, config)
+    rows = _Rows(table, [index for indexes, _ in joined for index in indexes], fetcher)
+    fitted = apply_over_long(
+        table,
+        policy=config.over_long,
+        max_tokens=config.seq_length,
+        encoder=encoder,
+        read_text=rows.read_text,
+    )
+    _check_not_empty(fitted, config)
+    return PreparedSplit(fitted, _identity(config, encoder, joined))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Index rows by sample number, for the few samples that need their text again."""
+
+    table: SampleTable
+    indexes: list[ShardIndex]
+    fetcher: Fetcher
+
+    def read_text(self, number: int) -> SampleText:
+        shard = self.table.shard_of(number)
+        index = self.indexes[shard]
+        place = number - int(self.table.shard_starts[shard])
+        row: dict[str, Any] = index.table.slice(place, 1).to_pylist()[0]
+        return read_text(self.fetcher, index.stamp.path, row)
+
+
+def make_plan(config: DataConfig, fitted: Fitted) -> Plan:
+    """The plan of a split. `auto` is `global`: every local shard is indexed before the plan."""
+    table = fitted.table
+    shard_of = np.repeat(np.arange(len(table.shards), dtype=np.int64), np.diff(table.shard_starts))
+    bounds = [
+        (int(table.source_starts[d]), int(table.source_starts[d + 1]))
+        for d in range(len(config.sources))
+    ]
+    numbers = [np.flatnonzero(fitted.eligible[a:b]).astype(np.int64) + a for a, b in bounds]
+    sizes = [chosen.shape[0] for chosen in numbers]
+    draws: Sequence[int] = sizes
+    if config.weighted:
+        weights = [source.weight or 0.0 for source in config.sources]
+        draws = draws_per_source(weights, config.epoch_size or sum(sizes))
+    sources = []
+    for d, source in enumerate(config.sources):
+        if draws[d] and not sizes[d]:
+            raise EmptyDataError(
+                f"{config.key}.{source.name}: no usable sample, but its weight is {source.weight}"
+            )
+        shards = shard_of[numbers[d]]
+        first = int(np.searchsorted(table.shard_starts, bounds[d][0], side="left"))
+        last = int(np.searchsorted(table.shard_starts, bounds[d][1], side="right"))
+        sources.append(
+            PlanSource(source.name, numbers[d], shards - first, max(1, last - first), draws[d])
+        )
+    return Plan(
+        sources,
+        seed=config.seed,
+        shuffle="global" if config.shuffle == "auto" else config.shuffle,
+        window=window_samples(config.global_batch_size),
+        packer=FixedPacker(config.global_batch_size, config.micro_batch_size),
+    )
+
+
+def probe_lengths(
+    config: DataConfig, fitted: Fitted, reader: SampleReader, encoder: Encoder
+) -> int:
+    """Encodes a few samples, spread over the split, and compares with the predicted lengths.
+
+    Returns:
+        How many were compared (bad ones that the policy skips do not count).
+
+    Raises:
+        DataError: the first sample whose encoded length is not the predicted one; or one that is
+            bad, where its class is not skipped.
+    """
+    usable = np.flatnonzero(fitted.eligible & ~fitted.table.bad)
+    count = min(config.num_probed, usable.size)
+    spread = usable[np.linspace(0, usable.size - 1, num=count).astype(np.int64)].tolist()
+    compared = 0
+    for number in sorted({*spread, *list(fitted.table.shrunk)[: config.num_probed]}):
+        ref = fitted.table.ref(number)
+        try:
+            encoded = encoder.encode(reader.read(ref), ref.sizes)
+        except DataError as error:
+            if config.on_error.skips(error.error_class):
+                continue
+            raise error.located(key=ref.key, shard=ref.shard, offset=ref.offset) from None
+        compared += 1
+        if encoded.length != ref.num_tokens:
+            raise DataError(
+                f"the length probe predicted {ref.num_tokens} tokens, encoding gave "
+                f"{encoded.length}; the model family's length rule does not fit this processor",
+                error_class="integrity",
+                key=ref.key,
+                shard=ref.shard,
+                offset=ref.offset,
+            )
+    return compared
+
+
+def dropped_samples(fitted: Fitted) -> list[SkippedSample]:
+    """The over-long samples that the plan leaves out, for the ledger."""
+    refs = [(fitted.table.ref(item.number), item.reason) for item in fitted.dropped]
+    return [
+        SkippedSample(ref.number, ref.key, ref.shard, ref.offset, "too_long", reason)
+        for ref, reason in refs
+    ]
+
+
+def _check_faults(table: SampleTable, config: DataConfig) -> None:
+    """Stops before training where a sample is already known to be bad and may not be skipped."""
+    for number, (name, _) in sorted(table.faults.items()):
+        try:
+            SampleReader.raise_known(table.ref(number))
+        except DataError as error:
+            if config.on_error.skips(error.error_class):
+                continue
+            same = sum(kind == name for kind, _ in table.faults.values())
+            more = f" ({same - 1} more samples have errors of this class)" if same > 1 else ""
+            raise DataError(
+                f"{error.reason}{more}; repair the data, or set data.on_error.{name}: skip",
+                error_class=error.error_class,
+                key=error.key,
+                shard=error.shard,
+                offset=error.offset,
+            ) from None
+
+
+def _check_not_empty(fitted: Fitted, config: DataConfig) -> None:
+    table = fitted.table
+    if (fitted.eligible & ~table.bad).any():
+        return
+    patterns = ", ".join(repr(path) for source in config.sources for path in source.paths)
+    raise EmptyDataError(
+        f"{config.key}: no usable sample in {patterns}: {table.num_samples} samples in "
+        f"{len(table.shards)} shards, of which {int(table.bad.sum())} are bad and "
+        f"{len(fitted.dropped)} are longer than training.seq_length {config.seq_length}"
+    )
+
+
+def _identity(
+    config: DataConfig,
+    encoder: Encoder,
+    joined: Sequence[tuple[Sequence[ShardIndex], Sequence[Any]]],
+) -> Identity:
+    """What decides the order, readable; many sources are folded into one digest."""
+    identity: dict[str, IdentityValue] = {
+        "plan": PLAN_RULE,
+        "data.seed": config.seed,
+        "data.shuffle": "global" if config.shuffle == "auto" else config.shuffle,
+        "data.over_long": config.over_long,
+        "data.epoch_size": config.epoch_size,
+        "packing.mode": config.mode,
+        "training.seq_length": config.seq_length,
+        "training.global_batch_size": config.global_batch_size,
+        "encoder": _short(encoder.fingerprint),
+        "lengths": lengths_digest([table for _, tables in joined for table in tables])[:16],
+    }
+    lines = []
+    for source, (indexes, _) in zip(config.sources, joined, strict=True):
+        content = _short("".join(index.content for index in indexes))
+        samples = sum(index.num_samples for index in indexes)
+        weight = "" if source.weight is None else f", weight {source.weight!r}"
+        name = (
+            source.name if len(source.name) <= 40 else f"{source.name[:23]}-{_short(source.name)}"
+        )
+        lines.append((name, f"{len(indexes)} shards, {samples} samples{weight}, {content}"))
+    if len(lines) > MAX_SOURCES_LISTED:
+        identity[config.key] = f"{len(lines)} sources, {_short(repr(lines))}"
+    else:
+        identity.update({f"{config.key}.{name}": text for name, text in lines})
+    return identity
+
+
+def _short(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,168 @@
+"""From a sample's place in a shard to its conversation and images, verified.
+
+Byte range -> length and CRC check -> members -> cooked VLMSample. What fails is a DataError of one
+class, and the policy for that class says whether it ends the run or leaves a hole.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from vlmpack.data.caps import SampleCaps
+from vlmpack.data.fetch import Fetcher
+from vlmpack.data.raw import RawSample, parse_span
+from vlmpack.data.schemas import cook
+from vlmpack.data.table import SampleRef
+from vlmpack.errors import DataError, ErrorClass, RecipeError
+from vlmpack.families.sample import VLMSample
+
+Action = Literal["raise", "skip"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorPolicy:
+    """What a bad sample does, by the class of its error. Over-long samples have their own rule."""
+
+    transport: Action = "raise"
+    """The shard cannot be reached."""
+    integrity: Action = "skip"
+    """The bytes are not those that were indexed, or the sample is not whole."""
+    decode: Action = "skip"
+    """An image cannot be decoded."""
+    schema: Action = "raise"
+    """The conversation does not fit its schema or the chat template."""
+
+    @classmethod
+    def from_mapping(cls, actions: Mapping[str, str]) -> ErrorPolicy:
+        """The policy from `data.on_error` as a recipe writes it.
+
+        Raises:
+            RecipeError: an unknown class or action.
+        """
+        known = sorted(item.name for item in fields(cls))
+        problems = []
+        for name, action in actions.items():
+            if name not in known:
+                expected = ", ".join(known)
+                problems.append(
+                    f"data.on_error: unknown class {name!r}; expected one of {expected}"
+                )
+            elif action not in ("raise", "skip"):
+                problems.append(f"data.on_error.{name}: {action!r}; expected raise or skip")
+        if problems:
+            raise RecipeError(problems)
+        return cls(**actions)  # type: ignore[arg-type]
+
+    def skips(self, error_class: ErrorClass) -> bool:
+        """Whether a sample with such an error is left out, instead of ending the run."""
+        if error_class == "too_long":
+            return False
+        action: Action = getattr(self, error_class)
+        return action == "skip"
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedSample:
+    """A hole: a sample that the plan has and the batch has not.
+
+    Args:
+        number: its place in the split.
+        key: webdataset's key.
+        shard: its path.
+        offset: of its first byte.
+        error_class: of the error.
+        reason: what was found and what was expected.
+    """
+
+    number: int
+    key: str
+    shard: str
+    offset: int
+    error_class: ErrorClass
+    reason: str
+
+    @classmethod
+    def from_error(cls, ref: SampleRef, error: DataError) -> SkippedSample:
+        """The hole that an error leaves at a sample's place."""
+        return cls(ref.number, ref.key, ref.shard, ref.offset, error.error_class, error.reason)
+
+    def to_error(self) -> DataError:
+        """The error, with its place."""
+        return DataError(
+            self.reason,
+            error_class=self.error_class,
+            key=self.key,
+            shard=self.shard,
+            offset=self.offset,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SampleReader:
+    """Reads samples by their place; picklable, one copy in each worker.
+
+    Args:
+        fetcher: reads byte ranges; opens its own files after it was sent to a worker.
+        caps: limits of one sample.
+    """
+
+    fetcher: Fetcher
+    caps: SampleCaps = field(default_factory=SampleCaps)
+
+    def read(self, ref: SampleRef) -> VLMSample:
+        """One sample, verified against the index and cooked.
+
+        Raises:
+            DataError: class `transport`, `integrity` or `schema`, with key, shard and offset; also
+                for a sample that the index already knows to be bad.
+        """
+        try:
+            return cook(self.read_raw(ref))
+        except DataError as error:
+            raise error.located(key=ref.key, shard=ref.shard, offset=ref.offset) from None
+
+    def read_raw(self, ref: SampleRef) -> RawSample:
+        """The sample's members, their bytes verified.
+
+        Raises:
+            DataError: class `transport` or `integrity`.
+        """
+        self.raise_known(ref)
+        span = self.fetcher.read(ref.shard, ref.offset, ref.length)
+        found = zlib.crc32(span)
+        if found != ref.crc32:
+            raise DataError(
+                f"the sample's checksum is {found:08x}, the index has {ref.crc32:08x}: its bytes "
+                "changed after they were indexed",
+                error_class="integrity",
+            )
+        raw = parse_span(span, shard=ref.shard, offset=ref.offset, caps=self.caps)
+        if raw.key != ref.key:
+            raise DataError(f"the byte range holds the sample {raw.key!r}", error_class="integrity")
+        return raw
+
+    @staticmethod
+    def raise_known(ref: SampleRef) -> None:
+        """Raises what the index or the lengths already found wrong with a sample.
+
+        Raises:
+            DataError: with key, shard and offset.
+        """
+        if ref.reason is not None and ref.error_class is not None:
+            raise DataError(
+                ref.reason,
+                error_class=_error_class(ref.error_class),
+                key=ref.key,
+                shard=ref.shard,
+                offset=ref.offset,
+            )
+
+
+def _error_class(name: str) -> ErrorClass:
+    match name:
+        case "transport" | "integrity" | "decode" | "schema" | "too_long":
+            return name
+    raise AssertionError(f"unknown error class {name!r} in the index")

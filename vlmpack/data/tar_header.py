@@ -1,0 +1,115 @@
+"""One 512-byte tar header, checked and parsed; and the pax records that may precede it.
+
+Pure functions over bytes. Faults are ValueErrors; the reader adds the shard and the offset.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+BLOCK_BYTES = 512
+
+REGULAR_KINDS = (b"0", b"\0", b"7")
+FOLDER_KIND = b"5"
+EXTENSION_KINDS = (b"x", b"g", b"L", b"K")
+
+_OTHER_KINDS = {
+    b"1": "a hard link",
+    b"2": "a symbolic link",
+    b"3": "a character device",
+    b"4": "a block device",
+    b"6": "a pipe",
+    b"S": "a sparse file",
+    b"M": "a part of several volumes",
+    b"V": "a volume label",
+}
+_OCTAL = re.compile(rb" *([0-7]+)[ \0]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What one header says.
+
+    Args:
+        name: with the ustar prefix; extensions before the header may replace it.
+        size: data bytes that follow; extensions may replace it.
+        kind: the type flag.
+    """
+
+    name: str
+    size: int
+    kind: bytes
+
+    @property
+    def refusal(self) -> str | None:
+        """Why a member of this kind is not read; None for regular files."""
+        if self.kind in REGULAR_KINDS:
+            return None
+        return _OTHER_KINDS.get(self.kind, f"of the unknown type {self.kind!r}")
+
+
+def parse_header(block: bytes) -> Header:
+    """A header whose checksum fits.
+
+    Raises:
+        ValueError: the checksum does not fit, or the size is no number.
+    """
+    checksum = _OCTAL.fullmatch(block[148:156])
+    # The checksum is the sum of all bytes, its own field read as eight spaces.
+    if checksum is None or int(checksum[1], 8) != sum(block[:148]) + 256 + sum(block[156:]):
+        raise ValueError("a tar header with a wrong checksum")
+    return Header(_name(block), _size(block[124:136]), block[156:157])
+
+
+def unsafe_name(name: str) -> bool:
+    """Absolute, empty, with `..`, or with a zero byte."""
+    return not name or name.startswith("/") or ".." in name.split("/") or "\0" in name
+
+
+def pax_records(data: bytes) -> dict[str, str]:
+    """The `length key=value` lines of a pax header.
+
+    Raises:
+        ValueError: they cannot be parsed.
+    """
+    records: dict[str, str] = {}
+    place = 0
+    while place < len(data):
+        space = data.find(b" ", place, place + 8)
+        digits = data[place:space] if space > 0 else b""
+        end = place + int(digits) if digits.isdigit() else 0
+        key, equals, value = data[space + 1 : end - 1].partition(b"=")
+        if end <= space or end > len(data) or data[end - 1 : end] != b"\n" or not equals:
+            raise ValueError("a pax header that cannot be parsed")
+        records[decode_name(key)] = decode_name(value)
+        place = end
+    return records
+
+
+def decode_name(raw: bytes) -> str:
+    """A name as text; bytes that are no UTF-8 stay visible."""
+    return raw.decode("utf-8", errors="backslashreplace")
+
+
+def padded_size(size: int) -> int:
+    """Bytes that `size` data bytes take up in the archive."""
+    return -(-size // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def _name(block: bytes) -> str:
+    name = block[:100].split(b"\0", 1)[0]
+    if block[257:263] == b"ustar\0":
+        prefix = block[345:500].split(b"\0", 1)[0]
+        if prefix:
+            name = prefix + b"/" + name
+    return decode_name(name)
+
+
+def _size(field: bytes) -> int:
+    if field[0] == 0x80:  # GNU's base-256, for files above 8 GiB
+        return int.from_bytes(field[1:], "big")
+    found = _OCTAL.fullmatch(field)
+    if found is None:
+        raise ValueError(f"a tar header whose size is {field!r}")
+    return int(found[1], 8)

@@ -1,0 +1,10 @@
+"""Ranks, groups and collectives. torch only."""
+
+from vlmpack.distributed.ranks import (
+    Ranks,
+    start_process_group,
+    stop_process_group,
+    world_size_from_environment,
+)
+
+__all__ = ["Ranks", "start_process_group", "stop_process_group", "world_size_from_environment"]

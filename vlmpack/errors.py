@@ -1,0 +1,143 @@
+"""The exception tree. Everything a user can cause derives from VlmpackError.
+
+A message says what was found, what was expected, and which knob to turn. `assert` is kept for
+invariants of our own; an assertion that fires is a bug in vlmpack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+ErrorClass = Literal["transport", "integrity", "decode", "schema", "too_long"]
+
+
+class VlmpackError(Exception):
+    """Base of every error a user can cause or act on. The CLI prints it without a traceback."""
+
+    exit_code = 1
+
+
+class RecipeError(VlmpackError):
+    """A recipe with one or more problems; `problems` lists them all, one readable line each."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        count = len(self.problems)
+        head = f"{count} problem{'s' if count != 1 else ''} in the recipe:"
+        super().__init__("\n".join([head, *(f"  {problem}" for problem in self.problems)]))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.problems,))
+
+
+class CapabilityError(VlmpackError):
+    """A combination that this build, model family or machine cannot do."""
+
+
+class PackingError(VlmpackError, ValueError):
+    """Samples or a padded batch that cannot be packed as they are."""
+
+
+class ModelError(VlmpackError):
+    """A model folder that is missing, incomplete, or of an unknown architecture."""
+
+
+class DataError(VlmpackError):
+    """One sample or shard that cannot be used.
+
+    Args:
+        reason: what was found and what was expected.
+        error_class: the policy in `data.on_error` that applies; `too_long` obeys
+            `data.over_long` instead.
+        key: the sample's key, where one is known.
+        shard: the shard's path or URL, where one is known.
+        offset: byte offset of the sample in the shard, where one is known.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        error_class: ErrorClass,
+        key: str | None = None,
+        shard: str | None = None,
+        offset: int | None = None,
+    ) -> None:
+        self.reason = reason
+        self.error_class = error_class
+        self.key = key
+        self.shard = shard
+        self.offset = offset
+        where = ", ".join(
+            text
+            for text in (
+                f"sample {key!r}" if key is not None else "",
+                f"shard {shard}" if shard is not None else "",
+                f"offset {offset}" if offset is not None else "",
+            )
+            if text
+        )
+        super().__init__(f"{where}: {reason}" if where else reason)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # DataLoader workers pickle exceptions; keyword-only arguments need their own recipe.
+        return (
+            _rebuild_data_error,
+            (type(self), self.reason, self.error_class, self.key, self.shard, self.offset),
+        )
+
+    def located(
+        self, *, key: str | None = None, shard: str | None = None, offset: int | None = None
+    ) -> DataError:
+        """The same error with the place filled in where it was not known before."""
+        return type(self)(
+            self.reason,
+            error_class=self.error_class,
+            key=self.key if self.key is not None else key,
+            shard=self.shard if self.shard is not None else shard,
+            offset=self.offset if self.offset is not None else offset,
+        )
+
+
+def _rebuild_data_error(
+    cls: type[DataError],
+    reason: str,
+    error_class: ErrorClass,
+    key: str | None,
+    shard: str | None,
+    offset: int | None,
+) -> DataError:
+    return cls(reason, error_class=error_class, key=key, shard=shard, offset=offset)
+
+
+class DataLimitError(VlmpackError):
+    """Too many bad samples: the skip budget of the run is spent."""
+
+
+class EmptyDataError(VlmpackError):
+    """A source, split or epoch without a single usable sample."""
+
+
+class CheckpointError(VlmpackError):
+    """A checkpoint that is incomplete, damaged, or does not fit this run."""
+
+
+class RunIdentityError(VlmpackError):
+    """A run folder whose identity differs from the recipe's; the message lists every difference."""
+
+
+class RunDirError(VlmpackError):
+    """A run folder that cannot be written, or that another process is using."""
+
+
+class NonFiniteError(VlmpackError):
+    """A loss or gradient that is not finite; raised before the optimizer step."""
+
+
+class Preempted(VlmpackError):
+    """SIGTERM was honoured: a checkpoint was saved at a step boundary and the run can resume."""
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again later

@@ -1,0 +1,21 @@
+"""Model families: what each needs, said once, on CPU."""
+
+from vlmpack.families.base import Family, ImageRule, ModulePaths
+from vlmpack.families.encoder import PROCESSOR_FILES, Encoder, SampleLength, decode_image
+from vlmpack.families.registry import family_of
+from vlmpack.families.sample import ImagePart, Message, TextPart, VLMSample
+
+__all__ = [
+    "PROCESSOR_FILES",
+    "Encoder",
+    "Family",
+    "ImagePart",
+    "ImageRule",
+    "Message",
+    "ModulePaths",
+    "SampleLength",
+    "TextPart",
+    "VLMSample",
+    "decode_image",
+    "family_of",
+]

@@ -1,0 +1,92 @@
+"""What the shared code asks of a model family. A family file answers; nobody else says its name.
+
+Everything here runs on CPU, in data workers too: no model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from PIL.Image import Image
+from torch import Tensor
+
+from vlmpack.packing import GridTHW, Media
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModulePaths:
+    """Attribute paths inside the family's transformers model.
+
+    Args:
+        vision: the vision tower; called as `tower(pixel_values, grid_thw=...)`.
+        projector: what maps the tower's width to the language model's; may lie inside `vision`.
+        language: the decoder without the head; called with `inputs_embeds`.
+    """
+
+    vision: str
+    projector: str
+    language: str
+
+
+class ImageRule(Protocol):
+    """How one family turns images into patches and placeholder tokens."""
+
+    def grid(self, width: int, height: int) -> GridTHW:
+        """Patches along (t, h, w) for an image of that size in pixels; no decoding.
+
+        Raises:
+            ValueError: a size the family refuses (an extreme aspect ratio, say).
+        """
+        ...
+
+    def num_tokens(self, grid: GridTHW) -> int:
+        """Placeholder tokens that the image costs."""
+        ...
+
+    def preprocess(self, images: Sequence[Image]) -> Media:
+        """Pixels of RGB images, in order, with their grids and token counts."""
+        ...
+
+    def smallest(self) -> Media:
+        """A blank image of the smallest size: keeps ranks without images in the collectives."""
+        ...
+
+
+class Family(Protocol):
+    """One model family, said once."""
+
+    name: str
+    model_types: tuple[str, ...]
+    """`model_type` values of config.json that this family serves."""
+    modules: ModulePaths
+    num_position_axes: int
+    """1, or 3 where positions are MRoPE (temporal, height, width)."""
+    rule_version: int
+    """Raise it when a length or a position changes: it enters the fingerprint of lengths."""
+
+    def placeholder(self, tokenizer: _TokenIds) -> int:
+        """Id of the token that one image feature replaces."""
+        ...
+
+    def image_rule(self, folder: Path) -> ImageRule:
+        """The rule for the processor files of a model folder."""
+        ...
+
+    def positions(
+        self, num_tokens: int, media_starts: Sequence[int], media: Sequence[GridTHW]
+    ) -> Tensor:
+        """(A, s) int64 positions of one sample.
+
+        Args:
+            num_tokens: s, placeholders expanded.
+            media_starts: index of each image's first placeholder.
+            media: each image's grid.
+        """
+        ...
+
+
+class _TokenIds(Protocol):
+    def convert_tokens_to_ids(self, tokens: str) -> int: ...

@@ -1,0 +1,299 @@
+"""VLMSample -> EncodedSample, and its exact length before any pixel is decoded.
+
+Cheap to pickle: workers get the folder and load tokenizer and image processor on first use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from vlmpack.errors import DataError, ModelError
+from vlmpack.families.base import Family, ImageRule
+from vlmpack.families.chat import ChatEncoder
+from vlmpack.families.registry import family_of
+from vlmpack.families.sample import VLMSample
+from vlmpack.packing import IGNORE_INDEX, EncodedSample, GridTHW, Media
+
+PROCESSOR_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+"""What decides the tokens of a sample; their bytes make the fingerprint, and exports copy them."""
+
+ENCODER_VERSION = 1
+"""Raise it when the shared encoding changes lengths, labels or positions."""
+
+LossOn = Literal["assistant", "all"]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLength:
+    """What a sample costs, in tokens of the packed row and patches of the tower."""
+
+    num_tokens: int
+    num_image_tokens: int
+    num_label_tokens: int
+    num_patches: int
+
+
+class Encoder:
+    """The processor of one model folder.
+
+    Args:
+        folder: model folder in transformers format.
+        loss_on: which tokens are targets: the assistant's turns, or every text token.
+        max_image_pixels: images with more pixels are refused before they are decoded.
+    """
+
+    def __init__(
+        self, folder: Path, *, loss_on: LossOn = "assistant", max_image_pixels: int = 50_000_000
+    ) -> None:
+        self.folder = Path(folder)
+        self.loss_on = loss_on
+        self.max_image_pixels = max_image_pixels
+        self.family: Family = family_of(self.folder)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (self.folder, self.loss_on, self.max_image_pixels))
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """transformers' fast tokenizer."""
+        from transformers import AutoTokenizer
+
+        if not (self.folder / "tokenizer.json").is_file():
+            # transformers would make one without a vocabulary from config.json alone.
+            raise ModelError(
+                f"model.path: {self.folder} has no usable tokenizer: tokenizer.json is missing"
+            )
+        try:
+            return AutoTokenizer.from_pretrained(str(self.folder), local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ModelError(
+                f"model.path: {self.folder} has no usable tokenizer: {error}"
+            ) from error
+
+    @cached_property
+    def chat(self) -> ChatEncoder:
+        """Template and tokenizer."""
+        return ChatEncoder(self.tokenizer)
+
+    @cached_property
+    def image_rule(self) -> ImageRule:
+        """The family's rule with this folder's sizes."""
+        try:
+            return self.family.image_rule(self.folder)
+        except (OSError, ValueError) as error:
+            raise ModelError(
+                f"model.path: {self.folder} has no usable image processor "
+                f"(preprocessor_config.json): {error}"
+            ) from error
+
+    @cached_property
+    def placeholder_id(self) -> int:
+        """Id of the image placeholder."""
+        return self.family.placeholder(self.tokenizer)
+
+    @cached_property
+    def pad_token_id(self) -> int:
+        """Id that fills gaps; only ever a filler."""
+        pad = self.tokenizer.pad_token_id
+        return int(pad) if pad is not None else int(self.tokenizer.eos_token_id)
+
+    @property
+    def num_position_axes(self) -> int:
+        """A."""
+        return self.family.num_position_axes
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """blake2b over the processor files' bytes, the rules' versions and the loss rule."""
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(f"{ENCODER_VERSION}/{self.family.name}/{self.family.rule_version}".encode())
+        digest.update(self.loss_on.encode())
+        for name in PROCESSOR_FILES:
+            path = self.folder / name
+            digest.update(name.encode() + b"\0")
+            digest.update(path.read_bytes() if path.is_file() else b"-")
+        return digest.hexdigest()
+
+    def length(self, sample: VLMSample, sizes: Sequence[tuple[int, int]]) -> SampleLength:
+        """Exact length from the messages and the image sizes alone.
+
+        Args:
+            sample: its image bytes are not needed.
+            sizes: (width, height) in pixels per image, in token order, EXIF orientation applied.
+
+        Raises:
+            DataError: (schema) as `encode`.
+        """
+        ids, supervised = self._tokens(sample, len(sizes))
+        grids = self._grids(sizes)
+        num_image_tokens = sum(self.image_rule.num_tokens(grid) for grid in grids)
+        return SampleLength(
+            num_tokens=len(ids) - len(sizes) + num_image_tokens,
+            num_image_tokens=num_image_tokens,
+            num_label_tokens=sum(supervised[1:]),
+            num_patches=sum(t * h * w for t, h, w in grids),
+        )
+
+    def encode(
+        self, sample: VLMSample, sizes: Sequence[tuple[int, int]] | None = None
+    ) -> EncodedSample:
+        """Token ids, shifted labels, positions and pixels of one sample.
+
+        Args:
+            sample: messages and image bytes.
+            sizes: (width, height) to resize each image to first, where the plan shrank them.
+
+        Raises:
+            DataError: (decode) an image that cannot be read or is too large; (schema) images and
+                placeholders that do not match, a special token in the text, nothing to learn.
+        """
+        if len(sample.images) != sample.num_images:
+            raise DataError(
+                f"{sample.num_images} image placeholders in the messages, but "
+                f"{len(sample.images)} images",
+                error_class="schema",
+            )
+        images = [self._decode(data, index) for index, data in enumerate(sample.images)]
+        if sizes is not None:
+            images = [
+                image if image.size == tuple(size) else image.resize(size, Image.Resampling.BICUBIC)
+                for image, size in zip(images, sizes, strict=True)
+            ]
+        ids, supervised = self._tokens(sample, len(images))
+        self._grids([image.size for image in images])
+        media = self.image_rule.preprocess(images) if images else None
+        return self._assemble(sample, ids, supervised, media)
+
+    def _assemble(
+        self, sample: VLMSample, ids: list[int], supervised: list[bool], media: Media | None
+    ) -> EncodedSample:
+        """Expand placeholders, shift labels inside the sample, add positions."""
+        counts = iter(media.num_tokens if media is not None else ())
+        expanded: list[int] = []
+        targets: list[int] = []
+        media_starts: list[int] = []
+        media_positions: list[int] = []
+        for token, is_target in zip(ids, supervised, strict=True):
+            if token == self.placeholder_id:
+                count = next(counts)
+                media_starts.append(len(expanded))
+                media_positions.extend(range(len(expanded), len(expanded) + count))
+                expanded.extend([token] * count)
+                targets.extend([IGNORE_INDEX] * count)
+            else:
+                expanded.append(token)
+                targets.append(token if is_target else IGNORE_INDEX)
+        grids = media.grid_thw if media is not None else ()
+        return EncodedSample(
+            key=sample.key,
+            input_ids=torch.tensor(expanded),
+            labels=torch.tensor([*targets[1:], IGNORE_INDEX]),
+            position_ids=self.family.positions(len(expanded), media_starts, grids),
+            media=media,
+            media_positions=torch.tensor(media_positions, dtype=torch.int64),
+        )
+
+    def _tokens(self, sample: VLMSample, num_images: int) -> tuple[list[int], list[bool]]:
+        """Ids with one placeholder an image, and which of them are targets."""
+        tokens = self.chat.encode(sample.messages)
+        ids = tokens.input_ids
+        found = ids.count(self.placeholder_id)
+        if found != num_images:
+            raise DataError(
+                f"the template made {found} image placeholders, the sample has {num_images} images",
+                error_class="schema",
+            )
+        if self.loss_on == "all":
+            supervised = [token != self.placeholder_id for token in ids]
+        else:
+            supervised = tokens.from_assistant
+        if not any(supervised[1:]):
+            raise DataError("no token to learn: the assistant says nothing", error_class="schema")
+        return ids, supervised
+
+    def _grids(self, sizes: Sequence[tuple[int, int]]) -> list[GridTHW]:
+        try:
+            return [self.image_rule.grid(width, height) for width, height in sizes]
+        except ValueError as error:
+            raise DataError(str(error), error_class="decode") from error
+
+    def _decode(self, data: bytes, index: int) -> Image.Image:
+        return decode_image(data, index, max_pixels=self.max_image_pixels)
+
+
+def decode_image(data: bytes, index: int = 0, *, max_pixels: int) -> Image.Image:
+    """Decode one image file to upright RGB.
+
+    Args:
+        data: the encoded file.
+        index: which image of the sample it is, for the message.
+        max_pixels: larger images are refused from their header, before any pixel is decoded.
+
+    Raises:
+        DataError: (decode) unreadable, truncated or too large.
+    """
+    try:
+        with warnings.catch_warnings():
+            # Pillow warns of large images (the cap is stricter) and of odd EXIF (it is ignored).
+            warnings.simplefilter("ignore")
+            return _decode_upright(data, index, max_pixels)
+    except (
+        UnidentifiedImageError,
+        OSError,
+        ValueError,
+        SyntaxError,
+        Image.DecompressionBombError,
+    ) as error:
+        raise DataError(
+            f"image {index} cannot be decoded: {error}", error_class="decode"
+        ) from error
+
+
+def _decode_upright(data: bytes, index: int, max_pixels: int) -> Image.Image:
+    image = Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP"))
+    if image.width * image.height > max_pixels:
+        raise DataError(
+            f"image {index} has {image.width} x {image.height} pixels, more than "
+            f"data.max_image_pixels = {max_pixels}",
+            error_class="decode",
+        )
+    return to_rgb(ImageOps.exif_transpose(image))
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """RGB; transparent pixels are laid on white, 16-bit greys are scaled instead of clipped."""
+    if image.mode == "RGB":
+        return image
+    if image.mode.startswith("I"):
+        return image.point(lambda value: value / 256).convert("L").convert("RGB")
+    if "A" in image.mode or "transparency" in image.info:
+        rgba = image.convert("RGBA")
+        canvas = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
+        return Image.alpha_composite(canvas, rgba).convert("RGB")
+    return image.convert("RGB")
+
+
+def _rebuild(folder: Path, loss_on: LossOn, max_image_pixels: int) -> Encoder:
+    return Encoder(folder, loss_on=loss_on, max_image_pixels=max_image_pixels)

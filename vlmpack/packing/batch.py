@@ -1,0 +1,250 @@
+"""The typed batches that travel from the collator to the model.
+
+Shape letters: T tokens of a packed row, B rows and S columns of a padded batch, s tokens of one
+sample, A position axes (1, or 3 for MRoPE), N segments, P vision patches, L label tokens, M media
+(placeholder) tokens.
+
+Everything here is built on CPU, checked once, and moved to the device once. What the step would
+otherwise have to read back from the device (counts, grids, `max_seqlen`) is kept as host integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+"""Label of a token that has no loss (the value transformers and PyTorch use)."""
+
+GridTHW = tuple[int, int, int]
+"""Patches of one image along time, height and width, before the spatial merge."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Media:
+    """The images of one sample, or of one batch in sample order.
+
+    Args:
+        pixel_values: (P, D) float32, the patches of all images one after the other.
+        grid_thw: one (t, h, w) per image, host integers; their products sum to P.
+        num_tokens: placeholder tokens of each image, host integers; they sum to M.
+    """
+
+    pixel_values: Tensor
+    grid_thw: tuple[GridTHW, ...]
+    num_tokens: tuple[int, ...]
+
+    @property
+    def num_images(self) -> int:
+        """Number of images."""
+        return len(self.grid_thw)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedSample:
+    """One sample as token ids, before any packing.
+
+    Args:
+        key: where the sample came from, for messages.
+        input_ids: (s,) int64, image placeholders expanded to their true count.
+        labels: (s,) int64, already shifted inside the sample: `labels[i]` is the token that
+            position i must predict, IGNORE_INDEX where there is no loss. The last is always
+            IGNORE_INDEX.
+        position_ids: (A, s) int64, counted from the sample's own start.
+        media: the images, or None for text.
+        media_positions: (M,) int64, the indices of the placeholder tokens in `input_ids`.
+    """
+
+    key: str
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    media: Media | None = None
+    media_positions: Tensor
+
+    @property
+    def length(self) -> int:
+        """s, the number of tokens."""
+        return int(self.input_ids.shape[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedSeqParams:
+    """Where the segments of a THD row begin and end; field names are Megatron's.
+
+    Args:
+        qkv_format: always "thd": tokens, heads, head width, without a batch dimension.
+        cu_seqlens_q: (N + 1,) int32, cumulative logical (real) lengths: who attends to whom.
+        cu_seqlens_kv: the same for keys and values.
+        cu_seqlens_q_padded: (N + 1,) int32, cumulative physical lengths: where the data sits.
+            None where it would equal `cu_seqlens_q`.
+        cu_seqlens_kv_padded: the same for keys and values.
+        max_seqlen_q: the longest physical segment, a Python int.
+        max_seqlen_kv: the same for keys and values.
+        segment_lengths: the N physical lengths as host integers, so that a loop over segments
+            never reads the device.
+    """
+
+    qkv_format: Literal["thd"] = "thd"
+    cu_seqlens_q: Tensor
+    cu_seqlens_kv: Tensor
+    cu_seqlens_q_padded: Tensor | None = None
+    cu_seqlens_kv_padded: Tensor | None = None
+    max_seqlen_q: int
+    max_seqlen_kv: int
+    segment_lengths: tuple[int, ...]
+
+    @property
+    def cu_seqlens_physical(self) -> Tensor:
+        """(N + 1,) int32: the offsets of the segments in the row."""
+        return self.cu_seqlens_q if self.cu_seqlens_q_padded is None else self.cu_seqlens_q_padded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch:
+    """One THD row: the samples of a bin, one after the other.
+
+    Alignment pads the end of each segment, so a segment has a logical length (its sample's) and a
+    physical one. For a causal model the gap may count as the segment's tail: no real token attends
+    to what comes after it. A tail segment that rounds the row's total is a segment of its own,
+    without a key.
+
+    Args:
+        input_ids: (1, T) int64.
+        labels: (1, T) int64, shifted inside each sample.
+        loss_mask: (1, T) bool, always `labels != IGNORE_INDEX`.
+        position_ids: (A, 1, T) int64, each sample's own.
+        cu_seqlens: (N + 1,) int32, cumulative logical lengths.
+        cu_seqlens_padded: (N + 1,) int32, cumulative physical lengths; None where equal.
+        segment_lengths: N physical lengths, host integers.
+        label_positions: (L,) int64, indices into the flattened row that carry a label.
+        media: the images of the row in sample order, or None.
+        media_positions: (M,) int64, indices into the flattened row of the placeholders.
+        keys: the samples' keys, in row order. Empty for an empty bin.
+        lengths: the samples' logical lengths, host integers, in row order.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    cu_seqlens_padded: Tensor | None
+    segment_lengths: tuple[int, ...]
+    label_positions: Tensor
+    media: Media | None
+    media_positions: Tensor
+    keys: tuple[str, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def max_seqlen(self) -> int:
+        """The longest physical segment; a Python int, never read from the device."""
+        return max(self.segment_lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of samples, without any padding."""
+        return sum(self.lengths)
+
+    @property
+    def num_slots(self) -> int:
+        """T, what the model computes."""
+        return int(self.input_ids.numel())
+
+    @property
+    def num_padded_slots(self) -> int:
+        """Slots that the same samples take in rows padded to the longest of them (mode `none`)."""
+        return len(self.lengths) * max(self.lengths, default=0)
+
+    @property
+    def num_label_tokens(self) -> int:
+        """L, the tokens that carry loss."""
+        return int(self.label_positions.shape[0])
+
+    def packed_seq_params(self) -> PackedSeqParams:
+        """The segment boundaries in the form that the model takes."""
+        return PackedSeqParams(
+            cu_seqlens_q=self.cu_seqlens,
+            cu_seqlens_kv=self.cu_seqlens,
+            cu_seqlens_q_padded=self.cu_seqlens_padded,
+            cu_seqlens_kv_padded=self.cu_seqlens_padded,
+            max_seqlen_q=self.max_seqlen,
+            max_seqlen_kv=self.max_seqlen,
+            segment_lengths=self.segment_lengths,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedBatch:
+    """Rows of one width, padded at the right: mode `none`, the baseline.
+
+    Fields are those of PackedBatch with (B, S) for (1, T); `label_positions` and
+    `media_positions` index the flattened B * S slots.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+    label_positions: Tensor
+    media: Media | None
+    media_positions: Tensor
+    keys: tuple[str, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of samples, without any padding."""
+        return sum(self.lengths)
+
+    @property
+    def num_slots(self) -> int:
+        """B * S, what the model computes."""
+        return int(self.input_ids.numel())
+
+    @property
+    def num_padded_slots(self) -> int:
+        """Slots that the same samples take in rows padded to the longest of them (mode `none`)."""
+        return len(self.lengths) * max(self.lengths, default=0)
+
+    @property
+    def num_label_tokens(self) -> int:
+        """L, the tokens that carry loss."""
+        return int(self.label_positions.shape[0])
+
+    def packed_seq_params(self) -> None:
+        """A padded batch has no segments."""
+        return
+
+
+Batch = PackedBatch | PaddedBatch
+BatchT = TypeVar("BatchT", bound=Batch)
+
+
+def _map_tensors(value: BatchT, function: Callable[[Tensor], Tensor]) -> BatchT:
+    """A copy of a batch with `function` applied to each of its tensors."""
+    changed: dict[str, Any] = {}
+    for field in fields(value):
+        item = getattr(value, field.name)
+        if isinstance(item, Tensor):
+            changed[field.name] = function(item)
+        elif isinstance(item, Media):
+            changed[field.name] = replace(item, pixel_values=function(item.pixel_values))
+    return replace(value, **changed)
+
+
+def pin_batch(batch: BatchT) -> BatchT:
+    """The batch in page-locked memory, from which a copy to a GPU can be asynchronous."""
+    return _map_tensors(batch, lambda tensor: tensor.pin_memory())
+
+
+def move_batch(batch: BatchT, device: torch.device) -> BatchT:
+    """The batch on `device`; asynchronous where the source is pinned."""
+    if device.type == "cpu":
+        return batch
+    return _map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))

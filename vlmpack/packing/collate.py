@@ -1,0 +1,357 @@
+"""Samples of one bin -> one batch: a THD row (`in_batch`) or padded rows (`none`).
+
+Packing two samples of 3 and 2 tokens with `pad_to_multiple_of=4`:
+
+    input_ids          a a a . b b . .      (. is the pad token)
+    labels             a a - - b - - -      (- is IGNORE_INDEX; shifted inside each sample)
+    position_ids       0 1 2 0 0 1 0 0
+    cu_seqlens         0 3 5                logical: who attends to whom
+    cu_seqlens_padded  0 4 8                physical: where the data sits
+
+Lengths are explicit in the samples; nothing is ever inferred from token ids or masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from vlmpack.alignment import round_up
+from vlmpack.errors import PackingError
+from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, Media, PackedBatch, PaddedBatch
+
+
+def check_sample(sample: EncodedSample) -> None:
+    """Check one sample's invariants.
+
+    Raises:
+        PackingError: naming the sample, what was found and what was expected.
+    """
+    length = sample.length
+    if sample.input_ids.ndim != 1 or length == 0:
+        raise PackingError(
+            f"sample {sample.key!r}: input_ids must be (s,) with s >= 1, "
+            f"found shape {tuple(sample.input_ids.shape)}"
+        )
+    if sample.labels.shape != sample.input_ids.shape or sample.position_ids.shape[1:] != (length,):
+        raise PackingError(
+            f"sample {sample.key!r}: {length} input_ids, but labels have shape "
+            f"{tuple(sample.labels.shape)} and position_ids {tuple(sample.position_ids.shape)}; "
+            f"expected ({length},) and (A, {length})"
+        )
+    if int(sample.labels[-1]) != IGNORE_INDEX:
+        raise PackingError(
+            f"sample {sample.key!r}: the last label is {int(sample.labels[-1])}, but the last "
+            f"token has nothing to predict and must be labelled {IGNORE_INDEX}; shift the labels "
+            f"inside the sample before packing (labels[i] = input_ids[i + 1])"
+        )
+    _check_media(sample)
+
+
+def _check_media(sample: EncodedSample) -> None:
+    num_positions = int(sample.media_positions.shape[0])
+    media = sample.media
+    num_expected = sum(media.num_tokens) if media is not None else 0
+    if num_positions != num_expected:
+        raise PackingError(
+            f"sample {sample.key!r}: {num_positions} placeholder tokens, but its images need "
+            f"{num_expected}; the image features would not fit the row"
+        )
+    if media is None:
+        return
+    num_patches = sum(t * h * w for t, h, w in media.grid_thw)
+    if len(media.num_tokens) != media.num_images or media.pixel_values.shape[0] != num_patches:
+        raise PackingError(
+            f"sample {sample.key!r}: pixel_values hold {media.pixel_values.shape[0]} patches of "
+            f"{len(media.num_tokens)} images, but the {media.num_images} grids sum to {num_patches}"
+        )
+
+
+def concatenate_media(samples: Sequence[EncodedSample]) -> Media | None:
+    """The images of all samples in sample order, or None where there is none."""
+    media = [sample.media for sample in samples if sample.media is not None]
+    if not media:
+        return None
+    return Media(
+        pixel_values=torch.cat([item.pixel_values for item in media]),
+        grid_thw=tuple(grid for item in media for grid in item.grid_thw),
+        num_tokens=tuple(count for item in media for count in item.num_tokens),
+    )
+
+
+def pack_batch_sequences(
+    samples: Sequence[EncodedSample],
+    *,
+    pad_to_multiple_of: int = 1,
+    pad_token_id: int,
+    total_multiple_of: int = 1,
+) -> PackedBatch:
+    """Concatenate samples into one THD row.
+
+    Args:
+        samples: at least one; each with its labels already shifted.
+        pad_to_multiple_of: every segment's physical length becomes a multiple of this
+            (2*CP under context parallelism).
+        pad_token_id: the id that fills gaps. Its value never decides anything.
+        total_multiple_of: the row's total becomes a multiple of this by one tail segment; itself
+            a multiple of `pad_to_multiple_of`, or 1.
+
+    Returns:
+        The row, with logical and physical boundaries.
+
+    Raises:
+        PackingError: no samples, or a sample whose lengths, labels or images do not fit.
+    """
+    if not samples:
+        raise PackingError("nothing to pack: the list of samples is empty")
+    for sample in samples:
+        check_sample(sample)
+    return pack_rows(
+        [s.input_ids for s in samples],
+        [s.labels for s in samples],
+        [s.position_ids for s in samples],
+        layout=RowLayout(
+            lengths=tuple(s.length for s in samples),
+            pad_to_multiple_of=pad_to_multiple_of,
+            total_multiple_of=total_multiple_of,
+        ),
+        pad_token_id=pad_token_id,
+        keys=tuple(s.key for s in samples),
+        media=concatenate_media(samples),
+        media_positions=[s.media_positions for s in samples],
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLayout:
+    """Where the segments of a row sit, as host integers.
+
+    Args:
+        lengths: logical lengths of the samples.
+        pad_to_multiple_of: multiple of each physical length.
+        total_multiple_of: multiple of the row's total.
+    """
+
+    lengths: tuple[int, ...]
+    pad_to_multiple_of: int = 1
+    total_multiple_of: int = 1
+
+    @property
+    def physical(self) -> tuple[int, ...]:
+        """Physical lengths of the samples."""
+        return tuple(round_up(length, self.pad_to_multiple_of) for length in self.lengths)
+
+    @property
+    def tail(self) -> int:
+        """Length of the tail segment; 0 where none is needed."""
+        total = sum(self.physical)
+        return round_up(max(total, 1), max(self.total_multiple_of, 1)) - total
+
+
+def _with_gaps(pieces: Sequence[Tensor], layout: RowLayout, fill: int) -> Tensor:
+    """Concatenate (..., s_i) pieces along the last axis, each filled up to its physical length."""
+    parts: list[Tensor] = []
+    gaps = [p - n for p, n in zip(layout.physical, layout.lengths, strict=True)]
+    if gaps:
+        gaps[-1] += layout.tail
+    for piece, gap in zip(pieces, gaps, strict=True):
+        parts.append(piece)
+        if gap:
+            parts.append(piece.new_full((*piece.shape[:-1], gap), fill))
+    return torch.cat(parts, dim=-1)
+
+
+def pack_rows(
+    input_ids: Sequence[Tensor],
+    labels: Sequence[Tensor],
+    position_ids: Sequence[Tensor],
+    *,
+    layout: RowLayout,
+    pad_token_id: int,
+    keys: tuple[str, ...],
+    media: Media | None = None,
+    media_positions: Sequence[Tensor] = (),
+) -> PackedBatch:
+    """Lay checked pieces out as one row; the common end of every way into packing.
+
+    Args:
+        input_ids: (s_i,) int64 pieces.
+        labels: (s_i,) int64 pieces, shifted.
+        position_ids: (A, s_i) int64 pieces.
+        layout: lengths and multiples.
+        pad_token_id: fills gaps.
+        keys: one per piece.
+        media: the images in piece order.
+        media_positions: (M_i,) int64 pieces, counted from each piece's start.
+
+    Raises:
+        PackingError: the total multiple is no multiple of the segment multiple.
+    """
+    if layout.total_multiple_of > 1 and layout.total_multiple_of % layout.pad_to_multiple_of:
+        raise PackingError(
+            f"total_multiple_of={layout.total_multiple_of} is not a multiple of "
+            f"pad_to_multiple_of={layout.pad_to_multiple_of}: the tail segment could not be aligned"
+        )
+    physical, tail = layout.physical, layout.tail
+    label_row = _with_gaps(labels, layout, IGNORE_INDEX)
+    loss_mask = label_row != IGNORE_INDEX
+    starts = (0, *accumulate(physical))
+    offset_positions = [
+        piece + start for piece, start in zip(media_positions, starts, strict=False)
+    ]
+    tail_segment = (tail,) if tail else ()
+    logical_cu = torch.tensor((0, *accumulate((*layout.lengths, *tail_segment))), dtype=torch.int32)
+    padded_cu = None
+    if physical != layout.lengths:
+        padded_cu = torch.tensor(
+            (*starts, *((starts[-1] + tail,) if tail else ())), dtype=torch.int32
+        )
+    return PackedBatch(
+        input_ids=_with_gaps(input_ids, layout, pad_token_id)[None],
+        labels=label_row[None],
+        loss_mask=loss_mask[None],
+        position_ids=_with_gaps(position_ids, layout, 0)[:, None],
+        cu_seqlens=logical_cu,
+        cu_seqlens_padded=padded_cu,
+        segment_lengths=(*physical, *tail_segment),
+        label_positions=loss_mask.nonzero().squeeze(1),
+        media=media,
+        media_positions=(
+            torch.cat(offset_positions) if offset_positions else torch.empty(0, dtype=torch.int64)
+        ),
+        keys=keys,
+        lengths=layout.lengths,
+    )
+
+
+def pad_batch_sequences(
+    samples: Sequence[EncodedSample], *, pad_token_id: int, pad_to_multiple_of: int = 1
+) -> PaddedBatch:
+    """Pad samples at the right to one width: mode `none`.
+
+    Args:
+        samples: at least one; each with its labels already shifted.
+        pad_token_id: the id that fills rows.
+        pad_to_multiple_of: the width S becomes a multiple of this.
+
+    Returns:
+        (B, S) rows, S being the longest sample rounded up.
+
+    Raises:
+        PackingError: as `pack_batch_sequences`.
+    """
+    if not samples:
+        raise PackingError("nothing to pad: the list of samples is empty")
+    for sample in samples:
+        check_sample(sample)
+    width = round_up(max(sample.length for sample in samples), pad_to_multiple_of)
+
+    def rows(pieces: list[Tensor], fill: int) -> Tensor:
+        out = pieces[0].new_full((*pieces[0].shape[:-1], len(pieces), width), fill)
+        for row, piece in enumerate(pieces):
+            out[..., row, : piece.shape[-1]] = piece
+        return out
+
+    labels = rows([s.labels for s in samples], IGNORE_INDEX)
+    loss_mask = labels != IGNORE_INDEX
+    return PaddedBatch(
+        input_ids=rows([s.input_ids for s in samples], pad_token_id),
+        labels=labels,
+        loss_mask=loss_mask,
+        position_ids=rows([s.position_ids for s in samples], 0),
+        label_positions=loss_mask.flatten().nonzero().squeeze(1),
+        media=concatenate_media(samples),
+        media_positions=torch.cat(
+            [s.media_positions + row * width for row, s in enumerate(samples)]
+        ),
+        keys=tuple(s.key for s in samples),
+        lengths=tuple(s.length for s in samples),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackCollator:
+    """Mode `in_batch`: the samples of one bin become one row.
+
+    Args:
+        pad_token_id: fills gaps.
+        num_position_axes: A, for empty bins.
+        pad_to_multiple_of: multiple of each segment.
+        total_multiple_of: multiple of the row.
+    """
+
+    pad_token_id: int
+    num_position_axes: int
+    pad_to_multiple_of: int = 1
+    total_multiple_of: int = 1
+
+    def __call__(self, samples: Sequence[EncodedSample]) -> PackedBatch:
+        """Pack one bin; an empty one becomes `empty()`."""
+        if not samples:
+            return self.empty()
+        return pack_batch_sequences(
+            samples,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            pad_token_id=self.pad_token_id,
+            total_multiple_of=self.total_multiple_of,
+        )
+
+    def empty(self) -> PackedBatch:
+        """A row without samples: one tail segment, no label, so that collectives stay aligned."""
+        length = max(self.pad_to_multiple_of, self.total_multiple_of)
+        return PackedBatch(
+            input_ids=torch.full((1, length), self.pad_token_id),
+            labels=torch.full((1, length), IGNORE_INDEX),
+            loss_mask=torch.zeros(1, length, dtype=torch.bool),
+            position_ids=torch.zeros(self.num_position_axes, 1, length, dtype=torch.int64),
+            cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
+            cu_seqlens_padded=None,
+            segment_lengths=(length,),
+            label_positions=torch.empty(0, dtype=torch.int64),
+            media=None,
+            media_positions=torch.empty(0, dtype=torch.int64),
+            keys=(),
+            lengths=(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PadCollator:
+    """Mode `none`: the samples of one bin become rows of one width.
+
+    Args:
+        pad_token_id: fills rows.
+        num_position_axes: A, for empty bins.
+        pad_to_multiple_of: multiple of the width.
+    """
+
+    pad_token_id: int
+    num_position_axes: int
+    pad_to_multiple_of: int = 1
+
+    def __call__(self, samples: Sequence[EncodedSample]) -> PaddedBatch:
+        """Pad one bin; an empty one becomes `empty()`."""
+        if not samples:
+            return self.empty()
+        return pad_batch_sequences(
+            samples, pad_token_id=self.pad_token_id, pad_to_multiple_of=self.pad_to_multiple_of
+        )
+
+    def empty(self) -> PaddedBatch:
+        """One row of padding without a label, so that collectives stay aligned."""
+        width = self.pad_to_multiple_of
+        return PaddedBatch(
+            input_ids=torch.full((1, width), self.pad_token_id),
+            labels=torch.full((1, width), IGNORE_INDEX),
+            loss_mask=torch.zeros(1, width, dtype=torch.bool),
+            position_ids=torch.zeros(self.num_position_axes, 1, width, dtype=torch.int64),
+            label_positions=torch.empty(0, dtype=torch.int64),
+            media=None,
+            media_positions=torch.empty(0, dtype=torch.int64),
+            keys=(),
+            lengths=(),
+        )

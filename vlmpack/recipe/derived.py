@@ -1,0 +1,114 @@
+"""What follows from a recipe and the number of processes; none of it is a knob."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from vlmpack.alignment import Alignment, alignment, round_up
+from vlmpack.recipe.schema import PackingSection, ParallelismSection, Recipe
+
+_DEFAULT_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Derived:
+    """Sizes of a run on `world_size` processes."""
+
+    world_size: int
+    """Processes."""
+
+    data_parallel: int
+    """Copies of the model, each with its own part of every global batch."""
+
+    gradient_accumulation_steps: int
+    """Micro-batches per optimizer step and process."""
+
+    alignment: int
+    """Planned lengths are rounded up to a multiple of this many tokens."""
+
+    sequence_multiple: int
+    """Each sequence in a packed row is padded to a multiple of this many tokens."""
+
+    row_multiple: int
+    """A packed row is padded to a multiple of this many tokens."""
+
+    max_row_tokens: int
+    """Upper bound of a micro-batch's tokens, padding included."""
+
+
+class DerivedRow(NamedTuple):
+    """One line of the derived-values table."""
+
+    name: str
+    value: int
+    formula: str
+
+
+def data_parallel_size(parallelism: ParallelismSection, world_size: int) -> int:
+    """Copies of the model among `world_size` processes, a multiple of the size of one copy."""
+    return world_size // (parallelism.tensor * parallelism.pipeline * parallelism.context)
+
+
+def multiples(parallelism: ParallelismSection) -> Alignment:
+    """What segments and rows of this layout are multiples of."""
+    return alignment(
+        context_parallel=parallelism.context,
+        tensor_parallel=parallelism.tensor,
+        sequence_parallel=parallelism.sequence,
+    )
+
+
+def plan_alignment(packing: PackingSection, parallelism: ParallelismSection) -> int:
+    """`packing.alignment`, or the smallest multiple of 2*CP that is at least 8: with CP a power
+    of two that is max(2*CP, 8)."""
+    if packing.alignment is not None:
+        return packing.alignment
+    return round_up(_DEFAULT_ALIGNMENT, 2 * parallelism.context)
+
+
+def derive(recipe: Recipe, world_size: int) -> Derived:
+    """The sizes of a run.
+
+    Args:
+        recipe: a recipe that `check_world` accepts for this number of processes.
+        world_size: number of processes, at least 1.
+    """
+    parallelism, training = recipe.parallelism, recipe.training
+    copies = data_parallel_size(parallelism, world_size)
+    wanted = multiples(parallelism)
+    longest = round_up(training.seq_length, wanted.sequence)
+    return Derived(
+        world_size=world_size,
+        data_parallel=copies,
+        gradient_accumulation_steps=training.global_batch_size
+        // (training.micro_batch_size * copies),
+        alignment=plan_alignment(recipe.packing, parallelism),
+        sequence_multiple=wanted.sequence,
+        row_multiple=wanted.row,
+        max_row_tokens=round_up(training.micro_batch_size * longest, wanted.row),
+    )
+
+
+def derived_rows(recipe: Recipe, world_size: int) -> list[DerivedRow]:
+    """The derived values, each with its formula filled in, for a table."""
+    values, training, split = derive(recipe, world_size), recipe.training, recipe.parallelism
+    micro = training.micro_batch_size
+    copy = f"{split.tensor} tensor x {split.pipeline} pipeline x {split.context} context"
+    return [
+        DerivedRow("world size", world_size, "processes"),
+        DerivedRow("data parallel", values.data_parallel, f"{world_size} / ({copy})"),
+        DerivedRow(
+            "gradient accumulation",
+            values.gradient_accumulation_steps,
+            f"global {training.global_batch_size} / (micro {micro} x {values.data_parallel})",
+        ),
+        DerivedRow("plan alignment", values.alignment, "tokens, from 2 x context"),
+        DerivedRow("sequence multiple", values.sequence_multiple, "tokens, from context"),
+        DerivedRow("row multiple", values.row_multiple, "tokens, from context and tensor"),
+        DerivedRow(
+            "longest micro-batch",
+            values.max_row_tokens,
+            f"tokens, {micro} x seq_length {training.seq_length}",
+        ),
+    ]

@@ -1,0 +1,98 @@
+"""What makes two launches the same run: the fields that change the objective or the order.
+
+In: the model and its compute type; the training sources and weights, shuffle, epoch size, what
+happens to over-long or oversized samples; the packing mode; sequence length, global batch, seed,
+length of the run; the optimizer and its schedule. Out, so free to change on resume: engine,
+attention and recomputation, parallelism, micro-batch size, workers, the policy for bad samples,
+evaluation, checkpoints, logging, export, folders. Out too: `packing.alignment`, since the plan
+records it and starts a new segment where it has to.
+
+A run may be made longer. Its learning-rate schedule then ends later as well, so from the resumed
+step on the learning rate is that of the longer run: not what the shorter run would have used next,
+nor, before that step, what an unbroken longer run would have used. `identity_notes` says so; with
+`optim.schedule: constant` there is no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vlmpack.recipe.messages import shown
+from vlmpack.recipe.schema import Recipe
+
+MAY_GROW = ("training.max_steps", "training.num_epochs")
+"""Fields of the identity that may be larger on resume."""
+
+_INCLUDE: Mapping[str, Any] = {
+    "model": {"path": True, "dtype": True},
+    "data": {
+        "train": {"__all__": {"path", "weight"}},
+        "shuffle": True,
+        "over_long": True,
+        "epoch_size": True,
+        "max_image_pixels": True,
+    },
+    "packing": {"mode": True},
+    "training": {
+        "global_batch_size": True,
+        "seq_length": True,
+        "max_steps": True,
+        "num_epochs": True,
+        "seed": True,
+    },
+    "optim": True,
+}
+
+
+def identity(recipe: Recipe) -> dict[str, object]:
+    """The run's identity: dotted key -> JSON scalar (`data.train.0.path`, `optim.betas.1`)."""
+    flat: dict[str, object] = {}
+    _flatten("", recipe.model_dump(mode="json", include=dict(_INCLUDE)), flat)
+    return flat
+
+
+def identity_differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
+    """Why the run with identity `old` cannot go on as `new`, one line per field; empty if it can.
+
+    Args:
+        old: identity in the run folder.
+        new: identity of the recipe that wants to resume it.
+    """
+    return [
+        f"{key}: {_shown(key, old)} in the run folder, {_shown(key, new)} in the recipe"
+        for key in [*old, *(key for key in new if key not in old)]
+        if not (key in old and key in new and old[key] == new[key]) and not _grows(key, old, new)
+    ]
+
+
+def identity_notes(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
+    """What a user should know about differences that are allowed."""
+    if new.get("optim.schedule") == "constant":
+        return []
+    return [
+        f"{key} grows from {old[key]} to {new[key]}: from here on the learning rate follows the "
+        "longer schedule"
+        for key in MAY_GROW
+        if _grows(key, old, new)
+    ]
+
+
+def _grows(key: str, old: Mapping[str, object], new: Mapping[str, object]) -> bool:
+    before, after = old.get(key), new.get(key)
+    return key in MAY_GROW and isinstance(before, int) and isinstance(after, int) and after > before
+
+
+def _shown(key: str, values: Mapping[str, object]) -> str:
+    return shown(values[key]) if key in values else "absent"
+
+
+def _flatten(prefix: str, value: object, flat: dict[str, object]) -> None:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _flatten(f"{prefix}.{key}" if prefix else key, inner, flat)
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            _flatten(f"{prefix}.{index}", inner, flat)
+    else:
+        flat[prefix] = value

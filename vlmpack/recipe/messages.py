@@ -1,0 +1,126 @@
+"""pydantic's errors -> problems in a user's words.
+
+What was expected is read off the JSON schema, so that a message always agrees with the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from vlmpack.recipe.json_nodes import (
+    Node,
+    all_keys,
+    allowed_values,
+    node_at,
+    properties,
+    resolved,
+)
+from vlmpack.recipe.problems import KeyPath, Problem, as_written, key_name, without_password
+from vlmpack.recipe.suggestions import suggest_key, suggest_value
+
+_UNKNOWN_KEY = {"extra_forbidden", "unexpected_keyword_argument"}
+_BOUNDS = (
+    ("minimum", ">="),
+    ("exclusiveMinimum", ">"),
+    ("maximum", "<="),
+    ("exclusiveMaximum", "<"),
+)
+_MAX_SHOWN = 60
+
+
+def explain(error: ValidationError, values: object, schema: Node) -> list[Problem]:
+    """One problem per error.
+
+    Args:
+        error: what pydantic said about the recipe.
+        values: the plain values that it was given; keys are named as they stand there.
+        schema: the recipe's JSON schema.
+    """
+    return [_explain_one(details, values, schema) for details in error.errors(include_url=False)]
+
+
+def _explain_one(details: ErrorDetails, values: object, schema: Node) -> Problem:
+    kind, location = details["type"], details["loc"]
+    path = as_written(location, values)
+    if kind == "missing" and isinstance(location[-1], int):
+        path, location = path[:-1], location[:-1]
+    elif kind == "missing":
+        return Problem(path, _missing_message(path, node_at(schema, location)))
+    if kind in _UNKNOWN_KEY:
+        parent = key_name(path[:-1])
+        here = list(properties(node_at(schema, location[:-1]), schema))
+        advice = suggest_key(str(path[-1]), parent, here, all_keys(schema))
+        return Problem(path, f"unknown key; {advice}")
+    node = node_at(schema, location)
+    allowed, found = allowed_values(node, schema), details["input"]
+    if allowed and kind == "literal_error":
+        listed = ", ".join(allowed)
+        message = f"{shown(found)} is not one of {listed}{suggest_value(found, allowed)}"
+        return Problem(path, message)
+    return Problem(path, f"expected {describe(node, schema)}, found {shown(found)}")
+
+
+def _missing_message(path: KeyPath, node: Node) -> str:
+    section, key = key_name(path[:-1]), path[-1]
+    examples = node.get("examples", ())
+    text = f"required, but missing; add '{key}: {examples[0]}'" if examples else "missing"
+    return f"{text} below '{section}:'" if section else f"{text} at the top"
+
+
+def shown(value: object) -> str:
+    """A value as a recipe would spell it, shortened."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, (list, tuple)):
+        return "an empty list" if not value else f"a list of {len(value)}"
+    text = without_password(repr(value))
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+
+
+def describe(node: Node, schema: Node) -> str:
+    """What a JSON schema node accepts, in words: `an integer >= 1 or null`."""
+    node = resolved(node, schema)
+    if "anyOf" in node:
+        return _describe_union(node["anyOf"], schema)
+    if "enum" in node:
+        return f"one of {', '.join(map(str, node['enum']))}"
+    bounds = " and ".join(f"{sign} {node[name]:g}" for name, sign in _BOUNDS if name in node)
+    match node.get("type"):
+        case "integer":
+            return f"an integer {bounds}".rstrip()
+        case "number":
+            return f"a number {bounds}".rstrip()
+        case "boolean":
+            return "true or false"
+        case "null":
+            return "null"
+        case "array":
+            return _describe_list(node, schema)
+        case "object":
+            return f"a mapping ({', '.join(node.get('properties', ()))})"
+    if "pattern" in node:
+        return "a name of letters, digits, '.', '_' and '-'"
+    return "a string that is not empty" if node.get("minLength") else "a string"
+
+
+def _describe_union(options: Sequence[Node], schema: Node) -> str:
+    words: list[str] = []
+    for option in options:
+        single = " or ".join(words)
+        text = describe(option, schema)
+        words.append("a list of these" if text == f"a list, each item {single}" else text)
+    return " or ".join(words)
+
+
+def _describe_list(node: Node, schema: Node) -> str:
+    if "prefixItems" in node:
+        inner = describe(node["prefixItems"][0], schema)
+        return f"a list of {len(node['prefixItems'])}, each {inner}"
+    return f"a list, each item {describe(node.get('items', {}), schema)}"

@@ -1,0 +1,68 @@
+"""Settings that a recipe holds but that have no effect, or less than they say: worth a line."""
+
+from __future__ import annotations
+
+from vlmpack.recipe.schema import (
+    DataSection,
+    EvaluationSection,
+    OptimSection,
+    PackingSection,
+    Recipe,
+    TrainingSection,
+)
+
+
+def notes(recipe: Recipe, world_size: int = 1) -> list[str]:
+    """One line per setting that is ignored, with what would make it count."""
+    found = [
+        *_unread_splits(recipe.data, recipe.evaluation),
+        *_idle_schedule(recipe.optim),
+        *_long_warmup(recipe.optim, recipe.training),
+        *_idle_workers(recipe.data),
+        *_idle_alignment(recipe.packing),
+    ]
+    if recipe.parallelism.sharding == "fsdp" and world_size == 1:
+        found.append("parallelism.sharding: fsdp shards nothing on one process")
+    return found
+
+
+def _unread_splits(data: DataSection, evaluation: EvaluationSection) -> list[str]:
+    found = []
+    if data.test is not None and not evaluation.generate:
+        found.append("data.test is read only with evaluation.generate: true")
+    if data.validation is None and evaluation.max_samples is not None:
+        found.append("evaluation.max_samples has no effect without data.validation")
+    if not evaluation.generate and evaluation.generate_max_samples is not None:
+        found.append(
+            "evaluation.generate_max_samples has no effect without evaluation.generate: true"
+        )
+    return found
+
+
+def _idle_schedule(optim: OptimSection) -> list[str]:
+    if optim.schedule == "constant" and optim.min_lr_ratio > 0:
+        return ["optim.min_lr_ratio has no effect with optim.schedule: constant"]
+    return []
+
+
+def _long_warmup(optim: OptimSection, training: TrainingSection) -> list[str]:
+    """Common in smoke runs of a few steps, so no error."""
+    if training.max_steps is None or optim.warmup_steps <= training.max_steps:
+        return []
+    return [
+        f"optim.warmup_steps {optim.warmup_steps} is more than training.max_steps "
+        f"{training.max_steps}, so the learning rate never reaches optim.lr"
+    ]
+
+
+def _idle_alignment(packing: PackingSection) -> list[str]:
+    if packing.alignment is not None and packing.mode in ("none", "in_batch"):
+        return [f"packing.alignment has no effect with packing.mode: {packing.mode}"]
+    return []
+
+
+def _idle_workers(data: DataSection) -> list[str]:
+    default = DataSection.model_fields["prefetch_batches"].default
+    if data.num_workers == 0 and data.prefetch_batches != default:
+        return ["data.prefetch_batches has no effect with data.num_workers: 0"]
+    return []

@@ -1,0 +1,218 @@
+"""Rules across keys and sections: one pure function per rule.
+
+A rule takes the sections that it needs and returns the problems it found, with both numbers and
+the knob to turn. `RULES` is the list that `load_recipe` runs; a rule is left out while one of its
+sections has problems of its own. The rules about sources are in `data_rules.py`, about places on
+disk in `path_rules.py`, about the number of processes in `world_rules.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from vlmpack.recipe.data_rules import (
+    epoch_size_needs_weights,
+    evaluation_has_data,
+    source_names_differ,
+    weights_are_complete,
+    weights_are_for_training,
+)
+from vlmpack.recipe.path_rules import (
+    index_dir_is_local,
+    model_is_local,
+    run_dir_is_local,
+    sources_are_local,
+)
+from vlmpack.recipe.problems import Problem
+from vlmpack.recipe.schema import (
+    LoggingSection,
+    ModelSection,
+    PackingSection,
+    ParallelismSection,
+    TrainingSection,
+)
+
+
+def one_length_of_run(training: TrainingSection) -> list[Problem]:
+    """Exactly one of max_steps and num_epochs."""
+    if training.max_steps is None and training.num_epochs is None:
+        message = "the length of the run is missing; add 'max_steps: 1000' or 'num_epochs: 1'"
+        return [Problem(("training",), message)]
+    if training.max_steps is not None and training.num_epochs is not None:
+        message = (
+            f"{training.num_epochs}, but max_steps is set too ({training.max_steps}); "
+            "keep one of them"
+        )
+        return [Problem(("training", "num_epochs"), message)]
+    return []
+
+
+def in_batch_needs_two_samples(packing: PackingSection, training: TrainingSection) -> list[Problem]:
+    """A row is made of the samples of one micro-batch, so one sample has no row to share."""
+    if packing.mode != "in_batch" or training.micro_batch_size >= 2:
+        return []
+    message = (
+        "1, but packing.mode 'in_batch' makes one row of the samples of a micro-batch, and one "
+        "sample has nothing to share its row with; use a micro_batch_size >= 2, or "
+        "packing.mode: none (online packing, which packs across micro-batches, comes later)"
+    )
+    return [Problem(("training", "micro_batch_size"), message)]
+
+
+def planned_rows_are_micro_batches(
+    packing: PackingSection, training: TrainingSection
+) -> list[Problem]:
+    """Online and offline rows are full by plan: a micro-batch is one row."""
+    if packing.mode not in ("online", "offline") or training.micro_batch_size == 1:
+        return []
+    message = (
+        f"{training.micro_batch_size}, but packing.mode '{packing.mode}' fills each row by a "
+        "token budget and takes exactly 1 row per micro-batch (in_batch takes any size >= 2)"
+    )
+    return [Problem(("training", "micro_batch_size"), message)]
+
+
+def mode_is_built(packing: PackingSection) -> list[Problem]:
+    """Planned packing is not in this version."""
+    if packing.mode in ("none", "in_batch"):
+        return []
+    message = (
+        f"'{packing.mode}' packing is not in this version; use 'in_batch', which packs the "
+        "samples of each micro-batch, or 'none'"
+    )
+    return [Problem(("packing", "mode"), message)]
+
+
+def backend_is_built(model: ModelSection) -> list[Problem]:
+    """The Megatron engine is not in this version."""
+    if model.backend != "mcore":
+        return []
+    message = "the 'mcore' engine (megatron-core) is not in this version; use 'hf'"
+    return [Problem(("model", "backend"), message)]
+
+
+def hf_is_data_parallel_only(model: ModelSection, parallelism: ParallelismSection) -> list[Problem]:
+    """Everything but data parallelism is Megatron's."""
+    if model.backend != "hf":
+        return []
+    return [
+        Problem(
+            ("parallelism", name),
+            f"{size} needs model.backend: mcore (not in this version); with 'hf' it is 1, and "
+            "parallelism.sharding: fsdp spreads a model's memory",
+        )
+        for name, size in (
+            ("tensor", parallelism.tensor),
+            ("pipeline", parallelism.pipeline),
+            ("context", parallelism.context),
+            ("expert", parallelism.expert),
+        )
+        if size > 1
+    ]
+
+
+def sequence_needs_tensor(parallelism: ParallelismSection) -> list[Problem]:
+    """Sequence parallelism shards over the tensor-parallel processes."""
+    if not parallelism.sequence or parallelism.tensor > 1:
+        return []
+    message = (
+        "true, but parallelism.tensor is 1 and sequence parallelism shards activations over the "
+        "tensor-parallel processes; set it to false, or tensor to 2 or more"
+    )
+    return [Problem(("parallelism", "sequence"), message)]
+
+
+def global_batch_is_whole(training: TrainingSection) -> list[Problem]:
+    """A global batch is a whole number of micro-batches."""
+    total, micro = training.global_batch_size, training.micro_batch_size
+    if total % micro == 0:
+        return []
+    nearest = max(round(total / micro), 1) * micro
+    message = (
+        f"{total} is not a multiple of training.micro_batch_size {micro}; "
+        f"use {nearest}, or a micro_batch_size that divides {total}"
+    )
+    return [Problem(("training", "global_batch_size"), message)]
+
+
+def seq_length_splits_over_context(
+    training: TrainingSection, parallelism: ParallelismSection
+) -> list[Problem]:
+    """Context parallelism cuts each sequence into 2*CP equal chunks."""
+    chunks = 2 * parallelism.context
+    if parallelism.context == 1 or training.seq_length % chunks == 0:
+        return []
+    message = (
+        f"{training.seq_length} is not a multiple of 2 x parallelism.context = {chunks}; "
+        f"use {-(-training.seq_length // chunks) * chunks}"
+    )
+    return [Problem(("training", "seq_length"), message)]
+
+
+def alignment_splits_over_context(
+    packing: PackingSection, parallelism: ParallelismSection
+) -> list[Problem]:
+    """Planned lengths must stay whole when context parallelism cuts them."""
+    chunks, alignment = 2 * parallelism.context, packing.alignment
+    if parallelism.context == 1 or alignment is None or alignment % chunks == 0:
+        return []
+    message = (
+        f"{alignment} is not a multiple of 2 x parallelism.context = {chunks}; "
+        f"use {-(-alignment // chunks) * chunks}, or leave it out"
+    )
+    return [Problem(("packing", "alignment"), message)]
+
+
+def trackers_differ(logging: LoggingSection) -> list[Problem]:
+    """A tracker is started once."""
+    twice = {name for name in logging.trackers if logging.trackers.count(name) > 1}
+    return [
+        Problem(("logging", "trackers"), f"'{name}' is listed more than once")
+        for name in sorted(twice)
+    ]
+
+
+class Rule(NamedTuple):
+    """A rule and the top-level keys of the recipe that it takes, in order."""
+
+    check: Callable[..., list[Problem]]
+    needs: tuple[str, ...]
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(one_length_of_run, ("training",)),
+    Rule(in_batch_needs_two_samples, ("packing", "training")),
+    Rule(planned_rows_are_micro_batches, ("packing", "training")),
+    Rule(mode_is_built, ("packing",)),
+    Rule(backend_is_built, ("model",)),
+    Rule(hf_is_data_parallel_only, ("model", "parallelism")),
+    Rule(sequence_needs_tensor, ("parallelism",)),
+    Rule(global_batch_is_whole, ("training",)),
+    Rule(seq_length_splits_over_context, ("training", "parallelism")),
+    Rule(alignment_splits_over_context, ("packing", "parallelism")),
+    Rule(weights_are_complete, ("data",)),
+    Rule(weights_are_for_training, ("data",)),
+    Rule(epoch_size_needs_weights, ("data",)),
+    Rule(source_names_differ, ("data",)),
+    Rule(evaluation_has_data, ("data", "evaluation")),
+    Rule(trackers_differ, ("logging",)),
+    Rule(model_is_local, ("model",)),
+    Rule(sources_are_local, ("data",)),
+    Rule(index_dir_is_local, ("data",)),
+    Rule(run_dir_is_local, ("run_dir",)),
+)
+
+
+def broken_rules(sections: Mapping[str, object]) -> list[Problem]:
+    """The problems of every rule whose sections are all there.
+
+    Args:
+        sections: the top-level keys of a recipe whose own types are right.
+    """
+    return [
+        problem
+        for rule in RULES
+        if all(name in sections for name in rule.needs)
+        for problem in rule.check(*(sections[name] for name in rule.needs))
+    ]

@@ -1,0 +1,267 @@
+"""The recipe: every knob of a run, its meaning and its unit, as frozen, strict models.
+
+The string under each field is its documentation; `vlmpack recipe schema` hands it to editors.
+What can be computed is not a field (see `derived.py`); what spans two sections is a rule (see
+`rules.py`). Recipes are built by `load_recipe`, which checks both.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from vlmpack.recipe.sources import OptionalSources, Section, Sources, as_tuple
+
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+OnError = Literal["raise", "skip"]
+Tracker = Literal[
+    "tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio"
+]
+
+
+class ModelSection(Section):
+    """What is finetuned, and by which engine."""
+
+    path: str = Field(min_length=1, examples=["models/Qwen2.5-VL-3B-Instruct"])
+    """Local folder of the model in transformers format: config, tokenizer, processor, weights."""
+
+    backend: Literal["hf", "mcore"] = "hf"
+    """Engine: `hf` (transformers + accelerate, any device) or `mcore` (megatron-core)."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute type. `auto`: bfloat16 on CUDA, float32 on CPU."""
+
+    attention: Literal["auto", "segments", "torch_varlen", "flash_attn"] = "auto"
+    """Attention over packed rows: a loop over segments (any device), torch's varlen kernel or
+    flash-attn (CUDA). `auto`: the fastest one that this machine has."""
+
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more compute."""
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class OnErrorSection:
+    """What happens to a sample that cannot be used, by class of error. A skipped one is counted
+    and listed in `data-errors.jsonl`; too many stop the run."""
+
+    # A dataclass, not a Section: pydantic's models reserve the name `schema`.
+
+    transport: OnError = Field(default="raise", description="The shard's bytes cannot be read.")
+    integrity: OnError = Field(
+        default="skip",
+        description="The bytes are not what the index recorded (truncated, damaged).",
+    )
+    decode: OnError = Field(default="skip", description="An image cannot be decoded.")
+    schema: OnError = Field(
+        default="raise",
+        description="The sample's form is not one we know, or its images and placeholders differ "
+        "in number.",
+    )
+
+
+class DataSection(Section):
+    """Which samples are read, in which order, and what happens to the bad ones."""
+
+    train: Sources
+    """Training shards: a path (file, glob, brace range), or a list of sources with `path`,
+    `weight`, `name`."""
+
+    validation: OptionalSources = None
+    """Shards for the validation loss. Null: none."""
+
+    test: OptionalSources = None
+    """Shards for the generation-based evaluation before and after training. Null: none."""
+
+    shuffle: Literal["auto", "global", "window"] = "auto"
+    """Scope of the shuffle: all samples, or a window of shards at a time. `auto`: global when
+    every shard is local and indexed; settled once, at the run's first launch."""
+
+    over_long: Literal["error", "drop", "shrink_images"] = "error"
+    """For a sample longer than `training.seq_length`: stop, leave it out, or resize its images
+    until it fits. An image is never cut."""
+
+    on_error: OnErrorSection = OnErrorSection()
+    """Policy for bad samples, by class of error."""
+
+    epoch_size: Count | None = None
+    """Samples drawn per epoch when sources have weights. Null: the sum of the sources."""
+
+    max_image_pixels: Count = 50_000_000
+    """Images with more pixels (width x height) are decode errors, before they are decoded."""
+
+    num_workers: CountOrZero = 2
+    """Loader processes per rank. 0: read in the training process."""
+
+    prefetch_batches: Count = 2
+    """Micro-batches that each worker prepares ahead."""
+
+    index_dir: str | None = Field(default=None, min_length=1)
+    """Folder for the shard index. Null: a default place, printed at the start of a run."""
+
+
+class PackingSection(Section):
+    """How samples share a row."""
+
+    mode: Literal["none", "in_batch", "online", "offline"] = "in_batch"
+    """`none`: padded rows, the baseline. `in_batch`: the samples of one micro-batch become one
+    row. `online`, `offline`: rows planned by a token budget, while training or beforehand."""
+
+    alignment: Count | None = None
+    """Planned lengths are rounded up to a multiple of this many tokens, so a run can resume at
+    any context parallelism CP whose 2*CP divides it. Null: the multiple of 2*CP from 8 up."""
+
+
+class ParallelismSection(Section):
+    """How one model copy is spread over processes. The number of copies is derived: world size
+    / (tensor x pipeline x context)."""
+
+    tensor: Count = 1
+    """Processes that share each layer's matrices (TP)."""
+
+    pipeline: Count = 1
+    """Stages that the layers are divided into (PP)."""
+
+    context: Count = 1
+    """Processes that share each row's tokens (CP)."""
+
+    expert: Count = 1
+    """Processes that share the experts of a mixture-of-experts layer (EP)."""
+
+    sequence: bool = False
+    """Sequence parallelism: shard activations between the tensor-parallel regions."""
+
+    sharding: Literal["none", "fsdp"] = "none"
+    """hf engine: `none` keeps a full copy on each process (DDP), `fsdp` shards parameters,
+    gradients and optimizer state over the data-parallel processes (FSDP2)."""
+
+
+class TrainingSection(Section):
+    """Batch sizes, length of the run, seed. Set exactly one of `max_steps` and `num_epochs`."""
+
+    micro_batch_size: int = Field(ge=1, examples=[8])
+    """Samples per forward pass and process (in packing modes `online`, `offline`: rows)."""
+
+    global_batch_size: int = Field(ge=1, examples=[64])
+    """Samples per optimizer step over all processes (in `online`, `offline`: rows). Gradient
+    accumulation follows from it."""
+
+    seq_length: int = Field(ge=1, examples=[4096])
+    """Longest sample, in tokens, image tokens included. See `data.over_long`."""
+
+    max_steps: Count | None = None
+    """Length of the run in optimizer steps."""
+
+    num_epochs: Count | None = None
+    """Length of the run in passes over the training data."""
+
+    seed: int = Field(default=0, ge=0, le=2**32 - 1)
+    """Seed of the sample order and of every random number of the run."""
+
+
+class OptimSection(Section):
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = Field(gt=0, examples=[1e-5])
+    """Peak learning rate."""
+
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Learning rate at the last step, as a fraction of `lr`."""
+
+    warmup_steps: CountOrZero = 0
+    """Optimizer steps of linear warm-up from 0 to `lr`."""
+
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Way from `lr` to its minimum after the warm-up; `constant` stays at `lr`."""
+
+    betas: Annotated[tuple[Beta, Beta], BeforeValidator(as_tuple)] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's term in the denominator."""
+
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay, per unit of learning rate."""
+
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    """Global gradient norm above which gradients are scaled down. Null: no clipping."""
+
+
+class EvaluationSection(Section):
+    """Validation loss on the way; generation-based evaluation before and after."""
+
+    interval_steps: Count | None = None
+    """Optimizer steps between two validation losses. Null: only at the end."""
+
+    max_samples: Count | None = None
+    """Validation samples per loss, the first ones of the split. Null: all."""
+
+    generate: bool = False
+    """Answer the questions of `data.test` before and after training, and score the answers."""
+
+    generate_max_samples: Count | None = None
+    """Test samples that are answered, the first ones of the split. Null: all."""
+
+    max_new_tokens: Count = 64
+    """Longest generated answer, in tokens."""
+
+    batch_size: Count = 16
+    """Samples per forward pass and process, for the loss and for generation."""
+
+
+class CheckpointSection(Section):
+    """When the run's state is saved, and whether a run continues from it."""
+
+    interval_steps: Count | None = None
+    """Optimizer steps between two checkpoints. Null: only at the end and on SIGTERM."""
+
+    keep: Count = 2
+    """Newest checkpoints that stay on disk."""
+
+    resume: Literal["auto", "never", "required"] = "auto"
+    """`auto`: continue from the run folder's newest checkpoint if it has one; `never`: start
+    anew; `required`: stop if there is none."""
+
+
+class LoggingSection(Section):
+    """What is shown and recorded while training."""
+
+    interval_steps: Count = 10
+    """Optimizer steps between two lines of plain progress and between two points in trackers.
+    `metrics.jsonl` has every step."""
+
+    trackers: Annotated[tuple[Tracker, ...], BeforeValidator(as_tuple)] = ("tensorboard",)
+    """Experiment trackers, beside `metrics.jsonl`. All but tensorboard need their own package."""
+
+    progress: Literal["auto", "rich", "plain", "none"] = "auto"
+    """Progress display. `auto`: `rich` on a terminal, `plain` lines elsewhere."""
+
+
+class ExportSection(Section):
+    """The finetuned model as a transformers folder, at the end of the run."""
+
+    enabled: bool = True
+    """Write it."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the exported weights. `auto`: as in the folder `model.path`."""
+
+
+class Recipe(Section):
+    """Everything that defines a run. Build it with `load_recipe`, which also checks the rules."""
+
+    model: ModelSection
+    data: DataSection
+    packing: PackingSection = PackingSection()
+    parallelism: ParallelismSection = ParallelismSection()
+    training: TrainingSection
+    optim: OptimSection
+    evaluation: EvaluationSection = EvaluationSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    logging: LoggingSection = LoggingSection()
+    export: ExportSection = ExportSection()
+    run_dir: str = Field(min_length=1, examples=["runs/first"])
+    """Folder for everything the run writes. Relative paths start at the current directory."""

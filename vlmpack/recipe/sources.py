@@ -1,0 +1,96 @@
+"""Where samples come from: one source of shards, and the spellings a recipe may use for a list.
+
+`data.train: shards/*.tar`, `data.train: {path: shards/*.tar}` and a list of either are the same
+thing; all become a tuple of `Source`, so the rest of the package sees one form.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+_SHARD_SUFFIX = re.compile(r"\.(tar|tgz|tar\.gz)$")
+_PATTERN_PART = re.compile(r"\{[^{}]*\}|\[[^\[\]]*\]|[*?]+")
+_HOST_LOGIN = re.compile(r"^[A-Za-z0-9+.-]+://([^/@]*@)?")
+_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, no unknown keys, no coercion of types, no NaN or infinity."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        validate_default=True,
+        use_attribute_docstrings=True,
+    )
+
+
+class Source(Section):
+    """One set of shards that is drawn from as a whole."""
+
+    path: str = Field(min_length=1, examples=["data/train-{000..031}.tar"])
+    """Local path of one or more tar shards: a file, a glob (`*`, `?`) or a brace list or range
+    (`{000..031}`, `{a,b}`). Relative paths start at the current directory."""
+
+    weight: float | None = Field(default=None, gt=0)
+    """Share of the draws, relative to the other sources' weights. Null in every source: no
+    blending, an epoch sees every sample once."""
+
+    name: str = Field(default="", pattern=r"^[A-Za-z0-9._-]+$")
+    """Name in metrics and reports. Default: the path's last folder and file name, without
+    patterns, e.g. `digits-train` for `assets/digits/train-*.tar`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_name(cls, value: object) -> object:
+        if isinstance(value, dict) and value.get("name") is None:
+            path = value.get("path")
+            return {**value, "name": source_name(path if isinstance(path, str) else "")}
+        return value
+
+
+def source_name(path: str) -> str:
+    """The default name of a source: last folder and file name of its path, without patterns."""
+    bare = _HOST_LOGIN.sub("", _SHARD_SUFFIX.sub("", path))
+    parts = _PATTERN_PART.sub("", bare).split("/")
+    words = [_NOT_IN_A_NAME.sub("-", part).strip("-._") for part in parts[-2:]]
+    return "-".join(word for word in words if word) or "data"
+
+
+def as_tuple(value: object) -> object:
+    """A YAML list as a tuple; anything else unchanged, for the strict validator to judge."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _as_sources(value: object) -> object:
+    """One path, one mapping or a list of either -> a tuple of mappings. An empty list stays a
+    list, which the strict validator refuses; a minimum length would also count wrong items."""
+    if value is None or value == [] or isinstance(value, tuple):
+        return value
+    items = value if isinstance(value, list) else [value]
+    return tuple({"path": item} if isinstance(item, str) else item for item in items)
+
+
+Sources = Annotated[
+    tuple[Source, ...],
+    Field(examples=["data/train-*.tar"]),
+    BeforeValidator(
+        _as_sources,
+        json_schema_input_type=str | Source | Annotated[list[str | Source], Field(min_length=1)],
+    ),
+]
+OptionalSources = Annotated[
+    tuple[Source, ...] | None,
+    BeforeValidator(
+        _as_sources,
+        json_schema_input_type=str
+        | Source
+        | Annotated[list[str | Source], Field(min_length=1)]
+        | None,
+    ),
+]

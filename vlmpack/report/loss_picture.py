@@ -1,0 +1,139 @@
+"""loss.png: the loss of every step, smoothed and validated, over the learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vlmpack.report.run_files import RunFiles
+from vlmpack.report.style import (
+    BLUE,
+    LARGE,
+    MUTED,
+    NORMAL,
+    ORANGE,
+    PALE_BLUE,
+    SMALL,
+    figure,
+    percent,
+    save_png,
+)
+
+HEIGHT_INCHES = 4.6
+LOG_SCALE_RATIO = 20
+"""The loss axis is logarithmic where the smoothed loss falls by more than this factor."""
+
+LABEL_GAP = 0.062
+"""Smallest distance of two labels at the right edge, as a share of the axis' height."""
+
+
+def draw_loss(run: RunFiles, path: Path) -> bool:
+    """Draw the picture.
+
+    Returns:
+        False, and no file, where no step has a loss.
+    """
+    steps, losses = run.series("loss")
+    if not steps:
+        return False
+    with figure(HEIGHT_INCHES) as drawing:
+        grid = drawing.add_gridspec(
+            2, 1, height_ratios=(4, 1), hspace=0.2, left=0.085, right=0.84, top=0.86, bottom=0.115
+        )
+        top = drawing.add_subplot(grid[0])
+        bottom = drawing.add_subplot(grid[1], sharex=top)
+        _draw_losses(top, run, steps, losses)
+        _draw_learning_rate(bottom, run)
+        span = max(1, steps[-1] - steps[0])
+        top.set_xlim(steps[0] - 0.01 * span, steps[-1] + 0.01 * span)
+        if len(steps) == 1:
+            bottom.set_xticks(steps)
+        drawing.text(0.085, 0.935, "Training loss", fontsize=LARGE, weight="bold")
+        drawing.text(0.84, 0.935, _headline(run), fontsize=NORMAL, ha="right")
+        save_png(drawing, path)
+    return True
+
+
+def smooth(values: Sequence[float], span: int) -> list[float]:
+    """Exponential moving average with the weight of `span` values, unbiased at the start."""
+    keep = 1 - 2 / (span + 1)
+    total = weight = 0.0
+    averages: list[float] = []
+    for value in values:
+        total = keep * total + (1 - keep) * value
+        weight = keep * weight + (1 - keep)
+        averages.append(total / weight)
+    return averages
+
+
+def _draw_losses(axes: Any, run: RunFiles, steps: list[int], losses: list[float]) -> None:
+    smoothed = smooth(losses, max(1, len(losses) // 40))
+    marker = "o" if len(steps) <= 3 else None
+    labels = [(f"train {smoothed[-1]:.3g}", smoothed[-1], BLUE)]
+    if smoothed != losses:
+        axes.plot(steps, losses, color=PALE_BLUE, linewidth=0.7)
+    axes.plot(steps, smoothed, color=BLUE, linewidth=1.8, marker=marker, markersize=5)
+    places, checks = run.series("validation_loss")
+    if places:
+        axes.plot(places, checks, color=ORANGE, linewidth=1.0, marker="o", markersize=4.5)
+        labels.append((f"validation {checks[-1]:.3g}", checks[-1], ORANGE))
+    shown = [*smoothed, *checks]
+    if min(losses) > 0 and max(shown) > LOG_SCALE_RATIO * min(shown):
+        axes.set_yscale("log")
+        axes.set_ylabel("loss per label token (log scale)")
+        _plain_log_ticks(axes)
+    else:
+        axes.set_ylabel("loss per label token")
+        axes.set_ylim(bottom=min(0.0, *losses), top=1.05 * max(*losses, *checks, 1e-9))
+    axes.grid(axis="y")
+    axes.set_axisbelow(True)
+    axes.tick_params(labelbottom=False, bottom=False)
+    _label_ends(axes, labels)
+
+
+def _plain_log_ticks(axes: Any) -> None:
+    """0.01, 0.1, 1 instead of powers of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5), numticks=8))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _label_ends(axes: Any, labels: Sequence[tuple[str, float, str]]) -> None:
+    """Write each curve's name and last value beside its end, moved apart where they would touch."""
+    to_share = (axes.transData + axes.transAxes.inverted()).transform
+    ordered = sorted(labels, key=lambda label: label[1])
+    heights = [min(1.0, max(0.0, float(to_share((0, value))[1]))) for _, value, _ in ordered]
+    if len(heights) == 2 and heights[1] - heights[0] < LABEL_GAP:
+        middle = max(LABEL_GAP / 2, sum(heights) / 2)
+        heights = [middle - LABEL_GAP / 2, middle + LABEL_GAP / 2]
+    for (text, _, colour), height in zip(ordered, heights, strict=True):
+        axes.text(
+            1.015, height, text, transform=axes.transAxes, color=colour, va="center", fontsize=SMALL
+        )
+
+
+def _draw_learning_rate(axes: Any, run: RunFiles) -> None:
+    steps, rates = run.series("learning_rate")
+    marker = "o" if len(steps) <= 3 else None
+    axes.plot(steps, rates, color=MUTED, linewidth=1.2, marker=marker, markersize=4)
+    axes.set_ylim(bottom=0, top=1.15 * max([*rates, 1e-12]))
+    axes.set_yticks([0, max(rates)] if rates and max(rates) > 0 else [0])
+    axes.set_yticklabels(["0", f"{max(rates):.3g}"] if rates and max(rates) > 0 else ["0"])
+    axes.set_xlabel("optimizer step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.text(
+        1.015, 0.5, "learning rate", transform=axes.transAxes, color=MUTED, va="center",
+        fontsize=SMALL,
+    )  # fmt: skip
+
+
+def _headline(run: RunFiles) -> str:
+    """Exact answers before and after, as far as they are known."""
+    before, after = run.number("exact_match_before"), run.number("exact_match_after")
+    if after is None:
+        return ""
+    start = f"{percent(before)} before, " if before is not None else ""
+    return f"exact answers on unseen questions: {start}{percent(after)} after"

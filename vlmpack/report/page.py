@@ -1,0 +1,110 @@
+"""index.html: one file that needs nothing beside it; all text is escaped."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from vlmpack.report.run_files import RunFiles
+from vlmpack.report.tables import Figure, TaskRow, facts, headline, task_rows
+
+_CSS = """
+body { margin: 2.5rem auto; max-width: 56rem; padding: 0 1rem; color: #1f2933;
+       font: 16px/1.5 system-ui, sans-serif; background: #fff; }
+h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2.5rem 0 .5rem; }
+p.from { color: #6b7785; margin: .2rem 0 1.5rem; overflow-wrap: anywhere; }
+.figures { display: flex; flex-wrap: wrap; gap: 1.2rem 2.2rem; margin: 0; }
+.figures div { min-width: 9rem; } .figures dd { margin: 0; }
+.figures dt, .figures .note { color: #6b7785; font-size: .85rem; }
+.figures .value { font-size: 1.7rem; font-weight: 650; line-height: 1.2; }
+img { width: 100%; height: auto; } figure { margin: 2.2rem 0 0; }
+table { border-collapse: collapse; width: 100%; font-size: .92rem; }
+th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid #e4e7eb;
+         vertical-align: top; overflow-wrap: anywhere; }
+th { font-weight: 600; } .n { text-align: right; white-space: nowrap;
+font-variant-numeric: tabular-nums; }
+"""
+
+PICTURES = (
+    ("loss.png", "Loss of every step, smoothed, with validation and learning rate"),
+    ("samples.png", "Test questions with the finetuned model's answers"),
+    ("lengths.png", "Sample lengths, and one micro-batch padded and packed to scale"),
+)
+"""(file, what a reader who cannot see it is told), in the page's order."""
+
+
+def render_page(run: RunFiles, folder: Path) -> str:
+    """The page as HTML.
+
+    Args:
+        run: the run's files.
+        folder: where the pictures lie; those that are missing are left out.
+    """
+    parts = [
+        _head(run),
+        _figures(headline(run)),
+        *(_picture(folder / name, text) for name, text in PICTURES if (folder / name).is_file()),
+        _tasks(task_rows(run)),
+        _facts(facts(run.result)),
+    ]
+    body = "\n".join(part for part in parts if part)
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(run.name)} - vlmpack</title>\n<style>{_CSS}</style>\n</head>\n"
+        f"<body>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def _head(run: RunFiles) -> str:
+    model = run.result.get("model")
+    finished = run.result.get("finished")
+    about = [
+        f"finetuned from {escape(str(model))}" if model else "",
+        f"finished {escape(str(finished))}" if finished else "",
+        "" if run.result else "no result.json: the run is not finished",
+    ]
+    line = ", ".join(part for part in about if part)
+    return f'<h1>{escape(run.name)}</h1>\n<p class="from">{line}</p>'
+
+
+def _figures(figures: Sequence[Figure]) -> str:
+    if not figures:
+        return ""
+    items = "\n".join(
+        f'<div><dt>{escape(figure.name)}</dt><dd class="value">{escape(figure.value)}</dd>'
+        f'<dd class="note">{escape(figure.note)}</dd></div>'
+        for figure in figures
+    )
+    return f'<dl class="figures">\n{items}\n</dl>'
+
+
+def _picture(path: Path, text: str) -> str:
+    data = base64.b64encode(path.read_bytes()).decode("ascii")
+    return f'<figure><img src="data:image/png;base64,{data}" alt="{escape(text)}"></figure>'
+
+
+def _tasks(rows: Sequence[TaskRow]) -> str:
+    if not rows:
+        return ""
+    lines = "\n".join(
+        f'<tr><td>{escape(row.name)}</td><td class="n">{row.num_questions}</td>'
+        f'<td class="n">{row.before}</td><td class="n">{row.after}</td></tr>'
+        for row in rows
+    )
+    return (
+        "<h2>Exact answers by task</h2>\n<table>\n"
+        '<tr><th>task</th><th class="n">questions</th><th class="n">before</th>'
+        f'<th class="n">after</th></tr>\n{lines}\n</table>'
+    )
+
+
+def _facts(rows: Sequence[tuple[str, str]]) -> str:
+    if not rows:
+        return ""
+    lines = "\n".join(
+        f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in rows
+    )
+    return f"<h2>The run</h2>\n<table>\n{lines}\n</table>"

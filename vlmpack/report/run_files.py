@@ -1,0 +1,176 @@
+"""What a report reads from a run folder.
+
+    metrics.jsonl             a row a step, and rows of validations (vlmpack.training.metrics)
+    result.json               figures of a finished run
+    data-summary.json         lengths and micro-batches of the training split
+    predictions-before.jsonl  answers to the test questions (vlmpack.training.scoring)
+    predictions-after.jsonl
+
+Every file may be missing: an interrupted run has no result, a run without a test split has no
+predictions. The report shows what is there.
+
+data-summary.json:
+
+    {
+      "packing_mode": "in_batch",
+      "length_histogram": {"17": 40, "18": 12},    tokens of a sample -> samples
+      "padded_tokens_none": 5120,                  slots of an epoch's micro-batches in mode none
+      "packed_tokens": 2048,                       slots of the same micro-batches, packed
+      "real_tokens": 2000,                         tokens of their samples
+      "example_micro_batches": [[17, 18, 40]]      tokens of each sample, some micro-batches
+    }
+
+A length of 0 is a hole that a bad sample left; holes are not drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlmpack.errors import RunDirError
+from vlmpack.training.scoring import (
+    PREDICTIONS_AFTER,
+    PREDICTIONS_BEFORE,
+    Prediction,
+    read_predictions,
+)
+
+Series = tuple[list[int], list[float]]
+"""(steps, values), by step; non-finite values are left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSummary:
+    """data-summary.json; see the module.
+
+    Args:
+        packing_mode: the run's `packing.mode`.
+        lengths: tokens of a sample -> number of samples, by length.
+        padded_tokens: slots in mode none.
+        packed_tokens: slots when packed.
+        real_tokens: tokens of the samples.
+        micro_batches: tokens of each sample of some micro-batches.
+    """
+
+    packing_mode: str
+    lengths: dict[int, int]
+    padded_tokens: int
+    packed_tokens: int
+    real_tokens: int
+    micro_batches: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFiles:
+    """The files of one run.
+
+    Args:
+        name: the folder's name.
+        steps: rows of metrics.jsonl by step; rows of one step are merged, the later wins.
+        result: result.json, empty where it is missing.
+        data: data-summary.json.
+        before: answers before training; None where they are missing.
+        after: answers after training.
+    """
+
+    name: str
+    steps: dict[int, dict[str, Any]]
+    result: Mapping[str, Any]
+    data: DataSummary | None
+    before: list[Prediction] | None
+    after: list[Prediction] | None
+
+    def series(self, field: str) -> Series:
+        """One column of the metrics."""
+        found = [
+            (step, float(row[field]))
+            for step, row in self.steps.items()
+            if isinstance(row.get(field), int | float) and math.isfinite(row[field])
+        ]
+        return [step for step, _ in found], [value for _, value in found]
+
+    def number(self, field: str) -> float | None:
+        """A number of result.json; None where it is missing or null."""
+        value = self.result.get(field)
+        return None if isinstance(value, bool) or not isinstance(value, int | float) else value
+
+
+def read_run(run_dir: Path) -> RunFiles:
+    """Read a run folder.
+
+    Raises:
+        RunDirError: no such folder, no file of a run in it, or a damaged file.
+    """
+    if not run_dir.is_dir():
+        raise RunDirError(f"{run_dir} is not a folder; expected the run_dir of a finished run")
+    before, after = run_dir / PREDICTIONS_BEFORE, run_dir / PREDICTIONS_AFTER
+    result = _read_json(run_dir / "result.json")
+    files = RunFiles(
+        name=run_dir.resolve().name,
+        steps=_read_metrics(run_dir / "metrics.jsonl"),
+        result=result or {},
+        data=_read_summary(run_dir / "data-summary.json"),
+        before=read_predictions(before) if before.is_file() else None,
+        after=read_predictions(after) if after.is_file() else None,
+    )
+    if not files.steps and result is None and files.data is None and files.after is None:
+        raise RunDirError(
+            f"{run_dir} has nothing to report: no metrics.jsonl, result.json, data-summary.json "
+            f"or predictions-after.jsonl"
+        )
+    return files
+
+
+def _read_metrics(path: Path) -> dict[int, dict[str, Any]]:
+    """Rows by step. A last line that was cut by a kill is passed over."""
+    if not path.is_file():
+        return {}
+    lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    steps: dict[int, dict[str, Any]] = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            steps.setdefault(int(row["step"]), {}).update(row)
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines):
+                break
+            raise RunDirError(f"{path}, line {number}: no row of metrics: {error!r}") from error
+    return dict(sorted(steps.items()))
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RunDirError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise RunDirError(f"{path}: found {type(value).__name__}, expected an object")
+    return value
+
+
+def _read_summary(path: Path) -> DataSummary | None:
+    value = _read_json(path)
+    if value is None:
+        return None
+    try:
+        batches: Sequence[Sequence[int]] = value.get("example_micro_batches", [])
+        histogram = value["length_histogram"].items()
+        lengths = {int(size): int(count) for size, count in histogram if int(size) > 0}
+        batches = [[int(length) for length in batch if int(length) > 0] for batch in batches]
+        return DataSummary(
+            packing_mode=str(value.get("packing_mode", "in_batch")),
+            lengths=dict(sorted(lengths.items())),
+            padded_tokens=int(value["padded_tokens_none"]),
+            packed_tokens=int(value["packed_tokens"]),
+            real_tokens=int(value["real_tokens"]),
+            micro_batches=tuple(tuple(batch) for batch in batches if batch),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RunDirError(f"{path}: missing or malformed field: {error!r}") from error

@@ -1,0 +1,142 @@
+"""The figures of the page, as plain rows of text. What a run lacks is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vlmpack.report.run_files import RunFiles
+from vlmpack.report.style import percent
+from vlmpack.training.scoring import Scores, Tally, score
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One headline figure: what it is, its value, and what it is compared with."""
+
+    name: str
+    value: str
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRow:
+    """Exact answers of one group of questions, as text; `before` is "" where it is unknown."""
+
+    name: str
+    num_questions: str
+    before: str
+    after: str
+
+
+_HIDDEN = ("identity", "tasks_before", "tasks_after")
+"""Fields of result.json that are shown otherwise or mean nothing to a reader."""
+
+
+def headline(run: RunFiles) -> list[Figure]:
+    """Accuracy, padding and speed."""
+    figures: list[Figure] = []
+    for field, name in (("exact_match", "exact answers"), ("digit_accuracy", "digits read right")):
+        after, before = run.number(f"{field}_after"), run.number(f"{field}_before")
+        if after is not None:
+            note = "" if before is None else f"{percent(before)} before training"
+            figures.append(Figure(name, percent(after), note))
+    padded, real = run.number("padded_tokens"), run.number("real_tokens")
+    computed = run.number("computed_tokens") or run.number("packed_tokens")
+    if padded and computed:
+        note = f"{computed:,.0f} computed instead of {padded:,.0f}"
+        figures.append(Figure("slots saved by packing", percent(1 - computed / padded), note))
+    speed = run.number("tokens_per_second")
+    if speed is not None:
+        note = "" if real is None else f"{real:,.0f} tokens trained, padding not counted"
+        figures.append(Figure("real tokens per second", f"{speed:,.0f}", note))
+    seconds, steps = run.number("train_seconds"), run.number("steps")
+    if seconds is not None:
+        note = "" if steps is None else f"{steps:,.0f} optimizer steps"
+        figures.append(Figure("training time", duration(seconds), note))
+    return figures
+
+
+def task_rows(run: RunFiles) -> list[TaskRow]:
+    """Exact answers by task, then over all image questions, then text-only ones."""
+    if run.after is None:
+        return []
+    after = score(run.after)
+    before = score(run.before) if run.before is not None else None
+    rows = [
+        _task_row(name, tally, before.tasks.get(name) if before else None)
+        for name, tally in after.tasks.items()
+    ]
+    rows.append(
+        _task_row("all questions with images", after.images, before.images if before else None)
+    )
+    if after.num_characters:
+        rows.append(
+            TaskRow(
+                "characters of read questions",
+                f"{after.num_characters:,}",
+                _accuracy(before),
+                _accuracy(after),
+            )
+        )
+    if after.text_only.num_questions:
+        rows.append(
+            _task_row(
+                "text only, not counted above",
+                after.text_only,
+                before.text_only if before else None,
+            )
+        )
+    return rows
+
+
+def facts(result: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """result.json as (name, value), nested objects as `outer / inner`."""
+    rows: list[tuple[str, str]] = []
+    for name, value in result.items():
+        if not prefix and name in _HIDDEN:
+            continue
+        label = f"{prefix}{name}".replace("_", " ")
+        if isinstance(value, Mapping):
+            rows.extend(facts(value, f"{label} / "))
+        elif value is not None:
+            rows.append((label, _text(value)))
+    return rows
+
+
+def duration(seconds: float) -> str:
+    """45.2 s, 3 min 05 s or 2 h 07 min."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _task_row(name: str, after: Tally, before: Tally | None) -> TaskRow:
+    return TaskRow(name, f"{after.num_questions:,}", _share(before), _share(after))
+
+
+def _share(tally: Tally | None) -> str:
+    if tally is None or tally.exact_match is None:
+        return ""
+    return percent(tally.exact_match)
+
+
+def _accuracy(scores: Scores | None) -> str:
+    if scores is None or scores.digit_accuracy is None:
+        return ""
+    return percent(scores.digit_accuracy)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return str(value)

@@ -1,0 +1,102 @@
+"""Run folder -> report/.
+
+    report/
+      index.html            one page with everything below inside
+      loss.png
+      lengths.png           if the run left a data summary
+      samples.png           if test questions with images were answered
+      images/               the images of the sheet, so that the report can be made again
+
+The same files give the same report; images are kept because the test shards may be elsewhere later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from vlmpack.errors import RunDirError
+from vlmpack.report.lengths_picture import draw_lengths
+from vlmpack.report.loss_picture import draw_loss
+from vlmpack.report.page import render_page
+from vlmpack.report.run_files import RunFiles, read_run
+from vlmpack.report.samples_picture import choose, draw_samples
+from vlmpack.training.run_dir import write_atomically
+from vlmpack.training.scoring import Prediction, Question
+
+SampleName = tuple[str, str]
+"""(shard, key)."""
+
+
+def write_report(run_dir: Path, *, test_samples: Iterable[Question] | None = None) -> Path:
+    """Draw the pictures and write the page.
+
+    Args:
+        run_dir: a run folder; whatever it holds is shown, see `vlmpack.report.run_files`.
+        test_samples: the questions that were asked, for their images; all of them or more. Without
+            them the images of an earlier report are used.
+
+    Returns:
+        The folder `run_dir/report`.
+
+    Raises:
+        RunDirError: nothing to report, a damaged file, or a folder that cannot be written.
+        CapabilityError: matplotlib is not installed.
+    """
+    run = read_run(run_dir)
+    folder = run_dir / "report"
+    try:
+        folder.mkdir(exist_ok=True)
+        images = _sheet_images(run, folder / "images", test_samples)
+        drawn = {
+            "loss.png": draw_loss(run, folder / "loss.png"),
+            "lengths.png": draw_lengths(run, folder / "lengths.png"),
+            "samples.png": draw_samples(run.after or (), images, folder / "samples.png"),
+        }
+        for name, is_drawn in drawn.items():
+            if not is_drawn:
+                (folder / name).unlink(missing_ok=True)
+        write_atomically(folder / "index.html", render_page(run, folder))
+    except OSError as error:
+        raise RunDirError(f"{folder} cannot be written: {error.strerror or error}") from error
+    return folder
+
+
+def _sheet_images(
+    run: RunFiles, folder: Path, test_samples: Iterable[Question] | None
+) -> dict[SampleName, Sequence[bytes]]:
+    """Images of the questions on the sheet: from the questions, or kept by an earlier report."""
+    wanted = choose([row for row in run.after or () if row.num_images])
+    if test_samples is None:
+        return {(row.shard, row.key): _kept(row, folder) for row in wanted}
+    names = {(row.shard, row.key) for row in wanted}
+    found = {
+        (question.shard, question.key): question.images
+        for question in test_samples
+        if (question.shard, question.key) in names
+    }
+    folder.mkdir(exist_ok=True)
+    for old in folder.iterdir():
+        old.unlink()
+    for (shard, key), images in found.items():
+        for index, data in enumerate(images):
+            (folder / f"{_stem(shard, key)}-{index}{_suffix(data)}").write_bytes(data)
+    return dict(found)
+
+
+def _kept(row: Prediction, folder: Path) -> list[bytes]:
+    stem = _stem(row.shard, row.key)
+    paths = [path for i in range(row.num_images) for path in folder.glob(f"{stem}-{i}.*")]
+    return [path.read_bytes() for path in paths]
+
+
+def _stem(shard: str, key: str) -> str:
+    """A file name for any shard and key."""
+    return hashlib.blake2b(f"{shard}\0{key}".encode(), digest_size=8).hexdigest()
+
+
+def _suffix(data: bytes) -> str:
+    if data.startswith(b"\x89PNG"):
+        return ".png"
+    return ".webp" if data.startswith(b"RIFF") else ".jpg"

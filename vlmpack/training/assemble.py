@@ -1,0 +1,198 @@
+"""Recipe -> the parts of a run: encoder, data, engine, stepper, trainer configuration.
+
+The one place where recipe fields meet the configuration classes of the layers below.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from vlmpack.backends.engine import Engine
+from vlmpack.backends.hf.engine import HFEngine, HFEngineConfig
+from vlmpack.data.caps import SampleCaps
+from vlmpack.data.config import DataConfig, SourceConfig
+from vlmpack.data.ledger import Ledger
+from vlmpack.data.loader import LoaderSettings
+from vlmpack.data.pipeline import TrainData
+from vlmpack.data.read import ErrorPolicy
+from vlmpack.distributed import Ranks
+from vlmpack.errors import CapabilityError
+from vlmpack.families import Encoder
+from vlmpack.packing import PackCollator, PadCollator
+from vlmpack.recipe import Derived, Recipe, Source
+from vlmpack.training.optim import AdamWConfig, Schedule, build_adamw
+from vlmpack.training.step import Stepper
+from vlmpack.training.trainer import TrainerConfig
+
+logger = logging.getLogger("vlmpack")
+
+WORKER_PRELOAD = (
+    "torch",
+    "vlmpack.data.loader",
+    "vlmpack.families.encoder",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.auto.image_processing_auto",
+)
+"""What loader workers find imported when they start; the encoder would import it on first use."""
+
+
+def build_encoder(recipe: Recipe) -> Encoder:
+    """The processor of the recipe's model folder.
+
+    Raises:
+        ModelError, CapabilityError: the folder, or a family this version does not know.
+    """
+    encoder = Encoder(Path(recipe.model.path), max_image_pixels=recipe.data.max_image_pixels)
+    assert encoder.chat is not None and encoder.image_rule is not None  # load now, fail early
+    return encoder
+
+
+def build_collator(
+    recipe: Recipe, encoder: Encoder, derived: Derived
+) -> PackCollator | PadCollator:
+    """What turns a bin into a batch."""
+    if recipe.packing.mode == "none":
+        return PadCollator(
+            pad_token_id=encoder.pad_token_id,
+            num_position_axes=encoder.num_position_axes,
+            pad_to_multiple_of=derived.sequence_multiple,
+        )
+    return PackCollator(
+        pad_token_id=encoder.pad_token_id,
+        num_position_axes=encoder.num_position_axes,
+        pad_to_multiple_of=derived.sequence_multiple,
+        total_multiple_of=derived.row_multiple,
+    )
+
+
+def _data_config(
+    recipe: Recipe, key: str, sources: tuple[Source, ...], *, micro: int, whole: int
+) -> DataConfig:
+    data = recipe.data
+    mode = recipe.packing.mode
+    if mode not in ("none", "in_batch"):
+        raise CapabilityError(f"packing.mode: {mode} is not in this version; use in_batch")
+    return DataConfig(
+        key=key,
+        sources=tuple(
+            SourceConfig(name=source.name, paths=(source.path,), weight=source.weight)
+            for source in sources
+        ),
+        seq_length=recipe.training.seq_length,
+        mode=mode,
+        micro_batch_size=micro,
+        global_batch_size=whole,
+        seed=recipe.training.seed,
+        shuffle=data.shuffle,
+        epoch_size=data.epoch_size if key == "data.train" else None,
+        over_long=data.over_long,
+        on_error=ErrorPolicy.from_mapping(
+            {name: getattr(data.on_error, name) for name in ErrorPolicy.__slots__}
+        ),
+        caps=SampleCaps(max_image_pixels=data.max_image_pixels),
+        loader=LoaderSettings(
+            num_workers=data.num_workers,
+            prefetch_bins=data.prefetch_batches,
+            preload=WORKER_PRELOAD,
+        ),
+        index_dir=Path(data.index_dir) if data.index_dir is not None else None,
+    )
+
+
+def open_split(
+    recipe: Recipe,
+    key: str,
+    encoder: Encoder,
+    derived: Derived,
+    *,
+    ranks: Ranks,
+    ledger: Ledger,
+) -> TrainData | None:
+    """Open `data.train`, `data.validation` or `data.test`; None where the recipe has no such split.
+
+    Raises:
+        RecipeError, DataError, EmptyDataError: what is wrong with the split.
+    """
+    sources = {
+        "data.train": recipe.data.train,
+        "data.validation": recipe.data.validation,
+        "data.test": recipe.data.test,
+    }[key]
+    if not sources:
+        return None
+    training = recipe.training
+    micro, whole = training.micro_batch_size, training.global_batch_size
+    if key != "data.train":
+        micro = whole = recipe.evaluation.batch_size
+    return TrainData.open(
+        _data_config(recipe, key, sources, micro=micro, whole=whole),
+        encoder,
+        build_collator(recipe, encoder, derived),
+        ledger=ledger,
+        list_dropped=ranks.is_main,
+    )
+
+
+def build_engine(recipe: Recipe, encoder: Encoder, ranks: Ranks) -> Engine:
+    """The engine that the recipe names.
+
+    Raises:
+        CapabilityError: it is not in this version, or cannot run here.
+        ModelError: the model folder cannot be loaded.
+    """
+    if recipe.model.backend != "hf":
+        raise CapabilityError(f"model.backend: {recipe.model.backend} is not in this version")
+    return HFEngine(
+        HFEngineConfig(
+            folder=Path(recipe.model.path),
+            dtype=recipe.model.dtype,
+            attention=recipe.model.attention,
+            activation_checkpointing=recipe.model.activation_checkpointing,
+            sharding=recipe.parallelism.sharding,
+        ),
+        encoder,
+        ranks,
+    )
+
+
+def build_stepper(recipe: Recipe, engine: Engine, ranks: Ranks, *, total_steps: int) -> Stepper:
+    """The engine with its optimizer and schedule."""
+    optim = recipe.optim
+    return Stepper(
+        engine=engine,
+        optimizer=build_adamw(
+            engine.parameters(),
+            AdamWConfig(betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay),
+            fused=recipe.parallelism.sharding == "none",
+        ),
+        schedule=Schedule(
+            peak=optim.lr,
+            floor=optim.lr * optim.min_lr_ratio,
+            warmup_steps=optim.warmup_steps,
+            total_steps=total_steps,
+            kind=optim.schedule,
+        ),
+        max_grad_norm=optim.max_grad_norm,
+        ranks=ranks,
+    )
+
+
+def trainer_config(recipe: Recipe, *, total_steps: int) -> TrainerConfig:
+    """The loop's knobs."""
+    return TrainerConfig(
+        total_steps=total_steps,
+        checkpoint_interval=recipe.checkpoint.interval_steps,
+        keep_checkpoints=recipe.checkpoint.keep,
+        validation_interval=recipe.evaluation.interval_steps,
+        log_interval=recipe.logging.interval_steps,
+    )
+
+
+def total_steps(recipe: Recipe, train: TrainData) -> int:
+    """Optimizer steps of the run: `max_steps`, or whole epochs."""
+    if recipe.training.max_steps is not None:
+        return recipe.training.max_steps
+    epochs = recipe.training.num_epochs
+    assert epochs is not None  # one of the two is set, the recipe's rules see to it
+    return epochs * train.steps_per_epoch()

@@ -1,0 +1,240 @@
+"""metrics.jsonl, the live progress line, and experiment trackers.
+
+Rows of training steps:
+
+    step, epoch, loss, grad_norm, learning_rate, num_tokens (real), num_slots (computed, padding
+    included), num_padded_slots (what mode none computes for the same
+    samples), num_label_tokens, num_samples, num_skipped, fill, seconds, data_wait_seconds,
+    read_seconds and encode_seconds (in the loader, beside the training), forward_backward_seconds,
+    optimizer_seconds, tokens_per_second
+
+Rows of validations: step, validation_loss, validation_label_tokens. Real tokens per second never
+count padding.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+logger = logging.getLogger("vlmpack")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRow:
+    """One optimizer step. Token counts are sums over all ranks; seconds are the main rank's."""
+
+    step: int
+    epoch: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    num_tokens: int
+    num_slots: int
+    num_padded_slots: int
+    num_label_tokens: int
+    num_samples: int
+    num_skipped: int
+    seconds: float
+    data_wait_seconds: float
+    read_seconds: float
+    encode_seconds: float
+    forward_backward_seconds: float
+    optimizer_seconds: float
+
+    @property
+    def fill(self) -> float:
+        """Real tokens per computed slot."""
+        return self.num_tokens / max(1, self.num_slots)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Real tokens per second."""
+        return self.num_tokens / max(1e-9, self.seconds)
+
+    def as_row(self) -> dict[str, Any]:
+        """The row of metrics.jsonl."""
+        return {
+            **asdict(self),
+            "fill": round(self.fill, 6),
+            "tokens_per_second": round(self.tokens_per_second, 1),
+        }
+
+
+class MetricsLog:
+    """Appends rows; on resume, rows after the resumed step are dropped first.
+
+    Args:
+        path: metrics.jsonl.
+        resume_step: steps taken so far; later rows belong to work that was lost.
+    """
+
+    def __init__(self, path: Path, *, resume_step: int) -> None:
+        kept = [row for row in read_rows(path) if row["step"] <= resume_step]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        temporary.replace(path)
+        self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one row; it is on disk for other readers when this returns."""
+        self._file.write(json.dumps(row) + "\n")
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._file.close()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a metrics.jsonl; a last line cut by a kill is left out."""
+    rows: list[dict[str, Any]] = []
+    if not path.is_file():
+        return rows
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+class Trackers:
+    """Experiment trackers through accelerate. A tracker that fails is dropped with one message:
+    training never depends on it.
+
+    Args:
+        names: tracker names of the recipe.
+        run_dir: where local trackers write.
+        config: the recipe as flat scalars.
+    """
+
+    def __init__(self, names: tuple[str, ...], run_dir: Path, config: Mapping[str, Any]) -> None:
+        self._trackers: list[Any] = []
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        for name in names:
+            tracker_class: Any = LOGGER_TYPE_TO_CLASS.get(name)
+            try:
+                if tracker_class is None:
+                    raise ValueError("accelerate does not know it")
+                wants_folder = tracker_class.requires_logging_directory
+                options = {"logging_dir": str(run_dir / "tracking")} if wants_folder else {}
+                tracker = tracker_class(run_dir.name, **options)
+                tracker.start()
+                tracker.store_init_configuration(
+                    {
+                        key: value if isinstance(value, int | float | str | bool) else str(value)
+                        for key, value in config.items()
+                    }
+                )
+            except Exception as error:
+                logger.warning(
+                    "tracker %s is off: %s (set logging.trackers to [] to silence this)",
+                    name,
+                    error,
+                )
+                continue
+            self._trackers.append(tracker)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Send scalars to every tracker."""
+        finite = {key: value for key, value in values.items() if math.isfinite(value)}
+        for tracker in list(self._trackers):
+            try:
+                tracker.log(finite, step=step)
+            except Exception as error:
+                logger.warning("tracker %s failed and is off from here: %s", tracker.name, error)
+                self._trackers.remove(tracker)
+
+    def close(self) -> None:
+        """Finish all trackers."""
+        for tracker in self._trackers:
+            try:
+                tracker.finish()
+            except Exception as error:
+                logger.warning("tracker %s did not finish: %s", tracker.name, error)
+
+
+ProgressKind = Literal["auto", "rich", "plain", "none"]
+
+
+class Progress:
+    """The live line: step, loss, real tokens per second, fill, share of time spent waiting, ETA.
+
+    Args:
+        kind: auto is rich on a terminal and plain otherwise; plain prints every
+            `interval_steps` steps.
+        total_steps: steps of the whole run.
+        interval_steps: steps between two plain lines.
+    """
+
+    def __init__(self, kind: ProgressKind, *, total_steps: int, interval_steps: int) -> None:
+        from rich.console import Console
+
+        self._console = Console(stderr=True)
+        if kind == "auto":
+            kind = "rich" if self._console.is_terminal else "plain"
+        self.kind = kind
+        self.total_steps = total_steps
+        self.interval_steps = interval_steps
+        self._smooth: dict[str, float] = {}
+        self._bar: Any = None
+        self._task: Any = None
+
+    def start(self, step: int) -> None:
+        """Begin at `step` steps taken."""
+        if self.kind != "rich":
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        self._bar = Bar(
+            TextColumn("train"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[line]}"),
+            console=self._console,
+        )
+        self._task = self._bar.add_task("train", total=self.total_steps, completed=step, line="")
+        self._bar.start()
+
+    def update(self, row: StepRow) -> None:
+        """Show one step."""
+        line = self.line(row)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=row.step, line=line)
+        elif self.kind == "plain" and (
+            row.step % self.interval_steps == 0 or row.step in (1, self.total_steps)
+        ):
+            self._console.print(
+                f"step {row.step}/{self.total_steps}  {line}", highlight=False, soft_wrap=True
+            )
+
+    def line(self, row: StepRow) -> str:
+        """The text after the step count; rates are smoothed over about 20 steps."""
+        wait = row.data_wait_seconds / max(1e-9, row.seconds)
+        values = {"rate": row.tokens_per_second, "wait": wait, "seconds": row.seconds}
+        for name, value in values.items():
+            old = self._smooth.get(name, value)
+            self._smooth[name] = old + (value - old) * 0.05 if name in self._smooth else value
+        left = (self.total_steps - row.step) * self._smooth["seconds"]
+        return (
+            f"loss {row.loss:.4f}  {self._smooth['rate']:,.0f} real tokens/s  "
+            f"fill {row.fill:.0%}  data wait {self._smooth['wait']:.0%}  ETA {_clock(left)}"
+        )
+
+    def stop(self) -> None:
+        """Leave the terminal as it was."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

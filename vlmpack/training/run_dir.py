@@ -1,0 +1,173 @@
+"""The run folder: who may write it, whose run it is, and what lies in it.
+
+runs/demo/
+  recipe.yaml            the resolved recipe; `vlmpack finetune runs/demo/recipe.yaml` resumes
+  identity.json          the fields that decide objective and order
+  run.lock               pid and host while a process works here
+  metrics.jsonl          one row a step
+  data-errors.jsonl      one row a skipped sample
+  checkpoints/step-...   see vlmpack.training.checkpoint
+  export/                the finetuned model in transformers format
+  result.json, predictions-*.jsonl, report/
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from vlmpack.distributed import Ranks
+from vlmpack.errors import RunDirError, RunIdentityError
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a small text file so that a reader sees the old or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+class RunDir:
+    """Paths of one run folder, and the rules for entering it.
+
+    Args:
+        path: the folder; made if missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self.recipe = self.path / "recipe.yaml"
+        self.identity = self.path / "identity.json"
+        self.lock = self.path / "run.lock"
+        self.metrics = self.path / "metrics.jsonl"
+        self.data_errors = self.path / "data-errors.jsonl"
+        self.data_summary = self.path / "data-summary.json"
+        self.checkpoints = self.path / "checkpoints"
+        self.export = self.path / "export"
+        self.result = self.path / "result.json"
+
+    def prepare(self) -> None:
+        """Make the folder and see that it can be written.
+
+        Raises:
+            RunDirError: it cannot.
+        """
+        probe = self.path / f".write-test-{os.getpid()}"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise RunDirError(
+                f"run_dir: {self.path} cannot be written ({error.strerror}); choose another "
+                f"run_dir or change its permissions"
+            ) from error
+
+    @contextmanager
+    def entered(self, ranks: Ranks) -> Iterator[None]:
+        """Make the folder and lock it, on the main rank for all ranks.
+
+        Raises:
+            RunDirError: on every rank, if the folder cannot be written or is in use.
+        """
+
+        def enter() -> None:
+            self.prepare()
+            self._take_lock()
+
+        ranks.on_main(enter)
+        try:
+            yield
+        finally:
+            if ranks.is_main:
+                self.lock.unlink(missing_ok=True)
+
+    def _take_lock(self) -> None:
+        mine = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
+        for _ in range(2):
+            try:
+                descriptor = os.open(self.lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+            except FileExistsError:
+                self._refuse_if_alive()
+                self.lock.unlink(missing_ok=True)
+                continue
+            with os.fdopen(descriptor, "w") as file:
+                file.write(mine)
+            return
+        raise RunDirError(f"run_dir: {self.lock} keeps coming back; another process starts here")
+
+    def _refuse_if_alive(self) -> None:
+        try:
+            owner = json.loads(self.lock.read_text(encoding="utf-8"))
+            pid, host = int(owner["pid"]), str(owner["host"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        if host != socket.gethostname():
+            raise RunDirError(
+                f"run_dir: {self.path} is in use by process {pid} on {host}; if that machine is "
+                f"gone, delete {self.lock}"
+            )
+        if pid != os.getpid() and _is_alive(pid):
+            raise RunDirError(
+                f"run_dir: {self.path} is in use by process {pid}; wait for it, or choose another "
+                f"run_dir"
+            )
+
+    def recorded_identity(self) -> dict[str, Any] | None:
+        """What this folder's run is; None for a new folder.
+
+        Raises:
+            RunDirError: the file is damaged.
+        """
+        if not self.identity.exists():
+            return None
+        try:
+            recorded: dict[str, Any] = json.loads(self.identity.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise RunDirError(f"run_dir: {self.identity} is damaged: {error}") from error
+        return recorded
+
+    def check_identity(
+        self,
+        current: Mapping[str, Any],
+        differences: Callable[[Mapping[str, Any], Mapping[str, Any]], list[str]],
+    ) -> None:
+        """Record what this run is, or compare with what was recorded.
+
+        Args:
+            current: flat mapping of the fields that decide objective and order.
+            differences: (recorded, current) -> one readable line for each that matters.
+
+        Raises:
+            RunIdentityError: the folder belongs to another run; lists every difference.
+        """
+        recorded = self.recorded_identity()
+        # A start that failed before its first step (a mistyped path, say) claims nothing.
+        begun = self.metrics.exists() or self.checkpoints.exists()
+        lines = [] if recorded is None or not begun else differences(recorded, current)
+        if lines:
+            listed = "\n".join(f"  {line}" for line in lines)
+            raise RunIdentityError(
+                f"run_dir: {self.path} holds another run; these fields differ and decide what is "
+                f"learned, or in which order:\n{listed}\n"
+                f"Choose another run_dir, or restore these values to resume."
+            )
+        write_atomically(self.identity, json.dumps(current, indent=2, sort_keys=True) + "\n")
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

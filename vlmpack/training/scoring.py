@@ -1,0 +1,264 @@
+"""From questions and answers to figures. Pure functions and two small files.
+
+    Question + answer -> Prediction (a row of predictions-*.jsonl) -> Scores
+
+Figures are over questions with images. Text-only questions are counted beside them, since a model
+that knows the task's form may answer those without seeing anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from vlmpack.errors import DataError, RunDirError
+from vlmpack.families import ImagePart, Message, VLMSample
+
+PREDICTIONS_BEFORE = "predictions-before.jsonl"
+PREDICTIONS_AFTER = "predictions-after.jsonl"
+
+READ_TASK = "read"
+"""The task whose answers are compared character by character."""
+
+NO_TASK = "(no task)"
+"""The group of questions whose sample has no `task`."""
+
+_MARK_BEFORE_STOP = re.compile(r"\] (?=[,.;:?!])")
+_OUTER_MARKS = re.compile(r"^(\s|\[image \d+\])+|(\s|\[image \d+\])+$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One question and its true answer.
+
+    Args:
+        key: the sample's key.
+        shard: path or URL of the shard it came from.
+        messages: the turns before the answer.
+        images: encoded image files of those turns, in token order.
+        truth: the text of the sample's last assistant turn; "" where it is unknown.
+        task: label that figures are grouped by, if the data has one.
+    """
+
+    key: str
+    shard: str
+    messages: tuple[Message, ...]
+    images: tuple[bytes, ...]
+    truth: str
+    task: str | None = None
+
+    @classmethod
+    def from_sample(cls, sample: VLMSample) -> Question:
+        """The last thing that the sample's assistant was asked.
+
+        Raises:
+            DataError: (schema) no assistant turn, or images that do not match the placeholders.
+        """
+        if len(sample.images) != sample.num_images:
+            raise DataError(
+                f"{sample.num_images} image placeholders in the messages, but "
+                f"{len(sample.images)} images",
+                error_class="schema",
+                key=sample.key,
+                shard=sample.url,
+            )
+        turns = [i for i, message in enumerate(sample.messages) if message.role == "assistant"]
+        if not turns:
+            raise DataError(
+                "no assistant turn, so there is no true answer to compare with",
+                error_class="schema",
+                key=sample.key,
+                shard=sample.url,
+            )
+        messages = sample.messages[: turns[-1]]
+        return cls(
+            key=sample.key,
+            shard=sample.url,
+            messages=messages,
+            images=sample.images[: _num_images(messages)],
+            truth=sample.messages[turns[-1]].text,
+            task=sample.task,
+        )
+
+    @property
+    def text(self) -> str:
+        """The last turn on one line; `[image n]` where an image stands inside the sentence."""
+        parts = self.messages[-1].parts if self.messages else ()
+        line = "".join(
+            f" [image {part.index + 1}] " if isinstance(part, ImagePart) else part.text
+            for part in parts
+        )
+        inner = _OUTER_MARKS.sub("", line)
+        return _MARK_BEFORE_STOP.sub("]", " ".join(inner.split()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """One answered question; a row of a predictions file.
+
+    Args:
+        key: the sample's key.
+        shard: path or URL of its shard; with the key it names the sample.
+        task: the label that figures are grouped by, or None.
+        num_images: images in the question.
+        question: its text, on one line.
+        truth: the true answer.
+        answer: the model's.
+        correct: whether they are equal once stripped.
+    """
+
+    key: str
+    shard: str
+    task: str | None
+    num_images: int
+    question: str
+    truth: str
+    answer: str
+    correct: bool
+
+    @classmethod
+    def of(cls, question: Question, answer: str) -> Prediction:
+        """Compare an answer with the truth."""
+        return cls(
+            key=question.key,
+            shard=question.shard,
+            task=question.task,
+            num_images=len(question.images),
+            question=question.text,
+            truth=question.truth,
+            answer=answer,
+            correct=answer.strip() == question.truth.strip(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Right answers out of questions."""
+
+    num_correct: int
+    num_questions: int
+
+    @property
+    def exact_match(self) -> float | None:
+        """Share of right answers, 0 to 1; None without questions."""
+        return self.num_correct / self.num_questions if self.num_questions else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """Figures of one set of predictions.
+
+    Args:
+        images: questions with images; the headline figure.
+        text_only: questions without, shown separately.
+        tasks: questions with images, by task, in alphabetical order.
+        num_characters: characters of the true answers of `read` questions with images.
+        num_characters_right: those whose position in the answer holds the same character.
+    """
+
+    images: Tally
+    text_only: Tally
+    tasks: dict[str, Tally]
+    num_characters: int
+    num_characters_right: int
+
+    @property
+    def exact_match(self) -> float | None:
+        """Share of image questions answered exactly; None without any."""
+        return self.images.exact_match
+
+    @property
+    def digit_accuracy(self) -> float | None:
+        """Share of characters read right in `read` questions; None without any."""
+        return self.num_characters_right / self.num_characters if self.num_characters else None
+
+
+def make_predictions(
+    questions: Sequence[Question], answers: Sequence[str | None]
+) -> list[Prediction]:
+    """Rows for the questions that were answered; those that could not be asked are left out."""
+    return [
+        Prediction.of(question, answer)
+        for question, answer in zip(questions, answers, strict=True)
+        if answer is not None
+    ]
+
+
+def score(predictions: Iterable[Prediction]) -> Scores:
+    """Count right answers: all, by task, and character by character for `read`."""
+    rows = list(predictions)
+    shown = [row for row in rows if row.num_images]
+    read = [(row.truth.strip(), row.answer.strip()) for row in shown if row.task == READ_TASK]
+    names = sorted({row.task or NO_TASK for row in shown})
+    return Scores(
+        images=_tally(shown),
+        text_only=_tally([row for row in rows if not row.num_images]),
+        tasks={
+            name: _tally([row for row in shown if (row.task or NO_TASK) == name]) for name in names
+        },
+        num_characters=sum(len(truth) for truth, _ in read),
+        num_characters_right=sum(
+            a == b for truth, answer in read for a, b in zip(truth, answer, strict=False)
+        ),
+    )
+
+
+def write_predictions(path: Path, predictions: Iterable[Prediction]) -> None:
+    """Write one JSON object a line; the file appears whole or not at all.
+
+    Raises:
+        RunDirError: the folder cannot be written.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            for row in predictions:
+                file.write(json.dumps(asdict(row), ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        raise RunDirError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def read_predictions(path: Path) -> list[Prediction]:
+    """Read what `write_predictions` wrote.
+
+    Raises:
+        RunDirError: the file cannot be read, or a line is no prediction; the message has its
+            number.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunDirError(f"{path} cannot be read: {error}") from error
+    return [
+        _prediction(line, f"{path}, line {number}")
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+
+
+def _prediction(line: str, where: str) -> Prediction:
+    expected = {field.name for field in fields(Prediction)}
+    try:
+        row: Any = json.loads(line)
+    except ValueError as error:
+        raise RunDirError(f"{where}: not valid JSON: {error}") from error
+    if not isinstance(row, dict) or set(row) != expected:
+        found = ", ".join(sorted(row)) if isinstance(row, dict) else type(row).__name__
+        raise RunDirError(f"{where}: found {found}; expected {', '.join(sorted(expected))}")
+    return Prediction(**row)
+
+
+def _tally(rows: Sequence[Prediction]) -> Tally:
+    return Tally(sum(row.correct for row in rows), len(rows))
+
+
+def _num_images(messages: Sequence[Message]) -> int:
+    return sum(isinstance(part, ImagePart) for message in messages for part in message.parts)

@@ -1,0 +1,251 @@
+"""One launch of a run on one rank: open or resume, train to the end, and what lies around it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vlmpack.backends.engine import Engine
+from vlmpack.data.ledger import Ledger, SkipLimiter, SkipLimits
+from vlmpack.data.pipeline import TrainData
+from vlmpack.data.state import DataState
+from vlmpack.data.summary import DataSummary
+from vlmpack.distributed import Ranks
+from vlmpack.errors import CheckpointError, RunDirError
+from vlmpack.families import Encoder
+from vlmpack.packing import Batch
+from vlmpack.recipe import Recipe, derive, identity
+from vlmpack.training.assemble import (
+    build_encoder,
+    build_engine,
+    build_stepper,
+    open_split,
+    total_steps,
+    trainer_config,
+)
+from vlmpack.training.checkpoint import list_checkpoints
+from vlmpack.training.metrics import MetricsLog, Progress, Trackers
+from vlmpack.training.run_dir import RunDir, write_atomically
+from vlmpack.training.stop import StopFlag
+from vlmpack.training.trainer import Reporting, Trainer, TrainStep
+
+logger = logging.getLogger("vlmpack")
+
+EXAMPLE_MICRO_BATCHES = 12
+"""Micro-batches of the first steps that the report draws to scale."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """Everything that one rank holds while it works on a run.
+
+    Args:
+        recipe: the resolved recipe.
+        ranks: who this process is.
+        run_dir: the run's folder, already prepared and locked.
+        encoder: the model folder's processor.
+        train, validation, test: the splits; the last two may be absent.
+        engine: the model.
+        trainer: the loop, resumed where there was a checkpoint.
+        resumed: whether there was one.
+    """
+
+    recipe: Recipe
+    ranks: Ranks
+    run_dir: RunDir
+    encoder: Encoder
+    train: TrainData
+    validation: TrainData | None
+    test: TrainData | None
+    engine: Engine
+    trainer: Trainer
+    resumed: bool
+
+    def run(self) -> None:
+        """Train from where the trainer stands to the last step.
+
+        Raises:
+            Preempted, NonFiniteError, DataError, DataLimitError: see their classes.
+        """
+        reporting = self._reporting() if self.ranks.is_main else None
+        try:
+            self.trainer.run(self._steps(), reporting)
+        finally:
+            if reporting is not None:
+                reporting.close()
+
+    def _reporting(self) -> Reporting:
+        logging_section = self.recipe.logging
+        return Reporting(
+            metrics=MetricsLog(self.run_dir.metrics, resume_step=self.trainer.totals.step),
+            progress=Progress(
+                logging_section.progress,
+                total_steps=self.trainer.config.total_steps,
+                interval_steps=logging_section.interval_steps,
+            ),
+            trackers=Trackers(logging_section.trackers, self.run_dir.path, identity(self.recipe)),
+        )
+
+    def _steps(self) -> Iterator[TrainStep]:
+        """The data layer's global batches, as the trainer takes them."""
+        text = self.trainer.totals.data_state
+        state = DataState.from_json(text) if text is not None else self.train.start()
+        for step in self.train.batches(
+            state,
+            rank=self.ranks.dp_rank,
+            dp=self.ranks.dp_size,
+            max_steps=self.trainer.config.total_steps,
+        ):
+            yield TrainStep(
+                epoch=step.epoch,
+                batches=[micro_batch.batch for micro_batch in step.micro_batches],
+                names=[
+                    [f"{sample.key} ({sample.shard})" for sample in micro_batch.samples]
+                    for micro_batch in step.micro_batches
+                ],
+                num_planned=step.num_samples,
+                num_skipped=len(step.skipped),
+                read_seconds=sum(m.read_seconds for m in step.micro_batches),
+                encode_seconds=sum(m.encode_seconds for m in step.micro_batches),
+                data_state=step.state.to_json(),
+            )
+
+
+def open_session(recipe: Recipe, ranks: Ranks, run_dir: RunDir, stop: StopFlag) -> Session:
+    """Build every part of a run and load the newest checkpoint if the recipe says so.
+
+    The cheap checks come first: model folder, data, then weights.
+
+    Raises:
+        VlmpackError: whatever is wrong, by its class.
+    """
+    derived = derive(recipe, ranks.world_size)
+    encoder = build_encoder(recipe)
+    ledger = Ledger(run_dir.data_errors)
+    train = open_split(recipe, "data.train", encoder, derived, ranks=ranks, ledger=ledger)
+    assert train is not None  # data.train is required
+    validation = open_split(recipe, "data.validation", encoder, derived, ranks=ranks, ledger=ledger)
+    test = None
+    if recipe.evaluation.generate:
+        test = open_split(recipe, "data.test", encoder, derived, ranks=ranks, ledger=ledger)
+    summary = train.summary()
+    _log_data(recipe, summary)
+    engine = build_engine(recipe, encoder, ranks)
+    for name, value in engine.description.items():
+        logger.info("%-14s %s", name, value)
+    steps = total_steps(recipe, train)
+    limiter = SkipLimiter(SkipLimits(), ledger)
+    trainer = Trainer(
+        stepper=build_stepper(recipe, engine, ranks, total_steps=steps),
+        config=trainer_config(recipe, total_steps=steps),
+        run_dir=run_dir,
+        stop=stop,
+        validation=_validation_batches(recipe, validation, ranks),
+        on_skips=lambda samples, skipped: limiter.check(samples=samples, skipped=skipped),
+    )
+    resumed = _resume(recipe, trainer, run_dir)
+    done = trainer.totals.step
+    ranks.on_main(lambda: ledger.rewind(done))
+    limiter.replay(batches=done, global_batch_size=recipe.training.global_batch_size)
+    if ranks.is_main:
+        write_atomically(run_dir.data_summary, json.dumps(_summary(recipe, train, summary)) + "\n")
+    return Session(
+        recipe=recipe,
+        ranks=ranks,
+        run_dir=run_dir,
+        encoder=encoder,
+        train=train,
+        validation=validation,
+        test=test,
+        engine=engine,
+        trainer=trainer,
+        resumed=resumed,
+    )
+
+
+def _resume(recipe: Recipe, trainer: Trainer, run_dir: RunDir) -> bool:
+    mode = recipe.checkpoint.resume
+    if mode == "never":
+        if list_checkpoints(run_dir.checkpoints):
+            raise RunDirError(
+                f"run_dir: {run_dir.path} holds checkpoints, but checkpoint.resume is never; "
+                f"choose another run_dir, or delete this one"
+            )
+        return False
+    resumed = trainer.resume()
+    if not resumed and mode == "required":
+        raise CheckpointError(
+            f"checkpoint.resume is required, but {run_dir.checkpoints} holds no checkpoint that "
+            f"verifies"
+        )
+    return resumed
+
+
+def _validation_batches(
+    recipe: Recipe, validation: TrainData | None, ranks: Ranks
+) -> _ValidationBatches | None:
+    if validation is None:
+        return None
+    return _ValidationBatches(validation, ranks, recipe.evaluation.max_samples)
+
+
+@dataclass(frozen=True, slots=True)
+class _ValidationBatches:
+    """Called once per validation; every rank takes the same number of steps."""
+
+    data: TrainData
+    ranks: Ranks
+    max_samples: int | None
+
+    def __call__(self) -> Iterator[Batch]:
+        for micro_batch in self.data.eval_batches(
+            rank=self.ranks.dp_rank, dp=self.ranks.dp_size, max_samples=self.max_samples
+        ):
+            yield micro_batch.batch
+
+
+def _summary(recipe: Recipe, train: TrainData, summary: DataSummary) -> dict[str, Any]:
+    """data-summary.json: what the report draws, from lengths alone."""
+    lengths = train.fitted.table.num_tokens
+    usable = lengths[train.fitted.eligible].tolist()
+    examples: list[list[int]] = []
+    for planned in train.planned(train.start(), max_steps=EXAMPLE_MICRO_BATCHES):
+        examples += [[int(lengths[number]) for number in samples] for samples in planned.bins]
+    return {
+        "packing_mode": recipe.packing.mode,
+        "length_histogram": {str(n): count for n, count in sorted(Counter(usable).items())},
+        "padded_tokens_none": summary.padded_slots,
+        "packed_tokens": summary.packed_slots,
+        "real_tokens": summary.epoch_tokens,
+        "example_micro_batches": examples[:EXAMPLE_MICRO_BATCHES],
+        "summary": asdict(summary),
+    }
+
+
+def _log_data(recipe: Recipe, summary: DataSummary) -> None:
+    """What the packing mode does to this data, in one line."""
+    saved = summary.padding_removed / max(1, summary.padded_slots)
+    lengths = summary.length_percentiles
+    left_out = summary.num_samples - summary.num_usable
+    logger.info(
+        "%-14s %d samples%s, %d to %d tokens (median %d), %d steps an epoch",
+        "data",
+        summary.num_usable,
+        f" ({left_out} of {summary.num_samples} left out)" if left_out else "",
+        lengths[0],
+        lengths[100],
+        lengths[50],
+        summary.epoch_steps,
+    )
+    if recipe.packing.mode == "none":
+        what = f"rows are padded: {saved:.0%} of the slots of an epoch hold no token"
+    else:
+        what = (
+            f"each micro-batch of {recipe.training.micro_batch_size} samples is one row; "
+            f"{saved:.0%} of the slots that padded rows would take are gone"
+        )
+    logger.info("%-14s %s: %s", "packing", recipe.packing.mode, what)

@@ -1,0 +1,318 @@
+"""The training loop: data -> step -> metrics, with validation, checkpoints and a clean stop."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vlmpack.errors import CheckpointError, EmptyDataError, Preempted
+from vlmpack.packing import Batch
+from vlmpack.training.checkpoint import (
+    Checkpoint,
+    load_checkpoint,
+    newest_checkpoint,
+    random_state,
+    restore_random_state,
+    save_checkpoint,
+)
+from vlmpack.training.metrics import MetricsLog, Progress, StepRow, Trackers
+from vlmpack.training.run_dir import RunDir
+from vlmpack.training.step import Stepper, StepSums
+from vlmpack.training.stop import StopFlag
+from vlmpack.training.weights import gather_weights, load_weights
+
+logger = logging.getLogger("vlmpack")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainStep:
+    """What one rank trains in one optimizer step.
+
+    Args:
+        epoch: counted from 0.
+        batches: micro-batches, the same number on every rank.
+        names: the samples of each micro-batch, as messages name them.
+        num_planned: samples planned in the global batch, over all ranks, holes included.
+        num_skipped: samples of this rank that became holes.
+        read_seconds: this rank's loader time for bytes, checksums and JSON.
+        encode_seconds: this rank's loader time for decoding, tokenising and packing.
+        data_state: JSON text of the data state after this step.
+    """
+
+    epoch: int
+    batches: Sequence[Batch]
+    names: Sequence[Sequence[str]]
+    num_planned: int
+    num_skipped: int
+    read_seconds: float
+    encode_seconds: float
+    data_state: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerConfig:
+    """The loop's own knobs.
+
+    Args:
+        total_steps: optimizer steps of the whole run.
+        checkpoint_interval: steps between checkpoints; None for the end alone.
+        keep_checkpoints: how many to keep.
+        validation_interval: steps between validations; None for the end alone.
+        log_interval: steps between tracker calls.
+    """
+
+    total_steps: int
+    checkpoint_interval: int | None
+    keep_checkpoints: int
+    validation_interval: int | None
+    log_interval: int
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters of the whole run, over all its launches.
+
+    Args:
+        step: optimizer steps taken.
+        num_tokens: real tokens trained.
+        num_slots: slots computed.
+        num_padded_slots: slots that mode `none` computes for the same micro-batches.
+        num_samples: samples trained.
+        num_skipped: samples left out.
+        train_seconds: seconds spent in steps, validation and saving left out.
+        data_state: JSON text of the data state.
+    """
+
+    step: int = 0
+    num_tokens: int = 0
+    num_slots: int = 0
+    num_padded_slots: int = 0
+    num_samples: int = 0
+    num_skipped: int = 0
+    train_seconds: float = 0.0
+    data_state: str | None = None
+
+    def add(self, sums: StepSums, seconds: float, data_state: str) -> None:
+        """Count one step."""
+        self.step += 1
+        self.num_tokens += sums.num_tokens
+        self.num_slots += sums.num_slots
+        self.num_padded_slots += sums.num_padded_slots
+        self.num_samples += sums.num_samples
+        self.num_skipped += sums.num_skipped
+        self.train_seconds += seconds
+        self.data_state = data_state
+
+
+@dataclass(slots=True, kw_only=True)
+class Reporting:
+    """Where a run's figures go; only the main rank has any.
+
+    Args:
+        metrics: metrics.jsonl.
+        progress: the live line.
+        trackers: experiment trackers.
+    """
+
+    metrics: MetricsLog
+    progress: Progress
+    trackers: Trackers
+
+    def close(self) -> None:
+        """Finish all of them."""
+        self.progress.stop()
+        self.trackers.close()
+        self.metrics.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class Trainer:
+    """Runs one rank of a training run.
+
+    Args:
+        stepper: the model, its optimizer and schedule.
+        config: the loop's knobs.
+        run_dir: where checkpoints and metrics go.
+        stop: set by SIGTERM.
+        validation: makes this rank's validation micro-batches, the same number on every rank;
+            None without a validation split.
+        on_skips: called after every step with the samples planned in it and the skipped ones, over
+            all ranks; raises where the budget is spent.
+    """
+
+    stepper: Stepper
+    config: TrainerConfig
+    run_dir: RunDir
+    stop: StopFlag
+    validation: Callable[[], Iterable[Batch]] | None = None
+    on_skips: Callable[[int, int], None] | None = None
+    totals: Totals = field(default_factory=Totals)
+    _saved_step: int = -1
+    _validated_step: int = -1
+
+    def resume(self) -> bool:
+        """Load the newest checkpoint that verifies. One rank chooses it, every rank reads it.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            CheckpointError: it does not fit this model, or there are some and none verifies.
+        """
+        folder, damaged = self.stepper.ranks.on_main(
+            lambda: newest_checkpoint(self.run_dir.checkpoints)
+        )
+        if folder is None and damaged:
+            listed = "\n".join(f"  {line}" for line in damaged)
+            raise CheckpointError(
+                f"no checkpoint of this run verifies:\n{listed}\nRestore one, or delete the run "
+                f"folder to start anew"
+            )
+        for line in damaged:
+            logger.warning("checkpoint ignored: %s", line)
+        if folder is None:
+            return False
+        checkpoint = load_checkpoint(folder)
+        load_weights(self.stepper, checkpoint)
+        restore_random_state(checkpoint.random)
+        state = checkpoint.state
+        self.totals = Totals(**state["totals"])
+        self._saved_step = self.totals.step
+        self._validated_step = state["validated_step"]
+        logger.info("resumed from %s at step %d", folder, self.totals.step)
+        return True
+
+    def run(self, steps: Iterator[TrainStep], reporting: Reporting | None) -> None:
+        """Train until `total_steps`.
+
+        Args:
+            steps: the data from the current step on.
+            reporting: where figures go, on the main rank.
+
+        Raises:
+            Preempted: SIGTERM was honoured at a step boundary.
+            NonFiniteError, DataError, DataLimitError: see their classes.
+        """
+        if reporting is not None:
+            reporting.progress.start(self.totals.step)
+        while self.totals.step < self.config.total_steps:
+            stopping = self._one_step(steps, reporting)
+            if not stopping and _due(self.totals.step, self.config.validation_interval):
+                self.validate(reporting)
+            if stopping or _due(self.totals.step, self.config.checkpoint_interval):
+                self.save()
+            if stopping and self.totals.step < self.config.total_steps:
+                raise Preempted(
+                    f"stopped at step {self.totals.step} of {self.config.total_steps} on SIGTERM; "
+                    f"the same command resumes from {self.run_dir.checkpoints}"
+                )
+        self.validate(reporting)
+        self.save()
+
+    def _one_step(self, steps: Iterator[TrainStep], reporting: Reporting | None) -> bool:
+        """Train one step; whether any rank was asked to stop."""
+        started = time.perf_counter()
+        train_step = next(steps)
+        waited = time.perf_counter() - started
+        step = self.totals.step
+        sums, phases = self.stepper.train(
+            step,
+            train_step.batches,
+            names=train_step.names,
+            num_skipped=train_step.num_skipped,
+            stop=self.stop.is_set,
+        )
+        seconds = time.perf_counter() - started
+        self.totals.add(sums, seconds, train_step.data_state)
+        if self.on_skips is not None:
+            self.on_skips(train_step.num_planned, sums.num_skipped)
+        if reporting is not None:
+            row = StepRow(
+                step=self.totals.step,
+                epoch=train_step.epoch,
+                loss=sums.loss,
+                grad_norm=sums.grad_norm,
+                learning_rate=self.stepper.schedule(step),
+                num_tokens=sums.num_tokens,
+                num_slots=sums.num_slots,
+                num_padded_slots=sums.num_padded_slots,
+                num_label_tokens=sums.num_label_tokens,
+                num_samples=sums.num_samples,
+                num_skipped=sums.num_skipped,
+                seconds=seconds,
+                data_wait_seconds=waited,
+                read_seconds=train_step.read_seconds,
+                encode_seconds=train_step.encode_seconds,
+                **phases,
+            )
+            reporting.metrics.write(row.as_row())
+            reporting.progress.update(row)
+            if _due(self.totals.step, self.config.log_interval):
+                reporting.trackers.log(
+                    {"loss": row.loss, "grad_norm": row.grad_norm, "fill": row.fill}
+                    | {
+                        "learning_rate": row.learning_rate,
+                        "tokens_per_second": row.tokens_per_second,
+                    },
+                    self.totals.step,
+                )
+        return sums.stop_votes > 0
+
+    def validate(self, reporting: Reporting | None) -> float | None:
+        """Mean loss of a label token over the validation split; once per step number."""
+        if self.validation is None or self._validated_step == self.totals.step:
+            return None
+        loss_sum, num_labels = 0.0, 0
+        for batch in self.validation():
+            sums = self.stepper.evaluate([batch])
+            loss_sum += sums.loss_sum
+            num_labels += sums.num_label_tokens
+        if num_labels == 0:
+            raise EmptyDataError(
+                "data.validation: no sample of the split could be used; see data-errors.jsonl"
+            )
+        loss = loss_sum / num_labels
+        self._validated_step = self.totals.step
+        if reporting is not None:
+            reporting.metrics.write(
+                {
+                    "step": self.totals.step,
+                    "validation_loss": loss,
+                    "validation_label_tokens": num_labels,
+                }
+            )
+            reporting.trackers.log({"validation_loss": loss}, self.totals.step)
+            logger.info("step %d: validation loss %.4f", self.totals.step, loss)
+        return loss
+
+    def save(self) -> None:
+        """Write a checkpoint of the current step, unless there is one."""
+        if self._saved_step == self.totals.step:
+            return
+        model, optimizer = gather_weights(self.stepper)
+        self.stepper.ranks.on_main(
+            lambda: save_checkpoint(
+                self.run_dir.checkpoints,
+                self.totals.step,
+                Checkpoint(
+                    model=model, optimizer=optimizer, random=random_state(), state=self._state()
+                ),
+                keep=self.config.keep_checkpoints,
+            )
+        )
+        self._saved_step = self.totals.step
+
+    def _state(self) -> dict[str, Any]:
+        totals = self.totals
+        return {
+            "totals": {name: getattr(totals, name) for name in Totals.__slots__},
+            "validated_step": self._validated_step,
+            "world_size": self.stepper.ranks.world_size,
+        }
+
+
+def _due(step: int, interval: int | None) -> bool:
+    return interval is not None and step % interval == 0
