@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vlmpack.errors import RecipeError
-from vlmpack.recipe import load_recipe
+from vlmpack.recipe import load_recipe, mcore_rules
 
 MINIMAL = {
     "model": {"path": "models/tiny"},
@@ -23,6 +23,12 @@ MINIMAL = {
     "optim": {"lr": 1e-3},
     "run_dir": "runs/test",
 }
+
+
+@pytest.fixture(autouse=True)
+def mcore_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core of the right version, whatever this machine has."""
+    monkeypatch.setattr(mcore_rules, "mcore_version", lambda: "0.16.1")
 
 
 @pytest.fixture

@@ -2,16 +2,56 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
-from vlmpack.recipe import identity, identity_differences, load_recipe, notes
+from vlmpack.recipe import derive, identity, identity_differences, load_recipe, notes
 
-FOLDER = Path(__file__).parents[2] / "recipes"
-WORLD_SIZE = {"qwen2_5_vl-3b-hf.yaml": 8}
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "recipes"
 FILES = sorted(FOLDER.glob("*.yaml"))
+
+QWEN = {
+    "models/Qwen2.5-VL-3B-Instruct": {
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 36,
+        "intermediate_size": 11008,
+    },
+    "models/Qwen2.5-VL-7B-Instruct": {
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 28,
+        "intermediate_size": 18944,
+    },
+}
+"""Sizes of the models that are not in the repository."""
+
+
+def header(file: Path) -> str:
+    """The comment at the top of a recipe."""
+    text = file.read_text()
+    return text[: text.index("\nmodel:")]
+
+
+def world_size(file: Path) -> int:
+    """Processes that the command in a recipe's header starts."""
+    sizes = re.findall(r"--(?:nnodes|nproc-per-node) (\d+)", header(file))
+    return int(sizes[0]) * int(sizes[-1] if len(sizes) == 2 else 1) if sizes else 1
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """A folder with the config.json of every model that a recipe names."""
+    for name, sizes in QWEN.items():
+        (tmp_path / name).mkdir(parents=True)
+        config = {"model_type": "qwen2_5_vl"} | sizes
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    (tmp_path / "assets").symlink_to(ROOT / "assets")
+    return tmp_path
 
 
 def test_there_are_recipes():
@@ -21,9 +61,29 @@ def test_there_are_recipes():
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_every_recipe_loads_without_notes(file):
-    world_size = WORLD_SIZE.get(file.name, 1)
-    assert notes(load_recipe(file, world_size=world_size), world_size) == []
+def test_every_recipe_loads_without_notes(file, models):
+    processes = world_size(file)
+    recipe = load_recipe(file, world_size=processes, base_dir=models)
+    assert notes(recipe, processes) == []
+    assert (Path(recipe.model.path) / "config.json").is_file() or recipe.model.backend == "hf"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_every_recipe_uses_all_its_processes(file):
+    processes = world_size(file)
+    recipe = load_recipe(file)
+    sizes, layout = derive(recipe, processes), recipe.parallelism
+    copy = layout.tensor * layout.pipeline * layout.context
+    assert sizes.data_parallel * copy == processes
+    micro = recipe.training.micro_batch_size
+    assert (
+        sizes.gradient_accumulation_steps * micro * sizes.data_parallel
+        == recipe.training.global_batch_size
+    )
+    if steps := re.search(r"(\d+) accumulation steps", file.read_text()):
+        assert sizes.gradient_accumulation_steps == int(steps[1])
+    if copies := re.search(r"(\d+) model cop", file.read_text()):
+        assert sizes.data_parallel == int(copies[1])
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
@@ -35,6 +95,20 @@ def test_commands_in_the_comments_work(file):
         load_recipe(FOLDER / name, overrides.split())
 
 
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_recipes_for_gpus_say_that_they_have_not_run_on_any(file):
+    if file.name.startswith("digits"):
+        assert world_size(file) <= 2
+    else:
+        assert "NOT YET RUN ON GPUS" in header(file)
+        assert f"--world-size {world_size(file)}`" in header(file)
+
+
+def test_every_recipe_has_its_own_run_folder():
+    folders = [load_recipe(file).run_dir for file in FILES]
+    assert len(set(folders)) == len(folders)
+
+
 def test_padded_twin_differs_in_packing_alone():
     demo, padded = (
         identity(load_recipe(FOLDER / name)) for name in ("digits-demo.yaml", "digits-padded.yaml")
@@ -42,3 +116,37 @@ def test_padded_twin_differs_in_packing_alone():
     assert identity_differences(demo, padded) == [
         "packing.mode: 'in_batch' in the run folder, 'none' in the recipe"
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("tp2", "tensor"), ("cp2", "context"), ("pp2", "pipeline")]
+)
+def test_megatron_twins_are_the_demo_on_two_processes(name, size):
+    file = FOLDER / f"digits-{name}.yaml"
+    demo, twin = load_recipe(FOLDER / "digits-demo.yaml"), load_recipe(file)
+    assert identity_differences(identity(demo), identity(twin)) == []
+    assert world_size(file) == 2
+    assert getattr(twin.parallelism, size) == 2
+    assert derive(twin, 2).data_parallel == 1
+    assert twin.evaluation == demo.evaluation
+
+
+def test_more_nodes_are_the_same_run():
+    for model in ("3b", "7b"):
+        one, two = (
+            load_recipe(FOLDER / f"qwen2_5_vl-{model}-mcore-{nodes}.yaml")
+            for nodes in ("8gpu", "2x8gpu")
+        )
+        assert identity_differences(identity(one), identity(two)) == []
+
+
+def test_memory_estimates_are_sums():
+    """Comments count too: each estimate's parts add up to what it says."""
+    found = 0
+    for file in FILES:
+        if "Memory per GPU" not in header(file):
+            continue
+        *parts, total = map(float, re.findall(r" ([\d.]+) GB$", header(file), re.MULTILINE))
+        assert abs(sum(parts) - total) <= 0.5, file.name
+        found += 1
+    assert found == 3

@@ -30,6 +30,7 @@ REFUSED = [
     "optim.max_grad_norm=null",
 ]
 ALLOWED = [
+    "model.backend=mcore",
     "model.attention=segments",
     "model.activation_checkpointing=true",
     "data.train={path: data/train-*.tar, name: renamed}",
@@ -81,7 +82,22 @@ def test_every_key_is_either_identity_or_free(minimal):
         for key in leaves - of_identity
         if key.split(".")[0] not in free and not any(d.startswith(key) for d in decided)
     }
-    assert undecided == {"model.backend", "data.test"}
+    assert undecided == {"data.test"}
+
+
+def test_engine_and_layout_may_change_together(minimal):
+    split = [
+        "model.backend=mcore",
+        "model.attention=transformer_engine",
+        "parallelism.tensor=2",
+        "parallelism.sequence=true",
+        "parallelism.context=2",
+        "parallelism.pipeline=2",
+        "parallelism.distributed_optimizer=false",
+    ]
+    hf, mcore = identity(load_recipe(minimal)), identity(load_recipe(minimal, split))
+    assert identity_differences(hf, mcore) == []
+    assert identity_differences(mcore, hf) == []
 
 
 def test_identity_is_flat_and_survives_json(minimal):

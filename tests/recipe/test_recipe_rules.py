@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+import tomllib
+from importlib import metadata, util
+from pathlib import Path
+
 import pytest
 
 from vlmpack.errors import RecipeError
-from vlmpack.recipe import check_world, load_recipe
+from vlmpack.recipe import check_world, load_recipe, mcore_rules
 from vlmpack.recipe.load import SECTIONS
+from vlmpack.recipe.mcore_rules import mcore_version
 from vlmpack.recipe.rules import RULES
-from vlmpack.recipe.schema import (
-    ModelSection,
-    PackingSection,
-    ParallelismSection,
-    TrainingSection,
-)
+from vlmpack.recipe.schema import PackingSection, ParallelismSection, TrainingSection
+
+MCORE = {"model.backend": "mcore"}
+CP2 = MCORE | {"parallelism.context": 2}
 
 TWO = [{"path": "a.tar", "weight": 1.0}, {"path": "b.tar", "weight": 3.0}]
 
@@ -50,12 +54,48 @@ CASES = [
         "parallelism.expert: 4 needs model.backend: mcore",
         {"parallelism.expert": 1},
     ),
-    ("backend_is_built", {"model.backend": "mcore"}, "model.backend: the 'mcore' engine", {}),
+    (
+        "hf_is_data_parallel_only",
+        {"parallelism.sequence": True},
+        "parallelism.sequence: true needs model.backend: mcore",
+        MCORE | {"parallelism.sequence": True, "parallelism.tensor": 2},
+    ),
+    (
+        "transformer_engine_needs_mcore",
+        {"model.attention": "transformer_engine"},
+        "model.attention: 'transformer_engine' needs model.backend: mcore",
+        MCORE | {"model.attention": "transformer_engine"},
+    ),
+    (
+        "fsdp_needs_hf",
+        MCORE | {"parallelism.sharding": "fsdp"},
+        "parallelism.sharding: 'fsdp' needs model.backend: hf; with 'mcore' use none: "
+        "parallelism.distributed_optimizer",
+        MCORE | {"parallelism.distributed_optimizer": True},
+    ),
     (
         "sequence_needs_tensor",
-        {"parallelism.sequence": True},
+        MCORE | {"parallelism.sequence": True},
         "parallelism.sequence: true, but parallelism.tensor is 1",
-        {"parallelism.sequence": False},
+        MCORE | {"parallelism.sequence": False},
+    ),
+    (
+        "seq_length_splits_over_context",
+        CP2 | {"training.seq_length": 510},
+        "training.seq_length: 510 is not a multiple of 2 x parallelism.context = 4; use 512",
+        MCORE | {"training.seq_length": 510},
+    ),
+    (
+        "alignment_splits_over_context",
+        CP2 | {"packing.alignment": 6},
+        "packing.alignment: 6 is not a multiple of 2 x parallelism.context = 4; use 8",
+        CP2 | {"packing.alignment": 12},
+    ),
+    (
+        "in_batch_needs_two_samples",
+        CP2 | {"training.micro_batch_size": 1},
+        "training.micro_batch_size: 1, but packing.mode 'in_batch'",
+        CP2 | {"training.micro_batch_size": 1, "packing.mode": "none"},
     ),
     (
         "weights_are_complete",
@@ -142,13 +182,8 @@ def test_rule_refuses_and_its_twin_passes(problems_of, broken, message, kept):
     assert "secret" not in problem
 
 
-# Rules that no recipe of this version can break alone, since their mode or engine is refused.
-DIRECT = {
-    "planned_rows_are_micro_batches",
-    "mode_is_built",
-    "seq_length_splits_over_context",
-    "alignment_splits_over_context",
-}
+# Rules that no recipe of this version can break alone, or that look at what is installed.
+DIRECT = {"planned_rows_are_micro_batches", "mode_is_built", "mcore_is_installed"}
 
 
 def test_every_rule_has_a_test():
@@ -206,11 +241,57 @@ def test_alignment_is_a_multiple_of_twice_the_context_size():
     assert "6 is not a multiple of 2 x parallelism.context = 4; use 8" in problem.message
 
 
-def test_mcore_is_not_also_refused_for_its_parallelism():
-    check = rule("hf_is_data_parallel_only")
-    sizes = ParallelismSection(tensor=2, context=2)
-    assert check(ModelSection(path="m", backend="mcore"), sizes) == []
-    assert len(check(ModelSection(path="m"), sizes)) == 2
+@pytest.mark.parametrize("size", ["tensor", "pipeline", "context"])
+def test_mcore_takes_every_size_that_hf_refuses(problems_of, size):
+    split = {f"parallelism.{size}": 2}
+    (problem,) = problems_of(split)
+    assert f"parallelism.{size}: 2 needs model.backend: mcore" in problem
+    assert problems_of(MCORE | split) == []
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.16.1rc0", "0.16.2", "0.16.10+cu13"])
+def test_these_versions_of_megatron_core_are_taken(version):
+    assert mcore_rules.mcore_version_fits(version) == []
+
+
+@pytest.mark.parametrize("version", ["0.16", "0.16.0", "0.9.3", "0.17.0rc1", "0.17", "1.0", "dev"])
+def test_other_versions_of_megatron_core_are_refused(problems_of, monkeypatch, version):
+    monkeypatch.setattr(mcore_rules, "mcore_version", lambda: version)
+    (problem,) = problems_of(MCORE)
+    assert (
+        f"model.backend: 'mcore' needs megatron-core >= 0.16.1 and < 0.17, found {version}; "
+        "pip install 'vlmpack[mcore]'"
+    ) in problem
+    assert problems_of({}) == []
+
+
+def test_absent_megatron_core_is_one_problem_with_its_extra(problems_of, monkeypatch):
+    monkeypatch.setattr(mcore_rules, "mcore_version", lambda: None)
+    (problem,) = problems_of(MCORE)
+    assert "model.backend: 'mcore' needs megatron-core, which is not installed" in problem
+    assert "pip install 'vlmpack[mcore]'" in problem
+
+
+def test_megatron_core_is_looked_up_and_not_imported(monkeypatch):
+    def absent(name):
+        raise metadata.PackageNotFoundError(name)
+
+    loaded = set(sys.modules)
+    monkeypatch.setattr(metadata, "version", {"megatron-core": "0.16.1"}.__getitem__)
+    monkeypatch.setattr(util, "find_spec", {"megatron": object()}.__getitem__)
+    assert mcore_version() == "0.16.1"
+    monkeypatch.setattr(metadata, "version", absent)
+    assert mcore_version() is None
+    monkeypatch.setattr(util, "find_spec", {"megatron": None}.__getitem__)
+    assert mcore_version() is None
+    assert not any(name.startswith("megatron") for name in set(sys.modules) - loaded)
+
+
+def test_the_extra_asks_for_the_versions_that_the_rule_takes():
+    with (Path(__file__).parents[2] / "pyproject.toml").open("rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    wanted = f"megatron-core>={mcore_rules.LOWEST},<{mcore_rules.BELOW}"
+    assert extras["mcore"] == [wanted]
 
 
 def test_world_size_must_divide_the_global_batch(minimal):

@@ -166,9 +166,31 @@ def test_derived_table_has_every_derived_value(minimal):
         (["optim.schedule=constant", "optim.min_lr_ratio=0.1"], "optim.min_lr_ratio has no effect"),
         (["data.num_workers=0", "data.prefetch_batches=9"], "data.prefetch_batches has no effect"),
         (["parallelism.sharding=fsdp"], "shards nothing on one process"),
+        (
+            ["parallelism.distributed_optimizer=false"],
+            "parallelism.distributed_optimizer has no effect with model.backend: hf",
+        ),
     ],
 )
 def test_settings_without_effect_are_noted(minimal, overrides, note):
     assert notes(load_recipe(minimal)) == []
     (found,) = notes(load_recipe(minimal, overrides))
     assert note in found
+
+
+def test_a_pipeline_without_enough_micro_batches_is_noted(minimal):
+    pipeline = ["model.backend=mcore", "parallelism.pipeline=2", "parallelism.context=2"]
+    assert notes(load_recipe(minimal, pipeline), 8) == []
+    (found,) = notes(load_recipe(minimal, pipeline), 16)
+    assert "parallelism.pipeline 2 is more than the 1 micro-batch(es) per optimizer step" in found
+
+
+def test_sizes_of_a_megatron_run(minimal):
+    split = ["tensor=2", "sequence=true", "context=2", "pipeline=2"]
+    recipe = load_recipe(
+        minimal, ["model.backend=mcore", *(f"parallelism.{size}" for size in split)], world_size=16
+    )
+    derived = derive(recipe, 16)
+    assert (derived.data_parallel, derived.gradient_accumulation_steps) == (2, 2)
+    assert (derived.sequence_multiple, derived.row_multiple) == (4, 4)
+    assert derived.max_row_tokens == 4 * 512

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from vlmpack.errors import RecipeError
 from vlmpack.recipe.messages import explain, shown
+from vlmpack.recipe.model_rules import broken_model_rules
 from vlmpack.recipe.overrides import apply_overrides
 from vlmpack.recipe.path_rules import anchored
 from vlmpack.recipe.problems import Document, Problem, as_written, render, without_echoes
@@ -74,7 +75,7 @@ def load_recipe(
     recipe, sections, problems = _typed(document)
     for problem in document.problems:
         sections.pop(str(problem.path[0]) if problem.path else "", None)
-    broken = broken_rules(sections)
+    broken = broken_rules(sections) + broken_model_rules(sections, base_dir)
     if world_size is not None:
         broken += broken_world_rules(sections, world_size)
     problems += [rule._replace(path=as_written(rule.path, document.root)) for rule in broken]

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+from vlmpack.recipe.derived import derive
 from vlmpack.recipe.schema import (
     DataSection,
     EvaluationSection,
+    ModelSection,
     OptimSection,
     PackingSection,
+    ParallelismSection,
     Recipe,
     TrainingSection,
 )
 
 
 def notes(recipe: Recipe, world_size: int = 1) -> list[str]:
-    """One line per setting that is ignored, with what would make it count."""
+    """One line per such setting, with what would make it count.
+
+    Args:
+        recipe: a recipe that `check_world` accepts for this number of processes.
+        world_size: number of processes, at least 1.
+    """
     found = [
         *_unread_splits(recipe.data, recipe.evaluation),
         *_idle_schedule(recipe.optim),
         *_long_warmup(recipe.optim, recipe.training),
         *_idle_workers(recipe.data),
         *_idle_alignment(recipe.packing),
+        *_idle_distributed_optimizer(recipe.model, recipe.parallelism),
+        *_idle_stages(recipe, world_size),
     ]
     if recipe.parallelism.sharding == "fsdp" and world_size == 1:
         found.append("parallelism.sharding: fsdp shards nothing on one process")
@@ -59,6 +69,25 @@ def _idle_alignment(packing: PackingSection) -> list[str]:
     if packing.alignment is not None and packing.mode in ("none", "in_batch"):
         return [f"packing.alignment has no effect with packing.mode: {packing.mode}"]
     return []
+
+
+def _idle_distributed_optimizer(model: ModelSection, parallelism: ParallelismSection) -> list[str]:
+    if model.backend == "hf" and not parallelism.distributed_optimizer:
+        return ["parallelism.distributed_optimizer has no effect with model.backend: hf"]
+    return []
+
+
+def _idle_stages(recipe: Recipe, world_size: int) -> list[str]:
+    """Megatron's schedule takes any number of micro-batches, so no error."""
+    stages = recipe.parallelism.pipeline
+    micro_batches = derive(recipe, world_size).gradient_accumulation_steps
+    if micro_batches >= stages:
+        return []
+    return [
+        f"parallelism.pipeline {stages} is more than the {micro_batches} micro-batch(es) per "
+        "optimizer step and model copy, so some stages are always idle; lower "
+        "training.micro_batch_size, or raise training.global_batch_size"
+    ]
 
 
 def _idle_workers(data: DataSection) -> list[str]:

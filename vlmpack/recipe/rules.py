@@ -3,7 +3,8 @@
 A rule takes the sections that it needs and returns the problems it found, with both numbers and
 the knob to turn. `RULES` is the list that `load_recipe` runs; a rule is left out while one of its
 sections has problems of its own. The rules about sources are in `data_rules.py`, about places on
-disk in `path_rules.py`, about the number of processes in `world_rules.py`.
+disk in `path_rules.py`, about megatron-core in `mcore_rules.py`, about the model's own sizes in
+`model_rules.py`, about the number of processes in `world_rules.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ from vlmpack.recipe.data_rules import (
     source_names_differ,
     weights_are_complete,
     weights_are_for_training,
+)
+from vlmpack.recipe.mcore_rules import (
+    fsdp_needs_hf,
+    mcore_is_installed,
+    transformer_engine_needs_mcore,
 )
 from vlmpack.recipe.path_rules import (
     index_dir_is_local,
@@ -84,23 +90,15 @@ def mode_is_built(packing: PackingSection) -> list[Problem]:
     return [Problem(("packing", "mode"), message)]
 
 
-def backend_is_built(model: ModelSection) -> list[Problem]:
-    """The Megatron engine is not in this version."""
-    if model.backend != "mcore":
-        return []
-    message = "the 'mcore' engine (megatron-core) is not in this version; use 'hf'"
-    return [Problem(("model", "backend"), message)]
-
-
 def hf_is_data_parallel_only(model: ModelSection, parallelism: ParallelismSection) -> list[Problem]:
     """Everything but data parallelism is Megatron's."""
     if model.backend != "hf":
         return []
-    return [
+    problems = [
         Problem(
             ("parallelism", name),
-            f"{size} needs model.backend: mcore (not in this version); with 'hf' it is 1, and "
-            "parallelism.sharding: fsdp spreads a model's memory",
+            f"{size} needs model.backend: mcore; with 'hf' it is 1, and parallelism.sharding: fsdp "
+            "spreads a model's memory",
         )
         for name, size in (
             ("tensor", parallelism.tensor),
@@ -110,11 +108,17 @@ def hf_is_data_parallel_only(model: ModelSection, parallelism: ParallelismSectio
         )
         if size > 1
     ]
+    if parallelism.sequence:
+        message = (
+            "true needs model.backend: mcore, and parallelism.tensor >= 2; with 'hf' it is false"
+        )
+        problems.append(Problem(("parallelism", "sequence"), message))
+    return problems
 
 
-def sequence_needs_tensor(parallelism: ParallelismSection) -> list[Problem]:
+def sequence_needs_tensor(model: ModelSection, parallelism: ParallelismSection) -> list[Problem]:
     """Sequence parallelism shards over the tensor-parallel processes."""
-    if not parallelism.sequence or parallelism.tensor > 1:
+    if model.backend != "mcore" or not parallelism.sequence or parallelism.tensor > 1:
         return []
     message = (
         "true, but parallelism.tensor is 1 and sequence parallelism shards activations over the "
@@ -185,9 +189,11 @@ RULES: tuple[Rule, ...] = (
     Rule(in_batch_needs_two_samples, ("packing", "training")),
     Rule(planned_rows_are_micro_batches, ("packing", "training")),
     Rule(mode_is_built, ("packing",)),
-    Rule(backend_is_built, ("model",)),
+    Rule(mcore_is_installed, ("model",)),
+    Rule(transformer_engine_needs_mcore, ("model",)),
+    Rule(fsdp_needs_hf, ("model", "parallelism")),
     Rule(hf_is_data_parallel_only, ("model", "parallelism")),
-    Rule(sequence_needs_tensor, ("parallelism",)),
+    Rule(sequence_needs_tensor, ("model", "parallelism")),
     Rule(global_batch_is_whole, ("training",)),
     Rule(seq_length_splits_over_context, ("training", "parallelism")),
     Rule(alignment_splits_over_context, ("packing", "parallelism")),

@@ -35,9 +35,12 @@ class ModelSection(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type. `auto`: bfloat16 on CUDA, float32 on CPU."""
 
-    attention: Literal["auto", "segments", "torch_varlen", "flash_attn"] = "auto"
+    attention: Literal["auto", "segments", "torch_varlen", "flash_attn", "transformer_engine"] = (
+        "auto"
+    )
     """Attention over packed rows: a loop over segments (any device), torch's varlen kernel or
-    flash-attn (CUDA). `auto`: the fastest one that this machine has."""
+    flash-attn (CUDA), or Transformer Engine's (mcore engine, CUDA). `auto`: the fastest one that
+    this machine has."""
 
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
@@ -116,8 +119,8 @@ class PackingSection(Section):
 
 
 class ParallelismSection(Section):
-    """How one model copy is spread over processes. The number of copies is derived: world size
-    / (tensor x pipeline x context)."""
+    """How one model copy is spread over processes: the `mcore` engine's, but for `sharding`. The
+    number of copies is derived: world size / (tensor x pipeline x context)."""
 
     tensor: Count = 1
     """Processes that share each layer's matrices (TP)."""
@@ -137,6 +140,9 @@ class ParallelismSection(Section):
     sharding: Literal["none", "fsdp"] = "none"
     """hf engine: `none` keeps a full copy on each process (DDP), `fsdp` shards parameters,
     gradients and optimizer state over the data-parallel processes (FSDP2)."""
+
+    distributed_optimizer: bool = True
+    """mcore engine: shard AdamW's state over the data- and context-parallel processes."""
 
 
 class TrainingSection(Section):
@@ -220,6 +226,10 @@ class CheckpointSection(Section):
 
     keep: Count = 2
     """Newest checkpoints that stay on disk."""
+
+    asynchronous: bool = False
+    """Copy the state and write it while training goes on; needs host memory for a copy of each
+    process's share. The last checkpoint, and the one on SIGTERM, are always waited for."""
 
     resume: Literal["auto", "never", "required"] = "auto"
     """`auto`: continue from the run folder's newest checkpoint if it has one; `never`: start

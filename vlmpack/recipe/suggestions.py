@@ -19,6 +19,7 @@ ELSEWHERE: Mapping[str, str] = {
     "gradient_clipping": "optim.max_grad_norm",
     "learning_rate": "optim.lr",
     "lr_scheduler_type": "optim.schedule",
+    "lr_warmup_iters": "optim.warmup_steps",
     "max_length": "training.seq_length",
     "max_seq_length": "training.seq_length",
     "model_name_or_path": "model.path",
@@ -29,6 +30,7 @@ ELSEWHERE: Mapping[str, str] = {
     "pipeline_model_parallel_size": "parallelism.pipeline",
     "pp": "parallelism.pipeline",
     "precision": "model.dtype",
+    "recompute_granularity": "model.activation_checkpointing",
     "report_to": "logging.trackers",
     "save_steps": "checkpoint.interval_steps",
     "save_total_limit": "checkpoint.keep",
@@ -37,6 +39,7 @@ ELSEWHERE: Mapping[str, str] = {
     "tensor_model_parallel_size": "parallelism.tensor",
     "tp": "parallelism.tensor",
     "train_iters": "training.max_steps",
+    "use_distributed_optimizer": "parallelism.distributed_optimizer",
 }
 """Keys of other frameworks, and ours."""
 
@@ -45,6 +48,7 @@ DERIVED: Mapping[str, str] = {
     "data_parallel": "world size / (tensor x pipeline x context)",
     "data_parallel_size": "world size / (tensor x pipeline x context)",
     "dp": "world size / (tensor x pipeline x context)",
+    "pad_seq_to_mult": "2 x context for each sequence, and a row multiple from context and tensor",
     "world_size": "the number of processes that torchrun starts",
 }
 """Keys of other frameworks that are computed here."""

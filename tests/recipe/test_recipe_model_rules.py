@@ -1,0 +1,140 @@
+"""Rules that read the model's config.json: what does not divide or cannot be packed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from vlmpack.recipe.model_rules import UNPACKABLE
+
+SIZES = {
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 6,
+    "intermediate_size": 96,
+}
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Write a config.json; the overrides that choose its folder and the mcore engine."""
+
+    def write(config: object) -> dict:
+        (tmp_path / "config.json").write_text(
+            config if isinstance(config, str) else json.dumps(config), encoding="utf-8"
+        )
+        return {"model.path": str(tmp_path), "model.backend": "mcore"}
+
+    return write
+
+
+@pytest.mark.parametrize("section", [None, "text_config", "llm_config", "language_config"])
+def test_heads_divide_over_tensor_parallel_processes(problems_of, model, section):
+    chosen = model(SIZES if section is None else {section: SIZES, "num_attention_heads": 3})
+    assert problems_of(chosen | {"parallelism.tensor": 4}) == []
+    (problem,) = problems_of(chosen | {"parallelism.tensor": 8})
+    assert "parallelism.tensor: 8 does not divide num_attention_heads 28 and" in problem
+    assert "num_key_value_heads 4 of " in problem
+    assert "config.json; sizes that do: 1, 2, 4" in problem
+
+
+def test_intermediate_size_divides_too(problems_of, model):
+    chosen = model(SIZES | {"intermediate_size": 90})
+    (problem,) = problems_of(chosen | {"parallelism.tensor": 4})
+    assert "parallelism.tensor: 4 does not divide intermediate_size 90" in problem
+    assert problems_of(chosen | {"parallelism.tensor": 2}) == []
+
+
+def test_absent_key_value_heads_are_the_attention_heads(problems_of, model):
+    chosen = model({"num_attention_heads": 6, "num_key_value_heads": None})
+    (problem,) = problems_of(chosen | {"parallelism.tensor": 4})
+    assert "num_attention_heads 6 and num_key_value_heads 6" in problem
+    assert problems_of(chosen | {"parallelism.tensor": 3}) == []
+
+
+@pytest.mark.parametrize("stages", [4, 7, 12])
+def test_layers_divide_over_stages(problems_of, model, stages):
+    chosen = model(SIZES)
+    (problem,) = problems_of(chosen | {"parallelism.pipeline": stages})
+    assert f"parallelism.pipeline: {stages} does not divide num_hidden_layers 6 of" in problem
+    assert "sizes that do: 1, 2, 3, 6" in problem
+    assert problems_of(chosen | {"parallelism.pipeline": 3}) == []
+
+
+def test_the_vocabulary_need_not_divide(problems_of, model):
+    chosen = model(SIZES | {"vocab_size": 577})
+    assert problems_of(chosen | {"parallelism.tensor": 4, "parallelism.pipeline": 2}) == []
+
+
+def test_a_relative_folder_starts_at_the_base_directory(problems_of, model, tmp_path):
+    chosen = model(SIZES) | {"model.path": tmp_path.name, "parallelism.tensor": 8}
+    assert problems_of(chosen) == []
+    (problem,) = problems_of(chosen, base_dir=tmp_path.parent)
+    assert f"of {tmp_path.name}/config.json" in problem
+
+
+@pytest.mark.parametrize("config", ["", "{", "[]", "3", "{}", '{"text_config": 5}', "\x00"])
+def test_an_unreadable_folder_is_left_to_whoever_loads_it(problems_of, model, config):
+    assert problems_of(model(config) | {"parallelism.tensor": 8}) == []
+
+
+def test_a_missing_folder_is_left_to_whoever_loads_it(problems_of, tmp_path):
+    chosen = {"model.path": str(tmp_path / "none"), "model.backend": "mcore"}
+    assert problems_of(chosen | {"parallelism.tensor": 8, "parallelism.pipeline": 5}) == []
+
+
+def test_experts_need_a_mixture_of_experts(problems_of, model):
+    split = {"parallelism.expert": 2}
+    (problem,) = problems_of(model(SIZES) | split)
+    assert "parallelism.expert: 2, but " in problem
+    assert "has no experts to share out" in problem
+    assert "num_experts, num_local_experts, n_routed_experts" in problem
+    assert problems_of(model(SIZES) | {"parallelism.expert": 1}) == []
+
+
+@pytest.mark.parametrize("config", [{"num_experts": 8}, {"text_config": {"n_routed_experts": 4}}])
+def test_mixtures_of_experts_are_not_in_this_version(problems_of, model, config):
+    (problem,) = problems_of(model(config) | {"parallelism.expert": 2})
+    assert "expert parallelism is not in this version" in problem
+
+
+@pytest.mark.parametrize("key", ["num_nextn_predict_layers", "mtp_num_layers"])
+def test_multi_token_prediction_is_not_packed(problems_of, model, key):
+    chosen = model({"text_config": SIZES | {key: 1}})
+    (problem,) = problems_of(chosen)
+    assert "packing.mode: 'in_batch', but " in problem
+    assert f"has multi-token prediction ({key} 1)" in problem
+    assert problems_of(chosen | {"packing.mode": "none"}) == []
+    assert problems_of(model(SIZES | {key: 0})) == []
+
+
+@pytest.mark.parametrize("model_type", [name for row in UNPACKABLE for name in row[1]])
+def test_recurrent_layers_are_refused_by_name(problems_of, model, model_type):
+    for config in ({"model_type": model_type}, {"text_config": {"model_type": model_type}}):
+        (problem,) = problems_of(model(config))
+        assert f"model.backend: 'mcore' cannot run {model_type}: its " in problem
+        assert "megatron-core 0.1" in problem
+
+
+def test_gated_delta_net_names_the_version_that_would_do(problems_of, model):
+    config = {"model_type": "qwen3_5_moe", "text_config": {"model_type": "qwen3_5_moe_text"}}
+    (problem,) = problems_of(model(config))
+    assert "cannot run qwen3_5_moe: its GatedDeltaNet layers carry state" in problem
+    assert "megatron-core 0.18 is the first version that resets it" in problem
+
+
+def test_other_families_pass(problems_of, model):
+    assert problems_of(model({"model_type": "qwen2_5_vl"} | SIZES)) == []
+    assert problems_of(model({"model_type": "qwen3_vl"} | SIZES)) == []
+
+
+def test_hf_reads_no_sizes(problems_of, model):
+    chosen = model({"model_type": "qwen3_5", "mtp_num_layers": 1})
+    assert problems_of(chosen | {"model.backend": "hf"}) == []
+
+
+def test_all_problems_of_a_model_come_together(problems_of, model):
+    chosen = model({"model_type": "qwen3_next", "mtp_num_layers": 1} | SIZES)
+    sizes = {"parallelism.tensor": 3, "parallelism.pipeline": 4, "parallelism.expert": 2}
+    assert len(problems_of(chosen | sizes)) == 5

@@ -1,0 +1,188 @@
+"""Rules about the model's own sizes and layers, for the megatron-core engine.
+
+They read the model folder's config.json, as JSON. A folder that is missing, or no transformers
+model, breaks none of them: whoever loads the model says so. `rules.py` says what a rule is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import gcd
+from pathlib import Path
+
+from vlmpack.recipe.problems import Problem
+from vlmpack.recipe.schema import ModelSection, PackingSection, ParallelismSection
+
+_LANGUAGE_MODEL = ("text_config", "llm_config", "language_config")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_layers", "mtp_num_hidden_layers")
+
+UNPACKABLE: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    (
+        "GatedDeltaNet",
+        ("qwen3_next", "qwen3_5", "olmo_hybrid"),
+        "megatron-core 0.18 is the first version that resets it",
+    ),
+    (
+        "Mamba",
+        ("mamba", "falcon_mamba", "falcon_h1", "granitemoehybrid", "nemotron_h"),
+        "megatron-core 0.16 has them in MambaModel only, while the engine builds GPTModel",
+    ),
+    ("short-convolution", ("lfm2",), "megatron-core 0.16 has none"),
+)
+"""Recurrent layers, the starts of the model_types that have them, and why the engine cannot run
+them on packed rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What a config.json says about the language model.
+
+    Args:
+        folder: `model.path`, as the recipe has it.
+        values: the keys of the language model, those at the top where it has no section.
+        model_types: of the whole and of the language model.
+    """
+
+    folder: str
+    values: Mapping[str, object]
+    model_types: tuple[str, ...]
+
+    def size(self, *keys: str) -> int:
+        """The first of these keys that is a positive integer; 0 where none is."""
+        for key in keys:
+            value = self.values.get(key)
+            if isinstance(value, int) and value > 0:
+                return value
+        return 0
+
+
+def read_model_config(
+    model: ModelSection, base_dir: str | os.PathLike[str] | None = None
+) -> ModelConfig | None:
+    """The model folder's config.json; None where it cannot be read.
+
+    Args:
+        model: the recipe's section.
+        base_dir: folder that a relative `model.path` starts at. None: the current directory.
+    """
+    try:
+        path = Path(base_dir or "", model.path, "config.json")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(content, dict):
+        return None
+    sections = (content.get(key) for key in _LANGUAGE_MODEL)
+    inner: dict[str, object] = next((part for part in sections if isinstance(part, dict)), {})
+    types = (values.get("model_type") for values in (content, inner))
+    return ModelConfig(
+        folder=model.path,
+        values=content | inner,
+        model_types=tuple(name for name in types if isinstance(name, str)),
+    )
+
+
+def layers_split_over_processes(
+    config: ModelConfig, parallelism: ParallelismSection
+) -> list[Problem]:
+    """Each process gets as many heads and columns of a layer, each stage as many layers."""
+    heads = config.size("num_attention_heads")
+    shared = {
+        "tensor": {
+            "num_attention_heads": heads,
+            "num_key_value_heads": config.size("num_key_value_heads") or heads,
+            "intermediate_size": config.size("intermediate_size"),
+        },
+        "pipeline": {"num_hidden_layers": config.size("num_hidden_layers")},
+    }
+    problems = []
+    for knob, sizes in shared.items():
+        parts: int = getattr(parallelism, knob)
+        uneven = [f"{key} {size}" for key, size in sizes.items() if size % parts]
+        if uneven:
+            message = (
+                f"{parts} does not divide {' and '.join(uneven)} of {config.folder}/config.json; "
+                f"sizes that do: {', '.join(map(str, _divisors(gcd(*sizes.values()))))}"
+            )
+            problems.append(Problem(("parallelism", knob), message))
+    return problems
+
+
+def experts_are_there(config: ModelConfig | None, parallelism: ParallelismSection) -> list[Problem]:
+    """Expert parallelism shares out the experts of a mixture-of-experts model."""
+    if parallelism.expert == 1:
+        return []
+    if config is not None and not config.size(*_EXPERTS):
+        message = (
+            f"{parallelism.expert}, but {config.folder} has no experts to share out (its "
+            f"config.json has none of {', '.join(_EXPERTS)}); use 1"
+        )
+    else:
+        message = (
+            f"{parallelism.expert}, but expert parallelism is not in this version, which trains "
+            "no mixture-of-experts model; use 1"
+        )
+    return [Problem(("parallelism", "expert"), message)]
+
+
+def prediction_layers_are_not_packed(config: ModelConfig, packing: PackingSection) -> list[Problem]:
+    """Multi-token prediction would look into the next sample of a packed row."""
+    layers = config.size(*_PREDICTION_LAYERS)
+    if layers == 0 or packing.mode == "none":
+        return []
+    key = next(key for key in _PREDICTION_LAYERS if config.size(key))
+    message = (
+        f"'{packing.mode}', but {config.folder} has multi-token prediction ({key} {layers}), whose "
+        "targets this version does not cut at the ends of packed samples; use packing.mode: none"
+    )
+    return [Problem(("packing", "mode"), message)]
+
+
+def layers_can_be_packed(config: ModelConfig) -> list[Problem]:
+    """Every layer knows where samples end. The engine's padded rows are segments of one row too,
+    so this holds in every packing mode."""
+    return [
+        Problem(
+            ("model", "backend"),
+            f"'mcore' cannot run {model_type}: its {layers} layers carry state from sample to "
+            f"sample of a packed row, and {why}; use another model",
+        )
+        for layers, starts, why in UNPACKABLE
+        for model_type in config.model_types[:1]
+        if any(name.startswith(starts) for name in config.model_types)
+    ]
+
+
+def broken_model_rules(
+    sections: Mapping[str, object], base_dir: str | os.PathLike[str] | None
+) -> list[Problem]:
+    """The problems of these rules, as far as their sections are there.
+
+    Args:
+        sections: the top-level keys of a recipe whose own types are right.
+        base_dir: folder that a relative `model.path` starts at. None: the current directory.
+    """
+    model = sections.get("model")
+    if not isinstance(model, ModelSection) or model.backend != "mcore":
+        return []
+    config = read_model_config(model, base_dir)
+    parallelism, packing = sections.get("parallelism"), sections.get("packing")
+    problems = []
+    if config is not None:
+        problems += layers_can_be_packed(config)
+    if isinstance(parallelism, ParallelismSection):
+        problems += experts_are_there(config, parallelism)
+        if config is not None:
+            problems += layers_split_over_processes(config, parallelism)
+    if config is not None and isinstance(packing, PackingSection):
+        problems += prediction_layers_are_not_packed(config, packing)
+    return problems
+
+
+def _divisors(number: int) -> list[int]:
+    """The divisors up to 64: no more than that share a layer."""
+    return [size for size in range(1, min(number, 64) + 1) if number % size == 0]
