@@ -111,13 +111,18 @@ def resolve(
 
 def run_recipe(recipe: Recipe) -> FinetuneResult:
     """Run a resolved recipe on this process: resume or start, train, evaluate, export, report."""
-    from vlmpack.distributed import start_process_group, stop_process_group
+    from vlmpack.distributed import (
+        start_process_group,
+        stop_process_group,
+        world_size_from_environment,
+    )
     from vlmpack.training.run_dir import RunDir
     from vlmpack.training.stop import StopFlag, stop_on_sigterm
 
-    ranks = start_process_group()
+    check_world(recipe, world_size=world_size_from_environment())
+    split = recipe.parallelism
+    ranks = start_process_group(tensor=split.tensor, context=split.context, pipeline=split.pipeline)
     try:
-        check_world(recipe, world_size=ranks.world_size)
         run_dir = RunDir(Path(recipe.run_dir))
         stop = StopFlag()
         with run_dir.entered(ranks), stop_on_sigterm(stop):

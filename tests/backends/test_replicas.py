@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,11 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import replicas
-from support.engines import make_engine, make_stepper
+from support.checkpoints import save_engine, stored_tensors
+from support.engines import make_engine, make_stepper, single_rank
 from support.runs import relative_l2
 from support.shards import TINY_MODEL
 
-from vlmpack.training.weights import gather_weights
+from vlmpack.training.checkpoint import find_damage, list_checkpoints, step_folder
 
 TESTS = Path(__file__).resolve().parents[1]
 STEP_TOLERANCE = 1e-5
@@ -25,6 +27,7 @@ UPDATE_TOLERANCE = 1e-3
 """Relative L2 of what five AdamW steps changed. The first steps are nearly sign(gradient), so a
 gradient element that is rounding noise may move the other way."""
 QUICK = ("one each", "image-less rank, empty bin")
+ONE_ROW = [[[0, 1, 2, 3, 4, 5]]]
 SLOW = tuple(name for name in replicas.DEALS if name not in QUICK)
 
 
@@ -50,8 +53,10 @@ def torchrun(folder, deals):
 
 
 @pytest.fixture(scope="module")
-def quick_results(tmp_path_factory):
-    return torchrun(tmp_path_factory.mktemp("replicas"), QUICK)
+def quick_results(tmp_path_factory, one_process_checkpoint):
+    folder = tmp_path_factory.mktemp("replicas")
+    (folder / "one").symlink_to(one_process_checkpoint[0])
+    return torchrun(folder, QUICK)
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +68,19 @@ def slow_results(tmp_path_factory):
 def one_process(tiny_folder, encoder, encoded):
     """Rows of the same global batch as one row in this process, and what the steps changed."""
     stepper = make_stepper(make_engine(tiny_folder, encoder))
-    before, _ = gather_weights(stepper)
-    rows = replicas.train(stepper, [[[0, 1, 2, 3, 4, 5]]], encoded)
-    after, _ = gather_weights(stepper)
-    return rows, before, after
+    before = replicas.whole_weights(stepper)
+    rows = replicas.train(stepper, ONE_ROW, encoded)
+    return rows, before, replicas.whole_weights(stepper)
+
+
+@pytest.fixture(scope="module")
+def one_process_checkpoint(tiny_folder, encoder, encoded, tmp_path_factory):
+    """A checkpoint of one process after the steps, and the steps that follow."""
+    stepper = make_stepper(make_engine(tiny_folder, encoder))
+    replicas.train(stepper, ONE_ROW, encoded)
+    root = tmp_path_factory.mktemp("one")
+    save_engine(root, replicas.STEPS, stepper.engine, keep=1)
+    return root, replicas.train_on(stepper, ONE_ROW, encoded)
 
 
 def assert_same_steps(folder, sharding, deal, one_process, processes):
@@ -116,13 +130,77 @@ def test_the_deals_are_what_they_say(mixed):
         assert len({len(rank) for rank in deal}) == 1, "the same number of micro-batches"
 
 
-def test_sharded_weights_and_moments_make_the_round_trip(quick_results):
-    result = json.loads((quick_results / "round-trip.json").read_text(encoding="utf-8"))
-    assert result["sharded"] == "DTensor"
-    assert result["parameters"] == result["equal"] > 50
-    assert result["moments"] == result["moments_equal"] == 3 * result["parameters"]
-    first, again = result["steps"]
-    assert first == again, "a resumed sharded run takes another step"
+SHARDINGS = [("none", "Parameter"), ("fsdp", "DTensor")]
+
+
+def round_trip(results, sharding):
+    return json.loads((results / f"round-trip-{sharding}.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(("sharding", "kind"), SHARDINGS)
+def test_weights_and_moments_make_the_round_trip(quick_results, sharding, kind):
+    result = round_trip(quick_results, sharding)
+    assert result["type"] == kind
+    assert len(result["steps"]) == replicas.STEPS_AFTER
+    assert result["steps"] == result["steps_again"], "a resumed run takes other steps"
+    first, again = (
+        step_folder(quick_results / name, replicas.STEPS)
+        for name in (sharding, f"{sharding}-again")
+    )
+    assert find_damage(first) is None
+    mine, theirs = stored_tensors(first), stored_tensors(again)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize(("sharding", "kind"), SHARDINGS)
+def test_both_ranks_write_every_element_once_between_them(
+    quick_results, session_engine, sharding, kind
+):
+    stored = stored_tensors(step_folder(quick_results / sharding, replicas.STEPS))  # the cover
+    shapes = session_engine.parameter_shapes()
+    expected = {
+        f"{k}.{n}": shape for k in ("model", "exp_avg", "exp_avg_sq") for n, shape in shapes.items()
+    }
+    assert {name: tuple(value.shape) for name, value in stored.items()} == expected
+    written = [
+        sum(math.prod(box) for box in boxes)
+        for boxes in round_trip(quick_results, sharding)["owned"]
+    ]
+    assert sum(written) == sum(math.prod(shape) for shape in expected.values())
+    assert max(written) <= 1.1 * min(written), "one rank writes much more than the other"
+
+
+@pytest.mark.parametrize(("sharding", "kind"), SHARDINGS)
+def test_one_process_goes_on_from_two_and_two_from_one(
+    quick_results, one_process_checkpoint, encoder, encoded, sharding, kind
+):
+    result = round_trip(quick_results, sharding)
+    one = replicas.resumed(
+        "none", step_folder(quick_results / sharding, replicas.STEPS), single_rank()
+    )
+    for ours, theirs in (
+        (replicas.train_on(one, ONE_ROW, encoded), result["steps"]),
+        (result["steps_from_one"], one_process_checkpoint[1]),
+    ):
+        assert len(ours) == len(theirs) == replicas.STEPS_AFTER
+        for mine, expected in zip(ours, theirs, strict=True):
+            assert mine == pytest.approx(expected, rel=STEP_TOLERANCE)
+    losses = [loss for loss, _ in result["steps"]]
+    assert losses == sorted(losses, reverse=True), "what is compared does not change"
+
+
+def test_a_rank_that_cannot_write_fails_the_save_on_all_and_keeps_the_older_one(quick_results):
+    messages = {
+        json.loads((quick_results / f"failed-save-{rank}.json").read_text(encoding="utf-8"))
+        for rank in range(2)
+    }
+    assert len(messages) == 1
+    message = messages.pop()
+    assert message.startswith("checkpoint of step 2 cannot be written: rank 1 on ")
+    assert "No space left" in message
+    assert [path.name for path in (quick_results / "failed").iterdir()] == ["step-00000001"]
+    assert find_damage(list_checkpoints(quick_results / "failed")[0]) is None
 
 
 def test_a_bad_sample_on_one_rank_stops_all_ranks_alike(quick_results, encoded):

@@ -158,7 +158,7 @@ def gradients_of_step(engine, batches):
     def steal(*_):
         seen.update({name: p.grad.detach().clone() for name, p in engine.parameters()})
 
-    stepper.optimizer.register_step_pre_hook(steal)
+    engine.optimizer.register_step_pre_hook(steal)
     before = {name: p.detach().clone() for name, p in engine.parameters()}
     stepper.train(0, batches, num_skipped=0, stop=False)
     with torch.no_grad():

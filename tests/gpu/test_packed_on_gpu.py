@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.engines import single_rank
+from support.engines import ADAMW, single_rank
 from support.runs import loss_errors, mean_loss, pack, split_by_sample
 
 from vlmpack.attention import choose_attention, segment_attention
@@ -42,7 +42,7 @@ def engine(request, tiny_folder, encoder):
     """bfloat16 autocast on one GPU."""
     ranks = replace(single_rank(), device=torch.device("cuda", 0))
     config = HFEngineConfig(folder=tiny_folder, dtype="bfloat16", attention=request.param)
-    made = HFEngine(config, encoder, ranks)
+    made = HFEngine(config, encoder, ranks, ADAMW)
     assert made.description["attention"].startswith(request.param)
     return made
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+from support.checkpoints import stored_tensors
 from support.recipes import changed, rows
 
 from vlmpack.api import resolve, run_recipe
 from vlmpack.errors import CheckpointError, Preempted, RunDirError, RunIdentityError
 from vlmpack.training import session as session_module
+from vlmpack.training.checkpoint import Saver, find_damage, newest_checkpoint
+from vlmpack.training.checkpoint import save as save_module
 
 STEPS = 24
 """Four and a bit epochs of 6 steps; the last step of each holds 2 samples instead of 4."""
@@ -43,11 +46,7 @@ def run_until(
 
 def final_weights(run_dir: Path) -> Any:
     """Parameters and moments of the last checkpoint."""
-    folder = run_dir / "checkpoints" / f"step-{STEPS:08d}"
-    return {
-        **load_file(folder / "model.safetensors"),
-        **load_file(folder / "optimizer.safetensors"),
-    }
+    return stored_tensors(run_dir / "checkpoints" / f"step-{STEPS:08d}")
 
 
 def assert_same_run(ours: Path, reference: Path) -> None:
@@ -120,12 +119,99 @@ def test_a_damaged_checkpoint_is_passed_over(
     reference = changed(mine, run_dir=str(tmp_path / "reference"))
     run_recipe(resolve(reference, {}))
     run_until(mine, 5, monkeypatch, total=6)
-    weights = Path(mine["run_dir"], "checkpoints", "step-00000005", "model.safetensors")
+    folder = Path(mine["run_dir"], "checkpoints", "step-00000005")
+    weights = folder / "model-00000-of-00001.safetensors"
     data = bytearray(weights.read_bytes())
     data[-9] ^= 1
     weights.write_bytes(data)
     run_recipe(resolve(mine, {}))
     assert rows(mine["run_dir"], *COLUMNS) == rows(reference["run_dir"], *COLUMNS)
+
+
+@pytest.mark.parametrize("writing", [False, True], ids=["done at once", "never done"])
+def test_background_checkpoints_are_those_of_a_waiting_run(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: Any, writing: bool
+) -> None:
+    """Published at the first step boundary where no rank writes, else before the next save."""
+    base = changed(settings, training__max_steps=6, checkpoint__interval_steps=2)
+    reference = changed(base, run_dir=str(tmp_path / "reference"))
+    run_recipe(resolve(reference, {}))
+    there: dict[int, list[int]] = {}
+    original = session_module.Session._steps
+
+    def looking(self: Any) -> Any:
+        for train_step in original(self):
+            folders = self.run_dir.checkpoints.glob("step-*/COMPLETE")
+            there[self.trainer.totals.step + 1] = sorted(int(f.parent.name[5:]) for f in folders)
+            yield train_step
+
+    monkeypatch.setattr(session_module.Session, "_steps", looking)
+    monkeypatch.setattr(Saver, "is_writing", property(lambda _: writing))
+    run_recipe(resolve(changed(base, checkpoint__asynchronous=True), {}))
+    second = [2, 4] if not writing else [2]
+    first = [2] if not writing else []
+    assert there == {1: [], 2: [], 3: [], 4: first, 5: [2], 6: second}
+    for step in (2, 4, 6):
+        mine, theirs = (
+            Path(run["run_dir"], "checkpoints", f"step-{step:08d}") for run in (base, reference)
+        )
+        assert find_damage(mine) is None
+        for path in theirs.glob("*-of-*.safetensors"):
+            assert (mine / path.name).read_bytes() == path.read_bytes(), path
+        assert (mine / "random.safetensors").read_bytes() == (
+            theirs / "random.safetensors"
+        ).read_bytes()
+        states = [json.loads((folder / "state.json").read_text()) for folder in (mine, theirs)]
+        assert [state["totals"].pop("train_seconds") > 0 for state in states] == [True, True]
+        assert states[0] == states[1]
+
+
+class Kill(BaseException):
+    """Stands for SIGKILL: nothing catches it."""
+
+
+def test_a_run_killed_before_its_checkpoint_is_published_resumes_from_the_one_before(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: Any
+) -> None:
+    mine = changed(settings, training__max_steps=6, checkpoint__interval_steps=2)
+    mine = changed(mine, checkpoint__asynchronous=True)
+    reference = changed(mine, run_dir=str(tmp_path / "reference"))
+    run_recipe(resolve(reference, {}))
+    publish = Saver._publish
+
+    def killed(self: Any, folder: Path, content: Any, share: Any) -> None:
+        if content.step == 4:
+            raise Kill
+        publish(self, folder, content, share)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Saver, "_publish", killed)
+        with pytest.raises(Kill):
+            run_recipe(resolve(mine, {}))
+    checkpoints = Path(mine["run_dir"], "checkpoints")
+    assert len(list(checkpoints.glob(".tmp-step-00000004-*"))) == 1
+    assert newest_checkpoint(checkpoints) == (checkpoints / "step-00000002", [])
+    run_recipe(resolve(mine, {}))
+    assert rows(mine["run_dir"], *COLUMNS) == rows(reference["run_dir"], *COLUMNS)
+    assert not list(checkpoints.glob(".tmp-*"))
+
+
+def test_a_failure_in_the_background_ends_the_run(
+    settings: dict[str, Any], monkeypatch: Any
+) -> None:
+    mine = changed(settings, training__max_steps=6, checkpoint__interval_steps=2)
+    write = save_module.write_share
+
+    def failing(folder: Path, *arguments: Any, **options: Any) -> Any:
+        if "step-00000004" in folder.name:
+            raise OSError(28, "No space left on device")
+        return write(folder, *arguments, **options)
+
+    monkeypatch.setattr(save_module, "write_share", failing)
+    with pytest.raises(CheckpointError, match=r"step 4 cannot be written: .*No space left"):
+        run_recipe(resolve(changed(mine, checkpoint__asynchronous=True), {}))
+    checkpoints = Path(mine["run_dir"], "checkpoints")
+    assert [path.name for path in checkpoints.iterdir()] == ["step-00000002"]
 
 
 def test_a_finished_run_is_not_trained_again(settings: dict[str, Any]) -> None:

@@ -3,7 +3,9 @@
     torchrun --nproc-per-node 2 replicas.py FOLDER
 
 Writes FOLDER/<sharding>-<deal>.json (rank 0's loss and gradient norm by step) and .safetensors
-(whole parameters afterwards), FOLDER/round-trip.json and FOLDER/non-finite-<rank>.json.
+(whole parameters afterwards), FOLDER/<sharding>/ (checkpoints) with round-trip-<sharding>.json,
+FOLDER/failed-save-<rank>.json and FOLDER/non-finite-<rank>.json. Resumes from FOLDER/one/, the
+checkpoint of one process, where there is one.
 """
 
 from __future__ import annotations
@@ -16,23 +18,22 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from support.checkpoints import content_of, save_engine
 from support.engines import make_engine, make_stepper
 from support.shards import TINY_MODEL, mixed_samples
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from vlmpack.distributed import Ranks, start_process_group, stop_process_group
-from vlmpack.errors import NonFiniteError
+from vlmpack.errors import CheckpointError, NonFiniteError
 from vlmpack.families import Encoder
 from vlmpack.packing import EncodedSample, PackCollator
-from vlmpack.training.checkpoint import (
-    Checkpoint,
-    load_checkpoint,
-    random_state,
-    save_checkpoint,
-)
+from vlmpack.training.checkpoint import Saver, load_checkpoint, step_folder
 from vlmpack.training.step import Stepper
-from vlmpack.training.weights import gather_weights, load_weights
 
 STEPS = 5
+STEPS_AFTER = 3
+"""Steps that a resumed run is followed for."""
 COLLATE = PackCollator(pad_token_id=561, num_position_axes=3, pad_to_multiple_of=8)
 
 Deal = list[list[list[int]]]
@@ -54,10 +55,17 @@ def encoded_samples() -> list[EncodedSample]:
     return [encoder.encode(sample.cooked()) for sample in mixed_samples()]
 
 
-def train(stepper: Stepper, deal: Deal, samples: list[EncodedSample]) -> list[list[float]]:
+def train(
+    stepper: Stepper,
+    deal: Deal,
+    samples: list[EncodedSample],
+    *,
+    start: int = 0,
+    count: int = STEPS,
+) -> list[list[float]]:
     """(loss, gradient norm) by step."""
     rows = []
-    for step in range(STEPS):
+    for step in range(start, start + count):
         mine = deal[stepper.ranks.dp_rank]
         batches = [COLLATE([samples[index] for index in bin_]) for bin_ in mine]
         sums, _ = stepper.train(step, batches, num_skipped=0, stop=False)
@@ -66,33 +74,76 @@ def train(stepper: Stepper, deal: Deal, samples: list[EncodedSample]) -> list[li
     return rows
 
 
+def train_on(stepper: Stepper, deal: Deal, samples: list[EncodedSample]) -> list[list[float]]:
+    """The steps after a checkpoint."""
+    return train(stepper, deal, samples, start=STEPS, count=STEPS_AFTER)
+
+
+def whole_weights(stepper: Stepper) -> dict[str, Tensor]:
+    """Copies of all parameters, shards put together. Collective."""
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in stepper.engine.parameters()
+    }
+
+
 def fresh(sharding: str, ranks: Ranks) -> Stepper:
     """A stepper on the tiny model as it is on disk."""
     engine = make_engine(TINY_MODEL, Encoder(TINY_MODEL), ranks=ranks, sharding=sharding)
     return make_stepper(engine)
 
 
-def round_trip(stepper: Stepper, samples: list[EncodedSample], folder: Path) -> dict[str, Any]:
-    """gather_weights -> checkpoint -> load_weights into a fresh sharded stepper, then a step."""
-    ranks = stepper.ranks
-    model, optimizer = gather_weights(stepper)
-    saved = Checkpoint(model=model, optimizer=optimizer, random=random_state(), state={})
-    ranks.on_main(lambda: save_checkpoint(folder / "checkpoints", STEPS, saved, keep=1))
-    again = fresh("fsdp", ranks)
-    load_weights(again, load_checkpoint(folder / "checkpoints" / f"step-{STEPS:08d}"))
-    model_again, optimizer_again = gather_weights(again)
-    batches = [COLLATE(samples[ranks.rank :: 2])]
-    steps = [s.train(STEPS, batches, num_skipped=0, stop=False)[0] for s in (stepper, again)]
-    return {
-        "parameters": len(model),
-        "moments": len(optimizer),
-        "sharded": type(stepper.engine.parameters()[0][1]).__name__,
-        "equal": sum(torch.equal(model_again[name], value) for name, value in model.items()),
-        "moments_equal": sum(
-            torch.equal(optimizer_again[name], value) for name, value in optimizer.items()
-        ),
-        "steps": [[s.loss, s.grad_norm] for s in steps],
+def resumed(sharding: str, folder: Path, ranks: Ranks) -> Stepper:
+    """A stepper that goes on from a checkpoint."""
+    stepper = fresh(sharding, ranks)
+    load_checkpoint(folder, stepper.engine, ranks)
+    return stepper
+
+
+def round_trip(
+    sharding: str, stepper: Stepper, deal: Deal, samples: list[EncodedSample], folder: Path
+) -> dict[str, Any]:
+    """Save, load into a fresh stepper, save that; train on with both.
+
+    The first is saved in the background and published after a step, so it must hold a copy.
+    """
+    ranks, roots = stepper.ranks, [folder / f"{sharding}{suffix}" for suffix in ("", "-again")]
+    saver = Saver(roots[0], ranks, keep=1)
+    saver.save_in_background(content_of(stepper.engine, STEPS), stepper.engine.owned_slices)
+    owned = [list(box.lengths) for _, box, _ in stepper.engine.owned_slices()]
+    steps = train_on(stepper, deal, samples)
+    saver.finish()
+    again = resumed(sharding, step_folder(roots[0], STEPS), ranks)
+    save_engine(roots[1], STEPS, again.engine, keep=1, ranks=ranks)
+    result = {
+        "type": type(stepper.engine.parameters()[0][1]).__name__,
+        "owned": ranks.gather_objects(owned),
+        "steps": steps,
+        "steps_again": train_on(again, deal, samples),
     }
+    if (folder / "one").is_dir():
+        other = resumed(sharding, step_folder(folder / "one", STEPS), ranks)
+        result["steps_from_one"] = train_on(other, deal, samples)
+    return result
+
+
+def failed_save(stepper: Stepper, folder: Path) -> str:
+    """What each rank is told when rank 1 alone cannot write."""
+    ranks, engine = stepper.ranks, stepper.engine
+    root = folder / "failed"
+    save_engine(root, 1, engine, keep=1, ranks=ranks)
+
+    def owned() -> Any:
+        yield from engine.owned_slices()
+        if ranks.rank == 1:
+            raise OSError(28, "No space left on device")
+
+    saver = Saver(root, ranks, keep=1)
+    try:
+        saver.save(content_of(engine, 2), owned)
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
 
 
 def non_finite(ranks: Ranks, samples: list[EncodedSample]) -> str:
@@ -117,14 +168,16 @@ def main(folder: Path, deals: list[str]) -> None:
         for name in deals:
             stepper = fresh(sharding, ranks)
             rows = train(stepper, DEALS[name], samples)
-            model, _ = gather_weights(stepper)
+            model = whole_weights(stepper)
             if ranks.is_main:
                 result = {"rows": rows, "processes": stepper.engine.description["processes"]}
                 (folder / f"{sharding}-{name}.json").write_text(json.dumps(result))
                 save_file(model, str(folder / f"{sharding}-{name}.safetensors"))
-    result = round_trip(stepper, samples, folder)
-    if ranks.is_main:
-        (folder / "round-trip.json").write_text(json.dumps(result))
+        result = round_trip(sharding, stepper, DEALS[deals[-1]], samples, folder)
+        if ranks.is_main:
+            (folder / f"round-trip-{sharding}.json").write_text(json.dumps(result))
+    message = failed_save(stepper, folder)
+    (folder / f"failed-save-{ranks.rank}.json").write_text(json.dumps(message))
     message = non_finite(ranks, samples)
     (folder / f"non-finite-{ranks.rank}.json").write_text(json.dumps(message))
     stop_process_group()

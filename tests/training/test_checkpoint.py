@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import pickletools
-import re
 import subprocess
 import sys
 import textwrap
@@ -15,61 +14,80 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.engines import make_engine, make_stepper
+from support.checkpoints import MemoryEngine, save_engine, stored_tensors
+from support.engines import make_engine, make_stepper, single_rank
 from support.runs import pack
 
 from vlmpack.errors import CheckpointError
-from vlmpack.training import checkpoint as module
 from vlmpack.training.checkpoint import (
     COMPLETE,
-    Checkpoint,
+    CheckpointReader,
     find_damage,
+    folders,
     list_checkpoints,
     load_checkpoint,
     newest_checkpoint,
-    random_state,
     restore_random_state,
-    save_checkpoint,
+    safetensors_file,
+    share,
     step_folder,
 )
-from vlmpack.training.weights import gather_weights, load_weights
+from vlmpack.training.checkpoint import (
+    save as save_module,
+)
 
-FILES = ("model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json")
+MODEL, OPTIMIZER = (f"{kind}-00000-of-00001.safetensors" for kind in ("model", "optimizer"))
+FILES = (MODEL, OPTIMIZER, "random.safetensors", "index.json", "state.json")
+TESTS = Path(__file__).resolve().parents[1]
 
 
-def content(step=0):
-    return Checkpoint(
-        model={"w": torch.arange(6.0).view(2, 3) + step, "b": torch.ones(3)},
-        optimizer={"exp_avg.w": torch.full((2, 3), 0.5), "step.w": torch.tensor(float(step))},
-        random=random_state(),
-        state={"totals": {"step": step}, "note": "x"},
-    )
+def engine(step=0):
+    """Two parameters; their values tell the step."""
+    wholes = {"w": torch.arange(6.0).view(2, 3) + step, "b": torch.ones(3)}
+    return MemoryEngine(wholes, optimizer_steps=step)
 
 
 def save(root, step, keep=3):
-    return save_checkpoint(root, step, content(step), keep=keep)
+    return save_engine(root, step, engine(step), keep=keep, state={"note": "x"})
 
 
 def test_what_is_saved_is_what_is_loaded(tmp_path):
     folder = save(tmp_path, 7)
     assert folder == step_folder(tmp_path, 7) == tmp_path / "step-00000007"
-    loaded = load_checkpoint(folder)
-    for name in ("model", "optimizer", "random"):
-        theirs = getattr(content(7), name)
-        ours = getattr(loaded, name)
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-    assert loaded.state == {"format_version": 1, "totals": {"step": 7}, "note": "x"}
+    again = engine()
+    state, random = load_checkpoint(folder, again, single_rank())
+    assert again.optimizer_steps == 7
+    for kind, tensors in engine(7).tensors.items():
+        for name, theirs in tensors.items():
+            assert torch.equal(again.tensors[kind][name], theirs), (kind, name)
+    assert torch.equal(random["cpu"], torch.get_rng_state())
+    assert state == {"format_version": 2, "step": 7, "optimizer_steps": 7, "note": "x"}
     assert find_damage(folder) is None
     assert sorted(p.name for p in folder.iterdir()) == sorted([*FILES, "manifest.json", COMPLETE])
 
 
-def test_non_contiguous_tensors_are_saved(tmp_path):
-    turned = Checkpoint(
-        model={"w": torch.arange(6.0).view(2, 3).T}, optimizer={}, random=random_state(), state={}
-    )
-    loaded = load_checkpoint(save_checkpoint(tmp_path, 1, turned, keep=1))
-    assert torch.equal(loaded.model["w"], turned.model["w"])
+def test_the_safetensors_library_reads_the_files(tmp_path):
+    stored = stored_tensors(save(tmp_path, 2))
+    expected = {
+        f"{kind}.{name}": tensor
+        for kind, tensors in engine(2).tensors.items()
+        for name, tensor in tensors.items()
+    }
+    assert len(expected) == 6
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in expected.items())
+
+
+def test_there_are_no_moments_before_the_first_optimizer_step(tmp_path):
+    folder = save(tmp_path, 0)
+    assert not (folder / OPTIMIZER).exists()
+    again = engine(3)
+    load_checkpoint(folder, again, single_rank())
+    assert again.optimizer_steps == 0
+    assert again.read_as_none == {("exp_avg", "w"), ("exp_avg", "b")} | {
+        ("exp_avg_sq", "w"),
+        ("exp_avg_sq", "b"),
+    }
 
 
 def flip_bit(path):
@@ -132,12 +150,19 @@ def test_a_manifest_cannot_point_outside_its_folder(tmp_path):
     assert "is missing" in find_damage(folder)
 
 
-def test_another_format_version_is_refused(tmp_path):
-    folder = save(tmp_path, 1)
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    (folder / "state.json").write_text(json.dumps(state | {"format_version": 2}), encoding="utf-8")
-    with pytest.raises(CheckpointError, match="format 2, this version reads 1"):
-        load_checkpoint(folder)
+@pytest.mark.parametrize("version", [1, 3])
+def test_an_intact_checkpoint_of_another_format_version_is_refused(tmp_path, version):
+    """As version 1 wrote it: other files, listed with their hashes."""
+    folder = step_folder(tmp_path, 1)
+    folder.mkdir(parents=True)
+    files = {"model.safetensors": "x", "state.json": json.dumps({"format_version": version})}
+    digests = {name: folders.write_synced(folder / name, text) for name, text in files.items()}
+    listed = {n: {"bytes": d.num_bytes, "sha256": d.sha256} for n, d in digests.items()}
+    folders.write_synced(folder / "manifest.json", json.dumps({"files": listed}))
+    (folder / COMPLETE).touch()
+    assert newest_checkpoint(tmp_path) == (folder, []), "it is not damaged"
+    with pytest.raises(CheckpointError, match=f"format {version}, this version reads 2"):
+        load_checkpoint(folder, engine(), single_rank())
 
 
 def test_only_the_newest_are_kept(tmp_path):
@@ -160,7 +185,7 @@ def test_the_newest_checkpoint_survives_pruning_beside_later_damaged_ones(tmp_pa
     """A resume passed over damaged ones, so the next save has a smaller step number."""
     save(tmp_path, 3, keep=5)
     for step in (7, 8):
-        weights = save(tmp_path, step, keep=5) / "model.safetensors"
+        weights = save(tmp_path, step, keep=5) / MODEL
         weights.write_bytes(weights.read_bytes()[:-1])
     newest = save(tmp_path, 4, keep=keep)
     assert newest_checkpoint(tmp_path) == (newest, [])
@@ -179,7 +204,7 @@ def test_leftovers_of_a_killed_save_are_no_checkpoints_and_are_removed(tmp_path)
 
 def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path):
     folder = save(tmp_path, 5)
-    flip_bit(folder / "model.safetensors")
+    flip_bit(folder / MODEL)
     save(tmp_path, 5)
     assert find_damage(folder) is None
 
@@ -207,9 +232,12 @@ def operations(monkeypatch):
 
         monkeypatch.setattr(target, name, wrapped)
 
-    guard(module, "save_file")
-    guard(module, "_write_synced")
-    guard(module, "_fsync")
+    guard(safetensors_file.TensorWriter, "write")
+    guard(safetensors_file.TensorWriter, "finish")
+    for module in (save_module, share):
+        for name in ("write_tensors", "write_synced", "fsync_folder", "sha256"):
+            if hasattr(module, name):
+                guard(module, name)
     guard(Path, "rename")
     guard(Path, "mkdir")
     return state
@@ -222,7 +250,7 @@ def test_a_save_that_fails_anywhere_leaves_the_previous_one(tmp_path, monkeypatc
         state = operations(patch)
         save(tmp_path / "dry", 2)
         points = state["count"]
-    assert points > 10
+    assert points > 15
     for point in range(1, points + 1):
         with monkeypatch.context() as patch:
             state = operations(patch)
@@ -248,6 +276,23 @@ def test_a_save_that_fails_anywhere_leaves_the_previous_one(tmp_path, monkeypatc
     assert save(tmp_path, 2).is_dir()
 
 
+def test_a_file_that_does_not_read_back_is_no_checkpoint(tmp_path, monkeypatch):
+    """As a disk that drops a write without saying so."""
+    older = save(tmp_path, 1)
+    finish = safetensors_file.TensorWriter.finish
+
+    def lossy(writer):
+        digest = finish(writer)
+        flip_bit(Path(writer._file.name))
+        return digest
+
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors_file.TensorWriter, "finish", lossy)
+        with pytest.raises(CheckpointError, match="does not read back as it was written"):
+            save(tmp_path, 2)
+    assert newest_checkpoint(tmp_path) == (older, [])
+
+
 def test_a_file_size_limit_is_an_error_and_leaves_the_previous_one(tmp_path):
     """The kernel's own refusal to write, in a process of its own."""
     save(tmp_path, 1)
@@ -255,19 +300,19 @@ def test_a_file_size_limit_is_an_error_and_leaves_the_previous_one(tmp_path):
         import resource, signal, torch
         from pathlib import Path
         from vlmpack.errors import CheckpointError
-        from vlmpack.training.checkpoint import Checkpoint, random_state, save_checkpoint
+        from support.checkpoints import MemoryEngine, save_engine
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-        big = Checkpoint(
-            model={{"w": torch.zeros(1_000_000)}}, optimizer={{}}, random=random_state(), state={{}}
-        )
+        big = MemoryEngine({{"w": torch.zeros(1_000_000)}})
         try:
-            save_checkpoint(Path({str(tmp_path)!r}), 2, big, keep=1)
+            save_engine(Path({str(tmp_path)!r}), 2, big, keep=1)
         except CheckpointError as error:
             print("refused:", error)
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
+        env=os.environ | {"PYTHONPATH": str(TESTS)},
+        cwd=TESTS.parent,
         capture_output=True,
         text=True,
         timeout=120,
@@ -318,35 +363,32 @@ def test_nothing_is_pickled(tmp_path):
 def test_random_state_goes_on_where_it_was(tmp_path):
     torch.manual_seed(3)
     torch.rand(5)
-    folder = save_checkpoint(
-        tmp_path,
-        1,
-        Checkpoint(model={}, optimizer={}, random=random_state(), state={}),
-        keep=1,
-    )
+    folder = save(tmp_path, 1)
     expected = torch.rand(4)
     torch.manual_seed(99)
-    restore_random_state(load_checkpoint(folder).random)
+    restore_random_state(CheckpointReader(folder).random())
     assert torch.equal(torch.rand(4), expected)
 
 
 @pytest.fixture(scope="module")
-def trained(tiny_folder, encoder, encoded):
-    """A stepper after one step, and what it gathers."""
+def trained(tiny_folder, encoder, encoded, tmp_path_factory):
+    """A stepper after two steps, and its checkpoint."""
     stepper = make_stepper(make_engine(tiny_folder, encoder))
-    stepper.train(0, [pack(encoded, alignment=8)], num_skipped=0, stop=False)
-    return stepper, gather_weights(stepper)
+    for step in range(2):
+        stepper.train(step, [pack(encoded, alignment=8)], num_skipped=0, stop=False)
+    return stepper, save_engine(tmp_path_factory.mktemp("trained"), 2, stepper.engine, keep=1)
 
 
-def test_weights_and_moments_resume_bit_for_bit(tmp_path, tiny_folder, encoder, encoded, trained):
-    stepper, (model, optimizer) = trained
-    assert {name for name, _ in stepper.engine.parameters()} == set(model)
-    assert len(optimizer) == 3 * len(model)
-    saved = Checkpoint(model=model, optimizer=optimizer, random=random_state(), state={})
-    folder = save_checkpoint(tmp_path, 1, saved, keep=1)
+def test_weights_and_moments_resume_bit_for_bit(tiny_folder, encoder, encoded, trained):
+    stepper, folder = trained
+    stored = stored_tensors(folder)
+    names = {name for name, _ in stepper.engine.parameters()}
+    assert stored.keys() == {
+        f"{kind}.{name}" for kind in ("model", "exp_avg", "exp_avg_sq") for name in names
+    }
     again = make_stepper(make_engine(tiny_folder, encoder))
-    load_weights(again, load_checkpoint(folder))
-    for step in (1, 2):
+    load_checkpoint(folder, again.engine, single_rank())
+    for step in (2, 3):
         batches = [pack(encoded, alignment=8)]
         ours, _ = stepper.train(step, batches, num_skipped=0, stop=False)
         theirs, _ = again.train(step, batches, num_skipped=0, stop=False)
@@ -355,23 +397,50 @@ def test_weights_and_moments_resume_bit_for_bit(tmp_path, tiny_folder, encoder, 
         stepper.engine.parameters(), again.engine.parameters(), strict=True
     ):
         assert torch.equal(mine, other), name
+        assert torch.equal(
+            stepper.engine.optimizer.state[mine]["step"],
+            again.engine.optimizer.state[other]["step"],
+        )
 
 
-def test_gathered_weights_are_copies(trained):
-    stepper, (model, _) = trained
-    name, parameter = stepper.engine.parameters()[0]
-    assert model[name].data_ptr() != parameter.data_ptr()
+def test_a_checkpoint_from_before_the_first_step_drops_moments(
+    tmp_path, tiny_folder, encoder, encoded
+):
+    fresh = make_stepper(make_engine(tiny_folder, encoder))
+    folder = save_engine(tmp_path, 0, fresh.engine, keep=1)
+    stepper = make_stepper(make_engine(tiny_folder, encoder))
+    batches = [pack(encoded, alignment=8)]
+    first, _ = stepper.train(0, batches, num_skipped=0, stop=False)
+    load_checkpoint(folder, stepper.engine, single_rank())
+    assert stepper.engine.optimizer_steps == 0
+    assert not stepper.engine.optimizer.state
+    again, _ = stepper.train(0, batches, num_skipped=0, stop=False)
+    assert first == again
 
 
-def test_a_checkpoint_of_another_model_is_refused(trained, tiny_folder, encoder):
-    stepper, (model, optimizer) = trained
-    name = next(iter(model))
-    missing = {key: value for key, value in model.items() if key != name}
-    other = Checkpoint(model=missing, optimizer=optimizer, random={}, state={})
-    with pytest.raises(CheckpointError, match=re.escape(name)):
-        load_weights(stepper, other)
-    reshaped = Checkpoint(
-        model=model | {name: torch.zeros(3)}, optimizer=optimizer, random={}, state={}
-    )
-    with pytest.raises(CheckpointError, match=rf"{re.escape(name)}: shape \(3,\)"):
-        load_weights(stepper, reshaped)
+def test_owned_slices_are_views(trained):
+    stepper, _ = trained
+    addresses = {p.data_ptr() for _, p in stepper.engine.parameters()}
+    for state in stepper.engine.optimizer.state.values():
+        addresses |= {state[kind].data_ptr() for kind in ("exp_avg", "exp_avg_sq")}
+    owned = list(stepper.engine.owned_slices())
+    assert {value.data_ptr() for _, _, value in owned} == addresses
+    assert len(owned) == len(addresses) > 150
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    folder = save(tmp_path, 1)
+
+    def refused(wholes):
+        other = MemoryEngine(wholes)
+        before = {name: value.clone() for name, value in other.tensors["model"].items()}
+        with pytest.raises(CheckpointError) as caught:
+            load_checkpoint(folder, other, single_rank())
+        assert all(torch.equal(other.tensors["model"][n], value) for n, value in before.items())
+        return str(caught.value)
+
+    w, b = torch.zeros(2, 3), torch.zeros(3)
+    assert "2 model tensors, expected 1 (not in the model: b)" in refused({"w": w})
+    assert "2 model tensors, expected 3 (missing: c)" in refused({"w": w, "b": b, "c": b})
+    message = refused({"w": w.T.contiguous(), "b": b})
+    assert "model w: shape (2, 3) in the checkpoint, (3, 2) in the model" in message

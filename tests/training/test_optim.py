@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from vlmpack.training.optim import AdamWConfig, Schedule, build_adamw
+from vlmpack.backends.adamw import AdamWConfig, build_adamw
+from vlmpack.training.optim import Schedule
 
 
 def schedule(kind, **changes):

@@ -59,7 +59,7 @@ def test_the_norm_is_that_of_the_mean_gradient_before_clipping(stepper, encoded,
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in reference.gradients.values()))
     stepper.max_grad_norm = norm / 2
     seen = {}
-    stepper.optimizer.register_step_pre_hook(
+    stepper.engine.optimizer.register_step_pre_hook(
         lambda *_: seen.update({n: p.grad.clone() for n, p in stepper.engine.parameters()})
     )
     sums, _ = train(stepper, [COLLATE(encoded)])
@@ -71,12 +71,14 @@ def test_the_norm_is_that_of_the_mean_gradient_before_clipping(stepper, encoded,
 def test_the_learning_rate_is_the_schedules(stepper, encoded):
     stepper.schedule = replace(stepper.schedule, warmup_steps=10)
     train(stepper, [COLLATE(encoded[:2])], step=4)
-    assert {group["lr"] for group in stepper.optimizer.param_groups} == {stepper.schedule.peak / 2}
+    assert {group["lr"] for group in stepper.engine.optimizer.param_groups} == {
+        stepper.schedule.peak / 2
+    }
 
 
 def test_a_step_without_any_label_changes_no_weight_by_its_gradient(stepper):
     before = weights(stepper)
-    stepper.optimizer.param_groups[0]["weight_decay"] = 0.0
+    stepper.engine.optimizer.param_groups[0]["weight_decay"] = 0.0
     sums, _ = train(stepper, [COLLATE.empty(), COLLATE.empty()])
     assert (sums.loss, sums.grad_norm, sums.num_label_tokens) == (0.0, 0.0, 0)
     assert changed(stepper, before) == []
@@ -90,7 +92,7 @@ def test_a_non_finite_loss_stops_before_the_optimizer_and_names_its_samples(
     before = weights(stepper)
     moments = {
         id(p): {kind: t.clone() for kind, t in state.items()}
-        for p, state in stepper.optimizer.state.items()
+        for p, state in stepper.engine.optimizer.state.items()
     }
     bad = encoded[3]
     pixels = bad.media.pixel_values.clone()
@@ -104,7 +106,7 @@ def test_a_non_finite_loss_stops_before_the_optimizer_and_names_its_samples(
     assert encoded[4].key in message
     assert encoded[0].key not in message, "a healthy micro-batch is not to blame"
     assert changed(stepper, before) == []
-    for parameter, state in stepper.optimizer.state.items():
+    for parameter, state in stepper.engine.optimizer.state.items():
         for kind, tensor in state.items():
             assert torch.equal(tensor, moments[id(parameter)][kind])
     assert all(p.grad is None for _, p in stepper.engine.parameters())
@@ -181,6 +183,26 @@ def test_evaluation_changes_nothing_and_has_the_same_loss(stepper, encoded):
     sums, _ = train(stepper, batches)
     assert evaluated.loss_sum == sums.loss_sum
     assert evaluated.grad_norm == 0.0
+
+
+def test_only_the_lead_of_a_replica_counts_and_every_rank_votes(stepper, encoded):
+    batches = [COLLATE(encoded)]
+    lead, _ = train(stepper, batches)
+    stepper.ranks = replace(stepper.ranks, replica_rank=1, replica_size=2)
+    peer, _ = stepper.train(1, batches, num_skipped=3, stop=True, writing=True)
+    assert lead.num_label_tokens > 0
+    assert peer.loss_sum > 0, "an engine reports zero where the loss is not its own"
+    counts = (peer.num_label_tokens, peer.num_tokens, peer.num_slots, peer.num_padded_slots)
+    assert counts == (0, 0, 0, 0)
+    assert (peer.num_samples, peer.num_skipped) == (0, 0)
+    assert (peer.stop_votes, peer.num_writing) == (1, 1)
+    assert (lead.stop_votes, lead.num_writing) == (0, 0)
+
+
+def test_a_step_without_labels_is_no_optimizer_step(stepper, encoded):
+    train(stepper, [COLLATE(encoded)])
+    train(stepper, [COLLATE.empty()])
+    assert stepper.engine.optimizer_steps == 1
 
 
 def test_the_forward_step_has_megatrons_contract(vlm, encoded):

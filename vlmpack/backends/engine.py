@@ -3,6 +3,7 @@
 A forward step takes (data_iterator, model) and returns the model's output and a loss function; the
 loss function maps the output to (loss sum, number of label tokens, sums to report). The engine
 runs the steps of one optimizer step, accumulates gradients of the *sum*, and hands the sums back.
+The optimizer is the engine's own, and its state is read and written as boxes of whole tensors.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from vlmpack.backends.slices import Kind, ReadSlice, TensorSlice
 from vlmpack.packing import Batch
 
 LossFunction = Callable[[Tensor], tuple[Tensor, int, dict[str, Tensor]]]
@@ -31,13 +33,12 @@ class Engine(Protocol):
     description: dict[str, str]
     """What was chosen (engine, dtype, attention, sharding ...), for the log and the report."""
 
+    optimizer_steps: int
+    """Optimizer steps taken; AdamW's step count of every parameter."""
+
     @property
     def module(self) -> nn.Module:
         """What forward steps call with a batch."""
-        ...
-
-    def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Trainable parameters under transformers' names, in a fixed order."""
         ...
 
     def forward_backward(
@@ -48,23 +49,55 @@ class Engine(Protocol):
         num_microbatches: int,
         forward_only: bool = False,
     ) -> list[dict[str, Tensor]]:
-        """Run the micro-batches of one optimizer step; the sums that the loss functions report."""
+        """Run the micro-batches of one optimizer step and accumulate gradients of their loss sums.
+
+        Returns:
+            One report per micro-batch, on every rank. Over all ranks of the world the `loss_sum`s
+            add up to the global loss sum, each counted once: a rank that does not compute the loss
+            reports zero.
+        """
         ...
 
-    def scale_gradients(self, scale: Tensor) -> None:
-        """Multiply all gradients by a 0-d tensor on the device, without reading it."""
+    def zero_gradients(self) -> None:
+        """Drop the accumulated gradients."""
         ...
 
-    def clip_gradients(self, max_norm: float | None) -> Tensor:
-        """Global L2 norm of all gradients (0-d, on the device); clipped to `max_norm` if given."""
+    def finish_gradients(self, num_label_tokens: Tensor, max_norm: float | None) -> Tensor:
+        """Turn accumulated gradients of loss sums into those of the mean loss, and clip them.
+
+        Args:
+            num_label_tokens: 0-d, on the device, never read on the host: label tokens of the global
+                batch over the world; 0 counts as 1.
+            max_norm: global L2 norm to clip to; None for no clipping.
+
+        Returns:
+            The global L2 norm before clipping, 0-d, on the device.
+        """
         ...
 
-    def full_tensor(self, value: Tensor) -> Tensor:
-        """A parameter, gradient or moment as one whole CPU tensor. Collective."""
+    def step(self, lr: float) -> None:
+        """One optimizer step with that learning rate."""
         ...
 
-    def like_parameter(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
-        """A whole CPU tensor, laid out as `parameter` is (device, shards)."""
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shapes of the trainable parameters under transformers' names, on any rank."""
+        ...
+
+    def owned_slices(self) -> Iterator[tuple[Kind, TensorSlice, Tensor]]:
+        """The boxes that this rank writes, in a fixed order; views where possible. Not collective.
+
+        Over the world each element of each whole parameter is written exactly once, and so are
+        those of its moments once `optimizer_steps` > 0.
+        """
+        ...
+
+    def load_slices(self, read: ReadSlice, *, optimizer_steps: int) -> None:
+        """Fill this rank's parameters and moments, one box at a time.
+
+        Args:
+            read: reads a box on CPU.
+            optimizer_steps: steps that the moments have seen; at 0 there are no moments.
+        """
         ...
 
     def export(self, folder: Path, *, processor_from: Path, dtype: torch.dtype | None) -> None:

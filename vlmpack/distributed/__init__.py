@@ -2,9 +2,16 @@
 
 from vlmpack.distributed.ranks import (
     Ranks,
+    share_iterator,
     start_process_group,
     stop_process_group,
     world_size_from_environment,
 )
 
-__all__ = ["Ranks", "start_process_group", "stop_process_group", "world_size_from_environment"]
+__all__ = [
+    "Ranks",
+    "share_iterator",
+    "start_process_group",
+    "stop_process_group",
+    "world_size_from_environment",
+]

@@ -7,7 +7,7 @@ torch.distributed keeps itself.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -21,19 +21,27 @@ from vlmpack.errors import CapabilityError
 COLLECTIVE_TIMEOUT_SECONDS = 1800
 
 Result = TypeVar("Result")
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
     """This process among the others.
 
+    A model replica is the TP x CP x PP processes that hold one copy of the model between them.
+    They train the same micro-batches; the first of them is the replica's lead.
+
     Args:
         rank: global rank.
         world_size: number of processes.
         local_rank: rank on this machine.
-        dp_rank: rank among the data-parallel replicas.
-        dp_size: number of data-parallel replicas.
+        dp_rank: rank among the model replicas.
+        dp_size: number of model replicas.
         device: where this process computes.
+        replica_rank: rank inside the replica; 0 is its lead.
+        replica_size: processes of a replica.
+        replica_group: gloo group of this replica's processes, for host objects; None where a
+            replica is one process.
     """
 
     rank: int
@@ -42,17 +50,33 @@ class Ranks:
     dp_rank: int
     dp_size: int
     device: torch.device
+    replica_rank: int = 0
+    replica_size: int = 1
+    replica_group: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
         """Whether this process writes files and prints."""
         return self.rank == 0
 
-    def sum_over_dp(self, values: Tensor) -> Tensor:
-        """Element-wise sum over the data-parallel replicas, in place."""
-        if self.dp_size > 1:
+    @property
+    def is_lead(self) -> bool:
+        """Whether this process reads the data of its replica and counts it."""
+        return self.replica_rank == 0
+
+    def sum_over_world(self, values: Tensor) -> Tensor:
+        """Element-wise sum over all processes, in place."""
+        if self.world_size > 1:
             dist.all_reduce(values)
         return values
+
+    def share_in_replica(self, value: Any) -> Any:
+        """The lead's value on every process of its replica; the others' argument is ignored."""
+        if self.replica_group is None:
+            return value
+        box = [value if self.is_lead else None]
+        dist.broadcast_object_list(box, group=self.replica_group, group_src=0)
+        return box[0]
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank. For small things, rarely."""
@@ -85,6 +109,35 @@ class Ranks:
         return result
 
 
+def share_iterator(ranks: Ranks, make: Callable[[], Iterator[Item]]) -> Iterator[Item]:
+    """The lead's items on every process of its replica, one at a time, and its exception if any.
+
+    One read per replica: peers get what the lead got, so they can never differ.
+
+    Args:
+        ranks: who this process is.
+        make: builds the iterator; called on the lead alone.
+    """
+    if ranks.replica_group is None:
+        yield from make()
+        return
+    items = make() if ranks.is_lead else None
+    while True:
+        item: Item | None = None
+        problem: BaseException | None = None
+        if items is not None:
+            try:
+                item = next(items)
+            except Exception as error:  # told to all, so that no peer waits for the lead
+                problem = error
+        item, problem = ranks.share_in_replica((item, problem))
+        if isinstance(problem, StopIteration):
+            return
+        if problem is not None:
+            raise problem
+        yield item
+
+
 def world_size_from_environment() -> int:
     """WORLD_SIZE as torchrun sets it; 1 without a launcher.
 
@@ -97,11 +150,20 @@ def world_size_from_environment() -> int:
     return int(text)
 
 
-def start_process_group() -> Ranks:
+def start_process_group(*, tensor: int = 1, context: int = 1, pipeline: int = 1) -> Ranks:
     """Join the process group that torchrun describes, or run alone.
 
-    CUDA with NCCL where there is a GPU, otherwise CPU with gloo. All ranks are data-parallel
-    replicas: the hf engine knows no other parallelism.
+    CUDA with NCCL where there is a GPU, otherwise CPU with gloo. Ranks are laid out as Megatron
+    lays them out, tensor-parallel ranks next to each other:
+    rank = tp + TP * (cp + CP * (dp + DP * pp)).
+
+    Args:
+        tensor: TP, processes that share each layer's matrices.
+        context: CP, processes that share each row's tokens.
+        pipeline: PP, stages.
+
+    Raises:
+        CapabilityError: the world size is not a multiple of TP x CP x PP.
     """
     world_size = world_size_from_environment()
     rank = int(os.environ.get("RANK", "0"))
@@ -118,13 +180,31 @@ def start_process_group() -> Ranks:
             world_size=world_size,
             timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS),
         )
+    inner, replica_size = tensor * context, tensor * context * pipeline
+    if world_size % replica_size:
+        raise CapabilityError(
+            f"{world_size} processes, expected a multiple of tensor {tensor} x context {context} x "
+            f"pipeline {pipeline} = {replica_size}"
+        )
+    dp_size = world_size // replica_size
+    members = [
+        [i + inner * (dp + dp_size * pp) for pp in range(pipeline) for i in range(inner)]
+        for dp in range(dp_size)
+    ]
+    dp_rank = rank // inner % dp_size
+    group = None
+    if replica_size > 1:
+        group, _ = dist.new_subgroups_by_enumeration(members, backend="gloo")
     return Ranks(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
-        dp_rank=rank,
-        dp_size=world_size,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
         device=device,
+        replica_rank=members[dp_rank].index(rank),
+        replica_size=replica_size,
+        replica_group=group,
     )
 
 

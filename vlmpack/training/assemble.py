@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from vlmpack.backends.adamw import AdamWConfig
 from vlmpack.backends.engine import Engine
-from vlmpack.backends.hf.engine import HFEngine, HFEngineConfig
 from vlmpack.data.caps import SampleCaps
 from vlmpack.data.config import DataConfig, SourceConfig
 from vlmpack.data.ledger import Ledger
@@ -21,7 +21,7 @@ from vlmpack.errors import CapabilityError
 from vlmpack.families import Encoder
 from vlmpack.packing import PackCollator, PadCollator
 from vlmpack.recipe import Derived, Recipe, Source
-from vlmpack.training.optim import AdamWConfig, Schedule, build_adamw
+from vlmpack.training.optim import Schedule
 from vlmpack.training.step import Stepper
 from vlmpack.training.trainer import TrainerConfig
 
@@ -56,7 +56,7 @@ def build_collator(
         return PadCollator(
             pad_token_id=encoder.pad_token_id,
             num_position_axes=encoder.num_position_axes,
-            pad_to_multiple_of=derived.sequence_multiple,
+            pad_to_multiple_of=derived.row_multiple,
         )
     return PackCollator(
         pad_token_id=encoder.pad_token_id,
@@ -138,34 +138,58 @@ def build_engine(recipe: Recipe, encoder: Encoder, ranks: Ranks) -> Engine:
     """The engine that the recipe names.
 
     Raises:
-        CapabilityError: it is not in this version, or cannot run here.
+        CapabilityError: it cannot run here.
         ModelError: the model folder cannot be loaded.
     """
-    if recipe.model.backend != "hf":
-        raise CapabilityError(f"model.backend: {recipe.model.backend} is not in this version")
-    return HFEngine(
-        HFEngineConfig(
-            folder=Path(recipe.model.path),
-            dtype=recipe.model.dtype,
-            attention=recipe.model.attention,
-            activation_checkpointing=recipe.model.activation_checkpointing,
-            sharding=recipe.parallelism.sharding,
-        ),
-        encoder,
-        ranks,
+    optim = recipe.optim
+    optimizer = AdamWConfig(betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
+    if recipe.model.backend == "mcore":
+        return _build_mcore(recipe, encoder, ranks, optimizer)
+    return _build_hf(recipe, encoder, ranks, optimizer)
+
+
+def _build_hf(recipe: Recipe, encoder: Encoder, ranks: Ranks, optimizer: AdamWConfig) -> Engine:
+    from vlmpack.backends.hf.engine import HFEngine, HFEngineConfig
+
+    model = recipe.model
+    assert model.attention != "transformer_engine"  # the recipe's rules see to it
+    config = HFEngineConfig(
+        folder=Path(model.path),
+        dtype=model.dtype,
+        attention=model.attention,
+        activation_checkpointing=model.activation_checkpointing,
+        sharding=recipe.parallelism.sharding,
     )
+    return HFEngine(config, encoder, ranks, optimizer)
+
+
+def _build_mcore(recipe: Recipe, encoder: Encoder, ranks: Ranks, optimizer: AdamWConfig) -> Engine:
+    # Imported here: megatron-core is an extra.
+    from vlmpack.backends.mcore.engine import MegatronEngine, MegatronEngineConfig
+    from vlmpack.backends.mcore.groups import ParallelSizes
+
+    model, split = recipe.model, recipe.parallelism
+    config = MegatronEngineConfig(
+        folder=Path(model.path),
+        sizes=ParallelSizes(
+            tensor=split.tensor,
+            pipeline=split.pipeline,
+            context=split.context,
+            sequence=split.sequence,
+        ),
+        distributed_optimizer=split.distributed_optimizer,
+        dtype=model.dtype,
+        attention=model.attention,
+        activation_checkpointing=model.activation_checkpointing,
+    )
+    return MegatronEngine(config, encoder, ranks, optimizer)
 
 
 def build_stepper(recipe: Recipe, engine: Engine, ranks: Ranks, *, total_steps: int) -> Stepper:
-    """The engine with its optimizer and schedule."""
+    """The engine with its schedule."""
     optim = recipe.optim
     return Stepper(
         engine=engine,
-        optimizer=build_adamw(
-            engine.parameters(),
-            AdamWConfig(betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay),
-            fused=recipe.parallelism.sharding == "none",
-        ),
         schedule=Schedule(
             peak=optim.lr,
             floor=optim.lr * optim.min_lr_ratio,
@@ -184,6 +208,7 @@ def trainer_config(recipe: Recipe, *, total_steps: int) -> TrainerConfig:
         total_steps=total_steps,
         checkpoint_interval=recipe.checkpoint.interval_steps,
         keep_checkpoints=recipe.checkpoint.keep,
+        asynchronous_checkpoints=recipe.checkpoint.asynchronous,
         validation_interval=recipe.evaluation.interval_steps,
         log_interval=recipe.logging.interval_steps,
     )

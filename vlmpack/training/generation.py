@@ -317,8 +317,8 @@ def _whole_copy(model: Any, engine: Engine) -> Any:
     whole.generation_config = copy.deepcopy(model.generation_config)
     sources = dict(model.named_parameters())
     for name, parameter in whole.named_parameters():
-        value = engine.full_tensor(sources[name]).to(parameter.dtype)
-        parameter.data.copy_(value)
+        source = sources[name].detach()
+        parameter.data.copy_(source.full_tensor() if isinstance(source, DTensor) else source)
     if engine.device.type == "cuda":
         _halve(whole)
     return whole.to(engine.device).eval()

@@ -14,7 +14,7 @@ from vlmpack.data.ledger import Ledger, SkipLimiter, SkipLimits
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.state import DataState
 from vlmpack.data.summary import DataSummary
-from vlmpack.distributed import Ranks
+from vlmpack.distributed import Ranks, share_iterator
 from vlmpack.errors import CheckpointError, RunDirError
 from vlmpack.families import Encoder
 from vlmpack.packing import Batch
@@ -91,7 +91,10 @@ class Session:
         )
 
     def _steps(self) -> Iterator[TrainStep]:
-        """The data layer's global batches, as the trainer takes them."""
+        """The data layer's global batches, as the trainer takes them: read once per replica."""
+        return share_iterator(self.ranks, self._read_steps)
+
+    def _read_steps(self) -> Iterator[TrainStep]:
         text = self.trainer.totals.data_state
         state = DataState.from_json(text) if text is not None else self.train.start()
         for step in self.train.batches(
@@ -202,6 +205,9 @@ class _ValidationBatches:
     max_samples: int | None
 
     def __call__(self) -> Iterator[Batch]:
+        return share_iterator(self.ranks, self._read)
+
+    def _read(self) -> Iterator[Batch]:
         for micro_batch in self.data.eval_batches(
             rank=self.ranks.dp_rank, dp=self.ranks.dp_size, max_samples=self.max_samples
         ):

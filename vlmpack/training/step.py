@@ -1,7 +1,7 @@
 """One optimizer step: micro-batches in, updated weights and one small report out.
 
 Everything that the host needs to know about a step travels in one float64 tensor that is summed
-over the replicas and read once, before `optimizer.step`.
+over the world and read once, before the optimizer step.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class StepSums:
         num_samples: samples trained.
         num_skipped: samples left out as holes.
         stop_votes: ranks that were asked to stop.
+        num_writing: ranks that are still writing a checkpoint.
         grad_norm: global norm before clipping; 0 without a backward pass.
     """
 
@@ -46,6 +47,7 @@ class StepSums:
     num_samples: int
     num_skipped: int
     stop_votes: int
+    num_writing: int
     grad_norm: float = 0.0
 
     @property
@@ -55,9 +57,18 @@ class StepSums:
 
 
 def _local_sums(
-    reports: Sequence[dict[str, Tensor]], batches: Sequence[Batch], extra: Sequence[int]
+    reports: Sequence[dict[str, Tensor]],
+    batches: Sequence[Batch],
+    *,
+    is_lead: bool,
+    num_skipped: int = 0,
+    votes: tuple[bool, bool] = (False, False),
 ) -> Tensor:
-    """(8,) float64 on the device of the reports: this rank's share of StepSums."""
+    """(9,) float64 on the device of the reports: this rank's share of StepSums.
+
+    The processes of a replica hold the same batches, so its lead alone counts them; every process
+    votes.
+    """
     loss = torch.stack([report["loss_sum"] for report in reports]).sum()
     counts = [
         sum(batch.num_label_tokens for batch in batches),
@@ -65,14 +76,16 @@ def _local_sums(
         sum(batch.num_slots for batch in batches),
         sum(batch.num_padded_slots for batch in batches),
         sum(len(batch.keys) for batch in batches),
-        *extra,
+        num_skipped,
     ]
-    rest = torch.tensor(counts, dtype=torch.float64).to(loss.device, non_blocking=True)
+    rest = torch.tensor(
+        [*(count if is_lead else 0 for count in counts), *votes], dtype=torch.float64
+    ).to(loss.device, non_blocking=True)
     return torch.cat([loss[None], rest])
 
 
 def _named(values: Sequence[float], grad_norm: float = 0.0) -> StepSums:
-    loss, labels, tokens, slots, padded, samples, skipped, votes = values
+    loss, labels, tokens, slots, padded, samples, skipped, stops, writing = values
     return StepSums(
         loss_sum=loss,
         num_label_tokens=int(labels),
@@ -81,7 +94,8 @@ def _named(values: Sequence[float], grad_norm: float = 0.0) -> StepSums:
         num_padded_slots=int(padded),
         num_samples=int(samples),
         num_skipped=int(skipped),
-        stop_votes=int(votes),
+        stop_votes=int(stops),
+        num_writing=int(writing),
         grad_norm=grad_norm,
     )
 
@@ -91,15 +105,13 @@ class Stepper:
     """Runs optimizer steps.
 
     Args:
-        engine: the model and its schedule.
-        optimizer: over `engine.parameters()`.
+        engine: the model and its optimizer.
         schedule: learning rate by step.
         max_grad_norm: global norm to clip to; None for no clipping.
         ranks: who this process is.
     """
 
     engine: Engine
-    optimizer: torch.optim.Optimizer
     schedule: Schedule
     max_grad_norm: float | None
     ranks: Ranks
@@ -111,6 +123,7 @@ class Stepper:
         *,
         num_skipped: int,
         stop: bool,
+        writing: bool = False,
         names: Sequence[Sequence[str]] | None = None,
     ) -> tuple[StepSums, dict[str, float]]:
         """One optimizer step.
@@ -120,6 +133,7 @@ class Stepper:
             batches: this rank's micro-batches, on CPU; the same number on every rank.
             num_skipped: samples of this rank that became holes.
             stop: whether this rank was asked to stop.
+            writing: whether this rank is still writing a checkpoint.
             names: the samples of each micro-batch, for messages; None for the batches' keys.
 
         Returns:
@@ -129,15 +143,20 @@ class Stepper:
             NonFiniteError: loss or gradient norm is not finite; no weight has changed.
         """
         started = time.perf_counter()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.engine.zero_gradients()
         reports = self.engine.forward_backward(
             forward_step, iter(batches), num_microbatches=len(batches)
         )
-        sums = self.ranks.sum_over_dp(_local_sums(reports, batches, (num_skipped, int(stop))))
-        # Replicas average their gradients of sums: dp / labels turns that into the gradient of the
-        # mean over all label tokens of the global batch.
-        self.engine.scale_gradients((self.ranks.dp_size / sums[1].clamp(min=1)).float())
-        norm = self.engine.clip_gradients(self.max_grad_norm)
+        sums = self.ranks.sum_over_world(
+            _local_sums(
+                reports,
+                batches,
+                is_lead=self.ranks.is_lead,
+                num_skipped=num_skipped,
+                votes=(stop, writing),
+            )
+        )
+        norm = self.engine.finish_gradients(sums[1], self.max_grad_norm)
         values = torch.cat([sums, norm.double()[None]]).tolist()  # the step's one host read
         result = _named(values[:-1], grad_norm=values[-1])
         computed = time.perf_counter()
@@ -145,10 +164,8 @@ class Stepper:
             self._stop_on_non_finite(
                 step, reports, names or [batch.keys for batch in batches], result
             )
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.schedule(step)
         if result.num_label_tokens:  # a global batch of holes teaches nothing, on every rank alike
-            self.optimizer.step()
+            self.engine.step(self.schedule(step))
         finished = time.perf_counter()
         return result, {
             "forward_backward_seconds": computed - started,
@@ -160,7 +177,7 @@ class Stepper:
         reports = self.engine.forward_backward(
             forward_step, iter(batches), num_microbatches=len(batches), forward_only=True
         )
-        sums = self.ranks.sum_over_dp(_local_sums(reports, batches, (0, 0)))
+        sums = self.ranks.sum_over_world(_local_sums(reports, batches, is_lead=self.ranks.is_lead))
         return _named(sums.tolist())
 
     def _stop_on_non_finite(
@@ -171,7 +188,7 @@ class Stepper:
         result: StepSums,
     ) -> None:
         """Name the samples, drop the gradients, and stop on all ranks alike."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.engine.zero_gradients()
         mine = [
             of_batch
             for report, of_batch in zip(reports, names, strict=True)
@@ -181,7 +198,8 @@ class Stepper:
         if not named:  # the gradient alone overflowed: any sample of the step may be the cause
             everyone = self.ranks.gather_objects(names)
             named = [keys for rank in everyone for keys in rank]
-        listed = "; ".join(", ".join(keys) for keys in named)
+        # Each once: the processes of a replica name the same micro-batches.
+        listed = "; ".join(dict.fromkeys(", ".join(keys) for keys in named))
         raise NonFiniteError(
             f"step {step + 1}: loss sum {result.loss_sum}, gradient norm {result.grad_norm}; "
             f"stopped before the optimizer step, no weight has changed. Samples of the "

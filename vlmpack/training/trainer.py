@@ -8,21 +8,26 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vlmpack.errors import CheckpointError, EmptyDataError, Preempted
+from vlmpack.errors import (
+    CheckpointError,
+    DataLimitError,
+    EmptyDataError,
+    NonFiniteError,
+    Preempted,
+)
 from vlmpack.packing import Batch
 from vlmpack.training.checkpoint import (
-    Checkpoint,
+    CheckpointContent,
+    Saver,
     load_checkpoint,
     newest_checkpoint,
     random_state,
     restore_random_state,
-    save_checkpoint,
 )
 from vlmpack.training.metrics import MetricsLog, Progress, StepRow, Trackers
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.step import Stepper, StepSums
 from vlmpack.training.stop import StopFlag
-from vlmpack.training.weights import gather_weights, load_weights
 
 logger = logging.getLogger("vlmpack")
 
@@ -60,6 +65,7 @@ class TrainerConfig:
         total_steps: optimizer steps of the whole run.
         checkpoint_interval: steps between checkpoints; None for the end alone.
         keep_checkpoints: how many to keep.
+        asynchronous_checkpoints: write those on the way while training goes on.
         validation_interval: steps between validations; None for the end alone.
         log_interval: steps between tracker calls.
     """
@@ -67,6 +73,7 @@ class TrainerConfig:
     total_steps: int
     checkpoint_interval: int | None
     keep_checkpoints: int
+    asynchronous_checkpoints: bool
     validation_interval: int | None
     log_interval: int
 
@@ -133,7 +140,7 @@ class Trainer:
     """Runs one rank of a training run.
 
     Args:
-        stepper: the model, its optimizer and schedule.
+        stepper: the engine and its schedule.
         config: the loop's knobs.
         run_dir: where checkpoints and metrics go.
         stop: set by SIGTERM.
@@ -152,9 +159,15 @@ class Trainer:
     totals: Totals = field(default_factory=Totals)
     _saved_step: int = -1
     _validated_step: int = -1
+    _saver: Saver = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._saver = Saver(
+            self.run_dir.checkpoints, self.stepper.ranks, keep=self.config.keep_checkpoints
+        )
 
     def resume(self) -> bool:
-        """Load the newest checkpoint that verifies. One rank chooses it, every rank reads it.
+        """Load the newest checkpoint that verifies. One rank chooses it, each reads what it holds.
 
         Returns:
             Whether there was one.
@@ -175,10 +188,8 @@ class Trainer:
             logger.warning("checkpoint ignored: %s", line)
         if folder is None:
             return False
-        checkpoint = load_checkpoint(folder)
-        load_weights(self.stepper, checkpoint)
-        restore_random_state(checkpoint.random)
-        state = checkpoint.state
+        state, random = load_checkpoint(folder, self.stepper.engine, self.stepper.ranks)
+        restore_random_state(random)
         self.totals = Totals(**state["totals"])
         self._saved_step = self.totals.step
         self._validated_step = state["validated_step"]
@@ -194,23 +205,32 @@ class Trainer:
 
         Raises:
             Preempted: SIGTERM was honoured at a step boundary.
-            NonFiniteError, DataError, DataLimitError: see their classes.
+            NonFiniteError, DataError, DataLimitError, CheckpointError: see their classes.
         """
         if reporting is not None:
             reporting.progress.start(self.totals.step)
+        try:
+            self._run(steps, reporting)
+        except (NonFiniteError, DataLimitError):  # raised on all ranks alike
+            self._saver.finish()
+            raise
+        finally:
+            self._saver.abandon()
+
+    def _run(self, steps: Iterator[TrainStep], reporting: Reporting | None) -> None:
         while self.totals.step < self.config.total_steps:
             stopping = self._one_step(steps, reporting)
             if not stopping and _due(self.totals.step, self.config.validation_interval):
                 self.validate(reporting)
             if stopping or _due(self.totals.step, self.config.checkpoint_interval):
-                self.save()
+                self.save(last=stopping or self.totals.step == self.config.total_steps)
             if stopping and self.totals.step < self.config.total_steps:
                 raise Preempted(
                     f"stopped at step {self.totals.step} of {self.config.total_steps} on SIGTERM; "
                     f"the same command resumes from {self.run_dir.checkpoints}"
                 )
         self.validate(reporting)
-        self.save()
+        self.save(last=True)
 
     def _one_step(self, steps: Iterator[TrainStep], reporting: Reporting | None) -> bool:
         """Train one step; whether any rank was asked to stop."""
@@ -224,6 +244,7 @@ class Trainer:
             names=train_step.names,
             num_skipped=train_step.num_skipped,
             stop=self.stop.is_set,
+            writing=self._saver.is_writing,
         )
         seconds = time.perf_counter() - started
         self.totals.add(sums, seconds, train_step.data_state)
@@ -259,6 +280,8 @@ class Trainer:
                     },
                     self.totals.step,
                 )
+        if sums.num_writing == 0:
+            self._saver.finish()
         return sums.stop_votes > 0
 
     def validate(self, reporting: Reporting | None) -> float | None:
@@ -288,21 +311,29 @@ class Trainer:
             logger.info("step %d: validation loss %.4f", self.totals.step, loss)
         return loss
 
-    def save(self) -> None:
-        """Write a checkpoint of the current step, unless there is one."""
+    def save(self, *, last: bool) -> None:
+        """Write a checkpoint of the current step, unless there is one. Collective.
+
+        Args:
+            last: training does not go on after it, so it is waited for.
+
+        Raises:
+            CheckpointError: it, or the one that was still being written, could not be written.
+        """
         if self._saved_step == self.totals.step:
             return
-        model, optimizer = gather_weights(self.stepper)
-        self.stepper.ranks.on_main(
-            lambda: save_checkpoint(
-                self.run_dir.checkpoints,
-                self.totals.step,
-                Checkpoint(
-                    model=model, optimizer=optimizer, random=random_state(), state=self._state()
-                ),
-                keep=self.config.keep_checkpoints,
-            )
+        engine = self.stepper.engine
+        content = CheckpointContent(
+            step=self.totals.step,
+            state=self._state(),
+            random=random_state(),
+            shapes=engine.parameter_shapes(),
+            optimizer_steps=engine.optimizer_steps,
         )
+        if self.config.asynchronous_checkpoints and not last:
+            self._saver.save_in_background(content, engine.owned_slices)
+        else:
+            self._saver.save(content, engine.owned_slices)
         self._saved_step = self.totals.step
 
     def _state(self) -> dict[str, Any]:

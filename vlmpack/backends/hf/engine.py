@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,19 +11,24 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from vlmpack.attention import choose_attention
 from vlmpack.attention.varlen import AttentionName
+from vlmpack.backends.adamw import AdamWConfig, build_adamw
 from vlmpack.backends.engine import ForwardStep
 from vlmpack.backends.hf.attention import register_attention
+from vlmpack.backends.hf.export import save_model_folder
 from vlmpack.backends.hf.load import load_model
 from vlmpack.backends.hf.model import PackedVLM
 from vlmpack.backends.hf.schedule import forward_backward_no_pipelining
-from vlmpack.backends.hf.sharding import shard_model
+from vlmpack.backends.hf.sharding import local_slice, shard_model, spread_by_size
+from vlmpack.backends.slices import Kind, ReadSlice, TensorSlice
 from vlmpack.distributed import Ranks
-from vlmpack.families import PROCESSOR_FILES, Encoder
+from vlmpack.families import Encoder
 from vlmpack.packing import Batch
+
+MOMENTS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +58,16 @@ class HFEngine:
         config: what the recipe says.
         encoder: the model folder's processor.
         ranks: who this process is.
+        optimizer: AdamW's hyper-parameters.
 
     Raises:
         ModelError: the folder cannot be loaded.
         CapabilityError: the attention implementation cannot run here.
     """
 
-    def __init__(self, config: HFEngineConfig, encoder: Encoder, ranks: Ranks) -> None:
+    def __init__(
+        self, config: HFEngineConfig, encoder: Encoder, ranks: Ranks, optimizer: AdamWConfig
+    ) -> None:
         from accelerate import Accelerator
 
         self.ranks = ranks
@@ -86,6 +93,8 @@ class HFEngine:
             shard_model(self.vlm, ranks, compute_dtype=self.compute_dtype)
         else:
             self._module = self.accelerator.prepare_model(self.vlm.to(ranks.device))
+        self.optimizer = build_adamw(self.parameters(), optimizer, fused=not self.sharded)
+        self.optimizer_steps = 0
         self.description = {
             "engine": "hf (transformers + accelerate)",
             "processes": f"{ranks.world_size} ({_replicas(ranks, sharded=self.sharded)})",
@@ -146,58 +155,86 @@ class HFEngine:
     def _gradients(self) -> list[Tensor]:
         return [p.grad for _, p in self.parameters() if p.grad is not None]
 
-    def scale_gradients(self, scale: Tensor) -> None:
-        """Multiply all gradients by a 0-d tensor."""
-        for gradient in self._gradients():
-            gradient.mul_(scale)
+    def zero_gradients(self) -> None:
+        """Drop the gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
 
-    def clip_gradients(self, max_norm: float | None) -> Tensor:
-        """Global norm before clipping."""
-        norm = torch.nn.utils.get_total_norm(self._gradients())
+    def finish_gradients(self, num_label_tokens: Tensor, max_norm: float | None) -> Tensor:
+        """Normalise and clip; the global norm before clipping.
+
+        DDP and FSDP2 average the replicas' gradients of sums: dp / labels turns that into the
+        gradient of the mean over all label tokens of the global batch.
+        """
+        scale = (self.ranks.dp_size / num_label_tokens.clamp(min=1)).float()
+        gradients = self._gradients()
+        for gradient in gradients:
+            gradient.mul_(scale)
+        norm = torch.nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         if max_norm is not None:
             torch.nn.utils.clip_grads_with_norm_([p for _, p in self.parameters()], max_norm, norm)
         return norm
 
-    def full_tensor(self, value: Tensor) -> Tensor:
-        """One whole CPU tensor, a copy."""
-        whole = value.detach()
-        if isinstance(whole, DTensor):
-            whole = whole.full_tensor()
-        return whole.to("cpu", copy=True)
+    def step(self, lr: float) -> None:
+        """One AdamW step."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer_steps += 1
 
-    def like_parameter(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
-        """A whole tensor in the layout of `parameter`."""
-        value = whole.to(self.device)
-        data = parameter.detach()
-        if isinstance(data, DTensor):
-            return distribute_tensor(value, data.device_mesh, data.placements)
-        return value
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shapes, also of sharded parameters."""
+        return {name: tuple(parameter.shape) for name, parameter in self.parameters()}
+
+    def owned_slices(self) -> Iterator[tuple[Kind, TensorSlice, Tensor]]:
+        """Shards of this rank, and its part of the parameters that every rank holds."""
+        sizes = {
+            name: parameter.numel()
+            for name, parameter in self.parameters()
+            if not isinstance(parameter, DTensor)
+        }
+        owners = spread_by_size(sizes, self.ranks.world_size)
+        for name, parameter in self.parameters():
+            box = local_slice(name, parameter)
+            if 0 in box.lengths or owners.get(name, self.ranks.rank) != self.ranks.rank:
+                continue
+            yield "model", box, _local(parameter)
+            if self.optimizer_steps:
+                moments = self.optimizer.state.get(parameter, {})
+                for kind in MOMENTS:  # AdamW makes none for a parameter without a gradient
+                    value = moments.get(kind)
+                    yield kind, box, _local(torch.zeros_like(parameter) if value is None else value)
+
+    def load_slices(self, read: ReadSlice, *, optimizer_steps: int) -> None:
+        """Copy each box into what this rank holds of the parameter."""
+        self.optimizer.state.clear()
+        for name, parameter in self.parameters():
+            box = local_slice(name, parameter)
+            _fill(parameter, read("model", box))
+            if optimizer_steps == 0:
+                continue
+            # A fused AdamW keeps its step count beside the weights, the plain one on the CPU.
+            home = self.device if self.optimizer.defaults["fused"] else "cpu"
+            state: dict[str, Tensor] = {"step": torch.tensor(float(optimizer_steps), device=home)}
+            for kind in MOMENTS:
+                state[kind] = torch.zeros_like(parameter, requires_grad=False)
+                _fill(state[kind], read(kind, box))
+            self.optimizer.state[parameter] = state
+        self.optimizer_steps = optimizer_steps
 
     def export(self, folder: Path, *, processor_from: Path, dtype: torch.dtype | None) -> None:
         """Write config, weights and processor files for `from_pretrained`."""
         state: dict[str, Tensor] = {}
         for name, value in self.vlm.model.state_dict().items():
-            whole = self.full_tensor(value)  # collective: every rank takes part, one keeps it
+            # Collective for shards: every rank takes part, one keeps it.
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
             if self.ranks.is_main:
-                state[name] = whole
-        if not self.ranks.is_main:
-            return
-        if dtype is not None:
-            state = {
-                name: value.to(dtype) if value.is_floating_point() else value
-                for name, value in state.items()
-            }
-        model: Any = self.vlm.model
-        for tied in getattr(model, "all_tied_weights_keys", {}):
-            state.pop(tied, None)  # saved once, under the name it is tied to
-        saved_dtype = next(iter(state.values())).dtype
-        model.save_pretrained(str(folder), state_dict=state, max_shard_size="5GB")
-        _set_config_dtype(folder / "config.json", saved_dtype)
-        for name in PROCESSOR_FILES:
-            if (processor_from / name).is_file():
-                shutil.copyfile(processor_from / name, folder / name)
+                state[name] = whole.detach().to("cpu", copy=True)
+        if self.ranks.is_main:
+            save_model_folder(
+                self.vlm.model, state, folder, processor_from=processor_from, dtype=dtype
+            )
 
     @contextmanager
     def generation(self) -> Iterator[Any]:
@@ -216,6 +253,18 @@ class HFEngine:
             model.train(was_training)
 
 
+def _local(value: Tensor) -> Tensor:
+    """What this rank holds of a tensor; a view."""
+    data = value.detach()
+    return data.to_local() if isinstance(data, DTensor) else data
+
+
+def _fill(value: Tensor, box: Tensor | None) -> None:
+    """Copy a box into what this rank holds of a tensor; without one it stays as it is."""
+    if box is not None:
+        _local(value).copy_(box)
+
+
 def _compute_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -226,16 +275,3 @@ def _replicas(ranks: Ranks, *, sharded: bool) -> str:
     if ranks.world_size == 1:
         return "no replicas"
     return "FSDP2" if sharded else "DDP"
-
-
-def _set_config_dtype(config: Path, dtype: torch.dtype) -> None:
-    """Say in config.json what dtype the saved weights have."""
-    import json
-
-    content = json.loads(config.read_text(encoding="utf-8"))
-    name = str(dtype).removeprefix("torch.")
-    content["dtype"] = name
-    for section in ("text_config", "vision_config"):
-        if isinstance(content.get(section), dict) and "dtype" in content[section]:
-            content[section]["dtype"] = name
-    config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

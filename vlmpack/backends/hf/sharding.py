@@ -1,13 +1,21 @@
-"""FSDP2: decoder layers and vision blocks are sharded one by one, the rest with the root."""
+"""FSDP2: decoder layers and vision blocks are sharded one by one, the rest with the root.
+
+And which part of each parameter a rank holds, for checkpoints.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from vlmpack.backends.hf.model import PackedVLM
+from vlmpack.backends.slices import TensorSlice, whole
 from vlmpack.distributed import Ranks
 
 
@@ -34,3 +42,29 @@ def shard_model(vlm: PackedVLM, ranks: Ranks, *, compute_dtype: torch.dtype) -> 
         for block in _repeated_blocks(part):
             fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(vlm, mesh=mesh, mp_policy=policy)
+
+
+def local_slice(name: str, value: Tensor) -> TensorSlice:
+    """The box of a tensor that this rank holds: rows of a DTensor, all of any other tensor."""
+    shape = tuple(value.shape)
+    if not isinstance(value, DTensor):
+        return whole(name, shape)
+    lengths, start = compute_local_shape_and_global_offset(
+        shape, value.device_mesh, value.placements
+    )
+    stop = tuple(a + n for a, n in zip(start, lengths, strict=True))
+    return TensorSlice(name=name, shape=shape, start=tuple(start), stop=stop)
+
+
+def spread_by_size(sizes: Mapping[str, int], count: int) -> dict[str, int]:
+    """Deal named sizes out to `count` ranks, the largest first, each to the rank with least.
+
+    Returns:
+        The rank of each name; the same on every rank.
+    """
+    loads = [0] * count
+    owners: dict[str, int] = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        owners[name] = loads.index(min(loads))
+        loads[owners[name]] += sizes[name]
+    return owners

@@ -1,0 +1,113 @@
+"""A checkpoint that is written while training goes on is the one that was asked for."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from support.checkpoints import MemoryEngine, content_of, save_engine, stored_tensors
+from support.engines import single_rank
+
+from vlmpack.errors import CheckpointError
+from vlmpack.training.checkpoint import (
+    Saver,
+    find_damage,
+    list_checkpoints,
+    newest_checkpoint,
+    step_folder,
+)
+from vlmpack.training.checkpoint import save as module
+
+
+def engine(value=1.0):
+    return MemoryEngine({"w": torch.full((4, 3), value).T, "b": torch.ones(3)}, optimizer_steps=1)
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Holds every writer back until it is set."""
+    opened = threading.Event()
+    write = module.write_share
+
+    def held(*arguments, **options):
+        assert opened.wait(timeout=60)
+        return write(*arguments, **options)
+
+    monkeypatch.setattr(module, "write_share", held)
+    yield opened
+    opened.set()
+
+
+def begin(saver, step, made):
+    saver.save_in_background(content_of(made, step), made.owned_slices)
+
+
+def test_it_holds_the_values_of_the_step_it_was_begun_at(tmp_path, gate):
+    made = engine()
+    saver = Saver(tmp_path, single_rank(), keep=2)
+    begin(saver, 1, made)
+    assert saver.is_writing
+    for tensors in made.tensors.values():
+        for value in tensors.values():
+            value.add_(5)  # training goes on
+    gate.set()
+    saver.finish()
+    assert not saver.is_writing
+    folder = step_folder(tmp_path, 1)
+    assert find_damage(folder) is None
+    other = save_engine(tmp_path / "waited", 1, engine(), keep=1)
+    names = sorted(path.name for path in other.glob("*-of-*"))
+    assert len(names) == 2
+    for name in names:
+        assert (folder / name).read_bytes() == (other / name).read_bytes()
+
+
+def test_until_it_is_published_the_older_one_is_the_newest(tmp_path, gate):
+    gate.set()
+    older = save_engine(tmp_path, 1, engine(), keep=1)
+    gate.clear()
+    saver = Saver(tmp_path, single_rank(), keep=1)
+    begin(saver, 2, engine(2.0))
+    assert newest_checkpoint(tmp_path) == (older, [])
+    gate.set()
+    saver.abandon()  # as a process that ends for another reason
+    assert newest_checkpoint(tmp_path) == (older, [])
+    assert len(list(tmp_path.glob(".tmp-*"))) == 1
+    save_engine(tmp_path, 3, engine(), keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_the_next_save_publishes_it_first(tmp_path, in_background):
+    saver = Saver(tmp_path, single_rank(), keep=5)
+    begin(saver, 1, engine(1.0))
+    if in_background:
+        begin(saver, 2, engine(2.0))
+        saver.finish()
+    else:
+        saver.save(content_of(engine(), 2), engine(2.0).owned_slices)
+    saver.finish()  # nothing is left to do
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001", "step-00000002"]
+    for step, folder in enumerate(list_checkpoints(tmp_path), start=1):
+        assert float(stored_tensors(folder)["model.w"][0, 0]) == step
+
+
+@pytest.mark.parametrize("where", ["writing", "copying"])
+def test_a_failure_is_raised_when_it_is_published(tmp_path, monkeypatch, where):
+    older = save_engine(tmp_path, 1, engine(), keep=1)
+
+    def failing(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    if where == "writing":
+        monkeypatch.setattr(module, "write_share", failing)
+    else:
+        monkeypatch.setattr(module, "_host_copy", failing)
+    saver = Saver(tmp_path, single_rank(), keep=1)
+    begin(saver, 2, engine())
+    with pytest.raises(CheckpointError, match=r"step 2 cannot be written: .*No space left"):
+        saver.finish()
+    assert list(tmp_path.iterdir()) == [older]
+    assert find_damage(older) is None
+    saver.finish()

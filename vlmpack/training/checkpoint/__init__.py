@@ -1,0 +1,43 @@
+"""Checkpoints that are whole or not there, the same for every engine and layout.
+
+    checkpoints/step-00000200/
+      model-00000-of-00002.safetensors      the boxes of parameters that this rank wrote, under
+                                            transformers' names; `name@a:b,c:d` is a part
+      optimizer-00000-of-00002.safetensors  exp_avg.<name> and exp_avg_sq.<name>, likewise
+      index.json                            each tensor's shape, dtype and boxes
+      random.safetensors                    generator states of rank 0
+      state.json                            step, optimizer steps, data state, counters
+      manifest.json                         size and SHA-256 of each file above
+      COMPLETE                              written last
+
+All ranks write into one folder with a `.tmp-` name; every file is fsynced and read back by the rank
+that wrote it. When all are done, rank 0 writes what is not a rank's own, renames the folder and
+writes COMPLETE; only after that are older checkpoints removed. Nothing is pickled.
+"""
+
+from vlmpack.training.checkpoint.folders import (
+    COMPLETE,
+    FORMAT_VERSION,
+    find_damage,
+    list_checkpoints,
+    newest_checkpoint,
+    step_folder,
+)
+from vlmpack.training.checkpoint.load import CheckpointReader, load_checkpoint
+from vlmpack.training.checkpoint.random_states import random_state, restore_random_state
+from vlmpack.training.checkpoint.save import CheckpointContent, Saver
+
+__all__ = [
+    "COMPLETE",
+    "FORMAT_VERSION",
+    "CheckpointContent",
+    "CheckpointReader",
+    "Saver",
+    "find_damage",
+    "list_checkpoints",
+    "load_checkpoint",
+    "newest_checkpoint",
+    "random_state",
+    "restore_random_state",
+    "step_folder",
+]

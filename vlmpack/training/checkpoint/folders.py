@@ -1,0 +1,134 @@
+"""Checkpoint folders: which there are, whether they are whole, and which are removed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from vlmpack.training.checkpoint.index import TensorIndex
+from vlmpack.training.checkpoint.safetensors_file import CHUNK_BYTES, FileDigest
+
+FORMAT_VERSION = 2
+COMPLETE = "COMPLETE"
+INDEX, MANIFEST, RANDOM, STATE = "index.json", "manifest.json", "random.safetensors", "state.json"
+TEMPORARY_PREFIX = ".tmp-step-"
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """The folder of one step's checkpoint."""
+    return root / f"step-{step:08d}"
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """Checkpoint folders, oldest first, verified or not."""
+    if not root.is_dir():
+        return []
+    return sorted(path for path in root.iterdir() if path.name.startswith("step-"))
+
+
+def newest_checkpoint(root: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that verifies, and one line for each newer one that does not."""
+    damaged: list[str] = []
+    for folder in reversed(list_checkpoints(root)):
+        problem = find_damage(folder)
+        if problem is None:
+            return folder, damaged
+        damaged.append(f"{folder}: {problem}")
+    return None, damaged
+
+
+def find_damage(folder: Path, *, hashed: Collection[str] = ()) -> str | None:
+    """What is wrong with a checkpoint folder, or None if every byte is as it was written.
+
+    Of another format version only what its manifest lists is looked at.
+
+    Args:
+        folder: the checkpoint.
+        hashed: files whose hash the ranks that wrote them have just compared; here their sizes are.
+    """
+    if not (folder / COMPLETE).is_file():
+        return f"{COMPLETE} is missing: the save did not finish"
+    try:
+        files = read_json(folder / MANIFEST)["files"]
+        for name, expected in files.items():
+            path = folder / Path(name).name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != expected["bytes"]:
+                return f"{name} has {path.stat().st_size} bytes, expected {expected['bytes']}"
+            if name not in hashed and sha256(path) != expected["sha256"]:
+                return f"{name} does not match its SHA-256"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST} is unreadable: {error}"
+    return _find_unlisted(folder, set(files))
+
+
+def _find_unlisted(folder: Path, listed: set[str]) -> str | None:
+    """What a checkpoint needs and its manifest, all of whose files are intact, does not list."""
+    if STATE not in listed:
+        return f"{MANIFEST} does not list {STATE}"
+    try:
+        if read_json(folder / STATE).get("format_version") != FORMAT_VERSION:
+            return None  # intact; that it cannot be read is said where it is read
+        for name in (INDEX, RANDOM):
+            if name not in listed:
+                return f"{MANIFEST} does not list {name}"
+        for name in sorted(TensorIndex.from_json(read_json(folder / INDEX)).files() - listed):
+            return f"{MANIFEST} does not list {name}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{STATE} or {INDEX} is unreadable: {error}"
+    return None
+
+
+def prune(root: Path, keep: int, *, newest: Path) -> None:
+    """Keep `newest`, just verified, and the `keep - 1` before it. Later ones are of a past that
+    was abandoned: a resume found them damaged."""
+    found = list_checkpoints(root)
+    older = [path for path in found if path.name < newest.name and (path / COMPLETE).is_file()]
+    later = [path for path in found if path.name > newest.name]
+    for folder in (*older[: len(older) - keep + 1], *later):
+        (folder / COMPLETE).unlink(missing_ok=True)  # first: a half-removed one is never resumed
+        shutil.rmtree(folder, ignore_errors=True)
+    for leftover in root.glob(f"{TEMPORARY_PREFIX}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; ValueError where the file holds none."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} holds no JSON object")
+    return content
+
+
+def sha256(path: Path) -> str:
+    """Hash of a file's content, in hex."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def write_synced(path: Path, text: str) -> FileDigest:
+    """Write a small text file and flush it to the disk."""
+    data = text.encode()
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileDigest(num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def fsync_folder(path: Path) -> None:
+    """Flush a folder's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,191 @@
+"""Loading: any layout reads the boxes that it needs from those that any layout wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from vlmpack.backends.engine import Engine
+from vlmpack.backends.slices import Kind, TensorSlice
+from vlmpack.distributed import Ranks
+from vlmpack.errors import CheckpointError
+from vlmpack.training.checkpoint.folders import (
+    FORMAT_VERSION,
+    INDEX,
+    RANDOM,
+    STATE,
+    read_json,
+)
+from vlmpack.training.checkpoint.index import StoredBox, TensorIndex
+from vlmpack.training.checkpoint.safetensors_file import DTYPES, TensorFile, read_tensors
+
+MAX_OPEN_FILES = 64
+
+Result = TypeVar("Result")
+
+
+class CheckpointReader:
+    """A checkpoint that `find_damage` has verified, read one box at a time.
+
+    Args:
+        folder: the checkpoint.
+
+    Raises:
+        CheckpointError: it is of another format version, or cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open: dict[str, TensorFile] = {}
+        try:
+            self.state: Mapping[str, Any] = read_json(folder / STATE)
+            version = self.state.get("format_version")
+            if version != FORMAT_VERSION:
+                raise CheckpointError(
+                    f"{folder} has checkpoint format {version}, this version reads "
+                    f"{FORMAT_VERSION}; resume it with the version that wrote it"
+                )
+            self.optimizer_steps = int(self.state["optimizer_steps"])
+            self._index = TensorIndex.from_json(read_json(folder / INDEX))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{folder} cannot be read: {error}") from error
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """See that it holds exactly these parameters, and their moments after the first step.
+
+        Raises:
+            CheckpointError: other names or shapes, or elements that are missing or there twice.
+        """
+        problem = self._index.find_mismatch(shapes, optimizer_steps=self.optimizer_steps)
+        if problem is not None:
+            raise CheckpointError(f"{self.folder} does not fit the model: {problem}")
+
+    def random(self) -> dict[str, Tensor]:
+        """Generator states.
+
+        Raises:
+            CheckpointError: they cannot be read.
+        """
+        try:
+            return read_tensors(self.folder / RANDOM)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.folder} cannot be read: {error}") from error
+
+    def read(self, kind: Kind, box: TensorSlice) -> Tensor | None:
+        """A box on CPU, put together from the boxes that hold it; files open on first use.
+
+        Returns:
+            `box.lengths`, in the dtype that was saved; None where there is no such tensor.
+
+        Raises:
+            CheckpointError: the tensor has another shape, or the files lack a part of the box.
+        """
+        stored = self._index.tensors[kind].get(box.name)
+        if stored is None:
+            return None
+        if stored[0].box.shape != box.shape:
+            raise CheckpointError(
+                f"{box.name}: shape {stored[0].box.shape} in {self.folder}, expected {box.shape}"
+            )
+        try:
+            result = torch.empty(box.lengths, dtype=DTYPES[stored[0].dtype])
+            filled = sum(self._copy(part, box, result) for part in stored)
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{self.folder} cannot be read: {error}") from error
+        if filled != result.numel():
+            raise CheckpointError(
+                f"{kind} {box.name} from {box.start} to {box.stop}: {self.folder} holds {filled} "
+                f"elements, expected {result.numel()}"
+            )
+        return result
+
+    def _copy(self, stored: StoredBox, box: TensorSlice, result: Tensor) -> int:
+        """Copy what a stored box holds of `box`; the number of elements."""
+        part = box.intersection(stored.box)
+        if part is None:
+            return 0
+        file = self._file(stored.file)
+        entry = file.entry(stored.key)
+        if (entry.dtype, entry.shape) != (stored.dtype, stored.box.lengths):
+            raise ValueError(f"{stored.file} holds {entry}, {INDEX} says {stored}")
+        target = result[_relative(part, box)]
+        file.read_into(target, stored.key, _relative(part, stored.box))
+        return target.numel()
+
+    def _file(self, name: str) -> TensorFile:
+        if name not in self._open:
+            if len(self._open) >= MAX_OPEN_FILES:
+                self._open.pop(next(iter(self._open))).close()
+            self._open[name] = TensorFile(self.folder / Path(name).name)
+        return self._open[name]
+
+    def close(self) -> None:
+        """Close all files."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def load_checkpoint(
+    folder: Path, engine: Engine, ranks: Ranks
+) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
+    """Load parameters and moments into an engine. Collective.
+
+    Returns:
+        What state.json holds, and the generator states.
+
+    Raises:
+        CheckpointError: on every rank, if it does not fit the model or any rank cannot read it.
+    """
+    reader = _on_all(ranks, lambda: _open_and_check(folder, engine))
+
+    def load() -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
+        engine.load_slices(reader.read, optimizer_steps=reader.optimizer_steps)
+        return reader.state, reader.random()
+
+    with reader:
+        return _on_all(ranks, load)
+
+
+def _open_and_check(folder: Path, engine: Engine) -> CheckpointReader:
+    reader = CheckpointReader(folder)
+    reader.check(engine.parameter_shapes())
+    return reader
+
+
+def _on_all(ranks: Ranks, work: Callable[[], Result]) -> Result:
+    """Run something on every rank; a CheckpointError of any of them is raised on all."""
+    result: Result | None = None
+    problem: str | None = None
+    try:
+        result = work()
+    except CheckpointError as error:
+        problem = str(error)
+    problems = [text for text in ranks.gather_objects(problem) if text is not None]
+    if problems:
+        raise CheckpointError("; ".join(dict.fromkeys(problems)))
+    assert result is not None
+    return result
+
+
+def _relative(part: TensorSlice, base: TensorSlice) -> tuple[slice, ...]:
+    """What selects `part` in a tensor that holds `base`."""
+    return tuple(
+        slice(a - origin, b - origin)
+        for a, b, origin in zip(part.start, part.stop, base.start, strict=True)
+    )

@@ -1,0 +1,249 @@
+"""Saving: begun on all ranks, written by each, published by all together."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import socket
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmpack.backends.slices import Kind, TensorSlice
+from vlmpack.distributed import Ranks
+from vlmpack.errors import CheckpointError
+from vlmpack.training.checkpoint.folders import (
+    COMPLETE,
+    FORMAT_VERSION,
+    INDEX,
+    MANIFEST,
+    RANDOM,
+    STATE,
+    TEMPORARY_PREFIX,
+    find_damage,
+    fsync_folder,
+    prune,
+    step_folder,
+    write_synced,
+)
+from vlmpack.training.checkpoint.index import TensorIndex
+from vlmpack.training.checkpoint.safetensors_file import FileDigest, write_tensors
+from vlmpack.training.checkpoint.share import OwnedSlices, Share, write_share
+
+logger = logging.getLogger("vlmpack")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointContent:
+    """What a checkpoint holds beside the values of parameters and moments.
+
+    Args:
+        step: optimizer steps of the run, holes included.
+        state: JSON-able: data state, counters.
+        random: generator states of the main rank, uint8.
+        shapes: whole shapes of the model's parameters.
+        optimizer_steps: the engine's count; there are moments unless it is 0.
+    """
+
+    step: int
+    state: Mapping[str, Any]
+    random: Mapping[str, Tensor]
+    shapes: Mapping[str, tuple[int, ...]]
+    optimizer_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    folder: Path
+    content: CheckpointContent
+    share: Future[Share]
+
+
+class Saver:
+    """Writes the checkpoints of a run, one at a time.
+
+    Every rank makes the same calls in the same order.
+
+    Args:
+        root: the run's `checkpoints` folder.
+        ranks: who this process is.
+        keep: checkpoints to keep, at least 1.
+    """
+
+    def __init__(self, root: Path, ranks: Ranks, *, keep: int) -> None:
+        self.root = root
+        self.ranks = ranks
+        self.keep = keep
+        self._pending: _Pending | None = None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank's share is still being written in the background."""
+        return self._pending is not None and not self._pending.share.done()
+
+    def save(self, content: CheckpointContent, slices: OwnedSlices) -> None:
+        """Write and publish a checkpoint, then remove all but the `keep` newest. Collective.
+
+        Raises:
+            CheckpointError: on every rank, if any could not write its share, or the shares do not
+                make a whole; older checkpoints are untouched.
+        """
+        self.finish()
+        folder = self._begin(content.step)
+        self._publish(folder, content, self._attempt(folder, slices))
+
+    def save_in_background(self, content: CheckpointContent, slices: OwnedSlices) -> None:
+        """Copy this rank's boxes to the host and return; a thread writes them. Collective.
+
+        The checkpoint is published by `finish`.
+
+        Raises:
+            CheckpointError: the folder cannot be made, or as `finish` for the save before.
+        """
+        self.finish()
+        folder = self._begin(content.step)
+        copies: list[tuple[Kind, TensorSlice, Tensor]] = []
+        problem: Share | None = None
+        try:
+            for kind, box, value in slices():
+                copies.append((kind, box, _host_copy(value)))
+        except Exception as error:  # out of memory, say: told to all ranks by `finish`
+            problem, copies = self._failure(error), []
+
+        def write() -> Share:
+            return problem or self._attempt(folder, lambda: copies)
+
+        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending = _Pending(folder, content, executor.submit(write))
+        executor.shutdown(wait=False)  # the thread ends with its one task
+
+    def finish(self) -> None:
+        """Wait for the background save, if there is one, and publish it. Collective.
+
+        Raises:
+            CheckpointError: as `save`.
+        """
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        self._publish(pending.folder, pending.content, pending.share.result())
+
+    def abandon(self) -> None:
+        """Wait for this rank's thread and publish nothing; what it wrote is removed later."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.share.exception()
+
+    def _begin(self, step: int) -> Path:
+        """A new temporary folder, the same on all ranks."""
+
+        def make() -> Path:
+            folder = self.root / f"{TEMPORARY_PREFIX}{step:08d}-{os.getpid()}"
+            try:
+                self.root.mkdir(parents=True, exist_ok=True)
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+            except OSError as error:
+                raise CheckpointError(
+                    f"checkpoint of step {step} cannot be written: {error}"
+                ) from error
+            return folder
+
+        return self.ranks.on_main(make)
+
+    def _attempt(self, folder: Path, slices: OwnedSlices) -> Share:
+        try:
+            return write_share(
+                folder, slices, rank=self.ranks.rank, world_size=self.ranks.world_size
+            )
+        except Exception as error:  # told to all ranks, so that none waits for one that is gone
+            return self._failure(error)
+
+    def _failure(self, error: Exception) -> Share:
+        logger.debug("this rank's share of a checkpoint failed", exc_info=error)
+        text = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        if self.ranks.world_size > 1:
+            text = f"rank {self.ranks.rank} on {socket.gethostname()}: {text}"
+        return Share(rank=self.ranks.rank, files={}, boxes=(), error=text)
+
+    def _publish(self, folder: Path, content: CheckpointContent, share: Share) -> None:
+        shares = self.ranks.gather_objects(share)
+
+        def publish() -> None:
+            try:
+                final = _publish_folder(self.root, folder, content, shares)
+            except (OSError, CheckpointError) as error:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise CheckpointError(
+                    f"checkpoint of step {content.step} cannot be written: {error}"
+                ) from error
+            problem = find_damage(final, hashed={name for s in shares for name in s.files})
+            if problem is not None:
+                raise CheckpointError(
+                    f"checkpoint of step {content.step} does not verify after writing: {problem}"
+                )
+            prune(self.root, self.keep, newest=final)
+
+        self.ranks.on_main(publish)
+
+
+def _host_copy(value: Tensor) -> Tensor:
+    """A contiguous copy on CPU."""
+    return torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
+
+
+def _publish_folder(
+    root: Path, folder: Path, content: CheckpointContent, shares: Sequence[Share]
+) -> Path:
+    """Check the shares, write what the main rank writes, rename, and write COMPLETE.
+
+    Raises:
+        CheckpointError: a share failed, is not visible here, or the shares do not make a whole.
+        OSError: disk full, and the like.
+    """
+    errors = [share.error for share in shares if share.error is not None]
+    if errors:
+        raise CheckpointError("; ".join(errors))
+    files: dict[str, FileDigest] = {}
+    for share in shares:
+        for name, digest in share.files.items():
+            if not (folder / name).is_file():
+                raise CheckpointError(
+                    f"{name}, written by rank {share.rank}, is not visible to rank 0: run_dir "
+                    f"must lie on a file system that all machines share"
+                )
+            files[name] = digest
+    index = TensorIndex.of(stored for share in shares for stored in share.boxes)
+    problem = index.find_mismatch(content.shapes, optimizer_steps=content.optimizer_steps)
+    if problem is not None:
+        raise CheckpointError(problem)
+    state = {
+        **content.state,
+        "format_version": FORMAT_VERSION,
+        "step": content.step,
+        "optimizer_steps": content.optimizer_steps,
+    }
+    files[RANDOM] = write_tensors(folder / RANDOM, content.random)
+    files[INDEX] = write_synced(folder / INDEX, json.dumps(index.as_json()) + "\n")
+    files[STATE] = write_synced(folder / STATE, json.dumps(state, indent=2, sort_keys=True) + "\n")
+    manifest = {
+        name: {"bytes": digest.num_bytes, "sha256": digest.sha256}
+        for name, digest in sorted(files.items())
+    }
+    write_synced(folder / MANIFEST, json.dumps({"files": manifest}, indent=2) + "\n")
+    fsync_folder(folder)
+    final = step_folder(root, content.step)
+    if final.exists():  # a damaged one of the same step: verified ones are never rewritten
+        shutil.rmtree(final)
+    folder.rename(final)
+    fsync_folder(root)
+    write_synced(final / COMPLETE, f"step {content.step}\n")
+    fsync_folder(final)
+    return final
