@@ -81,18 +81,24 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
+        return _rotate(x, cos, sin, sign=1.0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grads[0], cos, -sin), None, None
+        return _rotate(grads[0], cos, sin, sign=-1.0), None, None
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.float().chunk(2, dim=-1)
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, sign: float) -> Tensor:
+    """Rotation by sign * angle in float32: four passes over the output, no temporaries."""
     cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    x32 = x.float()
+    first, second = x32.chunk(2, dim=-1)
+    rotated = torch.empty_like(x32)
+    left, right = rotated.chunk(2, dim=-1)
+    torch.mul(first, cos, out=left).addcmul_(second, sin, value=-sign)
+    torch.mul(second, cos, out=right).addcmul_(first, sin, value=sign)
+    return rotated.to(x.dtype)
 
 
 def apply_rope(tensors: Sequence[Tensor], cos: Tensor, sin: Tensor) -> list[Tensor]:

@@ -6,6 +6,8 @@ loss and dropped; the backward pass makes them again. Costs one more head matmul
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,24 +22,65 @@ def chunk_rows(vocabulary: int) -> int:
     return max(1, CHUNK_ELEMENTS // vocabulary)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabularyShard:
+    """One rank's rows of a head that is split over a tensor-parallel group.
+
+    Args:
+        start: first row of the whole head that this rank holds.
+        all_max: element-wise maximum over the group, in place.
+        all_sum: element-wise sum over the group, in place.
+    """
+
+    start: int
+    all_max: Callable[[Tensor], Tensor]
+    all_sum: Callable[[Tensor], Tensor]
+
+
+def _local_targets(
+    targets: Tensor, rows: int, shard: VocabularyShard | None
+) -> tuple[Tensor, Tensor | None]:
+    """Targets as rows of the local head, and which of them it holds (None for all)."""
+    if shard is None:
+        return targets, None
+    local = targets - shard.start
+    inside = (local >= 0) & (local < rows)
+    return local.clamp(0, rows - 1), inside
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        rows: int,
+        shard: VocabularyShard | None,
+    ) -> Tensor:
         losses = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
         log_sums = torch.empty_like(losses)
+        local, inside = _local_targets(targets, weight.shape[0], shard)
         for start in range(0, hidden.shape[0], rows):
             chunk = slice(start, start + rows)
             logits = (hidden[chunk] @ weight.T).float()
-            log_sums[chunk] = logits.logsumexp(dim=-1)
-            picked = logits.gather(1, targets[chunk, None]).squeeze(1)
+            picked = logits.gather(1, local[chunk, None]).squeeze(1)
+            if shard is None or inside is None:
+                log_sums[chunk] = logits.logsumexp(dim=-1)
+            else:
+                peak = shard.all_max(logits.amax(dim=-1))
+                total = (logits - peak[:, None]).exp_().sum(dim=-1)
+                both = shard.all_sum(torch.stack((total, picked * inside[chunk])))
+                log_sums[chunk] = peak + both[0].log()
+                picked = both[1]
             losses[chunk] = log_sums[chunk] - picked
-        ctx.save_for_backward(hidden, weight, targets, log_sums)
+        ctx.save_for_backward(hidden, weight, local, inside, log_sums)
         ctx.rows = rows
         return losses
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None]:
-        hidden, weight, targets, log_sums = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None, None]:
+        hidden, weight, local, inside, log_sums = ctx.saved_tensors
         grad_losses: Tensor = grads[0]
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
@@ -45,27 +88,34 @@ class _LinearCrossEntropy(torch.autograd.Function):
             chunk = slice(start, start + ctx.rows)
             logits = (hidden[chunk] @ weight.T).float()
             probabilities = logits.sub_(log_sums[chunk, None]).exp_()
-            probabilities.scatter_add_(
-                1,
-                targets[chunk, None],
-                probabilities.new_full((probabilities.shape[0], 1), -1.0),
-            )
+            hit = probabilities.new_ones(probabilities.shape[0])
+            if inside is not None:
+                hit = hit * inside[chunk]
+            probabilities.scatter_add_(1, local[chunk, None], -hit[:, None])
             grad_logits = probabilities.mul_(grad_losses[chunk, None]).to(hidden.dtype)
             grad_hidden[chunk] = grad_logits @ weight
             grad_weight += (grad_logits.T @ hidden[chunk]).float()
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, rows_per_chunk: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    rows_per_chunk: int | None = None,
+    shard: VocabularyShard | None = None,
 ) -> Tensor:
     """Cross entropy of a bias-free linear head, one loss a label token.
 
     Args:
         hidden: (L, D) final hidden states of the label tokens; cast to autocast's dtype inside it.
-        weight: (V, D) the head.
-        targets: (L,) int64, each in [0, V); L may be 0.
+        weight: (V, D) the head, or this rank's rows of it.
+        targets: (L,) int64, each in [0, V of the whole head); L may be 0.
         rows_per_chunk: label tokens per chunk; None for `chunk_rows(V)`.
+        shard: where the head is split over tensor-parallel ranks: each rank calls with the same
+            hidden states and gets the same losses; the gradient of `hidden` is this rank's part of
+            a sum over the group, as Megatron's column-parallel layers have it.
 
     Returns:
         (L,) float32 losses: -log softmax(hidden @ weight.T)[target].
@@ -75,6 +125,6 @@ def linear_cross_entropy(
         hidden = hidden.to(torch.get_autocast_dtype(kind))
     rows = rows_per_chunk if rows_per_chunk is not None else chunk_rows(weight.shape[0])
     losses: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight.to(hidden.dtype), targets, rows
+        hidden, weight.to(hidden.dtype), targets, rows, shard
     )
     return losses

@@ -4,9 +4,11 @@ from vlmpack.alignment import Alignment, alignment, round_up
 from vlmpack.packing.batch import (
     IGNORE_INDEX,
     Batch,
+    ContextSlice,
     EncodedSample,
     GridTHW,
     Media,
+    MediaShare,
     PackedBatch,
     PackedSeqParams,
     PaddedBatch,
@@ -20,14 +22,18 @@ from vlmpack.packing.collate import (
     pack_batch_sequences,
     pad_batch_sequences,
 )
+from vlmpack.packing.context import padded_as_row, slice_for_context, zigzag_index
+from vlmpack.packing.sharing import share_media
 
 __all__ = [
     "IGNORE_INDEX",
     "Alignment",
     "Batch",
+    "ContextSlice",
     "EncodedSample",
     "GridTHW",
     "Media",
+    "MediaShare",
     "PackCollator",
     "PackedBatch",
     "PackedSeqParams",
@@ -38,6 +44,10 @@ __all__ = [
     "pack_batch_sequences",
     "pack_padded_batch",
     "pad_batch_sequences",
+    "padded_as_row",
     "pin_batch",
     "round_up",
+    "share_media",
+    "slice_for_context",
+    "zigzag_index",
 ]

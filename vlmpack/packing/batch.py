@@ -105,6 +105,42 @@ class PackedSeqParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ContextSlice:
+    """What one context-parallel rank holds of a row, worked out on CPU; see `packing.context`.
+
+    Args:
+        rank: context-parallel rank.
+        size: CP.
+        row_index: (T / CP,) int64, the row's tokens of this rank, in its own order.
+        natural_order: (T,) int64, where each token of the row lies in the concatenation of all
+            ranks' slices.
+        label_positions: (l,) int64, indices into the slice that carry a label.
+        targets: (l,) int64, their labels.
+    """
+
+    rank: int
+    size: int
+    row_index: Tensor
+    natural_order: Tensor
+    label_positions: Tensor
+    targets: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaShare:
+    """How the images of a row are shared out over ranks; see `packing.sharing`.
+
+    Args:
+        order: (M,) int64, where each placeholder's feature lies in the ranks' outputs, each padded
+            to the largest of `counts`.
+        counts: features by rank, host integers.
+    """
+
+    order: Tensor
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
     """One THD row: the samples of a bin, one after the other.
 
@@ -126,6 +162,9 @@ class PackedBatch:
         media_positions: (M,) int64, indices into the flattened row of the placeholders.
         keys: the samples' keys, in row order. Empty for an empty bin.
         lengths: the samples' logical lengths, host integers, in row order.
+        context: this rank's slice under context parallelism; None where rows are whole.
+        media_share: where the vision work is shared out: `media` then holds this rank's images
+            alone (None for none); None where each rank has all of them.
     """
 
     input_ids: Tensor
@@ -140,6 +179,8 @@ class PackedBatch:
     media_positions: Tensor
     keys: tuple[str, ...]
     lengths: tuple[int, ...]
+    context: ContextSlice | None = None
+    media_share: MediaShare | None = None
 
     @property
     def max_seqlen(self) -> int:
@@ -224,17 +265,19 @@ class PaddedBatch:
 
 Batch = PackedBatch | PaddedBatch
 BatchT = TypeVar("BatchT", bound=Batch)
+Part = Media | ContextSlice | MediaShare
+TensorsT = TypeVar("TensorsT", bound=PackedBatch | PaddedBatch | Part)
 
 
-def _map_tensors(value: BatchT, function: Callable[[Tensor], Tensor]) -> BatchT:
-    """A copy of a batch with `function` applied to each of its tensors."""
+def _map_tensors(value: TensorsT, function: Callable[[Tensor], Tensor]) -> TensorsT:
+    """A copy with `function` applied to each tensor."""
     changed: dict[str, Any] = {}
     for field in fields(value):
         item = getattr(value, field.name)
         if isinstance(item, Tensor):
             changed[field.name] = function(item)
-        elif isinstance(item, Media):
-            changed[field.name] = replace(item, pixel_values=function(item.pixel_values))
+        elif isinstance(item, (Media, ContextSlice, MediaShare)):
+            changed[field.name] = _map_tensors(item, function)
     return replace(value, **changed)
 
 

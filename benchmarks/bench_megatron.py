@@ -1,0 +1,102 @@
+"""The Megatron engine on one process: a packed training step against a padded one.
+
+The measure of bench_step.py: V is what padding does not touch, L the packed language model from
+embeddings to the loss and back, r = padded / real tokens; the best possible speed-up of a step is
+(V + L r) / (V + L).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from bench_step import batches_of
+from models import write_wide_model
+from timing import medians
+
+from vlmpack.backends.adamw import AdamWConfig
+from vlmpack.backends.mcore.cpu import megatron_on_cpu
+from vlmpack.backends.mcore.engine import MegatronEngine, MegatronEngineConfig
+from vlmpack.distributed import start_process_group
+from vlmpack.families import Encoder
+from vlmpack.packing import Batch
+from vlmpack.training.optim import Schedule
+from vlmpack.training.step import Stepper
+
+
+def _engine(folder: Path, encoder: Encoder) -> MegatronEngine:
+    config = MegatronEngineConfig(folder=folder, dtype="float32", distributed_optimizer=False)
+    optimizer = AdamWConfig(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    return MegatronEngine(config, encoder, start_process_group(), optimizer)
+
+
+def _whole_step(stepper: Stepper, batches: list[Batch]) -> Callable[[], None]:
+    def run() -> None:
+        for batch in batches:
+            stepper.train(0, [batch], num_skipped=0, stop=False)
+
+    return run
+
+
+def _language_only(engine: MegatronEngine, batches: list[Batch]) -> Callable[[], None]:
+    """Embeddings -> decoder -> head -> loss -> back to the embeddings."""
+    model = engine.model
+    rows = [engine.prepare(batch) for batch in batches]
+    with megatron_on_cpu():
+        embeds = [model.merge(row).detach().requires_grad_() for row in rows]
+
+    def run() -> None:
+        engine.zero_gradients()
+        with megatron_on_cpu():
+            for row, embed in zip(rows, embeds, strict=True):
+                model.decode(row, row.packed_seq_params(), embed).sum().backward()
+
+    return run
+
+
+def bench_megatron_step(
+    rounds: int, *, width: int, micro_batch_size: int = 16
+) -> dict[str, object]:
+    """Packed against padded, whole step and language model alone, both under megatron-core."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_wide_model(Path(folder), width)
+        encoder = Encoder(Path(folder))
+        engine = _engine(Path(folder), encoder)
+        packed = batches_of(encoder, "in_batch", micro_batch_size, 3)
+        padded = batches_of(encoder, "none", micro_batch_size, 3)
+    assert [b.keys for b in packed] == [b.keys for b in padded], "not the same samples"
+    schedule = Schedule(peak=0.0, floor=0.0, warmup_steps=0, total_steps=1, kind="constant")
+    stepper = Stepper(engine=engine, schedule=schedule, max_grad_norm=1.0, ranks=engine.ranks)
+    losses = [stepper.evaluate(batches).loss for batches in (packed, padded)]
+    assert abs(losses[0] - losses[1]) < 1e-5 * losses[0], f"losses differ: {losses}"
+    seconds = medians(
+        {
+            "language_packed": _language_only(engine, packed),
+            "language_padded": _language_only(engine, padded),
+            "step_packed": _whole_step(stepper, packed),
+            "step_padded": _whole_step(stepper, padded),
+        },
+        rounds=rounds,
+    )
+    real = sum(batch.num_tokens for batch in packed)
+    r = sum(batch.num_slots for batch in padded) / real
+    language = seconds["language_packed"]
+    rest = max(0.0, seconds["step_packed"] - language)
+    speedup = seconds["step_padded"] / seconds["step_packed"]
+    language_speedup = seconds["language_padded"] / language
+    ideal = (rest + language * r) / (rest + language)
+    return {
+        "model": f"tiny-qwen2_5_vl's shape, width {width}, 8 layers, megatron-core, one process",
+        "micro_batch_size": micro_batch_size,
+        "r_padded_over_real": r,
+        "V_ms": rest * 1e3 / len(packed),
+        "L_ms": language * 1e3 / len(packed),
+        "step_speedup": speedup,
+        "ideal_step_speedup": ideal,
+        "step_share_of_ideal": speedup / ideal,
+        "language_speedup": language_speedup,
+        "language_share_of_r": language_speedup / r,
+        "threads": torch.get_num_threads(),
+    }

@@ -1,0 +1,208 @@
+"""Core attention of Megatron's layers for THD rows, with RoPE inside.
+
+Megatron hands queries and keys over unrotated (`position_embedding_type="none"`); cos and sin of
+this rank's tokens travel with the packed-sequence params, built once per micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams as MegatronPackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from vlmpack.attention import VarlenAttention, apply_rope
+from vlmpack.backends.mcore.collectives import gather_slices
+from vlmpack.packing import ContextSlice, PackedSeqParams
+
+
+@dataclass
+class RowParams(MegatronPackedSeqParams):
+    """Megatron's params of one row, and what our attention needs besides.
+
+    Args:
+        row: the boundaries of the whole row, host integers included.
+        cos: (T / CP, D / 2) float32, of this rank's tokens.
+        sin: the same.
+        context: this rank's slice; None where rows are whole.
+    """
+
+    row: PackedSeqParams | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    context: ContextSlice | None = None
+
+
+def megatron_params(
+    params: PackedSeqParams, *, cos: Tensor, sin: Tensor, context: ContextSlice | None
+) -> RowParams:
+    """Our params in Megatron's class, field by field; logical and padded offsets as TE wants them
+    (padded ones only where they differ)."""
+    return RowParams(
+        qkv_format=params.qkv_format,
+        cu_seqlens_q=params.cu_seqlens_q,
+        cu_seqlens_kv=params.cu_seqlens_kv,
+        cu_seqlens_q_padded=params.cu_seqlens_q_padded,
+        cu_seqlens_kv_padded=params.cu_seqlens_kv_padded,
+        max_seqlen_q=params.max_seqlen_q,
+        max_seqlen_kv=params.max_seqlen_kv,
+        row=params,
+        cos=cos,
+        sin=sin,
+        context=context,
+    )
+
+
+class PackedCoreAttention(MegatronModule):
+    """Causal attention inside each segment; what Megatron's layer spec calls `core_attention`.
+
+    Args:
+        config: TransformerConfig.
+        layer_number: counted from 1.
+        varlen: the implementation; see `vlmpack.attention`.
+        softmax_scale: factor on the scores; 1 / sqrt(D) if None.
+        pg_collection: process groups; the layer spec passes them.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        *,
+        varlen: VarlenAttention,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.layer_number = layer_number
+        self.varlen = varlen
+        self.softmax_scale = softmax_scale
+        self.cp_group = pg_collection.cp
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: RowParams,
+        **_: Any,
+    ) -> Tensor:
+        """(T', Hq, D), (T', Hkv, D), (T', Hkv, D) -> (T', Hq * D), T' = T / CP.
+
+        Raises:
+            ValueError: a mask, or params that are not ours: samples would mix.
+        """
+        if attention_mask is not None or not isinstance(packed_seq_params, RowParams):
+            raise ValueError("packed rows need RowParams and no attention mask")
+        assert packed_seq_params.cos is not None and packed_seq_params.sin is not None
+        query, key = apply_rope((query, key), packed_seq_params.cos, packed_seq_params.sin)
+        assert packed_seq_params.row is not None
+        if packed_seq_params.context is None:
+            output = self.varlen(query, key, value, packed_seq_params.row, scale=self.softmax_scale)
+        else:
+            output = context_parallel_attention(
+                query,
+                key,
+                value,
+                packed_seq_params.row.segment_lengths,
+                packed_seq_params.context,
+                group=self.cp_group,
+                scale=self.softmax_scale,
+            )
+        return output.flatten(1)
+
+
+def context_parallel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segment_lengths: tuple[int, ...],
+    context: ContextSlice,
+    *,
+    group: dist.ProcessGroup,
+    scale: float | None = None,
+) -> Tensor:
+    """Causal attention of this rank's queries to the keys of the whole row.
+
+    Keys and values (few heads, under grouped-query attention) are gathered over the CP ranks in one
+    collective; queries stay. The two chunks that a rank holds of a segment each attend to the
+    segment from its start to the chunk's end.
+
+    Args:
+        query: (T / CP, Hq, D), this rank's slice.
+        key: (T / CP, Hkv, D).
+        value: (T / CP, Hkv, D).
+        segment_lengths: physical lengths of the whole row's segments, multiples of 2 * CP.
+        context: this rank's slice.
+        group: the CP group.
+        scale: factor on the scores; 1 / sqrt(D) if None.
+
+    Returns:
+        (T / CP, Hq, D).
+    """
+    both = gather_slices(torch.stack((key, value), dim=1), context.natural_order, group)
+    outputs: list[Tensor] = []
+    start = local_start = 0
+    for length, run in groupby(segment_lengths):
+        count = len(list(run))
+        if length == 0:
+            continue
+        held, chunk = length // context.size, length // (2 * context.size)
+        queries = query[local_start : local_start + count * held]
+        queries = queries.view(count, 2, chunk, *query.shape[1:])
+        keys_values = both[start : start + count * length].view(count, length, *both.shape[1:])
+        halves = [
+            _chunk_attention(queries[:, half], keys_values[:, : (which + 1) * chunk], scale=scale)
+            for half, which in enumerate((context.rank, 2 * context.size - 1 - context.rank))
+        ]
+        outputs.append(torch.stack(halves, dim=1).flatten(0, 2))
+        start += count * length
+        local_start += count * held
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _chunk_attention(query: Tensor, keys_values: Tensor, *, scale: float | None) -> Tensor:
+    """Causal attention of queries that come last among their keys.
+
+    (n, c, Hq, D), (n, k, 2, Hkv, D) -> (n, c, Hq, D). No (c, k) mask outlives the call: CUDA
+    kernels align causality at the end themselves, and on CPU the mask is made again in backward.
+    """
+    num_queries, num_keys = query.shape[1], keys_values.shape[1]
+    if num_queries == num_keys:
+        return _attend(query, keys_values, None, scale)
+    if query.is_cuda:
+        return _attend(query, keys_values, causal_lower_right(num_queries, num_keys), scale)
+    output: Tensor = checkpoint(
+        _attend_masked, query, keys_values, scale, use_reentrant=False, preserve_rng_state=False
+    )
+    return output
+
+
+def _attend_masked(query: Tensor, keys_values: Tensor, scale: float | None) -> Tensor:
+    num_queries, num_keys = query.shape[1], keys_values.shape[1]
+    mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
+    return _attend(query, keys_values, mask.tril(num_keys - num_queries), scale)
+
+
+def _attend(query: Tensor, keys_values: Tensor, mask: Any, scale: float | None) -> Tensor:
+    output = scaled_dot_product_attention(
+        query.transpose(1, 2),
+        keys_values[:, :, 0].transpose(1, 2),
+        keys_values[:, :, 1].transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=query.shape[2] != keys_values.shape[3],
+    )
+    return output.transpose(1, 2)

@@ -1,0 +1,106 @@
+"""The two gathers whose backward passes are the reductions that Megatron's mappings do not have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class _GatherSlices(torch.autograd.Function):
+    """Slices of all context-parallel ranks, in the row's order; backward sums and slices."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, natural_order: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        ctx.save_for_backward(natural_order)
+        local = local.contiguous()
+        gathered = local.new_empty(local.shape[0] * group.size(), *local.shape[1:])
+        dist.all_gather_into_tensor(gathered, local, group=group)
+        return gathered.index_select(0, natural_order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        (natural_order,) = ctx.saved_tensors
+        by_rank = torch.empty_like(grads[0]).index_copy_(0, natural_order, grads[0])
+        rows = by_rank.shape[0] // ctx.group.size()
+        local = by_rank.new_empty(rows, *by_rank.shape[1:])
+        dist.reduce_scatter_tensor(local, by_rank, group=ctx.group)
+        return local, None, None
+
+
+def gather_slices(local: Tensor, natural_order: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All tokens of a row on every context-parallel rank.
+
+    Args:
+        local: (T / CP, ...), this rank's slice.
+        natural_order: (T,) int64, see `ContextSlice`.
+        group: the context-parallel group.
+
+    Returns:
+        (T, ...) in the row's order. The gradient of a slice is the sum of what all ranks send back.
+    """
+    gathered: Tensor = _GatherSlices.apply(local, natural_order, group)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+class _GatherFeatures(torch.autograd.Function):
+    """Features of all ranks' images, in image order; backward returns each rank its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, order: Tensor, counts: Sequence[int], group: Any, cp_group: Any
+    ) -> Tensor:
+        ctx.mine = local.shape[0]
+        ctx.counts, ctx.group, ctx.cp_group = counts, group, cp_group
+        ctx.save_for_backward(order)
+        widest = max(counts)
+        padded = local.new_zeros(widest, local.shape[1])
+        padded[: local.shape[0]] = local
+        gathered = local.new_empty(widest * group.size(), local.shape[1])
+        dist.all_gather_into_tensor(gathered, padded, group=group)
+        ctx.widest = widest
+        return gathered.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None, None]:
+        (order,) = ctx.saved_tensors
+        gradient = grads[0].contiguous()
+        if ctx.cp_group.size() > 1:  # each CP rank saw the features of its own tokens alone
+            gradient = gradient.clone()
+            dist.all_reduce(gradient, group=ctx.cp_group)
+        by_rank = gradient.new_zeros(ctx.widest * ctx.group.size(), gradient.shape[1])
+        by_rank.index_copy_(0, order, gradient)
+        start = ctx.group.rank() * ctx.widest
+        return by_rank[start : start + ctx.mine], None, None, None, None
+
+
+def gather_features(
+    local: Tensor,
+    order: Tensor,
+    counts: Sequence[int],
+    *,
+    group: dist.ProcessGroup,
+    cp_group: dist.ProcessGroup,
+) -> Tensor:
+    """The features of all images from the ranks that computed them.
+
+    Args:
+        local: (m, D), the features of this rank's images, one image after the other.
+        order: (M,) int64, where each feature of the row lies in the ranks' outputs, each padded to
+            the largest of `counts`.
+        counts: features by rank; the same on every rank.
+        group: the TP x CP ranks that share the work.
+        cp_group: the CP ranks among them. TP ranks all hold the whole gradient of the features; CP
+            ranks hold that of their own tokens, which is summed.
+
+    Returns:
+        (M, D) in the row's order.
+    """
+    gathered: Tensor = _GatherFeatures.apply(  # type: ignore[no-untyped-call]
+        local, order, tuple(counts), group, cp_group
+    )
+    return gathered

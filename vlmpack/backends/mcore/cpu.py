@@ -1,0 +1,91 @@
+"""megatron-core 0.16.1 on a CPU with gloo: for tests and small runs, active only without CUDA.
+
+Megatron asks for CUDA by name in a few places: `device="cuda"`, `torch.cuda.current_device()`,
+`tensor.type() == "torch.cuda.FloatTensor"`, CUDA generators, streams. Inside `megatron_on_cpu()`
+these answer with the CPU; outside of it, and wherever there is a GPU, nothing is changed.
+
+Limits: gloo collectives (no overlap of communication and compute), float32, Megatron's local layer
+specs, no CUDA graphs, no fused kernels, dropout 0 (all ranks share one generator).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+def _is_cuda(device: Any) -> bool:
+    return device is not None and str(device).startswith("cuda")
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Maps what names CUDA in calls of torch functions to the CPU."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(args[0]).replace("torch.", "torch.cuda.")
+        if "device" in kwargs and _is_cuda(kwargs["device"]):
+            kwargs["device"] = CPU
+        return func(*args, **kwargs)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    torch.set_rng_state(new_state)
+
+
+_depth = 0
+
+
+@contextmanager
+def megatron_on_cpu() -> Iterator[None]:
+    """Let Megatron's code run on the CPU inside this context; nothing happens where CUDA is there.
+
+    Nested uses share the outermost one.
+    """
+    global _depth
+    if torch.cuda.is_available() or _depth:
+        yield
+        return
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    replacements: tuple[tuple[Any, str, Any], ...] = (
+        (torch.cuda, "current_device", lambda: CPU),
+        (torch.cuda, "synchronize", _nothing),
+        (torch.cuda, "manual_seed", _nothing),
+        (torch.cuda, "get_rng_state", _get_rng_state),
+        (megatron_random, "_get_cuda_rng_state", _get_rng_state),
+        (megatron_random, "_set_cuda_rng_state", _set_rng_state),
+    )
+    with ExitStack() as stack:
+        for owner, name, replacement in replacements:
+            stack.enter_context(patch.object(owner, name, replacement))
+        stack.enter_context(_CudaMeansCpu())
+        _depth += 1
+        try:
+            yield
+        finally:
+            _depth -= 1

@@ -1,0 +1,352 @@
+"""megatron-core: tensor, sequence, context, pipeline and data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch import Tensor, nn
+
+from vlmpack.attention import VarlenAttention, choose_attention
+from vlmpack.attention.varlen import AttentionName
+from vlmpack.backends.adamw import AdamWConfig
+from vlmpack.backends.engine import ForwardStep
+from vlmpack.backends.hf.export import save_model_folder
+from vlmpack.backends.mcore.config import LanguageDims, transformer_config
+from vlmpack.backends.mcore.cpu import megatron_on_cpu
+from vlmpack.backends.mcore.groups import ParallelSizes, start_model_parallel
+from vlmpack.backends.mcore.layout import WeightLayout, local_parameters
+from vlmpack.backends.mcore.model import MegatronVLM
+from vlmpack.backends.mcore.optimizer import MegatronAdamW
+from vlmpack.backends.mcore.pretrained import PretrainedReader
+from vlmpack.backends.mcore.weights import megatron_family
+from vlmpack.backends.slices import Kind, ReadSlice, TensorSlice
+from vlmpack.distributed import Ranks
+from vlmpack.errors import CapabilityError
+from vlmpack.families import Encoder
+from vlmpack.packing import (
+    Batch,
+    PackedBatch,
+    PaddedBatch,
+    padded_as_row,
+    pin_batch,
+    share_media,
+    slice_for_context,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronEngineConfig:
+    """What the recipe says about the model.
+
+    Args:
+        folder: model folder in transformers format.
+        sizes: how one replica is spread over processes.
+        distributed_optimizer: shard main weights and moments over the data- and context-parallel
+            ranks.
+        dtype: of weights and activations; auto is bfloat16 on CUDA and float32 on CPU. Main
+            weights and moments are float32.
+        attention: varlen implementation; with CP > 1 the per-segment one, or Transformer Engine's.
+        activation_checkpointing: recompute each layer in the backward pass.
+    """
+
+    folder: Path
+    sizes: ParallelSizes = field(default_factory=ParallelSizes)
+    distributed_optimizer: bool = True
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    attention: AttentionName | Literal["auto", "transformer_engine"] = "auto"
+    activation_checkpointing: bool = False
+
+
+class MegatronEngine:
+    """See `vlmpack.backends.engine.Engine`.
+
+    Args:
+        config: what the recipe says.
+        encoder: the model folder's processor.
+        ranks: who this process is, laid out by `start_process_group` with the same sizes.
+        optimizer: AdamW's hyper-parameters.
+
+    Raises:
+        ModelError: the folder cannot be loaded.
+        CapabilityError: the model or a size cannot run here.
+    """
+
+    def __init__(
+        self,
+        config: MegatronEngineConfig,
+        encoder: Encoder,
+        ranks: Ranks,
+        optimizer: AdamWConfig,
+    ) -> None:
+        self.ranks, self.config = ranks, config
+        self.device = ranks.device
+        self.optimizer_steps = 0
+        dtype = _compute_dtype(config.dtype, ranks.device)
+        self.skeleton = _skeleton(config.folder)
+        dims = LanguageDims.from_transformers(self.skeleton.config)
+        dims.check(config.sizes)
+        sizes = config.sizes
+        family = encoder.family
+        reader = PretrainedReader(config.folder, megatron_family(family.name).file_prefixes)
+        varlen, attention = _choose_attention(config, ranks.device, dtype)
+        with reader, megatron_on_cpu():
+            reader.check(self.parameter_shapes())
+            groups = start_model_parallel(sizes)
+            model_parallel_cuda_manual_seed(0)  # recomputation wants generators; dropout is 0
+            self.groups = groups
+            self.first = parallel_state.is_pipeline_first_stage()
+            self.last = parallel_state.is_pipeline_last_stage()
+            megatron_config = transformer_config(
+                dims, sizes, dtype=dtype, activation_checkpointing=config.activation_checkpointing
+            )
+            self.model = MegatronVLM(
+                megatron_config,
+                dims,
+                sizes,
+                varlen=varlen,
+                vision=_vision(self.skeleton, family.modules.vision, dtype) if self.first else None,
+                blank=encoder.image_rule.smallest(),
+                groups=groups,
+                pre_process=self.first,
+                post_process=self.last,
+            ).to(ranks.device)
+            parameters = local_parameters(self.model, family, self.parameter_shapes())
+            self.ddp = DistributedDataParallel(
+                megatron_config,
+                DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=True,
+                    use_distributed_optimizer=config.distributed_optimizer,
+                    average_in_collective=False,
+                ),
+                self.model,
+                pg_collection=groups,
+            )
+            megatron_config.no_sync_func = self.ddp.no_sync
+            megatron_config.finalize_model_grads_func = partial(_finalize, tp=groups.tp)
+            self.optimizer = MegatronAdamW(
+                self.ddp,
+                optimizer,
+                distributed=config.distributed_optimizer,
+                bf16=dtype is torch.bfloat16,
+            )
+            self.layout = WeightLayout(
+                parameters=parameters,
+                optimizer=self.optimizer,
+                replica=groups.dp_cp.rank(),
+                replicas=groups.dp_cp.size(),
+                sizes=sizes,
+            )
+            self.layout.load(reader, optimizer_steps=0)
+        self.description = {
+            "engine": f"mcore (megatron-core {_version()})",
+            "processes": f"{ranks.world_size} ({sizes}, {ranks.dp_size} replicas)",
+            "device": str(ranks.device),
+            "compute dtype": str(dtype).removeprefix("torch."),
+            "attention": attention,
+            "optimizer": "distributed" if config.distributed_optimizer else "replicated",
+            "parameters": f"{sum(p.numel() for p in self.skeleton.parameters()):,}",
+        }
+
+    @property
+    def module(self) -> nn.Module:
+        """The stage as forward steps call it."""
+        module: nn.Module = self.ddp
+        return module
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shapes under transformers' names."""
+        return {name: tuple(p.shape) for name, p in self.skeleton.named_parameters()}
+
+    def forward_backward(
+        self,
+        forward_step: ForwardStep,
+        data_iterator: Iterator[Batch],
+        *,
+        num_microbatches: int,
+        forward_only: bool = False,
+    ) -> list[dict[str, Tensor]]:
+        """Run the micro-batches of one optimizer step through Megatron's schedule."""
+        self.ddp.train(not forward_only)
+        with megatron_on_cpu(), torch.set_grad_enabled(not forward_only):
+            reports: list[dict[str, Tensor]] = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=map(self.prepare, data_iterator),
+                model=[self.ddp],
+                num_microbatches=num_microbatches,
+                seq_length=1,  # shapes travel between stages: variable_seq_lengths
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        if not self.last:
+            return [{"loss_sum": zero} for _ in range(num_microbatches)]
+        if self.groups.tp.rank():  # every TP rank computes the same losses; the first counts them
+            return [{name: zero * value for name, value in report.items()} for report in reports]
+        return reports
+
+    def prepare(self, batch: Batch) -> PackedBatch:
+        """This rank's view of a micro-batch, worked out on CPU."""
+        row = padded_as_row(batch) if isinstance(batch, PaddedBatch) else batch
+        if self.config.sizes.context > 1:
+            row = slice_for_context(row, rank=self.groups.cp.rank(), size=self.groups.cp.size())
+        if not self.first:
+            row = replace(row, media=None)
+        elif self.groups.tp_cp.size() > 1:
+            row = share_media(row, rank=self.groups.tp_cp.rank(), size=self.groups.tp_cp.size())
+        return pin_batch(row) if self.device.type == "cuda" else row
+
+    def zero_gradients(self) -> None:
+        """Drop the accumulated gradients."""
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def finish_gradients(self, num_label_tokens: Tensor, max_norm: float | None) -> Tensor:
+        """Divide gradients of sums by the label tokens of the global batch; clip; the norm."""
+        with megatron_on_cpu(), torch.no_grad():
+            self.ddp.scale_gradients(num_label_tokens.clamp(min=1).reciprocal().float())
+            return self.optimizer.prepare(max_norm)
+
+    def step(self, lr: float) -> None:
+        """One optimizer step."""
+        with megatron_on_cpu():
+            self.optimizer.step(lr)
+        self.optimizer_steps += 1
+
+    def owned_slices(self) -> Iterator[tuple[Kind, TensorSlice, Tensor]]:
+        """What this rank writes into a checkpoint."""
+        return self.layout.owned(moments=self.optimizer_steps > 0)
+
+    def load_slices(self, read: ReadSlice, *, optimizer_steps: int) -> None:
+        """Fill this rank's parameters and moments."""
+        self.layout.load(read, optimizer_steps=optimizer_steps)
+        self.optimizer_steps = optimizer_steps
+
+    def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every whole parameter, float32, one after the other, on every rank. Collective."""
+        mine: dict[str, list[tuple[TensorSlice, Tensor]]] = {}
+        for _, box, values in self.layout.owned(moments=False):
+            mine.setdefault(box.name, []).append((box, values))
+        for name, shape in self.parameter_shapes().items():
+            tensor = torch.zeros(shape, dtype=torch.float32, device=self.device)
+            for box, values in mine.get(name, ()):
+                tensor[box.index] = values
+            dist.all_reduce(tensor)  # each element was filled in by one rank: the sum is exact
+            yield name, tensor
+
+    def export(self, folder: Path, *, processor_from: Path, dtype: torch.dtype | None) -> None:
+        """Write config, weights and processor files for `from_pretrained`."""
+        state: dict[str, Tensor] = {}
+        for name, tensor in self.whole_tensors():
+            if self.ranks.is_main:
+                state[name] = tensor.to(dtype or torch.float32).cpu()
+        if self.ranks.is_main:
+            save_model_folder(
+                self.skeleton, state, folder, processor_from=processor_from, dtype=dtype
+            )
+
+    @contextmanager
+    def generation(self) -> Iterator[Any]:
+        """A transformers copy of the model on each rank, freed afterwards. Collective to enter."""
+        from transformers import AutoModelForImageTextToText
+
+        model: Any = AutoModelForImageTextToText.from_config(self.skeleton.config)
+        model = model.to(device=self.device, dtype=torch.float32)
+        parameters = dict(model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in self.whole_tensors():
+                parameters[name].copy_(tensor)
+        model.eval()
+        with torch.no_grad():
+            yield model
+
+
+def _finalize(
+    model: list[nn.Module], num_tokens: Tensor | None, *, tp: dist.ProcessGroup, **arguments: Any
+) -> None:
+    """Reduce gradients over replicas and stages; the tower's over the TP ranks that shared it out.
+
+    `num_tokens` is left out: the trainer divides once, by a count it never reads on the host.
+    """
+    finalize_model_grads(model, None, **arguments)
+    if tp.size() == 1:
+        return
+    gradients: list[Any] = [
+        getattr(parameter, "main_grad")  # noqa: B009 (Megatron's DDP adds it)
+        for chunk in model
+        for name, parameter in chunk.named_parameters()
+        if ".vision." in f".{name}"
+    ]
+    if not gradients:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat, group=tp)
+    for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(summed.view_as(gradient))
+
+
+def _skeleton(folder: Path) -> Any:
+    """The transformers model without storage: names, shapes, classes, config."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    with torch.device("meta"):
+        return AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+
+
+def _vision(skeleton: Any, path: str, dtype: torch.dtype) -> nn.Module:
+    """The vision tower with its projector, weights still to be read."""
+    there = skeleton.get_submodule(path)
+    tower: nn.Module = type(there)._from_config(there.config)
+    return tower.to(dtype)
+
+
+def _choose_attention(
+    config: MegatronEngineConfig, device: torch.device, dtype: torch.dtype
+) -> tuple[VarlenAttention | None, str]:
+    """The implementation (None for Transformer Engine), and what to say about it.
+
+    Raises:
+        CapabilityError: the requested one cannot run here, or knows no context parallelism.
+    """
+    name, context = config.attention, config.sizes.context
+    if name == "transformer_engine":
+        from vlmpack.backends.mcore.te import require_transformer_engine
+
+        require_transformer_engine(device)
+        return None, "transformer_engine (as the recipe asks)"
+    if context > 1 and name == "auto":
+        name = "segments"
+    choice = choose_attention(name, device=device, dtype=dtype)
+    if context > 1 and choice.name != "segments":
+        raise CapabilityError(
+            f"model.attention: {choice.name} knows no context parallelism (parallelism.context is "
+            f"{context}); use segments or transformer_engine"
+        )
+    return choice.function, f"{choice.name} ({choice.reason})"
+
+
+def _compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("megatron-core")

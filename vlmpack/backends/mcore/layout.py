@@ -1,0 +1,176 @@
+"""Which boxes of which whole tensors a rank holds, reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from vlmpack.backends.mcore.groups import ParallelSizes
+from vlmpack.backends.mcore.model import MegatronVLM
+from vlmpack.backends.mcore.optimizer import MegatronAdamW
+from vlmpack.backends.mcore.weights import Piece, flat_boxes, megatron_family, stack_pieces
+from vlmpack.backends.slices import Kind, ReadSlice, TensorSlice, whole
+from vlmpack.errors import ModelError
+from vlmpack.families import Family
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalParameter:
+    """One parameter of this stage.
+
+    Args:
+        parameter: the parameter.
+        pieces: the boxes that it is made of.
+        owned: whether this TP rank and stage write it; its data-parallel ranks share the writing.
+    """
+
+    parameter: nn.Parameter
+    pieces: list[Piece]
+    owned: bool
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of one row."""
+        return prod(self.parameter.shape[1:])
+
+
+def local_parameters(
+    model: MegatronVLM, family: Family, shapes: dict[str, tuple[int, ...]]
+) -> list[LocalParameter]:
+    """The stage's parameters with their pieces; marks those that differ between TP ranks.
+
+    Args:
+        model: the stage.
+        family: names the parts of the transformers model.
+        shapes: whole shapes under transformers' names.
+
+    Raises:
+        ModelError: a piece that does not fit the transformers model.
+    """
+    dims, sizes = model.dims, model.sizes
+    prefix = family.modules.language + "."
+    language = megatron_family(family.name).language_map(
+        prefix=prefix,
+        head=f"{prefix}embed_tokens.weight" if dims.tied else "lm_head.weight",
+        hidden=dims.hidden,
+        heads=dims.heads,
+        groups=dims.groups,
+        head_dim=dims.head_dim,
+        intermediate=dims.intermediate,
+        vocabulary=dims.vocabulary,
+        tp_rank=model.groups.tp.rank(),
+        tp_size=sizes.tensor,
+    )
+    found: list[LocalParameter] = []
+    for name, parameter in model.named_parameters():
+        if name.startswith("vision."):
+            theirs = family.modules.vision + name.removeprefix("vision")
+            pieces = stack_pieces([whole(theirs, tuple(parameter.shape))], replicated=True)
+        else:
+            first = model.gpt.decoder.layers[0].layer_number - 1 if model.gpt.decoder.layers else 0
+            pieces = language.pieces(name.removeprefix("gpt."), parameter.shape[0], first)
+        for piece in pieces:
+            if shapes.get(piece.box.name) != piece.box.shape:
+                raise ModelError(
+                    f"{name}: the mcore engine expects {piece.box.name} of shape "
+                    f"{piece.box.shape}, the transformers model has {shapes.get(piece.box.name)}"
+                )
+        replicated = all(piece.replicated for piece in pieces)
+        # Megatron's norm counts parameters without this mark on one TP rank alone.
+        parameter.tensor_model_parallel = not replicated
+        copy = name == "gpt.output_layer.weight" and dims.tied  # the first stage has the original
+        found.append(
+            LocalParameter(
+                parameter=parameter,
+                pieces=pieces,
+                owned=not copy and (model.groups.tp.rank() == 0 or not replicated),
+            )
+        )
+    return found
+
+
+@dataclass(slots=True, kw_only=True)
+class WeightLayout:
+    """Reads and writes one rank's boxes.
+
+    Args:
+        parameters: of this stage.
+        optimizer: holds main weights and moments.
+        replica: this rank among the data- and context-parallel ranks that hold the same parameters.
+        replicas: their number.
+        sizes: how the model is spread.
+    """
+
+    parameters: list[LocalParameter]
+    optimizer: MegatronAdamW
+    replica: int
+    replicas: int
+    sizes: ParallelSizes
+
+    def owned(self, *, moments: bool) -> Iterator[tuple[Kind, TensorSlice, Tensor]]:
+        """What this rank writes: each element of a whole tensor is written by one rank."""
+        for local in self.parameters:
+            if not local.owned:
+                continue
+            for kind, values, offset in self._tensors(local, moments=moments):
+                start, stop = self._share(local.parameter.numel(), values.numel(), offset)
+                for piece in local.pieces:
+                    for part in flat_boxes(piece, local.row_elements, start, stop):
+                        view = values[part.start - offset : part.stop - offset]
+                        yield kind, part.box, view.view(part.box.lengths)
+
+    def load(self, read: ReadSlice, *, optimizer_steps: int) -> None:
+        """Fill parameters, main weights and moments."""
+        with torch.no_grad():
+            for local in self.parameters:
+                for piece in local.pieces:
+                    value = read("model", piece.box)
+                    assert value is not None
+                    local.parameter[piece.start : piece.stop].copy_(value)
+                self._load_main(local, read, optimizer_steps)
+
+    def _load_main(self, local: LocalParameter, read: ReadSlice, optimizer_steps: int) -> None:
+        held = self.optimizer.main_parameter(local.parameter)
+        if held is None:
+            return
+        inner, main, offset = held
+        if optimizer_steps:
+            state = inner.state[main]
+            state["step"] = torch.tensor(float(optimizer_steps))
+            for moment in ("exp_avg", "exp_avg_sq"):
+                state[moment] = torch.zeros_like(main)
+        for kind, values, offset in self._tensors(local, moments=optimizer_steps > 0):
+            if kind == "model" and main.dtype is local.parameter.dtype:
+                continue  # the main weight is the parameter itself, or a view of it
+            for piece in local.pieces:
+                for part in flat_boxes(piece, local.row_elements, offset, offset + values.numel()):
+                    value = read(kind, part.box)
+                    assert value is not None
+                    values[part.start - offset : part.stop - offset].copy_(value.flatten())
+
+    def _tensors(
+        self, local: LocalParameter, *, moments: bool
+    ) -> Iterator[tuple[Kind, Tensor, int]]:
+        """(kind, flat values that this rank holds, index of the first one in the parameter)."""
+        held = self.optimizer.main_parameter(local.parameter)
+        if held is None:
+            return
+        inner, main, offset = held
+        yield "model", main.detach().view(-1), offset
+        if moments:
+            state = inner.state[main]
+            yield "exp_avg", state["exp_avg"].view(-1), offset
+            yield "exp_avg_sq", state["exp_avg_sq"].view(-1), offset
+
+    def _share(self, whole_elements: int, held_elements: int, offset: int) -> tuple[int, int]:
+        """The flat range that this rank writes of what it holds."""
+        if self.optimizer.distributed:  # what it holds nobody else does
+            return offset, offset + held_elements
+        return (
+            whole_elements * self.replica // self.replicas,
+            whole_elements * (self.replica + 1) // self.replicas,
+        )

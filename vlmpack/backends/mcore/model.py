@@ -1,0 +1,222 @@
+"""One pipeline stage of a vision-language model: transformers' vision tower, Megatron's GPTModel.
+
+    first stage   embeddings + image features (merge) -> this CP rank's slice -> this TP rank's
+                  share (sequence parallelism) -> decoder layers
+    in between    decoder layers
+    last stage    decoder layers -> label tokens only -> vocabulary-parallel head and cross entropy
+
+Every stage works out the row's boundaries and rotary angles from the batch, so nothing but hidden
+states travels between stages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from vlmpack.attention import VarlenAttention, rope_cos_sin
+from vlmpack.backends.cross_entropy import VocabularyShard, linear_cross_entropy
+from vlmpack.backends.mcore.attention import RowParams, megatron_params
+from vlmpack.backends.mcore.collectives import gather_features
+from vlmpack.backends.mcore.config import LanguageDims, decoder_spec, padded_vocabulary
+from vlmpack.backends.mcore.groups import ParallelSizes
+from vlmpack.errors import CapabilityError
+from vlmpack.packing import Media, PackedBatch, PackedSeqParams
+
+
+class MegatronVLM(MegatronModule):
+    """What Megatron's schedules call; one per pipeline stage.
+
+    Args:
+        config: Megatron's configuration.
+        dims: the language model's sizes.
+        sizes: how the model is spread.
+        varlen: attention over whole rows; None for Transformer Engine.
+        vision: the tower with its projector, on the first stage; None on the others.
+        blank: the smallest image: a rank without images runs it with weight zero, so that the
+            tower's gradients exist on every rank.
+        groups: process groups.
+        pre_process: first stage.
+        post_process: last stage.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        dims: LanguageDims,
+        sizes: ParallelSizes,
+        *,
+        varlen: VarlenAttention | None,
+        vision: nn.Module | None,
+        blank: Media,
+        groups: ProcessGroupCollection,
+        pre_process: bool,
+        post_process: bool,
+    ) -> None:
+        super().__init__(config=config)
+        self.dims, self.sizes, self.groups = dims, sizes, groups
+        self.pre_process, self.post_process = pre_process, post_process
+        self.model_type = ModelType.encoder_or_decoder
+        self.share_embeddings_and_output_weights = dims.tied
+        self.blank = blank
+        self.vision = vision
+        self.gpt = GPTModel(
+            config,
+            decoder_spec(config, varlen),
+            vocab_size=padded_vocabulary(dims, sizes),
+            max_sequence_length=0,  # positions are data; Megatron builds none
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=dims.tied,
+            position_embedding_type="none",
+            scatter_embedding_sequence_parallel=False,  # images are merged before the scatter
+            pg_collection=groups,
+        )
+        self.register_buffer(
+            "inv_freq", dims.inverse_frequencies(torch.device("cpu")), persistent=False
+        )
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Hidden states of the stage before, from the schedule."""
+        self.gpt.set_input_tensor(input_tensor)
+
+    def shared_embedding_or_output_weight(self) -> Tensor | None:
+        """The weight whose gradient the first and the last stage share where it is tied."""
+        weight: Tensor | None = self.gpt.shared_embedding_or_output_weight()
+        return weight
+
+    def forward(self, batch: PackedBatch, packed_seq_params: PackedSeqParams) -> Tensor:
+        """This stage's part of the forward pass.
+
+        Args:
+            batch: on the model's device, with its `context` where CP > 1 and its `media_share`
+                where the vision work is shared out.
+            packed_seq_params: the whole row's boundaries.
+
+        Returns:
+            (T', 1, D) hidden states, T' = T / CP (/ TP with sequence parallelism); on the last
+            stage (l,) float32 losses of this CP rank's label tokens.
+        """
+        embeds = self.merge(batch) if self.pre_process else None
+        return self.decode(batch, packed_seq_params, embeds)
+
+    def decode(
+        self, batch: PackedBatch, packed_seq_params: PackedSeqParams, embeds: Tensor | None
+    ) -> Tensor:
+        """As `forward`, from (T, D) merged embeddings on the first stage, None on the others."""
+        hidden = self._scatter(embeds, batch) if embeds is not None else None
+        hidden = self.gpt.decoder(
+            hidden_states=hidden,
+            attention_mask=None,
+            packed_seq_params=self._row_params(batch, packed_seq_params),
+        )
+        return self._losses(hidden, batch) if self.post_process else hidden
+
+    def _row_params(self, batch: PackedBatch, params: PackedSeqParams) -> RowParams:
+        """Boundaries with the rotary angles of this rank's tokens."""
+        positions = batch.position_ids[:, 0]
+        if batch.context is not None:
+            positions = positions.index_select(1, batch.context.row_index)
+        if self.dims.rope.mrope_section is None:
+            positions = positions[:1]
+        cos, sin = rope_cos_sin(positions, self.inv_freq, self.dims.rope)
+        return megatron_params(params, cos=cos, sin=sin, context=batch.context)
+
+    def merge(self, batch: PackedBatch) -> Tensor:
+        """(T, D) embeddings of the whole row, image features in place of the placeholders.
+
+        Raises:
+            CapabilityError: the tower's feature count differs from the placeholders'.
+        """
+        embeds: Tensor = self.gpt.embedding.word_embeddings(batch.input_ids).flatten(0, 1)
+        features = self._features(batch.media)
+        wanted = batch.media_positions.shape[0]
+        if batch.media is None:  # the blank image keeps the tower in the graph
+            features = 0.0 * features[:0] + 0.0 * features.sum()
+        if batch.media_share is not None:
+            features = gather_features(
+                features,
+                batch.media_share.order,
+                batch.media_share.counts,
+                group=self.groups.tp_cp,
+                cp_group=self.groups.cp,
+            )
+        elif batch.media is None:
+            return embeds + features.sum().to(embeds.dtype)
+        if features.shape[0] != wanted:
+            raise CapabilityError(
+                f"the vision tower made {features.shape[0]} features for {wanted} placeholder "
+                f"tokens"
+            )
+        return embeds.index_copy(0, batch.media_positions, features.to(embeds.dtype))
+
+    def _features(self, media: Media | None) -> Tensor:
+        """(m, D) features of this rank's images, in one call of the tower."""
+        assert self.vision is not None  # on the first stage
+        chosen = media if media is not None else self.blank
+        tower: Any = self.vision
+        weight = next(tower.parameters())
+        grid_thw = torch.tensor(chosen.grid_thw).to(weight.device, non_blocking=True)
+        pixels = chosen.pixel_values.to(device=weight.device, dtype=weight.dtype, non_blocking=True)
+        features: Tensor = tower(pixels, grid_thw=grid_thw).pooler_output
+        return features
+
+    def _scatter(self, embeds: Tensor, batch: PackedBatch) -> Tensor:
+        """(T', 1, D): first the slice of the CP rank, then the share of the TP rank."""
+        if batch.context is not None:
+            embeds = embeds.index_select(0, batch.context.row_index)
+        hidden = embeds[:, None]
+        if self.sizes.sequence:
+            hidden = scatter_to_sequence_parallel_region(hidden, group=self.groups.tp)
+        return hidden
+
+    def _losses(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
+        """(l,) losses of this CP rank's label tokens, the same on all TP ranks."""
+        if self.sizes.sequence:
+            hidden = gather_from_sequence_parallel_region(hidden, group=self.groups.tp)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=self.groups.tp)
+        if batch.context is not None:
+            positions, targets = batch.context.label_positions, batch.context.targets
+        else:
+            positions = batch.label_positions
+            targets = batch.labels.flatten().index_select(0, positions)
+        weight = self.shared_embedding_or_output_weight()
+        if weight is None or not self.dims.tied:
+            weight = self.gpt.output_layer.weight
+        start = self.groups.tp.rank() * weight.shape[0]
+        real_rows = min(weight.shape[0], self.dims.vocabulary - start)  # padding has no logits
+        return linear_cross_entropy(
+            hidden[:, 0].index_select(0, positions),
+            weight[:real_rows],
+            targets,
+            shard=self._shard(start),
+        )
+
+    def _shard(self, start: int) -> VocabularyShard | None:
+        group = self.groups.tp
+        if group.size() == 1:
+            return None
+
+        def reduce(values: Tensor, operation: Any) -> Tensor:
+            dist.all_reduce(values, op=operation, group=group)
+            return values
+
+        return VocabularyShard(
+            start=start,
+            all_max=lambda values: reduce(values, dist.ReduceOp.MAX),
+            all_sum=lambda values: reduce(values, dist.ReduceOp.SUM),
+        )

@@ -1,0 +1,34 @@
+"""RMSNorm for Megatron's local layer spec, with the flag that sequence parallelism needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """y = weight * (x / rms(x)), the mean of squares in float32 (1910.07467).
+
+    Megatron's own wrapper of torch's norm refuses sequence parallelism. The weight carries the flag
+    `sequence_parallel`, by which Megatron sums its gradient over the TP ranks, each of which sees
+    only its share of the tokens.
+
+    Args:
+        config: TransformerConfig; `sequence_parallel` is read.
+        hidden_size: width of the last dimension.
+        eps: added to the mean of squares.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., hidden_size) -> the same shape and dtype."""
+        scaled = x.float()
+        scaled = scaled * torch.rsqrt(scaled.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * scaled.to(x.dtype)

@@ -1,0 +1,129 @@
+"""Megatron's optimizer, driven without a read from the device.
+
+Megatron's own `step()` reads the gradient norm on the host. Here its parts are called one by one
+and the norm stays a tensor, so that the trainer reads everything about a step at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from torch import Tensor, nn
+
+from vlmpack.backends.adamw import AdamWConfig
+
+
+class MegatronAdamW:
+    """AdamW over the parameters of one pipeline stage.
+
+    Args:
+        ddp: the stage, in Megatron's DDP.
+        config: hyper-parameters.
+        distributed: shard main weights and moments over the data- and context-parallel ranks.
+        bf16: whether the weights are bfloat16 (main weights are float32 in any case).
+    """
+
+    def __init__(
+        self, ddp: DistributedDataParallel, config: AdamWConfig, *, distributed: bool, bf16: bool
+    ) -> None:
+        megatron_config = OptimizerConfig(
+            optimizer="adam",
+            lr=0.0,
+            min_lr=0.0,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            clip_grad=0.0,  # clipped here
+            bf16=bf16,
+            use_distributed_optimizer=distributed,
+        )
+        self.chained = get_megatron_optimizer(
+            megatron_config,
+            [ddp],
+            get_standard_config_overrides(megatron_config),  # vectors do not decay
+            use_gloo_process_groups=False,
+        )
+        self.distributed = distributed
+        for group in self.chained.param_groups:
+            group["weight_decay"] = config.weight_decay * group["wd_mult"]
+
+    @property
+    def parts(self) -> list[Any]:
+        """The optimizers of one kind of parameter each; dense ones alone, without experts."""
+        return list(self.chained.chained_optimizers)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of main weights; DDP's buffers are the engine's."""
+        self.chained.zero_grad()
+
+    @torch.no_grad()
+    def prepare(self, max_norm: float | None) -> Tensor:
+        """Hand reduced gradients to the main weights and clip them.
+
+        Returns:
+            0-d global L2 norm before clipping, each parameter counted once.
+        """
+        squares: list[Tensor] = []
+        for part in self.parts:
+            part.prepare_grads()
+            gradients = part.get_main_grads_for_grad_norm() if part.param_groups else []
+            total = torch.zeros((), dtype=torch.float32, device=self._device())
+            if gradients:
+                total = torch.stack(torch._foreach_norm(gradients)).square().sum()
+            dist.all_reduce(total, group=part.get_grad_stats_parallel_group())
+            squares.append(total)
+        norm = torch.stack(squares).sum().sqrt()
+        if max_norm is not None:
+            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            for gradient in self._gradients():
+                gradient.mul_(factor)
+        return norm
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Update main weights, then the model's, gathered over the ranks that share them."""
+        for group in self.chained.param_groups:
+            group["lr"] = lr
+        for part in self.parts:
+            part.step_with_ready_grads()
+
+    def main_parameter(self, parameter: nn.Parameter) -> tuple[Any, Tensor, int] | None:
+        """The main weight behind a model parameter, and which part of it this rank holds.
+
+        Returns:
+            The torch optimizer, the main weight (flat where sharded), and the index of its first
+            element in the flattened parameter; None where other ranks hold all of it.
+        """
+        for part in self.parts:
+            if self.distributed:
+                if parameter not in part.model_param_group_index_map:
+                    continue
+                group, order = part.model_param_group_index_map[parameter]
+                main = part.optimizer.param_groups[group]["params"][order]
+                return (
+                    part.optimizer,
+                    main,
+                    part._get_model_param_range_map(parameter)["param"].start,
+                )
+            main = getattr(parameter, "main_param", parameter)
+            return part.optimizer, main, 0
+        return None
+
+    def _gradients(self) -> Iterator[Tensor]:
+        for part in self.parts:
+            for parameter in part.get_parameters():
+                if parameter.grad is not None:
+                    yield parameter.grad
+
+    def _device(self) -> torch.device:
+        return torch.device(torch.cuda.current_device())

@@ -1,0 +1,100 @@
+"""The weights of a transformers folder, box by box: no rank reads more than its own share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from vlmpack.backends.slices import Kind, TensorSlice
+from vlmpack.errors import ModelError
+
+
+class PretrainedReader:
+    """A ReadSlice over the safetensors files of a model folder; it has no moments.
+
+    Args:
+        folder: model folder.
+        prefixes: (transformers' prefix, prefix in the files) for folders whose tensors go by the
+            names they were published under.
+
+    Raises:
+        ModelError: no weights, or a file that is no safetensors file.
+    """
+
+    def __init__(self, folder: Path, prefixes: Sequence[tuple[str, str]]) -> None:
+        self.folder, self.prefixes = folder, prefixes
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+        paths = sorted(folder.glob("*.safetensors"))
+        if not paths:
+            raise ModelError(
+                f"model.path: {folder} has no weights; expected model.safetensors or "
+                f"model-00001-of-*.safetensors beside config.json"
+            )
+        try:
+            for path in paths:
+                file = self._stack.enter_context(safe_open(str(path), framework="pt"))
+                self._files.update((name, file) for name in file.keys())  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            self._stack.close()
+            raise ModelError(f"model.path: {folder} cannot be loaded: {error}") from error
+
+    def __enter__(self) -> PretrainedReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def name_in_files(self, name: str) -> str | None:
+        """What the files call a tensor; None where they do not have it."""
+        if name in self._files:
+            return name
+        for ours, theirs in self.prefixes:
+            if (
+                name.startswith(ours)
+                and (renamed := theirs + name.removeprefix(ours)) in self._files
+            ):
+                return renamed
+        return None
+
+    def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Raise ModelError unless the files hold exactly these tensors."""
+        found = {name: self.name_in_files(name) for name in shapes}
+        missing = [name for name, there in found.items() if there is None]
+        odd = [
+            f"{name} {tuple(self._files[there].get_slice(there).get_shape())} instead of {shape}"
+            for name, shape in shapes.items()
+            if (there := found[name]) is not None
+            and tuple(self._files[there].get_slice(there).get_shape()) != shape
+        ]
+        left = sorted(set(self._files) - {there for there in found.values() if there is not None})
+        problems = [
+            f"{what}: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
+            for what, names in (
+                ("missing keys", missing),
+                ("unexpected keys", left),
+                ("mismatched keys", odd),
+            )
+            if names
+        ]
+        if problems:
+            raise ModelError(
+                f"model.path: the weights in {self.folder} do not fit its config.json "
+                f"({'; '.join(problems)})"
+            )
+
+    def __call__(self, kind: Kind, box: TensorSlice) -> Tensor | None:
+        """A box of a weight as float32 on CPU; None for a moment."""
+        if kind != "model":
+            return None
+        name = self.name_in_files(box.name)
+        if name is None:
+            raise ModelError(f"model.path: {self.folder} has no tensor {box.name}")
+        value: Tensor = self._files[name].get_slice(name)[box.index]
+        return value.to(torch.float32)

@@ -1,0 +1,100 @@
+"""Context parallelism: which tokens of a THD row each rank holds (zigzag, per segment).
+
+With CP ranks every segment is cut into 2*CP equal chunks, and rank r holds chunks r and 2*CP-1-r of
+each: one from the front and one from the back, so causal attention costs all ranks the same.
+
+    CP = 2, segments of 8 and 4 tokens     rank 0: 0 1 6 7 | 8 11
+    0 1 2 3 4 5 6 7 | 8 9 10 11            rank 1: 2 3 4 5 | 9 10
+
+Slicing comes after the merge of text and images, so placeholders are never counted per rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from vlmpack.errors import PackingError
+from vlmpack.packing.batch import ContextSlice, PackedBatch, PaddedBatch
+
+
+def zigzag_index(segment_lengths: Sequence[int], *, rank: int, size: int) -> Tensor:
+    """(T / size,) int64: the row's tokens that a context-parallel rank holds, in its own order.
+
+    Args:
+        segment_lengths: physical lengths, each a multiple of 2 * size where size > 1.
+        rank: context-parallel rank.
+        size: CP.
+
+    Raises:
+        PackingError: a segment that does not divide into 2 * size chunks.
+    """
+    if size == 1:
+        return torch.arange(sum(segment_lengths))
+    odd = [length for length in segment_lengths if length % (2 * size)]
+    if odd:
+        raise PackingError(
+            f"a segment of {odd[0]} tokens cannot be cut into 2 * CP = {2 * size} equal chunks; "
+            f"pack with pad_to_multiple_of={2 * size}"
+        )
+    lengths = torch.tensor(segment_lengths)
+    local = lengths // size  # what this rank holds of each segment
+    starts = lengths.cumsum(0) - lengths
+    local_starts = local.cumsum(0) - local
+    segment = torch.repeat_interleave(torch.arange(len(segment_lengths)), local)
+    offset = torch.arange(int(local.sum())) - local_starts[segment]
+    chunk = local[segment] // 2
+    front = starts[segment] + rank * chunk + offset
+    back = starts[segment] + (2 * size - 1 - rank) * chunk + offset - chunk
+    return torch.where(offset < chunk, front, back)
+
+
+def slice_for_context(batch: PackedBatch, *, rank: int, size: int) -> PackedBatch:
+    """The batch with this rank's `ContextSlice`; on CPU, before it is moved.
+
+    Args:
+        batch: the whole row; its own fields stay whole.
+        rank: context-parallel rank.
+        size: CP.
+
+    Raises:
+        PackingError: as `zigzag_index`.
+    """
+    rows = [zigzag_index(batch.segment_lengths, rank=r, size=size) for r in range(size)]
+    row_index = rows[rank]
+    labels = batch.labels.flatten()[row_index]
+    label_positions = batch.loss_mask.flatten()[row_index].nonzero().squeeze(1)
+    return replace(
+        batch,
+        context=ContextSlice(
+            rank=rank,
+            size=size,
+            row_index=row_index,
+            natural_order=torch.cat(rows).argsort(),
+            label_positions=label_positions,
+            targets=labels[label_positions],
+        ),
+    )
+
+
+def padded_as_row(batch: PaddedBatch) -> PackedBatch:
+    """Padded rows as one THD row of B segments of S slots: the same computation, one interface."""
+    rows, width = batch.input_ids.shape
+    offsets = torch.arange(rows + 1, dtype=torch.int32) * width
+    return PackedBatch(
+        input_ids=batch.input_ids.view(1, -1),
+        labels=batch.labels.view(1, -1),
+        loss_mask=batch.loss_mask.view(1, -1),
+        position_ids=batch.position_ids.reshape(-1, 1, rows * width),
+        cu_seqlens=offsets,
+        cu_seqlens_padded=None,
+        segment_lengths=(width,) * rows,
+        label_positions=batch.label_positions,
+        media=batch.media,
+        media_positions=batch.media_positions,
+        keys=batch.keys,
+        lengths=batch.lengths,
+    )

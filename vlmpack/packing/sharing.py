@@ -1,0 +1,71 @@
+"""Sharing the images of a row out over the ranks that would otherwise all run the vision tower."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+
+from vlmpack.packing.batch import GridTHW, Media, MediaShare, PackedBatch
+
+
+def assign_images(grid_thw: Sequence[GridTHW], size: int) -> list[list[int]]:
+    """Image numbers by rank, ascending: largest image first, to the rank with the fewest patches.
+
+    A pure function of the grids, so that every rank finds the same answer without asking.
+    """
+    patches = [t * h * w for t, h, w in grid_thw]
+    loads, images = [0] * size, [[] for _ in range(size)]  # type: tuple[list[int], list[list[int]]]
+    for number in sorted(range(len(patches)), key=lambda n: (-patches[n], n)):
+        rank = loads.index(min(loads))
+        loads[rank] += patches[number]
+        images[rank].append(number)
+    return [sorted(mine) for mine in images]
+
+
+def share_media(batch: PackedBatch, *, rank: int, size: int) -> PackedBatch:
+    """The batch with only this rank's images, and the order in which features come together.
+
+    Args:
+        batch: a row with all its images, on CPU; without images it is returned as it is.
+        rank: this rank among those that share the work.
+        size: their number.
+    """
+    media = batch.media
+    if media is None:
+        return batch
+    by_rank = assign_images(media.grid_thw, size)
+    counts = tuple(sum(media.num_tokens[n] for n in mine) for mine in by_rank)
+    widest = max(counts)
+    starts = [0] * media.num_images
+    for owner, mine in enumerate(by_rank):
+        offset = owner * widest
+        for number in mine:
+            starts[number] = offset
+            offset += media.num_tokens[number]
+    order = torch.cat(
+        [
+            torch.arange(start, start + count)
+            for start, count in zip(starts, media.num_tokens, strict=True)
+        ]
+    )
+    return replace(
+        batch,
+        media=_select(media, by_rank[rank]),
+        media_share=MediaShare(order=order, counts=counts),
+    )
+
+
+def _select(media: Media, numbers: Sequence[int]) -> Media | None:
+    """Some images of a batch; None for none."""
+    if not numbers:
+        return None
+    ends = list(accumulate(t * h * w for t, h, w in media.grid_thw))
+    starts = [0, *ends]
+    return Media(
+        pixel_values=torch.cat([media.pixel_values[starts[n] : ends[n]] for n in numbers]),
+        grid_thw=tuple(media.grid_thw[n] for n in numbers),
+        num_tokens=tuple(media.num_tokens[n] for n in numbers),
+    )
