@@ -212,16 +212,16 @@ class Trained:
         save_file(self.weights, str(stem.with_suffix(".safetensors")))
 
 
-def train_reference(optimizer: str, steps: int = STEPS) -> Trained:
+def train_reference(optimizer: str, steps: int = STEPS, folder: Path = TINY_MODEL) -> Trained:
     """The hf engine in one process."""
-    engine = make_engine(TINY_MODEL, Encoder(TINY_MODEL))
+    engine = make_engine(folder, Encoder(folder))
     rows = train(stepper_with(engine, optimizer), LAYOUTS["one"], steps)
     return Trained(rows, {name: p.detach().clone() for name, p in engine.parameters()})
 
 
-def start_weights() -> dict[str, Tensor]:
+def start_weights(folder: Path = TINY_MODEL) -> dict[str, Tensor]:
     """Parameters before the first step."""
-    engine = make_engine(TINY_MODEL, Encoder(TINY_MODEL))
+    engine = make_engine(folder, Encoder(folder))
     return {name: p.detach() for name, p in engine.parameters()}
 
 
