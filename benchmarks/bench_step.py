@@ -8,9 +8,10 @@ nothing else, so the best possible speed-up of a step is (V + L r) / (V + L), an
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from models import ROOT, wide_model
+from models import TINY as MODEL
 from timing import medians
 from torch import nn
 
@@ -18,42 +19,26 @@ from vlmpack.attention import choose_attention
 from vlmpack.backends.cross_entropy import linear_cross_entropy
 from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.hf.load import load_model
-from vlmpack.backends.hf.model import PackedVLM
+from vlmpack.backends.hf.model import MergedInputs, PackedVLM
 from vlmpack.data.config import DataConfig, SourceConfig
 from vlmpack.data.loader import LoaderSettings
 from vlmpack.data.pipeline import TrainData
 from vlmpack.families import Encoder
 from vlmpack.packing import Batch, PackCollator, PadCollator
 
-ROOT = Path(__file__).resolve().parent.parent
-MODEL = ROOT / "assets" / "tiny-qwen2_5_vl"
 SHARDS = str(ROOT / "assets" / "digits" / "train-*.tar")
 
 
 def _build(encoder: Encoder, *, width: int | None) -> PackedVLM:
     """The tiny model, or one of its shape with a wider, deeper, untrained language model."""
-    if width is None:
-        model = load_model(MODEL)
-    else:
-        from transformers import AutoConfig, AutoModelForImageTextToText
-
-        config = AutoConfig.from_pretrained(MODEL)
-        text = config.text_config
-        text.hidden_size, text.intermediate_size, text.num_hidden_layers = width, 3 * width, 8
-        text.num_attention_heads, text.num_key_value_heads = 8, 2
-        half = width // 8 // 2
-        text.rope_parameters["mrope_section"] = [half - 2 * (3 * half // 8)] + [3 * half // 8] * 2
-        text.layer_types = ["full_attention"] * 8
-        config.vision_config.out_hidden_size = width
-        torch.manual_seed(0)
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model = load_model(MODEL) if width is None else wide_model(width)
     choice = choose_attention("auto", device=torch.device("cpu"), dtype=torch.float32)
     paths = encoder.family.modules
     model.get_submodule(paths.language).set_attn_implementation(register_attention(choice))
     return PackedVLM(model, paths, encoder.image_rule.smallest()).train()
 
 
-def _batches(encoder: Encoder, mode: str, micro_batch_size: int, count: int) -> list[Batch]:
+def batches_of(encoder: Encoder, mode: str, micro_batch_size: int, count: int) -> list[Batch]:
     kind = PackCollator if mode == "in_batch" else PadCollator
     collator = kind(pad_token_id=encoder.pad_token_id, num_position_axes=encoder.num_position_axes)
     config = DataConfig(
@@ -71,12 +56,12 @@ def _batches(encoder: Encoder, mode: str, micro_batch_size: int, count: int) -> 
 
 def _language_only(vlm: PackedVLM, batches: list[Batch]) -> Callable[[], None]:
     """Embeddings -> decoder -> head -> loss -> back to the embeddings."""
-    embeds = [vlm.merge(batch).detach().requires_grad_() for batch in batches]
+    embeds = [vlm.merge(batch).embeds.detach().requires_grad_() for batch in batches]
 
     def run() -> None:
         vlm.zero_grad(set_to_none=True)
         for batch, embed in zip(batches, embeds, strict=True):
-            hidden = vlm.decode(batch, batch.packed_seq_params(), embed)
+            hidden = vlm.decode(batch, batch.packed_seq_params(), MergedInputs(embed))
             picked = hidden.index_select(0, batch.label_positions)
             targets = batch.labels.flatten().index_select(0, batch.label_positions)
             weight = vlm.inner.get_output_embeddings().weight
@@ -102,8 +87,8 @@ def bench_step(rounds: int, *, width: int | None, micro_batch_size: int = 16) ->
     """Packed against padded, whole step and language model alone."""
     encoder = Encoder(MODEL)
     vlm = _build(encoder, width=width)
-    packed = _batches(encoder, "in_batch", micro_batch_size, 3)
-    padded = _batches(encoder, "none", micro_batch_size, 3)
+    packed = batches_of(encoder, "in_batch", micro_batch_size, 3)
+    padded = batches_of(encoder, "none", micro_batch_size, 3)
     assert [b.keys for b in packed] == [b.keys for b in padded], "not the same samples"
     with torch.no_grad():
         losses = [

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen25
+from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3
+from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe as qwen3_moe
 
 from vlmpack.attention import RopeLayout, apply_rope, rope_cos_sin
 from vlmpack.attention.rope import axis_of_frequency
@@ -44,11 +46,11 @@ def qwen25_rotary(sections=(4, 6, 6)):
     return qwen25.Qwen2_5_VLRotaryEmbedding(config)
 
 
-def heads(seed=1):
+def heads(seed=1, head_dim=HEAD_DIM):
     draw = torch.Generator().manual_seed(seed)
     return (
-        torch.randn(TOKENS, 4, HEAD_DIM, generator=draw),
-        torch.randn(TOKENS, 2, HEAD_DIM, generator=draw),
+        torch.randn(TOKENS, 4, head_dim, generator=draw),
+        torch.randn(TOKENS, 2, head_dim, generator=draw),
     )
 
 
@@ -82,23 +84,27 @@ def test_one_axis_equals_transformers():
         assert (mine - other).abs().max() < TOLERANCE
 
 
-def test_interleaved_mrope_equals_transformers_qwen3_vl():
-    qwen3 = pytest.importorskip("transformers.models.qwen3_vl.modeling_qwen3_vl")
-    sections = (6, 5, 5)
-    config = qwen3.Qwen3VLTextConfig(
+@pytest.mark.parametrize("sections", [(6, 5, 5), (6, 3, 3), (4, 6, 6), (24, 20, 20)], ids=str)
+@pytest.mark.parametrize("kind", ["Qwen3VL", "Qwen3VLMoe"])
+def test_interleaved_mrope_equals_transformers_qwen3_vl(kind, sections):
+    """(24, 20, 20) with heads of 128 is what the published models have."""
+    module = {"Qwen3VL": qwen3, "Qwen3VLMoe": qwen3_moe}[kind]
+    head_dim = 2 * sum(sections)
+    config = getattr(module, f"{kind}TextConfig")(
         hidden_size=4 * HEAD_DIM,
         num_attention_heads=4,
-        head_dim=HEAD_DIM,
+        head_dim=head_dim,
         rope_parameters={
             "rope_type": "default",
             "rope_theta": 10000.0,
             "mrope_section": list(sections),
+            "mrope_interleaved": True,
         },
     )
-    rotary = qwen3.Qwen3VLTextRotaryEmbedding(config)
+    rotary = getattr(module, f"{kind}TextRotaryEmbedding")(config)
     positions = mrope_positions()
-    query, key = heads()
-    theirs = rotated_by_transformers(rotary, qwen3.apply_rotary_pos_emb, positions, query, key)
+    query, key = heads(head_dim=head_dim)
+    theirs = rotated_by_transformers(rotary, module.apply_rotary_pos_emb, positions, query, key)
     layout = RopeLayout(mrope_section=sections, interleaved=True)
     ours = apply_rope([query, key], *rope_cos_sin(positions, rotary.inv_freq, layout))
     for mine, other in zip(ours, theirs, strict=True):

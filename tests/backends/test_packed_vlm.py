@@ -167,7 +167,7 @@ def test_the_blank_image_is_not_in_the_token_stream(vlm, encoded):
     params = text.packed_seq_params()
     with torch.no_grad():
         embeds = vlm.inner.get_input_embeddings()(text.input_ids)[0]
-        assert torch.equal(vlm.merge(text), embeds)
+        assert torch.equal(vlm.merge(text).embeds, embeds)
         before = vlm(text, params)
         blank, vlm.blank = (
             vlm.blank,

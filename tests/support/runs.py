@@ -43,8 +43,8 @@ class Run:
 
 
 def group_of(name: str) -> str:
-    """tower, projector or language model."""
-    return next(group for group, prefix in GROUPS.items() if name.startswith(prefix))
+    """tower, projector, language model, or head where it has a weight of its own."""
+    return next((group for group, prefix in GROUPS.items() if name.startswith(prefix)), "head")
 
 
 def mean_loss(losses: Tensor) -> float:

@@ -2,7 +2,7 @@
 
 from vlmpack.families.base import Family, ImageRule, ModulePaths
 from vlmpack.families.encoder import PROCESSOR_FILES, Encoder, SampleLength, decode_image
-from vlmpack.families.registry import family_of
+from vlmpack.families.registry import family_of, model_types
 from vlmpack.families.sample import ImagePart, Message, TextPart, VLMSample
 
 __all__ = [
@@ -18,4 +18,5 @@ __all__ = [
     "VLMSample",
     "decode_image",
     "family_of",
+    "model_types",
 ]

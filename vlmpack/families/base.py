@@ -22,13 +22,17 @@ class ModulePaths:
 
     Args:
         vision: the vision tower; called as `tower(pixel_values, grid_thw=...)`.
-        projector: what maps the tower's width to the language model's; may lie inside `vision`.
+        projectors: what maps the tower's width to the language model's; may lie inside `vision`.
         language: the decoder without the head; called with `inputs_embeds`.
+        deep_features: True where the tower's output has `deepstack_features` too, one (M, D) tensor
+            for each of the decoder's first layers, which the decoder takes as
+            `deepstack_visual_embeds` beside `visual_pos_masks`.
     """
 
     vision: str
-    projector: str
+    projectors: tuple[str, ...]
     language: str
+    deep_features: bool = False
 
 
 class ImageRule(Protocol):

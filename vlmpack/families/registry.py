@@ -10,8 +10,16 @@ from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.families.base import Family
 
 _HOMES: dict[str, str] = {
+    "qwen2_vl": "vlmpack.families.qwen2_vl",
     "qwen2_5_vl": "vlmpack.families.qwen2_5_vl",
+    "qwen3_vl": "vlmpack.families.qwen3_vl",
+    "qwen3_vl_moe": "vlmpack.families.qwen3_vl",
 }
+
+
+def model_types() -> tuple[str, ...]:
+    """Every `model_type` of a config.json that some family serves."""
+    return tuple(sorted(_HOMES))
 
 
 def family_of(folder: Path) -> Family:
@@ -39,7 +47,7 @@ def family_of(folder: Path) -> Family:
     if not isinstance(model_type, str) or model_type not in _HOMES:
         raise CapabilityError(
             f"model.path: {folder} has model_type {model_type!r}; this version can train: "
-            f"{', '.join(sorted(_HOMES))}"
+            f"{', '.join(model_types())}"
         )
     family: Family = import_module(_HOMES[model_type]).FAMILY
     return family

@@ -4,11 +4,16 @@
     -> decoder with varlen attention -> label tokens only -> head and cross entropy in chunks
 
 The parts are called one by one instead of through the model's own forward, so that nothing is
-derived again from ids or masks and the text's boundaries never reach the vision tower.
+derived again from ids or masks and the text's boundaries never reach the vision tower. The loss is
+the cross entropy alone: the auxiliary loss of a mixture of experts, which transformers computes in
+that forward on request, is not added.
+
+Shapes: T slots of the batch, M placeholder tokens, D width, L label tokens, A position axes.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +23,33 @@ from vlmpack.backends.cross_entropy import linear_cross_entropy
 from vlmpack.errors import CapabilityError
 from vlmpack.families import ModulePaths
 from vlmpack.packing import Batch, Media, PackedSeqParams, PaddedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFeatures:
+    """What the vision tower makes of all images of a batch, in order.
+
+    Args:
+        features: (M, D), projected; they replace the placeholders' embeddings.
+        deep: (M, D) for each of the decoder's first layers, added to its output there (DeepStack);
+            empty where the family has none.
+    """
+
+    features: Tensor
+    deep: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MergedInputs:
+    """What enters the decoder.
+
+    Args:
+        embeds: (T, D) token embeddings with the image features in place of the placeholders.
+        deep: as in `ImageFeatures`; empty for a batch without images.
+    """
+
+    embeds: Tensor
+    deep: tuple[Tensor, ...] = ()
 
 
 def transformers_spelling(params: PackedSeqParams) -> dict[str, Any]:
@@ -46,6 +78,18 @@ def _boundaries(batch: Batch, params: PackedSeqParams | None) -> dict[str, Any]:
     return {"packed_seq_params": params, **transformers_spelling(params)}
 
 
+def _deep_arguments(batch: Batch, merged: MergedInputs) -> dict[str, Any]:
+    """Keyword arguments that tell the decoder what to add where; none without deep features.
+
+    transformers indexes with the mask, which on a GPU reads its count on the host twice a layer.
+    """
+    if not merged.deep:
+        return {}
+    mask = torch.zeros_like(batch.input_ids, dtype=torch.bool)
+    mask.view(-1).index_fill_(0, batch.media_positions, True)
+    return {"visual_pos_masks": mask, "deepstack_visual_embeds": list(merged.deep)}
+
+
 class PackedVLM(nn.Module):
     """A vision-language model that takes typed batches.
 
@@ -64,6 +108,11 @@ class PackedVLM(nn.Module):
         head: Any = self.inner.get_output_embeddings()
         if head.bias is not None:
             raise CapabilityError("a language-model head with a bias is not supported")
+        if self.inner.config.get_text_config().to_dict().get("output_router_logits"):
+            raise CapabilityError(
+                "config.json asks for the auxiliary loss of a mixture of experts, which the hf "
+                "engine does not add; set output_router_logits to false in its text_config"
+            )
 
     @property
     def inner(self) -> Any:
@@ -104,40 +153,44 @@ class PackedVLM(nn.Module):
         return self.decode(batch, packed_seq_params, self.merge(batch))
 
     def decode(
-        self, batch: Batch, packed_seq_params: PackedSeqParams | None, embeds: Tensor
+        self, batch: Batch, packed_seq_params: PackedSeqParams | None, merged: MergedInputs
     ) -> Tensor:
-        """(T, D) hidden states from (T, D) merged embeddings; raises as `hidden_states`."""
+        """(T, D) hidden states from merged inputs; raises as `hidden_states`."""
         axes, rows, slots = batch.position_ids.shape
         output = self.language(
-            inputs_embeds=embeds.view(rows, slots, -1),
+            inputs_embeds=merged.embeds.view(rows, slots, -1),
             position_ids=batch.position_ids if axes > 1 else batch.position_ids[0],
             use_cache=False,
+            **_deep_arguments(batch, merged),
             **_boundaries(batch, packed_seq_params),
         )
         hidden: Tensor = output.last_hidden_state
         return hidden.flatten(0, 1)
 
-    def merge(self, batch: Batch) -> Tensor:
-        """(T, D) token embeddings with the image features in place of the placeholders.
+    def merge(self, batch: Batch) -> MergedInputs:
+        """Token embeddings with the image features in place of the placeholders.
 
         Raises:
             CapabilityError: the tower's feature count differs from the placeholders'.
         """
         embeds: Tensor = self.inner.get_input_embeddings()(batch.input_ids).flatten(0, 1)
         media = batch.media if batch.media is not None else self.blank
-        features = self.image_features(media, embeds.device)
-        if batch.media is None:
-            return embeds + 0.0 * features.sum().to(embeds.dtype)
-        if features.shape[0] != batch.media_positions.shape[0]:
+        images = self.image_features(media, embeds.device)
+        if batch.media is None:  # the blank image keeps every part of the tower in the graph
+            unused = sum((deep.sum() for deep in images.deep), images.features.sum())
+            return MergedInputs(embeds + 0.0 * unused.to(embeds.dtype))
+        if images.features.shape[0] != batch.media_positions.shape[0]:
             raise CapabilityError(
-                f"the vision tower made {features.shape[0]} features for "
+                f"the vision tower made {images.features.shape[0]} features for "
                 f"{batch.media_positions.shape[0]} placeholder tokens"
             )
-        return embeds.index_copy(0, batch.media_positions, features.to(embeds.dtype))
+        features = images.features.to(embeds.dtype)
+        return MergedInputs(embeds.index_copy(0, batch.media_positions, features), images.deep)
 
-    def image_features(self, media: Media, device: torch.device) -> Tensor:
-        """(M, D) features of all images, in order; one call of the tower."""
+    def image_features(self, media: Media, device: torch.device) -> ImageFeatures:
+        """Features of all images; one call of the tower."""
         grid_thw = torch.tensor(media.grid_thw).to(device, non_blocking=True)
         pixels = media.pixel_values.to(device=device, dtype=self.vision.dtype, non_blocking=True)
-        features: Tensor = self.vision(pixels, grid_thw=grid_thw).pooler_output
-        return features
+        output = self.vision(pixels, grid_thw=grid_thw)
+        deep = tuple(output.deepstack_features) if self.paths.deep_features else ()
+        return ImageFeatures(output.pooler_output, deep)

@@ -1,0 +1,85 @@
+"""Run under torchrun: what one rank keeps for the backward pass of one long row.
+
+    torchrun --nproc-per-node CP context_memory.py FOLDER TOKENS RECOMPUTE
+
+Prints, on rank 0, JSON: bytes of distinct tensors saved by autograd during the forward pass
+(weights left out), on the rank that keeps most.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from vlmpack.backends.adamw import AdamWConfig
+from vlmpack.backends.mcore.cpu import megatron_on_cpu
+from vlmpack.backends.mcore.engine import MegatronEngine, MegatronEngineConfig
+from vlmpack.backends.mcore.groups import ParallelSizes
+from vlmpack.distributed import (
+    start_process_group,
+    stop_process_group,
+    world_size_from_environment,
+)
+from vlmpack.families import Encoder
+from vlmpack.packing import IGNORE_INDEX, EncodedSample, pack_batch_sequences
+
+
+def text_row(tokens: int, multiple: int):
+    """Two documents of text, the last token of each labelled."""
+    samples = []
+    for number, length in enumerate((tokens // 4, tokens - tokens // 4)):
+        ids = torch.randint(0, 500, (length,), generator=torch.Generator().manual_seed(number))
+        labels = torch.full_like(ids, IGNORE_INDEX)
+        labels[-2] = ids[-1]
+        samples.append(
+            EncodedSample(
+                key=str(number),
+                input_ids=ids,
+                labels=labels,
+                position_ids=torch.arange(length).expand(3, -1),
+                media_positions=torch.empty(0, dtype=torch.int64),
+            )
+        )
+    return pack_batch_sequences(samples, pad_to_multiple_of=multiple, pad_token_id=0)
+
+
+def main(folder: Path, tokens: int, recompute: bool) -> None:
+    """Forward once, count, print."""
+    world = world_size_from_environment()
+    ranks = start_process_group(context=world)
+    config = MegatronEngineConfig(
+        folder=folder,
+        sizes=ParallelSizes(context=world),
+        dtype="float32",
+        activation_checkpointing=recompute,
+    )
+    optimizer = AdamWConfig(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    engine = MegatronEngine(config, Encoder(folder), ranks, optimizer)
+    weights = {p.untyped_storage().data_ptr() for p in engine.model.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    row = engine.prepare(text_row(tokens, 2 * world if world > 1 else 1))
+    engine.model.train()
+    with megatron_on_cpu(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        losses = engine.model(row, row.packed_seq_params())
+    most = torch.tensor([float(sum(saved.values()))])
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    loss = losses.sum().detach()[None]
+    dist.all_reduce(loss)
+    if ranks.is_main:
+        print(json.dumps({"saved_mib": most.item() / 2**20, "loss": loss.item()}))
+    stop_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "recompute")

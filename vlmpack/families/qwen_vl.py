@@ -1,0 +1,143 @@
+"""What the Qwen-VL families share: the resize rule, 2 x 2 spatial merge, MRoPE positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL.Image import Image
+from torch import Tensor
+
+from vlmpack.families.base import ModulePaths
+from vlmpack.packing import GridTHW, Media
+
+MAX_ASPECT_RATIO = 200
+"""Qwen's image processor refuses images that are longer than this many times their width."""
+
+MERGE_SIZE = 2
+"""Patches along each side of a token; all published Qwen-VL models have 2."""
+
+
+@dataclass(frozen=True)
+class QwenImageRule:
+    """Qwen-VL's resize rule: multiples of patch * merge, an area between two bounds.
+
+    Args:
+        folder: model folder with the image processor's files.
+        patch_size: side of a patch in pixels.
+        merge_size: patches along each side of a token.
+        min_pixels: smallest area after resizing.
+        max_pixels: largest area after resizing.
+    """
+
+    folder: Path
+    patch_size: int
+    merge_size: int
+    min_pixels: int
+    max_pixels: int
+
+    @cached_property
+    def _processor(self) -> Any:
+        from transformers import AutoImageProcessor
+
+        return AutoImageProcessor.from_pretrained(str(self.folder), local_files_only=True)
+
+    def grid(self, width: int, height: int) -> GridTHW:
+        """Patches of a still image; the rule of `smart_resize` in transformers' Qwen2-VL files."""
+        if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+            raise ValueError(
+                f"an image of {width} x {height} pixels is more than {MAX_ASPECT_RATIO} times "
+                f"longer than wide; this family's processor refuses it"
+            )
+        factor = self.patch_size * self.merge_size
+        new_height = round(height / factor) * factor
+        new_width = round(width / factor) * factor
+        if new_height * new_width > self.max_pixels:
+            shrink = math.sqrt(height * width / self.max_pixels)
+            new_height = max(factor, math.floor(height / shrink / factor) * factor)
+            new_width = max(factor, math.floor(width / shrink / factor) * factor)
+        elif new_height * new_width < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (height * width))
+            new_height = math.ceil(height * grow / factor) * factor
+            new_width = math.ceil(width * grow / factor) * factor
+        return (1, new_height // self.patch_size, new_width // self.patch_size)
+
+    def num_tokens(self, grid: GridTHW) -> int:
+        """One token for merge_size x merge_size patches."""
+        return grid[0] * grid[1] * grid[2] // self.merge_size**2
+
+    def preprocess(self, images: Sequence[Image]) -> Media:
+        """transformers' own image processor (the PIL one where torchvision is absent)."""
+        features = self._processor(images=list(images), return_tensors="pt")
+        grids: list[GridTHW] = [(t, h, w) for t, h, w in features["image_grid_thw"].tolist()]
+        return Media(
+            pixel_values=features["pixel_values"],
+            grid_thw=tuple(grids),
+            num_tokens=tuple(self.num_tokens(grid) for grid in grids),
+        )
+
+    def smallest(self) -> Media:
+        """One token's worth of zeros."""
+        side = self.merge_size
+        channels = 3 * self._processor.temporal_patch_size * self.patch_size**2
+        return Media(
+            pixel_values=torch.zeros(side * side, channels),
+            grid_thw=((1, side, side),),
+            num_tokens=(1,),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenVL:
+    """A family of the line; see `vlmpack.families.Family`."""
+
+    name: str
+    model_types: tuple[str, ...]
+    modules: ModulePaths
+    num_position_axes: int = 3
+    rule_version: int = 1
+
+    def placeholder(self, tokenizer: Any) -> int:
+        """The id of <|image_pad|>."""
+        return int(tokenizer.convert_tokens_to_ids("<|image_pad|>"))
+
+    def image_rule(self, folder: Path) -> QwenImageRule:
+        """The rule with the sizes that the folder's image processor was saved with."""
+        from transformers import AutoImageProcessor
+
+        processor = AutoImageProcessor.from_pretrained(str(folder), local_files_only=True)
+        if processor.merge_size != MERGE_SIZE:
+            raise ValueError(f"merge_size is {processor.merge_size}, expected {MERGE_SIZE}")
+        return QwenImageRule(
+            folder=folder,
+            patch_size=processor.patch_size,
+            merge_size=processor.merge_size,
+            min_pixels=processor.size["shortest_edge"],
+            max_pixels=processor.size["longest_edge"],
+        )
+
+    def positions(
+        self, num_tokens: int, media_starts: Sequence[int], media: Sequence[GridTHW]
+    ) -> Tensor:
+        """MRoPE: text advances all three axes by one; an image spans its merged grid, and the text
+        after it continues from the largest coordinate used plus one (Qwen2-VL, 2409.12191, 2.1).
+        """
+        pieces: list[Tensor] = []
+        cursor = position = 0
+        for start, (t, h, w) in zip(media_starts, media, strict=True):
+            pieces.append(torch.arange(position, position + start - cursor).expand(3, -1))
+            position += start - cursor
+            rows, columns = h // MERGE_SIZE, w // MERGE_SIZE
+            axes = torch.meshgrid(
+                torch.arange(t), torch.arange(rows), torch.arange(columns), indexing="ij"
+            )
+            pieces.append(torch.stack([axis.flatten() for axis in axes]) + position)
+            cursor = start + t * rows * columns
+            position += max(rows, columns)
+        pieces.append(torch.arange(position, position + num_tokens - cursor).expand(3, -1))
+        return torch.cat(pieces, dim=1)
