@@ -19,6 +19,7 @@ from timing import medians
 from vlmpack.backends.adamw import AdamWConfig
 from vlmpack.backends.mcore.cpu import megatron_on_cpu
 from vlmpack.backends.mcore.engine import MegatronEngine, MegatronEngineConfig
+from vlmpack.backends.mcore.model import MergedRow
 from vlmpack.distributed import start_process_group
 from vlmpack.families import Encoder
 from vlmpack.packing import Batch
@@ -45,13 +46,13 @@ def _language_only(engine: MegatronEngine, batches: list[Batch]) -> Callable[[],
     model = engine.model
     rows = [engine.prepare(batch) for batch in batches]
     with megatron_on_cpu():
-        embeds = [model.merge(row).detach().requires_grad_() for row in rows]
+        embeds = [model.merge(row).embeds.detach().requires_grad_() for row in rows]
 
     def run() -> None:
         engine.zero_gradients()
         with megatron_on_cpu():
             for row, embed in zip(rows, embeds, strict=True):
-                model.decode(row, row.packed_seq_params(), embed).sum().backward()
+                model.decode(row, row.packed_seq_params(), MergedRow(embed)).sum().backward()
 
     return run
 

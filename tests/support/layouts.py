@@ -333,14 +333,14 @@ def run_layout(
 def main(folder: Path, names: Sequence[str], optimizers: Sequence[str]) -> None:
     """Train each layout with each optimizer."""
     for name in names:
-        for optimizer in optimizers:
-            with one_layout(LAYOUTS[name]) as ranks:
+        with one_layout(LAYOUTS[name]) as ranks:
+            for optimizer in optimizers:
                 trained, facts = run_layout(name, optimizer, ranks)
                 everywhere = ranks.gather_objects(facts)
-            if ranks.is_main:
-                trained.save(folder / f"{name}-{optimizer}")
-                facts_file = folder / f"{name}.json"
-                facts_file.write_text(json.dumps(everywhere), encoding="utf-8")
+                if ranks.is_main:
+                    trained.save(folder / f"{name}-{optimizer}")
+                    facts_file = folder / f"{name}.json"
+                    facts_file.write_text(json.dumps(everywhere), encoding="utf-8")
     stop_process_group()
 
 
@@ -352,11 +352,15 @@ def torchrun(script: Path, processes: int, *arguments: str, timeout: int = 280) 
     """
     done = subprocess.run(
         [
-            *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"),
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *(f"--nproc-per-node={processes}", str(script), *arguments),
         ],
         env=os.environ
-        | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join((str(TESTS), str(TESTS.parent)))},
+        | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join((str(TESTS), str(TESTS.parent))),
+            "PYTHONWARNINGS": "ignore",  # on stderr they would hide what failed
+        },
         capture_output=True,
         text=True,
         timeout=timeout,

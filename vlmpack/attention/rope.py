@@ -69,7 +69,7 @@ def rope_cos_sin(
         raise ValueError(
             f"position_ids have shape {tuple(position_ids.shape)}, expected ({axes_needed}, T)"
         )
-    axis = axis_of_frequency(layout, inv_freq.shape[0]).to(position_ids.device)
+    axis = axis_of_frequency(layout, inv_freq.shape[0]).to(position_ids.device, non_blocking=True)
     angles = position_ids[axis].T.float() * inv_freq.float()
     return angles.cos(), angles.sin()
 

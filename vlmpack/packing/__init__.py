@@ -22,7 +22,12 @@ from vlmpack.packing.collate import (
     pack_batch_sequences,
     pad_batch_sequences,
 )
-from vlmpack.packing.context import padded_as_row, slice_for_context, zigzag_index
+from vlmpack.packing.context import (
+    padded_as_row,
+    padding_mask,
+    slice_for_context,
+    zigzag_index,
+)
 from vlmpack.packing.sharing import share_media
 
 __all__ = [
@@ -45,6 +50,7 @@ __all__ = [
     "pack_padded_batch",
     "pad_batch_sequences",
     "padded_as_row",
+    "padding_mask",
     "pin_batch",
     "round_up",
     "share_media",

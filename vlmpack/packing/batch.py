@@ -165,6 +165,7 @@ class PackedBatch:
         context: this rank's slice under context parallelism; None where rows are whole.
         media_share: where the vision work is shared out: `media` then holds this rank's images
             alone (None for none); None where each rank has all of them.
+        padding_mask: (1, T) bool, True for slots of no sample; None where nobody asks for it.
     """
 
     input_ids: Tensor
@@ -181,6 +182,7 @@ class PackedBatch:
     lengths: tuple[int, ...]
     context: ContextSlice | None = None
     media_share: MediaShare | None = None
+    padding_mask: Tensor | None = None
 
     @property
     def max_seqlen(self) -> int:

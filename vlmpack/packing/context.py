@@ -80,6 +80,16 @@ def slice_for_context(batch: PackedBatch, *, rank: int, size: int) -> PackedBatc
     )
 
 
+def padding_mask(batch: PackedBatch) -> Tensor:
+    """(1, T) bool: True for slots that belong to no sample (gaps and the tail segment); on CPU."""
+    real = [*batch.lengths, *(0 for _ in batch.segment_lengths[len(batch.lengths) :])]
+    runs = [(False, True)] * len(real)
+    lengths = [(n, slots - n) for n, slots in zip(real, batch.segment_lengths, strict=True)]
+    return torch.repeat_interleave(
+        torch.tensor(runs).flatten(), torch.tensor(lengths, dtype=torch.int64).flatten()
+    )[None]
+
+
 def padded_as_row(batch: PaddedBatch) -> PackedBatch:
     """Padded rows as one THD row of B segments of S slots: the same computation, one interface."""
     rows, width = batch.input_ids.shape

@@ -33,16 +33,23 @@ class RowParams(MegatronPackedSeqParams):
         cos: (T / CP, D / 2) float32, of this rank's tokens.
         sin: the same.
         context: this rank's slice; None where rows are whole.
+        deep: what the first layers add to their outputs (DeepStack).
     """
 
     row: PackedSeqParams | None = None
     cos: Tensor | None = None
     sin: Tensor | None = None
     context: ContextSlice | None = None
+    deep: tuple[Tensor, ...] = ()
 
 
 def megatron_params(
-    params: PackedSeqParams, *, cos: Tensor, sin: Tensor, context: ContextSlice | None
+    params: PackedSeqParams,
+    *,
+    cos: Tensor,
+    sin: Tensor,
+    context: ContextSlice | None,
+    deep: tuple[Tensor, ...] = (),
 ) -> RowParams:
     """Our params in Megatron's class, field by field; logical and padded offsets as TE wants them
     (padded ones only where they differ)."""
@@ -58,6 +65,7 @@ def megatron_params(
         cos=cos,
         sin=sin,
         context=context,
+        deep=deep,
     )
 
 

@@ -1,4 +1,4 @@
-"""Megatron's configuration of a Qwen2-shaped language model, from the model folder's config.
+"""Megatron's configuration of a Qwen-shaped language model, from the model folder's config.
 
 What packing and per-token losses need is set here and nowhere else: `variable_seq_lengths`,
 `calculate_per_token_loss`, no dropout, no fused residual ops that assume one sequence a row.
@@ -12,19 +12,59 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from vlmpack.alignment import round_up
 from vlmpack.attention import RopeLayout, VarlenAttention
 from vlmpack.backends.mcore.attention import PackedCoreAttention
 from vlmpack.backends.mcore.groups import ParallelSizes
 from vlmpack.backends.mcore.norm import RMSNorm
+from vlmpack.backends.mcore.weights import MegatronFamily
 from vlmpack.errors import CapabilityError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertDims:
+    """A mixture of experts.
+
+    Args:
+        count: experts of a layer.
+        top_k: experts of a token; their weights are a softmax over the chosen ones, which is the
+            softmax over all experts, renormalised.
+        intermediate: width of an expert.
+        layers: numbers of the layers that have experts; the others have one MLP.
+    """
+
+    count: int
+    top_k: int
+    intermediate: int
+    layers: frozenset[int]
+
+    @classmethod
+    def from_transformers(cls, text: Any) -> ExpertDims | None:
+        """Read a transformers text config; None without experts."""
+        count = getattr(text, "num_experts", 0) or getattr(text, "num_local_experts", 0)
+        if not count:
+            return None
+        step = getattr(text, "decoder_sparse_step", 1)
+        dense = set(getattr(text, "mlp_only_layers", None) or ())
+        return cls(
+            count=count,
+            top_k=text.num_experts_per_tok,
+            intermediate=text.moe_intermediate_size,
+            layers=frozenset(
+                layer
+                for layer in range(text.num_hidden_layers)
+                if layer not in dense and (layer + 1) % step == 0
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +83,10 @@ class LanguageDims:
         tied: whether embedding and output layer share their weight.
         rope_theta: base of the rotary frequencies.
         rope: which position axis drives which frequency.
+        qkv_bias: whether the query, key and value projections have biases.
+        qk_norm: whether queries and keys are normalised per head.
+        experts: the mixture of experts; None for dense layers.
+        deep_features: layers after which DeepStack features are added.
     """
 
     layers: int
@@ -56,9 +100,13 @@ class LanguageDims:
     tied: bool
     rope_theta: float
     rope: RopeLayout
+    qkv_bias: bool
+    qk_norm: bool
+    experts: ExpertDims | None = None
+    deep_features: int = 0
 
     @classmethod
-    def from_transformers(cls, config: Any) -> LanguageDims:
+    def from_transformers(cls, config: Any, family: MegatronFamily) -> LanguageDims:
         """Read a transformers VLM config.
 
         Raises:
@@ -73,7 +121,7 @@ class LanguageDims:
             )
         if text.hidden_act != "silu":
             raise CapabilityError(f"hidden_act {text.hidden_act!r}, the mcore engine knows 'silu'")
-        if any(kind != "full_attention" for kind in text.layer_types):
+        if any(kind != "full_attention" for kind in getattr(text, "layer_types", None) or ()):
             raise CapabilityError(
                 "layers with sliding-window attention are not in the mcore engine; use "
                 "model.backend: hf"
@@ -91,7 +139,14 @@ class LanguageDims:
             norm_eps=text.rms_norm_eps,
             tied=config.tie_word_embeddings,
             rope_theta=rope["rope_theta"],
-            rope=RopeLayout(mrope_section=tuple(section) if section else None),
+            rope=RopeLayout(
+                mrope_section=tuple(section) if section else None,
+                interleaved=family.interleaved_rope,
+            ),
+            qkv_bias=family.qkv_bias,
+            qk_norm=family.qk_norm,
+            experts=ExpertDims.from_transformers(text),
+            deep_features=len(getattr(config.vision_config, "deepstack_visual_indexes", ())),
         )
 
     def inverse_frequencies(self, device: torch.device) -> torch.Tensor:
@@ -106,11 +161,25 @@ class LanguageDims:
             ("key-value heads", self.groups, "tensor", sizes.tensor),
             ("MLP columns", self.intermediate, "tensor", sizes.tensor),
             ("layers", self.layers, "pipeline", sizes.pipeline),
+            ("experts", self.experts.count if self.experts else 0, "expert", sizes.expert),
         ):
             if size % by:
                 raise CapabilityError(
                     f"parallelism.{knob} is {by}, which does not divide the model's {size} {what}"
                 )
+        if sizes.expert > 1 and self.experts is None:
+            raise CapabilityError(f"parallelism.expert is {sizes.expert}, the model has no experts")
+        if self.experts is not None and sizes.tensor > 1 and not sizes.sequence:
+            raise CapabilityError(
+                f"parallelism.tensor is {sizes.tensor}: with experts it needs "
+                f"parallelism.sequence: true"
+            )
+        if self.deep_features > self.layers // sizes.pipeline:
+            raise CapabilityError(
+                f"parallelism.pipeline is {sizes.pipeline}, so the first stage has "
+                f"{self.layers // sizes.pipeline} layers, but image features enter after the "
+                f"first {self.deep_features} (DeepStack); use a smaller parallelism.pipeline"
+            )
 
 
 def transformer_config(
@@ -119,8 +188,17 @@ def transformer_config(
     *,
     dtype: torch.dtype,
     activation_checkpointing: bool,
+    aux_loss: float = 0.0,
 ) -> TransformerConfig:
-    """Megatron's config; `dtype` is that of weights and activations."""
+    """Megatron's config.
+
+    Args:
+        dims: the language model's sizes.
+        sizes: how it is spread.
+        dtype: of weights and activations.
+        activation_checkpointing: recompute each layer.
+        aux_loss: weight of the experts' load-balancing loss (2101.03961, 2.2).
+    """
     recompute: dict[str, Any] = {}
     if activation_checkpointing:
         recompute = {
@@ -140,7 +218,8 @@ def transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=dims.norm_eps,
         add_bias_linear=False,
-        add_qkv_bias=True,
+        add_qkv_bias=dims.qkv_bias,
+        qk_layernorm=dims.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -152,7 +231,7 @@ def transformer_config(
         sequence_parallel=sizes.sequence,
         # Packed rows differ in width from micro-batch to micro-batch, so stages send shapes first.
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # Megatron asks for it even without experts
+        moe_token_dispatcher_type="alltoall",  # the one that takes rows of different widths
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=True,
         # Every weight is read from the model folder.
@@ -163,52 +242,94 @@ def transformer_config(
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
+        **_experts(dims.experts, sizes, aux_loss),
         **recompute,
     )
 
 
+def _experts(experts: ExpertDims | None, sizes: ParallelSizes, aux_loss: float) -> dict[str, Any]:
+    """Megatron's fields for a mixture of experts: no token is dropped, no capacity."""
+    if experts is None:
+        return {}
+    if not hasattr(
+        moe_utils, "te_general_gemm"
+    ):  # 0.16.1 asks whether it is None without setting it
+        moe_utils.te_general_gemm = None
+    return {
+        "num_moe_experts": experts.count,
+        "moe_router_topk": experts.top_k,
+        "moe_ffn_hidden_size": experts.intermediate,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": aux_loss,
+        "moe_router_pre_softmax": False,
+        "moe_grouped_gemm": False,
+        "expert_model_parallel_size": sizes.expert,
+        "expert_tensor_parallel_size": 1,
+    }
+
+
 def decoder_spec(
-    config: TransformerConfig, varlen: VarlenAttention | None
+    config: TransformerConfig, dims: LanguageDims, varlen: VarlenAttention | None
 ) -> TransformerBlockSubmodules:
     """This stage's layers.
 
     Args:
         config: Megatron's configuration.
+        dims: the language model's sizes.
         varlen: attention over whole rows, in Megatron's local layers; None for Transformer
             Engine's layers and attention.
     """
-    layer, norm = _local_layer(varlen) if varlen is not None else _transformer_engine_layer()
-    count = get_num_layers_to_build(
-        config, pp_rank=parallel_state.get_pipeline_model_parallel_rank()
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    first = get_transformer_layer_offset(config, pp_rank=rank)
+    numbers = range(first, first + get_num_layers_to_build(config, pp_rank=rank))
+    routed = dims.experts.layers if dims.experts is not None else frozenset()
+    layers = [
+        _local_layer(varlen, dims, experts=number in routed)
+        if varlen is not None
+        else _transformer_engine_layer(dims, experts=number in routed)
+        for number in numbers
+    ]
+    return TransformerBlockSubmodules(
+        layer_specs=layers, layer_norm=RMSNorm if varlen is not None else _transformer_engine_norm()
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
 
 
-def _transformer_engine_layer() -> tuple[ModuleSpec, Any]:
+def _transformer_engine_layer(dims: LanguageDims, *, experts: bool) -> ModuleSpec:
     from vlmpack.backends.mcore.te import transformer_engine_layer  # needs CUDA
 
-    return transformer_engine_layer()
+    count = dims.experts.count if experts and dims.experts is not None else None
+    return transformer_engine_layer(num_experts=count, qk_norm=dims.qk_norm)
 
 
-def _local_layer(varlen: VarlenAttention) -> tuple[ModuleSpec, Any]:
-    """Megatron's local layer with our norm and our attention, and the final norm."""
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+def _transformer_engine_norm() -> Any:
+    from vlmpack.backends.mcore.te import TENorm
+
+    return TENorm
+
+
+def _local_layer(varlen: VarlenAttention, dims: LanguageDims, *, experts: bool) -> ModuleSpec:
+    """Megatron's local layer with our norms and our attention."""
+    spec = get_gpt_layer_local_spec(
+        num_experts=dims.experts.count if experts and dims.experts is not None else None,
+        moe_grouped_gemm=False,
+        qk_layernorm=dims.qk_norm,
+        normalization="RMSNorm",
+    )
     layer = spec.submodules
     attention = layer.self_attention
     core = ModuleSpec(module=PackedCoreAttention, params={"varlen": varlen})
-    return (
-        replace(
-            spec,
-            submodules=replace(
-                layer,
-                input_layernorm=RMSNorm,
-                pre_mlp_layernorm=RMSNorm,
-                self_attention=replace(
-                    attention, submodules=replace(attention.submodules, core_attention=core)
-                ),
+    head_norms = {"q_layernorm": RMSNorm, "k_layernorm": RMSNorm} if dims.qk_norm else {}
+    return replace(
+        spec,
+        submodules=replace(
+            layer,
+            input_layernorm=RMSNorm,
+            pre_mlp_layernorm=RMSNorm,
+            self_attention=replace(
+                attention,
+                submodules=replace(attention.submodules, core_attention=core, **head_norms),
             ),
         ),
-        RMSNorm,
     )
 
 

@@ -4,6 +4,8 @@ Megatron asks for CUDA by name in a few places: `device="cuda"`, `torch.cuda.cur
 `tensor.type() == "torch.cuda.FloatTensor"`, CUDA generators, streams. Inside `megatron_on_cpu()`
 these answer with the CPU; outside of it, and wherever there is a GPU, nothing is changed.
 
+Functions that Megatron compiles run as they are written.
+
 Limits: gloo collectives (no overlap of communication and compute), float32, Megatron's local layer
 specs, no CUDA graphs, no fused kernels, dropout 0 (all ranks share one generator).
 """
@@ -11,7 +13,7 @@ specs, no CUDA graphs, no fused kernels, dropout 0 (all ranks share one generato
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -57,6 +59,26 @@ def _set_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     torch.set_rng_state(new_state)
 
 
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron's copy to the host, which leaves CPU tensors alone even where it wants numpy."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+class _NoStream:
+    """A stream, or an event of one, on a device that runs everything in order."""
+
+    def wait_stream(self, stream: object) -> None:
+        return None
+
+    def record_event(self) -> _NoStream:
+        return self
+
+    def synchronize(self) -> None:
+        return None
+
+
+_NO_STREAM = _NoStream()
+
 _depth = 0
 
 
@@ -71,12 +93,17 @@ def megatron_on_cpu() -> Iterator[None]:
         yield
         return
     from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.moe import token_dispatcher
 
     replacements: tuple[tuple[Any, str, Any], ...] = (
         (torch.cuda, "current_device", lambda: CPU),
         (torch.cuda, "synchronize", _nothing),
+        (torch.cuda, "Stream", lambda: _NO_STREAM),
+        (torch.cuda, "current_stream", lambda: _NO_STREAM),
+        (torch.cuda, "stream", nullcontext),
         (torch.cuda, "manual_seed", _nothing),
         (torch.cuda, "get_rng_state", _get_rng_state),
+        (token_dispatcher, "maybe_move_tensor_to_cpu", _on_host),
         (megatron_random, "_get_cuda_rng_state", _get_rng_state),
         (megatron_random, "_set_cuda_rng_state", _set_rng_state),
     )
@@ -84,6 +111,7 @@ def megatron_on_cpu() -> Iterator[None]:
         for owner, name, replacement in replacements:
             stack.enter_context(patch.object(owner, name, replacement))
         stack.enter_context(_CudaMeansCpu())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         _depth += 1
         try:
             yield

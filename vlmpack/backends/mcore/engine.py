@@ -43,6 +43,7 @@ from vlmpack.packing import (
     PackedBatch,
     PaddedBatch,
     padded_as_row,
+    padding_mask,
     pin_batch,
     share_media,
     slice_for_context,
@@ -62,6 +63,7 @@ class MegatronEngineConfig:
             weights and moments are float32.
         attention: varlen implementation; with CP > 1 the per-segment one, or Transformer Engine's.
         activation_checkpointing: recompute each layer in the backward pass.
+        aux_loss: weight of the experts' load-balancing loss; alignment tokens are left out of it.
     """
 
     folder: Path
@@ -70,6 +72,7 @@ class MegatronEngineConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attention: AttentionName | Literal["auto", "transformer_engine"] = "auto"
     activation_checkpointing: bool = False
+    aux_loss: float = 0.0
 
 
 class MegatronEngine:
@@ -98,11 +101,11 @@ class MegatronEngine:
         self.optimizer_steps = 0
         dtype = _compute_dtype(config.dtype, ranks.device)
         self.skeleton = _skeleton(config.folder)
-        dims = LanguageDims.from_transformers(self.skeleton.config)
-        dims.check(config.sizes)
-        sizes = config.sizes
-        family = encoder.family
-        reader = PretrainedReader(config.folder, megatron_family(family.name).file_prefixes)
+        sizes, family = config.sizes, encoder.family
+        known = megatron_family(family.name)
+        dims = LanguageDims.from_transformers(self.skeleton.config, known)
+        dims.check(sizes)
+        reader = PretrainedReader(config.folder, known)
         varlen, attention = _choose_attention(config, ranks.device, dtype)
         with reader, megatron_on_cpu():
             reader.check(self.parameter_shapes())
@@ -112,7 +115,11 @@ class MegatronEngine:
             self.first = parallel_state.is_pipeline_first_stage()
             self.last = parallel_state.is_pipeline_last_stage()
             megatron_config = transformer_config(
-                dims, sizes, dtype=dtype, activation_checkpointing=config.activation_checkpointing
+                dims,
+                sizes,
+                dtype=dtype,
+                activation_checkpointing=config.activation_checkpointing,
+                aux_loss=config.aux_loss,
             )
             self.model = MegatronVLM(
                 megatron_config,
@@ -147,9 +154,8 @@ class MegatronEngine:
             self.layout = WeightLayout(
                 parameters=parameters,
                 optimizer=self.optimizer,
-                replica=groups.dp_cp.rank(),
-                replicas=groups.dp_cp.size(),
-                sizes=sizes,
+                copies=groups.dp_cp,
+                expert_copies=groups.expt_dp,
             )
             self.layout.load(reader, optimizer_steps=0)
         self.description = {
@@ -202,6 +208,8 @@ class MegatronEngine:
     def prepare(self, batch: Batch) -> PackedBatch:
         """This rank's view of a micro-batch, worked out on CPU."""
         row = padded_as_row(batch) if isinstance(batch, PaddedBatch) else batch
+        if self.config.aux_loss:
+            row = replace(row, padding_mask=padding_mask(row))
         if self.config.sizes.context > 1:
             row = slice_for_context(row, rank=self.groups.cp.rank(), size=self.groups.cp.size())
         if not self.first:

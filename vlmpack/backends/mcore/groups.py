@@ -21,17 +21,20 @@ class ParallelSizes:
         tensor: TP.
         pipeline: PP.
         context: CP.
+        expert: EP, processes that share the experts of a layer; they come from TP x CP x DP.
         sequence: sequence parallelism inside the TP group.
     """
 
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    expert: int = 1
     sequence: bool = False
 
     def __str__(self) -> str:
         sequence = " + SP" if self.sequence else ""
-        return f"TP {self.tensor}{sequence} x CP {self.context} x PP {self.pipeline}"
+        expert = f", EP {self.expert}" if self.expert > 1 else ""
+        return f"TP {self.tensor}{sequence} x CP {self.context} x PP {self.pipeline}{expert}"
 
 
 _world: dist.ProcessGroup | None = None
@@ -57,6 +60,7 @@ def start_model_parallel(sizes: ParallelSizes) -> ProcessGroupCollection:
             tensor=parallel_state.get_tensor_model_parallel_world_size(),
             pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
             context=parallel_state.get_context_parallel_world_size(),
+            expert=parallel_state.get_expert_model_parallel_world_size(),
             sequence=sizes.sequence,
         )
         if there != sizes:
@@ -70,6 +74,8 @@ def start_model_parallel(sizes: ParallelSizes) -> ProcessGroupCollection:
                 tensor_model_parallel_size=sizes.tensor,
                 pipeline_model_parallel_size=sizes.pipeline,
                 context_parallel_size=sizes.context,
+                expert_model_parallel_size=sizes.expert,
+                expert_tensor_parallel_size=1,  # experts are shared out whole
                 create_gloo_process_groups=False,
                 order="tp-cp-ep-dp-pp",
             )

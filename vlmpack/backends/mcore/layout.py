@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from vlmpack.backends.mcore.groups import ParallelSizes
 from vlmpack.backends.mcore.model import MegatronVLM
 from vlmpack.backends.mcore.optimizer import MegatronAdamW
-from vlmpack.backends.mcore.weights import Piece, flat_boxes, megatron_family, stack_pieces
+from vlmpack.backends.mcore.weights import Piece, QwenLanguageMap, flat_boxes, stack_pieces
 from vlmpack.backends.slices import Kind, ReadSlice, TensorSlice, whole
 from vlmpack.errors import ModelError
 from vlmpack.families import Family
@@ -26,11 +26,13 @@ class LocalParameter:
         parameter: the parameter.
         pieces: the boxes that it is made of.
         owned: whether this TP rank and stage write it; its data-parallel ranks share the writing.
+        expert: whether it belongs to an expert, which other ranks hold copies of.
     """
 
     parameter: nn.Parameter
     pieces: list[Piece]
     owned: bool
+    expert: bool
 
     @property
     def row_elements(self) -> int:
@@ -41,7 +43,8 @@ class LocalParameter:
 def local_parameters(
     model: MegatronVLM, family: Family, shapes: dict[str, tuple[int, ...]]
 ) -> list[LocalParameter]:
-    """The stage's parameters with their pieces; marks those that differ between TP ranks.
+    """The stage's parameters with their pieces, marked for Megatron: those that differ between TP
+    ranks, and experts, whose gradients are summed over ranks of their own.
 
     Args:
         model: the stage.
@@ -53,7 +56,8 @@ def local_parameters(
     """
     dims, sizes = model.dims, model.sizes
     prefix = family.modules.language + "."
-    language = megatron_family(family.name).language_map(
+    experts = dims.experts
+    language = QwenLanguageMap(
         prefix=prefix,
         head=f"{prefix}embed_tokens.weight" if dims.tied else "lm_head.weight",
         hidden=dims.hidden,
@@ -64,6 +68,10 @@ def local_parameters(
         vocabulary=dims.vocabulary,
         tp_rank=model.groups.tp.rank(),
         tp_size=sizes.tensor,
+        experts=experts.count if experts is not None else 0,
+        expert_intermediate=experts.intermediate if experts is not None else 0,
+        ep_rank=model.groups.ep.rank(),
+        ep_size=sizes.expert,
     )
     found: list[LocalParameter] = []
     for name, parameter in model.named_parameters():
@@ -82,12 +90,16 @@ def local_parameters(
         replicated = all(piece.replicated for piece in pieces)
         # Megatron's norm counts parameters without this mark on one TP rank alone.
         parameter.tensor_model_parallel = not replicated
+        expert = ".local_experts." in name
+        if expert:  # 0.16.1 marks them with EP > 1 alone, and then misses the sum over TP ranks
+            parameter.allreduce = False
         copy = name == "gpt.output_layer.weight" and dims.tied  # the first stage has the original
         found.append(
             LocalParameter(
                 parameter=parameter,
                 pieces=pieces,
                 owned=not copy and (model.groups.tp.rank() == 0 or not replicated),
+                expert=expert,
             )
         )
     return found
@@ -100,16 +112,14 @@ class WeightLayout:
     Args:
         parameters: of this stage.
         optimizer: holds main weights and moments.
-        replica: this rank among the data- and context-parallel ranks that hold the same parameters.
-        replicas: their number.
-        sizes: how the model is spread.
+        copies: the ranks that hold the same parameters as this one.
+        expert_copies: those that hold the same experts.
     """
 
     parameters: list[LocalParameter]
     optimizer: MegatronAdamW
-    replica: int
-    replicas: int
-    sizes: ParallelSizes
+    copies: dist.ProcessGroup
+    expert_copies: dist.ProcessGroup
 
     def owned(self, *, moments: bool) -> Iterator[tuple[Kind, TensorSlice, Tensor]]:
         """What this rank writes: each element of a whole tensor is written by one rank."""
@@ -117,7 +127,7 @@ class WeightLayout:
             if not local.owned:
                 continue
             for kind, values, offset in self._tensors(local, moments=moments):
-                start, stop = self._share(local.parameter.numel(), values.numel(), offset)
+                start, stop = self._share(local, values.numel(), offset)
                 for piece in local.pieces:
                     for part in flat_boxes(piece, local.row_elements, start, stop):
                         view = values[part.start - offset : part.stop - offset]
@@ -130,7 +140,8 @@ class WeightLayout:
                 for piece in local.pieces:
                     value = read("model", piece.box)
                     assert value is not None
-                    local.parameter[piece.start : piece.stop].copy_(value)
+                    rows = local.parameter[piece.start : piece.stop]
+                    rows.copy_(value.view_as(rows))
                 self._load_main(local, read, optimizer_steps)
 
     def _load_main(self, local: LocalParameter, read: ReadSlice, optimizer_steps: int) -> None:
@@ -166,11 +177,13 @@ class WeightLayout:
             yield "exp_avg", state["exp_avg"].view(-1), offset
             yield "exp_avg_sq", state["exp_avg_sq"].view(-1), offset
 
-    def _share(self, whole_elements: int, held_elements: int, offset: int) -> tuple[int, int]:
+    def _share(self, local: LocalParameter, held: int, offset: int) -> tuple[int, int]:
         """The flat range that this rank writes of what it holds."""
         if self.optimizer.distributed:  # what it holds nobody else does
-            return offset, offset + held_elements
+            return offset, offset + held
+        copies = self.expert_copies if local.expert else self.copies
+        elements = local.parameter.numel()
         return (
-            whole_elements * self.replica // self.replicas,
-            whole_elements * (self.replica + 1) // self.replicas,
+            elements * copies.rank() // copies.size(),
+            elements * (copies.rank() + 1) // copies.size(),
         )

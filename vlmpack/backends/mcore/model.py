@@ -1,7 +1,7 @@
 """One pipeline stage of a vision-language model: transformers' vision tower, Megatron's GPTModel.
 
     first stage   embeddings + image features (merge) -> this CP rank's slice -> this TP rank's
-                  share (sequence parallelism) -> decoder layers
+                  share (sequence parallelism) -> decoder layers, with DeepStack's features
     in between    decoder layers
     last stage    decoder layers -> label tokens only -> vocabulary-parallel head and cross entropy
 
@@ -11,6 +11,7 @@ states travels between stages.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,9 +33,23 @@ from vlmpack.backends.cross_entropy import VocabularyShard, linear_cross_entropy
 from vlmpack.backends.mcore.attention import RowParams, megatron_params
 from vlmpack.backends.mcore.collectives import gather_features
 from vlmpack.backends.mcore.config import LanguageDims, decoder_spec, padded_vocabulary
+from vlmpack.backends.mcore.deep_features import add_after, enter
 from vlmpack.backends.mcore.groups import ParallelSizes
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import Media, PackedBatch, PackedSeqParams
+
+
+@dataclass(frozen=True, slots=True)
+class MergedRow:
+    """What enters the decoder.
+
+    Args:
+        embeds: (T, D) token embeddings with the image features in place of the placeholders.
+        deep: (T, D) each, DeepStack features by layer, zero but at the placeholders.
+    """
+
+    embeds: Tensor
+    deep: tuple[Tensor, ...] = ()
 
 
 class MegatronVLM(MegatronModule):
@@ -75,7 +90,7 @@ class MegatronVLM(MegatronModule):
         self.vision = vision
         self.gpt = GPTModel(
             config,
-            decoder_spec(config, varlen),
+            decoder_spec(config, dims, varlen),
             vocab_size=padded_vocabulary(dims, sizes),
             max_sequence_length=0,  # positions are data; Megatron builds none
             pre_process=pre_process,
@@ -85,6 +100,8 @@ class MegatronVLM(MegatronModule):
             scatter_embedding_sequence_parallel=False,  # images are merged before the scatter
             pg_collection=groups,
         )
+        if pre_process:
+            add_after(self.gpt.decoder.layers[: dims.deep_features])
         self.register_buffer(
             "inv_freq", dims.inverse_frequencies(torch.device("cpu")), persistent=False
         )
@@ -110,22 +127,41 @@ class MegatronVLM(MegatronModule):
             (T', 1, D) hidden states, T' = T / CP (/ TP with sequence parallelism); on the last
             stage (l,) float32 losses of this CP rank's label tokens.
         """
-        embeds = self.merge(batch) if self.pre_process else None
-        return self.decode(batch, packed_seq_params, embeds)
+        merged = self.merge(batch) if self.pre_process else None
+        return self.decode(batch, packed_seq_params, merged)
 
     def decode(
-        self, batch: PackedBatch, packed_seq_params: PackedSeqParams, embeds: Tensor | None
+        self, batch: PackedBatch, packed_seq_params: PackedSeqParams, merged: MergedRow | None
     ) -> Tensor:
-        """As `forward`, from (T, D) merged embeddings on the first stage, None on the others."""
-        hidden = self._scatter(embeds, batch) if embeds is not None else None
+        """As `forward`, from merged embeddings on the first stage, None on the others."""
+        hidden: Tensor | None = None
+        deep: tuple[Tensor, ...] = ()
+        if merged is not None:
+            hidden, deep = enter(
+                self._scatter(merged.embeds, batch), [self._scatter(d, batch) for d in merged.deep]
+            )
         hidden = self.gpt.decoder(
             hidden_states=hidden,
             attention_mask=None,
-            packed_seq_params=self._row_params(batch, packed_seq_params),
+            packed_seq_params=self._row_params(batch, packed_seq_params, deep),
+            padding_mask=self._padding_mask(batch),
         )
         return self._losses(hidden, batch) if self.post_process else hidden
 
-    def _row_params(self, batch: PackedBatch, params: PackedSeqParams) -> RowParams:
+    def _padding_mask(self, batch: PackedBatch) -> Tensor | None:
+        """(1, T') bool of this rank's tokens, for the experts' statistics."""
+        mask = batch.padding_mask
+        if mask is None:
+            return None
+        if batch.context is not None:
+            mask = mask.index_select(1, batch.context.row_index)
+        if self.sizes.sequence:
+            mask = mask.chunk(self.sizes.tensor, dim=1)[self.groups.tp.rank()]
+        return mask
+
+    def _row_params(
+        self, batch: PackedBatch, params: PackedSeqParams, deep: tuple[Tensor, ...]
+    ) -> RowParams:
         """Boundaries with the rotary angles of this rank's tokens."""
         positions = batch.position_ids[:, 0]
         if batch.context is not None:
@@ -133,17 +169,16 @@ class MegatronVLM(MegatronModule):
         if self.dims.rope.mrope_section is None:
             positions = positions[:1]
         cos, sin = rope_cos_sin(positions, self.inv_freq, self.dims.rope)
-        return megatron_params(params, cos=cos, sin=sin, context=batch.context)
+        return megatron_params(params, cos=cos, sin=sin, context=batch.context, deep=deep)
 
-    def merge(self, batch: PackedBatch) -> Tensor:
-        """(T, D) embeddings of the whole row, image features in place of the placeholders.
+    def merge(self, batch: PackedBatch) -> MergedRow:
+        """Embeddings of the whole row with image features in place of the placeholders.
 
         Raises:
             CapabilityError: the tower's feature count differs from the placeholders'.
         """
         embeds: Tensor = self.gpt.embedding.word_embeddings(batch.input_ids).flatten(0, 1)
         features = self._features(batch.media)
-        wanted = batch.media_positions.shape[0]
         if batch.media is None:  # the blank image keeps the tower in the graph
             features = 0.0 * features[:0] + 0.0 * features.sum()
         if batch.media_share is not None:
@@ -154,24 +189,34 @@ class MegatronVLM(MegatronModule):
                 group=self.groups.tp_cp,
                 cp_group=self.groups.cp,
             )
-        elif batch.media is None:
-            return embeds + features.sum().to(embeds.dtype)
+        wanted = batch.media_positions.shape[0]
         if features.shape[0] != wanted:
             raise CapabilityError(
                 f"the vision tower made {features.shape[0]} features for {wanted} placeholder "
                 f"tokens"
             )
-        return embeds.index_copy(0, batch.media_positions, features.to(embeds.dtype))
+        first, *deep = features.to(embeds.dtype).chunk(1 + self.dims.deep_features, dim=1)
+        return MergedRow(
+            embeds.index_copy(0, batch.media_positions, first),
+            tuple(
+                torch.zeros_like(embeds).index_copy(0, batch.media_positions, layer)
+                for layer in deep
+            ),
+        )
 
     def _features(self, media: Media | None) -> Tensor:
-        """(m, D) features of this rank's images, in one call of the tower."""
+        """(m, D) features of this rank's images, in one call of the tower; with DeepStack those of
+        each layer beside them, (m, D * (1 + layers))."""
         assert self.vision is not None  # on the first stage
         chosen = media if media is not None else self.blank
         tower: Any = self.vision
         weight = next(tower.parameters())
         grid_thw = torch.tensor(chosen.grid_thw).to(weight.device, non_blocking=True)
         pixels = chosen.pixel_values.to(device=weight.device, dtype=weight.dtype, non_blocking=True)
-        features: Tensor = tower(pixels, grid_thw=grid_thw).pooler_output
+        output = tower(pixels, grid_thw=grid_thw)
+        features: Tensor = output.pooler_output
+        if self.dims.deep_features:
+            features = torch.cat((features, *output.deepstack_features), dim=1)
         return features
 
     def _scatter(self, embeds: Tensor, batch: PackedBatch) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from vlmpack.backends.mcore.weights import MegatronFamily
 from vlmpack.backends.slices import Kind, TensorSlice
 from vlmpack.errors import ModelError
 
@@ -20,15 +20,14 @@ class PretrainedReader:
 
     Args:
         folder: model folder.
-        prefixes: (transformers' prefix, prefix in the files) for folders whose tensors go by the
-            names they were published under.
+        family: the names and shapes that published files may have instead.
 
     Raises:
         ModelError: no weights, or a file that is no safetensors file.
     """
 
-    def __init__(self, folder: Path, prefixes: Sequence[tuple[str, str]]) -> None:
-        self.folder, self.prefixes = folder, prefixes
+    def __init__(self, folder: Path, family: MegatronFamily) -> None:
+        self.folder, self.family = folder, family
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         paths = sorted(folder.glob("*.safetensors"))
@@ -55,7 +54,7 @@ class PretrainedReader:
         """What the files call a tensor; None where they do not have it."""
         if name in self._files:
             return name
-        for ours, theirs in self.prefixes:
+        for ours, theirs in self.family.file_prefixes:
             if (
                 name.startswith(ours)
                 and (renamed := theirs + name.removeprefix(ours)) in self._files
@@ -68,10 +67,11 @@ class PretrainedReader:
         found = {name: self.name_in_files(name) for name in shapes}
         missing = [name for name, there in found.items() if there is None]
         odd = [
-            f"{name} {tuple(self._files[there].get_slice(there).get_shape())} instead of {shape}"
+            f"{name} {self._shape(there)} instead of {shape}"
             for name, shape in shapes.items()
             if (there := found[name]) is not None
-            and tuple(self._files[there].get_slice(there).get_shape()) != shape
+            and self._shape(there) != shape
+            and not self._is_transposed(name, shape)
         ]
         left = sorted(set(self._files) - {there for there in found.values() if there is not None})
         problems = [
@@ -89,6 +89,17 @@ class PretrainedReader:
                 f"({'; '.join(problems)})"
             )
 
+    def _shape(self, there: str) -> tuple[int, ...]:
+        return tuple(self._files[there].get_slice(there).get_shape())
+
+    def _is_transposed(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether the file has the last two dimensions swapped. A square tensor is taken as it is,
+        as transformers takes it."""
+        there = self.name_in_files(name)
+        if there is None or not name.endswith(self.family.transposed_in_files or ("\0",)):
+            return False
+        return self._shape(there) != shape and self._shape(there) == (*shape[:-2], *shape[:-3:-1])
+
     def __call__(self, kind: Kind, box: TensorSlice) -> Tensor | None:
         """A box of a weight as float32 on CPU; None for a moment."""
         if kind != "model":
@@ -96,5 +107,11 @@ class PretrainedReader:
         name = self.name_in_files(box.name)
         if name is None:
             raise ModelError(f"model.path: {self.folder} has no tensor {box.name}")
-        value: Tensor = self._files[name].get_slice(name)[box.index]
+        tensor = self._files[name].get_slice(name)
+        value: Tensor
+        if self._is_transposed(box.name, box.shape):
+            *outer, rows, columns = box.index
+            value = tensor[(*outer, columns, rows)].transpose(-1, -2)
+        else:
+            value = tensor[box.index]
         return value.to(torch.float32)

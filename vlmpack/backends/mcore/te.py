@@ -60,16 +60,15 @@ def require_transformer_engine(device: torch.device) -> None:
         ) from error
 
 
-def transformer_engine_layer() -> tuple[ModuleSpec, Any]:
-    """A decoder layer's spec and the final norm."""
-    spec = get_gpt_layer_with_transformer_engine_spec()
+def transformer_engine_layer(*, num_experts: int | None, qk_norm: bool) -> ModuleSpec:
+    """A decoder layer's spec."""
+    spec = get_gpt_layer_with_transformer_engine_spec(num_experts=num_experts, qk_layernorm=qk_norm)
     layer = spec.submodules
     attention = layer.self_attention
     core = replace(attention.submodules, core_attention=RotatedTEAttention)
-    return (
-        replace(
-            spec,
-            submodules=replace(layer, self_attention=replace(attention, submodules=core)),
-        ),
-        TENorm,
+    return replace(
+        spec, submodules=replace(layer, self_attention=replace(attention, submodules=core))
     )
+
+
+__all__ = ["TENorm", "require_transformer_engine", "transformer_engine_layer"]

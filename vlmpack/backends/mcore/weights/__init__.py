@@ -1,11 +1,11 @@
-"""Weight maps between transformers and Megatron, one per family that the mcore engine runs."""
+"""Weight maps between transformers and Megatron, and what Megatron is told about each family."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from vlmpack.backends.mcore.weights.base import FlatBox, Piece, flat_boxes, stack_pieces
-from vlmpack.backends.mcore.weights.qwen2 import QwenLanguageMap
+from vlmpack.backends.mcore.weights.qwen import QwenLanguageMap
 from vlmpack.errors import CapabilityError
 
 
@@ -14,18 +14,36 @@ class MegatronFamily:
     """What the mcore engine knows of a family beside its transformers config.
 
     Args:
-        language_map: pieces of the language model's parameters.
+        qkv_bias: whether the query, key and value projections have biases.
+        qk_norm: whether queries and keys are normalised per head before the rotation.
+        interleaved_rope: how position axes share the rotary frequencies; see `RopeLayout`.
         file_prefixes: (transformers' prefix, prefix in published weight files), first match wins.
+        transposed_in_files: last parts of names whose published tensors have their last two
+            dimensions swapped.
     """
 
-    language_map: type[QwenLanguageMap]
-    file_prefixes: tuple[tuple[str, str], ...]
+    qkv_bias: bool
+    qk_norm: bool
+    interleaved_rope: bool
+    file_prefixes: tuple[tuple[str, str], ...] = ()
+    transposed_in_files: tuple[str, ...] = ()
 
+
+_QWEN2 = MegatronFamily(
+    qkv_bias=True,
+    qk_norm=False,
+    interleaved_rope=False,
+    file_prefixes=(("model.visual.", "visual."), ("model.language_model.", "model.")),
+)
 
 _FAMILIES: dict[str, MegatronFamily] = {
-    "qwen2_5_vl": MegatronFamily(
-        language_map=QwenLanguageMap,
-        file_prefixes=(("model.visual.", "visual."), ("model.language_model.", "model.")),
+    "qwen2_vl": _QWEN2,
+    "qwen2_5_vl": _QWEN2,
+    "qwen3_vl": MegatronFamily(
+        qkv_bias=False,
+        qk_norm=True,
+        interleaved_rope=True,
+        transposed_in_files=("experts.gate_up_proj", "experts.down_proj"),
     ),
 }
 
@@ -44,4 +62,12 @@ def megatron_family(name: str) -> MegatronFamily:
     return _FAMILIES[name]
 
 
-__all__ = ["FlatBox", "MegatronFamily", "Piece", "flat_boxes", "megatron_family", "stack_pieces"]
+__all__ = [
+    "FlatBox",
+    "MegatronFamily",
+    "Piece",
+    "QwenLanguageMap",
+    "flat_boxes",
+    "megatron_family",
+    "stack_pieces",
+]

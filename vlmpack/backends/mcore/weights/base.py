@@ -18,6 +18,8 @@ from vlmpack.backends.slices import TensorSlice
 class Piece:
     """local[start:stop] is the box of the whole tensor, element by element.
 
+    Shapes agree, but for the leading 1 of an expert's box in a tensor of all experts.
+
     Args:
         box: of a tensor under transformers' name.
         start: first row of the local parameter.

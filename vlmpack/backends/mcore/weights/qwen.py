@@ -1,4 +1,4 @@
-"""Qwen2-shaped language models: rotary attention with biased QKV, gated MLP, RMSNorm.
+"""Qwen-shaped language models: rotary grouped-query attention, gated MLP or experts, RMSNorm.
 
 | Megatron                                   | transformers                                        |
 |--------------------------------------------|-----------------------------------------------------|
@@ -7,6 +7,9 @@
 | self_attention.linear_proj.weight          | o_proj.weight, columns split over TP                |
 | mlp.linear_fc1.weight                      | gate_proj.weight, up_proj.weight, rows of each      |
 | mlp.linear_fc2.weight                      | down_proj.weight, columns split over TP             |
+| self_attention.{q,k}_layernorm.weight      | {q,k}_norm.weight                                   |
+| mlp.router.weight                          | mlp.gate.weight                                     |
+| experts.local_experts.N.linear_fc{1,2}     | one expert of experts.{gate_up,down}_proj           |
 | input_layernorm, pre_mlp_layernorm         | input_layernorm, post_attention_layernorm           |
 | decoder.final_layernorm.weight             | norm.weight                                         |
 | output_layer.weight                        | lm_head.weight, or embed_tokens.weight where tied   |
@@ -31,6 +34,13 @@ _NORMS = {
     "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
 }
 
+_HEAD_NORMS = {
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+}
+
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QwenLanguageMap:
@@ -45,7 +55,10 @@ class QwenLanguageMap:
         head_dim: width of a head.
         intermediate: width of the MLP.
         vocabulary: rows of the embedding, without Megatron's padding.
-        tp_rank, tp_size: tensor parallelism.
+        experts: experts of a mixture-of-experts layer; 0 without.
+        expert_intermediate: width of an expert.
+        tp_rank, tp_size: tensor parallelism; experts are whole.
+        ep_rank, ep_size: expert parallelism.
     """
 
     prefix: str
@@ -58,6 +71,10 @@ class QwenLanguageMap:
     vocabulary: int
     tp_rank: int
     tp_size: int
+    experts: int = 0
+    expert_intermediate: int = 0
+    ep_rank: int = 0
+    ep_size: int = 1
 
     def pieces(self, name: str, rows: int, first_layer: int) -> list[Piece]:
         """The pieces of a parameter of Megatron's GPTModel.
@@ -81,8 +98,8 @@ class QwenLanguageMap:
             raise KeyError(name)
         return self._layer(f"{self.prefix}layers.{first_layer + int(match[1])}.", match[2])
 
-    def _replicated(self, name: str) -> list[Piece]:
-        return stack_pieces([whole(name, (self.hidden,))], replicated=True)
+    def _replicated(self, name: str, *shape: int) -> list[Piece]:
+        return stack_pieces([whole(name, shape or (self.hidden,))], replicated=True)
 
     def _vocabulary(self, name: str, rows: int) -> list[Piece]:
         """Rows of the vocabulary; the padding rows at its end belong to no tensor."""
@@ -94,6 +111,12 @@ class QwenLanguageMap:
     def _layer(self, prefix: str, name: str) -> list[Piece]:
         if name in _NORMS:
             return self._replicated(prefix + _NORMS[name])
+        if name in _HEAD_NORMS:
+            return self._replicated(prefix + _HEAD_NORMS[name], self.head_dim)
+        if name == "mlp.router.weight":
+            return self._replicated(f"{prefix}mlp.gate.weight", self.experts, self.hidden)
+        if expert := _EXPERT.fullmatch(name):
+            return self._expert(f"{prefix}mlp.experts.", int(expert[1]), expert[2])
         if name in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
             return self._qkv(prefix, name.rsplit(".", 1)[1])
         if name == "self_attention.linear_proj.weight":
@@ -111,6 +134,17 @@ class QwenLanguageMap:
                 ]
             )
         raise KeyError(prefix + name)
+
+    def _expert(self, prefix: str, local: int, layer: str) -> list[Piece]:
+        """One expert, which transformers keeps as one of the rows of a (E, out, in) tensor."""
+        number = self.ep_rank * (self.experts // self.ep_size) + local
+        inner = {
+            "linear_fc1": (2 * self.expert_intermediate, self.hidden),
+            "linear_fc2": (self.hidden, self.expert_intermediate),
+        }[layer]
+        name = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}[layer]
+        box = split(prefix + name, (self.experts, *inner), 0, number, number + 1)
+        return [Piece(box=box, start=0, stop=inner[0], replicated=False)]
 
     def _columns(self, name: str, width: int) -> list[Piece]:
         share = width // self.tp_size

@@ -1,0 +1,107 @@
+"""Reading a model folder box by box."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.shards import TINY_MODEL
+from support.stock import load_stock
+
+from vlmpack.backends.mcore.pretrained import PretrainedReader
+from vlmpack.backends.mcore.weights import megatron_family
+from vlmpack.backends.slices import TensorSlice, whole
+from vlmpack.errors import ModelError
+
+FAMILY = megatron_family("qwen2_5_vl")
+EMBEDDING = "model.language_model.embed_tokens.weight"
+PATCHES = "model.visual.patch_embed.proj.weight"
+MERGER = "model.visual.merger.mlp.0.weight"
+
+
+@pytest.fixture(scope="module")
+def parameters():
+    """transformers' names and values, in float32."""
+    return dict(load_stock(TINY_MODEL).named_parameters())
+
+
+@pytest.fixture(scope="module")
+def shapes(parameters):
+    return {name: tuple(value.shape) for name, value in parameters.items()}
+
+
+def test_published_names_are_transformers_names(parameters, shapes):
+    with PretrainedReader(TINY_MODEL, FAMILY) as reader:
+        reader.check(shapes)
+        assert reader.name_in_files(EMBEDDING) == "model.embed_tokens.weight"
+        assert reader.name_in_files(PATCHES) == "visual.patch_embed.proj.weight"
+        assert reader.name_in_files("lm_head.weight") is None
+        for name, value in parameters.items():
+            found = reader("model", whole(name, shapes[name]))
+            assert found.dtype == torch.float32
+            assert torch.equal(found, value)
+
+
+def test_a_box_and_no_moments(parameters):
+    box = TensorSlice(name=EMBEDDING, shape=(576, 128), start=(3, 100), stop=(7, 128))
+    with PretrainedReader(TINY_MODEL, FAMILY) as reader:
+        assert torch.equal(reader("model", box), parameters[EMBEDDING][3:7, 100:])
+        assert reader("exp_avg", box) is None
+        assert reader("exp_avg_sq", box) is None
+        with pytest.raises(ModelError, match="has no tensor nothing"):
+            reader("model", whole("nothing", (1,)))
+
+
+def folder_with(tmp_path, tensors):
+    save_file(tensors, str(tmp_path / "model.safetensors"))
+    return tmp_path
+
+
+def test_names_of_transformers_own_and_several_files(tmp_path, parameters, shapes):
+    tensors = {name: value.detach().clone() for name, value in parameters.items()}
+    names = sorted(tensors)
+    for number, part in enumerate((names[::2], names[1::2])):
+        save_file({n: tensors[n] for n in part}, str(tmp_path / f"model-{number}-of-2.safetensors"))
+    with PretrainedReader(tmp_path, FAMILY) as reader:
+        reader.check(shapes)
+        assert torch.equal(reader("model", whole(PATCHES, shapes[PATCHES])), tensors[PATCHES])
+
+
+def test_everything_wrong_is_told_at_once(tmp_path, shapes):
+    tensors = load_file(str(TINY_MODEL / "model.safetensors"))
+    del tensors["visual.patch_embed.proj.weight"]
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:9].clone()
+    tensors["extra.weight"] = torch.zeros(1)
+    with (
+        PretrainedReader(folder_with(tmp_path, tensors), FAMILY) as reader,
+        pytest.raises(ModelError) as caught,
+    ):
+        reader.check(shapes)
+    message = str(caught.value)
+    assert message.startswith("model.path: the weights in ")
+    assert f"missing keys: {PATCHES};" in message
+    assert "unexpected keys: extra.weight;" in message
+    assert f"mismatched keys: {EMBEDDING} (9, 128) instead of (576, 128)" in message
+
+
+def test_long_lists_are_cut(tmp_path, shapes):
+    with (
+        PretrainedReader(folder_with(tmp_path, {"x": torch.zeros(1)}), FAMILY) as reader,
+        pytest.raises(
+            ModelError, match=r"missing keys: ([^,]+, ){4}[^,]+ \.\.\.; unexpected keys: x"
+        ),
+    ):
+        reader.check(shapes)
+
+
+def test_a_folder_without_weights(tmp_path):
+    with pytest.raises(ModelError, match=r"has no weights; expected model\.safetensors"):
+        PretrainedReader(tmp_path, FAMILY)
+
+
+@pytest.mark.parametrize("size", [0, 4, 1000, 900_000])
+def test_a_truncated_file(tmp_path, size):
+    content = (TINY_MODEL / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(content[:size])
+    with pytest.raises(ModelError, match=r"model\.path: .* cannot be loaded: "):
+        PretrainedReader(tmp_path, FAMILY)
