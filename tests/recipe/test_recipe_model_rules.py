@@ -85,18 +85,31 @@ def test_a_missing_folder_is_left_to_whoever_loads_it(problems_of, tmp_path):
 
 
 def test_experts_need_a_mixture_of_experts(problems_of, model):
-    split = {"parallelism.expert": 2}
-    (problem,) = problems_of(model(SIZES) | split)
-    assert "parallelism.expert: 2, but " in problem
-    assert "has no experts to share out" in problem
-    assert "num_experts, num_local_experts, n_routed_experts" in problem
+    asked = {"parallelism.expert": 2, "model.router_aux_loss_coef": 0.01}
+    split, loss = problems_of(model(SIZES) | asked)
+    assert "parallelism.expert: 2, but " in split
+    assert "model.router_aux_loss_coef: 0.01, but " in loss
+    for problem in (split, loss):
+        assert "has no experts" in problem
+        assert "num_experts, num_local_experts, n_routed_experts" in problem
     assert problems_of(model(SIZES) | {"parallelism.expert": 1}) == []
+    assert problems_of(model(SIZES | {"num_experts": 8}) | asked) == []
 
 
-@pytest.mark.parametrize("config", [{"num_experts": 8}, {"text_config": {"n_routed_experts": 4}}])
-def test_mixtures_of_experts_are_not_in_this_version(problems_of, model, config):
-    (problem,) = problems_of(model(config) | {"parallelism.expert": 2})
-    assert "expert parallelism is not in this version" in problem
+def test_experts_split_evenly(problems_of, model):
+    (problem,) = problems_of(
+        model({"text_config": {"num_local_experts": 8}}) | {"parallelism.expert": 3}
+    )
+    assert "parallelism.expert: 3 does not divide num_experts 8 of " in problem
+    assert "sizes that do: 1, 2, 4, 8" in problem
+
+
+def test_experts_over_tensor_parallel_processes_need_sequence_parallelism(problems_of, model):
+    chosen = model(SIZES | {"num_experts": 8}) | {"parallelism.tensor": 2}
+    (problem,) = problems_of(chosen)
+    assert "parallelism.sequence: false, but " in problem
+    assert "has experts and parallelism.tensor is 2; use true, or tensor: 1" in problem
+    assert problems_of(chosen | {"parallelism.sequence": True}) == []
 
 
 @pytest.mark.parametrize("key", ["num_nextn_predict_layers", "mtp_num_layers"])

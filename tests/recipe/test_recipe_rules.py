@@ -43,6 +43,12 @@ CASES = [
         {"training.global_batch_size": 20},
     ),
     (
+        "aux_loss_needs_mcore",
+        {"model.router_aux_loss_coef": 0.01},
+        "model.router_aux_loss_coef: 0.01 needs model.backend: mcore",
+        {"model.router_aux_loss_coef": 0},
+    ),
+    (
         "hf_is_data_parallel_only",
         {"parallelism.tensor": 2},
         "parallelism.tensor: 2 needs model.backend: mcore",
@@ -315,6 +321,14 @@ def test_world_size_must_hold_whole_model_copies(minimal):
     check_world(split, 8)
     with pytest.raises(RecipeError, match="= 4 processes per model copy, which does not divide"):
         check_world(split, 6)
+
+
+def test_experts_are_shared_out_over_the_processes_of_a_stage(minimal):
+    recipe = load_recipe(minimal)
+    split = recipe.model_copy(update={"parallelism": ParallelismSection(pipeline=2, expert=4)})
+    check_world(split, 8)
+    with pytest.raises(RecipeError, match="4 does not divide the 2 processes of a pipeline stage"):
+        check_world(split, 4)
 
 
 def test_world_problems_join_the_others_with_their_line(write, good_text):

@@ -1,11 +1,11 @@
 """What makes two launches the same run: the fields that change the objective or the order.
 
-In: the model and its compute type; the training sources and weights, shuffle, epoch size, what
-happens to over-long or oversized samples; the packing mode; sequence length, global batch, seed,
-length of the run; the optimizer and its schedule. Out, so free to change on resume: engine,
-attention and recomputation, parallelism, micro-batch size, workers, the policy for bad samples,
-evaluation, checkpoints, logging, export, folders. Out too: `packing.alignment`, since the plan
-records it and starts a new segment where it has to.
+In: the model, its compute type and the weight of its auxiliary loss; the training sources and
+weights, shuffle, epoch size, what happens to over-long or oversized samples; the packing mode;
+sequence length, global batch, seed, length of the run; the optimizer and its schedule. Out, so
+free to change on resume: engine, attention and recomputation, parallelism, micro-batch size,
+workers, the policy for bad samples, evaluation, checkpoints, logging, export, folders. Out too:
+`packing.alignment`, since the plan records it and starts a new segment where it has to.
 
 A run may be made longer. Its learning-rate schedule then ends later as well, so from the resumed
 step on the learning rate is that of the longer run: not what the shorter run would have used next,
@@ -25,7 +25,7 @@ MAY_GROW = ("training.max_steps", "training.num_epochs")
 """Fields of the identity that may be larger on resume."""
 
 _INCLUDE: Mapping[str, Any] = {
-    "model": {"path": True, "dtype": True},
+    "model": {"path": True, "dtype": True, "router_aux_loss_coef": True},
     "data": {
         "train": {"__all__": {"path", "weight"}},
         "shuffle": True,

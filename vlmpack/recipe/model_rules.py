@@ -98,6 +98,7 @@ def layers_split_over_processes(
             "intermediate_size": config.size("intermediate_size"),
         },
         "pipeline": {"num_hidden_layers": config.size("num_hidden_layers")},
+        "expert": {"num_experts": config.size(*_EXPERTS)},
     }
     problems = []
     for knob, sizes in shared.items():
@@ -112,21 +113,29 @@ def layers_split_over_processes(
     return problems
 
 
-def experts_are_there(config: ModelConfig | None, parallelism: ParallelismSection) -> list[Problem]:
-    """Expert parallelism shares out the experts of a mixture-of-experts model."""
-    if parallelism.expert == 1:
-        return []
-    if config is not None and not config.size(*_EXPERTS):
+def experts_are_there(
+    config: ModelConfig, model: ModelSection, parallelism: ParallelismSection
+) -> list[Problem]:
+    """What is about experts needs a mixture of experts; tensor parallelism with experts needs
+    sequence parallelism, as Megatron asks."""
+    if config.size(*_EXPERTS):
+        if parallelism.tensor == 1 or parallelism.sequence:
+            return []
         message = (
-            f"{parallelism.expert}, but {config.folder} has no experts to share out (its "
-            f"config.json has none of {', '.join(_EXPERTS)}); use 1"
+            f"false, but {config.folder} has experts and parallelism.tensor is "
+            f"{parallelism.tensor}; use true, or tensor: 1"
         )
-    else:
-        message = (
-            f"{parallelism.expert}, but expert parallelism is not in this version, which trains "
-            "no mixture-of-experts model; use 1"
+        return [Problem(("parallelism", "sequence"), message)]
+    none = f"{config.folder} has no experts (its config.json has none of {', '.join(_EXPERTS)})"
+    problems = []
+    if parallelism.expert > 1:
+        problems.append(
+            Problem(("parallelism", "expert"), f"{parallelism.expert}, but {none}; use 1")
         )
-    return [Problem(("parallelism", "expert"), message)]
+    if model.router_aux_loss_coef:
+        message = f"{model.router_aux_loss_coef}, but {none}; leave it out"
+        problems.append(Problem(("model", "router_aux_loss_coef"), message))
+    return problems
 
 
 def prediction_layers_are_not_packed(config: ModelConfig, packing: PackingSection) -> list[Problem]:
@@ -174,10 +183,9 @@ def broken_model_rules(
     problems = []
     if config is not None:
         problems += layers_can_be_packed(config)
-    if isinstance(parallelism, ParallelismSection):
-        problems += experts_are_there(config, parallelism)
-        if config is not None:
-            problems += layers_split_over_processes(config, parallelism)
+    if config is not None and isinstance(parallelism, ParallelismSection):
+        problems += experts_are_there(config, model, parallelism)
+        problems += layers_split_over_processes(config, parallelism)
     if config is not None and isinstance(packing, PackingSection):
         problems += prediction_layers_are_not_packed(config, packing)
     return problems

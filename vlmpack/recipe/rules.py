@@ -20,6 +20,7 @@ from vlmpack.recipe.data_rules import (
     weights_are_for_training,
 )
 from vlmpack.recipe.mcore_rules import (
+    aux_loss_needs_mcore,
     fsdp_needs_hf,
     mcore_is_installed,
     transformer_engine_needs_mcore,
@@ -191,6 +192,7 @@ RULES: tuple[Rule, ...] = (
     Rule(mode_is_built, ("packing",)),
     Rule(mcore_is_installed, ("model",)),
     Rule(transformer_engine_needs_mcore, ("model",)),
+    Rule(aux_loss_needs_mcore, ("model",)),
     Rule(fsdp_needs_hf, ("model", "parallelism")),
     Rule(hf_is_data_parallel_only, ("model", "parallelism")),
     Rule(sequence_needs_tensor, ("model", "parallelism")),

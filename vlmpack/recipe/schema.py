@@ -45,6 +45,9 @@ class ModelSection(Section):
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
 
+    router_aux_loss_coef: float = Field(default=0.0, ge=0)
+    """mcore engine, mixtures of experts: weight of the load-balancing loss of a token."""
+
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class OnErrorSection:

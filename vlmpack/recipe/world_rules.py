@@ -23,6 +23,19 @@ def world_splits_into_copies(parallelism: ParallelismSection, world_size: int) -
     return [Problem(("parallelism",), message)]
 
 
+def experts_split_over_processes(parallelism: ParallelismSection, world_size: int) -> list[Problem]:
+    """The processes of a stage, over all copies, share the experts of its layers out evenly."""
+    stage = world_size // parallelism.pipeline
+    if stage % parallelism.expert == 0:
+        return []
+    message = (
+        f"{parallelism.expert} does not divide the {stage} processes of a pipeline stage (world "
+        f"size {world_size} / pipeline {parallelism.pipeline}), which share the experts out; use a "
+        f"divisor of {stage}"
+    )
+    return [Problem(("parallelism", "expert"), message)]
+
+
 def global_batch_splits_over_copies(
     parallelism: ParallelismSection, training: TrainingSection, world_size: int
 ) -> list[Problem]:
@@ -44,11 +57,13 @@ def global_batch_splits_over_copies(
 
 
 def broken_world_rules(sections: Mapping[str, object], world_size: int) -> list[Problem]:
-    """The problems of both rules, as far as their sections are there."""
+    """The problems of these rules, as far as their sections are there."""
     parallelism, training = sections.get("parallelism"), sections.get("training")
     if not isinstance(parallelism, ParallelismSection):
         return []
     problems = world_splits_into_copies(parallelism, world_size)
+    if not problems:
+        problems = experts_split_over_processes(parallelism, world_size)
     if not problems and isinstance(training, TrainingSection):
         problems = global_batch_splits_over_copies(parallelism, training, world_size)
     return problems

@@ -175,12 +175,14 @@ def _build_mcore(recipe: Recipe, encoder: Encoder, ranks: Ranks, optimizer: Adam
             tensor=split.tensor,
             pipeline=split.pipeline,
             context=split.context,
+            expert=split.expert,
             sequence=split.sequence,
         ),
         distributed_optimizer=split.distributed_optimizer,
         dtype=model.dtype,
         attention=model.attention,
         activation_checkpointing=model.activation_checkpointing,
+        aux_loss=model.router_aux_loss_coef,
     )
     return MegatronEngine(config, encoder, ranks, optimizer)
 
