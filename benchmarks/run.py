@@ -7,10 +7,13 @@ import json
 import os
 import platform
 import time
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from bench_attention import bench_attention, bench_collator
+from bench_memory import bench_context_memory
 from bench_step import bench_step
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -38,23 +41,41 @@ def _show(name: str, figures: dict[str, object]) -> None:
         print(f"  {key:36s} {f'{value:.3f}' if isinstance(value, float) else value}")
 
 
+def _benchmarks(rounds: int) -> dict[str, Callable[[], dict[str, object]]]:
+    """By name; those of the Megatron engine where it is installed."""
+    found: dict[str, Callable[[], dict[str, object]]] = {
+        "collator": lambda: bench_collator(rounds),
+        "attention": lambda: bench_attention(rounds),
+        "step": lambda: bench_step(rounds, width=512),
+        "step, demo model": lambda: bench_step(rounds, width=None),
+    }
+    if find_spec("megatron") is None:
+        return found
+    from bench_megatron import bench_megatron_step
+    from bench_rope import bench_rope
+
+    return found | {
+        "rope, 16 sequences": lambda: bench_rope(rounds, sequences=16),
+        "rope, 256 sequences": lambda: bench_rope(rounds, sequences=256),
+        "megatron step": lambda: bench_megatron_step(rounds, width=512),
+        "activation memory by context parallelism": bench_context_memory,
+    }
+
+
 def main() -> None:
     """Run, print, save."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds of each variant")
     parser.add_argument("--no-save", action="store_true", help="print only")
+    parser.add_argument("--only", help="benchmarks whose name contains this; not saved")
     arguments = parser.parse_args()
-    rounds = arguments.rounds
     results: dict[str, dict[str, object]] = {}
-    for name, run in (
-        ("collator", lambda: bench_collator(rounds)),
-        ("attention", lambda: bench_attention(rounds)),
-        ("step", lambda: bench_step(rounds, width=512)),
-        ("step, demo model", lambda: bench_step(rounds, width=None)),
-    ):
+    for name, run in _benchmarks(arguments.rounds).items():
+        if arguments.only and arguments.only not in name:
+            continue
         results[name] = run()
         _show(name, results[name])
-    if not arguments.no_save:
+    if not arguments.no_save and not arguments.only:
         RESULTS.mkdir(exist_ok=True)
         path = RESULTS / f"cpu-{time.strftime('%Y-%m-%d')}.json"
         content = {"command": "make bench", "hardware": _hardware(), "results": results}
