@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -150,10 +151,7 @@ class WeightLayout:
             return
         inner, main, offset = held
         if optimizer_steps:
-            state = inner.state[main]
-            state["step"] = torch.tensor(float(optimizer_steps))
-            for moment in ("exp_avg", "exp_avg_sq"):
-                state[moment] = torch.zeros_like(main)
+            _prepare_moments(inner, main, optimizer_steps)
         for kind, values, offset in self._tensors(local, moments=optimizer_steps > 0):
             if kind == "model" and main.dtype is local.parameter.dtype:
                 continue  # the main weight is the parameter itself, or a view of it
@@ -187,3 +185,20 @@ class WeightLayout:
             elements * copies.rank() // copies.size(),
             elements * (copies.rank() + 1) // copies.size(),
         )
+
+
+def _prepare_moments(optimizer: Any, main: Tensor, steps: int) -> None:
+    """Room for the moments of a main weight, and the number of steps that they have seen.
+
+    torch's AdamW counts by parameter; Transformer Engine's and Apex's, which Megatron takes where
+    they are installed, by group.
+    """
+    state = optimizer.state[main]
+    for moment in ("exp_avg", "exp_avg_sq"):
+        if moment not in state:
+            state[moment] = torch.zeros_like(main)
+    if isinstance(optimizer, torch.optim.AdamW):
+        state["step"] = torch.tensor(float(steps))
+    else:
+        for group in optimizer.param_groups:
+            group["step"] = steps

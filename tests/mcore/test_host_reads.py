@@ -1,0 +1,94 @@
+"""What the host reads in an optimizer step of the Megatron engine: one tensor, the trainer's."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from support.engines import make_stepper
+from support.layouts import LAYOUTS, Layout, collator, make_megatron
+from support.recorders import HostReads
+
+from vlmpack.attention import segment_attention
+from vlmpack.distributed import start_process_group
+
+pytestmark = [
+    # Megatron's, of its sharded weights; under a function mode torch blames the mode's file.
+    pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
+]
+
+OURS = [("tolist", "step.py:train")]
+COLLATE = collator(LAYOUTS["one"])
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["replicated", "distributed"])
+def stepper(request):
+    """One process, both kinds of optimizer."""
+    layout = Layout(distributed=request.param)
+    return make_stepper(make_megatron(layout, start_process_group()))
+
+
+@pytest.fixture(scope="module")
+def rows(encoded):
+    """With images, text-only, and both kinds of samples in one row."""
+    images = [sample for sample in encoded if sample.media is not None]
+    text = [sample for sample in encoded if sample.media is None]
+    assert images
+    assert text
+    return {"images": COLLATE(images), "text": COLLATE(text), "both": COLLATE(encoded)}
+
+
+def reads_of_step(stepper, batches, step=1):
+    with HostReads() as reads:
+        stepper.train(step, batches, num_skipped=0, stop=False)
+    return reads
+
+
+@pytest.mark.parametrize("kind", ["images", "text", "both"])
+def test_the_host_reads_once_per_optimizer_step(stepper, rows, kind):
+    """The tower's reads, listed with `pytest -s`, are all that grows with the micro-batches."""
+    one = reads_of_step(stepper, [rows[kind]])
+    three = reads_of_step(stepper, [rows[kind]] * 3)
+    listed = Counter(one.of_the_tower)
+    print(f"\n{kind}: reads of one tower call:")
+    for (method, place), count in sorted(listed.items()):
+        print(f"  {count} x {method} in {place}")
+    assert one.ours == three.ours == OURS
+    assert one.of_megatron == three.of_megatron == []
+    assert one.of("torch.optim") == three.of("torch.optim"), "grows with the micro-batches"
+    assert listed, "the recorder no longer sees the tower"
+    assert Counter(three.of_the_tower) == Counter({r: 3 * n for r, n in listed.items()})
+
+
+def test_three_different_micro_batches(stepper, rows):
+    reads = reads_of_step(stepper, list(rows.values()))
+    assert (reads.ours, reads.of_megatron) == (OURS, [])
+
+
+def test_evaluation_reads_once_too(stepper, rows):
+    with HostReads() as reads:
+        stepper.evaluate(list(rows.values()))
+    assert (reads.ours, reads.of_megatron) == ([("tolist", "step.py:evaluate")], [])
+
+
+def test_a_read_in_a_layer_would_be_seen(stepper, rows, monkeypatch):
+    """Of our attention, once per layer and micro-batch."""
+    core = stepper.engine.model.gpt.decoder.layers[0].self_attention.core_attention
+
+    def reading(query, key, value, params, **options):
+        assert query.sum().item() != 0
+        return segment_attention(query, key, value, params, **options)
+
+    monkeypatch.setattr(core, "varlen", reading)
+    reads = reads_of_step(stepper, [rows["both"]] * 3)
+    assert Counter(reads.ours) == Counter(OURS + 3 * [("item", "test_host_reads.py:reading")])
+
+
+def test_a_read_of_megatron_would_be_seen(stepper, rows, monkeypatch):
+    """Its optimizer's own clipping reads the gradient norm."""
+    part = stepper.engine.optimizer.parts[0]
+    monkeypatch.setattr(part, "step_with_ready_grads", part.get_grad_norm)
+    reads = reads_of_step(stepper, [rows["text"]])
+    assert reads.of_megatron
+    assert reads.ours == OURS

@@ -1,0 +1,130 @@
+"""The digits recipes under torchrun take the steps of digits-demo.yaml in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from safetensors.torch import load_file
+from support.recipes import rows
+from support.shards import ROOT
+
+pytestmark = pytest.mark.slow
+
+STEPS = 4
+COUNTS = ("step", "epoch", "num_tokens", "num_label_tokens", "num_samples")
+
+LAYOUTS = {
+    "tp2": "TP 2 x CP 1 x PP 1, 1 replicas",
+    "cp2": "TP 1 x CP 2 x PP 1, 1 replicas",
+    "pp2": "TP 1 x CP 1 x PP 2, 1 replicas",
+}
+
+TOLERANCE = 1e-5
+"""Relative, of losses and gradient norms: the stated bound of the project."""
+
+ONE_ROUNDING = 2**-7
+"""Relative: exports are bfloat16, and values that agree in float32 may round to neighbours."""
+FLOAT32_NOISE = 1e-6
+"""Absolute: what float32 weights may differ by where AdamW divides by tiny moments."""
+
+
+def finetune(recipe, run_dir, processes, **overrides):
+    """`vlmpack finetune`, small: a short validation, no generated answers."""
+    head = [sys.executable]
+    if processes > 1:
+        head += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    settings = {
+        "run_dir": run_dir,
+        "training.max_steps": STEPS,
+        "data.index_dir": run_dir.parent / "index",
+        "data.num_workers": 0,
+        "evaluation.generate": "false",
+        "logging.progress": "none",
+    } | overrides
+    done = subprocess.run(
+        [
+            *(*head, "-m", "vlmpack", "finetune", f"recipes/{recipe}.yaml"),
+            *(f"{name}={value}" for name, value in settings.items()),
+        ],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
+
+
+def exported(run_dir):
+    return {
+        name: value
+        for path in (run_dir / "export").glob("*.safetensors")
+        for name, value in load_file(str(path)).items()
+    }
+
+
+def assert_same_steps(ours, reference):
+    assert rows(ours, *COUNTS) == rows(reference, *COUNTS)
+    found, expected = (rows(run, "loss", "grad_norm") for run in (ours, reference))
+    assert len(found) == STEPS
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=TOLERANCE)
+
+
+def validation_losses(run_dir):
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [row["validation_loss"] for row in map(json.loads, lines) if "validation_loss" in row]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """digits-demo.yaml on the hf engine; the index beside it serves all runs."""
+    run_dir = tmp_path_factory.mktemp("recipes") / "demo"
+    assert finetune("digits-demo", run_dir, 1)["engine"]["engine"].startswith("hf")
+    losses = [loss for (loss,) in rows(run_dir, "loss")]
+    assert len(set(losses)) == STEPS
+    return run_dir
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_recipe_takes_the_steps_of_the_demo(demo, name):
+    run_dir = demo.parent / name
+    result = finetune(f"digits-{name}", run_dir, 2)
+    assert result["engine"]["engine"].startswith("mcore (megatron-core ")
+    assert result["engine"]["processes"] == f"2 ({LAYOUTS[name]})"
+    assert_same_steps(run_dir, demo)
+    assert validation_losses(run_dir) == pytest.approx(validation_losses(demo), rel=TOLERANCE)
+    ours, theirs = exported(run_dir), exported(demo)
+    assert ours.keys() == theirs.keys()
+    worst, flipped = 0.0, 0
+    for key, value in theirs.items():
+        mine = ours[key]
+        assert mine.dtype is value.dtype
+        difference = (mine.double() - value.double()).abs()
+        flipped += int((difference > 0).sum())
+        worst = max(worst, float((difference - ONE_ROUNDING * value.double().abs()).max()))
+        assert mine.shape == value.shape
+    total = sum(value.numel() for value in theirs.values())
+    print(f"\n{name}: {flipped} of {total} differ, beyond a rounding by at most {worst:.1e}")
+    assert worst <= FLOAT32_NOISE
+    assert flipped < 1e-4 * total
+
+
+def test_a_run_goes_on_with_another_layout_and_on_the_other_engine(demo):
+    """One run folder: TP 2, then PP 2, then the hf engine in one process; warmup all along."""
+    run_dir = demo.parent / "moved"
+    finetune("digits-tp2", run_dir, 2, **{"training.max_steps": 2})
+    finetune("digits-pp2", run_dir, 2, **{"training.max_steps": 3})
+    result = finetune("digits-demo", run_dir, 1)
+    assert result["engine"]["engine"].startswith("hf")
+    assert result["steps"] == STEPS
+    assert_same_steps(run_dir, demo)
+    assert validation_losses(run_dir)[-1] == pytest.approx(
+        validation_losses(demo)[-1], rel=TOLERANCE
+    )
