@@ -11,10 +11,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from bench_step import batches_of
 from models import write_wide_model
-from timing import medians
+from timing import against_ideal, medians
 
 from vlmpack.backends.adamw import AdamWConfig
 from vlmpack.backends.mcore.cpu import megatron_on_cpu
@@ -81,23 +80,13 @@ def bench_megatron_step(
         },
         rounds=rounds,
     )
-    real = sum(batch.num_tokens for batch in packed)
-    r = sum(batch.num_slots for batch in padded) / real
-    language = seconds["language_packed"]
-    rest = max(0.0, seconds["step_packed"] - language)
-    speedup = seconds["step_padded"] / seconds["step_packed"]
-    language_speedup = seconds["language_padded"] / language
-    ideal = (rest + language * r) / (rest + language)
+    figures = against_ideal(
+        seconds,
+        num_batches=len(packed),
+        real_tokens=sum(batch.num_tokens for batch in packed),
+        padded_slots=sum(batch.num_slots for batch in padded),
+    )
     return {
         "model": f"tiny-qwen2_5_vl's shape, width {width}, 8 layers, megatron-core, one process",
         "micro_batch_size": micro_batch_size,
-        "r_padded_over_real": r,
-        "V_ms": rest * 1e3 / len(packed),
-        "L_ms": language * 1e3 / len(packed),
-        "step_speedup": speedup,
-        "ideal_step_speedup": ideal,
-        "step_share_of_ideal": speedup / ideal,
-        "language_speedup": language_speedup,
-        "language_share_of_r": language_speedup / r,
-        "threads": torch.get_num_threads(),
-    }
+    } | figures

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from models import ROOT, wide_model
 from models import TINY as MODEL
-from timing import medians
+from timing import against_ideal, medians
 from torch import nn
 
 from vlmpack.attention import choose_attention
@@ -105,23 +105,13 @@ def bench_step(rounds: int, *, width: int | None, micro_batch_size: int = 16) ->
         },
         rounds=rounds,
     )
-    real = sum(batch.num_tokens for batch in packed)
-    r = sum(batch.num_slots for batch in padded) / real
-    language = seconds["language_packed"]
-    rest = max(0.0, seconds["step_packed"] - language)
-    step_speedup = seconds["step_padded"] / seconds["step_packed"]
-    language_speedup = seconds["language_padded"] / language
-    ideal = (rest + language * r) / (rest + language)
+    figures = against_ideal(
+        seconds,
+        num_batches=len(packed),
+        real_tokens=sum(batch.num_tokens for batch in packed),
+        padded_slots=sum(batch.num_slots for batch in padded),
+    )
     return {
         "model": "tiny-qwen2_5_vl" if width is None else f"its shape, width {width}, 8 layers",
         "micro_batch_size": micro_batch_size,
-        "r_padded_over_real": r,
-        "V_ms": rest * 1e3 / len(packed),
-        "L_ms": language * 1e3 / len(packed),
-        "step_speedup": step_speedup,
-        "ideal_step_speedup": ideal,
-        "step_share_of_ideal": step_speedup / ideal,
-        "language_speedup": language_speedup,
-        "language_share_of_r": language_speedup / r,
-        "packed_real_tokens_per_second": real / seconds["step_packed"],
-    }
+    } | figures

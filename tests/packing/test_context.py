@@ -11,9 +11,11 @@ from support.samples import image_sample, text_sample
 from vlmpack.errors import PackingError
 from vlmpack.packing import (
     IGNORE_INDEX,
+    PackCollator,
     pack_batch_sequences,
     pad_batch_sequences,
     padded_as_row,
+    padding_mask,
     slice_for_context,
 )
 from vlmpack.packing.context import zigzag_index
@@ -169,3 +171,42 @@ def test_padded_rows_as_one_row():
         padded.num_slots,
         padded.num_padded_slots,
     )
+
+
+def test_padding_is_what_belongs_to_no_sample():
+    row = bin_of(2, total=16)
+    assert row.segment_lengths == (16, 20, 4, 4, 20)
+    mask = padding_mask(row)
+    assert mask.dtype == torch.bool
+    assert mask.shape == row.input_ids.shape
+    expected, start = torch.ones(row.num_slots, dtype=torch.bool), 0
+    for length, slots in zip(row.lengths, row.segment_lengths, strict=False):
+        expected[start : start + length] = False
+        start += slots
+    assert start < row.num_slots, "the tail segment"
+    assert torch.equal(mask[0], expected)
+    assert int((~mask).sum()) == row.num_tokens
+
+
+def test_a_row_without_gaps_has_no_padding():
+    full = pack_batch_sequences([text_sample("four", [1, 2, 3, 4])], pad_token_id=0)
+    assert not padding_mask(full).any()
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_an_empty_row_is_padding(multiple):
+    empty = PackCollator(pad_token_id=0, num_position_axes=3, pad_to_multiple_of=multiple).empty()
+    mask = padding_mask(empty)
+    assert mask.shape == empty.input_ids.shape
+    assert mask.numel() > 0
+    assert mask.all()
+
+
+def test_padding_of_padded_rows():
+    samples = [image_sample("image", num_text=5), text_sample("text", [5, 6, 7], axes=3)]
+    padded = pad_batch_sequences(samples, pad_token_id=0)
+    rows, width = padded.input_ids.shape
+    mask = padding_mask(padded_as_row(padded)).view(rows, width)
+    assert [int(row.sum()) for row in ~mask] == [sample.length for sample in samples]
+    assert all(not row[: sample.length].any() for row, sample in zip(mask, samples, strict=True))
+    assert mask[1, 3:].all()

@@ -55,6 +55,7 @@ class Layout:
         dp: replicas.
         distributed: shard the optimizer.
         recompute: activation checkpointing.
+        expert: EP, of the processes above.
     """
 
     tensor: int = 1
@@ -64,6 +65,7 @@ class Layout:
     dp: int = 1
     distributed: bool = False
     recompute: bool = False
+    expert: int = 1
 
     @property
     def sizes(self) -> Any:
@@ -74,6 +76,7 @@ class Layout:
             tensor=self.tensor,
             context=self.context,
             pipeline=self.pipeline,
+            expert=self.expert,
             sequence=self.sequence,
         )
 
@@ -105,9 +108,9 @@ than the ranks that share it out; the row of 4 has one label, so one of two CP r
 
 
 @cache
-def samples() -> list[EncodedSample]:
+def samples(folder: Path = TINY_MODEL) -> list[EncodedSample]:
     """The mixed samples, and one of three tokens: shorter than 2 * CP at CP 2."""
-    encoder = Encoder(TINY_MODEL)
+    encoder = Encoder(folder)
     found = [encoder.encode(sample.cooked()) for sample in mixed_samples()]
     found[4] = EncodedSample(
         key="three tokens",
@@ -134,7 +137,9 @@ def collator(layout: Layout) -> PackCollator:
     )
 
 
-def make_megatron(layout: Layout, ranks: Ranks, folder: Path = TINY_MODEL) -> Any:
+def make_megatron(
+    layout: Layout, ranks: Ranks, folder: Path = TINY_MODEL, *, aux_loss: float = 0.0
+) -> Any:
     """A float32 engine with the per-segment attention."""
     from vlmpack.backends.mcore.engine import MegatronEngine, MegatronEngineConfig
 
@@ -145,6 +150,7 @@ def make_megatron(layout: Layout, ranks: Ranks, folder: Path = TINY_MODEL) -> An
         dtype="float32",
         attention="segments",
         activation_checkpointing=layout.recompute,
+        aux_loss=aux_loss,
     )
     return MegatronEngine(config, Encoder(folder), ranks, ADAMW)
 
@@ -174,9 +180,11 @@ def stepper_with(engine: Any, optimizer: str) -> Stepper:
     return stepper
 
 
-def train(stepper: Stepper, layout: Layout, steps: int = STEPS) -> list[list[float]]:
-    """(loss, gradient norm) by step."""
-    everything = samples()
+def train(
+    stepper: Stepper, layout: Layout, steps: int = STEPS, folder: Path = TINY_MODEL
+) -> list[list[float]]:
+    """(loss, gradient norm) by step, on samples as the folder's processor encodes them."""
+    everything = samples(folder)
     collate = collator(layout)
     mine = BINS[stepper.ranks.dp_rank :: layout.dp]
     rows = []
@@ -215,7 +223,7 @@ class Trained:
 def train_reference(optimizer: str, steps: int = STEPS, folder: Path = TINY_MODEL) -> Trained:
     """The hf engine in one process."""
     engine = make_engine(folder, Encoder(folder))
-    rows = train(stepper_with(engine, optimizer), LAYOUTS["one"], steps)
+    rows = train(stepper_with(engine, optimizer), LAYOUTS["one"], steps, folder)
     return Trained(rows, {name: p.detach().clone() for name, p in engine.parameters()})
 
 
@@ -310,7 +318,8 @@ def whole_weights(engine: Any) -> tuple[dict[str, Tensor], bool]:
     weights = {name: value.clone() for name, value in engine.whole_tensors()}
     same = all(
         torch.equal(
-            local.parameter[piece.start : piece.stop], weights[piece.box.name][piece.box.index]
+            local.parameter[piece.start : piece.stop],
+            weights[piece.box.name][piece.box.index].view(-1, *local.parameter.shape[1:]),
         )
         for local in engine.layout.parameters
         for piece in local.pieces

@@ -46,7 +46,9 @@ class ModelSection(Section):
     """Recompute activations in the backward pass: less memory, about a third more compute."""
 
     router_aux_loss_coef: float = Field(default=0.0, ge=0)
-    """mcore engine, mixtures of experts: weight of the load-balancing loss of a token."""
+    """mcore engine, mixtures of experts: weight of the load-balancing loss, which is a mean over
+    all tokens of a row; beside the mean loss of label tokens it counts tokens / label tokens
+    times."""
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))

@@ -26,6 +26,7 @@ from vlmpack.attention import RopeLayout, VarlenAttention
 from vlmpack.backends.mcore.attention import PackedCoreAttention
 from vlmpack.backends.mcore.groups import ParallelSizes
 from vlmpack.backends.mcore.norm import RMSNorm
+from vlmpack.backends.mcore.router import with_packed_router
 from vlmpack.backends.mcore.weights import MegatronFamily
 from vlmpack.errors import CapabilityError
 
@@ -325,6 +326,7 @@ def _local_layer(varlen: VarlenAttention, dims: LanguageDims, *, experts: bool) 
             layer,
             input_layernorm=RMSNorm,
             pre_mlp_layernorm=RMSNorm,
+            mlp=with_packed_router(layer.mlp) if experts else layer.mlp,
             self_attention=replace(
                 attention,
                 submodules=replace(attention.submodules, core_attention=core, **head_norms),

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vlmpack.attention import apply_rope
 from vlmpack.backends.mcore.attention import RowParams
+from vlmpack.backends.mcore.router import with_packed_router
 from vlmpack.errors import CapabilityError
 
 
@@ -67,7 +68,12 @@ def transformer_engine_layer(*, num_experts: int | None, qk_norm: bool) -> Modul
     attention = layer.self_attention
     core = replace(attention.submodules, core_attention=RotatedTEAttention)
     return replace(
-        spec, submodules=replace(layer, self_attention=replace(attention, submodules=core))
+        spec,
+        submodules=replace(
+            layer,
+            self_attention=replace(attention, submodules=core),
+            mlp=with_packed_router(layer.mlp) if num_experts is not None else layer.mlp,
+        ),
     )
 
 

@@ -1,0 +1,273 @@
+"""Every family on the Megatron engine takes the optimizer steps of the hf engine in one process.
+
+As `test_layouts.py` has it for Qwen2.5-VL: same weights, same bins, float32; here DeepStack, norms
+of queries and keys, interleaved rotary sections, and experts with expert parallelism. By default
+one process for each family, and experts shared out over two; the other layouts are slow tests.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import pytest
+import torch
+from support import family_layouts as worker
+from support import layouts
+from support.engines import make_engine, make_stepper
+from support.families import tiny_family_folder
+from support.stock import load_stock
+
+from vlmpack.families import Encoder
+from vlmpack.training.checkpoint import load_checkpoint, step_folder
+
+FAMILIES = ("qwen2_vl", "qwen3_vl", "qwen3_vl_moe")
+MOE = "qwen3_vl_moe"
+DEEP = ("qwen3_vl", MOE)
+
+BY_FAMILY = {
+    "qwen2_vl": ("one", "tp2", "cp2", "dp2"),  # three layers: no two stages
+    "qwen3_vl": ("one", "tp2", "cp2", "pp2", "dp2"),
+    MOE: ("one", "tp2", "cp2", "pp2", "dp2", "ep2", "tp2-ep2", "cp2-ep2"),
+}
+AUX = ("ep2", "tp2", "cp2", "pp2")
+"""Compared with one process: the hf engine has no auxiliary loss."""
+
+
+def train_jobs(*families):
+    """In more than one process, but for those of the quick launch."""
+    return [
+        f"train:{family}:{name}"
+        for family in families
+        for name in BY_FAMILY[family]
+        if name not in ("one", "ep2")
+    ]
+
+
+LAUNCHES = {
+    "one": [*(f"train:{family}:one" for family in FAMILIES), f"aux:{MOE}:one"],
+    "experts": [f"train:{MOE}:ep2", f"aux:{MOE}:ep2", f"export:{MOE}:ep2"],
+    "dense layouts": [
+        "travel:qwen3_vl:pp2",
+        "shared:qwen3_vl:pp2",
+        *train_jobs("qwen2_vl", "qwen3_vl"),
+    ],
+    "layouts with experts": [
+        f"save:{MOE}:ep2",
+        *train_jobs(MOE),
+        *(f"aux:{MOE}:{name}" for name in AUX if name != "ep2"),
+    ],
+    "back to one": [f"resume:{MOE}:one"],
+}
+"""Jobs that share processes. The last one needs what is saved with experts."""
+QUICK = ("one", "experts")
+LAUNCH_OF = {job: launch for launch, jobs in LAUNCHES.items() for job in jobs}
+
+
+def marked(job, *values):
+    """A slow test where the job's launch is."""
+    return pytest.param(*values, marks=() if LAUNCH_OF[job] in QUICK else pytest.mark.slow)
+
+
+PAIRS = [
+    marked(f"train:{family}:{name}", family, name)
+    for family, names in BY_FAMILY.items()
+    for name in names
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("families")
+    for family in FAMILIES:
+        (folder / family).mkdir()
+        tiny_family_folder(family, folder / family)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def done(folder):
+    """Runs all jobs of one launch at once, when the first of them is asked for."""
+
+    @cache
+    def launch(name):
+        jobs = LAUNCHES[name]
+        processes = worker.FAMILY_LAYOUTS[jobs[0].rsplit(":", 1)[1]].processes
+        script = layouts.TESTS / "support" / "family_layouts.py"
+        try:
+            layouts.torchrun(script, processes, str(folder), *jobs)
+        except AssertionError as error:
+            return error
+        return None
+
+    def path_of(job):
+        problem = launch(LAUNCH_OF[job])
+        if problem is not None:
+            raise problem
+        return worker.stem_of(folder, job)
+
+    return path_of
+
+
+@pytest.fixture(scope="module")
+def trained(done):
+    """What a job's steps led to."""
+
+    def load(job, optimizer):
+        stem = done(job)
+        return layouts.Trained.load(stem.with_name(f"{stem.name}-{optimizer}"))
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def start(folder):
+    return cache(lambda family: layouts.start_weights(folder / family))
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """The hf engine's steps."""
+    return cache(
+        lambda family, optimizer: layouts.train_reference(optimizer, folder=folder / family)
+    )
+
+
+def show(what, errors):
+    print(f"\n{what}: " + "  ".join(f"{name} {error:.1e}" for name, error in errors.items()))
+
+
+@pytest.mark.parametrize("optimizer", layouts.OPTIMIZERS)
+@pytest.mark.parametrize(("family", "name"), PAIRS)
+def test_five_steps_are_those_of_one_process(trained, expected, start, family, name, optimizer):
+    found = trained(f"train:{family}:{name}", optimizer)
+    assert len(found.rows) == layouts.STEPS
+    errors = layouts.worst_errors(found, expected(family, optimizer), start(family))
+    show(f"{family} {name} {optimizer}", errors)
+    assert layouts.beyond_tolerance(errors) == {}
+
+
+@pytest.mark.parametrize(("family", "name"), PAIRS)
+def test_weights_are_read_bit_by_bit_and_copies_agree(done, start, family, name):
+    """The engine's whole tensors before any step are the parameters that transformers loads."""
+    facts = json.loads(done(f"train:{family}:{name}").with_suffix(".json").read_text())
+    layout = worker.FAMILY_LAYOUTS[name]
+    assert len(facts) == layout.processes
+    total = sum(value.numel() for value in start(family).values())
+    for fact in facts:
+        assert fact["changed"] == []
+        assert fact["copies agree, adamw"]
+        assert fact["copies agree, sgd"]
+        alone = layout.tensor * layout.pipeline * layout.expert == 1
+        assert (fact["elements"] == total) == alone
+    routed, experts, matrices = 3, 4, 2
+    held = [fact["experts"] for fact in facts]
+    if family != MOE:
+        assert set(held) == {0}
+    elif layout.pipeline == 2:
+        assert held == [1 * experts * matrices, 2 * experts * matrices]
+    else:
+        assert set(held) == {routed * experts // layout.expert * matrices}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_weight_takes_part(start, expected, family):
+    """What the comparison would be worth without; the bound on updates is far below this."""
+    begin = start(family)
+    for optimizer in layouts.OPTIMIZERS:
+        reference = expected(family, optimizer)
+        assert reference.weights.keys() == begin.keys()
+        losses = [loss for loss, _ in reference.rows]
+        assert losses == sorted(losses, reverse=True)
+        moved = {
+            name: layouts.relative_l2(reference.weights[name], value)
+            for name, value in begin.items()
+        }
+        assert min(moved.values()) > layouts.TOLERANCES["weights"], optimizer
+        assert sorted(moved.values())[len(moved) // 2] > 10 * layouts.TOLERANCES["weights"]
+    parts = {
+        "deepstack_merger_list": 12 if family in DEEP else 0,
+        "q_norm": 4 if family in DEEP else 0,
+        "mlp.experts.": 6 if family == MOE else 0,
+        "mlp.gate.weight": 3 if family == MOE else 0,
+    }
+    assert {part: sum(part in name for name in begin) for part in parts} == parts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_have_no_image_one_and_several(folder, family):
+    samples = layouts.samples(folder / family)
+    images = [
+        sum(samples[index].media.num_images for index in bin_ if samples[index].media)
+        for bin_ in layouts.BINS
+    ]
+    assert images[0] > 4
+    assert images[1:] == [0, 1, 0]
+    assert min(sample.length for sample in samples) == 3, "shorter than 2 * CP"
+    assert all(sample.position_ids.shape[0] == 3 for sample in samples)
+
+
+def test_the_exported_experts_have_the_bits_of_the_original(done, folder):
+    exported = dict(load_stock(done(f"export:{MOE}:ep2")).state_dict())
+    original = load_stock(folder / MOE).state_dict()
+    assert exported.keys() == original.keys()
+    for name, value in original.items():
+        assert torch.equal(exported[name], value), name
+
+
+@pytest.mark.parametrize("name", [marked(f"aux:{MOE}:{name}", name) for name in AUX])
+def test_the_auxiliary_loss_is_that_of_one_process(trained, start, name):
+    found = trained(f"aux:{MOE}:{name}", "sgd")
+    one = trained(f"aux:{MOE}:one", "sgd")
+    errors = layouts.worst_errors(found, one, start(MOE))
+    show(f"auxiliary loss, {name}", errors)
+    assert layouts.beyond_tolerance(errors) == {}
+    without = trained(f"train:{MOE}:one", "sgd")
+    off = layouts.beyond_tolerance(layouts.worst_errors(found, without, start(MOE)))
+    assert off.keys() == layouts.TOLERANCES.keys(), "it changed nothing"
+
+
+@pytest.mark.slow
+def test_deep_features_travel_with_their_micro_batch(trained, folder, start):
+    """Two stages with recomputation: several micro-batches are under way at a time. Leaves that are
+    kept beside the layers instead give the wrong gradients, the losses stay right."""
+    begin = start("qwen3_vl")
+    with worker.equal_rows():
+        reference = layouts.train_reference("sgd", 1, folder / "qwen3_vl")
+    twin = layouts.worst_errors(trained("travel:qwen3_vl:pp2", "sgd"), reference, begin)
+    broken = layouts.worst_errors(trained("shared:qwen3_vl:pp2", "sgd"), reference, begin)
+    show("travelling", twin)
+    show("shared", broken)
+    assert layouts.beyond_tolerance(twin) == {}
+    assert layouts.beyond_tolerance(broken).keys() == {"gradient norm", "weights", "updates"}
+
+
+@pytest.fixture(scope="module")
+def unbroken(done):
+    """Rows after the checkpoint that was written at EP 2 with sharded optimizers."""
+    found = json.loads(done(f"save:{MOE}:ep2").with_suffix(".json").read_text())
+    assert len(found) == worker.STEPS_AFTER
+    assert abs(found[-1][0] - found[0][0]) > 1e-3 * found[0][0], "nothing moved"
+    return found
+
+
+def assert_goes_on(found, unbroken):
+    for ours, theirs in zip(found, unbroken, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_one_process(done, unbroken):
+    found = json.loads(done(f"resume:{MOE}:one").with_suffix(".json").read_text())
+    assert_goes_on(found, unbroken)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_other_engine(done, folder, unbroken):
+    saved = step_folder(done(f"save:{MOE}:ep2"), worker.STEPS_BEFORE)
+    engine = make_engine(folder / MOE, Encoder(folder / MOE))
+    load_checkpoint(saved, engine, engine.ranks)
+    assert engine.optimizer_steps == worker.STEPS_BEFORE
+    layout = worker.FAMILY_LAYOUTS["one"]
+    found = layouts.train(make_stepper(engine), layout, worker.STEPS_AFTER, folder / MOE)
+    assert_goes_on(found, unbroken)

@@ -1,0 +1,98 @@
+"""Experts in weight files, which are published with their last two dimensions swapped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.families import tiny_family_folder
+from support.stock import load_stock
+
+from vlmpack.backends.mcore.pretrained import PretrainedReader
+from vlmpack.backends.mcore.weights import megatron_family
+from vlmpack.backends.slices import TensorSlice, whole
+from vlmpack.errors import ModelError
+
+FAMILY = megatron_family("qwen3_vl")
+ENDS = FAMILY.transposed_in_files
+GATE_UP = "model.language_model.layers.2.mlp.experts.gate_up_proj"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_family_folder("qwen3_vl_moe", tmp_path_factory.mktemp("moe"))
+
+
+@pytest.fixture(scope="module")
+def parameters(folder):
+    return dict(load_stock(folder).named_parameters())
+
+
+@pytest.fixture(scope="module")
+def shapes(parameters):
+    return {name: tuple(value.shape) for name, value in parameters.items()}
+
+
+def rewritten(folder, to, change):
+    """The folder's weights with the experts changed."""
+    tensors = load_file(str(folder / "model.safetensors"))
+    changed = {
+        name: change(value).contiguous() if name.endswith(ENDS) else value
+        for name, value in tensors.items()
+    }
+    assert sum(name.endswith(ENDS) for name in tensors) == 6
+    save_file(changed, str(to / "model.safetensors"))
+    return to
+
+
+@pytest.fixture(scope="module")
+def published(folder, tmp_path_factory):
+    """[E, D, 2F] and [E, F, D]."""
+    return rewritten(folder, tmp_path_factory.mktemp("published"), lambda v: v.transpose(-1, -2))
+
+
+def test_the_files_differ_from_transformers_own(published, shapes):
+    stored = load_file(str(published / "model.safetensors"))
+    assert shapes[GATE_UP] == (4, 80, 64)
+    assert tuple(stored[GATE_UP].shape) == (4, 64, 80)
+
+
+def test_both_layouts_hold_the_same_values(folder, published, parameters, shapes):
+    for path in (folder, published):
+        with PretrainedReader(path, FAMILY) as reader:
+            reader.check(shapes)
+            for name, value in parameters.items():
+                assert torch.equal(reader("model", whole(name, shapes[name])), value), name
+
+
+@pytest.mark.parametrize(
+    ("start", "stop"),
+    [((1, 0, 0), (2, 80, 64)), ((2, 0, 0), (4, 80, 64)), ((1, 3, 10), (2, 4, 64))],
+)
+def test_a_box_of_some_experts(published, parameters, shapes, start, stop):
+    box = TensorSlice(name=GATE_UP, shape=shapes[GATE_UP], start=start, stop=stop)
+    with PretrainedReader(published, FAMILY) as reader:
+        found = reader("model", box)
+    assert torch.equal(found, parameters[GATE_UP][box.index])
+    assert tuple(found.shape) == box.lengths
+
+
+def test_other_shapes_are_refused(folder, shapes, tmp_path):
+    rewritten(folder, tmp_path, lambda value: value.transpose(0, 1))
+    with (
+        PretrainedReader(tmp_path, FAMILY) as reader,
+        pytest.raises(ModelError, match=r"mismatched keys: .*experts\.down_proj \(64, 4, 40\)"),
+    ):
+        reader.check(shapes)
+
+
+def test_only_experts_may_be_swapped(folder, shapes, tmp_path):
+    tensors = load_file(str(folder / "model.safetensors"))
+    name = "model.language_model.layers.0.mlp.gate.weight"
+    tensors[name] = tensors[name].T.contiguous()
+    save_file(tensors, str(tmp_path / "model.safetensors"))
+    with (
+        PretrainedReader(tmp_path, FAMILY) as reader,
+        pytest.raises(ModelError, match=r"mlp\.gate\.weight \(64, 4\) instead of \(4, 64\)"),
+    ):
+        reader.check(shapes)

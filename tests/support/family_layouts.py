@@ -1,0 +1,216 @@
+"""Run under torchrun: every family on the Megatron engine, in parallel layouts.
+
+    torchrun --nproc-per-node N family_layouts.py FOLDER JOB [JOB ...]
+
+FOLDER/<family> is a model folder. A job is a name of `JOBS`, a family and a layout, with colons in
+between; what it writes begins with the job's text, in FOLDER.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from support import layouts
+from support.checkpoints import save_engine
+from support.engines import make_stepper
+from support.layouts import Layout, Trained, make_megatron, stepper_with, train
+from support.stock import load_stock
+
+from vlmpack.distributed import Ranks, stop_process_group
+from vlmpack.training.checkpoint import load_checkpoint, step_folder
+
+FAMILY_LAYOUTS = {
+    "one": Layout(),
+    "tp2": Layout(tensor=2, sequence=True, recompute=True),
+    "cp2": Layout(context=2, distributed=True),
+    "pp2": Layout(pipeline=2, recompute=True),
+    "dp2": Layout(dp=2, distributed=True),
+    "ep2": Layout(dp=2, expert=2, distributed=True),
+    "tp2-ep2": Layout(tensor=2, sequence=True, expert=2),
+    "cp2-ep2": Layout(context=2, expert=2, distributed=True),
+}
+
+AUX_LOSS = 0.01
+STEPS_BEFORE = 2
+STEPS_AFTER = 3
+"""Steps before and after a checkpoint."""
+
+ROW = 512
+"""A width that every row has room in."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one job works on.
+
+    Args:
+        text: of the command line.
+        folder: everything is written there.
+        family, name: model and layout.
+        ranks: this process's place in the layout.
+    """
+
+    text: str
+    folder: Path
+    family: str
+    name: str
+    ranks: Ranks
+
+    @property
+    def layout(self) -> Layout:
+        """By name."""
+        return FAMILY_LAYOUTS[self.name]
+
+    @property
+    def model(self) -> Path:
+        """The family's folder."""
+        return self.folder / self.family
+
+    @property
+    def stem(self) -> Path:
+        """Of the files written."""
+        return stem_of(self.folder, self.text)
+
+    def engine(self, **options: Any) -> Any:
+        """On the pretrained weights."""
+        return make_megatron(self.layout, self.ranks, self.model, **options)
+
+    def train_and_save(self, engine: Any, optimizer: str, steps: int = layouts.STEPS) -> bool:
+        """Rows and weights; whether all copies of a weight agree on this rank."""
+        rows = train(stepper_with(engine, optimizer), self.layout, steps, self.model)
+        weights, same = layouts.whole_weights(engine)
+        if self.ranks.is_main:
+            Trained(rows, weights).save(self.stem.with_name(f"{self.stem.name}-{optimizer}"))
+        return same
+
+
+def stem_of(folder: Path, text: str) -> Path:
+    """The files of a job."""
+    return folder / text.replace(":", "-")
+
+
+def same_bits(engine: Any, folder: Path) -> list[str]:
+    """Whole parameters that are not, bit for bit, those that transformers loads."""
+    original = dict(load_stock(folder).named_parameters())
+    whole = {name: value.clone() for name, value in engine.whole_tensors()}
+    assert whole.keys() == original.keys()
+    return [name for name, value in whole.items() if not torch.equal(value, original[name])]
+
+
+def do_train(job: Job) -> None:
+    """With both optimizers; facts of every rank. The weights are compared before any step."""
+    facts: dict[str, Any] = {}
+    for optimizer in layouts.OPTIMIZERS:
+        engine = job.engine()
+        if not facts:
+            facts = {
+                "changed": same_bits(engine, job.model),
+                "experts": sum(local.expert for local in engine.layout.parameters),
+                "elements": sum(p.numel() for p in engine.model.parameters()),
+            }
+        facts[f"copies agree, {optimizer}"] = job.train_and_save(engine, optimizer)
+    everywhere = job.ranks.gather_objects(facts)
+    if job.ranks.is_main:
+        job.stem.with_suffix(".json").write_text(json.dumps(everywhere), encoding="utf-8")
+
+
+def do_export(job: Job) -> None:
+    """The model as it was read."""
+    job.engine().export(job.stem, processor_from=job.model, dtype=None)
+
+
+def do_aux(job: Job) -> None:
+    """SGD with the experts' auxiliary loss."""
+    assert job.train_and_save(job.engine(aux_loss=AUX_LOSS), "sgd")
+
+
+def do_save(job: Job) -> None:
+    """AdamW, a checkpoint, and some steps more."""
+    stepper = make_stepper(job.engine())
+    train(stepper, job.layout, STEPS_BEFORE, job.model)
+    save_engine(job.stem, STEPS_BEFORE, stepper.engine, keep=1, ranks=job.ranks)
+    _go_on(job, stepper)
+
+
+def do_resume(job: Job) -> None:
+    """From the checkpoint that was saved at EP 2."""
+    stepper = make_stepper(
+        make_megatron(replace(job.layout, distributed=True), job.ranks, job.model)
+    )
+    saved = stem_of(job.folder, f"save:{job.family}:ep2")
+    load_checkpoint(step_folder(saved, STEPS_BEFORE), stepper.engine, job.ranks)
+    _go_on(job, stepper)
+
+
+def _go_on(job: Job, stepper: Any) -> None:
+    rows = train(stepper, job.layout, STEPS_AFTER, job.model)
+    if job.ranks.is_main:
+        job.stem.with_suffix(".json").write_text(json.dumps(rows), encoding="utf-8")
+
+
+def equal_rows() -> AbstractContextManager[Any]:
+    """Rows of one width: leaves of another micro-batch then fit where they do not belong."""
+    collator = layouts.collator
+    return patch.object(
+        layouts, "collator", lambda layout: replace(collator(layout), total_multiple_of=ROW)
+    )
+
+
+def do_travel(job: Job) -> None:
+    """One step over rows of one width."""
+    with equal_rows():
+        job.train_and_save(job.engine(), "sgd", steps=1)
+
+
+def do_shared(job: Job) -> None:
+    """The same with DeepStack's leaves kept beside the layers: the latest micro-batch's."""
+    from vlmpack.backends.mcore import deep_features, model
+
+    latest: list[Any] = []
+
+    def enter(hidden: Any, features: Any) -> Any:
+        entered = deep_features.enter(hidden, features)
+        latest[:] = entered[1]
+        return entered
+
+    def add(number: int, module: Any, args: Any, kwargs: Any, output: Any) -> Any:
+        return output[0] + latest[number], output[1]
+
+    with (
+        equal_rows(),
+        patch.object(model, "enter", enter),
+        patch.object(deep_features, "_add", add),
+    ):
+        job.train_and_save(job.engine(), "sgd", steps=1)
+
+
+JOBS: dict[str, Callable[[Job], None]] = {
+    "train": do_train,
+    "export": do_export,
+    "aux": do_aux,
+    "save": do_save,
+    "resume": do_resume,
+    "travel": do_travel,
+    "shared": do_shared,
+}
+
+
+def main(folder: Path, texts: list[str]) -> None:
+    """One job after another."""
+    for text in texts:
+        kind, family, name = text.split(":")
+        with layouts.one_layout(FAMILY_LAYOUTS[name]) as ranks:
+            JOBS[kind](Job(text, folder, family, name, ranks))
+    stop_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

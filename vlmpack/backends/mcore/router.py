@@ -1,0 +1,54 @@
+"""Megatron's router with an auxiliary loss for packed rows.
+
+Megatron 0.16.1 divides by the row's real tokens, so a row of padding alone (a bin whose samples all
+became holes) has gradients of NaN. It weighs each rank's share by a count that its all-reduce, in
+place, turns from this rank's into the whole row's; here it is the whole row's on purpose, so that
+the loss is the same however a row is spread over ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    switch_load_balancing_loss_func,
+)
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+
+
+class PackedRouter(TopKRouter):
+    """Top-k router; the load-balancing loss (2101.03961, 2.2) of a row counts as many times as the
+    row has real tokens, as the losses of its tokens are summed."""
+
+    def _apply_aux_loss(
+        self,
+        probs: Tensor,
+        scores_for_aux_loss: Tensor,
+        routing_map: Tensor,
+        with_padding_mask: bool = False,
+    ) -> Tensor:
+        weight = self.get_aux_loss_coeff("aux_loss")
+        if weight == 0:
+            return probs
+        by_expert = routing_map.sum(dim=0)  # padding is masked out already
+        dist.all_reduce(by_expert, group=self.tp_cp_group)
+        tokens = (by_expert.sum() / self.topk).clamp(min=1)
+        loss = switch_load_balancing_loss_func(
+            probs=scores_for_aux_loss,
+            tokens_per_expert=by_expert,
+            total_num_tokens=tokens,
+            topk=self.topk,
+            num_experts=self.num_experts,
+            moe_aux_loss_coeff=weight,
+        )
+        output: Tensor = MoEAuxLossAutoScaler.apply(probs, loss * tokens)
+        return output
+
+
+def with_packed_router(experts: ModuleSpec) -> ModuleSpec:
+    """Megatron's mixture-of-experts layer with this router."""
+    return replace(experts, submodules=replace(experts.submodules, router=PackedRouter))
