@@ -96,6 +96,7 @@ LAYOUTS = {
     "tp2-cp2": Layout(tensor=2, context=2, sequence=True),
     "cp2-pp2": Layout(context=2, pipeline=2, distributed=True),
     "tp2-pp2": Layout(tensor=2, pipeline=2, sequence=True),
+    "tp2-dp2": Layout(tensor=2, dp=2, sequence=True, distributed=True),
     "tp2-cp2-pp2": Layout(tensor=2, context=2, pipeline=2, sequence=True),
 }
 

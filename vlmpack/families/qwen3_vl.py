@@ -5,9 +5,10 @@ merger of its own; the decoder adds them to the hidden states of its first layer
 placeholders.
 
 Mixture of experts: a token's experts and their weights follow from its own hidden state alone, so
-packing changes nothing. No auxiliary (load-balancing) loss is added: transformers adds one inside
-the forward of the whole model and only with `output_router_logits`, and it mixes the tokens of a
-batch, which would make the loss of a sample depend on the samples beside it.
+packing changes nothing. The hf engine adds no auxiliary (load-balancing) loss: transformers adds
+one inside the forward of the whole model and only with `output_router_logits`, and it mixes the
+tokens of a batch, which would make the loss of a sample depend on the samples beside it. The mcore
+engine has one, off by default.
 """
 
 from vlmpack.families.base import ModulePaths

@@ -134,10 +134,12 @@ class MediaShare:
         order: (M,) int64, where each placeholder's feature lies in the ranks' outputs, each padded
             to the largest of `counts`.
         counts: features by rank, host integers.
+        rank: this rank among them.
     """
 
     order: Tensor
     counts: tuple[int, ...]
+    rank: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,7 +54,7 @@ def share_media(batch: PackedBatch, *, rank: int, size: int) -> PackedBatch:
     return replace(
         batch,
         media=_select(media, by_rank[rank]),
-        media_share=MediaShare(order=order, counts=counts),
+        media_share=MediaShare(order=order, counts=counts, rank=rank),
     )
 
 

@@ -40,7 +40,7 @@ class ModelSection(Section):
     )
     """Attention over packed rows: a loop over segments (any device), torch's varlen kernel or
     flash-attn (CUDA), or Transformer Engine's (mcore engine, CUDA). `auto`: the fastest one that
-    this machine has."""
+    this machine has; with context parallelism `segments`; Transformer Engine only by name."""
 
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from vlmpack.backends.hf.export import save_model_folder
 from vlmpack.backends.mcore.config import LanguageDims, transformer_config
 from vlmpack.backends.mcore.cpu import megatron_on_cpu
 from vlmpack.backends.mcore.groups import ParallelSizes, start_model_parallel
-from vlmpack.backends.mcore.layout import WeightLayout, local_parameters
+from vlmpack.backends.mcore.layout import LocalParameter, WeightLayout, local_parameters
 from vlmpack.backends.mcore.model import MegatronVLM
 from vlmpack.backends.mcore.optimizer import MegatronAdamW
 from vlmpack.backends.mcore.pretrained import PretrainedReader
@@ -126,13 +127,14 @@ class MegatronEngine:
                 dims,
                 sizes,
                 varlen=varlen,
-                vision=_vision(self.skeleton, family.modules.vision, dtype) if self.first else None,
+                vision=self._vision(family.modules.vision, dtype) if self.first else None,
                 blank=encoder.image_rule.smallest(),
                 groups=groups,
                 pre_process=self.first,
                 post_process=self.last,
             ).to(ranks.device)
             parameters = local_parameters(self.model, family, self.parameter_shapes())
+            self._check_coverage(parameters)
             self.ddp = DistributedDataParallel(
                 megatron_config,
                 DistributedDataParallelConfig(
@@ -167,6 +169,31 @@ class MegatronEngine:
             "optimizer": "distributed" if config.distributed_optimizer else "replicated",
             "parameters": f"{sum(p.numel() for p in self.skeleton.parameters()):,}",
         }
+
+    def _vision(self, path: str, dtype: torch.dtype) -> nn.Module:
+        """The vision tower with its projector, weights still to be read."""
+        there = self.skeleton.get_submodule(path)
+        tower: Any = type(there)._from_config(there.config)
+        for parameter in tower.parameters():  # buffers stay float32: rotary frequencies
+            parameter.data = parameter.data.to(dtype)
+        if self.config.activation_checkpointing:
+            with warnings.catch_warnings():
+                # transformers 5.17 has this name alone; newer ones rename it and keep it until 6.
+                warnings.simplefilter("ignore", FutureWarning)
+                tower.gradient_checkpointing_enable({"use_reentrant": False})
+        vision: nn.Module = tower
+        return vision
+
+    def _check_coverage(self, parameters: list[LocalParameter]) -> None:
+        """Raise CapabilityError, on all ranks alike, for weights that no rank has built."""
+        mine = {piece.box.name for local in parameters for piece in local.pieces}
+        built = set().union(*self.ranks.gather_objects(mine))
+        missing = sorted(set(self.parameter_shapes()) - built)
+        if missing:
+            raise CapabilityError(
+                f"the mcore engine builds no place for {len(missing)} tensors of this model: "
+                f"{', '.join(missing[:3])} ...; use model.backend: hf"
+            )
 
     @property
     def module(self) -> nn.Module:
@@ -314,13 +341,6 @@ def _skeleton(folder: Path) -> Any:
     config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     with torch.device("meta"):
         return AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-
-
-def _vision(skeleton: Any, path: str, dtype: torch.dtype) -> nn.Module:
-    """The vision tower with its projector, weights still to be read."""
-    there = skeleton.get_submodule(path)
-    tower: nn.Module = type(there)._from_config(there.config)
-    return tower.to(dtype)
 
 
 def _choose_attention(

@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from vlmpack.attention import VarlenAttention, rope_cos_sin
-from vlmpack.backends.cross_entropy import VocabularyShard, linear_cross_entropy
+from vlmpack.backends.cross_entropy import VocabularyShard, chunk_rows, linear_cross_entropy
 from vlmpack.backends.mcore.attention import RowParams, megatron_params
 from vlmpack.backends.mcore.collectives import gather_features
 from vlmpack.backends.mcore.config import LanguageDims, decoder_spec, padded_vocabulary
@@ -181,19 +181,20 @@ class MegatronVLM(MegatronModule):
         features = self._features(batch.media)
         if batch.media is None:  # the blank image keeps the tower in the graph
             features = 0.0 * features[:0] + 0.0 * features.sum()
-        if batch.media_share is not None:
-            features = gather_features(
-                features,
-                batch.media_share.order,
-                batch.media_share.counts,
-                group=self.groups.tp_cp,
-                cp_group=self.groups.cp,
-            )
-        wanted = batch.media_positions.shape[0]
+        share = batch.media_share
+        wanted = share.counts[share.rank] if share is not None else len(batch.media_positions)
         if features.shape[0] != wanted:
             raise CapabilityError(
                 f"the vision tower made {features.shape[0]} features for {wanted} placeholder "
                 f"tokens"
+            )
+        if share is not None:
+            features = gather_features(
+                features,
+                share.order,
+                share.counts,
+                group=self.groups.tp_cp,
+                cp_group=self.groups.cp,
             )
         first, *deep = features.to(embeds.dtype).chunk(1 + self.dims.deep_features, dim=1)
         return MergedRow(
@@ -244,10 +245,16 @@ class MegatronVLM(MegatronModule):
             weight = self.gpt.output_layer.weight
         start = self.groups.tp.rank() * weight.shape[0]
         real_rows = min(weight.shape[0], self.dims.vocabulary - start)  # padding has no logits
+        if real_rows < 1:
+            raise CapabilityError(
+                f"a vocabulary of {self.dims.vocabulary} leaves a tensor-parallel rank without a "
+                f"row (parallelism.tensor is {self.sizes.tensor})"
+            )
         return linear_cross_entropy(
             hidden[:, 0].index_select(0, positions),
             weight[:real_rows],
             targets,
+            rows_per_chunk=chunk_rows(weight.shape[0]),  # the same on every rank, padding counted
             shard=self._shard(start),
         )
 

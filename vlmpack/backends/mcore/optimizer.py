@@ -7,7 +7,7 @@ and the norm stays a tensor, so that the trainer reads everything about a step a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,19 @@ from megatron.core.optimizer import (
 from torch import Tensor, nn
 
 from vlmpack.backends.adamw import AdamWConfig
+
+
+class MainParameter(NamedTuple):
+    """The float32 weight that AdamW updates, and which part of a model parameter it is."""
+
+    optimizer: Any
+    """torch's optimizer, which holds the moments."""
+
+    weight: Tensor
+    """The main weight, flat where it is sharded."""
+
+    start: int
+    """Index of its first element in the flattened model parameter."""
 
 
 class MegatronAdamW:
@@ -97,26 +110,21 @@ class MegatronAdamW:
         for part in self.parts:
             part.step_with_ready_grads()
 
-    def main_parameter(self, parameter: nn.Parameter) -> tuple[Any, Tensor, int] | None:
-        """The main weight behind a model parameter, and which part of it this rank holds.
-
-        Returns:
-            The torch optimizer, the main weight (flat where sharded), and the index of its first
-            element in the flattened parameter; None where other ranks hold all of it.
-        """
+    def main_parameter(self, parameter: nn.Parameter) -> MainParameter | None:
+        """The main weight behind a model parameter; None where other ranks hold all of it."""
         for part in self.parts:
             if self.distributed:
                 if parameter not in part.model_param_group_index_map:
                     continue
                 group, order = part.model_param_group_index_map[parameter]
                 main = part.optimizer.param_groups[group]["params"][order]
-                return (
-                    part.optimizer,
-                    main,
-                    part._get_model_param_range_map(parameter)["param"].start,
-                )
+                start = part._get_model_param_range_map(parameter)["param"].start
+                return MainParameter(part.optimizer, main, start)
             main = getattr(parameter, "main_param", parameter)
-            return part.optimizer, main, 0
+            if any(main is candidate for candidate in part.get_parameters()):
+                return MainParameter(part.optimizer, main, 0)
+        if not self.distributed:
+            raise AssertionError("a parameter that no optimizer has")
         return None
 
     def _gradients(self) -> Iterator[Tensor]:
