@@ -178,7 +178,9 @@ def test_settings_without_effect_are_noted(minimal, overrides, note):
     assert note in found
 
 
-def test_a_pipeline_without_enough_micro_batches_is_noted(minimal):
+def test_a_pipeline_without_enough_micro_batches_is_noted(minimal, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    minimal["model"]["path"] = str(tmp_path)
     pipeline = ["model.backend=mcore", "parallelism.pipeline=2", "parallelism.context=2"]
     assert notes(load_recipe(minimal, pipeline), 8) == []
     (found,) = notes(load_recipe(minimal, pipeline), 16)
@@ -194,3 +196,13 @@ def test_sizes_of_a_megatron_run(minimal):
     assert (derived.data_parallel, derived.gradient_accumulation_steps) == (2, 2)
     assert (derived.sequence_multiple, derived.row_multiple) == (4, 4)
     assert derived.max_row_tokens == 4 * 512
+
+
+def test_what_cannot_be_checked_here_is_noted(minimal, tmp_path):
+    chosen = {"model.backend": "mcore", "model.attention": "transformer_engine"}
+    unread, engine = notes(load_recipe(minimal, chosen))
+    assert unread.startswith("models/tiny holds no config.json to read, so heads, layers")
+    assert engine.startswith("model.attention: transformer_engine is looked for at launch")
+    (tmp_path / "config.json").write_text("{}")
+    there = {"model.backend": "mcore", "model.path": str(tmp_path)}
+    assert notes(load_recipe(minimal, there)) == []

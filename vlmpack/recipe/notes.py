@@ -1,8 +1,9 @@
-"""Settings that a recipe holds but that have no effect, or less than they say: worth a line."""
+"""Settings that have no effect, or less than they say, and checks that cannot be made here."""
 
 from __future__ import annotations
 
 from vlmpack.recipe.derived import derive
+from vlmpack.recipe.model_rules import read_model_config
 from vlmpack.recipe.schema import (
     DataSection,
     EvaluationSection,
@@ -30,9 +31,22 @@ def notes(recipe: Recipe, world_size: int = 1) -> list[str]:
         *_idle_alignment(recipe.packing),
         *_idle_distributed_optimizer(recipe.model, recipe.parallelism),
         *_idle_stages(recipe, world_size),
+        *_unchecked_model(recipe.model),
     ]
     if recipe.parallelism.sharding == "fsdp" and world_size == 1:
         found.append("parallelism.sharding: fsdp shards nothing on one process")
+    return found
+
+
+def _unchecked_model(model: ModelSection) -> list[str]:
+    """What `model_rules` and `mcore_rules` could not look at."""
+    found = []
+    if model.backend == "mcore" and read_model_config(model) is None:
+        found.append(
+            f"{model.path} holds no config.json to read, so heads, layers and experts are unchecked"
+        )
+    if model.attention == "transformer_engine":
+        found.append("model.attention: transformer_engine is looked for at launch, with its GPU")
     return found
 
 

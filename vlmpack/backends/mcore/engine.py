@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor, nn
 
-from vlmpack.attention import VarlenAttention, choose_attention
+from vlmpack.attention import VarlenAttention, choose_attention, segment_attention
 from vlmpack.attention.varlen import AttentionName
 from vlmpack.backends.adamw import AdamWConfig
 from vlmpack.backends.engine import ForwardStep
@@ -358,7 +358,7 @@ def _choose_attention(
         require_transformer_engine(device)
         return None, "transformer_engine (as the recipe asks)"
     if context > 1 and name == "auto":
-        name = "segments"
+        return segment_attention, "segments (with context parallelism; or transformer_engine)"
     choice = choose_attention(name, device=device, dtype=dtype)
     if context > 1 and choice.name != "segments":
         raise CapabilityError(
