@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TWO_AT_A_TIME := $(BIN)/python -m pytest -n 2 --dist loadfile
 export OMP_NUM_THREADS ?= 2
 # Large temporaries otherwise time the kernel's page faults on CPU.
 export MALLOC_MMAP_THRESHOLD_ ?= 1073741824
@@ -26,10 +27,10 @@ demo: $(STAMP)  ## finetune the tiny VLM on handwritten digits, packed, and show
 	$(BIN)/python -m vlmpack finetune recipes/digits-demo.yaml
 
 test: $(STAMP)  ## the quick tests, under 5 minutes on two cores
-	$(BIN)/python -m pytest
+	$(TWO_AT_A_TIME)
 
 test-rest: $(STAMP)  ## the tests that `make test` leaves out
-	$(BIN)/python -m pytest -m 'slow and not soak'
+	$(TWO_AT_A_TIME) -m 'slow and not soak'
 
 test-all: lint test test-rest  ## linters and every test that CI runs
 

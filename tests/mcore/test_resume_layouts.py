@@ -11,6 +11,8 @@ from support.relayout import STEPS_BEFORE, layout_of
 
 WORKER = TESTS / "support" / "relayout.py"
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-5
 """Relative, of losses and gradient norms: the stated bound of the project."""
 
@@ -59,7 +61,6 @@ def test_both_processes_wrote(saved_at_tp2):
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["cp2", "pp2", "dp2", "one", "tp2"])
 def test_tensor_parallel_to(layout, saved_at_tp2):
     if layout != "tp2":
@@ -71,7 +72,6 @@ def test_tensor_parallel_to(layout, saved_at_tp2):
         assert rows(saved_at_tp2, "tp2", "tp2") == unbroken, "the same layout goes on bit by bit"
 
 
-@pytest.mark.slow
 def test_the_way_back(folder):
     for layout in ("hf", "cp2", "pp2"):
         run(folder, "save", layout)
