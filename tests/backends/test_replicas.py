@@ -45,7 +45,7 @@ def torchrun(folder, deals):
         },
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

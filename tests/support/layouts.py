@@ -354,7 +354,7 @@ def main(folder: Path, names: Sequence[str], optimizers: Sequence[str]) -> None:
     stop_process_group()
 
 
-def torchrun(script: Path, processes: int, *arguments: str, timeout: int = 280) -> None:
+def torchrun(script: Path, processes: int, *arguments: str, timeout: int = 500) -> None:
     """Run a script of the tests in processes of its own.
 
     Raises:
