@@ -107,3 +107,10 @@ class Engine(Protocol):
     def generation(self) -> AbstractContextManager[Any]:
         """The bare transformers model, in eval mode and with stock attention, for generation."""
         ...
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of a recipe's `model.dtype`; auto is bfloat16 on CUDA and float32 elsewhere."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if name == "bfloat16" else torch.float32

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from vlmpack.attention import choose_attention
 from vlmpack.attention.varlen import AttentionName
 from vlmpack.backends.adamw import AdamWConfig, build_adamw
-from vlmpack.backends.engine import ForwardStep
+from vlmpack.backends.engine import ForwardStep, compute_dtype
+from vlmpack.backends.export import save_model_folder
 from vlmpack.backends.hf.attention import register_attention
-from vlmpack.backends.hf.export import save_model_folder
 from vlmpack.backends.hf.load import load_model
 from vlmpack.backends.hf.model import PackedVLM
 from vlmpack.backends.hf.schedule import forward_backward_no_pipelining
@@ -72,7 +72,7 @@ class HFEngine:
 
         self.ranks = ranks
         self.device = ranks.device
-        self.compute_dtype = _compute_dtype(config.dtype, ranks.device)
+        self.compute_dtype = compute_dtype(config.dtype, ranks.device)
         choice = choose_attention(config.attention, device=ranks.device, dtype=self.compute_dtype)
         model = load_model(config.folder)
         family = encoder.family
@@ -263,12 +263,6 @@ def _fill(value: Tensor, box: Tensor | None) -> None:
     """Copy a box into what this rank holds of a tensor; without one it stays as it is."""
     if box is not None:
         _local(value).copy_(box)
-
-
-def _compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
 def _replicas(ranks: Ranks, *, sharded: bool) -> str:

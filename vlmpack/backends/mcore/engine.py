@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from vlmpack.attention import VarlenAttention, choose_attention, segment_attention
 from vlmpack.attention.varlen import AttentionName
 from vlmpack.backends.adamw import AdamWConfig
-from vlmpack.backends.engine import ForwardStep
-from vlmpack.backends.hf.export import save_model_folder
+from vlmpack.backends.engine import ForwardStep, compute_dtype
+from vlmpack.backends.export import save_model_folder
 from vlmpack.backends.mcore.config import LanguageDims, transformer_config
 from vlmpack.backends.mcore.cpu import megatron_on_cpu
 from vlmpack.backends.mcore.groups import ParallelSizes, start_model_parallel
@@ -100,7 +100,7 @@ class MegatronEngine:
         self.ranks, self.config = ranks, config
         self.device = ranks.device
         self.optimizer_steps = 0
-        dtype = _compute_dtype(config.dtype, ranks.device)
+        dtype = compute_dtype(config.dtype, ranks.device)
         self.skeleton = _skeleton(config.folder)
         sizes, family = config.sizes, encoder.family
         known = megatron_family(family.name)
@@ -366,12 +366,6 @@ def _choose_attention(
             f"{context}); use segments or transformer_engine"
         )
     return choice.function, f"{choice.name} ({choice.reason})"
-
-
-def _compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
 def _version() -> str:

@@ -74,13 +74,14 @@ def local_parameters(
         ep_rank=model.groups.ep.rank(),
         ep_size=sizes.expert,
     )
+    layers = model.gpt.decoder.layers
+    first = layers[0].layer_number - 1 if layers else 0
     found: list[LocalParameter] = []
     for name, parameter in model.named_parameters():
         if name.startswith("vision."):
             theirs = family.modules.vision + name.removeprefix("vision")
             pieces = stack_pieces([whole(theirs, tuple(parameter.shape))], replicated=True)
         else:
-            first = model.gpt.decoder.layers[0].layer_number - 1 if model.gpt.decoder.layers else 0
             pieces = language.pieces(name.removeprefix("gpt."), parameter.shape[0], first)
         for piece in pieces:
             if shapes.get(piece.box.name) != piece.box.shape:
@@ -149,7 +150,7 @@ class WeightLayout:
         held = self.optimizer.main_parameter(local.parameter)
         if held is None:
             return
-        inner, main, offset = held
+        inner, main, _ = held
         if optimizer_steps:
             _prepare_moments(inner, main, optimizer_steps)
         for kind, values, offset in self._tensors(local, moments=optimizer_steps > 0):
