@@ -2,6 +2,7 @@
 
 from vlmpack.distributed.ranks import (
     Ranks,
+    at_stop,
     share_iterator,
     start_process_group,
     stop_process_group,
@@ -12,6 +13,7 @@ __all__ = [
     "Ranks",
     "share_iterator",
     "start_process_group",
+    "at_stop",
     "stop_process_group",
     "world_size_from_environment",
 ]

@@ -208,7 +208,22 @@ def start_process_group(*, tensor: int = 1, context: int = 1, pipeline: int = 1)
     )
 
 
+_at_stop: list[Callable[[], None]] = []
+
+
+def at_stop(release: Callable[[], None]) -> None:
+    """Call `release` when this process leaves the process group.
+
+    For whoever keeps groups in module state: a group that outlives the interpreter keeps its
+    threads running into its shutdown, where they may abort a process that has done its work.
+    """
+    if release not in _at_stop:
+        _at_stop.append(release)
+
+
 def stop_process_group() -> None:
-    """Leave the process group, if this process is in one."""
+    """Leave the process group, if this process is in one, and let go of all that was made in it."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    while _at_stop:
+        _at_stop.pop()()

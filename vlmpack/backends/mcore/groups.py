@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from vlmpack.backends.mcore.cpu import megatron_on_cpu
+from vlmpack.distributed import at_stop
 from vlmpack.errors import CapabilityError
 
 
@@ -53,7 +54,7 @@ def start_model_parallel(sizes: ParallelSizes) -> ProcessGroupCollection:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     if _world is not dist.group.WORLD:  # an earlier run of this process left its groups behind
-        parallel_state.destroy_model_parallel()
+        stop_model_parallel()
         _world = dist.group.WORLD
     if parallel_state.model_parallel_is_initialized():
         there = ParallelSizes(
@@ -79,4 +80,18 @@ def start_model_parallel(sizes: ParallelSizes) -> ProcessGroupCollection:
                 create_gloo_process_groups=False,
                 order="tp-cp-ep-dp-pp",
             )
+    at_stop(stop_model_parallel)
     return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def stop_model_parallel() -> None:
+    """Drop Megatron's groups, and with them their threads.
+
+    megatron-core 0.16.1's own `destroy_model_parallel` forgets one group.
+    """
+    global _world
+    parallel_state.destroy_model_parallel()
+    for name, value in list(vars(parallel_state).items()):
+        if isinstance(value, dist.ProcessGroup):
+            setattr(parallel_state, name, None)
+    _world = None

@@ -1,0 +1,45 @@
+"""Process groups end with the run that made them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+from pathlib import Path
+from vlmpack.backends.mcore.groups import ParallelSizes, start_model_parallel
+from vlmpack.distributed import start_process_group, stop_process_group
+
+def communication_threads():
+    tasks = Path("/proc/self/task").iterdir()
+    return sum("gloo" in (task / "comm").read_text() for task in tasks)
+
+for turn in range(2):
+    start_process_group()
+    start_model_parallel(ParallelSizes())
+    print(communication_threads())
+    stop_process_group()
+    print(communication_threads())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
+def test_no_thread_of_a_group_outlives_the_run():
+    """One that does may abort the interpreter while it shuts down, after the work is done."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    first, stopped, second, stopped_again = map(int, done.stdout.split())
+    assert first > 0
+    assert second > 0
+    assert (stopped, stopped_again) == (0, 0)
