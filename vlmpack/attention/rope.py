@@ -58,7 +58,7 @@ def rope_cos_sin(
         layout: which axis drives which frequency.
 
     Returns:
-        Two (T, D / 2) float32 tensors.
+        Two (T, D / 2) float32 tensors, contiguous: every layer reads them.
 
     Raises:
         ValueError: the number of axes and the layout disagree; packed rows with one-dimensional
@@ -70,7 +70,7 @@ def rope_cos_sin(
             f"position_ids have shape {tuple(position_ids.shape)}, expected ({axes_needed}, T)"
         )
     axis = axis_of_frequency(layout, inv_freq.shape[0]).to(position_ids.device, non_blocking=True)
-    angles = position_ids[axis].T.float() * inv_freq.float()
+    angles = (position_ids[axis].float() * inv_freq.float()[:, None]).T.contiguous()
     return angles.cos(), angles.sin()
 
 
@@ -90,14 +90,16 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, sign: float) -> Tensor:
-    """Rotation by sign * angle in float32: four passes over the output, no temporaries."""
-    cos, sin = cos[:, None], sin[:, None]
+    """Rotation of (T, H, D) by sign * angle in float32, with no temporaries.
+
+    One pass over whole heads and one over each half; `cos` is (T, 1, D), `sin` (T, 1, D / 2).
+    """
     x32 = x.float()
     first, second = x32.chunk(2, dim=-1)
-    rotated = torch.empty_like(x32)
+    rotated = x32 * cos
     left, right = rotated.chunk(2, dim=-1)
-    torch.mul(first, cos, out=left).addcmul_(second, sin, value=-sign)
-    torch.mul(second, cos, out=right).addcmul_(first, sin, value=sign)
+    left.addcmul_(second, sin, value=-sign)
+    right.addcmul_(first, sin, value=sign)
     return rotated.to(x.dtype)
 
 
@@ -112,5 +114,6 @@ def apply_rope(tensors: Sequence[Tensor], cos: Tensor, sin: Tensor) -> list[Tens
     Returns:
         The rotated tensors in their own dtypes. Gradients flow to them, not to cos and sin.
     """
+    cos, sin = torch.cat((cos, cos), dim=-1)[:, None], sin[:, None]
     rotated: list[Tensor] = [_Rotate.apply(x, cos, sin) for x in tensors]  # type: ignore[no-untyped-call]
     return rotated
