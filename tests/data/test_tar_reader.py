@@ -13,7 +13,7 @@ from shard_fakes import key_of, sample_fields, write_shard
 from webdataset.tariterators import base_plus_ext
 
 from vlmpack.data.caps import SampleCaps
-from vlmpack.data.fetch import LocalFetcher
+from vlmpack.data.fetch import LocalFetcher, ShardStamp
 from vlmpack.data.naming import split_name
 from vlmpack.data.raw import RawSample, group_members, parse_span
 from vlmpack.data.read import SampleReader
@@ -128,7 +128,9 @@ def test_a_shard_cut_after_it_was_indexed_is_detected_at_read(shard: bytes, tmp_
     samples = scan(shard)
     reader = SampleReader(LocalFetcher())
     last = samples[-1]
-    ref = SampleRef(0, last.key, str(path), last.offset, last.length, last.crc32, 1)
+    ref = SampleRef(
+        0, last.key, ShardStamp(str(path), 0, ""), last.offset, last.length, last.crc32, 1
+    )
     path.write_bytes(shard[: last.offset + last.length - 1])
     with pytest.raises(DataError, match="shortened after it was indexed") as caught:
         reader.read(ref)
@@ -141,7 +143,7 @@ def test_flipped_bytes_are_detected_or_harmless(shard: bytes, tmp_path: Path) ->
     samples = scan(shard)
     truth = {sample.key: cook(sample) for sample in samples}
     refs = [
-        SampleRef(n, s.key, str(path), s.offset, s.length, s.crc32, 1)
+        SampleRef(n, s.key, ShardStamp(str(path), 0, ""), s.offset, s.length, s.crc32, 1)
         for n, s in enumerate(samples)
     ]
     generator = random.Random(1)

@@ -1,13 +1,14 @@
 """Where bytes come from: one small interface, and its local implementation.
 
-Object stores implement the same three calls later. A fetcher is picklable: a worker receives it
-without open handles and opens its own.
+A fetcher is picklable: a worker receives it without open handles and opens its own. Whoever reads
+says which version of the shard is meant, so bytes of another version are an error and no surprise.
 """
 
 from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -37,18 +38,25 @@ class Fetcher(Protocol):
             DataError: class `transport` where the shard cannot be reached.
         """
 
-    def open(self, path: str) -> BinaryIO:
+    def open(self, stamp: ShardStamp) -> BinaryIO:
         """The whole shard as a stream, for the index.
 
         Raises:
             DataError: class `transport`.
         """
 
-    def read(self, path: str, offset: int, length: int) -> bytes:
+    def read(self, stamp: ShardStamp, offset: int, length: int) -> bytes:
         """Exactly `length` bytes from `offset`.
 
         Raises:
             DataError: class `transport`, or `integrity` where the shard ends too early.
+        """
+
+    def read_ranges(self, stamp: ShardStamp, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Several (offset, length) of one shard, in the order asked for; at once where that pays.
+
+        Raises:
+            DataError: as `read`.
         """
 
 
@@ -76,15 +84,17 @@ class LocalFetcher:
             raise _unreachable(path, error) from error
         return ShardStamp(path, status.st_size, str(status.st_mtime_ns))
 
-    def open(self, path: str) -> BinaryIO:
+    def open(self, stamp: ShardStamp) -> BinaryIO:
         """See Fetcher."""
+        path = stamp.path
         try:
             return Path(path).open("rb", buffering=READ_BUFFER_BYTES)
         except OSError as error:
             raise _unreachable(path, error) from error
 
-    def read(self, path: str, offset: int, length: int) -> bytes:
+    def read(self, stamp: ShardStamp, offset: int, length: int) -> bytes:
         """See Fetcher."""
+        path = stamp.path
         try:
             chunks: list[bytes] = []
             missing = length
@@ -105,6 +115,10 @@ class LocalFetcher:
                 offset=offset,
             )
         return b"".join(chunks)
+
+    def read_ranges(self, stamp: ShardStamp, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """See Fetcher."""
+        return [self.read(stamp, offset, length) for offset, length in ranges]
 
     def close(self) -> None:
         """Closes every open file; the next read opens again."""

@@ -100,7 +100,7 @@ class IndexBuilder:
             DataError: class `integrity` for a damaged shard, `transport` for one out of reach.
         """
         stamp = part.stamp
-        with self.fetcher.open(stamp.path) as stream:
+        with self.fetcher.open(stamp) as stream:
             members = read_members(
                 stream,
                 stamp.size,

@@ -15,7 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from vlmpack.data.fetch import Fetcher
+from vlmpack.data.fetch import Fetcher, ShardStamp
 from vlmpack.data.images import oriented_size
 from vlmpack.data.index import IndexBuilder, ShardIndex, open_index
 from vlmpack.data.parts import BuildSettings, Part, build_parts, part_for, read_part, write_part
@@ -53,7 +53,7 @@ class SampleText:
     sizes: tuple[ImageSize, ...]
 
 
-def read_text(fetcher: Fetcher, shard: str, row: dict[str, Any]) -> SampleText:
+def read_text(fetcher: Fetcher, stamp: ShardStamp, row: dict[str, Any]) -> SampleText:
     """The text of one index row, by reading its JSON member alone.
 
     Args:
@@ -62,8 +62,8 @@ def read_text(fetcher: Fetcher, shard: str, row: dict[str, Any]) -> SampleText:
     Raises:
         DataError: class `transport`, `integrity` or `schema`.
     """
-    document = fetcher.read(shard, row["json_offset"], row["json_length"])
-    text = cook_text(row["key"], shard, document, row["fields"])
+    document = fetcher.read(stamp, row["json_offset"], row["json_length"])
+    text = cook_text(row["key"], stamp.path, document, row["fields"])
     sizes = tuple(
         oriented_size(image["width"], image["height"], image["orientation"])
         for image in row["images"]
@@ -107,15 +107,15 @@ class LengthsBuilder:
                 error_class="integrity",
                 shard=part.stamp.path,
             )
-        rows = [self._row(shard.stamp.path, row) for row in shard.table.to_pylist()]
+        rows = [self._row(shard.stamp, row) for row in shard.table.to_pylist()]
         table = pa.Table.from_pylist(rows, schema=LENGTHS_SCHEMA)
         write_part(part.path, table, {})
 
-    def _row(self, shard: str, row: dict[str, Any]) -> dict[str, Any]:
+    def _row(self, stamp: ShardStamp, row: dict[str, Any]) -> dict[str, Any]:
         if row["reason"] is not None:
             return _bad_row(row["error_class"], row["reason"])
         try:
-            text = read_text(self.fetcher, shard, row)
+            text = read_text(self.fetcher, stamp, row)
             length = self.encoder.length(text.sample, text.sizes)
         except DataError as error:
             if error.error_class == "transport":

@@ -145,5 +145,5 @@ def _too_long(table: SampleTable, over: Sequence[int], max_tokens: int) -> DataE
         "data.over_long to drop or shrink_images",
         error_class="too_long",
         key=table.key(worst[0]) if len(over) == 1 else None,
-        shard=table.shards[table.shard_of(worst[0])] if len(over) == 1 else None,
+        shard=table.shards[table.shard_of(worst[0])].path if len(over) == 1 else None,
     )

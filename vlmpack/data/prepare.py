@@ -103,7 +103,7 @@ class _Rows:
         index = self.indexes[shard]
         place = number - int(self.table.shard_starts[shard])
         row: dict[str, Any] = index.table.slice(place, 1).to_pylist()[0]
-        return read_text(self.fetcher, index.stamp.path, row)
+        return read_text(self.fetcher, index.stamp, row)
 
 
 def make_plan(config: DataConfig, fitted: Fitted) -> Plan:

@@ -131,7 +131,7 @@ class SampleReader:
             DataError: class `transport` or `integrity`.
         """
         self.raise_known(ref)
-        span = self.fetcher.read(ref.shard, ref.offset, ref.length)
+        span = self.fetcher.read(ref.stamp, ref.offset, ref.length)
         found = zlib.crc32(span)
         if found != ref.crc32:
             raise DataError(

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from vlmpack.data.fetch import ShardStamp
 from vlmpack.data.index import ShardIndex
 from vlmpack.data.protocols import ImageSize
 
@@ -29,7 +30,7 @@ class SampleRef:
     Args:
         number: its place in the split.
         key: webdataset's key.
-        shard: its path.
+        stamp: its shard.
         offset: first byte of its span.
         length: bytes of its span.
         crc32: of its span.
@@ -41,7 +42,7 @@ class SampleRef:
 
     number: int
     key: str
-    shard: str
+    stamp: ShardStamp
     offset: int
     length: int
     crc32: int
@@ -50,13 +51,18 @@ class SampleRef:
     error_class: str | None = None
     reason: str | None = None
 
+    @property
+    def shard(self) -> str:
+        """The shard's path."""
+        return self.stamp.path
+
 
 @dataclass(frozen=True, slots=True)
 class SampleTable:
     """Columns over all N samples of a split.
 
     Args:
-        shards: paths, in order.
+        shards: in order.
         shard_starts: (S + 1,) the number of each shard's first sample.
         source_starts: (D + 1,) the number of each source's first sample.
         offsets, lengths, crc32s: (N,) int64, the spans.
@@ -67,7 +73,7 @@ class SampleTable:
         shrunk: number -> target (width, height) of each image, where the plan shrank them.
     """
 
-    shards: tuple[str, ...]
+    shards: tuple[ShardStamp, ...]
     shard_starts: Int64s
     source_starts: Int64s
     offsets: Int64s
@@ -101,7 +107,7 @@ class SampleTable:
         return SampleRef(
             number=number,
             key=self.key(number),
-            shard=self.shards[self.shard_of(number)],
+            stamp=self.shards[self.shard_of(number)],
             offset=int(self.offsets[number]),
             length=int(self.lengths[number]),
             crc32=int(self.crc32s[number]),
@@ -128,7 +134,7 @@ def join_tables(sources: Sequence[tuple[Sequence[ShardIndex], Sequence[Any]]]) -
         for number in np.flatnonzero(bad).tolist()
     }
     return SampleTable(
-        shards=tuple(index.stamp.path for index in indexes),
+        shards=tuple(index.stamp for index in indexes),
         shard_starts=shard_starts,
         source_starts=shard_starts[_starts(shard_counts)],
         offsets=_int64s(rows, "offset"),
