@@ -44,7 +44,11 @@ def test_a_short_read_is_an_integrity_error(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_a_transport_error(tmp_path: Path) -> None:
-    for call in (LocalFetcher().head, LocalFetcher().open):
+    nothing = tmp_path / "none"
+    for call in (
+        lambda: LocalFetcher().head(str(nothing)),
+        lambda: LocalFetcher().open(stamp(nothing)),
+    ):
         with pytest.raises(DataError, match="No such file") as caught:
-            call(str(tmp_path / "none"))
+            call()
         assert caught.value.error_class == "transport"

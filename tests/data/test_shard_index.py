@@ -45,9 +45,9 @@ def test_only_changed_shards_are_read_again(tmp_path: Path, monkeypatch: Any) ->
     read: list[str] = []
     original = LocalFetcher.open
 
-    def spy(self: LocalFetcher, path: str) -> Any:
-        read.append(Path(path).name)
-        return original(self, path)
+    def spy(self: LocalFetcher, stamp: Any) -> Any:
+        read.append(Path(stamp.path).name)
+        return original(self, stamp)
 
     monkeypatch.setattr(LocalFetcher, "open", spy)
     first = rows_of(pattern, tmp_path / "i")
