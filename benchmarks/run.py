@@ -67,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds of each variant")
     parser.add_argument("--no-save", action="store_true", help="print only")
-    parser.add_argument("--only", help="benchmarks whose name contains this; not saved")
+    parser.add_argument("--only", help="benchmarks whose name contains this")
     arguments = parser.parse_args()
     results: dict[str, dict[str, object]] = {}
     for name, run in _benchmarks(arguments.rounds).items():
@@ -75,10 +75,12 @@ def main() -> None:
             continue
         results[name] = run()
         _show(name, results[name])
-    if not arguments.no_save and not arguments.only:
+    if not arguments.no_save:
         RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"cpu-{time.strftime('%Y-%m-%d')}.json"
-        content = {"command": "make bench", "hardware": _hardware(), "results": results}
+        part = f"-{'-'.join(arguments.only.split())}" if arguments.only else ""
+        command = f"python benchmarks/run.py --only {arguments.only!r}" if part else "make bench"
+        path = RESULTS / f"cpu-{time.strftime('%Y-%m-%d')}{part}.json"
+        content = {"command": command, "hardware": _hardware(), "results": results}
         path.write_text(json.dumps(content, indent=2) + "\n")
         print(f"saved {path}")
 
