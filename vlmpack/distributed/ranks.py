@@ -6,6 +6,7 @@ torch.distributed keeps itself.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -227,3 +228,4 @@ def stop_process_group() -> None:
         dist.destroy_process_group()
     while _at_stop:
         _at_stop.pop()()
+    gc.collect()  # engines are cycles; left to the interpreter's shutdown, they would end too late
