@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from bench_attention import bench_attention, bench_collator
+from bench_data import bench_data
 from bench_memory import bench_context_memory
 from bench_step import bench_step
 
@@ -46,6 +47,7 @@ def _benchmarks(rounds: int) -> dict[str, Callable[[], dict[str, object]]]:
     found: dict[str, Callable[[], dict[str, object]]] = {
         "collator": lambda: bench_collator(rounds),
         "attention": lambda: bench_attention(rounds),
+        "data": lambda: bench_data(rounds),
         "step": lambda: bench_step(rounds, width=512),
         "step, demo model": lambda: bench_step(rounds, width=None),
     }

@@ -12,6 +12,7 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,7 +146,13 @@ def _record_recipe(recipe: Recipe, run_dir: RunDir) -> None:
     current = identity(recipe)
     for note in identity_notes(run_dir.recorded_identity() or current, current):
         logger.warning("note: %s", note)
-    run_dir.check_identity(current, identity_differences)
+    new_segment = recipe.checkpoint.on_data_change == "new_segment"
+    run_dir.check_identity(
+        current,
+        partial(identity_differences, new_segment=new_segment),
+        hint=" Where only data.train or data.epoch_size differ, checkpoint.on_data_change: "
+        "new_segment goes on with the new data.",
+    )
     write_atomically(run_dir.recipe, dump_recipe(recipe))
 
 

@@ -25,6 +25,7 @@ from PIL import Image, ImageOps
 from vlmpack.data.config import DataConfig, SourceConfig
 from vlmpack.data.loader import LoaderSettings, MicroBatch
 from vlmpack.data.pipeline import TrainData
+from vlmpack.data.survey import DataLaunch
 from vlmpack.errors import DataError
 from vlmpack.families.sample import VLMSample
 from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, Media
@@ -205,9 +206,10 @@ def config_for(paths: str | tuple[str, ...], index_dir: Path, **changes: Any) ->
 def open_data(paths: str | tuple[str, ...], index_dir: Path, **changes: Any) -> TrainData:
     """The split, with the fake encoder unless another is given."""
     encoder = changes.pop("encoder", FakeEncoder())
-    ledger = changes.pop("ledger", None)
+    ledger, resume = changes.pop("ledger", None), changes.pop("resume", None)
     config = config_for(paths, index_dir, **changes)
-    return TrainData.open(config, encoder, collator(), ledger=ledger)
+    launch = DataLaunch(resume=resume)
+    return TrainData.open(config, encoder, collator(), ledger=ledger, launch=launch)
 
 
 def micro_batches(data: TrainData, steps: int = 6) -> list[MicroBatch]:

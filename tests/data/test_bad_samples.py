@@ -182,6 +182,29 @@ def test_half_of_the_samples_bad_stops_the_run_and_names_the_worst(tmp_path: Pat
     assert 11 <= len(ledger.lines()) < 32, "it stopped, and not at once"
 
 
+def test_the_message_names_the_ten_worst_shards_of_fourteen(tmp_path: Path) -> None:
+    """Every second sample of each shard is bad, and the shards are of different sizes."""
+    for shard in range(14):
+        bad_image_shard(tmp_path / f"{shard:02d}", lambda number: number % 2 == 0, 2 * (shard + 1))
+    ledger = Ledger(tmp_path / "data-errors.jsonl")
+    data = open_data(
+        str(tmp_path / "*/s.tar"),
+        tmp_path / "i",
+        num_probed=0,
+        ledger=ledger,
+        micro_batch_size=6,
+        global_batch_size=210,
+    )
+    with pytest.raises(DataLimitError, match="105 of the last 210 samples were skipped") as caught:
+        limited(data, SkipLimits(), 2)
+    listed = str(caught.value).split("Worst shards:\n")[1].split("\nWorst samples:")[0]
+    places = [tmp_path / f"{shard:02d}" / "s.tar" for shard in range(13, 3, -1)]
+    expected = [
+        f"  {count} in {path}" for count, path in zip(range(14, 4, -1), places, strict=True)
+    ]
+    assert listed.splitlines() == expected
+
+
 def test_ten_bad_samples_do_not_stop_the_run(tmp_path: Path) -> None:
     pattern = bad_image_shard(tmp_path, lambda number: number % 6 == 0 and number < 60, 64)
     ledger = Ledger(tmp_path / "data-errors.jsonl")

@@ -45,8 +45,12 @@ def test_relative_paths_become_absolute(shards: Path, monkeypatch: pytest.Monkey
         ("x-{000..002}.tar", "2 files, but these are missing: 'x-002.tar'"),
         ("pipe:cat x-000.tar", "never run"),
         ("pipe:curl http://a/b.tar", "never run"),
-        ("s3://bucket/x.tar", "scheme 's3:'"),
-        ("http://host/x.tar", "scheme 'http:'"),
+        ("ftp://host/x.tar", "scheme 'ftp:'"),
+        ("s3://bucket/", "names no shard"),
+        ("s3://x.tar", "names no shard"),
+        ("s3://buck*/x.tar", "glob in the name of the bucket"),
+        ("https://host/x-*.tar", "cannot be listed; write the shards out"),
+        ("hf://datasets/a/b/x-?.tar", "cannot be listed; write the shards out"),
         ("FILE://other/x.tar", "names the host 'other'"),
         ("x-{3..1}.tar", "empty range"),
         ("x-{abc}.tar", "neither a range nor a list"),
@@ -65,7 +69,7 @@ def test_bad_patterns(
 def test_all_problems_at_once(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(shards)
     with pytest.raises(RecipeError) as caught:
-        expand_shards(["a.tar", "gs://b/c.tar", "x-000.tar", "./x-000.tar"], key="data.train")
+        expand_shards(["a.tar", "ftp://b/c.tar", "x-000.tar", "./x-000.tar"], key="data.train")
     assert len(caught.value.problems) == 3
     assert "named twice" in caught.value.problems[2]
 
@@ -73,3 +77,30 @@ def test_all_problems_at_once(shards: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_no_pattern_is_an_error() -> None:
     with pytest.raises(RecipeError, match="names no shard"):
         expand_shards([], key="data.train")
+
+
+def test_addresses_keep_their_order_and_their_references() -> None:
+    assert expand_shards(
+        ["s3://b/x-{00..01}.tar", "https://${env:U}:${env:P}@h/{a,b}.tar?${env:SIG}"], key="k"
+    ) == (
+        "s3://b/x-00.tar",
+        "s3://b/x-01.tar",
+        "https://${env:U}:${env:P}@h/a.tar?${env:SIG}",
+        "https://${env:U}:${env:P}@h/b.tar?${env:SIG}",
+    )
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://user:canary@host/x.tar",
+        "s3://canary:canary@bucket/x.tar",
+        "https://host/x.tar?X-Amz-Signature=canary&b=1",
+        "https://host/x.tar?sig=canary",
+        "https://host/{a,b}.tar?access_token=canary",
+    ],
+)
+def test_an_address_with_a_secret_is_refused_without_quoting_it(address: str) -> None:
+    with pytest.raises(RecipeError, match=r"\$\{env:NAME\}") as caught:
+        expand_shards([address], key="data.train")
+    assert "canary" not in str(caught.value)

@@ -20,6 +20,7 @@ from vlmpack.data.read import SampleReader
 from vlmpack.data.schemas import cook
 from vlmpack.data.table import SampleRef
 from vlmpack.data.tar import read_members
+from vlmpack.data.tar_header import parse_header
 from vlmpack.errors import DataError
 
 CAPS = SampleCaps()
@@ -296,3 +297,21 @@ def test_dotted_names_follow_webdataset_and_say_so() -> None:
     (sample,) = scan(make_tar([("v1.5_img.jpg", b"x"), ("v1.5_img.json", b"{}")]))
     assert (sample.key, sample.fields) == ("v1", ("5_img.jpg", "5_img.json"))
     assert sample.fault is not None and "first dot" in sample.fault
+
+
+def test_the_header_checksum_is_the_sum_of_all_bytes() -> None:
+    """Against the plain sum, also above 65535, where a short-cut could lose count."""
+    draw = random.Random(4)
+    large = 0
+    for turn in range(300):
+        block = bytearray(draw.choices(range(1 if turn % 2 else 200, 256), k=512))
+        block[124:136] = b"00000000017\0"
+        total = sum(block[:148]) + 8 * 32 + sum(block[156:])
+        large += total > 65535
+        block[148:156] = f"{total:07o}\0".encode()
+        assert parse_header(bytes(block)).size == 15
+        for stated in (total - 255, total - 1, total + 1, total + 255):
+            block[148:156] = f"{stated:07o}\0".encode()
+            with pytest.raises(ValueError, match="wrong checksum"):
+                parse_header(bytes(block))
+    assert 100 < large < 300

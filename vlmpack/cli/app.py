@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
+from vlmpack.cli.data import app as data_app
 from vlmpack.cli.generate import generate
+from vlmpack.cli.index import index
 from vlmpack.cli.recipe import app as recipe_app
 from vlmpack.errors import VlmpackError
 
@@ -20,7 +22,9 @@ app = typer.Typer(
     help="Finetune vision-language models on packed sequences.",
 )
 app.add_typer(recipe_app, name="recipe")
+app.add_typer(data_app, name="data")
 app.command()(generate)
+app.command()(index)
 
 
 @app.command()

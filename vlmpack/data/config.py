@@ -48,7 +48,14 @@ class DataConfig:
     seed: int = 0
     """Of the order."""
     shuffle: Literal["auto", "global", "window", "none"] = "auto"
-    """`auto` is `global` as long as every shard is local, and so indexed before the plan."""
+    """`global` indexes every shard before the first batch, `window` as the run goes on. `auto` is
+    settled when a run begins: `window` where any shard is remote, or where the local shards that
+    are not indexed yet hold more than `index_first_bytes`; else `global`."""
+    index_first_bytes: int = 32 << 30
+    """Under `auto`: local shards without an index that are indexed before the first batch."""
+    on_data_change: Literal["refuse", "new_segment"] = "refuse"
+    """What a resume with other shards or weights does: stop with the differences, or begin a new
+    segment, which is a new epoch of the new data."""
     epoch_size: int | None = None
     """Samples in an epoch where the sources have weights; default: all of them together."""
     over_long: OverLong = "error"

@@ -1,4 +1,4 @@
-"""Where bytes come from: one small interface, and its local implementation.
+"""Where bytes come from: one small interface, and its local implementation; `stores` has the rest.
 
 A fetcher is picklable: a worker receives it without open handles and opens its own. Whoever reads
 says which version of the shard is meant, so bytes of another version are an error and no surprise.
@@ -9,13 +9,16 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from vlmpack.addresses import is_remote
 from vlmpack.errors import DataError
 
 READ_BUFFER_BYTES = 1 << 20
+HEADS_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,30 @@ class Fetcher(Protocol):
         Raises:
             DataError: as `read`.
         """
+
+    def list_shards(self, prefix: str) -> list[ShardStamp]:
+        """What lies in a folder of a store, at any depth. `prefix` ends with '/'.
+
+        Raises:
+            DataError: class `transport`, also where the store cannot list.
+        """
+
+
+def stamp_shards(fetcher: Fetcher, paths: Sequence[str]) -> list[ShardStamp]:
+    """The stamps of many shards, in order; those in stores are asked for at once.
+
+    Raises:
+        DataError: the first shard in order that cannot be reached.
+    """
+    if not any(is_remote(path) for path in paths):
+        return [fetcher.head(path) for path in paths]
+    with ThreadPoolExecutor(min(len(paths), HEADS_AT_ONCE)) as pool:
+        futures = [pool.submit(fetcher.head, path) for path in paths]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def _unreachable(path: str, error: OSError) -> DataError:
@@ -119,6 +146,10 @@ class LocalFetcher:
     def read_ranges(self, stamp: ShardStamp, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """See Fetcher."""
         return [self.read(stamp, offset, length) for offset, length in ranges]
+
+    def list_shards(self, prefix: str) -> list[ShardStamp]:
+        """See Fetcher."""
+        return [self.head(str(path)) for path in sorted(Path(prefix).rglob("*")) if path.is_file()]
 
     def close(self) -> None:
         """Closes every open file; the next read opens again."""

@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 from typing import cast
 
@@ -23,6 +23,16 @@ def worker_context(preload: tuple[str, ...] = DEFAULT_PRELOAD) -> BaseContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
     return cast(BaseContext, context)
+
+
+def start_server(preload: tuple[str, ...] = DEFAULT_PRELOAD) -> None:
+    """Starts the server and returns; it imports while this process goes on.
+
+    The first process that is asked of it waits until it has.
+    """
+    worker_context(preload)
+    with sigterm_blocked():
+        forkserver.ensure_running()
 
 
 @contextmanager

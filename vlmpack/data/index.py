@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 
@@ -25,6 +25,7 @@ from vlmpack.data.raw import RawSample, group_members
 from vlmpack.data.schemas import cook_text
 from vlmpack.data.tar import read_members
 from vlmpack.errors import DataError
+from vlmpack.families.sample import VLMSample
 
 INDEX_RULE = "index-1"
 """Changes whenever a row would differ for the same shard."""
@@ -75,6 +76,10 @@ class IndexRow:
     reason: str | None = None
 
 
+NoteRow = Callable[[IndexRow, VLMSample | None], None]
+"""Called with each row and, where the sample is good, its conversation without image bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class IndexBuilder:
     """Makes the index part of one shard; picklable.
@@ -99,7 +104,17 @@ class IndexBuilder:
         Raises:
             DataError: class `integrity` for a damaged shard, `transport` for one out of reach.
         """
-        stamp = part.stamp
+        self.write(part, self.scan(part.stamp))
+
+    def scan(self, stamp: ShardStamp, note: NoteRow | None = None) -> list[IndexRow]:
+        """Reads the shard once.
+
+        Args:
+            note: told about each sample as it is read.
+
+        Raises:
+            DataError: as above.
+        """
         with self.fetcher.open(stamp) as stream:
             members = read_members(
                 stream,
@@ -108,18 +123,27 @@ class IndexBuilder:
                 max_member_bytes=self.caps.max_member_bytes,
             )
             samples = group_members(members, shard=stamp.path, caps=self.caps)
-            rows = [index_row(raw, self.caps) for raw in samples]
+            rows = [index_row(raw, self.caps, note) for raw in samples]
         if self.fetcher.head(stamp.path) != stamp:
             raise DataError(
                 "the shard changed while it was indexed", error_class="integrity", shard=stamp.path
             )
         flag_repeated_keys(rows)
+        return rows
+
+    def write(self, part: Part, rows: Sequence[IndexRow]) -> None:
+        """Writes the part from the shard's rows."""
         table = _to_table(rows)
         write_part(part.path, table, {_CONTENT: content_digest(table).encode()})
 
 
-def index_row(raw: RawSample, caps: SampleCaps) -> IndexRow:
-    """What the index keeps of one sample; a bad one keeps its reason."""
+def index_row(raw: RawSample, caps: SampleCaps, note: NoteRow | None = None) -> IndexRow:
+    """What the index keeps of one sample; a bad one keeps its reason.
+
+    Args:
+        note: told about the row and, where it is good, its conversation.
+    """
+    sample: VLMSample | None = None
     row = IndexRow(raw.key, raw.offset, raw.length, raw.crc32, raw.fields)
     try:
         raw.check()
@@ -135,8 +159,11 @@ def index_row(raw: RawSample, caps: SampleCaps) -> IndexRow:
                 error_class="schema",
             )
         row.images = tuple(image_facts(raw.payload(name), name, caps) for name in text.image_fields)
+        sample = text.sample
     except DataError as error:
         row.error_class, row.reason = error.error_class, error.reason
+    if note is not None:
+        note(row, sample)
     return row
 
 
@@ -187,23 +214,42 @@ class ShardIndex:
         return int(self.table.num_rows)
 
 
+class BuildIndex(Protocol):
+    """Makes index parts: an IndexBuilder, or one that makes the lengths in the same pass."""
+
+    @property
+    def fetcher(self) -> Fetcher:
+        """Reads shards."""
+
+    @property
+    def rule(self) -> str:
+        """Of the index."""
+
+    def __call__(self, part: Part) -> None:
+        """See BuildPart."""
+
+
 def open_index(
-    shards: Sequence[str],
-    builder: IndexBuilder,
+    shards: Sequence[str | ShardStamp],
+    builder: BuildIndex,
     settings: BuildSettings,
 ) -> list[ShardIndex]:
     """The index of every shard in order, made where it is missing or outdated.
 
+    Args:
+        shards: paths, or stamps where they are known already.
+
     Raises:
         DataError: the first shard in order that is damaged or out of reach.
     """
-    directory = settings.directory
-    parts = [part_for(directory, builder.fetcher.head(path), builder.rule) for path in shards]
+    stamps = [builder.fetcher.head(shard) if isinstance(shard, str) else shard for shard in shards]
+    parts = [part_for(settings.directory, stamp, builder.rule) for stamp in stamps]
     build_parts(parts, builder, settings, what="index")
-    return [_load(part, builder) for part in parts]
+    return [load_index(part, builder) for part in parts]
 
 
-def _load(part: Part, builder: IndexBuilder) -> ShardIndex:
+def load_index(part: Part, builder: BuildIndex) -> ShardIndex:
+    """One shard's index from its part, which is made again where it is damaged."""
     table = read_part(part.path)
     if table is None or _CONTENT not in (table.schema.metadata or {}):
         builder(part)

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from vlmpack.data.fetch import Fetcher, ShardStamp
 from vlmpack.data.images import oriented_size
-from vlmpack.data.index import IndexBuilder, ShardIndex, open_index
+from vlmpack.data.index import IndexBuilder, IndexRow, ShardIndex, open_index
 from vlmpack.data.parts import BuildSettings, Part, build_parts, part_for, read_part, write_part
 from vlmpack.data.protocols import Encoder, ImageSize
 from vlmpack.data.schemas import cook_text
@@ -26,6 +26,9 @@ from vlmpack.families.sample import VLMSample
 
 LENGTHS_RULE = "lengths-1"
 """Changes whenever this file's own part of the rule does; the encoder brings its fingerprint."""
+
+TEXTS_AT_ONCE = 256
+"""JSON members that are asked for together."""
 
 LENGTHS_SCHEMA = pa.schema(
     [
@@ -62,7 +65,15 @@ def read_text(fetcher: Fetcher, stamp: ShardStamp, row: dict[str, Any]) -> Sampl
     Raises:
         DataError: class `transport`, `integrity` or `schema`.
     """
-    document = fetcher.read(stamp, row["json_offset"], row["json_length"])
+    return text_of(stamp, row, fetcher.read(stamp, row["json_offset"], row["json_length"]))
+
+
+def text_of(stamp: ShardStamp, row: dict[str, Any], document: bytes) -> SampleText:
+    """The text of one index row from its JSON member.
+
+    Raises:
+        DataError: class `schema`.
+    """
     text = cook_text(row["key"], stamp.path, document, row["fields"])
     sizes = tuple(
         oriented_size(image["width"], image["height"], image["orientation"])
@@ -107,19 +118,38 @@ class LengthsBuilder:
                 error_class="integrity",
                 shard=part.stamp.path,
             )
-        rows = [self._row(shard.stamp, row) for row in shard.table.to_pylist()]
-        table = pa.Table.from_pylist(rows, schema=LENGTHS_SCHEMA)
-        write_part(part.path, table, {})
+        self.write(part, self._rows(shard.stamp, shard.table.to_pylist()))
 
-    def _row(self, stamp: ShardStamp, row: dict[str, Any]) -> dict[str, Any]:
-        if row["reason"] is not None:
-            return _bad_row(row["error_class"], row["reason"])
+    def write(self, part: Part, rows: Sequence[dict[str, Any]]) -> None:
+        """Writes the part from the shard's rows."""
+        write_part(part.path, pa.Table.from_pylist(list(rows), schema=LENGTHS_SCHEMA), {})
+
+    def _rows(self, stamp: ShardStamp, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for start in range(0, len(rows), TEXTS_AT_ONCE):
+            some = rows[start : start + TEXTS_AT_ONCE]
+            good = [row for row in some if row["reason"] is None]
+            ranges = [(row["json_offset"], row["json_length"]) for row in good]
+            documents = iter(self.fetcher.read_ranges(stamp, ranges) if ranges else [])
+            for row in some:
+                if row["reason"] is not None:
+                    found.append(_bad_row(row["error_class"], row["reason"]))
+                else:
+                    found.append(self._row(stamp, row, next(documents)))
+        return found
+
+    def _row(self, stamp: ShardStamp, row: dict[str, Any], document: bytes) -> dict[str, Any]:
         try:
-            text = read_text(self.fetcher, stamp, row)
+            text = text_of(stamp, row, document)
+        except DataError as error:
+            return _bad_row(error.error_class, error.reason)
+        return self.measure(text)
+
+    def measure(self, text: SampleText) -> dict[str, Any]:
+        """One row: the sample's length, or why it has none."""
+        try:
             length = self.encoder.length(text.sample, text.sizes)
         except DataError as error:
-            if error.error_class == "transport":
-                raise
             return _bad_row(error.error_class, error.reason)
         return {
             "num_tokens": length.num_tokens,
@@ -129,6 +159,52 @@ class LengthsBuilder:
             "error_class": None,
             "reason": None,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class ShardBuilder:
+    """Makes the index part of one shard and, in the same pass, its lengths part; picklable.
+
+    Args:
+        index, lengths: whose parts are made.
+    """
+
+    index: IndexBuilder
+    lengths: LengthsBuilder
+
+    @property
+    def fetcher(self) -> Fetcher:
+        """Reads shards."""
+        return self.index.fetcher
+
+    @property
+    def rule(self) -> str:
+        """Of the index."""
+        return self.index.rule
+
+    def __call__(self, part: Part) -> None:
+        """Reads the shard of an index part once; the lengths are there before the index is.
+
+        Raises:
+            DataError: as IndexBuilder.
+        """
+        measured: list[dict[str, Any] | None] = []
+
+        def note(row: IndexRow, sample: VLMSample | None) -> None:
+            sizes = tuple(image.size for image in row.images)
+            measured.append(
+                None if sample is None else self.lengths.measure(SampleText(sample, sizes))
+            )
+
+        rows = self.index.scan(part.stamp, note)
+        lengths = [
+            length
+            if row.reason is None and length is not None
+            else _bad_row(str(row.error_class), str(row.reason))
+            for row, length in zip(rows, measured, strict=True)
+        ]
+        self.lengths.write(part_for(self.lengths.index_dir, part.stamp, self.lengths.rule), lengths)
+        self.index.write(part, rows)
 
 
 def open_lengths(
@@ -145,13 +221,18 @@ def open_lengths(
     build_parts(parts, builder, settings, what="lengths")
     tables = []
     for part, index in zip(parts, indexes, strict=True):
-        table = read_part(part.path)
-        if table is None or table.num_rows != index.num_samples:
-            builder(part)
-            table = read_part(part.path)
-            assert table is not None, part.path
-        tables.append(table)
+        tables.append(load_lengths(part, index, builder))
     return tables
+
+
+def load_lengths(part: Part, index: ShardIndex, builder: LengthsBuilder) -> Any:
+    """One shard's lengths from their part, which is made again where it is damaged."""
+    table = read_part(part.path)
+    if table is None or table.num_rows != index.num_samples:
+        builder(part)
+        table = read_part(part.path)
+        assert table is not None, part.path
+    return table
 
 
 def lengths_digest(tables: Sequence[Any]) -> str:

@@ -8,9 +8,12 @@ loses its fields on the way out of a worker.
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +28,7 @@ from vlmpack.packing.batch import EncodedSample, PackedBatch, PaddedBatch, pin_b
 
 LOADER_SEED = 0
 """Of the private generator that the DataLoader draws its workers' seeds from."""
+TRAINER_CHECK_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +110,15 @@ class BinDataset(Dataset[MicroBatch | SkippedSample]):
         encoded: list[EncodedSample] = []
         samples: list[TrainedSample] = []
         skipped: list[SkippedSample] = []
-        read_seconds = encode_seconds = 0.0
-        for ref in request.samples:
-            begin = middle = time.perf_counter()
+        encode_seconds = 0.0
+        begin = time.perf_counter()
+        cooked = self.reader.read_all(request.samples)
+        read_seconds = time.perf_counter() - begin
+        for ref, sample in zip(request.samples, cooked, strict=True):
+            begin = time.perf_counter()
             try:
-                sample = self.reader.read(ref)
-                middle = time.perf_counter()
+                if isinstance(sample, DataError):
+                    raise sample
                 item = self.encoder.encode(sample, ref.sizes)
                 check_length(item, ref)
             except DataError as error:
@@ -122,8 +129,7 @@ class BinDataset(Dataset[MicroBatch | SkippedSample]):
                 continue
             encoded.append(item)
             samples.append(TrainedSample(ref.number, ref.key, ref.shard))
-            read_seconds += middle - begin
-            encode_seconds += time.perf_counter() - middle
+            encode_seconds += time.perf_counter() - begin
         begin = time.perf_counter()
         batch = self.collator(encoded) if encoded else self.collator.empty()
         encode_seconds += time.perf_counter() - begin
@@ -178,7 +184,7 @@ def load_bins(
         batch_size=None,
         num_workers=workers,
         collate_fn=_as_it_is,
-        worker_init_fn=_start_worker if workers else None,
+        worker_init_fn=partial(_start_worker, trainer=os.getpid()) if workers else None,
         multiprocessing_context=worker_context(settings.preload) if workers else None,
         prefetch_factor=settings.prefetch_bins if workers else None,
         timeout=settings.timeout_seconds if workers else 0,
@@ -211,8 +217,23 @@ def _as_it_is(item: Any) -> Any:
     return item
 
 
-def _start_worker(worker: int) -> None:
+def _start_worker(worker: int, *, trainer: int) -> None:
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with, args=(trainer,), daemon=True).start()
+
+
+def _end_with(trainer: int) -> None:
+    """Ends this worker when its trainer was killed.
+
+    torch's own check watches the parent process, which is the fork server here, and the fork server
+    lives as long as a worker does: both would stay for ever.
+    """
+    while True:
+        try:
+            os.kill(trainer, 0)
+        except ProcessLookupError:
+            os._exit(1)
+        time.sleep(TRAINER_CHECK_SECONDS)
 
 
 def _worker_error(error: Exception, settings: LoaderSettings) -> Exception:

@@ -1,9 +1,11 @@
 """Derived facts about shards, kept as one parquet file per shard: written once, never half.
 
 A part's name says what it was made from (the shard's path, size and version, and the rule that
-made it), so a changed shard simply has no part yet. Parts appear by rename, after an fsync. One
-process builds what is missing; others wait for the files, outside any collective, and take over
-when the builder dies (the kernel releases its lock).
+made it), so a changed shard simply has no part yet. Parts appear by rename, after an fsync. Where
+all shards are wanted at once, one process builds what is missing (`build_parts`); where they are
+wanted as a run goes on, every process builds a share, part by part (`share_parts`). The others wait
+for the files, outside any collective, and take over when the builder dies (the kernel releases its
+lock).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import get_ident
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -30,6 +33,7 @@ from vlmpack.errors import DataError, VlmpackError
 POOL_MIN_PARTS = 8
 POOL_MIN_BYTES = 512 << 20
 POLL_SECONDS = 0.2
+SHARE_POLL_SECONDS = 0.02
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being made, how many parts are done, and how many there are."""
@@ -91,7 +95,7 @@ def part_for(directory: Path, stamp: ShardStamp, rule: str) -> Part:
 def write_part(path: str, table: Any, metadata: dict[bytes, bytes]) -> None:
     """Writes a parquet file atomically: temporary file, fsync, rename, fsync of the folder."""
     table = table.replace_schema_metadata(metadata)
-    temporary = Path(f"{path}.tmp-{socket.gethostname()}-{os.getpid()}")
+    temporary = Path(f"{path}.tmp-{socket.gethostname()}-{os.getpid()}-{get_ident()}")
     try:
         with temporary.open("wb") as stream:
             pq.write_table(table, stream, compression="zstd", write_page_checksum=True)
@@ -131,10 +135,7 @@ def build_parts(
     deadline, left_before = time.monotonic() + stall_timeout_seconds, total + 1
     while missing := [part for part in parts if not Path(part.path).exists()]:
         folder = Path(missing[0].path).parent
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _unwritable(str(folder), error) from error
+        _make_folder(folder)
         with _lock(folder / f"{what}-{_names_digest(parts)}.lock") as holder:
             if holder is None:
                 missing = [part for part in missing if not Path(part.path).exists()]
@@ -149,6 +150,62 @@ def build_parts(
                 error_class="transport",
             )
         time.sleep(POLL_SECONDS)
+
+
+def share_parts(
+    parts: Sequence[Part],
+    build: BuildPart,
+    settings: BuildSettings,
+    *,
+    what: str,
+    share: int = 0,
+    shares: int = 1,
+) -> None:
+    """Makes every part that is missing, together with whoever else wants some of them.
+
+    Each process begins with its own share (every `shares`-th part) and goes on with what nobody is
+    making; a part that another process makes is waited for. In folders of their own, processes
+    make all parts each.
+
+    Raises:
+        VlmpackError: what `build` raised for the first part it failed for; or the parts that are
+            left are held by others, and none appeared for `stall_timeout_seconds`.
+    """
+    timeout = settings.stall_timeout_seconds
+    ordered = sorted(range(len(parts)), key=lambda place: (place % shares != share, place))
+    deadline, left_before = time.monotonic() + timeout, len(parts) + 1
+    while left := [parts[place] for place in ordered if not Path(parts[place].path).exists()]:
+        _make_folder(Path(left[0].path).parent)
+        holders = [build_unless_held(part, build, what) for part in left]
+        if len(left) < left_before or None in holders:
+            deadline, left_before = time.monotonic() + timeout, len(left)
+        elif time.monotonic() > deadline:
+            raise DataError(
+                f"waited {timeout:.0f} s for {what}: {len(left)} of {len(parts)} parts in "
+                f"{Path(left[0].path).parent} are missing and {holders[0]} makes no progress",
+                error_class="transport",
+                shard=left[0].stamp.path,
+            )
+        if None not in holders:
+            time.sleep(SHARE_POLL_SECONDS)
+
+
+def build_unless_held(part: Part, build: BuildPart, what: str) -> str | None:
+    """Who else makes this part (or one with the same lock); None once it is there."""
+    if Path(part.path).exists():
+        return None
+    slot = int.from_bytes(hashlib.blake2b(part.path.encode(), digest_size=1).digest(), "little")
+    with _lock(Path(part.path).parent / f"{what}-share-{slot:02x}.lock") as holder:
+        if holder is None and not Path(part.path).exists():
+            build(part)
+        return holder
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(str(folder), error) from error
 
 
 def _build_missing(

@@ -1,5 +1,8 @@
 """The data layer's front door: open a split, then take its global batches from any point.
 
+A split is indexed as a whole when it is opened, or shard by shard as its plan needs them: see
+vlmpack.data.survey for which, and vlmpack.data.split for the two.
+
 data = TrainData.open(config, encoder, collator, progress=bar)
 state = data.start()
 for step in data.batches(state, rank=0, dp=1, max_steps=100):
@@ -10,69 +13,47 @@ for step in data.batches(state, rank=0, dp=1, max_steps=100):
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
+from vlmpack.data.building import build_settings, make_builder
 from vlmpack.data.config import DataConfig
 from vlmpack.data.fetch import Fetcher, LocalFetcher
+from vlmpack.data.global_step import GlobalStep
+from vlmpack.data.indexed import open_indexed
 from vlmpack.data.ledger import Ledger
 from vlmpack.data.loader import BinDataset, BinRequest, MicroBatch, load_bins
 from vlmpack.data.overlong import Fitted
 from vlmpack.data.parts import Progress
 from vlmpack.data.plan import Bin, Plan, PlannedBatch, assign
-from vlmpack.data.prepare import dropped_samples, make_plan, prepare_split, probe_lengths
+from vlmpack.data.prepare import probe_lengths
 from vlmpack.data.protocols import Collator, Encoder
 from vlmpack.data.read import SampleReader, SkippedSample
-from vlmpack.data.state import DataState, Identity, Segment, check_identity
-from vlmpack.data.summary import DataSummary, summarise
+from vlmpack.data.segments import admit, check_identity
+from vlmpack.data.split import Split
+from vlmpack.data.state import DataState, Identity, Segment
+from vlmpack.data.streamed import open_streamed
+from vlmpack.data.summary import DataSummary, EpochLength
+from vlmpack.data.survey import DataLaunch, survey_split
+from vlmpack.data.table import Int64s, SampleRef
+from vlmpack.data.windows import WindowPlan
 from vlmpack.errors import DataError
 from vlmpack.families.sample import VLMSample
 
-
-@dataclass(frozen=True, slots=True)
-class GlobalStep:
-    """One global batch, as one rank sees it.
-
-    Args:
-        epoch: counted from 0.
-        batch: the run's global batch, counted from 0.
-        num_samples: planned in it, over all ranks, holes included.
-        micro_batches: this rank's share; every rank has equally many, some perhaps empty.
-        state: of the run after this batch.
-    """
-
-    epoch: int
-    batch: int
-    num_samples: int
-    micro_batches: tuple[MicroBatch, ...]
-    state: DataState
-
-    @property
-    def skipped(self) -> tuple[SkippedSample, ...]:
-        """This rank's holes."""
-        return tuple(hole for micro_batch in self.micro_batches for hole in micro_batch.skipped)
+__all__ = ["GlobalStep", "TrainData"]
 
 
 class TrainData:
-    """One split, indexed, measured and planned. Training and validation open one each.
+    """One split, measured and planned. Training and validation open one each.
 
     Args: see `open`, which makes it.
     """
 
     def __init__(
-        self,
-        config: DataConfig,
-        fitted: Fitted,
-        plan: Plan,
-        dataset: BinDataset,
-        identity: Identity,
-        ledger: Ledger,
+        self, config: DataConfig, split: Split, dataset: BinDataset, ledger: Ledger
     ) -> None:
         self.config = config
-        self.fitted = fitted
-        self.plan = plan
+        self.split = split
         self.dataset = dataset
-        self.identity = identity
         self.ledger = ledger
 
     @classmethod
@@ -86,11 +67,12 @@ class TrainData:
         fetcher: Fetcher | None = None,
         list_dropped: bool = True,
         progress: Progress | None = None,
+        launch: DataLaunch | None = None,
     ) -> TrainData:
-        """Indexes what is new, computes lengths, applies the policies, probes, plans.
+        """Indexes what is needed now, computes lengths, applies the policies, probes, plans.
 
-        Every rank may call it at once, outside any collective: one process builds the index, the
-        others wait for its files with a finite timeout.
+        Every rank may call it at once, outside any collective: what one process indexes, the others
+        wait for with a finite timeout.
 
         Args:
             config: the split.
@@ -99,39 +81,77 @@ class TrainData:
             fetcher: where shards are read from; local files by default.
             list_dropped: whether this process writes the over-long samples down (one rank does).
             progress: told about index and lengths parts.
+            launch: what is known beforehand.
 
         Raises:
             RecipeError, DataError, EmptyDataError: what is wrong with the split.
+            RunIdentityError: the launch resumes a run of other data.
         """
         fetcher = LocalFetcher() if fetcher is None else fetcher
         ledger = Ledger(None) if ledger is None else ledger
-        prepared = prepare_split(config, encoder, fetcher, progress)
-        plan = make_plan(config, prepared.fitted)
+        launch = DataLaunch() if launch is None else launch
+        builder, settings = make_builder(config, encoder, fetcher), build_settings(config, progress)
+        survey = launch.survey or survey_split(config, encoder, fetcher, launch.resume)
+
+        def on_dropped(samples: Sequence[SkippedSample]) -> None:
+            if list_dropped:
+                ledger.record(samples, epoch=None, batch=None)
+
+        split: Split
+        if survey.shuffle == "window":
+            split = open_streamed(config, survey, builder, settings, on_dropped, launch)
+        else:
+            split = open_indexed(config, survey, builder, settings, on_dropped)
         reader = SampleReader(fetcher, config.caps)
-        probe_lengths(config, prepared.fitted, reader, encoder)
-        if list_dropped:
-            ledger.record(dropped_samples(prepared.fitted), epoch=None, batch=None)
-        dataset = BinDataset(reader, encoder, collator, config.on_error)
-        return cls(config, prepared.fitted, plan, dataset, prepared.identity, ledger)
+        data = cls(config, split, BinDataset(reader, encoder, collator, config.on_error), ledger)
+        begin = data.start() if launch.resume is None else data.admit(launch.resume)
+        probe_lengths(config, split.probed(config.num_probed, begin), reader, encoder)
+        return data
+
+    @property
+    def plan(self) -> Plan | WindowPlan:
+        """Its global batches."""
+        return self.split.plan
+
+    @property
+    def identity(self) -> Identity:
+        """What decides its order."""
+        return self.split.identity
+
+    @property
+    def fitted(self) -> Fitted:
+        """All its samples, numbered from 0; what is not indexed yet is indexed first."""
+        return self.split.fitted
+
+    def ref(self, number: int) -> SampleRef:
+        """A sample by its number in the plan (and in the ledger)."""
+        return self.split.ref(number)
+
+    def numbers(self) -> list[tuple[str, Int64s]]:
+        """(name, usable samples by their number in the plan) of each source.
+
+        What is not indexed yet is indexed first.
+        """
+        return self.split.numbers()
+
+    def epoch_length(self) -> EpochLength:
+        """How long an epoch is: exact once every shard is indexed, an estimate before."""
+        return self.split.epoch_length()
 
     def steps_per_epoch(self, epoch: int = 0) -> int:
-        """Global batches in an epoch; the last may be short. The same for every epoch."""
-        return -(-self.plan.epoch_size // self.config.global_batch_size)
+        """Global batches in an epoch; the last may be short. The same for every epoch.
+
+        An estimate where `epoch_length` is one.
+        """
+        return self.epoch_length().num_steps
 
     def summary(self) -> DataSummary:
         """The split's figures, and the padding that packing removes from its first epoch."""
-        whole, part = self.config.global_batch_size, self.config.micro_batch_size
-        bins = [
-            min(part, stop - at)
-            for start in range(0, self.plan.epoch_size, whole)
-            for stop in (min(start + whole, self.plan.epoch_size),)
-            for at in range(start, stop, part)
-        ]
-        return summarise(self.fitted, self.plan, epoch_steps=self.steps_per_epoch(), bins=bins)
+        return self.split.summary()
 
     def start(self) -> DataState:
         """The state of a run that has not begun."""
-        return DataState(0, 0, 0, 0, self.plan.cursors(0, 0), (Segment(0, self.identity),))
+        return DataState(0, 0, 0, 0, self.split.start(), (Segment(0, self.identity),))
 
     def check(self, state: DataState) -> None:
         """Refuses a state of other data or another order.
@@ -139,14 +159,28 @@ class TrainData:
         Raises:
             RunIdentityError: with every difference.
         """
-        check_identity(state, self.identity)
+        check_identity(state, self.identity, key=self.config.key)
+
+    def admit(self, state: DataState) -> DataState:
+        """The state to go on from: the same, or that of a new segment where the data changed.
+
+        Raises:
+            RunIdentityError: other data and `on_data_change: refuse`, or another order.
+        """
+        return admit(
+            state,
+            self.identity,
+            key=self.config.key,
+            new_segment=self.config.on_data_change == "new_segment",
+            start=self.split.start,
+        )
 
     def planned(self, state: DataState, max_steps: int | None) -> Iterator[PlannedBatch]:
         """The global batches from a state on, for all ranks, without reading a sample."""
         left = None if max_steps is None else max_steps - state.batches
         if left is not None and left <= 0:
             return
-        for done, batch in enumerate(self.plan.walk(state.position), start=1):
+        for done, batch in enumerate(self.plan.walk(state.position, state.cursors), start=1):
             yield batch
             if done == left:
                 return
@@ -169,7 +203,7 @@ class TrainData:
             RunIdentityError: the state belongs to other data.
             DataError: a bad sample whose class is not skipped.
         """
-        self.check(state)
+        state = self.admit(state)
         coming: deque[PlannedBatch] = deque()
 
         def requests() -> Iterator[BinRequest]:
@@ -178,18 +212,20 @@ class TrainData:
                 for samples in assign(planned.bins, dp)[rank]:
                     yield self.request(samples)
 
-        loaded = load_bins(self.dataset, requests(), self.config.loader)
         share: list[MicroBatch] = []
-        for micro_batch in loaded:
-            share.append(micro_batch)
-            planned = coming[0]
-            if len(share) < -(-len(planned.bins) // dp):
-                continue
-            coming.popleft()
-            step = self._step(planned, state, tuple(share))
-            self.ledger.record(step.skipped, epoch=step.epoch, batch=step.batch)
-            state, share = step.state, []
-            yield step
+        try:
+            for micro_batch in load_bins(self.dataset, requests(), self.config.loader):
+                share.append(micro_batch)
+                planned = coming[0]
+                if len(share) < -(-len(planned.bins) // dp):
+                    continue
+                coming.popleft()
+                step = self._step(planned, state, tuple(share))
+                self.ledger.record(step.skipped, epoch=step.epoch, batch=step.batch)
+                state, share = step.state, []
+                yield step
+        finally:
+            self.split.close()
 
     def eval_batches(
         self, *, rank: int, dp: int, max_samples: int | None = None
@@ -203,10 +239,14 @@ class TrainData:
         Raises:
             DataError: a bad sample whose class is not skipped.
         """
-        numbers = self.fitted.eligible.nonzero()[0][:max_samples].tolist()
+        fitted = self.fitted
+        numbers = fitted.eligible.nonzero()[0][:max_samples].tolist()
         part = self.config.micro_batch_size
         bins: list[Bin] = [tuple(numbers[at : at + part]) for at in range(0, len(numbers), part)]
-        requests = (self.request(samples) for samples in assign(bins, dp)[rank])
+        requests = (
+            BinRequest(tuple(fitted.table.ref(number) for number in samples))
+            for samples in assign(bins, dp)[rank]
+        )
         for micro_batch in load_bins(self.dataset, requests, self.config.loader):
             self.ledger.record(micro_batch.skipped, epoch=None, batch=None)
             yield micro_batch
@@ -217,8 +257,9 @@ class TrainData:
         Raises:
             DataError: a bad sample whose class is not skipped.
         """
-        for number in self.fitted.eligible.nonzero()[0].tolist():
-            ref = self.fitted.table.ref(number)
+        fitted = self.fitted
+        for number in fitted.eligible.nonzero()[0].tolist():
+            ref = fitted.table.ref(number)
             try:
                 sample = self.dataset.reader.read(ref)
             except DataError as error:
@@ -230,8 +271,8 @@ class TrainData:
             yield sample
 
     def request(self, samples: Bin) -> BinRequest:
-        """What a worker needs to load a bin."""
-        return BinRequest(tuple(self.fitted.table.ref(number) for number in samples))
+        """What a worker needs to load a bin of the plan."""
+        return BinRequest(tuple(self.split.ref(number) for number in samples))
 
     def _step(
         self, planned: PlannedBatch, before: DataState, share: tuple[MicroBatch, ...]
@@ -242,7 +283,7 @@ class TrainData:
             window=following.window,
             batch=following.batch,
             batches=before.batches + 1,
-            cursors=self.plan.cursors(following.epoch, following.window),
+            cursors=planned.cursors,
             segments=before.segments,
         )
         return GlobalStep(

@@ -1,5 +1,8 @@
 """The plan: which samples make up each global batch. A pure function; it never sees a rank.
 
+Here for a split whose samples are all known; vlmpack.data.windows plans shards that are indexed
+while the run goes on.
+
 Eligible samples per source, seed, epoch and packing -> windows of at least 4096 samples -> global
 batches -> bins. A window depends on nothing but these, so any of them is planned alone, and a run
 resumes from (epoch, window, batch). Bins reach ranks through `assign`, the second pure function.
@@ -34,6 +37,13 @@ Bin = tuple[int, ...]
 
 Shuffle = Literal["global", "window", "none"]
 
+Cursor = int | tuple[int, int, int]
+"""Where a source stands: its draws since the run's first sample; where shards are indexed while the
+run goes on, (pass, place in that pass's order of the shards, usable samples of that shard)."""
+
+Cursors = tuple[Cursor, ...]
+"""One for each source."""
+
 Packer = Callable[[Int64s], list[tuple[Bin, ...]]]
 """A window's sample order -> its global batches. The packer restarts at every window."""
 
@@ -45,15 +55,11 @@ class PlanSource:
     Args:
         name: keys its permutation; moving the data does not change it.
         numbers: (n,) the samples that may be used, in index order.
-        shard_of: (n,) int64, the shard of each.
-        num_shards: shards of the source, counted from 0 in `shard_of`.
         num_draws: samples it gives to an epoch; more than n means more than one pass.
     """
 
     name: str
     numbers: Int64s
-    shard_of: Int64s
-    num_shards: int
     num_draws: int
 
 
@@ -74,11 +80,13 @@ class PlannedBatch:
         position: where it stands.
         following: where the next one stands.
         bins: none of them empty.
+        cursors: of the sources, before the window of `following`.
     """
 
     position: Position
     following: Position
     bins: tuple[Bin, ...]
+    cursors: Cursors
 
     @property
     def num_samples(self) -> int:
@@ -116,14 +124,37 @@ def window_samples(global_batch_size: int) -> int:
 
 def seeded_order(count: int, *labels: object) -> Int64s:
     """(count,) a permutation of 0 .. count - 1 that depends on the labels alone."""
-    return np.argsort(_bits(count, labels), kind="stable")
-
-
-def _bits(count: int, labels: Sequence[object]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     text = "|".join([PLAN_RULE, *(str(label) for label in labels)])
     key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
-    raw = np.random.Philox(key=key).random_raw(count)
-    return np.asarray(raw, dtype=np.uint64)
+    raw = np.asarray(np.random.Philox(key=key).random_raw(count), dtype=np.uint64)
+    return np.argsort(raw, kind="stable")
+
+
+def cut_window(
+    batches: Sequence[tuple[Bin, ...]],
+    place: Position,
+    after: Position,
+    *,
+    before: Cursors,
+    behind: Cursors,
+) -> list[PlannedBatch]:
+    """A window's global batches with their places.
+
+    Args:
+        batches: as the packer made them.
+        place: of the window's first one.
+        after: of the first one behind the window.
+        before, behind: the cursors at the window's start and end.
+    """
+    planned = []
+    for b, bins in enumerate(batches):
+        last = b + 1 == len(batches)
+        following = after if last else Position(place.epoch, place.window, b + 1)
+        cursors = behind if last else before
+        planned.append(
+            PlannedBatch(Position(place.epoch, place.window, b), following, bins, cursors)
+        )
+    return planned
 
 
 class Plan:
@@ -132,8 +163,7 @@ class Plan:
     Args:
         sources: with their draws per epoch.
         seed: of the run's data order.
-        shuffle: `global` permutes each source whole, `window` its shards and then stretches of
-            neighbouring samples, `none` keeps the index's order.
+        shuffle: `global` permutes each source whole, `none` keeps the index's order.
         window: samples in a window.
         packer: cuts a window's order into global batches.
     """
@@ -143,7 +173,7 @@ class Plan:
         sources: Sequence[PlanSource],
         *,
         seed: int,
-        shuffle: Shuffle,
+        shuffle: Literal["global", "none"],
         window: int,
         packer: Packer,
     ) -> None:
@@ -165,7 +195,7 @@ class Plan:
         """Windows in an epoch."""
         return int(self._starts.shape[0]) - 1
 
-    def cursors(self, epoch: int, window: int) -> tuple[int, ...]:
+    def cursors(self, epoch: int, window: int) -> Cursors:
         """What each source has given before a window, counted from the run's first sample."""
         return tuple(
             epoch * source.num_draws + int(self._starts[window, d])
@@ -189,17 +219,21 @@ class Plan:
         batches = self.packer(self.window_order(epoch, window))
         last_window = window + 1 == self.num_windows
         after = Position(epoch + 1) if last_window else Position(epoch, window + 1)
-        return [
-            PlannedBatch(
-                Position(epoch, window, b),
-                Position(epoch, window, b + 1) if b + 1 < len(batches) else after,
-                bins,
-            )
-            for b, bins in enumerate(batches)
-        ]
+        return cut_window(
+            batches,
+            Position(epoch, window),
+            after,
+            before=self.cursors(epoch, window),
+            behind=self.cursors(after.epoch, after.window),
+        )
 
-    def walk(self, start: Position) -> Iterator[PlannedBatch]:
-        """Global batches from a position on, without end. The plan must not be empty."""
+    def walk(self, start: Position, cursors: Cursors = ()) -> Iterator[PlannedBatch]:
+        """Global batches from a position on, without end. The plan must not be empty.
+
+        Args:
+            start: where.
+            cursors: not needed here: the position says it all.
+        """
         assert self.epoch_size > 0
         position = start
         while True:
@@ -233,16 +267,7 @@ class Plan:
         labels = (self.seed, source.name, number)
         if self.shuffle == "none":
             return np.arange(size, dtype=np.int64)
-        if self.shuffle == "global":
-            return seeded_order(size, "global", *labels)
-        place_of = np.empty(source.num_shards, dtype=np.int64)
-        place_of[seeded_order(source.num_shards, "shards", *labels)] = np.arange(
-            source.num_shards, dtype=np.int64
-        )
-        by_shard = np.argsort(place_of[source.shard_of], kind="stable")
-        stretch = np.arange(size, dtype=np.int64) // self.window
-        bits = _bits(size, ("stretch", *labels))
-        return by_shard[np.lexsort((bits, stretch))]
+        return seeded_order(size, "global", *labels)
 
 
 def assign(bins: Sequence[Bin], dp: int) -> list[list[Bin]]:

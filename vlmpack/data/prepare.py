@@ -12,22 +12,22 @@ import numpy as np
 from vlmpack.data.blend import draws_per_source
 from vlmpack.data.config import DataConfig
 from vlmpack.data.fetch import Fetcher
-from vlmpack.data.index import IndexBuilder, ShardIndex, open_index
+from vlmpack.data.index import ShardIndex, open_index
 from vlmpack.data.lengths import (
-    LengthsBuilder,
     SampleText,
+    ShardBuilder,
     lengths_digest,
     open_lengths,
     read_text,
 )
 from vlmpack.data.overlong import Fitted, apply_over_long
-from vlmpack.data.parts import BuildSettings, Progress, default_cache_dir
-from vlmpack.data.plan import PLAN_RULE, FixedPacker, Plan, PlanSource, window_samples
+from vlmpack.data.parts import BuildSettings
+from vlmpack.data.plan import PLAN_RULE, FixedPacker, Plan, PlanSource, Shuffle, window_samples
 from vlmpack.data.protocols import Encoder
 from vlmpack.data.read import SampleReader, SkippedSample
-from vlmpack.data.sources import expand_shards
 from vlmpack.data.state import Identity, IdentityValue
-from vlmpack.data.table import SampleTable, join_tables
+from vlmpack.data.survey import Survey
+from vlmpack.data.table import SampleRef, SampleTable, join_tables
 from vlmpack.errors import DataError, EmptyDataError
 
 MAX_SOURCES_LISTED = 6
@@ -47,47 +47,30 @@ class PreparedSplit:
 
 
 def prepare_split(
-    config: DataConfig, encoder: Encoder, fetcher: Fetcher, progress: Progress | None
+    config: DataConfig, survey: Survey, builder: ShardBuilder, settings: BuildSettings
 ) -> PreparedSplit:
     """Indexes what is new, measures what is new, applies the policies.
 
     Raises:
-        RecipeError: a pattern that matches nothing.
         DataError: a damaged shard; a bad sample whose class is not skipped; an over-long sample.
         EmptyDataError: nothing to train on.
     """
-    directory = config.index_dir if config.index_dir is not None else default_cache_dir()
-    settings = BuildSettings(
-        directory=directory,
-        max_processes=config.index_processes,
-        stall_timeout_seconds=config.index_timeout_seconds,
-        preload=config.loader.preload,
-        progress=progress,
-    )
-    index = IndexBuilder(fetcher, config.caps)
-    lengths = LengthsBuilder(fetcher, index, directory, encoder)
     joined: list[tuple[Sequence[ShardIndex], Sequence[Any]]] = []
-    for source in config.sources:
-        name = config.key if len(config.sources) == 1 else f"{config.key}.{source.name}"
-        indexes = open_index(
-            expand_shards(source.paths, key=name),
-            index,
-            settings,
-        )
-        tables = open_lengths(indexes, lengths, settings)
-        joined.append((indexes, tables))
+    for stamps in survey.sources:
+        indexes = open_index(stamps, builder, settings)
+        joined.append((indexes, open_lengths(indexes, builder.lengths, settings)))
     table = join_tables(joined)
-    _check_faults(table, config)
-    rows = _Rows(table, [index for indexes, _ in joined for index in indexes], fetcher)
+    check_faults(table, config)
+    rows = _Rows(table, [index for indexes, _ in joined for index in indexes], builder.fetcher)
     fitted = apply_over_long(
         table,
         policy=config.over_long,
         max_tokens=config.seq_length,
-        encoder=encoder,
+        encoder=builder.lengths.encoder,
         read_text=rows.read_text,
     )
     _check_not_empty(fitted, config)
-    return PreparedSplit(fitted, _identity(config, encoder, joined))
+    return PreparedSplit(fitted, _identity(config, survey, builder.lengths.encoder, joined))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +89,14 @@ class _Rows:
         return read_text(self.fetcher, index.stamp, row)
 
 
-def make_plan(config: DataConfig, fitted: Fitted) -> Plan:
-    """The plan of a split. `auto` is `global`: every local shard is indexed before the plan."""
+def make_plan(config: DataConfig, fitted: Fitted, shuffle: Shuffle) -> Plan:
+    """The plan of a split whose samples are all known.
+
+    Raises:
+        EmptyDataError: a source with weight and without a usable sample.
+    """
+    assert shuffle != "window"
     table = fitted.table
-    shard_of = np.repeat(np.arange(len(table.shards), dtype=np.int64), np.diff(table.shard_starts))
     bounds = [
         (int(table.source_starts[d]), int(table.source_starts[d + 1]))
         for d in range(len(config.sources))
@@ -126,25 +113,28 @@ def make_plan(config: DataConfig, fitted: Fitted) -> Plan:
             raise EmptyDataError(
                 f"{config.key}.{source.name}: no usable sample, but its weight is {source.weight}"
             )
-        shards = shard_of[numbers[d]]
-        first = int(np.searchsorted(table.shard_starts, bounds[d][0], side="left"))
-        last = int(np.searchsorted(table.shard_starts, bounds[d][1], side="right"))
-        sources.append(
-            PlanSource(source.name, numbers[d], shards - first, max(1, last - first), draws[d])
-        )
+        sources.append(PlanSource(source.name, numbers[d], draws[d]))
     return Plan(
         sources,
         seed=config.seed,
-        shuffle="global" if config.shuffle == "auto" else config.shuffle,
+        shuffle=shuffle,
         window=window_samples(config.global_batch_size),
         packer=FixedPacker(config.global_batch_size, config.micro_batch_size),
     )
 
 
+def probed_samples(fitted: Fitted, count: int) -> list[SampleRef]:
+    """A few good samples, spread over the split, and some of those that the plan shrank."""
+    usable = np.flatnonzero(fitted.eligible & ~fitted.table.bad)
+    places = np.linspace(0, usable.size - 1, num=min(count, usable.size)).astype(np.int64)
+    spread = usable[places].tolist()
+    return [fitted.table.ref(n) for n in sorted({*spread, *list(fitted.table.shrunk)[:count]})]
+
+
 def probe_lengths(
-    config: DataConfig, fitted: Fitted, reader: SampleReader, encoder: Encoder
+    config: DataConfig, refs: Sequence[SampleRef], reader: SampleReader, encoder: Encoder
 ) -> int:
-    """Encodes a few samples, spread over the split, and compares with the predicted lengths.
+    """Encodes a few samples and compares with the predicted lengths.
 
     Returns:
         How many were compared (bad ones that the policy skips do not count).
@@ -153,12 +143,8 @@ def probe_lengths(
         DataError: the first sample whose encoded length is not the predicted one; or one that is
             bad, where its class is not skipped.
     """
-    usable = np.flatnonzero(fitted.eligible & ~fitted.table.bad)
-    count = min(config.num_probed, usable.size)
-    spread = usable[np.linspace(0, usable.size - 1, num=count).astype(np.int64)].tolist()
     compared = 0
-    for number in sorted({*spread, *list(fitted.table.shrunk)[: config.num_probed]}):
-        ref = fitted.table.ref(number)
+    for ref in refs:
         try:
             encoded = encoder.encode(reader.read(ref), ref.sizes)
         except DataError as error:
@@ -187,7 +173,7 @@ def dropped_samples(fitted: Fitted) -> list[SkippedSample]:
     ]
 
 
-def _check_faults(table: SampleTable, config: DataConfig) -> None:
+def check_faults(table: SampleTable, config: DataConfig) -> None:
     """Stops before training where a sample is already known to be bad and may not be skipped."""
     for number, (name, _) in sorted(table.faults.items()):
         try:
@@ -220,37 +206,63 @@ def _check_not_empty(fitted: Fitted, config: DataConfig) -> None:
 
 def _identity(
     config: DataConfig,
+    survey: Survey,
     encoder: Encoder,
     joined: Sequence[tuple[Sequence[ShardIndex], Sequence[Any]]],
 ) -> Identity:
-    """What decides the order, readable; many sources are folded into one digest."""
+    contents = []
+    for indexes, _ in joined:
+        samples = sum(index.num_samples for index in indexes)
+        content = short_digest("".join(index.content for index in indexes))
+        contents.append((f"{len(indexes)} shards, {samples} samples", content))
+    lengths = lengths_digest([table for _, tables in joined for table in tables])[:16]
+    return split_identity(
+        config, survey.shuffle, encoder, rule=PLAN_RULE, lengths=lengths, contents=contents
+    )
+
+
+def split_identity(
+    config: DataConfig,
+    shuffle: Shuffle,
+    encoder: Encoder,
+    *,
+    rule: str,
+    lengths: str,
+    contents: Sequence[tuple[str, str]],
+) -> Identity:
+    """What decides the order, readable; many sources are folded into one digest.
+
+    Args:
+        rule: of the plan.
+        lengths: what the lengths are, or what makes them.
+        contents: per source, its size in words and a digest of what it holds.
+    """
     identity: dict[str, IdentityValue] = {
-        "plan": PLAN_RULE,
+        "plan": rule,
         "data.seed": config.seed,
-        "data.shuffle": "global" if config.shuffle == "auto" else config.shuffle,
+        "data.shuffle": shuffle,
         "data.over_long": config.over_long,
         "data.epoch_size": config.epoch_size,
         "packing.mode": config.mode,
         "training.seq_length": config.seq_length,
         "training.global_batch_size": config.global_batch_size,
-        "encoder": _short(encoder.fingerprint),
-        "lengths": lengths_digest([table for _, tables in joined for table in tables])[:16],
+        "encoder": short_digest(encoder.fingerprint),
+        "lengths": lengths,
     }
     lines = []
-    for source, (indexes, _) in zip(config.sources, joined, strict=True):
-        content = _short("".join(index.content for index in indexes))
-        samples = sum(index.num_samples for index in indexes)
+    for source, (size, content) in zip(config.sources, contents, strict=True):
         weight = "" if source.weight is None else f", weight {source.weight!r}"
-        name = (
-            source.name if len(source.name) <= 40 else f"{source.name[:23]}-{_short(source.name)}"
-        )
-        lines.append((name, f"{len(indexes)} shards, {samples} samples{weight}, {content}"))
+        name = source.name
+        if len(name) > 40:
+            name = f"{name[:23]}-{short_digest(name)}"
+        lines.append((name, f"{size}{weight}, {content}"))
     if len(lines) > MAX_SOURCES_LISTED:
-        identity[config.key] = f"{len(lines)} sources, {_short(repr(lines))}"
+        identity[config.key] = f"{len(lines)} sources, {short_digest(repr(lines))}"
     else:
         identity.update({f"{config.key}.{name}": text for name, text in lines})
     return identity
 
 
-def _short(text: str) -> str:
+def short_digest(text: str) -> str:
+    """16 hex digits that stand for a text."""
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

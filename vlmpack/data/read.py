@@ -7,12 +7,14 @@ class, and the policy for that class says whether it ends the run or leaves a ho
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
+from vlmpack.addresses import is_remote
 from vlmpack.data.caps import SampleCaps
-from vlmpack.data.fetch import Fetcher
+from vlmpack.data.fetch import Fetcher, ShardStamp
 from vlmpack.data.raw import RawSample, parse_span
 from vlmpack.data.schemas import cook
 from vlmpack.data.table import SampleRef
@@ -20,6 +22,9 @@ from vlmpack.errors import DataError, ErrorClass, RecipeError
 from vlmpack.families.sample import VLMSample
 
 Action = Literal["raise", "skip"]
+
+SHARDS_AT_ONCE = 16
+"""Remote shards of one bin that are asked at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +127,23 @@ class SampleReader:
         try:
             return cook(self.read_raw(ref))
         except DataError as error:
-            raise error.located(key=ref.key, shard=ref.shard, offset=ref.offset) from None
+            raise _at(ref, error) from None
+
+    def read_all(self, refs: Sequence[SampleRef]) -> list[VLMSample | DataError]:
+        """The samples of a bin, in order; what fails is an error in its place.
+
+        Remote shards are asked for all their ranges together, and all at the same time.
+        """
+        spans = self._spans(refs)
+        found: list[VLMSample | DataError] = []
+        for ref, span in zip(refs, spans, strict=True):
+            try:
+                if isinstance(span, DataError):
+                    raise span
+                found.append(cook(self._verified(ref, span)))
+            except DataError as error:
+                found.append(_at(ref, error))
+        return found
 
     def read_raw(self, ref: SampleRef) -> RawSample:
         """The sample's members, their bytes verified.
@@ -131,7 +152,9 @@ class SampleReader:
             DataError: class `transport` or `integrity`.
         """
         self.raise_known(ref)
-        span = self.fetcher.read(ref.stamp, ref.offset, ref.length)
+        return self._verified(ref, self.fetcher.read(ref.stamp, ref.offset, ref.length))
+
+    def _verified(self, ref: SampleRef, span: bytes) -> RawSample:
         found = zlib.crc32(span)
         if found != ref.crc32:
             raise DataError(
@@ -143,6 +166,39 @@ class SampleReader:
         if raw.key != ref.key:
             raise DataError(f"the byte range holds the sample {raw.key!r}", error_class="integrity")
         return raw
+
+    def _spans(self, refs: Sequence[SampleRef]) -> list[bytes | DataError]:
+        spans: dict[int, bytes | DataError] = {}
+        remote: dict[ShardStamp, list[int]] = {}
+        for place, ref in enumerate(refs):
+            try:
+                self.raise_known(ref)
+                if is_remote(ref.shard):
+                    remote.setdefault(ref.stamp, []).append(place)
+                else:
+                    spans[place] = self.fetcher.read(ref.stamp, ref.offset, ref.length)
+            except DataError as error:
+                spans[place] = error
+
+        def ask(stamp: ShardStamp) -> Iterable[tuple[int, bytes | DataError]]:
+            return self._spans_of(stamp, remote[stamp], refs)
+
+        if len(remote) == 1:
+            spans.update(ask(*remote))
+        elif remote:
+            with ThreadPoolExecutor(min(len(remote), SHARDS_AT_ONCE)) as pool:
+                for some in pool.map(ask, remote):
+                    spans.update(some)
+        return [spans[place] for place in range(len(refs))]
+
+    def _spans_of(
+        self, stamp: ShardStamp, places: Sequence[int], refs: Sequence[SampleRef]
+    ) -> Iterable[tuple[int, bytes | DataError]]:
+        try:
+            ranges = [(refs[place].offset, refs[place].length) for place in places]
+            return zip(places, self.fetcher.read_ranges(stamp, ranges), strict=True)
+        except DataError as error:
+            return [(place, error) for place in places]
 
     @staticmethod
     def raise_known(ref: SampleRef) -> None:
@@ -159,6 +215,10 @@ class SampleReader:
                 shard=ref.shard,
                 offset=ref.offset,
             )
+
+
+def _at(ref: SampleRef, error: DataError) -> DataError:
+    return error.located(key=ref.key, shard=ref.shard, offset=ref.offset)
 
 
 def _error_class(name: str) -> ErrorClass:

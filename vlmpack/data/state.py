@@ -1,8 +1,9 @@
-"""Where a run stands in its plan, and what the plan was made from. JSON of under 2 KB.
+"""Where a run stands in its plan, and what the plan was made from. JSON of about 2 KB at most.
 
 The state belongs to the run, not to a rank: any number of ranks and workers continues from it with
 the same global batches. What the plan was made from is kept in readable form, so that a resume
-with other data or settings is refused with a list of the differences.
+with other data or settings is refused with a list of the differences; or, where the user allows it
+and only the data differ, goes on as a new segment.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from vlmpack.data.plan import Position
-from vlmpack.errors import CheckpointError, RunIdentityError
+from vlmpack.data.plan import Cursor, Cursors, Position
+from vlmpack.errors import CheckpointError
 
 STATE_VERSION = 1
 
@@ -27,7 +28,8 @@ class Segment:
 
     Args:
         start_batch: global batches consumed when it began.
-        identity: what the plan was made from.
+        identity: what the plan was made from. Of a segment that is over: what differs from the one
+            after it, or `folded`, a digest of several.
     """
 
     start_batch: int
@@ -41,7 +43,7 @@ class DataState:
     Args:
         epoch, window, batch: the next global batch's position in the plan.
         batches: global batches consumed by optimizer steps since the run's start.
-        cursors: per source, samples drawn before the current window began.
+        cursors: per source, where it stood before the current window began.
         segments: oldest first; the last one is current.
     """
 
@@ -49,7 +51,7 @@ class DataState:
     window: int
     batch: int
     batches: int
-    cursors: tuple[int, ...]
+    cursors: Cursors
     segments: tuple[Segment, ...]
 
     @property
@@ -87,12 +89,21 @@ class DataState:
                 for segment in value["segments"]
             )
             counts = {name: int(value[name]) for name in ("epoch", "window", "batch", "batches")}
-            state = cls(**counts, cursors=tuple(value["cursors"]), segments=segments)
+            state = cls(**counts, cursors=tuple(map(_cursor, value["cursors"])), segments=segments)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"the data state cannot be read: {error!r}") from error
         if not segments or min(counts.values()) < 0:
             raise CheckpointError("the data state cannot be read: a count is negative or missing")
         return state
+
+
+def _cursor(value: object) -> Cursor:
+    if isinstance(value, int):
+        return value
+    if not isinstance(value, list) or len(value) != 3:
+        raise ValueError(f"cursor {value!r}")
+    number, place, offset = (int(part) for part in value)
+    return (number, place, offset)
 
 
 def identity_differences(saved: Identity, current: Identity) -> list[str]:
@@ -103,23 +114,3 @@ def identity_differences(saved: Identity, current: Identity) -> list[str]:
         if before != now:
             lines.append(f"{name}: the run has {before!r}, now {now!r}")
     return lines
-
-
-def check_identity(state: DataState, current: Identity) -> None:
-    """Refuses to continue a run on other data or another order.
-
-    Raises:
-        RunIdentityError: with every difference.
-    """
-    lines = identity_differences(state.identity, current)
-    if lines:
-        raise RunIdentityError(
-            "\n".join(
-                [
-                    f"the data of this run differs from what its first {state.batches} global "
-                    "batches were planned from:",
-                    *(f"  {line}" for line in lines),
-                    "Restore these, or start a new run folder.",
-                ]
-            )
-        )

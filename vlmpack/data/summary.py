@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from vlmpack.data.overlong import Fitted
-from vlmpack.data.plan import Plan
 from vlmpack.data.table import Int64s
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
@@ -17,10 +16,12 @@ PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSummary:
-    """The figures of one split.
+    """The figures of one split, or of that part of it which is indexed when the run starts.
 
     Args:
-        num_shards, num_samples: as indexed, bad samples included.
+        num_shards: of the split.
+        num_indexed: of these, the shards that the figures are taken from.
+        num_samples: in these, bad samples included.
         num_usable: samples that an epoch can train on.
         num_dropped: over-long samples that the plan leaves out.
         num_shrunk: samples whose images are made smaller to fit.
@@ -28,13 +29,17 @@ class DataSummary:
         num_tokens, num_image_tokens, num_label_tokens: of the usable samples, once each.
         length_percentiles: percentile -> tokens, of the usable samples.
         epoch_samples, epoch_steps: draws and global batches of an epoch.
-        epoch_tokens: tokens of the first epoch's draws.
+        epoch_is_exact: whether these two are counted; else they are estimated from the shards'
+            sizes.
+        epoch_tokens: tokens of the first epoch's draws; where not every shard is indexed, here and
+            below, of the first window's.
         padded_slots: slots of the first epoch's micro-batches in mode `none`, each padded to its
             longest sample.
         packed_slots: slots of the same micro-batches as packed rows, without alignment.
     """
 
     num_shards: int
+    num_indexed: int
     num_samples: int
     num_usable: int
     num_dropped: int
@@ -46,6 +51,7 @@ class DataSummary:
     length_percentiles: dict[int, int]
     epoch_samples: int
     epoch_steps: int
+    epoch_is_exact: bool
     epoch_tokens: int
     padded_slots: int
     packed_slots: int
@@ -56,37 +62,66 @@ class DataSummary:
         return self.padded_slots - self.packed_slots
 
 
-def summarise(fitted: Fitted, plan: Plan, *, epoch_steps: int, bins: Sequence[int]) -> DataSummary:
+@dataclass(frozen=True, slots=True)
+class EpochLength:
+    """How long an epoch is.
+
+    Args:
+        num_samples: draws.
+        num_steps: global batches, the last perhaps short.
+        exact: whether they are counted or estimated.
+    """
+
+    num_samples: int
+    num_steps: int
+    exact: bool
+
+
+def summarise(
+    fitted: Sequence[Fitted],
+    *,
+    num_shards: int,
+    epoch: EpochLength,
+    tokens: Int64s,
+    bins: Sequence[int],
+) -> DataSummary:
     """The figures of a split.
 
     Args:
-        fitted: its samples, after the over-long policy.
-        plan: its plan.
-        epoch_steps: global batches in an epoch.
-        bins: the number of samples in each bin of an epoch, in plan order.
+        fitted: its samples, as far as they are known, after the over-long policy.
+        num_shards: of the split.
+        epoch: how long an epoch is.
+        tokens: (n,) of the planned samples, in plan order.
+        bins: samples in each of their bins, in plan order.
     """
-    table = fitted.table
-    usable = np.flatnonzero(fitted.eligible & ~table.bad)
-    tokens = table.num_tokens[usable]
-    order = np.concatenate([plan.window_order(0, w) for w in range(plan.num_windows)])
-    padded, packed = count_slots(table.num_tokens[order], np.asarray(bins, dtype=np.int64))
+    good = [np.flatnonzero(one.eligible & ~one.table.bad) for one in fitted]
+
+    def column(name: str) -> Int64s:
+        pairs = zip(fitted, good, strict=True)
+        return np.concatenate([getattr(one.table, name)[rows] for one, rows in pairs])
+
+    lengths = column("num_tokens")
+    faults = Counter(kind for one in fitted for kind, _ in one.table.faults.values())
+    padded, packed = count_slots(tokens, np.asarray(bins, dtype=np.int64))
     return DataSummary(
-        num_shards=len(table.shards),
-        num_samples=table.num_samples,
-        num_usable=int(usable.size),
-        num_dropped=len(fitted.dropped),
-        num_shrunk=len(table.shrunk),
-        num_bad=dict(sorted(Counter(kind for kind, _ in table.faults.values()).items())),
-        num_tokens=int(tokens.sum()),
-        num_image_tokens=int(table.num_image_tokens[usable].sum()),
-        num_label_tokens=int(table.num_label_tokens[usable].sum()),
+        num_shards=num_shards,
+        num_indexed=sum(len(one.table.shards) for one in fitted),
+        num_samples=sum(one.table.num_samples for one in fitted),
+        num_usable=int(lengths.size),
+        num_dropped=sum(len(one.dropped) for one in fitted),
+        num_shrunk=sum(len(one.table.shrunk) for one in fitted),
+        num_bad=dict(sorted(faults.items())),
+        num_tokens=int(lengths.sum()),
+        num_image_tokens=int(column("num_image_tokens").sum()),
+        num_label_tokens=int(column("num_label_tokens").sum()),
         length_percentiles={
-            percent: int(np.percentile(tokens, percent, method="nearest"))
+            percent: int(np.percentile(lengths, percent, method="nearest"))
             for percent in PERCENTILES
         },
-        epoch_samples=plan.epoch_size,
-        epoch_steps=epoch_steps,
-        epoch_tokens=int(table.num_tokens[order].sum()),
+        epoch_samples=epoch.num_samples,
+        epoch_steps=epoch.num_steps,
+        epoch_is_exact=epoch.exact,
+        epoch_tokens=int(tokens.sum()),
         padded_slots=padded,
         packed_slots=packed,
     )

@@ -58,6 +58,10 @@ class ImageRule(Protocol):
         """A blank image of the smallest size: keeps ranks without images in the collectives."""
         ...
 
+    def pictures(self, media: Media) -> list[Image]:
+        """The RGB images that `preprocess` made patches of: resized, normalisation undone."""
+        ...
+
 
 class Family(Protocol):
     """One model family, said once."""

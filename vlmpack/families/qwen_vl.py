@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL.Image import Image
+from PIL.Image import Image, fromarray
 from torch import Tensor
 
 from vlmpack.families.base import ModulePaths
@@ -90,6 +90,25 @@ class QwenImageRule:
             grid_thw=((1, side, side),),
             num_tokens=(1,),
         )
+
+    def pictures(self, media: Media) -> list[Image]:
+        """Patches put back in their places; a patch holds its still image twice, along time."""
+        processor, side, merge = self._processor, self.patch_size, self.merge_size
+        mean, std = torch.tensor(processor.image_mean), torch.tensor(processor.image_std)
+        counts = [t * h * w for t, h, w in media.grid_thw]
+        images = []
+        for patches, (_, h, w) in zip(
+            media.pixel_values.split(counts), media.grid_thw, strict=True
+        ):
+            # (row, column, row in it, column in it, channel, time, y, x)
+            blocks = patches[: h * w].reshape(
+                h // merge, w // merge, merge, merge, 3, -1, side, side
+            )[:, :, :, :, :, 0]
+            pixels = blocks.permute(0, 2, 5, 1, 3, 6, 4).reshape(h * side, w * side, 3)
+            levels = (pixels * std + mean) / processor.rescale_factor
+            array = levels.round().clamp(0, 255).to(torch.uint8).numpy()
+            images.append(fromarray(array))
+        return images
 
 
 @dataclass(frozen=True, kw_only=True)

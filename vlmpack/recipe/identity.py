@@ -7,6 +7,9 @@ free to change on resume: engine, attention and recomputation, parallelism, micr
 workers, the policy for bad samples, evaluation, checkpoints, logging, export, folders. Out too:
 `packing.alignment`, since the plan records it and starts a new segment where it has to.
 
+With `checkpoint.on_data_change: new_segment` the training sources, their weights and the epoch size
+may change as well: the run goes on as a new segment.
+
 A run may be made longer. Its learning-rate schedule then ends later as well, so from the resumed
 step on the learning rate is that of the longer run: not what the shorter run would have used next,
 nor, before that step, what an unbroken longer run would have used. `identity_notes` says so; with
@@ -52,18 +55,27 @@ def identity(recipe: Recipe) -> dict[str, object]:
     return flat
 
 
-def identity_differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
+def identity_differences(
+    old: Mapping[str, object], new: Mapping[str, object], *, new_segment: bool = False
+) -> list[str]:
     """Why the run with identity `old` cannot go on as `new`, one line per field; empty if it can.
 
     Args:
         old: identity in the run folder.
         new: identity of the recipe that wants to resume it.
+        new_segment: whether `checkpoint.on_data_change` lets the run go on with other data.
     """
     return [
         f"{key}: {_shown(key, old)} in the run folder, {_shown(key, new)} in the recipe"
         for key in [*old, *(key for key in new if key not in old)]
-        if not (key in old and key in new and old[key] == new[key]) and not _grows(key, old, new)
+        if not (key in old and key in new and old[key] == new[key])
+        and not _grows(key, old, new)
+        and not (new_segment and _says_which_data(key))
     ]
+
+
+def _says_which_data(key: str) -> bool:
+    return key.startswith("data.train.") or key == "data.epoch_size"
 
 
 def identity_notes(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:

@@ -60,7 +60,8 @@ def _explain_one(details: ErrorDetails, values: object, schema: Node) -> Problem
         listed = ", ".join(allowed)
         message = f"{shown(found)} is not one of {listed}{suggest_value(found, allowed)}"
         return Problem(path, message)
-    return Problem(path, f"expected {describe(node, schema)}, found {shown(found)}")
+    what = "something else" if "credentials" in location else shown(found)
+    return Problem(path, f"expected {describe(node, schema)}, found {what}")
 
 
 def _missing_message(path: KeyPath, node: Node) -> str:

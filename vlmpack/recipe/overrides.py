@@ -48,6 +48,8 @@ def apply_overrides(
 
 
 def _label(text: str) -> Place:
+    if "credentials" in text:
+        text = f"{text.partition('=')[0]}=***"
     text = without_password(text)
     short = text if len(text) <= _MAX_LABEL else text[: _MAX_LABEL - 3] + "..."
     return Place(f"override '{short}'")

@@ -1,22 +1,31 @@
-"""Rules about places: a recipe names local files and folders, never a program or an address.
+"""Rules about places: a recipe names files, folders and addresses, never a program or a secret.
 
 Paths are taken as written. Relative ones start at the current directory, so that a resolved
 recipe runs again from the directory it was first run in. Nothing in them is expanded, neither
-`~` nor `${...}`; what looks like it is refused, since a folder of that name is never meant.
+`~` nor `${...}`; what looks like it is refused, since a folder of that name is never meant. Shards
+alone may lie in stores; `${env:NAME}` in their addresses is resolved when they are asked for, so
+that a saved recipe has the reference.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
+from vlmpack.addresses import (
+    OBJECT_SCHEMES,
+    REMOTE_SCHEMES,
+    credential_problem,
+    endpoint_problem,
+    is_remote,
+    scheme_of,
+    secret_in,
+    without_references,
+)
 from vlmpack.recipe.problems import KeyPath, Problem
 from vlmpack.recipe.schema import DataSection, ModelSection, Recipe
 from vlmpack.recipe.sources import Source
 
-_REMOTE = ("s3", "gs", "az", "http", "https", "hf")
-_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://|(pipe|exec|sh|cmd|file):", re.IGNORECASE)
 _SPLITS = ("train", "validation", "test")
 
 
@@ -25,19 +34,51 @@ def model_is_local(model: ModelSection) -> list[Problem]:
     return _not_local(("model", "path"), model.path)
 
 
-def sources_are_local(data: DataSection) -> list[Problem]:
-    """Shards are files on this machine."""
-    return [
-        problem
-        for split, sources in zip(_SPLITS, (data.train, data.validation, data.test), strict=True)
-        for index, source in enumerate(sources or ())
-        for problem in _not_local(("data", split, index, "path"), source.path)
+def sources_are_readable(data: DataSection) -> list[Problem]:
+    """Shards are files on this machine, or addresses without a secret."""
+    problems = []
+    for split, sources in zip(_SPLITS, (data.train, data.validation, data.test), strict=True):
+        for index, source in enumerate(sources or ()):
+            key: KeyPath = ("data", split, index, "path")
+            if not is_remote(source.path):
+                problems += _not_local(key, source.path)
+            elif secret := secret_in(source.path):
+                problems.append(Problem(key, f"a {scheme_of(source.path)}:// address {secret}"))
+            elif "${" in without_references(source.path) or "$(" in source.path:
+                message = "'$' references in addresses are '${env:NAME}', no others"
+                problems.append(Problem(key, message))
+    return problems
+
+
+def one_endpoint(data: DataSection) -> list[Problem]:
+    """An endpoint is that of one kind of store, and neither it nor a credential is a secret."""
+    storage, problems = data.storage, []
+    key: KeyPath = ("data", "storage", "endpoint")
+    if storage.endpoint is not None:
+        problem = endpoint_problem(storage.endpoint, allow_private=storage.allow_private)
+        problems += [Problem(key, problem)] if problem else []
+        used = {
+            scheme_of(source.path)
+            for source in (*data.train, *(data.validation or ()), *(data.test or ()))
+        }
+        stores = [scheme for scheme in OBJECT_SCHEMES if scheme in used]
+        if len(stores) > 1:
+            names = " and ".join(f"{scheme}://" for scheme in stores)
+            problems.append(Problem(key, f"one endpoint for {names}; shards of one of them only"))
+    problems += [
+        Problem(("data", "storage", "credentials", name), problem)
+        for name, value in storage.credentials
+        if value is not None and (problem := credential_problem(name, value))
     ]
+    return problems
 
 
 def index_dir_is_local(data: DataSection) -> list[Problem]:
-    """The shard index is kept on this machine."""
-    return _not_local(("data", "index_dir"), data.index_dir or "")
+    """The shard index is kept on this machine, and so is what is cached of remote shards."""
+    return [
+        *_not_local(("data", "index_dir"), data.index_dir or ""),
+        *_not_local(("data", "cache", "directory"), data.cache.directory or ""),
+    ]
 
 
 def run_dir_is_local(run_dir: str) -> list[Problem]:
@@ -52,11 +93,11 @@ def _not_local(key: KeyPath, path: str) -> list[Problem]:
         return [Problem(key, "'~' is not expanded in paths; write the folder out")]
     if "${" in path or "$(" in path:
         return [Problem(key, "'$' references are not expanded in paths; write the folder out")]
-    if not (match := _SCHEME.match(path)):
+    scheme = scheme_of(path)
+    if scheme is None:
         return []
-    scheme = (match[1] or match[2]).lower()
-    if scheme in _REMOTE:
-        message = f"'{scheme}://' addresses are not in this version; copy the files to a local path"
+    if scheme in REMOTE_SCHEMES:
+        message = f"'{scheme}://' addresses are for shards alone; copy the files to a local path"
     elif scheme == "file":
         message = "'file:' is not needed; write the path alone"
     else:
@@ -72,15 +113,21 @@ def anchored(recipe: Recipe, base_dir: str | os.PathLike[str]) -> Recipe:
 
     def moved(sources: tuple[Source, ...] | None) -> tuple[Source, ...] | None:
         return sources and tuple(
-            source.model_copy(update={"path": join(source.path)}) for source in sources
+            source
+            if is_remote(source.path)
+            else source.model_copy(update={"path": join(source.path)})
+            for source in sources
         )
 
-    model, data = recipe.model, recipe.data
+    model, data, cache = recipe.model, recipe.data, recipe.data.cache
     places = {
         "train": moved(data.train),
         "validation": moved(data.validation),
         "test": moved(data.test),
         "index_dir": None if data.index_dir is None else join(data.index_dir),
+        "cache": cache.model_copy(
+            update={"directory": None if cache.directory is None else join(cache.directory)}
+        ),
     }
     return recipe.model_copy(
         update={

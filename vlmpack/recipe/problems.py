@@ -6,17 +6,17 @@ file and line, or the override, that the key came from.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from vlmpack.addresses import redacted
 
 KeyPath = tuple[str | int, ...]
 """A key, from the root: `("data", "train", 0, "path")`."""
 
 
 _ABSENT = object()
-_LOGIN = re.compile(r"://[^/@\s]*@")
 
 
 class Place(NamedTuple):
@@ -87,8 +87,8 @@ def as_written(path: KeyPath, values: object) -> KeyPath:
 
 
 def without_password(text: str) -> str:
-    """The text without the user and password that an address in it may hold."""
-    return _LOGIN.sub("://***@", text)
+    """The text without the user, password and signed query that an address in it may hold."""
+    return redacted(text)
 
 
 def place_of(path: KeyPath, places: Mapping[KeyPath, Place]) -> Place | None:

@@ -28,8 +28,9 @@ from vlmpack.recipe.mcore_rules import (
 from vlmpack.recipe.path_rules import (
     index_dir_is_local,
     model_is_local,
+    one_endpoint,
     run_dir_is_local,
-    sources_are_local,
+    sources_are_readable,
 )
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import (
@@ -206,7 +207,8 @@ RULES: tuple[Rule, ...] = (
     Rule(evaluation_has_data, ("data", "evaluation")),
     Rule(trackers_differ, ("logging",)),
     Rule(model_is_local, ("model",)),
-    Rule(sources_are_local, ("data",)),
+    Rule(sources_are_readable, ("data",)),
+    Rule(one_endpoint, ("data",)),
     Rule(index_dir_is_local, ("data",)),
     Rule(run_dir_is_local, ("run_dir",)),
 )

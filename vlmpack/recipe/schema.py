@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from vlmpack.recipe.sources import OptionalSources, Section, Sources, as_tuple
+from vlmpack.recipe.storage import StorageSection
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -71,6 +72,19 @@ class OnErrorSection:
     )
 
 
+class CacheSection(Section):
+    """Pieces of remote shards, kept on a local disk once they were fetched; checked on every use.
+    Local shards are never copied."""
+
+    directory: str | None = Field(default=None, min_length=1)
+    """Folder on a local disk; runs may share it. Null: `blocks` in `$VLMPACK_CACHE`, or in
+    `~/.cache/vlmpack`."""
+
+    max_bytes: CountOrZero = 16 << 30
+    """The most it may hold, in bytes; what was used longest ago goes first. 0: no cache, so that
+    a shard is fetched once for its index and again for its samples."""
+
+
 class DataSection(Section):
     """Which samples are read, in which order, and what happens to the bad ones."""
 
@@ -85,8 +99,9 @@ class DataSection(Section):
     """Shards for the generation-based evaluation before and after training. Null: none."""
 
     shuffle: Literal["auto", "global", "window"] = "auto"
-    """Scope of the shuffle: all samples, or a window of shards at a time. `auto`: global when
-    every shard is local and indexed; settled once, at the run's first launch."""
+    """Scope of the shuffle: all samples, or a window of shards at a time, which needs no index
+    beforehand. `auto`: window when a shard is remote, or when more than 32 GiB of local shards are
+    not indexed yet; else global. Settled once, at the run's first launch."""
 
     over_long: Literal["error", "drop", "shrink_images"] = "error"
     """For a sample longer than `training.seq_length`: stop, leave it out, or resize its images
@@ -109,6 +124,12 @@ class DataSection(Section):
 
     index_dir: str | None = Field(default=None, min_length=1)
     """Folder for the shard index. Null: a default place, printed at the start of a run."""
+
+    cache: CacheSection = CacheSection()
+    """What is kept of remote shards."""
+
+    storage: StorageSection = StorageSection()
+    """How remote shards are reached."""
 
 
 class PackingSection(Section):
@@ -239,6 +260,10 @@ class CheckpointSection(Section):
     resume: Literal["auto", "never", "required"] = "auto"
     """`auto`: continue from the run folder's newest checkpoint if it has one; `never`: start
     anew; `required`: stop if there is none."""
+
+    on_data_change: Literal["refuse", "new_segment"] = "refuse"
+    """A resume with other shards, rewritten ones, or other weights: stop with the differences, or
+    go on with the new data from the next global batch, as a new segment that begins an epoch."""
 
 
 class LoggingSection(Section):

@@ -34,7 +34,8 @@ class Source(Section):
     """One set of shards that is drawn from as a whole."""
 
     path: str = Field(min_length=1, examples=["data/train-{000..031}.tar"])
-    """Local path of one or more tar shards: a file, a glob (`*`, `?`) or a brace list or range
+    """Path or address (`s3://`, `gs://`, `az://`, `https://`, `hf://datasets/`) of one or more tar
+    shards: a file, a glob (`*`, `?`; not for https and hf) or a brace list or range
     (`{000..031}`, `{a,b}`). Relative paths start at the current directory."""
 
     weight: float | None = Field(default=None, gt=0)

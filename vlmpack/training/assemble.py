@@ -8,14 +8,20 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from vlmpack.addresses import is_remote
 from vlmpack.backends.adamw import AdamWConfig
 from vlmpack.backends.engine import Engine
+from vlmpack.data.cache import READ_AHEAD_BYTES, CacheConfig, CachedFetcher, default_block_dir
 from vlmpack.data.caps import SampleCaps
 from vlmpack.data.config import DataConfig, SourceConfig
+from vlmpack.data.fetch import Fetcher
 from vlmpack.data.ledger import Ledger
 from vlmpack.data.loader import LoaderSettings
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.read import ErrorPolicy
+from vlmpack.data.state import DataState
+from vlmpack.data.stores import RoutingFetcher, StorageConfig
+from vlmpack.data.survey import DataLaunch, survey_split
 from vlmpack.distributed import Ranks
 from vlmpack.errors import CapabilityError
 from vlmpack.families import Encoder
@@ -84,7 +90,8 @@ def _data_config(
         micro_batch_size=micro,
         global_batch_size=whole,
         seed=recipe.training.seed,
-        shuffle=data.shuffle,
+        shuffle=data.shuffle if key == "data.train" else "none",
+        on_data_change=recipe.checkpoint.on_data_change,
         epoch_size=data.epoch_size if key == "data.train" else None,
         over_long=data.over_long,
         on_error=ErrorPolicy.from_mapping(
@@ -100,6 +107,31 @@ def _data_config(
     )
 
 
+def build_fetcher(recipe: Recipe) -> Fetcher:
+    """What reads the recipe's shards, wherever they lie; remote ones through `data.cache`.
+
+    Raises:
+        RecipeError: a store or the cache that cannot be used as the recipe says.
+    """
+    data = recipe.data
+    values = data.storage.model_dump()
+    credentials = {name: value for name, value in values.pop("credentials").items() if value}
+    stores = RoutingFetcher(StorageConfig(credentials=credentials, **values))
+    sources = [
+        source for split in (data.train, data.validation, data.test) for source in split or ()
+    ]
+    if not data.cache.max_bytes or not any(is_remote(source.path) for source in sources):
+        return stores
+    directory = data.cache.directory
+    config = CacheConfig(
+        directory=default_block_dir() if directory is None else Path(directory),
+        max_bytes=data.cache.max_bytes,
+        # In any other order than `global` the samples of a shard are used close together.
+        read_ahead_bytes=0 if data.shuffle == "global" else READ_AHEAD_BYTES,
+    )
+    return CachedFetcher(stores, config)
+
+
 def open_split(
     recipe: Recipe,
     key: str,
@@ -108,11 +140,18 @@ def open_split(
     *,
     ranks: Ranks,
     ledger: Ledger,
+    resume: DataState | None = None,
 ) -> TrainData | None:
     """Open `data.train`, `data.validation` or `data.test`; None where the recipe has no such split.
 
+    Collective: the main rank lists the shards for all.
+
+    Args:
+        resume: where the run goes on, as far as that is known before the model is built.
+
     Raises:
         RecipeError, DataError, EmptyDataError: what is wrong with the split.
+        RunIdentityError: `resume` is of other data.
     """
     sources = {
         "data.train": recipe.data.train,
@@ -125,12 +164,21 @@ def open_split(
     micro, whole = training.micro_batch_size, training.global_batch_size
     if key != "data.train":
         micro = whole = recipe.evaluation.batch_size
+    config = _data_config(recipe, key, sources, micro=micro, whole=whole)
+    fetcher = build_fetcher(recipe)
     return TrainData.open(
-        _data_config(recipe, key, sources, micro=micro, whole=whole),
+        config,
         encoder,
         build_collator(recipe, encoder, derived),
         ledger=ledger,
+        fetcher=fetcher,
         list_dropped=ranks.is_main,
+        launch=DataLaunch(
+            survey=ranks.on_main(lambda: survey_split(config, encoder, fetcher, resume)),
+            resume=resume,
+            share=ranks.rank,
+            shares=ranks.world_size,
+        ),
     )
 
 
@@ -222,4 +270,11 @@ def total_steps(recipe: Recipe, train: TrainData) -> int:
         return recipe.training.max_steps
     epochs = recipe.training.num_epochs
     assert epochs is not None  # one of the two is set, the recipe's rules see to it
+    if not train.epoch_length().exact:
+        logger.info(
+            "%-14s training.num_epochs needs the number of steps, so every shard is indexed "
+            "first; training.max_steps starts at once",
+            "data",
+        )
+        train.split.index_all()
     return epochs * train.steps_per_epoch()

@@ -6,6 +6,7 @@ runs/demo/
   run.lock               pid and host while a process works here
   metrics.jsonl          one row a step
   data-errors.jsonl      one row a skipped sample
+  samples/               which samples each step trained, see vlmpack.training.record
   checkpoints/step-...   see vlmpack.training.checkpoint
   export/                the finetuned model in transformers format
   result.json, predictions-*.jsonl, report/
@@ -49,6 +50,7 @@ class RunDir:
         self.lock = self.path / "run.lock"
         self.metrics = self.path / "metrics.jsonl"
         self.data_errors = self.path / "data-errors.jsonl"
+        self.samples = self.path / "samples"
         self.data_summary = self.path / "data-summary.json"
         self.checkpoints = self.path / "checkpoints"
         self.export = self.path / "export"
@@ -139,12 +141,15 @@ class RunDir:
         self,
         current: Mapping[str, Any],
         differences: Callable[[Mapping[str, Any], Mapping[str, Any]], list[str]],
+        *,
+        hint: str = "",
     ) -> None:
         """Record what this run is, or compare with what was recorded.
 
         Args:
             current: flat mapping of the fields that decide objective and order.
             differences: (recorded, current) -> one readable line for each that matters.
+            hint: what else the user can do.
 
         Raises:
             RunIdentityError: the folder belongs to another run; lists every difference.
@@ -158,7 +163,7 @@ class RunDir:
             raise RunIdentityError(
                 f"run_dir: {self.path} holds another run; these fields differ and decide what is "
                 f"learned, or in which order:\n{listed}\n"
-                f"Choose another run_dir, or restore these values to resume."
+                f"Choose another run_dir, or restore these values to resume.{hint}"
             )
         write_atomically(self.identity, json.dumps(current, indent=2, sort_keys=True) + "\n")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from vlmpack.backends.engine import Engine
 from vlmpack.data.ledger import Ledger, SkipLimiter, SkipLimits
-from vlmpack.data.pipeline import TrainData
+from vlmpack.data.pipeline import GlobalStep, TrainData
 from vlmpack.data.state import DataState
 from vlmpack.data.summary import DataSummary
 from vlmpack.distributed import Ranks, share_iterator
@@ -27,8 +27,9 @@ from vlmpack.training.assemble import (
     total_steps,
     trainer_config,
 )
-from vlmpack.training.checkpoint import list_checkpoints
+from vlmpack.training.checkpoint import list_checkpoints, saved_data_state
 from vlmpack.training.metrics import MetricsLog, Progress, Trackers
+from vlmpack.training.record import SampleName, StepSamples, open_record
 from vlmpack.training.run_dir import RunDir, write_atomically
 from vlmpack.training.stop import StopFlag
 from vlmpack.training.trainer import Reporting, Trainer, TrainStep
@@ -77,6 +78,8 @@ class Session:
         finally:
             if reporting is not None:
                 reporting.close()
+            if self.trainer.record is not None:
+                self.trainer.record.close()
 
     def _reporting(self) -> Reporting:
         logging_section = self.recipe.logging
@@ -106,10 +109,7 @@ class Session:
             yield TrainStep(
                 epoch=step.epoch,
                 batches=[micro_batch.batch for micro_batch in step.micro_batches],
-                names=[
-                    [f"{sample.key} ({sample.shard})" for sample in micro_batch.samples]
-                    for micro_batch in step.micro_batches
-                ],
+                samples=_samples(step),
                 num_planned=step.num_samples,
                 num_skipped=len(step.skipped),
                 read_seconds=sum(m.read_seconds for m in step.micro_batches),
@@ -129,7 +129,10 @@ def open_session(recipe: Recipe, ranks: Ranks, run_dir: RunDir, stop: StopFlag) 
     derived = derive(recipe, ranks.world_size)
     encoder = build_encoder(recipe)
     ledger = Ledger(run_dir.data_errors)
-    train = open_split(recipe, "data.train", encoder, derived, ranks=ranks, ledger=ledger)
+    saved = ranks.on_main(lambda: _saved_state(recipe, run_dir))
+    train = open_split(
+        recipe, "data.train", encoder, derived, ranks=ranks, ledger=ledger, resume=saved
+    )
     assert train is not None  # data.train is required
     validation = open_split(recipe, "data.validation", encoder, derived, ranks=ranks, ledger=ledger)
     test = None
@@ -154,6 +157,17 @@ def open_session(recipe: Recipe, ranks: Ranks, run_dir: RunDir, stop: StopFlag) 
     done = trainer.totals.step
     ranks.on_main(lambda: ledger.rewind(done))
     limiter.replay(batches=done, global_batch_size=recipe.training.global_batch_size)
+    text = trainer.totals.data_state
+    state = train.start() if text is None else train.admit(DataState.from_json(text))
+    if 0 < state.batches == state.segments[-1].start_batch:
+        logger.info(
+            "%-14s the data changed; from global batch %d on, segment %d trains epoch %d of them",
+            "data",
+            state.batches,
+            len(state.segments),
+            state.epoch,
+        )
+    trainer.record = open_record(run_dir.samples, ranks, start=done, state=state.to_json())
     if ranks.is_main:
         write_atomically(run_dir.data_summary, json.dumps(_summary(recipe, train, summary)) + "\n")
     return Session(
@@ -168,6 +182,27 @@ def open_session(recipe: Recipe, ranks: Ranks, run_dir: RunDir, stop: StopFlag) 
         trainer=trainer,
         resumed=resumed,
     )
+
+
+def _samples(step: GlobalStep) -> StepSamples:
+    """What this replica's share of a global batch holds, for the record."""
+    return StepSamples(
+        batch=step.batch,
+        epoch=step.epoch,
+        bins=tuple(
+            tuple(SampleName(sample.shard, sample.key) for sample in micro_batch.samples)
+            for micro_batch in step.micro_batches
+        ),
+        holes=tuple(SampleName(sample.shard, sample.key) for sample in step.skipped),
+    )
+
+
+def _saved_state(recipe: Recipe, run_dir: RunDir) -> DataState | None:
+    """Where the newest checkpoint stands in the data, before any of its tensors is looked at."""
+    if recipe.checkpoint.resume == "never":
+        return None
+    text = saved_data_state(run_dir.checkpoints)
+    return None if text is None else DataState.from_json(text)
 
 
 def _resume(recipe: Recipe, trainer: Trainer, run_dir: RunDir) -> bool:
@@ -216,11 +251,12 @@ class _ValidationBatches:
 
 def _summary(recipe: Recipe, train: TrainData, summary: DataSummary) -> dict[str, Any]:
     """data-summary.json: what the report draws, from lengths alone."""
-    lengths = train.fitted.table.num_tokens
-    usable = lengths[train.fitted.eligible].tolist()
+    usable = train.split.usable_tokens().tolist()
     examples: list[list[int]] = []
     for planned in train.planned(train.start(), max_steps=EXAMPLE_MICRO_BATCHES):
-        examples += [[int(lengths[number]) for number in samples] for samples in planned.bins]
+        examples += [
+            [train.ref(number).num_tokens for number in samples] for samples in planned.bins
+        ]
     return {
         "packing_mode": recipe.packing.mode,
         "length_histogram": {str(n): count for n, count in sorted(Counter(usable).items())},
@@ -238,15 +274,24 @@ def _log_data(recipe: Recipe, summary: DataSummary) -> None:
     lengths = summary.length_percentiles
     left_out = summary.num_samples - summary.num_usable
     logger.info(
-        "%-14s %d samples%s, %d to %d tokens (median %d), %d steps an epoch",
+        "%-14s %d samples%s, %d to %d tokens (median %d), %s%d steps an epoch",
         "data",
         summary.num_usable,
         f" ({left_out} of {summary.num_samples} left out)" if left_out else "",
         lengths[0],
         lengths[100],
         lengths[50],
+        "" if summary.epoch_is_exact else "about ",
         summary.epoch_steps,
     )
+    if summary.num_indexed < summary.num_shards:
+        logger.info(
+            "%-14s %d of %d shards are read so far, and these figures are theirs; the others are "
+            "indexed ahead of use",
+            "index",
+            summary.num_indexed,
+            summary.num_shards,
+        )
     if recipe.packing.mode == "none":
         what = f"rows are padded: {saved:.0%} of the slots of an epoch hold no token"
     else:

@@ -25,6 +25,7 @@ from vlmpack.training.checkpoint import (
     restore_random_state,
 )
 from vlmpack.training.metrics import MetricsLog, Progress, StepRow, Trackers
+from vlmpack.training.record import SampleRecord, StepSamples
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.step import Stepper, StepSums
 from vlmpack.training.stop import StopFlag
@@ -39,7 +40,7 @@ class TrainStep:
     Args:
         epoch: counted from 0.
         batches: micro-batches, the same number on every rank.
-        names: the samples of each micro-batch, as messages name them.
+        samples: the samples of each micro-batch, and the holes.
         num_planned: samples planned in the global batch, over all ranks, holes included.
         num_skipped: samples of this rank that became holes.
         read_seconds: this rank's loader time for bytes, checksums and JSON.
@@ -49,7 +50,7 @@ class TrainStep:
 
     epoch: int
     batches: Sequence[Batch]
-    names: Sequence[Sequence[str]]
+    samples: StepSamples
     num_planned: int
     num_skipped: int
     read_seconds: float
@@ -148,6 +149,7 @@ class Trainer:
             None without a validation split.
         on_skips: called after every step with the samples planned in it and the skipped ones, over
             all ranks; raises where the budget is spent.
+        record: where this replica's lead writes down what was trained.
     """
 
     stepper: Stepper
@@ -156,6 +158,7 @@ class Trainer:
     stop: StopFlag
     validation: Callable[[], Iterable[Batch]] | None = None
     on_skips: Callable[[int, int], None] | None = None
+    record: SampleRecord | None = None
     totals: Totals = field(default_factory=Totals)
     _saved_step: int = -1
     _validated_step: int = -1
@@ -241,13 +244,15 @@ class Trainer:
         sums, phases = self.stepper.train(
             step,
             train_step.batches,
-            names=train_step.names,
+            names=train_step.samples.names,
             num_skipped=train_step.num_skipped,
             stop=self.stop.is_set,
             writing=self._saver.is_writing,
         )
         seconds = time.perf_counter() - started
         self.totals.add(sums, seconds, train_step.data_state)
+        if self.record is not None:
+            self.record.write(train_step.samples)
         if self.on_skips is not None:
             self.on_skips(train_step.num_planned, sums.num_skipped)
         if reporting is not None:
@@ -322,6 +327,8 @@ class Trainer:
         """
         if self._saved_step == self.totals.step:
             return
+        if self.record is not None:
+            self.record.sync()
         engine = self.stepper.engine
         content = CheckpointContent(
             step=self.totals.step,

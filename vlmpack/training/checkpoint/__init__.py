@@ -21,6 +21,7 @@ from vlmpack.training.checkpoint.folders import (
     find_damage,
     list_checkpoints,
     newest_checkpoint,
+    saved_data_state,
     step_folder,
 )
 from vlmpack.training.checkpoint.load import CheckpointReader, load_checkpoint
@@ -39,5 +40,6 @@ __all__ = [
     "newest_checkpoint",
     "random_state",
     "restore_random_state",
+    "saved_data_state",
     "step_folder",
 ]

@@ -42,6 +42,19 @@ def newest_checkpoint(root: Path) -> tuple[Path | None, list[str]]:
     return None, damaged
 
 
+def saved_data_state(root: Path) -> str | None:
+    """The data state of the newest finished checkpoint, as JSON text; nothing is verified."""
+    for folder in reversed(list_checkpoints(root)):
+        if not (folder / COMPLETE).is_file():
+            continue
+        try:
+            text = read_json(folder / STATE)["totals"]["data_state"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        return text if isinstance(text, str) else None
+    return None
+
+
 def find_damage(folder: Path, *, hashed: Collection[str] = ()) -> str | None:
     """What is wrong with a checkpoint folder, or None if every byte is as it was written.
 

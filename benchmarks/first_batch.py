@@ -1,0 +1,99 @@
+"""From launch to the first batch, on 100 shards that nobody has indexed: `ours` or `webdataset`.
+
+A process of its own for bench_data, which waits for the line that it prints. Nothing is imported
+that the one or the other does not need.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vlmpack.data.cache import CachedFetcher
+    from vlmpack.data.pipeline import TrainData
+    from vlmpack.data.state import DataState
+    from vlmpack.data.stores import RoutingFetcher
+
+MANY = 100
+BATCH = 8
+CACHE_BYTES = 4 << 30
+FAKES = Path(__file__).resolve().parent.parent / "tests" / "data"
+
+
+def name_of(number: int) -> str:
+    """A shard's name on the server."""
+    return f"many-{number:06d}.tar"
+
+
+def fetcher_for(cache: Path | None) -> CachedFetcher | RoutingFetcher:
+    """As a recipe's with remote shards; without a cache where there is no folder for it."""
+    from vlmpack.data.cache import READ_AHEAD_BYTES, CacheConfig, CachedFetcher
+    from vlmpack.data.stores import RoutingFetcher, StorageConfig
+
+    stores = RoutingFetcher(StorageConfig(allow_private=True))
+    if cache is None:
+        return stores
+    config = CacheConfig(directory=cache, max_bytes=CACHE_BYTES, read_ahead_bytes=READ_AHEAD_BYTES)
+    return CachedFetcher(stores, config)
+
+
+def open_data(
+    urls: Sequence[str],
+    index: Path,
+    cache: Path | None,
+    *,
+    global_batch_size: int = BATCH,
+    resume: DataState | None = None,
+) -> tuple[TrainData, CachedFetcher | RoutingFetcher]:
+    """A split in window order, with the tests' encoder: one token a byte, images really decoded."""
+    from vlmpack.data.config import DataConfig, SourceConfig
+    from vlmpack.data.loader import LoaderSettings
+    from vlmpack.data.pipeline import TrainData
+    from vlmpack.data.survey import DataLaunch
+
+    sys.path[:0] = [str(FAKES)]
+    from shard_fakes import FakeEncoder, collator
+
+    config = DataConfig(
+        sources=(SourceConfig(name="bench", paths=tuple(urls)),),
+        seq_length=1 << 20,
+        micro_batch_size=BATCH,
+        global_batch_size=global_batch_size,
+        shuffle="window",
+        loader=LoaderSettings(num_workers=0),
+        index_dir=index,
+        num_probed=0,
+    )
+    fetcher = fetcher_for(cache)
+    launch = DataLaunch(resume=resume)
+    return TrainData.open(
+        config, FakeEncoder(), collator(), fetcher=fetcher, launch=launch
+    ), fetcher
+
+
+def ours(urls: Sequence[str], folder: Path) -> int:
+    """Samples of the first micro-batch."""
+    data, _ = open_data(urls, folder / "index", folder / "cache")
+    step = next(iter(data.batches(data.start(), rank=0, dp=1, max_steps=None)))
+    return len(step.micro_batches[0].samples)
+
+
+def webdataset(urls: Sequence[str]) -> int:
+    """As many samples, out of a shuffle buffer, decoded."""
+    import webdataset as wds
+
+    commands = [f"pipe:curl -s -f {url}" for url in urls]
+    samples = wds.WebDataset(commands, shardshuffle=100).shuffle(1000).decode("pil")
+    return len(list(itertools.islice(samples, BATCH)))
+
+
+if __name__ == "__main__":
+    kind, folder, server = sys.argv[1:]
+    shards = [f"{server}/bucket/{name_of(number)}" for number in range(MANY)]
+    print(ours(shards, Path(folder)) if kind == "ours" else webdataset(shards), flush=True)
+    time.sleep(60)  # the reader ends this process

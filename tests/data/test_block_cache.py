@@ -1,0 +1,405 @@
+"""The block cache: the same bytes as without it, whatever happens to its files."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import random
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from vlmpack.data.block_store import BlockStore
+from vlmpack.data.cache import CacheConfig, CachedFetcher
+from vlmpack.data.fetch import LocalFetcher, ShardStamp
+from vlmpack.data.forkserver import worker_context
+from vlmpack.errors import DataError, RecipeError
+
+BLOCK = 64 << 10
+BUCKET = "s3://bucket"
+
+
+@dataclass
+class FolderStore:
+    """A store whose objects are files of a folder, and that writes down what it was asked for.
+
+    Args:
+        folder: `s3://bucket/x` is `folder/x`.
+        log: a line per range, from every process.
+        wait_seconds: per range.
+    """
+
+    folder: Path
+    log: Path | None = None
+    wait_seconds: float = 0.0
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def path(self, url: str) -> Path:
+        return self.folder / url.removeprefix(f"{BUCKET}/")
+
+    def head(self, path: str) -> ShardStamp:
+        version = self.versions.get(path, "v1")
+        return ShardStamp(path, self.path(path).stat().st_size, version)
+
+    def open(self, stamp: ShardStamp) -> BinaryIO:
+        return io.BytesIO(self.read(stamp, 0, stamp.size))
+
+    def read(self, stamp: ShardStamp, offset: int, length: int) -> bytes:
+        time.sleep(self.wait_seconds)
+        if self.log is not None:
+            with self.log.open("a") as stream:
+                stream.write(f"{stamp.path} {offset} {length}\n")
+        try:
+            whole = self.path(stamp.path).read_bytes()
+        except OSError as error:
+            raise DataError(str(error), error_class="transport", shard=stamp.path) from error
+        data = whole[offset : offset + length]
+        if len(data) != length:
+            raise DataError("the shard ends too early", error_class="integrity", shard=stamp.path)
+        return data
+
+    def read_ranges(self, stamp: ShardStamp, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        return [self.read(stamp, offset, length) for offset, length in ranges]
+
+    def list_shards(self, prefix: str) -> list[ShardStamp]:
+        return [self.head(f"{prefix}{path.name}") for path in sorted(self.path(prefix).iterdir())]
+
+    def requests(self) -> list[tuple[str, int, int]]:
+        assert self.log is not None
+        lines = [line.split() for line in self.log.read_text().splitlines()]
+        return [(url, int(offset), int(length)) for url, offset, length in lines]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FolderStore:
+    """One object of ten blocks and a bit."""
+    (tmp_path / "store").mkdir()
+    (tmp_path / "log").touch()
+    (tmp_path / "store" / "s.tar").write_bytes(random.Random(3).randbytes(10 * BLOCK + 777))
+    return FolderStore(tmp_path / "store", tmp_path / "log")
+
+
+def config(folder: Path, *, blocks: float = 64, **changes: int | float) -> CacheConfig:
+    return CacheConfig(
+        directory=folder / "cache",
+        max_bytes=int(blocks * BLOCK),
+        block_bytes=BLOCK,
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+def block_files(folder: Path) -> list[Path]:
+    return sorted(path for path in (folder / "cache" / "blocks").rglob("*") if path.is_file())
+
+
+def random_ranges(size: int, count: int, seed: int) -> Iterator[tuple[int, int]]:
+    """Short, long, empty, at the edges of blocks and of the shard."""
+    draw = random.Random(seed)
+    edges = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, size - 1, size]
+    for _ in range(count):
+        begin = draw.choice(edges) if draw.random() < 0.3 else draw.randrange(size + 1)
+        longest = draw.choice((0, 1, 600, BLOCK, 3 * BLOCK, size))
+        yield begin, min(size - begin, draw.randint(0, longest))
+
+
+@pytest.mark.parametrize("blocks", [64, 3])
+@pytest.mark.parametrize("ahead", [0, 4 * BLOCK])
+def test_ranges_equal_direct_reads(
+    store: FolderStore, tmp_path: Path, blocks: int, ahead: int
+) -> None:
+    cached = CachedFetcher(store, config(tmp_path, blocks=blocks, read_ahead_bytes=ahead))
+    stamp = store.head(f"{BUCKET}/s.tar")
+    for turn in range(60):
+        ranges = list(random_ranges(stamp.size, random.Random(turn).randint(0, 6), turn))
+        assert cached.read_ranges(stamp, ranges) == store.read_ranges(stamp, ranges), turn
+    assert cached.counters.served_bytes > stamp.size
+    assert bool(cached.counters.fetched_bytes > stamp.size) == (blocks == 3), "3 blocks must thrash"
+
+
+def test_the_stream_fills_the_cache_for_the_ranges(store: FolderStore, tmp_path: Path) -> None:
+    cached = CachedFetcher(store, config(tmp_path))
+    stamp = store.head(f"{BUCKET}/s.tar")
+    with cached.open(stamp) as stream:
+        assert stream.read(512) == store.path(stamp.path).read_bytes()[:512]
+        assert stream.read() == store.path(stamp.path).read_bytes()[512:]
+    assert store.requests() == [(stamp.path, 0, stamp.size)], "one request for the whole shard"
+    for offset, length in random_ranges(stamp.size, 40, seed=1):
+        cached.read(stamp, offset, length)
+    other = CachedFetcher(store, config(tmp_path))  # another process, another run
+    with other.open(stamp) as stream:
+        stream.read()
+    assert len(store.requests()) == 1
+    assert cached.counters.fetched_bytes == stamp.size and other.counters.fetched_bytes == 0
+
+
+def test_a_stream_closes_the_gaps_only(store: FolderStore, tmp_path: Path) -> None:
+    cached = CachedFetcher(store, config(tmp_path))
+    stamp = store.head(f"{BUCKET}/s.tar")
+    cached.read(stamp, 4 * BLOCK, 1)
+    with cached.open(stamp) as stream:
+        assert stream.read() == store.path(stamp.path).read_bytes()
+    assert [request[1:] for request in store.requests()] == [
+        (4 * BLOCK, BLOCK),
+        (0, 4 * BLOCK),
+        (5 * BLOCK, stamp.size - 5 * BLOCK),
+    ]
+
+
+def test_neighbouring_ranges_cost_one_request(store: FolderStore, tmp_path: Path) -> None:
+    cached = CachedFetcher(store, config(tmp_path))
+    stamp = store.head(f"{BUCKET}/s.tar")
+    for offset in range(0, BLOCK, 1000):
+        cached.read(stamp, offset, 1000)
+    assert [request[1:] for request in store.requests()] == [(0, BLOCK), (BLOCK, BLOCK)]
+
+
+def test_reading_ahead_is_one_request(store: FolderStore, tmp_path: Path) -> None:
+    cached = CachedFetcher(store, config(tmp_path, read_ahead_bytes=4 * BLOCK))
+    stamp = store.head(f"{BUCKET}/s.tar")
+    cached.read(stamp, 2 * BLOCK + 5, 10)
+    cached.read(stamp, 5 * BLOCK + 5, 10)
+    cached.read(stamp, 0, 10)
+    assert [r[1:] for r in store.requests()] == [(2 * BLOCK, 4 * BLOCK), (0, 2 * BLOCK)]
+
+
+def test_shards_come_before_they_are_read(store: FolderStore, tmp_path: Path) -> None:
+    cached = CachedFetcher(store, config(tmp_path, read_ahead_bytes=20 * BLOCK))
+    stamp = store.head(f"{BUCKET}/s.tar")
+    cached.read(stamp, 3 * BLOCK, 1)
+    before = len(store.requests())
+    cached.prefetch([ShardStamp(f"{BUCKET}/gone.tar", BLOCK, "v1"), stamp])
+    cached._background.wait()
+    assert len(store.requests()) > before, "the missing shard before it changed nothing"
+    after = len(store.requests())
+    assert cached.read(stamp, 0, stamp.size) == store.path(stamp.path).read_bytes()
+    assert len(store.requests()) == after
+    with pytest.raises(DataError, match="No such file"):
+        cached.read(ShardStamp(f"{BUCKET}/gone.tar", BLOCK, "v1"), 0, 1)
+
+
+def test_what_would_fill_the_cache_is_not_fetched_ahead(store: FolderStore, tmp_path: Path) -> None:
+    cached = CachedFetcher(store, config(tmp_path, blocks=12))
+    cached.prefetch([store.head(f"{BUCKET}/s.tar")])
+    cached._background.wait()
+    assert store.requests() == []
+
+
+def test_what_a_small_cache_cannot_keep_is_read_by_itself(
+    store: FolderStore, tmp_path: Path
+) -> None:
+    """Random order over data far above the bound: few blocks are fetched more than once."""
+    cached = CachedFetcher(store, config(tmp_path, blocks=3))
+    stamp = store.head(f"{BUCKET}/s.tar")
+    draw = random.Random(0)
+    for _ in range(300):
+        cached.read(stamp, draw.randrange(10) * BLOCK, 100)
+    whole = [length for _, _, length in store.requests() if length == BLOCK]
+    assert 10 <= len(whole) <= 25
+    assert len(store.requests()) > 100, "the cache was large enough: the test shows nothing"
+
+
+def test_every_flipped_or_cut_file_is_found(store: FolderStore, tmp_path: Path) -> None:
+    stamp = store.head(f"{BUCKET}/s.tar")
+    truth = store.path(stamp.path).read_bytes()
+    CachedFetcher(store, config(tmp_path)).read(stamp, 0, stamp.size)
+    files = block_files(tmp_path)
+    assert len(files) == 11
+    draw = random.Random(5)
+    for path in files:
+        good = path.read_bytes()
+        faults = [bytearray(good) for _ in range(12)]
+        for fault, place in zip(faults, (0, len(good) - 1, len(good) - 17), strict=False):
+            fault[place] ^= 1 << draw.randrange(8)
+        for fault in faults[3:]:
+            fault[draw.randrange(len(good))] ^= 1 << draw.randrange(8)
+        cuts = [good[:cut] for cut in (0, 1, len(good) // 2, len(good) - 1)]
+        others = [b"", bytes(len(good)), good + b"\0", files[0].read_bytes()[: len(good)]]
+        for bad in [*map(bytes, faults), *cuts, *others]:
+            if bad == good:
+                continue
+            path.write_bytes(bad)
+            before = len(store.requests())
+            cached = CachedFetcher(store, config(tmp_path))
+            assert cached.read(stamp, 0, stamp.size) == truth
+            assert cached.counters.damaged_blocks == 1
+            assert len(store.requests()) == before + 1, "fetched again"
+            assert path.read_bytes() == good
+
+
+def test_a_block_under_anothers_name_is_no_block(store: FolderStore, tmp_path: Path) -> None:
+    stamp = store.head(f"{BUCKET}/s.tar")
+    cached = CachedFetcher(store, config(tmp_path))
+    truth = cached.read(stamp, 0, stamp.size)
+    first, second = [path for path in block_files(tmp_path) if path.stat().st_size > BLOCK][:2]
+    second.write_bytes(first.read_bytes())
+    assert cached.read(stamp, 0, stamp.size) == truth
+    assert cached.counters.damaged_blocks == 1
+
+
+def test_same_base_name_in_two_folders(store: FolderStore, tmp_path: Path) -> None:
+    for name, value in (("a", b"A"), ("b", b"B")):
+        (store.folder / name).mkdir()
+        (store.folder / name / "s.tar").write_bytes(value * 3000)
+    cached = CachedFetcher(store, config(tmp_path))
+    stamps = [store.head(f"{BUCKET}/{name}/s.tar") for name in "ab"]
+    for _ in range(2):
+        assert [cached.read(stamp, 10, 5) for stamp in stamps] == [b"AAAAA", b"BBBBB"]
+
+
+def test_a_changed_etag_is_another_shard(store: FolderStore, tmp_path: Path) -> None:
+    url = f"{BUCKET}/s.tar"
+    cached = CachedFetcher(store, config(tmp_path))
+    old = cached.read(store.head(url), 0, 100)
+    data = bytearray(store.path(url).read_bytes())
+    data[50] ^= 1
+    store.path(url).write_bytes(data)
+    assert cached.read(store.head(url), 0, 100) == old, "guard: the old version is cached"
+    store.versions[url] = "v2"
+    assert cached.read(store.head(url), 0, 100) == bytes(data[:100]) != old
+
+
+def test_local_files_and_shards_without_a_version_are_not_kept(
+    store: FolderStore, tmp_path: Path
+) -> None:
+    local = CachedFetcher(LocalFetcher(), config(tmp_path))
+    stamp = local.head(str(store.folder / "s.tar"))
+    with local.open(stamp) as stream:
+        assert len(stream.read()) == stamp.size
+    assert len(local.read(stamp, 5, 70)) == 70
+    store.versions[f"{BUCKET}/s.tar"] = ""
+    cached = CachedFetcher(store, config(tmp_path))
+    for _ in range(2):
+        cached.read(cached.head(f"{BUCKET}/s.tar"), 0, 10)
+    assert len(store.requests()) == 2
+    assert not (tmp_path / "cache" / "blocks").exists()
+
+
+def test_a_range_behind_the_end_is_the_stores_error(store: FolderStore, tmp_path: Path) -> None:
+    cached = CachedFetcher(store, config(tmp_path))
+    stamp = store.head(f"{BUCKET}/s.tar")
+    with pytest.raises(DataError, match="ends too early"):
+        cached.read(stamp, stamp.size - 5, 6)
+
+
+def test_the_bound_is_kept_and_the_oldest_go(store: FolderStore, tmp_path: Path) -> None:
+    bound = config(tmp_path, blocks=5)
+    cached = CachedFetcher(store, bound)
+    stamp = store.head(f"{BUCKET}/s.tar")
+    for number in range(8):
+        cached.read(stamp, number * BLOCK, 10)
+        cached.read(stamp, 0, 10)  # used all the time: it stays
+        assert sum(path.stat().st_size for path in block_files(tmp_path)) <= bound.max_bytes
+    assert len(block_files(tmp_path)) >= 3
+    assert [request[1] for request in store.requests()].count(0) == 1
+
+
+def test_a_fetcher_travels_without_its_files(store: FolderStore, tmp_path: Path) -> None:
+    cached = CachedFetcher(store, config(tmp_path))
+    stamp = store.head(f"{BUCKET}/s.tar")
+    truth = cached.read(stamp, 7, 9999)
+    copy = pickle.loads(pickle.dumps(cached))
+    assert copy.read(stamp, 7, 9999) == truth
+    assert (copy.counters.fetched_bytes, copy.config) == (0, cached.config)
+
+
+def test_a_full_disk_costs_the_cache_only(
+    store: FolderStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cached = CachedFetcher(store, config(tmp_path))
+    stamp = store.head(f"{BUCKET}/s.tar")
+    cached.read(stamp, 0, 10)
+    (tmp_path / "cache" / "incoming").rmdir()
+    (tmp_path / "cache" / "incoming").write_text("a file where the folder was")
+    assert cached.read(stamp, 3 * BLOCK, 10) == store.read(stamp, 3 * BLOCK, 10)
+    assert "cannot keep a block" in caplog.text
+
+
+def test_a_folder_that_cannot_be_used_is_said_at_the_start(
+    store: FolderStore, tmp_path: Path
+) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(RecipeError, match=r"data\.cache\.directory.*File exists"):
+        CachedFetcher(store, config(tmp_path))
+    with pytest.raises(RecipeError, match=r"data\.cache\.max_bytes"):
+        config(tmp_path, blocks=1)
+
+
+def test_what_a_killed_writer_left_is_swept_up_by_age(tmp_path: Path) -> None:
+    incoming = tmp_path / "incoming"
+    incoming.mkdir()
+    for name, age in (("old", 4000), ("new", 60)):
+        (incoming / name).write_bytes(b"half a block")
+        os.utime(incoming / name, (time.time() - age,) * 2)
+    assert BlockStore(tmp_path, 10**6).write("ab" * 16, b"x")
+    assert [path.name for path in incoming.iterdir()] == ["new"]
+
+
+def read_all(fetcher: CachedFetcher, url: str, seed: int, rounds: int, failures: Path) -> None:
+    """Random ranges from one process; writes down what was wrong."""
+    stamp = fetcher.head(url)
+    truth = fetcher.inner.path(url).read_bytes()  # type: ignore[attr-defined]
+    for offset, length in random_ranges(stamp.size, rounds, seed):
+        if fetcher.read(stamp, offset, length) != truth[offset : offset + length]:
+            failures.write_text(f"{offset} {length}")
+            return
+
+
+def start(target: object, *arguments: object) -> object:
+    process = worker_context().Process(target=target, args=arguments)  # type: ignore[attr-defined]
+    process.start()
+    return process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [64, 4])
+def test_processes_share_a_cache(store: FolderStore, tmp_path: Path, blocks: int) -> None:
+    """Three at once: the right bytes, the bound kept; with room, each block is fetched once."""
+    store.wait_seconds = 0.01
+    bound = config(tmp_path, blocks=blocks)
+    cached = CachedFetcher(store, bound)
+    url, failures = f"{BUCKET}/s.tar", tmp_path / "failures"
+    processes = [start(read_all, cached, url, seed, 60, failures) for seed in range(3)]
+    while any(process.is_alive() for process in processes):  # type: ignore[attr-defined]
+        sizes = [path.stat().st_size for path in block_files(tmp_path) if path.exists()]
+        assert sum(sizes) <= bound.max_bytes + BLOCK  # a file may go while it is counted
+        time.sleep(0.01)
+    assert [process.exitcode for process in processes] == [0, 0, 0]  # type: ignore[attr-defined]
+    assert not failures.exists(), failures.read_text()
+    fetched = sum(length for _, _, length in store.requests())
+    size = store.head(url).size
+    assert fetched == size if blocks == 64 else fetched > size
+
+
+@pytest.mark.parametrize(
+    "rounds", [pytest.param(5, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.soak)]
+)
+def test_killed_writers_leave_a_cache_that_works(
+    store: FolderStore, tmp_path: Path, rounds: int
+) -> None:
+    """kill -9 while blocks are written, over and over: the next reader gets the right bytes."""
+    bound = config(tmp_path, blocks=4)
+    cached = CachedFetcher(store, bound)
+    url, failures = f"{BUCKET}/s.tar", tmp_path / "failures"
+    draw = random.Random(2)
+    killed = 0
+    for seed in range(rounds):
+        process = start(read_all, cached, url, seed, 10**6, failures)
+        before = len(store.requests())
+        while len(store.requests()) < before + 5 and process.is_alive():  # type: ignore[attr-defined]
+            time.sleep(0.002)
+        time.sleep(draw.random() * 0.05)
+        os.kill(process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        process.join()  # type: ignore[attr-defined]
+        killed += process.exitcode == -signal.SIGKILL  # type: ignore[attr-defined]
+        read_all(cached, url, 1000 + seed, 20, failures)
+        assert not failures.exists(), failures.read_text()
+        assert sum(path.stat().st_size for path in block_files(tmp_path)) <= bound.max_bytes
+    assert killed == rounds
+    left = list((tmp_path / "cache" / "incoming").iterdir())
+    assert len(left) <= rounds

@@ -1,0 +1,276 @@
+"""Conversions: every format becomes samples that our reader accepts, the same bytes each time."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import webdataset as wds
+from shard_fakes import image_bytes
+
+from vlmpack.data.caps import SampleCaps
+from vlmpack.data.convert import ConvertReport, ConvertSettings, convert, open_records
+from vlmpack.data.fetch import LocalFetcher
+from vlmpack.data.index import IndexBuilder
+from vlmpack.data.parts import part_for
+from vlmpack.data.raw import group_members
+from vlmpack.data.schemas import cook
+from vlmpack.data.tar import read_members
+from vlmpack.errors import DataError, EmptyDataError, VlmpackError
+from vlmpack.families.sample import VLMSample
+
+CAPS = SampleCaps()
+TURNS = [
+    {"from": "human", "value": "<image>\nWhat is left, <image> or right?"},
+    {"from": "gpt", "value": "Left."},
+    {"from": "human", "value": "Sure?"},
+    {"from": "gpt", "value": "Yes."},
+]
+LLAVA = [
+    {"id": "one", "image": ["a.png", "sub/b.jpg"], "conversations": TURNS},
+    {"id": "two", "image": "a.png", "conversations": [
+        {"from": "human", "value": "Look: <image>"}, {"from": "gpt", "value": "A."}]},
+    {"id": 3, "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
+]  # fmt: skip
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    root = tmp_path / "images"
+    (root / "sub").mkdir(parents=True)
+    (root / "a.png").write_bytes(image_bytes(20, 10, seed=1))
+    (root / "sub/b.jpg").write_bytes(image_bytes(30, 12, seed=2, kind="JPEG"))
+    return root
+
+
+def run(source: Path, out: Path, images: Path, form: str = "auto", **options: Any) -> ConvertReport:
+    split = options.pop("split", None)
+    settings = ConvertSettings(folder=out, image_root=images, index_dir=out / "index", **options)
+    return convert(open_records(source, form, split), settings)
+
+
+def cooked(out: Path) -> list[VLMSample]:
+    """What our reader makes of the shards."""
+    found = []
+    for path in sorted(out.glob("*.tar")):
+        with path.open("rb") as stream:
+            size = path.stat().st_size
+            members = read_members(stream, size, shard=str(path), max_member_bytes=1 << 30)
+            found += [cook(raw) for raw in group_members(members, shard=str(path), caps=CAPS)]
+    return found
+
+
+def direct(records: Iterable[dict[str, Any]], images: Path, folder: Path) -> list[VLMSample]:
+    """The same LLaVA records put into a shard by hand, as the reader's own schema takes them."""
+    folder.mkdir()
+    with wds.TarWriter(str(folder / "hand.tar")) as writer:
+        for number, record in enumerate(records):
+            names = record.get("image", [])
+            names = [names] if isinstance(names, str) else names
+            members = {
+                f"{place}.{name[-3:]}": (images / name).read_bytes()
+                for place, name in enumerate(names)
+            }
+            document = {"conversations": record["conversations"]}
+            writer.write(
+                {"__key__": f"{number:09d}", "json": json.dumps(document).encode()} | members
+            )
+    return cooked(folder)
+
+
+def same(found: list[VLMSample], wanted: list[VLMSample]) -> bool:
+    assert wanted
+    return [(s.key, s.messages, s.images) for s in found] == [
+        (s.key, s.messages, s.images) for s in wanted
+    ]
+
+
+def test_llava_json_reads_as_the_same_conversation(tmp_path: Path, images: Path) -> None:
+    source = tmp_path / "llava.json"
+    source.write_text(json.dumps(LLAVA))
+    report = run(source, tmp_path / "out", images)
+    assert (report.records, report.samples, report.skipped) == (3, 3, ())
+    found = cooked(tmp_path / "out")
+    assert same(found, direct(LLAVA, images, tmp_path / "hand"))
+    assert [len(sample.images) for sample in found] == [2, 1, 0]
+
+
+def test_jsonl_takes_messages_in_all_its_forms(tmp_path: Path, images: Path) -> None:
+    text = {"type": "text", "text": "What?"}
+    answer = {"role": "assistant", "content": "A."}
+    user = [
+        {"content": [{"type": "image", "image": "a.png"}, text]},
+        {"content": [{"type": "image_url", "image_url": {"url": "a.png"}}, text]},
+        {"content": "<image>What?", "images": ["a.png"]},
+        {"content": [{"type": "image"}, text], "image": "a.png"},
+        {"content": [{"type": "image", "path": str(images / "a.png")}, text]},
+    ]
+    lines = []
+    for turn in user:
+        named = {key: turn[key] for key in ("image", "images") if key in turn}
+        messages = [{"role": "user", "content": turn["content"]}, answer]
+        lines.append(json.dumps({"messages": messages, "task": "t", **named}))
+    plain = [{"role": "user", "content": "a literal <image> here"}, answer]
+    lines += ["", json.dumps({"messages": plain})]
+    source = tmp_path / "chat.jsonl"
+    source.write_text("\n".join(lines))
+    run(source, tmp_path / "out", images)
+    *shown, last = cooked(tmp_path / "out")
+    assert len(shown) == len(user)
+    assert {(sample.messages, sample.images, sample.task) for sample in shown} == {
+        (shown[0].messages, ((images / "a.png").read_bytes(),), "t")
+    }
+    assert last.num_images == 0 and last.messages[0].text == "a literal <image> here"
+
+
+def test_a_hugging_face_folder_gives_the_same_samples(tmp_path: Path, images: Path) -> None:
+    """Images as {bytes, path}: bytes here, a path there; structs with nulls; two files."""
+
+    def image(name: str, *, as_bytes: bool) -> dict[str, Any]:
+        data = (images / name).read_bytes()
+        return {"bytes": data, "path": None} if as_bytes else {"bytes": None, "path": name}
+
+    rows = []
+    for place, record in enumerate(LLAVA):
+        names = record.get("image", [])
+        names = [names] if isinstance(names, str) else names
+        rows.append(
+            {
+                "images": [image(name, as_bytes=place == 0) for name in names] or None,
+                "conversations": record["conversations"],
+                "other": place,
+            }
+        )
+    (tmp_path / "hf/data").mkdir(parents=True)
+    for number, part in enumerate((rows[:1], rows[1:])):
+        name = f"hf/data/train-{number:05d}-of-00002.parquet"
+        pq.write_table(pa.Table.from_pylist(part, schema=_schema()), tmp_path / name)
+    pq.write_table(
+        pa.Table.from_pylist(rows[:1], schema=_schema()),
+        tmp_path / "hf/data/test-00000-of-00001.parquet",
+    )
+    with pytest.raises(VlmpackError, match="holds the splits test, train; choose one by --split"):
+        run(tmp_path / "hf", tmp_path / "no", images)
+    run(tmp_path / "hf", tmp_path / "out", images, split="train")
+    assert same(cooked(tmp_path / "out"), direct(LLAVA, images, tmp_path / "hand"))
+
+
+def _schema() -> Any:
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    turn = pa.struct([("from", pa.string()), ("value", pa.string())])
+    return pa.schema(
+        [("images", pa.list_(image)), ("conversations", pa.list_(turn)), ("other", pa.int64())]
+    )
+
+
+def test_the_same_input_gives_the_same_bytes_and_an_index(tmp_path: Path, images: Path) -> None:
+    source = tmp_path / "llava.json"
+    source.write_text(json.dumps(LLAVA * 3))
+    names = []
+    for out in (tmp_path / "one", tmp_path / "two"):
+        report = run(source, out, images, max_shard_samples=4)
+        assert [shard.samples for shard in report.shards] == [4, 4, 1]
+        names.append({path.name: path.read_bytes() for path in out.iterdir() if path.is_file()})
+    assert names[0] == names[1]
+    assert sorted(names[0]) == [*(f"train-00000{n}.tar" for n in range(3)), "train-manifest.json"]
+    shard = str(tmp_path / "one/train-000001.tar")
+    rule = IndexBuilder(LocalFetcher()).rule
+    part = part_for(tmp_path / "one/index", LocalFetcher().head(shard), rule)
+    assert Path(part.path).is_file(), "training would index it again"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("../secret.png", "lies outside the image root"),
+        ("../missing.png", "lies outside the image root"),
+        ("sub/../../secret.png", "lies outside the image root"),
+        ("/etc/hostname", "lies outside the image root"),
+        ("link.png", "lies outside the image root"),
+        ("missing.png", "cannot be read"),
+        ("pipe.png", "is no regular file"),
+        ("sub", "is no regular file"),
+        ("http://127.0.0.1/a.png", "is a URL"),
+        ("file:///etc/hostname", "is a URL"),
+        ("a\0.png", "cannot be read"),
+        ("text.png", "no readable JPEG, PNG or WebP header"),
+        ("bomb.png", "pixels; the cap is"),
+    ],
+)
+def test_images_that_are_refused(tmp_path: Path, images: Path, name: str, reason: str) -> None:
+    (tmp_path / "secret.png").write_bytes(image_bytes(8, 8))
+    (images / "link.png").symlink_to(tmp_path / "secret.png")
+    os.mkfifo(images / "pipe.png")
+    (images / "text.png").write_text("no picture")
+    bomb = bytearray(image_bytes(8, 8))
+    bomb[16:24] = (10_000).to_bytes(4, "big") * 2
+    bomb[29:33] = zlib.crc32(bomb[12:29]).to_bytes(4, "big")
+    (images / "bomb.png").write_bytes(bomb)
+    bad = {"image": name, "conversations": [*LLAVA[1]["conversations"]]}
+    source = tmp_path / "llava.json"
+    source.write_text(json.dumps([LLAVA[1], bad, LLAVA[2]]))
+    with pytest.raises(DataError, match=r"llava\.json, item 1: ") as caught:
+        run(source, tmp_path / "out", images)
+    assert reason in str(caught.value)
+    assert not list((tmp_path / "out").glob("*.tar")), "a shard of a conversion that stopped"
+    report = run(source, tmp_path / "skip", images, skip_bad=True)
+    assert [(item.place[-6:], reason in item.reason) for item in report.skipped] == [
+        ("item 1", True)
+    ]
+    assert [sample.key for sample in cooked(tmp_path / "skip")] == ["000000000", "000000002"]
+    manifest = json.loads((tmp_path / "skip/train-manifest.json").read_text())
+    assert manifest["samples"] == 2 and len(manifest["skipped"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ("no json", "is no JSON"),
+        ("[1]", "is a list; expected an object"),
+        ({"text": "x"}, "expected exactly one of 'messages' and 'conversations', found 'text'"),
+        ({"messages": []}, "'messages' is an empty list"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "has the role 'tool'"),
+        (
+            {"messages": [{"role": "user", "content": "x"}]},
+            "none of the 1 turns is the assistant's",
+        ),
+        ({"conversations": TURNS, "image": "a.png"}, "2 places for images in the turns"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "name no image"),
+        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "the type 'video'"),
+        ({"conversations": [{"from": "gpt", "value": "\ud800"}]}, "half of a surrogate pair"),
+    ],
+)
+def test_records_that_are_refused(tmp_path: Path, images: Path, record: Any, reason: str) -> None:
+    line = record if isinstance(record, str) else json.dumps(record)
+    source = tmp_path / "bad.jsonl"
+    source.write_text(line + "\n")
+    with pytest.raises(DataError, match=r"bad\.jsonl, line 1: ") as caught:
+        run(source, tmp_path / "out", images)
+    assert reason in str(caught.value)
+    with pytest.raises(EmptyDataError, match="none of 1 records can be used"):
+        run(source, tmp_path / "out", images, skip_bad=True)
+
+
+def test_a_conversion_that_stops_leaves_whole_shards_and_no_manifest(
+    tmp_path: Path, images: Path
+) -> None:
+    source = tmp_path / "llava.json"
+    bad = {"image": "no.png", "conversations": LLAVA[1]["conversations"]}
+    source.write_text(json.dumps([*LLAVA, bad]))
+    out = tmp_path / "out"
+    with pytest.raises(DataError):
+        run(source, out, images, max_shard_samples=2)
+    assert [path.name for path in out.iterdir() if path.is_file()] == ["train-000000.tar"]
+    assert len(cooked(out)) == 2
+    with pytest.raises(VlmpackError, match="unfinished conversion"):
+        run(source, out, images)
+    source.write_text(json.dumps(LLAVA))
+    run(source, out, images, overwrite=True)
+    assert len(cooked(out)) == 3 and (out / "train-manifest.json").is_file()

@@ -1,0 +1,67 @@
+"""`vlmpack index`: only new shards are read, damaged ones are named, the exit code says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from shard_fakes import key_of, sample_fields, write_shard, write_shards
+from typer.testing import CliRunner, Result
+
+from vlmpack.cli.app import app
+from vlmpack.data.fetch import LocalFetcher
+from vlmpack.data.index import IndexBuilder
+from vlmpack.data.index_shards import index_shards
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def index(folder: Path, processes: int = 1) -> Result:
+    return invoke(
+        "index", folder / "s-*.tar", "--index-dir", folder / "i", "--processes", processes
+    )
+
+
+def test_what_is_indexed_is_not_read_again(tmp_path: Path) -> None:
+    write_shards(tmp_path, 9, per_shard=3)
+    first = index(tmp_path)
+    assert first.exit_code == 0 and "3 (3 read now, 0 faulty)" in first.output
+    parts = {path: path.stat().st_mtime_ns for path in (tmp_path / "i").iterdir()}
+    assert len(parts) == 3
+    write_shard(tmp_path / "s-0001.tar", [("new", sample_fields(1))])
+    second = index(tmp_path)
+    assert "3 (1 read now, 0 faulty)" in second.output
+    kept = {path: time for path, time in parts.items() if path.stat().st_mtime_ns == time}
+    assert kept == parts and len(list((tmp_path / "i").iterdir())) == 4
+
+
+def test_damaged_shards_are_named_and_the_others_are_kept(tmp_path: Path) -> None:
+    write_shards(tmp_path, 12, per_shard=3)
+    for name in ("s-0001.tar", "s-0003.tar"):
+        data = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(data[: len(data) // 8])
+    write_shard(tmp_path / "s-0004.tar", [(key_of(1), {"json": b"{}"})])
+    result = index(tmp_path)
+    assert result.exit_code == 1
+    faulty = [line for line in result.output.splitlines() if line.startswith("faulty: ")]
+    assert ["s-0001.tar" in faulty[0], "s-0003.tar" in faulty[1], len(faulty)] == [True, True, 2]
+    assert all("the shard ends inside" in line for line in faulty)
+    assert "5 (5 read now, 2 faulty)" in result.output
+    assert "bad samples  1 schema" in result.output
+    assert len(list((tmp_path / "i").iterdir())) == 3
+
+
+@pytest.mark.slow
+def test_many_processes_make_the_same_parts(tmp_path: Path) -> None:
+    pattern = sorted(str(p) for p in Path(write_shards(tmp_path, 24, per_shard=3)).parent.glob("*"))
+    builder = IndexBuilder(LocalFetcher())
+    found = {}
+    for processes in (1, 3):
+        folder = tmp_path / f"i{processes}"
+        reports = list(index_shards(pattern, builder, folder, processes=processes))
+        assert sorted(report.path for report in reports) == pattern
+        assert all(report.was_read and report.samples == 3 for report in reports)
+        found[processes] = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert found[1] == found[3] and len(found[1]) == 8

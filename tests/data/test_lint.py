@@ -1,0 +1,99 @@
+"""`vlmpack data lint`: every kind of fault is a line, sound shards have none."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from shard_fakes import FakeEncoder, chat_json, image_bytes, key_of, sample_fields, write_shard
+from typer.testing import CliRunner
+
+from vlmpack.cli.app import app
+from vlmpack.data.caps import SampleCaps
+from vlmpack.data.fetch import LocalFetcher
+from vlmpack.data.lint import LintOne, LintReport
+
+
+def lint(path: Path, encoder: Any = None) -> LintReport:
+    return LintOne(LocalFetcher(), SampleCaps(), encoder)(str(path))
+
+
+def test_sound_shards_have_no_finding(tmp_path: Path) -> None:
+    path = write_shard(tmp_path / "s.tar", ((key_of(n), sample_fields(n)) for n in range(7)))
+    report = lint(path, FakeEncoder())
+    assert report.findings == ()
+    assert (report.samples, report.images) == (7, sum(n % 3 for n in range(7)))
+
+
+def _truncated(seed: int) -> bytes:
+    data = image_bytes(40, 40, seed=seed, kind="JPEG")
+    return data[: len(data) // 2]
+
+
+FAULTS = {
+    "cut": ({"json": chat_json("q", "a", 1), "0.jpg": _truncated(1)}, "decode", "image 0 cannot"),
+    "header": ({"json": chat_json("q", "a", 1), "0.jpg": b"\xff\xd8no"}, "decode", "no readable"),
+    "pickle": ({"json": chat_json("q", "a"), "pkl": b"x"}, "integrity", "may hold a pickle"),
+    "nojson": ({"0.png": image_bytes(4, 4)}, "integrity", "no '.json' member"),
+    "schema": ({"json": b'{"text": 1}'}, "schema", "expected one of 'messages'"),
+    "count": ({"json": chat_json("q", "a", 2), "0.png": image_bytes(4, 4)}, "schema", "2 image"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_bad_sample_is_one_finding(tmp_path: Path, name: str) -> None:
+    fields, kind, reason = FAULTS[name]
+    samples = [("a", sample_fields(1)), ("bad", fields), ("z", sample_fields(2))]
+    report = lint(write_shard(tmp_path / "s.tar", samples))
+    (finding,) = report.findings
+    assert (finding.key, finding.error_class, report.samples) == ("bad", kind, 3)
+    assert reason in finding.reason and finding.offset and finding.offset % 512 == 0
+
+
+def test_what_only_the_encoder_sees(tmp_path: Path) -> None:
+    samples = [(key_of(n), sample_fields(n)) for n in range(6)]
+    path = write_shard(tmp_path / "s.tar", samples)
+    assert lint(path).findings == ()
+    encoder = FakeEncoder(refuse=frozenset({"q2 "}), wrong=frozenset({"q5 "}))
+    found = lint(path, encoder).findings
+    assert [(item.key, item.error_class) for item in found] == [
+        (key_of(2), "schema"),
+        (key_of(5), "integrity"),
+    ]
+
+
+def test_repeated_keys_and_a_cut_shard(tmp_path: Path) -> None:
+    path = tmp_path / "s.tar"
+    write_shard(path, [("a", sample_fields(0)), ("b", sample_fields(1)), ("a", sample_fields(3))])
+    with tarfile.open(path) as tar:
+        last = tar.getmembers()[-1]
+    data = path.read_bytes()
+    assert [item.key for item in lint(path).findings] == ["a", "a"]
+    path.write_bytes(data[: last.offset_data])
+    found = lint(path).findings
+    assert [item.key for item in found][-1] is None
+    assert "the shard ends inside" in found[-1].reason
+
+
+def test_the_command_prints_lines_or_json_and_fails(tmp_path: Path) -> None:
+    good = write_shard(tmp_path / "a.tar", [("x", sample_fields(1))])
+    bad = write_shard(tmp_path / "b.tar", [("y", FAULTS["cut"][0])])
+    run = CliRunner().invoke
+    clean = run(app, ["data", "lint", str(good), "--processes", "1"])
+    assert clean.exit_code == 0 and "no fault" in clean.output
+    shown = run(app, ["data", "lint", str(good), str(bad), "--processes", "1"])
+    assert shown.exit_code == 1
+    line = shown.stdout.splitlines()[0].split("\t")
+    assert line[:2] == [str(bad), "y"] and line[3] == "decode"
+    told = run(app, ["data", "lint", str(good), str(bad), "--processes", "1", "--json"])
+    summary = json.loads(told.stdout)
+    assert told.exit_code == 1 and summary["by_class"] == {"decode": 1}
+    assert (summary["shards"], summary["samples"]) == (2, 2)
+    assert summary["findings"][0]["key"] == "y"
+    with Image.open(io.BytesIO(FAULTS["cut"][0]["0.jpg"])) as image:
+        assert image.size == (40, 40), "the header alone would have passed"

@@ -1,0 +1,174 @@
+"""What `data show` says of a batch is what the loader puts into it, down to the pixels."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support.recipes import SMALL, changed, copy_samples, write_recipe
+from support.shards import ROOT, TINY_MODEL, read_shard
+from typer.testing import CliRunner, Result
+
+from vlmpack.cli.app import app
+from vlmpack.data.pipeline import TrainData
+from vlmpack.data.show import ShownBin, show_bin
+from vlmpack.families import Encoder
+from vlmpack.packing.batch import IGNORE_INDEX
+from vlmpack.training.reopen import open_train, planned_batch
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: Any) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("show")
+    copy_samples(ROOT / "assets/digits/train-000000.tar", root / "train-000000.tar", SMALL)
+    return {
+        "model": {"path": str(TINY_MODEL)},
+        "data": {
+            "train": str(root / "train-000000.tar"),
+            "num_workers": 0,
+            "index_dir": str(root / "index"),
+        },
+        "packing": {"mode": "in_batch"},
+        "training": {
+            "micro_batch_size": 4,
+            "global_batch_size": 8,
+            "seq_length": 512,
+            "max_steps": 3,
+        },
+        "optim": {"lr": 1e-4},
+        "run_dir": str(root / "run"),
+    }
+
+
+@pytest.fixture(scope="module")
+def recipe(settings: dict[str, Any]) -> Path:
+    return write_recipe(Path(settings["run_dir"]).parent / "recipe.json", settings)
+
+
+@pytest.fixture(scope="module")
+def opened(recipe: Path) -> tuple[TrainData, Encoder]:
+    return open_train(recipe)
+
+
+def shown(opened: tuple[TrainData, Encoder], batch: int, bin_: int) -> ShownBin:
+    train, encoder = opened
+    refs = [train.split.ref(number) for number in planned_batch(train, batch, None).bins[bin_]]
+    return show_bin(train, encoder, refs, "it")
+
+
+@pytest.mark.parametrize("mode", ["in_batch", "none"])
+def test_the_text_is_the_trained_batch(settings: dict[str, Any], tmp_path: Path, mode: str) -> None:
+    """Joined again, the runs are the ids that training gets; LEARNT ones are its labels."""
+    values = changed(settings, packing__mode=mode)
+    opened = open_train(write_recipe(tmp_path / "r.json", values))
+    train, encoder = opened
+    steps = list(train.batches(train.start(), rank=0, dp=1, max_steps=2))
+    num_images = 0
+    for place, micro_batch in enumerate(steps[1].micro_batches):
+        found = shown(opened, 1, place)
+        batch = micro_batch.batch
+        assert [s.key for s in found.samples] == [s.key for s in micro_batch.samples]
+        assert (found.num_rows, found.num_columns) == tuple(batch.input_ids.shape)
+        for sample in found.samples:
+            row = slice(sample.start, sample.start + sample.num_tokens)
+            ids, labels = batch.input_ids[sample.row, row], batch.labels[sample.row, row]
+            text = "".join(run.text for run in sample.runs if run.kind != "image")
+            plain = ids[ids != encoder.placeholder_id].tolist()
+            assert text == encoder.tokenizer.decode(plain)
+            assert sum(run.num_tokens for run in sample.runs) == sample.num_tokens
+            learnt = "".join(run.text for run in sample.runs if run.kind == "LEARNT")
+            targets = labels[labels != IGNORE_INDEX].tolist()
+            assert targets and learnt == encoder.tokenizer.decode(targets)
+            assert sample.num_labels == len(targets)
+            num_images += len(sample.images)
+    assert num_images > 4
+
+
+def test_pictures_are_the_pixels_of_the_file(encoder: Encoder) -> None:
+    """An image whose size needs no resizing comes back as it was; others as Pillow resizes them."""
+    rule = encoder.image_rule
+    grid = rule.grid(80, 48)
+    side = rule.patch_size
+    exact = (grid[2] * side, grid[1] * side)
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (exact[1], exact[0], 3), dtype=np.uint8)
+    ramp = np.linspace(0, 255, 90 * 50 * 3, dtype=np.uint8).reshape(50, 90, 3)
+    media = rule.preprocess([Image.fromarray(pixels), Image.fromarray(ramp)])
+    first, second = rule.pictures(media)
+    assert rule.grid(*exact) == grid, "the size is not a fixed point of the rule"
+    assert np.array_equal(np.asarray(first), pixels)
+    _, h, w = media.grid_thw[1]
+    resized = Image.fromarray(ramp).resize((w * side, h * side), Image.Resampling.BICUBIC)
+    assert second.size == resized.size != (90, 50)
+    difference = np.abs(np.asarray(second, dtype=int) - np.asarray(resized, dtype=int))
+    assert difference.max() <= 1
+
+
+def test_images_of_a_bin_belong_to_their_samples(opened: tuple[TrainData, Encoder]) -> None:
+    train, encoder = opened
+    files = {s.key: s for s in read_shard(Path(train.config.sources[0].paths[0]))}
+    compared = 0
+    for place in range(2):
+        for sample in shown(opened, 0, place).samples:
+            if sample.key not in files or not files[sample.key].images:
+                continue
+            originals = [Image.open(io.BytesIO(d)).convert("RGB") for d in files[sample.key].images]
+            alone = encoder.image_rule.pictures(encoder.image_rule.preprocess(originals))
+            assert len(alone) == len(sample.images)
+            for one, two in zip(alone, sample.images, strict=True):
+                assert np.array_equal(np.asarray(one), np.asarray(two))
+                compared += 1
+    assert compared >= 3
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["data", "show", *map(str, arguments)])
+
+
+def test_the_command_shows_bins_keys_and_draws(
+    recipe: Path, opened: tuple[TrainData, Encoder], tmp_path: Path
+) -> None:
+    result = invoke(recipe, "--batch", 1, "--bin", 1, "--picture", tmp_path / "p.png")
+    assert result.exit_code == 0, result.output
+    keys = [sample.key for sample in shown(opened, 1, 1).samples]
+    assert len(keys) == 4
+    lines = [line for line in result.output.splitlines() if line.startswith("segment")]
+    assert [line.split()[2] for line in lines] == keys
+    assert result.output.startswith("bin 1 of batch 1, epoch 0: 4 samples")
+    with Image.open(tmp_path / "p.png") as image:
+        colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 24)}
+        assert image.width == 1200
+        assert {(0x25, 0x63, 0xA8), (0xC2, 0x57, 0x0C), (0xBC, 0xD3, 0xEC)} <= colours
+    alone = invoke(recipe, "--key", keys[2])
+    assert alone.exit_code == 0 and f"segment 0  {keys[2]} " in alone.output
+    both = invoke(recipe, "--batch", 1)
+    assert both.output.count("of batch 1") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--batch", 1, "--bin", 2), "--bin 2: batch 1 has 2 bins"),
+        (("--key", "nobody"), "no sample 'nobody'"),
+        ((), "expected one of --batch N and --key KEY"),
+        (("--key", "x", "--bin", 1), "--bin goes with --batch"),
+    ],
+)
+def test_what_is_not_there_is_named(recipe: Path, arguments: Any, message: str) -> None:
+    result = invoke(recipe, *arguments)
+    assert result.exit_code != 0 and message in str(result.exception)
+
+
+def test_a_batch_far_into_the_run_is_that_of_its_epoch(opened: tuple[TrainData, Encoder]) -> None:
+    train, _ = opened
+    per_epoch = train.steps_per_epoch()
+    planned = planned_batch(train, 2 * per_epoch + 1, None)
+    assert (planned.position.epoch, planned.position.batch) == (2, 1)
+    assert not torch.equal(
+        torch.tensor(planned.bins[0]), torch.tensor(planned_batch(train, 1, None).bins[0])
+    )

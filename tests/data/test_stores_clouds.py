@@ -1,0 +1,106 @@
+"""`gs://` and `az://`.
+
+Azure runs on azurite where that is installed. GCS runs on our own server, which speaks the XML
+interface that obstore uses: emulators from PyPI speak the JSON one only.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from support.azure_emulator import ACCOUNT, PUBLIC_KEY, azure_server, azurite, make_container, put
+from support.fault_server import Fault, FaultServer
+
+from vlmpack.data.sources import stamped_shards
+from vlmpack.data.stores import RoutingFetcher, StorageConfig
+from vlmpack.errors import DataError
+
+CONTENT = bytes(range(256)) * 400
+
+
+def check_store(fetcher: RoutingFetcher, base: str) -> None:
+    """Globs, braces, a stream and ranges; `base` holds x-000.tar, x-001.tar and other.txt."""
+    globbed = stamped_shards([f"{base}/x-*.tar"], key="k", fetcher=fetcher)
+    braced = stamped_shards([f"{base}/x-{{000..001}}.tar"], key="k", fetcher=fetcher)
+    assert [stamp.path for stamp in globbed] == [f"{base}/x-000.tar", f"{base}/x-001.tar"]
+    assert globbed == braced, "a glob and a brace range are the same shards, of the same version"
+    assert globbed == tuple(fetcher.head(stamp.path) for stamp in globbed)
+    stamp = globbed[0]
+    assert stamp.size == len(CONTENT)
+    assert fetcher.read_ranges(stamp, [(90_000, 7), (5, 3)]) == [
+        CONTENT[90_000:90_007],
+        CONTENT[5:8],
+    ]
+    with fetcher.open(stamp) as stream:
+        assert stream.read() == CONTENT
+    with pytest.raises(DataError, match="no such shard"):
+        fetcher.head(f"{base}/y.tar")
+
+
+def check_changed(fetcher: RoutingFetcher, path: str, change) -> None:
+    stamp = fetcher.head(path)
+    assert fetcher.read(stamp, 0, 4) == CONTENT[:4]
+    change()
+    with pytest.raises(DataError, match="changed") as caught:
+        fetcher.read(stamp, 0, 4)
+    assert caught.value.error_class == "integrity"
+
+
+def test_gs_on_our_own_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("GOOGLE_")]:
+        monkeypatch.delenv(name)
+    folder = tmp_path / "bucket" / "deep"
+    folder.mkdir(parents=True)
+    for name in ("x-000.tar", "x-001.tar", "other.txt"):
+        (folder / name).write_bytes(CONTENT)
+    with FaultServer(tmp_path) as server:
+        config = StorageConfig(endpoint=server.url, anonymous=True, allow_private=True)
+        fetcher = RoutingFetcher(config)
+        check_store(fetcher, "gs://bucket/deep")
+        server.fail(Fault("truncate"), Fault("status"), Fault("reset"))
+        stamp = fetcher.head("gs://bucket/deep/x-000.tar")
+        assert fetcher.read(stamp, 0, len(CONTENT)) == CONTENT
+        assert {"truncate", "status", "reset"} <= {request.fault for request in server.requests}
+
+        def change() -> None:
+            (folder / "x-001.tar").write_bytes(CONTENT[::-1])
+            os.utime(folder / "x-001.tar", ns=(1, 1))
+
+        check_changed(fetcher, "gs://bucket/deep/x-001.tar", change)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(azurite() is None, reason="needs azurite: npm install -g azurite")
+def test_az_on_azurite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("AZURE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TEST_ACCOUNT_KEY", PUBLIC_KEY)
+    with azure_server(tmp_path) as endpoint:
+        make_container(endpoint, "box")
+        for name in ("x-000.tar", "x-001.tar", "other.txt"):
+            put(endpoint, "box", f"deep/{name}", CONTENT)
+        config = StorageConfig(
+            endpoint=endpoint,
+            allow_private=True,
+            credentials={"account_name": ACCOUNT, "account_key": "${env:TEST_ACCOUNT_KEY}"},
+        )
+        fetcher = RoutingFetcher(config)
+        check_store(fetcher, "az://box/deep")
+        check_changed(
+            fetcher,
+            "az://box/deep/x-001.tar",
+            lambda: put(endpoint, "box", "deep/x-001.tar", CONTENT[::-1]),
+        )
+        with pytest.raises(DataError, match="account_name"):
+            RoutingFetcher(StorageConfig(anonymous=True)).head("az://box/deep/x-000.tar")
+        unsigned = StorageConfig(
+            endpoint=endpoint,
+            allow_private=True,
+            anonymous=True,
+            credentials={"account_name": ACCOUNT},
+        )
+        with pytest.raises(DataError, match=r"denied|no such") as caught:
+            RoutingFetcher(unsigned).head("az://box/deep/x-000.tar")
+        assert PUBLIC_KEY not in str(caught.value)

@@ -1,0 +1,272 @@
+"""`vlmpack data lint | convert | show | audit`: look after the samples of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vlmpack.cli.options import (
+    AsJson,
+    IndexDir,
+    MaxImagePixels,
+    Processes,
+    RecipeOption,
+    Shards,
+    Storage,
+    num_processes,
+)
+from vlmpack.cli.progress import BytesBar, size_text
+from vlmpack.cli.stores import open_reading
+from vlmpack.errors import VlmpackError
+
+if TYPE_CHECKING:
+    from vlmpack.training.findings import Audit
+
+app = typer.Typer(
+    no_args_is_help=True, help="Check shards, convert to them, show and prove what a run saw."
+)
+
+
+LINT_BYTES_A_SECOND = 10_000_000
+"""One process's rate, without a model: only a hint."""
+
+
+@app.command()
+def lint(
+    shards: Shards = None,
+    recipe: RecipeOption = None,
+    storage: Storage = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model",
+            metavar="DIR",
+            help="Model folder, if not the recipe's: samples are encoded for it too.",
+        ),
+    ] = None,
+    processes: Processes = None,
+    max_image_pixels: MaxImagePixels = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check shards down to the pixels: one line a fault, exit code 1 if there is any."""
+    from vlmpack.data.lint import LintOne, LintReport, lint_shards, lint_summary
+    from vlmpack.families import Encoder
+
+    reading = open_reading(
+        shards, recipe=recipe, storage=storage, max_image_pixels=max_image_pixels
+    )
+    if model is None and reading.recipe is not None:
+        model = Path(reading.recipe.model.path)
+    encoder = None
+    preload: tuple[str, ...] = ()
+    if model is not None:
+        from vlmpack.training.assemble import WORKER_PRELOAD
+
+        preload = WORKER_PRELOAD
+        encoder = Encoder(model, max_image_pixels=reading.caps.max_image_pixels)
+        assert encoder.chat is not None  # a wrong folder is named before any shard is read
+    paths = reading.paths
+    reports: list[LintReport] = []
+    work = LintOne(reading.fetcher, reading.caps, encoder)
+    with BytesBar("checking", len(paths)) as bar:
+        count = num_processes(processes, paths, LINT_BYTES_A_SECOND)
+        for report in lint_shards(paths, work, processes=count, preload=preload):
+            reports.append(report)
+            bar.advance(report.num_bytes)
+            if not as_json:
+                for finding in report.findings:
+                    typer.echo(str(finding))
+    summary = lint_summary(reports)
+    if as_json:
+        typer.echo(json.dumps(summary, indent=1))
+    else:
+        classes = ", ".join(f"{count} {name}" for name, count in summary["by_class"].items())
+        typer.echo(
+            f"{summary['shards']} shards, {summary['samples']} samples, {summary['images']} "
+            f"images, {size_text(summary['bytes']) or 0}: "
+            + (f"{len(summary['findings'])} faults ({classes})" if classes else "no fault"),
+            err=True,
+        )
+    if summary["findings"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A .jsonl file, a LLaVA .json file, or a folder of parquet files.",
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT", help="Folder and name: out/train is out/train-000000.tar ..."
+        ),
+    ],
+    form: Annotated[
+        str, typer.Option("--format", metavar="NAME", help="auto, jsonl, llava or hf.")
+    ] = "auto",
+    images: Annotated[
+        Path | None,
+        typer.Option(
+            "--images",
+            metavar="DIR",
+            help="Folder that image paths start at and must stay in.",
+            show_default="the source's folder",
+        ),
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option("--split", help="Split of a parquet folder that has several.")
+    ] = None,
+    shard_mb: Annotated[
+        int, typer.Option("--shard-mb", min=1, help="Megabytes after which a shard is closed.")
+    ] = 256,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave bad records out and list them.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace shards of the same prefix.")
+    ] = False,
+    index_dir: IndexDir = None,
+) -> None:
+    """Convert to WebDataset shards, and index them, in one pass over the source."""
+    from vlmpack.data.convert import ConvertSettings, open_records
+    from vlmpack.data.convert import convert as run
+    from vlmpack.data.parts import default_cache_dir
+
+    settings = ConvertSettings(
+        folder=out.parent,
+        image_root=images or (source if source.is_dir() else source.parent),
+        prefix=out.name,
+        max_shard_bytes=shard_mb * 1_000_000,
+        skip_bad=skip_bad,
+        overwrite=overwrite,
+        index_dir=index_dir or default_cache_dir(),
+    )
+    with BytesBar("converting", None) as bar:
+        report = run(
+            open_records(source, form, split), settings, lambda records, samples: bar.advance()
+        )
+    for item in report.skipped:
+        typer.echo(f"left out ({item.error_class}): {item.place}: {item.reason}", err=True)
+    total = sum(shard.num_bytes for shard in report.shards)
+    left_out = f", {len(report.skipped)} left out" if report.skipped else ""
+    typer.echo(
+        f"{report.records} records -> {report.samples} samples in {len(report.shards)} shards "
+        f"({size_text(total)}){left_out}: {out}-*.tar"
+    )
+
+
+@app.command()
+def show(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe or a run folder.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, e.g. training.seed=3."),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option("--batch", min=0, help="Global batch, counted from 0 since the run's start."),
+    ] = None,
+    bin_: Annotated[
+        int | None, typer.Option("--bin", min=0, help="One bin of it; all of them otherwise.")
+    ] = None,
+    key: Annotated[str | None, typer.Option("--key", help="A sample, by its key.")] = None,
+    shard: Annotated[
+        str | None, typer.Option("--shard", help="With --key: a part of its shard's path.")
+    ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option("--picture", metavar="FILE", help="Draw the rows and images as a PNG, too."),
+    ] = None,
+) -> None:
+    """Rebuild what the model sees of a global batch, or of one sample, as text and as a picture."""
+    from vlmpack.data.show import find_samples, show_bin
+    from vlmpack.training.reopen import open_train, planned_batch, trained_in
+    from vlmpack.training.run_dir import RunDir
+
+    if (batch is None) == (key is None):
+        raise VlmpackError("expected one of --batch N and --key KEY")
+    if (bin_ is not None and batch is None) or (shard is not None and key is None):
+        raise VlmpackError("--bin goes with --batch, --shard with --key")
+    run_dir = RunDir(recipe) if recipe.is_dir() else None
+    train, encoder = open_train(recipe, overrides or ())
+    if key is not None:
+        found = find_samples(train, key, shard)
+        shown = [show_bin(train, encoder, (ref,), f"sample {key} alone") for ref in found]
+    else:
+        assert batch is not None
+        planned = planned_batch(train, batch, run_dir)
+        bins = list(enumerate(planned.bins))
+        if bin_ is not None and bin_ >= len(bins):
+            raise VlmpackError(f"--bin {bin_}: batch {batch} has {len(bins)} bins, counted from 0")
+        where = f"of batch {batch}, epoch {planned.position.epoch}"
+        shown = [
+            show_bin(train, encoder, [train.split.ref(n) for n in samples], f"bin {place} {where}")
+            for place, samples in (bins if bin_ is None else bins[bin_ : bin_ + 1])
+        ]
+    for item in shown:
+        for line in item.lines():
+            typer.echo(line)
+    if key is not None and run_dir is not None:
+        for number, epoch, path in trained_in(run_dir, key):
+            typer.echo(f"trained in batch {number}, epoch {epoch} ({path})")
+    if picture is not None:
+        from vlmpack.data.show_picture import draw_bins
+
+        draw_bins(shown, picture)
+        typer.echo(f"picture: {picture}")
+
+
+@app.command()
+def audit(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    as_json: AsJson = False,
+) -> None:
+    """Prove which samples a run trained, skipped, and has still to come; exit code 1 if that
+    cannot be proven."""
+    from vlmpack.training.audit import audit_run
+    from vlmpack.training.reopen import open_train
+    from vlmpack.training.run_dir import RunDir
+
+    train, _ = open_train(run)
+    found = audit_run(RunDir(run), train)
+    if as_json:
+        typer.echo(json.dumps(found.as_json(), indent=1))
+    else:
+        _print_audit(found)
+    if found.num_problems:
+        raise typer.Exit(1)
+
+
+def _print_audit(found: Audit) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table("epoch", "planned", "trained", "skipped", "pending", "lost", box=None)
+    for column in table.columns:
+        column.justify = "right"
+    for epoch in found.epochs:
+        counts = (epoch.planned, epoch.trained, epoch.skipped, epoch.pending, epoch.lost)
+        table.add_row(str(epoch.epoch), *(f"{count:,}" for count in counts))
+    console.print(table)
+    for note in found.notes:
+        typer.echo(f"note: {note}")
+    for problem in found.problems:
+        typer.echo(f"problem: {problem}")
+    if found.num_problems > len(found.problems):
+        typer.echo(f"and {found.num_problems - len(found.problems)} more problems")
+    launches = "1 launch" if found.launches == 1 else f"{found.launches} launches"
+    what = f"{found.batches} global batches in {launches}"
+    typer.echo(
+        f"NOT PROVEN: {found.num_problems} problems in {what}"
+        if found.num_problems
+        else f"proven: {what}; every sample of an epoch is there once, or accounted for"
+    )

@@ -1,0 +1,98 @@
+"""`vlmpack index`: index shards ahead of training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from vlmpack.cli.options import (
+    IndexDir,
+    MaxImagePixels,
+    Processes,
+    RecipeOption,
+    Shards,
+    Storage,
+    num_processes,
+)
+from vlmpack.cli.progress import BytesBar, size_text
+from vlmpack.cli.stores import open_reading
+
+if TYPE_CHECKING:
+    from vlmpack.data.index_shards import ShardReport
+
+BYTES_A_SECOND = 60_000_000
+"""One process's rate, without a recipe: only a hint."""
+
+
+def index(
+    shards: Shards = None,
+    recipe: RecipeOption = None,
+    storage: Storage = None,
+    index_dir: IndexDir = None,
+    processes: Processes = None,
+    max_image_pixels: MaxImagePixels = None,
+) -> None:
+    """Index shards: where each sample lies, its checksum, its image sizes; with a recipe, its
+    length too. Only new and changed shards are read, so it can be stopped and run again. Exit code
+    1 if a shard is damaged."""
+    from vlmpack.data.index_shards import index_shards, make_builder
+    from vlmpack.data.parts import default_cache_dir
+
+    begin = time.perf_counter()
+    reading = open_reading(
+        shards, recipe=recipe, storage=storage, max_image_pixels=max_image_pixels
+    )
+    paths, encoder = reading.paths, None
+    preload: tuple[str, ...] = ()
+    if reading.recipe is not None:
+        from vlmpack.training.assemble import WORKER_PRELOAD, build_encoder
+
+        encoder, preload = build_encoder(reading.recipe), WORKER_PRELOAD
+        if index_dir is None and reading.recipe.data.index_dir is not None:
+            index_dir = Path(reading.recipe.data.index_dir)
+    folder = index_dir if index_dir is not None else default_cache_dir()
+    builder = make_builder(reading.fetcher, reading.caps, folder, encoder)
+    reports: list[ShardReport] = []
+    with BytesBar("indexing", len(paths)) as bar:
+        count = num_processes(processes, paths, BYTES_A_SECOND)
+        for report in index_shards(paths, builder, folder, processes=count, preload=preload):
+            reports.append(report)
+            bar.advance(report.num_bytes)
+    _print_table(reports, folder, time.perf_counter() - begin)
+    faults = {report.path: report.fault for report in reports if report.fault is not None}
+    for path in paths:
+        if path in faults:
+            typer.echo(f"faulty: {faults[path]}", err=True)
+    if faults:
+        raise typer.Exit(1)
+
+
+def _print_table(reports: Sequence[ShardReport], folder: Path, seconds: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    read = [report for report in reports if report.was_read]
+    faulty = sum(report.fault is not None for report in reports)
+    energon = sum(report.energon for report in reports)
+    samples = sum(report.samples for report in reports)
+    bad: dict[str, int] = {}
+    for report in reports:
+        for name, count in report.bad.items():
+            bad[name] = bad.get(name, 0) + count
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_row("shards", f"{len(reports):,} ({len(read):,} read now, {faulty:,} faulty)")
+    listed = ", ".join(f"{count:,} {name}" for name, count in sorted(bad.items())) or "none"
+    table.add_row("samples", f"{samples:,}")
+    table.add_row("bad samples", listed)
+    total = sum(report.num_bytes for report in reports)
+    now = sum(report.num_bytes for report in read)
+    table.add_row("bytes", f"{size_text(total) or 0} ({size_text(now) or 0} read now)")
+    if energon:
+        table.add_row("Energon", f"{energon:,} indexes beside shards agree with ours")
+    table.add_row("seconds", f"{seconds:.1f}")
+    table.add_row("index", str(folder))
+    Console().print(table)

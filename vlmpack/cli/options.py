@@ -1,0 +1,82 @@
+"""Options that several data commands share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vlmpack.addresses import is_remote
+
+START_SECONDS = 6
+"""Before a process that imports torch does anything else."""
+
+Shards = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[SHARDS]...",
+        help="Paths, addresses, brace ranges or globs; all of the recipe's splits by default.",
+    ),
+]
+RecipeOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--recipe",
+        metavar="RECIPE",
+        help="Take stores, limits, index_dir and the model's lengths from a recipe.",
+    ),
+]
+Storage = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--storage",
+        metavar="KEY=VALUE",
+        help="A key of data.storage, such as allow_private=true; may be repeated.",
+    ),
+]
+IndexDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--index-dir",
+        metavar="DIR",
+        help="Where the index is kept: data.index_dir of the recipes that use it.",
+        show_default="$VLMPACK_CACHE/index or ~/.cache/vlmpack/index",
+    ),
+]
+Processes = Annotated[
+    int | None,
+    typer.Option(
+        "--processes", min=1, help="Processes that work at once.", show_default="one a core, 16"
+    ),
+]
+MaxImagePixels = Annotated[
+    int | None,
+    typer.Option(
+        "--max-image-pixels",
+        min=1,
+        help="data.max_image_pixels of the recipes that use the shards.",
+        show_default="50000000",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def num_processes(asked: int | None, shards: Sequence[str], bytes_a_second: int) -> int:
+    """As many as asked for. Else one for each core this process may use, at most 16; but only one
+    where it is done with local shards before the others have started.
+
+    Args:
+        asked: by the user.
+        shards: to be read.
+        bytes_a_second: that one process gets through.
+    """
+    if asked is not None:
+        return asked
+    if not any(is_remote(shard) for shard in shards):
+        size = sum(path.stat().st_size for path in map(Path, shards) if path.is_file())
+        if size < START_SECONDS * bytes_a_second:
+            return 1
+    return min(16, len(os.sched_getaffinity(0)))

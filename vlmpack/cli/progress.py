@@ -1,0 +1,75 @@
+"""A bar on a terminal, nothing elsewhere: output that is piped stays clean."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+
+class BytesBar:
+    """Shards done of so many, with the bytes behind them.
+
+    Args:
+        what: the word before the bar.
+        total: shards, or other units, in all; None where nobody knows.
+    """
+
+    def __init__(self, what: str, total: int | None) -> None:
+        from rich.console import Console
+
+        self._console = Console(stderr=True)
+        self.what = what
+        self.total = total
+        self.num_bytes = 0
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> BytesBar:
+        if self._console.is_terminal:
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TextColumn,
+                TimeElapsedColumn,
+            )
+
+            self._bar = Progress(
+                TextColumn(self.what),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[size]}"),
+                TimeElapsedColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._task = self._bar.add_task(self.what, total=self.total, size="")
+            self._bar.start()
+        return self
+
+    def advance(self, num_bytes: int = 0, units: int = 1) -> None:
+        """Some more are done."""
+        self.num_bytes += num_bytes
+        if self._bar is not None:
+            self._bar.update(self._task, advance=units, size=size_text(self.num_bytes))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def size_text(num_bytes: int) -> str:
+    """`3.2 GB`; nothing for nothing."""
+    if not num_bytes:
+        return ""
+    size = float(num_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.4g} TB"

@@ -1,0 +1,125 @@
+"""What `index` and `lint` read, and how: from a recipe, from options, or from both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlmpack.errors import RecipeError
+
+if TYPE_CHECKING:
+    from vlmpack.data.caps import SampleCaps
+    from vlmpack.data.fetch import Fetcher
+    from vlmpack.data.stores import StorageConfig
+    from vlmpack.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How shards are read.
+
+    Args:
+        paths: the shards, in order.
+        fetcher: reads them.
+        caps: limits of one sample.
+        recipe: where one was given.
+    """
+
+    paths: tuple[str, ...]
+    fetcher: Fetcher
+    caps: SampleCaps
+    recipe: Recipe | None
+
+
+def open_reading(
+    shards: Sequence[str] | None,
+    *,
+    recipe: Path | None,
+    storage: Sequence[str] | None,
+    max_image_pixels: int | None,
+) -> Reading:
+    """Put options and recipe together.
+
+    Args:
+        shards: patterns; None or empty for all of the recipe's splits.
+        recipe: a recipe or a run folder.
+        storage: `key=value` of `data.storage`.
+        max_image_pixels: instead of the recipe's.
+
+    Raises:
+        RecipeError: what is wrong with any of them.
+    """
+    from vlmpack.data.caps import SampleCaps
+    from vlmpack.data.sources import expand_shards
+
+    loaded: Recipe | None = None
+    fetcher: Fetcher
+    if recipe is not None:
+        from vlmpack.recipe import load_recipe
+        from vlmpack.training.assemble import build_fetcher
+        from vlmpack.training.reopen import recipe_file
+
+        items = [f"data.storage.{item}" for item in storage or ()]
+        loaded = load_recipe(recipe_file(recipe), items)
+        fetcher = build_fetcher(loaded)
+        max_image_pixels = max_image_pixels or loaded.data.max_image_pixels
+    else:
+        from vlmpack.data.stores import RoutingFetcher
+
+        fetcher = RoutingFetcher(_storage(storage or ()))
+    caps = SampleCaps()
+    if max_image_pixels is not None:
+        caps = SampleCaps(max_image_pixels=max_image_pixels)
+    if shards:
+        paths = expand_shards(shards, key="SHARDS", fetcher=fetcher)
+    elif loaded is not None:
+        paths = _all_splits(loaded, fetcher)
+    else:
+        raise RecipeError(["SHARDS: names no shard; give a path, or --recipe"])
+    return Reading(paths, fetcher, caps, loaded)
+
+
+def _all_splits(recipe: Recipe, fetcher: Fetcher) -> tuple[str, ...]:
+    """The shards of every split, each once."""
+    from vlmpack.data.sources import expand_shards
+
+    found: dict[str, None] = {}
+    for name in ("train", "validation", "test"):
+        for source in getattr(recipe.data, name) or ():
+            paths = expand_shards([source.path], key=f"data.{name}", fetcher=fetcher)
+            found.update(dict.fromkeys(paths))
+    return tuple(found)
+
+
+def _storage(items: Sequence[str]) -> StorageConfig:
+    """`data.storage` from `key=value` texts. Values are not repeated in messages."""
+    import yaml
+    from pydantic import ValidationError
+
+    from vlmpack.data.stores import StorageConfig
+    from vlmpack.recipe.storage import StorageSection
+
+    given: dict[str, Any] = {}
+    for item in items:
+        key, equals, text = item.partition("=")
+        if not equals:
+            raise RecipeError([f"--storage {key}: expected key=value, as in region=eu-central-1"])
+        section, _, name = key.rpartition(".")
+        place = given.setdefault(section, {}) if section else given
+        try:
+            place[name] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            place[name] = text
+    try:
+        values = StorageSection.model_validate(given).model_dump()
+    except ValidationError as error:
+        raise RecipeError(
+            [
+                f"--storage {'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}"
+                for fault in error.errors()
+            ]
+        ) from None
+    credentials = {name: value for name, value in values.pop("credentials").items() if value}
+    return StorageConfig(credentials=credentials, **values)

@@ -1,0 +1,182 @@
+"""Records of a JSONL file, a LLaVA json file, or a folder of parquet files, one at a time.
+
+A record is the object as its file has it, with the place to name when it is bad. A line that is no
+JSON is a record too, with a fault: whether it ends the conversion is the caller's choice.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vlmpack.errors import DataError, VlmpackError
+
+FORMATS = ("auto", "jsonl", "llava", "hf")
+"""What `--format` takes; `auto` goes by a folder, and by the name's end."""
+
+CHAT_COLUMNS = ("messages", "conversations")
+IMAGE_COLUMNS = ("images", "image")
+KEPT_COLUMNS = ("id", "task")
+BATCH_ROWS = 32
+
+_SHARD_NUMBER = re.compile(r"[-_]?\d+(-of-\d+)?$")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record.
+
+    Args:
+        place: file and line, item or row, for messages.
+        value: the object; None where it cannot be read.
+        fault: why it cannot be read.
+    """
+
+    place: str
+    value: dict[str, Any] | None
+    fault: str | None = None
+
+
+def open_records(path: Path, form: str = "auto", split: str | None = None) -> Iterator[Record]:
+    """The records of a file or folder, in its own order.
+
+    Args:
+        path: what to read.
+        form: one of FORMATS.
+        split: the split of a parquet folder; None where it has one only.
+
+    Raises:
+        VlmpackError: there is nothing of that format.
+    """
+    if form not in FORMATS:
+        raise VlmpackError(f"--format {form}: expected one of {', '.join(FORMATS)}")
+    if not path.exists():
+        raise VlmpackError(f"{path}: there is no such file or folder")
+    if form == "auto":
+        suffix = "hf" if path.is_dir() else path.suffix.lower().lstrip(".")
+        form = {"hf": "hf", "parquet": "hf", "jsonl": "jsonl", "ndjson": "jsonl"}.get(suffix, "")
+        if suffix == "json":
+            form = "llava"
+        if not form:
+            raise VlmpackError(
+                f"{path}: the name does not say what it is; expected .jsonl, .json, .parquet or a "
+                "folder, or --format"
+            )
+    if split is not None and form != "hf":
+        raise VlmpackError(f"--split {split}: only a folder of parquet files has splits")
+    if form == "jsonl":
+        return _json_lines(path)
+    if form == "llava":
+        return _json_items(path)
+    return _parquet_rows(path, _parquet_files(path, split))
+
+
+def _json_lines(path: Path) -> Iterator[Record]:
+    if path.is_dir():
+        raise VlmpackError(f"{path}: is a folder; expected one .jsonl file")
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                yield _from_json(f"{path}, line {number}", line)
+
+
+def _json_items(path: Path) -> Iterator[Record]:
+    try:
+        items = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"cannot be read as JSON: {error}", error_class="schema", shard=str(path)
+        ) from error
+    if not isinstance(items, list):
+        raise DataError(
+            f"holds a {type(items).__name__}; expected a list of records",
+            error_class="schema",
+            shard=str(path),
+        )
+    for number, item in enumerate(items):
+        yield _checked(f"{path}, item {number}", item)
+
+
+def _from_json(place: str, line: bytes) -> Record:
+    try:
+        return _checked(place, json.loads(line.decode("utf-8-sig")))
+    except (ValueError, RecursionError) as error:
+        return Record(place, None, f"is no JSON: {error}")
+
+
+def _checked(place: str, value: object) -> Record:
+    if not isinstance(value, dict):
+        return Record(place, None, f"is a {type(value).__name__}; expected an object")
+    return Record(place, value)
+
+
+def _parquet_files(path: Path, split: str | None) -> list[Path]:
+    """The parquet files of one split, by name."""
+    if path.is_file():
+        return [path]
+    files = sorted(path.rglob("*.parquet"))
+    if not files:
+        raise VlmpackError(
+            f"{path}: holds no .parquet file; other forms of a data set (arrow files of "
+            "save_to_disk, scripts) can be saved as parquet first"
+        )
+    splits = {file: _split_name(file.relative_to(path)) for file in files}
+    names = sorted(set(splits.values()))
+    if split is None and len(names) > 1:
+        raise VlmpackError(f"{path}: holds the splits {', '.join(names)}; choose one by --split")
+    chosen = [file for file in files if split is None or splits[file] == split]
+    if not chosen:
+        raise VlmpackError(f"{path}: no split {split!r}; it holds {', '.join(names)}")
+    return chosen
+
+
+def _split_name(path: Path) -> str:
+    """`data/train-00000-of-00002.parquet` and `train/0000.parquet` are both of `train`; a
+    configuration's folder in between is part of the name."""
+    folders = [part for part in path.parts[:-1] if part != "data"]
+    stem = _SHARD_NUMBER.sub("", path.stem)
+    return "/".join([*folders, stem] if stem else folders) or "train"
+
+
+def _parquet_rows(path: Path, files: Sequence[Path]) -> Iterator[Record]:
+    for file in files:
+        try:
+            with pq.ParquetFile(file) as table:
+                columns = _columns(file, table.schema_arrow.names)
+                row = 0
+                for batch in table.iter_batches(batch_size=BATCH_ROWS, columns=columns):
+                    for value in batch.to_pylist():
+                        yield _checked(f"{file}, row {row}", _without_nulls(value))
+                        row += 1
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(
+                f"cannot be read as parquet: {error}", error_class="integrity", shard=str(file)
+            ) from error
+
+
+def _columns(file: Path, names: Sequence[str]) -> list[str]:
+    chat = [name for name in CHAT_COLUMNS if name in names]
+    if len(chat) != 1:
+        raise DataError(
+            f"has the columns {', '.join(names)}; expected exactly one of "
+            f"{' and '.join(CHAT_COLUMNS)}",
+            error_class="schema",
+            shard=str(file),
+        )
+    return [*chat, *(name for name in (*IMAGE_COLUMNS, *KEPT_COLUMNS) if name in names)]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Parquet's structs have every key of every row; those that are null were not there."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value

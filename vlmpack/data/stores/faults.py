@@ -1,0 +1,103 @@
+"""What a transport says went wrong, and how often it is tried again.
+
+A transport raises one of three faults, without the shard's name and without any text of the
+server's, which may hold secrets. `Tries` turns them into waits, and at last into a DataError.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+from vlmpack.data.stores.config import StorageConfig
+from vlmpack.errors import DataError
+
+FIRST_WAIT_SECONDS = 0.1
+MAX_WAIT_SECONDS = 15.0
+PROGRESS_BYTES = 1 << 20
+"""A body that went on for so long after a fault has its tries back."""
+
+_jitter = random.SystemRandom()  # never the run's own random numbers
+
+
+class StoreFault(Exception):
+    """A request that failed.
+
+    Args:
+        reason: in words, to follow the shard's name.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Transient(StoreFault):
+    """Another try may succeed.
+
+    Args:
+        wait_seconds: what the server asked for.
+    """
+
+    def __init__(self, reason: str, wait_seconds: float = 0.0) -> None:
+        super().__init__(reason)
+        self.wait_seconds = wait_seconds
+
+
+class Refused(StoreFault):
+    """Another try would fail as well."""
+
+
+class Changed(StoreFault):
+    """The shard is not the version that was asked for."""
+
+
+class Tries:
+    """The tries of one request.
+
+    Args:
+        shard: for the error.
+        config: how many, how long.
+    """
+
+    def __init__(self, shard: str, config: StorageConfig) -> None:
+        self.shard = shard
+        self.config = config
+        self._restart()
+
+    def progressed(self, count: int) -> None:
+        """So many bytes came."""
+        if self.failed:
+            self.since_fault += count
+            if self.since_fault >= PROGRESS_BYTES:
+                self._restart()
+
+    def note(self, fault: StoreFault) -> None:
+        """Waits before the next try.
+
+        Raises:
+            DataError: the fault is not one to try again, or the tries are spent.
+        """
+        if isinstance(fault, Changed):
+            raise DataError(fault.reason, error_class="integrity", shard=self.shard) from None
+        if not isinstance(fault, Transient):
+            raise DataError(fault.reason, error_class="transport", shard=self.shard) from None
+        self.failed += 1
+        self.since_fault = 0
+        longest = min(FIRST_WAIT_SECONDS * 2 ** (self.failed - 1), MAX_WAIT_SECONDS)
+        wait = max(_jitter.uniform(longest / 2, longest), fault.wait_seconds)
+        spent = time.monotonic() - self.began
+        if self.failed >= self.config.max_tries or spent + wait > self.config.retry_seconds:
+            raise DataError(
+                f"{fault.reason}; gave up after {self.failed} tries in {spent:.1f} s "
+                f"(data.storage.max_tries {self.config.max_tries}, retry_seconds "
+                f"{self.config.retry_seconds:g})",
+                error_class="transport",
+                shard=self.shard,
+            ) from None
+        time.sleep(wait)
+
+    def _restart(self) -> None:
+        self.failed = 0
+        self.since_fault = 0
+        self.began = time.monotonic()

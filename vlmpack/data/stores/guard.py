@@ -1,0 +1,80 @@
+"""Which hosts may be asked: public ones, and private ones where the recipe says so.
+
+Names are resolved first, so a name, a decimal or hexadecimal spelling or an IPv6 form of a private
+address is judged by the address it means. Link-local addresses, where clouds keep the credentials
+of their machines, are refused even where private ones are allowed.
+
+Our own HTTP client connects to the address that was judged. obstore resolves the endpoint's name
+again when it connects, so a name server that changes its answer in between is not seen there; TLS
+is what protects then, which is why an endpoint without it needs `data.storage.allow_private`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+from vlmpack.data.stores.faults import Refused, Transient
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_METADATA = frozenset(
+    ipaddress.ip_address(text) for text in ("fd00:ec2::254", "100.100.100.200", "192.0.0.192")
+)
+
+
+def allowed_addresses(host: str, port: int, *, allow_private: bool) -> list[str]:
+    """The addresses of a host, each of which may be asked.
+
+    Args:
+        host: name or address, as in a URL, without brackets.
+        allow_private: private and loopback addresses are allowed.
+
+    Raises:
+        Refused: one of them is private, or never allowed.
+        Transient: the name cannot be resolved now.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        raise Transient(f"the host name {host} cannot be resolved") from None
+    addresses = list(dict.fromkeys(str(item[4][0]) for item in found))
+    for address in addresses:
+        check_address(host, address, allow_private=allow_private)
+    return addresses
+
+
+def check_address(host: str, address: str, *, allow_private: bool) -> None:
+    """Refuses an address that is not to be asked.
+
+    Raises:
+        Refused: it is not.
+    """
+    for real in _meant(ipaddress.ip_address(address.partition("%")[0])):
+        name = host if host == address else f"{host} ({address})"
+        if real.is_link_local or real in _METADATA:
+            raise Refused(f"{name} is a link-local or metadata address, which is never asked")
+        if real.is_multicast or real.is_unspecified:
+            raise Refused(f"{name} is no address of a server")
+        if not real.is_global and not allow_private:
+            raise Refused(
+                f"{name} is a private or loopback address; if it is yours, set "
+                "data.storage.allow_private: true"
+            )
+
+
+def _meant(address: Address) -> list[Address]:
+    """The address, and the IPv4 address that is packed into it."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return [address]
+    if address.ipv4_mapped is not None:
+        return [address.ipv4_mapped]
+    packed: list[Address] = [address]
+    if address.sixtofour is not None:
+        packed.append(address.sixtofour)
+    if address.teredo is not None:
+        packed.append(address.teredo[1])
+    if address in _NAT64:
+        packed.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+    return packed

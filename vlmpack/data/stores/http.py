@@ -1,0 +1,278 @@
+"""A plain HTTP client for shards: every hop is judged, every body is bounded in time.
+
+It connects to the very address that the guard allowed, sends a login only to the host it is meant
+for, and follows redirects itself. Proxies from the environment are not used: behind one, the
+address that is asked could not be judged.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import quote, unquote, urljoin, urlsplit
+
+from vlmpack.data.stores.config import StorageConfig
+from vlmpack.data.stores.faults import Changed, Refused, Transient
+from vlmpack.data.stores.guard import allowed_addresses
+
+MAX_REDIRECTS = 5
+CHUNK_BYTES = 256 << 10
+_REDIRECTS = (301, 302, 303, 307, 308)
+_TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)
+_SAFE = "/%:@!$&'()*+,;=~-._"
+
+Method = Literal["GET", "HEAD"]
+_Place = tuple[str, str, int]
+
+
+class _Connection(http.client.HTTPConnection):
+    """To an address that was judged; one timeout to connect, another for each read."""
+
+    def __init__(self, place: _Place, config: StorageConfig, tls: ssl.SSLContext | None) -> None:
+        super().__init__(place[1], place[2])
+        self._config = config
+        self._tls = tls
+        self.was_used = False
+
+    def connect(self) -> None:
+        config = self._config
+        fault: OSError | None = None
+        for address in allowed_addresses(self.host, self.port, allow_private=config.allow_private):
+            try:
+                self.sock = socket.create_connection(
+                    (address, self.port), config.connect_timeout_seconds
+                )
+                break
+            except OSError as error:
+                fault = error
+        else:
+            raise fault or OSError("no address")
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock.settimeout(config.read_timeout_seconds)
+        if self._tls is not None:
+            self.sock = self._tls.wrap_socket(self.sock, server_hostname=self.host)
+
+
+@dataclass(slots=True)
+class Answer:
+    """A response whose body is still to be read.
+
+    Args:
+        status: 2xx, or a redirect that was not to be followed.
+        headers: names in lower case.
+        url: that answered, secrets included; for requests only.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    url: str
+    _response: http.client.HTTPResponse
+    _connection: _Connection
+    _client: HttpClient
+    _deadline: float
+
+    def chunks(self) -> Iterator[bytes]:
+        """The body as it comes.
+
+        Raises:
+            Transient: it stalls, breaks off, or takes longer than one request may.
+        """
+        whole = False
+        try:
+            while True:
+                chunk = self._response.read1(CHUNK_BYTES)
+                if not chunk:
+                    whole = self._response.length in (0, None)
+                    return
+                yield chunk
+                if time.monotonic() > self._deadline:
+                    raise Transient("the request took longer than data.storage.total_timeout")
+        except (OSError, http.client.HTTPException) as error:
+            raise Transient(_reason(error)) from None
+        finally:
+            self.close(reusable=whole)
+
+    def close(self, *, reusable: bool = False) -> None:
+        """Gives the connection back, or ends it."""
+        if reusable and not self._response.will_close:
+            self._response.close()
+            self._client.give_back(self._connection)
+        else:
+            self._response.close()
+            self._connection.close()
+
+
+class HttpClient:
+    """Connections of one process; thread-safe.
+
+    Args:
+        config: timeouts, and which hosts.
+    """
+
+    def __init__(self, config: StorageConfig) -> None:
+        self.config = config
+        self._idle: dict[_Place, list[_Connection]] = {}
+        self._lock = threading.Lock()
+        self._tls: ssl.SSLContext | None = None
+
+    def request(
+        self, method: Method, url: str, headers: Mapping[str, str], *, follow: bool = True
+    ) -> Answer:
+        """The answer to a request, after its redirects.
+
+        Args:
+            url: may hold a login, which is sent as basic authentication.
+            headers: `Authorization` goes to the first host only.
+            follow: whether redirects to other hosts are followed; those within one always are.
+
+        Raises:
+            Refused: the host, a redirect or the answer does not allow it.
+            Changed: the shard is another version.
+            Transient: no answer, or one that asks to try again.
+        """
+        sent = dict(headers)
+        for _ in range(MAX_REDIRECTS + 1):
+            answer = self._ask(method, url, sent)
+            if answer.status not in _REDIRECTS:
+                return _checked(answer)
+            target = urljoin(url, answer.headers.get("location", ""))
+            try:
+                elsewhere = _place(target) != _place(url)
+            except Refused:
+                answer.close()
+                raise
+            if elsewhere and not follow:
+                return answer
+            answer.close()
+            if urlsplit(url).scheme == "https" and urlsplit(target).scheme == "http":
+                raise Refused("redirected from https to http, which is not followed")
+            if elsewhere:
+                sent.pop("Authorization", None)
+            url = target
+        raise Refused(f"redirected more than {MAX_REDIRECTS} times")
+
+    def give_back(self, connection: _Connection) -> None:
+        """Keeps a connection whose answer was read to its end."""
+        place = (_scheme(connection), connection.host, connection.port)
+        with self._lock:
+            idle = self._idle.setdefault(place, [])
+            if len(idle) < self.config.max_concurrent_reads:
+                idle.append(connection)
+                return
+        connection.close()
+
+    def close(self) -> None:
+        """Ends the idle connections."""
+        with self._lock:
+            for idle in self._idle.values():
+                for connection in idle:
+                    connection.close()
+            self._idle.clear()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _ask(self, method: Method, url: str, headers: Mapping[str, str]) -> Answer:
+        parts = urlsplit(url)
+        target = quote(parts.path or "/", safe=_SAFE)
+        target += f"?{quote(parts.query, safe=_SAFE + '?')}" if parts.query else ""
+        sent = {"Accept-Encoding": "identity", "User-Agent": "vlmpack", **headers}
+        if parts.username is not None and "Authorization" not in sent:
+            login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            sent["Authorization"] = f"Basic {base64.b64encode(login.encode()).decode()}"
+        deadline = time.monotonic() + self.config.total_timeout_seconds
+        while True:
+            connection = self._connection(_place(url))
+            was_used, connection.was_used = connection.was_used, True
+            try:
+                connection.request(method, target, headers=sent)
+                response = connection.getresponse()
+            except (OSError, http.client.HTTPException) as error:
+                connection.close()
+                if was_used and not isinstance(error, TimeoutError):
+                    continue  # the server had ended an idle connection
+                raise Transient(_reason(error)) from None
+            except BaseException:
+                connection.close()
+                raise
+            found = {name.lower(): value for name, value in response.getheaders()}
+            return Answer(response.status, found, url, response, connection, self, deadline)
+
+    def _connection(self, place: _Place) -> _Connection:
+        with self._lock:
+            idle = self._idle.get(place)
+            if idle:
+                return idle.pop()
+            if place[0] == "https" and self._tls is None:
+                self._tls = ssl.create_default_context()
+        return _Connection(place, self.config, self._tls if place[0] == "https" else None)
+
+
+def _scheme(connection: _Connection) -> str:
+    return "http" if connection._tls is None else "https"
+
+
+def _place(url: str) -> _Place:
+    """Scheme, host and port.
+
+    Raises:
+        Refused: anything but http and https.
+    """
+    parts = urlsplit(url)
+    scheme = parts.scheme.lower()
+    if scheme not in ("http", "https") or not parts.hostname:
+        raise Refused(f"redirected to the scheme '{scheme}:', which is never followed")
+    try:
+        port = parts.port
+    except ValueError:
+        raise Refused("the address has no valid port") from None
+    return scheme, parts.hostname, port or (443 if scheme == "https" else 80)
+
+
+def _checked(answer: Answer) -> Answer:
+    """The answer if it has the shard's bytes."""
+    status = answer.status
+    if status in (200, 206):
+        encoding = answer.headers.get("content-encoding", "identity")
+        if encoding == "identity":
+            return answer
+        answer.close()
+        raise Refused(f"the server sends the shard with the encoding {encoding!r}, unasked")
+    answer.close()
+    if status == 412:
+        raise Changed("the shard changed after it was indexed")
+    if status == 416:
+        raise Changed("the shard is shorter than when it was indexed")
+    if status in _TRY_AGAIN:
+        raise Transient(f"the server answered {status}", _retry_after(answer.headers))
+    if status in (401, 403):
+        raise Refused(
+            f"the server denied access ({status}); a login is given as "
+            "https://${env:USER}:${env:PASSWORD}@host/..., a signed query as ?${env:NAME}"
+        )
+    if status in (404, 410):
+        raise Refused(f"the server has no such shard ({status})")
+    raise Refused(f"the server answered {status}")
+
+
+def _retry_after(headers: Mapping[str, str]) -> float:
+    value = headers.get("retry-after", "")
+    return float(value) if value.isdecimal() else 0.0
+
+
+def _reason(error: Exception) -> str:
+    """An error of the connection, without what the server said."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the server's certificate is not trusted ({error.verify_message})"
+    if isinstance(error, TimeoutError):
+        return "the server does not answer within the connect or read timeout of data.storage"
+    if isinstance(error, OSError):
+        return f"the connection failed: {error.strerror or type(error).__name__}"
+    return f"the answer is not valid HTTP ({type(error).__name__})"

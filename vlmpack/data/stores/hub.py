@@ -1,0 +1,135 @@
+"""`hf://datasets/<owner>/<name>[@<revision>]/<path>`: data sets on the Hugging Face hub.
+
+The hub answers with the file, or with a redirect to where its bytes lie, which is signed and is
+kept for a few minutes so that the hub is asked rarely. The revision is pinned to a commit when the
+shard is first looked at, and the pin travels with the fetcher.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from urllib.parse import quote, urljoin
+
+from vlmpack.data.fetch import ShardStamp
+from vlmpack.data.stores.config import StorageConfig
+from vlmpack.data.stores.faults import Changed, Refused, Transient
+from vlmpack.data.stores.http import Answer
+from vlmpack.data.stores.transport import (
+    HttpTransport,
+    check_range,
+    limited,
+    total_size,
+    version_of,
+)
+
+LOCATION_SECONDS = 300.0
+"""How long a signed address is used."""
+
+_PATH = re.compile(r"hf://datasets/(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/]+))?/(?P<file>.+)")
+
+
+class HubTransport(HttpTransport):
+    """Files of data set repositories.
+
+    Args:
+        config: timeouts, and the token.
+        pins: path -> commit; filled by `head`.
+    """
+
+    def __init__(self, config: StorageConfig, pins: dict[str, str]) -> None:
+        super().__init__(config)
+        self.config = config
+        self.pins = pins
+        self._locations: dict[str, tuple[str, float]] = {}
+        self._lock = threading.Lock()
+
+    def head(self, path: str) -> ShardStamp:
+        """See Transport."""
+        answer = self.client.request("HEAD", self.url(path), self._login(), follow=False)
+        answer.close(reusable=True)
+        size = answer.headers.get("x-linked-size")
+        stamp = ShardStamp(
+            path,
+            int(size) if size is not None else total_size(answer.headers),
+            _hub_version(answer),
+        )
+        if "x-repo-commit" in answer.headers:
+            self.pins[path] = answer.headers["x-repo-commit"]
+        return stamp
+
+    def body(self, stamp: ShardStamp, start: int, stop: int) -> Iterator[bytes]:
+        """See Transport."""
+        wanted = {"Range": f"bytes={start}-{stop - 1}"}
+        location = self._location(stamp.path)
+        if location is None:
+            answer = self.client.request(
+                "GET", self.url(stamp.path), {**wanted, **self._login()}, follow=False
+            )
+            if _hub_version(answer) != stamp.version:
+                answer.close()
+                raise Changed("the shard changed after it was indexed: another ETag")
+            if answer.status in (200, 206):
+                yield from self._ranged(answer, start, stop, stamp.size)
+                return
+            answer.close(reusable=True)
+            location = urljoin(answer.url, answer.headers.get("location", ""))
+            with self._lock:
+                self._locations[stamp.path] = (location, time.monotonic())
+        try:
+            answer = self.client.request("GET", location, wanted)
+        except Refused as fault:
+            with self._lock:
+                was_known = self._locations.pop(stamp.path, None) is not None
+            if was_known and "denied" in fault.reason:
+                raise Transient("the signed address was refused; it may have expired") from None
+            raise
+        yield from self._ranged(answer, start, stop, stamp.size)
+
+    def list_shards(self, prefix: str) -> list[ShardStamp]:
+        """Always Refused."""
+        raise Refused(
+            "hf:// data sets are not listed; write the shards out with a brace range such as "
+            "train-{000..031}.tar"
+        )
+
+    def url(self, path: str) -> str:
+        """The address of a file, at its pinned commit."""
+        match = _PATH.fullmatch(path)
+        if match is None:
+            raise Refused("expected hf://datasets/<owner>/<name>[@<revision>]/<path>")
+        from huggingface_hub import constants, hf_hub_url
+
+        return hf_hub_url(
+            match["repo"],
+            match["file"],
+            repo_type="dataset",
+            revision=self.pins.get(path) or quote(match["revision"] or "main", safe=""),
+            endpoint=os.environ.get("HF_ENDPOINT") or constants.ENDPOINT,
+        )
+
+    def _ranged(self, answer: Answer, start: int, stop: int, size: int) -> Iterator[bytes]:
+        try:
+            check_range(answer, start, stop, size)
+        except BaseException:
+            answer.close()
+            raise
+        yield from limited(answer, stop - start)
+
+    def _location(self, path: str) -> str | None:
+        with self._lock:
+            location, since = self._locations.get(path, ("", 0.0))
+            return location if location and time.monotonic() - since < LOCATION_SECONDS else None
+
+    def _login(self) -> dict[str, str]:
+        from huggingface_hub import get_token
+
+        token = self.config.secrets("hf").get("hf_token") or get_token()
+        return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _hub_version(answer: Answer) -> str:
+    return answer.headers.get("x-linked-etag") or version_of(answer.headers)

@@ -1,0 +1,268 @@
+"""Object stores, by obstore: s3, gs and az.
+
+obstore retries and follows redirects by itself. Here it makes single requests, since `remote.py`
+retries whatever fails, a body without a length included; and it cannot leave the endpoint: with
+TLS only TLS is followed, which no metadata service speaks, and without TLS every other host is
+sent to a proxy that does not exist. Each answer is compared with the stamp, so that no redirect
+brings another object's bytes. What remains: an endpoint without TLS may redirect to another port
+of its own host.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from vlmpack.data.fetch import ShardStamp
+from vlmpack.data.stores.config import StorageConfig
+from vlmpack.data.stores.faults import Changed, Refused, StoreFault, Transient
+from vlmpack.data.stores.guard import allowed_addresses
+from vlmpack.data.stores.object_faults import (
+    NO_PROXY_HERE,
+    NoCredentials,
+    fault_of,
+    invalid_configuration,
+)
+from vlmpack.errors import CapabilityError
+
+CHUNK_BYTES = 1 << 20
+CREDENTIAL_TRIES = 3
+"""Before anything was answered: on a machine without credentials the next try fails as well."""
+
+_ENDPOINT_VARIABLES = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+_ENDPOINT_KEY = {"s3": "endpoint", "gs": "base_url", "az": "endpoint"}
+_CREDENTIAL_KEY = {
+    "s3": {},
+    "gs": {},
+    "az": {"sas_token": "sas_key", "bearer_token": "token"},
+}
+_MORE_TRIES = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=15)}
+
+# obstore's threads are one set per process, and a store that is made in a forked child waits for
+# them for ever. So the process that first used it is remembered for all stores together.
+_used_by: list[int] = []
+
+
+class ObjectTransport:
+    """`s3://bucket/key`, `gs://bucket/key`, `az://container/key`.
+
+    Args:
+        config: endpoint, credentials, timeouts.
+
+    Raises:
+        CapabilityError: this process was forked from one that had used obstore.
+    """
+
+    def __init__(self, config: StorageConfig) -> None:
+        if _used_by and _used_by[0] != os.getpid():
+            raise CapabilityError(
+                f"this process ({os.getpid()}) was forked from one ({_used_by[0]}) that had "
+                "already read from an object store; its client does not survive a fork. Start "
+                "workers by forkserver or spawn"
+            )
+        self.config = config
+        self._stores: dict[tuple[str, str, bool], Any] = {}
+        self._lock = threading.Lock()
+        self._answered = False
+        self._unsigned = 0
+
+    def head(self, path: str) -> ShardStamp:
+        """See Transport."""
+        import obstore
+
+        store, key = self._store(path)
+        try:
+            stamp = _stamp(path, obstore.head(store, key))
+            self._answered = True
+            return stamp
+        except Exception as error:
+            raise self._fault(error) from None
+
+    def body(self, stamp: ShardStamp, start: int, stop: int) -> Iterator[bytes]:
+        """See Transport."""
+        import obstore
+
+        store, key = self._store(stamp.path)
+        options: dict[str, Any] = {"range": (start, stop)}
+        if stamp.version.startswith('"'):
+            options["if_match"] = stamp.version
+        try:
+            result = obstore.get(store, key, options=options)  # type: ignore[arg-type]
+            self._answered = True
+            found = _stamp(stamp.path, result.meta)
+            if found != stamp:
+                raise Changed(
+                    f"the shard changed after it was indexed: {found.size} bytes, ETag "
+                    f"{found.version}; {stamp.size} and {stamp.version} when it was indexed"
+                )
+            if tuple(result.range) != (start, stop):
+                raise Transient("the store answers a range with another range")
+            for chunk in result.stream(min_chunk_size=CHUNK_BYTES):
+                yield bytes(chunk)
+        except StoreFault:
+            raise
+        except Exception as error:
+            raise self._fault(error) from None
+
+    def list_shards(self, prefix: str) -> list[ShardStamp]:
+        """See Transport."""
+        import obstore
+
+        store, key = self._store(prefix, retries=self.config.max_tries - 1)
+        base = prefix[: len(prefix) - len(key)]
+        try:
+            return [
+                _stamp(f"{base}{item['path']}", item)
+                for chunk in obstore.list(store, prefix=key.rstrip("/") or None)
+                for item in chunk
+            ]
+        except Exception as error:
+            raise self._fault(error) from None
+
+    def close(self) -> None:
+        """See Transport."""
+        with self._lock:
+            self._stores.clear()
+
+    def _fault(self, error: Exception) -> StoreFault:
+        """The fault; a machine's role that does not answer now may do so next time."""
+        fault = fault_of(error)
+        if isinstance(fault, NoCredentials):
+            self._unsigned += 1
+            if self._answered or self._unsigned < CREDENTIAL_TRIES:
+                return Transient(fault.reason)
+        return fault
+
+    def _store(self, path: str, *, retries: int = 0) -> tuple[Any, str]:
+        """The client of a bucket, and the key in it."""
+        scheme, _, rest = path.partition("://")
+        bucket, _, key = rest.partition("/")
+        with self._lock:
+            name = scheme, bucket, bool(retries)
+            if name not in self._stores:
+                self._stores[name] = self._make(scheme, bucket, retries)
+            return self._stores[name], key
+
+    def _make(self, scheme: str, bucket: str, retries: int) -> Any:
+        from obstore.store import AzureStore, GCSStore, S3Store
+
+        if not _used_by:
+            _used_by.append(os.getpid())
+        config = self.config
+        options: dict[str, Any] = {
+            _CREDENTIAL_KEY[scheme].get(name, name): value
+            for name, value in config.secrets(scheme).items()
+        }
+        if config.anonymous:
+            options["skip_signature"] = True
+        endpoint = config.endpoint or _endpoint_from_environment(scheme)
+        if endpoint is not None:
+            options[_ENDPOINT_KEY[scheme]] = endpoint
+        if scheme == "s3" and config.region is not None:
+            options["region"] = config.region
+        client = self._client_options(endpoint)
+        retry = {
+            "max_retries": retries,
+            "retry_timeout": timedelta(seconds=config.retry_seconds),
+            "backoff": {**_MORE_TRIES, "base": 2},
+        }
+        provider = None
+        if scheme == "s3" and "access_key_id" not in options and not config.anonymous:
+            provider = _profile()
+        make: Any = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}[scheme]
+        try:
+            return make(
+                bucket,
+                config=options,
+                client_options=client,
+                retry_config=retry,
+                credential_provider=provider,
+            )
+        except Exception as error:
+            raise invalid_configuration(error) from None
+
+    def _client_options(self, endpoint: str | None) -> dict[str, Any]:
+        config = self.config
+        options: dict[str, Any] = {
+            "connect_timeout": timedelta(seconds=config.connect_timeout_seconds),
+            "read_timeout": timedelta(seconds=config.read_timeout_seconds),
+            "timeout": timedelta(seconds=config.total_timeout_seconds),
+            "allow_http": False,
+        }
+        if endpoint is None:
+            return options
+        parts = urlsplit(endpoint)
+        host, plain = parts.hostname or "", parts.scheme == "http"
+        if plain and not config.allow_private:
+            raise Refused(
+                "the endpoint has no TLS; use https://, or set data.storage.allow_private: true "
+                "if it lies in a private network"
+            )
+        port = parts.port or (80 if plain else 443)
+        allowed_addresses(host, port, allow_private=config.allow_private)
+        if plain:
+            options |= {
+                "allow_http": True,
+                "proxy_url": f"http://{NO_PROXY_HERE}",
+                "proxy_excludes": host,
+            }
+        return options
+
+
+def _stamp(path: str, meta: Any) -> ShardStamp:
+    version = meta["e_tag"] or meta["last_modified"].isoformat()
+    return ShardStamp(path, int(meta["size"]), str(version))
+
+
+def _endpoint_from_environment(scheme: str) -> str | None:
+    """What obstore would take from there by itself; taken here, so that the guard sees it."""
+    found = (os.environ.get(name) for name in _ENDPOINT_VARIABLES[scheme])
+    return next((value for value in found if value), None)
+
+
+def _profile() -> Any:
+    """Credentials from ~/.aws, which obstore does not read; None where its own chain has some.
+
+    Raises:
+        Refused: a profile is asked for by name, and boto3 is not installed.
+    """
+    chain = (
+        "AWS_ACCESS_KEY_ID",
+        "AWS_WEB_IDENTITY_TOKEN_FILE",
+        "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+        "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    )
+    named = os.environ.get("AWS_PROFILE")
+    files = [
+        Path(os.environ.get(variable) or Path.home() / ".aws" / name)
+        for variable, name in (
+            ("AWS_SHARED_CREDENTIALS_FILE", "credentials"),
+            ("AWS_CONFIG_FILE", "config"),
+        )
+    ]
+    if not named:
+        if any(os.environ.get(name) for name in chain):
+            return None
+        if not any(file.is_file() for file in files):
+            return None
+    try:
+        import boto3
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError:
+        if named:
+            raise Refused(
+                f"AWS_PROFILE is {named}, and profiles are read by boto3, which is not "
+                "installed: pip install boto3"
+            ) from None
+        return None
+    session = boto3.Session()
+    return Boto3CredentialProvider(session) if session.get_credentials() is not None else None

@@ -1,0 +1,208 @@
+"""From single requests to exact reads: retries, resumed bodies, neighbours in one request.
+
+asked for    [ a ][ b ]   [ c ]                              [ d .............. ]
+stretches    [ a   b      c   ]                              [ d .............. ]
+requests     [ one            ]                              [ one ][ two ][ thr]   at once
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
+from typing import BinaryIO, TypeVar, cast
+
+from vlmpack.data.fetch import READ_BUFFER_BYTES, ShardStamp
+from vlmpack.data.stores.config import StorageConfig
+from vlmpack.data.stores.faults import StoreFault, Transient, Tries
+from vlmpack.data.stores.transport import Transport
+from vlmpack.errors import CapabilityError, DataError
+
+GAP_BYTES = 32 << 10
+"""Ranges with a smaller gap between them are one request; it costs no more than a round trip."""
+REQUEST_BYTES = 8 << 20
+"""Longer stretches are several requests."""
+
+T = TypeVar("T")
+S = TypeVar("S")
+MakeTransport = Callable[[StorageConfig, dict[str, str]], Transport]
+Range = tuple[int, int]
+
+
+class RemoteFetcher:
+    """Shards of one kind of store. Picklable: a process that receives it makes its own client.
+
+    Args:
+        make: the transport, from the configuration and the memory.
+        config: how stores are reached.
+
+    Attributes:
+        memory: what the transport learned at `head` and that travels with the fetcher.
+    """
+
+    _live: tuple[int, Transport] | None
+
+    def __init__(self, make: MakeTransport, config: StorageConfig) -> None:
+        self._set(make, config, {})
+
+    def head(self, path: str) -> ShardStamp:
+        """See Fetcher."""
+        transport = self._transport()
+        return self._tried(path, lambda: transport.head(path))
+
+    def list_shards(self, prefix: str) -> list[ShardStamp]:
+        """See Fetcher."""
+        transport = self._transport()
+        return self._tried(prefix, lambda: transport.list_shards(prefix))
+
+    def open(self, stamp: ShardStamp) -> BinaryIO:
+        """See Fetcher."""
+        raw = _ShardStream(self._resumed(stamp, 0, stamp.size))
+        return cast(BinaryIO, io.BufferedReader(raw, READ_BUFFER_BYTES))
+
+    def read(self, stamp: ShardStamp, offset: int, length: int) -> bytes:
+        """See Fetcher."""
+        return self.read_ranges(stamp, [(offset, length)])[0]
+
+    def read_ranges(self, stamp: ShardStamp, ranges: Sequence[Range]) -> list[bytes]:
+        """See Fetcher."""
+        for offset, length in ranges:
+            if offset < 0 or offset + length > stamp.size:
+                raise DataError(
+                    f"bytes {offset} to {offset + length} were asked for, it has {stamp.size}",
+                    error_class="integrity",
+                    shard=stamp.path,
+                    offset=offset,
+                )
+        stretches = stretches_of(ranges)
+        pieces = [piece for stretch in stretches for piece in _pieces(stretch)]
+        bodies = dict(
+            zip(pieces, self._at_once(lambda p: self._read_piece(stamp, *p), pieces), strict=True)
+        )
+        joined = {s: b"".join(bodies[piece] for piece in _pieces(s)) for s in stretches}
+        found = []
+        for offset, length in ranges:
+            stretch = stretches[bisect_right(stretches, offset, key=itemgetter(0)) - 1]
+            at = offset - stretch[0]
+            found.append(joined[stretch][at : at + length])
+        return found
+
+    def close(self) -> None:
+        """Ends the client; the next read makes another."""
+        if self._live is not None and self._live[0] == os.getpid():
+            self._live[1].close()
+        self._live = None
+
+    def _read_piece(self, stamp: ShardStamp, start: int, stop: int) -> bytes:
+        with self._slots:
+            return b"".join(self._resumed(stamp, start, stop))
+
+    def _resumed(self, stamp: ShardStamp, start: int, stop: int) -> Iterator[bytes]:
+        """The bytes of a range; what is missing of a body that broke off is asked for again."""
+        transport, tries = self._transport(), Tries(stamp.path, self.config)
+        while start < stop:
+            try:
+                for chunk in transport.body(stamp, start, stop):
+                    start += len(chunk)
+                    tries.progressed(len(chunk))
+                    yield chunk
+                if start < stop:
+                    raise Transient(f"the body ended {stop - start} bytes too early")
+            except StoreFault as fault:
+                tries.note(fault)
+        assert start == stop, "a transport sent more than was asked for"
+
+    def _tried(self, path: str, request: Callable[[], T]) -> T:
+        tries = Tries(path, self.config)
+        while True:
+            try:
+                return request()
+            except StoreFault as fault:
+                tries.note(fault)
+
+    def _at_once(self, call: Callable[[S], T], items: Sequence[S]) -> list[T]:
+        if len(items) < 2:
+            return [call(item) for item in items]
+        workers = min(len(items), self.config.max_concurrent_reads)
+        with ThreadPoolExecutor(workers) as pool:
+            futures = [pool.submit(call, item) for item in items]
+            try:
+                return [future.result() for future in futures]
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def _transport(self) -> Transport:
+        process = os.getpid()
+        if self._live is None:
+            self._live = (process, self._make(self.config, self.memory))
+        if self._live[0] != process:
+            raise CapabilityError(
+                f"this process ({process}) was forked from one ({self._live[0]}) that had already "
+                "opened connections to a store; they do not survive a fork. Start workers by "
+                "forkserver or spawn"
+            )
+        return self._live[1]
+
+    def __getstate__(self) -> tuple[MakeTransport, StorageConfig, Mapping[str, str]]:
+        return self._make, self.config, dict(self.memory)
+
+    def __setstate__(self, state: tuple[MakeTransport, StorageConfig, Mapping[str, str]]) -> None:
+        self._set(*state)
+
+    def _set(self, make: MakeTransport, config: StorageConfig, memory: Mapping[str, str]) -> None:
+        self._make = make
+        self.config = config
+        self.memory = dict(memory)
+        self._live = None
+        self._slots = threading.BoundedSemaphore(config.max_concurrent_reads)
+
+
+class _ShardStream(io.RawIOBase):
+    """Chunks as a file."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
+        self._rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        while not self._rest:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return 0
+            self._rest = memoryview(chunk)
+        count = min(len(buffer), len(self._rest))
+        buffer[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count
+
+    def close(self) -> None:
+        self._chunks.close()  # type: ignore[attr-defined]
+        super().close()
+
+
+def stretches_of(ranges: Sequence[Range]) -> list[Range]:
+    """(start, stop) of what is read in one go: ranges that overlap or nearly touch, joined.
+
+    Args:
+        ranges: (offset, length) in any order.
+    """
+    joined: list[Range] = []
+    for offset, length in sorted(ranges):
+        if joined and offset <= joined[-1][1] + GAP_BYTES:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], offset + length))
+        else:
+            joined.append((offset, offset + length))
+    return joined
+
+
+def _pieces(stretch: Range) -> list[Range]:
+    start, stop = stretch
+    return [(at, min(at + REQUEST_BYTES, stop)) for at in range(start, stop, REQUEST_BYTES)]

@@ -1,0 +1,88 @@
+"""One fetcher for every address: local files, object stores, HTTP servers, the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import BinaryIO
+
+from vlmpack.addresses import HTTP_SCHEMES, OBJECT_SCHEMES, scheme_of
+from vlmpack.data.fetch import LocalFetcher, ShardStamp
+from vlmpack.data.stores.config import StorageConfig
+from vlmpack.data.stores.remote import MakeTransport, RemoteFetcher
+from vlmpack.data.stores.transport import HttpTransport, Transport
+from vlmpack.errors import DataError
+
+
+def _objects(config: StorageConfig, memory: dict[str, str]) -> Transport:
+    from vlmpack.data.stores.objects import ObjectTransport
+
+    return ObjectTransport(config)
+
+
+def _http(config: StorageConfig, memory: dict[str, str]) -> Transport:
+    return HttpTransport(config)
+
+
+def _hub(config: StorageConfig, memory: dict[str, str]) -> Transport:
+    from vlmpack.data.stores.hub import HubTransport
+
+    return HubTransport(config, memory)
+
+
+TRANSPORTS: dict[str, MakeTransport] = {
+    **dict.fromkeys(OBJECT_SCHEMES, _objects),
+    **dict.fromkeys(HTTP_SCHEMES, _http),
+    "hf": _hub,
+}
+
+
+class RoutingFetcher:
+    """Sends each shard to the fetcher of its scheme; picklable.
+
+    Args:
+        config: how stores are reached.
+    """
+
+    def __init__(self, config: StorageConfig | None = None) -> None:
+        config = StorageConfig() if config is None else config
+        self.local = LocalFetcher()
+        remotes = {make: RemoteFetcher(make, config) for make in TRANSPORTS.values()}
+        self.remotes = {scheme: remotes[make] for scheme, make in TRANSPORTS.items()}
+
+    def head(self, path: str) -> ShardStamp:
+        """See Fetcher."""
+        return self._of(path).head(path)
+
+    def list_shards(self, prefix: str) -> list[ShardStamp]:
+        """See Fetcher."""
+        return self._of(prefix).list_shards(prefix)
+
+    def open(self, stamp: ShardStamp) -> BinaryIO:
+        """See Fetcher."""
+        return self._of(stamp.path).open(stamp)
+
+    def read(self, stamp: ShardStamp, offset: int, length: int) -> bytes:
+        """See Fetcher."""
+        return self._of(stamp.path).read(stamp, offset, length)
+
+    def read_ranges(self, stamp: ShardStamp, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """See Fetcher."""
+        return self._of(stamp.path).read_ranges(stamp, ranges)
+
+    def close(self) -> None:
+        """Closes files and forgets clients; the next read opens again."""
+        self.local.close()
+        for remote in self.remotes.values():
+            remote.close()
+
+    def _of(self, path: str) -> LocalFetcher | RemoteFetcher:
+        scheme = scheme_of(path)
+        if scheme is None:
+            return self.local
+        if scheme not in self.remotes:
+            raise DataError(
+                f"'{scheme}:' is not read; expected a path or one of {', '.join(self.remotes)}",
+                error_class="transport",
+                shard=path,
+            )
+        return self.remotes[scheme]

@@ -1,0 +1,75 @@
+"""How remote shards are reached: the recipe's `data.storage`."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from vlmpack.recipe.sources import Section
+
+
+class CredentialsSection(Section):
+    """Names of environment variables, as `${env:NAME}`; never a secret itself. Null: the cloud's
+    usual places."""
+
+    access_key_id: str | None = Field(default=None, examples=["${env:MINIO_USER}"])
+    """S3."""
+
+    secret_access_key: str | None = Field(default=None, examples=["${env:MINIO_PASSWORD}"])
+    """S3."""
+
+    session_token: str | None = Field(default=None, examples=["${env:MY_SESSION_TOKEN}"])
+    """S3, for temporary credentials."""
+
+    service_account_key: str | None = Field(default=None, examples=["${env:MY_SERVICE_ACCOUNT}"])
+    """GCS: the JSON text of the key."""
+
+    bearer_token: str | None = Field(default=None, examples=["${env:MY_TOKEN}"])
+    """GCS and Azure."""
+
+    account_name: str | None = Field(default=None, examples=["myaccount"])
+    """Azure: the storage account; no secret, so it may be written out."""
+
+    account_key: str | None = Field(default=None, examples=["${env:MY_AZURE_KEY}"])
+    """Azure."""
+
+    sas_token: str | None = Field(default=None, examples=["${env:MY_SAS_TOKEN}"])
+    """Azure."""
+
+    hf_token: str | None = Field(default=None, examples=["${env:MY_HF_TOKEN}"])
+    """hf:// data sets. Null: HF_TOKEN, or the token of `hf auth login`."""
+
+
+class StorageSection(Section):
+    """How stores and servers are reached. Credentials come from the cloud's usual places: the
+    environment, ~/.aws (with boto3 installed), the machine's role."""
+
+    endpoint: str | None = Field(default=None, examples=["https://minio.example.org:9000"])
+    """Address of an S3-compatible server, or another address of GCS or Azure. Null: the cloud's."""
+
+    region: str | None = Field(default=None, examples=["eu-central-1"])
+    """Region of S3 buckets. Null: AWS_REGION, else us-east-1."""
+
+    anonymous: bool = False
+    """Do not sign requests: for public buckets."""
+
+    allow_private: bool = False
+    """Private and loopback addresses may be asked, and endpoints without TLS: a MinIO of your own.
+    Link-local addresses never are."""
+
+    credentials: CredentialsSection = CredentialsSection()
+    """Credentials from other environment variables than the usual ones."""
+
+    connect_timeout_seconds: float = Field(default=5.0, gt=0, le=3600)
+    """The longest wait for a connection."""
+
+    read_timeout_seconds: float = Field(default=30.0, gt=0, le=3600)
+    """The longest wait for the next bytes."""
+
+    total_timeout_seconds: float = Field(default=600.0, gt=0, le=86400)
+    """The longest time of one request; what is missing then is asked for again."""
+
+    max_tries: int = Field(default=10, ge=1)
+    """Tries of one request, the first included."""
+
+    retry_seconds: float = Field(default=180.0, gt=0, le=86400)
+    """No new try begins so long after the first."""

@@ -1,0 +1,246 @@
+"""The proof that a run trained what it planned: every sample of an epoch once, or accounted for.
+
+Four accounts of the same run are compared: the plan (made again from recipe and index), the record
+of each replica (`samples/`), the ledger of skipped samples (`data-errors.jsonl`), and the counters
+that the training loop kept (metrics.jsonl, the newest checkpoint, result.json). For every epoch:
+
+    trained + skipped + pending == planned == what the index holds, and no sample is there twice
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+from vlmpack.data.ledger import Ledger
+from vlmpack.data.pipeline import TrainData
+from vlmpack.data.plan import PlannedBatch
+from vlmpack.data.state import DataState, identity_differences
+from vlmpack.training.checkpoint import list_checkpoints
+from vlmpack.training.findings import Audit, EpochCount, listed
+from vlmpack.training.indexed_names import IndexedNames
+from vlmpack.training.metrics import read_rows
+from vlmpack.training.record import Launch, SampleName, read_launches
+from vlmpack.training.recorded import RecordedBatch, standing_batches
+from vlmpack.training.run_dir import RunDir
+
+
+def audit_run(run_dir: RunDir, train: TrainData) -> Audit:
+    """Compare all accounts of a run.
+
+    Args:
+        run_dir: the run's folder; nothing in it is changed.
+        train: `data.train` of the run's recipe, opened without its ledger.
+
+    Raises:
+        RunDirError: a record that cannot be read.
+    """
+    audit = Audit()
+    launches = read_launches(run_dir.samples)
+    audit.launches = len(launches)
+    if not launches:
+        audit.fault(f"{run_dir.samples} holds no record: nothing was trained, or it was deleted")
+        return audit
+    begin = _first_of_this_plan(audit, launches, train)
+    if begin is None:
+        return audit
+    comparison = _Comparison(audit, run_dir, train)
+    comparison.run(begin, standing_batches(run_dir.samples, launches))
+    comparison.index.check_dropped(audit, Ledger(run_dir.data_errors).lines())
+    _compare_totals(audit, run_dir, launches)
+    return audit
+
+
+def _first_of_this_plan(audit: Audit, launches: list[Launch], train: TrainData) -> DataState | None:
+    """The oldest launch whose plan can be made again from today's recipe and index."""
+    states = [DataState.from_json(launch.state) for launch in launches]
+    if identity_differences(states[-1].identity, train.identity):
+        lines = identity_differences(states[-1].identity, train.identity)
+        audit.fault(
+            "the plan cannot be made again, the data or the recipe changed since: "
+            + "; ".join(lines)
+        )
+        return None
+    begin = states[-1]
+    for state in reversed(states):  # as far back as the plan is the same
+        if identity_differences(state.identity, train.identity):
+            break
+        if state.batches < begin.batches:
+            begin = state
+    if begin.batches:
+        audit.notes.append(
+            f"the first {begin.batches} global batches have another plan, or no record; only "
+            "later ones are compared"
+        )
+    return begin
+
+
+class _Comparison:
+    """Walks through plan and record side by side."""
+
+    def __init__(self, audit: Audit, run_dir: RunDir, train: TrainData) -> None:
+        self.audit = audit
+        self.train = train
+        self.index = IndexedNames(train)
+        self.ledger = _ledger_lines(run_dir)
+        self.rows = {row["step"] - 1: row for row in read_rows(run_dir.metrics) if "loss" in row}
+        self.planned: Counter[SampleName] = Counter()
+        self.seen: dict[SampleName, int] = {}
+        self.epoch = EpochCount(-1)
+
+    def run(self, begin: DataState, records: Iterator[RecordedBatch]) -> None:
+        """Compare every recorded batch, then count what the last epoch has left."""
+        audit, batch = self.audit, begin.batches
+        from_start = begin.window == 0 and begin.batch == 0
+        record = next((item for item in records if item.batch >= batch), None)
+        audit.batches = batch
+        if record is None:
+            return
+        for planned in self.train.planned(begin, None):
+            self._enter(planned)
+            names = [self._name(number) for samples in planned.bins for number in samples]
+            self.epoch.planned += len(names)
+            self.planned.update(names)
+            if record is None:
+                self.epoch.pending += len(names)
+            elif record.batch > batch:
+                audit.fault(f"batch {batch} has no record: {listed(names)}")
+                self.epoch.lost += len(names)
+                audit.batches = batch + 1
+            else:
+                following = next(records, None)
+                self._compare(planned, names, record, is_last=following is None)
+                record = following
+            batch += 1
+            if planned.following.epoch != planned.position.epoch:
+                if from_start:
+                    self._check_epoch(begin)
+                from_start = True
+                if record is None:
+                    return
+            elif record is None and not self.train.epoch_length().exact:
+                self._estimate_rest()
+                return
+
+    def _enter(self, planned: PlannedBatch) -> None:
+        epoch = planned.position.epoch
+        if epoch != self.epoch.epoch:
+            self.epoch = EpochCount(epoch)
+            self.audit.epochs.append(self.epoch)
+            self.seen = {}
+            if not self.train.config.weighted:
+                self.planned = Counter()
+
+    def _estimate_rest(self) -> None:
+        """Not every shard is indexed: how many samples the epoch has is not known."""
+        total = self.train.epoch_length().num_samples
+        rest = max(0, total - self.epoch.planned)
+        self.epoch.planned += rest
+        self.epoch.pending += rest
+        self.audit.notes.append(
+            f"epoch {self.epoch.epoch}: not every shard is indexed yet, so about {rest} of its "
+            "pending samples are an estimate"
+        )
+
+    def _name(self, number: int) -> SampleName:
+        ref = self.train.split.ref(number)
+        return SampleName(ref.shard, ref.key)
+
+    def _compare(
+        self,
+        planned: PlannedBatch,
+        names: list[SampleName],
+        record: RecordedBatch,
+        *,
+        is_last: bool,
+    ) -> None:
+        """One global batch: who recorded it, which samples, which holes, how many."""
+        audit, batch = self.audit, record.batch
+        if record.missing_ranks and is_last:
+            audit.notes.append(
+                f"batch {batch} was recorded by {len(record.steps)} of {record.num_ranks} replicas "
+                "when the run stopped; it counts as pending"
+            )
+            self.epoch.pending += len(names)
+            return
+        for rank in record.missing_ranks:
+            audit.fault(f"batch {batch}: replica {rank} recorded nothing")
+        for rank in record.repeated:
+            audit.fault(f"batch {batch}: replica {rank} recorded it more than once")
+        trained, holes = record.trained, record.holes
+        epochs = {step.epoch for step in record.steps.values()}
+        if epochs != {planned.position.epoch}:
+            audit.fault(
+                f"batch {batch} is recorded in epoch {sorted(epochs)}, planned in "
+                f"{planned.position.epoch}"
+            )
+        wanted, found = Counter(names), Counter(trained + holes)
+        missed, extra = list((wanted - found).elements()), list((found - wanted).elements())
+        if missed:
+            audit.fault(f"batch {batch}: planned, but not recorded: {listed(missed)}")
+        if extra:
+            before = [f"{name} in batch {self.seen[name]}" for name in extra if name in self.seen]
+            again = f" (trained already in this epoch: {listed(before)})" if before else ""
+            audit.fault(f"batch {batch}: recorded, but not planned: {listed(extra)}{again}")
+        self.seen.update((name, batch) for name in trained)
+        self._compare_ledger(batch, holes)
+        self._compare_metrics(batch, len(trained), len(holes))
+        self.epoch.trained += len(trained)
+        self.epoch.skipped += len(holes)
+        self.epoch.lost += len(missed)
+        audit.batches = batch + 1
+
+    def _compare_ledger(self, batch: int, holes: list[SampleName]) -> None:
+        wanted, found = Counter(holes), self.ledger.get(batch, Counter())
+        for missing in (wanted - found).elements():
+            self.audit.fault(f"batch {batch}: {missing} was skipped, but the ledger has no line")
+        for extra in (found - wanted).elements():
+            self.audit.fault(f"batch {batch}: the ledger says that {extra} was skipped, not so")
+
+    def _compare_metrics(self, batch: int, trained: int, skipped: int) -> None:
+        row = self.rows.get(batch)
+        if row is not None and (row["num_samples"], row["num_skipped"]) != (trained, skipped):
+            self.audit.fault(
+                f"batch {batch}: the record has {trained} trained and {skipped} skipped samples, "
+                f"metrics.jsonl counted {row['num_samples']} and {row['num_skipped']}"
+            )
+
+    def _check_epoch(self, begin: DataState) -> None:
+        """At an epoch's end: the plan itself has drawn every sample of the index, equally often."""
+        if not self.train.config.weighted:
+            self.index.check_epoch(self.audit, self.epoch.epoch, self.planned)
+        elif begin.batches == 0:
+            self.index.check_draws(self.audit, self.epoch.epoch, self.planned)
+
+
+def _compare_totals(audit: Audit, run_dir: RunDir, launches: list[Launch]) -> None:
+    """What checkpoints, metrics and the result say of the number of steps."""
+    for folder in list_checkpoints(run_dir.checkpoints)[-1:]:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        steps = int(state["totals"]["step"])
+        if steps > audit.batches:
+            audit.fault(
+                f"{folder.name} holds {steps} steps, the record {audit.batches}: the rest is "
+                "missing"
+            )
+    steps = max((row["step"] for row in read_rows(run_dir.metrics) if "loss" in row), default=0)
+    if steps > audit.batches > launches[-1].start:
+        audit.fault(f"metrics.jsonl has {steps} steps, the record {audit.batches}")
+    if not run_dir.result.is_file():
+        return
+    result = json.loads(run_dir.result.read_text(encoding="utf-8"))
+    complete = not any("compared" in note for note in audit.notes)
+    for name, key in (("trained", "samples"), ("skipped", "skipped_samples")):
+        counted = sum(getattr(epoch, name) for epoch in audit.epochs)
+        if complete and audit.batches == result["steps"] and counted != result[key]:
+            audit.fault(f"result.json counts {result[key]} {name} samples, the record {counted}")
+
+
+def _ledger_lines(run_dir: RunDir) -> dict[int, Counter[SampleName]]:
+    """Global batch -> its holes by the ledger."""
+    lines: defaultdict[int, Counter[SampleName]] = defaultdict(Counter)
+    for line in Ledger(run_dir.data_errors).lines():
+        if line["batch"] is not None:
+            lines[line["batch"]][SampleName(line["shard"], line["key"])] += 1
+    return dict(lines)

@@ -1,0 +1,273 @@
+"""The run's own record of what it trained: which samples, in which bin, at which step.
+
+runs/demo/samples/
+  launches.jsonl     one line a launch: its number, the global batch it began with, the data state
+  rank-0000.jsonl    one line a step of model replica 0, written after its optimizer step
+
+A line of a replica names its bins in order, each sample as "number of the shard/key"; a shard's
+number is given with its first use in a launch:
+
+    {"launch": 1, "batch": 0, "epoch": 0, "shards": {"0": "a.tar"}, "bins": [["0/k1", "0/k2"], []],
+     "holes": ["0/k3"]}
+
+A launch that resumes at global batch n replaces everything that earlier launches wrote for n and
+later ones. `vlmpack.training.audit` compares the record with the plan.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vlmpack.distributed import Ranks
+from vlmpack.errors import RunDirError
+
+LAUNCHES = "launches.jsonl"
+
+
+class SampleName(NamedTuple):
+    """A sample as people find it again."""
+
+    shard: str
+    key: str
+
+    def __str__(self) -> str:
+        return f"{self.key} ({self.shard})"
+
+
+Bin = tuple[SampleName, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepSamples:
+    """What one model replica trained in one optimizer step.
+
+    Args:
+        batch: the run's global batch, counted from 0.
+        epoch: counted from 0.
+        bins: the samples of each micro-batch, in row order; some may be empty.
+        holes: samples that were planned for these bins and left out.
+    """
+
+    batch: int
+    epoch: int
+    bins: tuple[Bin, ...]
+    holes: Bin
+
+    @property
+    def names(self) -> list[list[str]]:
+        """The samples of each micro-batch, as messages name them."""
+        return [[str(name) for name in samples] for samples in self.bins]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One start of the run.
+
+    Args:
+        number: counted from 1.
+        start: the global batch that it began with.
+        dp_size: model replicas.
+        state: JSON text of the data state that it began with.
+    """
+
+    number: int
+    start: int
+    dp_size: int
+    state: str
+
+
+class SampleRecord:
+    """Appends the lines of one model replica.
+
+    Args:
+        folder: `samples` of the run folder.
+        dp_rank: the replica.
+        launch: number of this launch.
+    """
+
+    def __init__(self, folder: Path, *, dp_rank: int, launch: int) -> None:
+        self.path = rank_file(folder, dp_rank)
+        self.launch = launch
+        self._descriptor: int | None = None
+        self._shards: dict[str, int] = {}
+
+    def write(self, step: StepSamples) -> None:
+        """One line, in the file when this returns.
+
+        Raises:
+            RunDirError: the file cannot be written.
+        """
+        known = len(self._shards)
+        bins = [[self._short(name) for name in samples] for samples in step.bins]
+        holes = [self._short(name) for name in step.holes]
+        line: dict[str, Any] = {"launch": self.launch, "batch": step.batch, "epoch": step.epoch}
+        if len(self._shards) > known:
+            line["shards"] = {str(n): name for name, n in self._shards.items() if n >= known}
+        line["bins"] = bins
+        if holes:
+            line["holes"] = holes
+        data = (json.dumps(line, separators=(",", ":")) + "\n").encode()
+        try:
+            if self._descriptor is None:
+                self._descriptor = _open_whole_lines(self.path)
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+
+    def sync(self) -> None:
+        """On disk when this returns: a checkpoint that counts these steps may follow.
+
+        Raises:
+            RunDirError: the disk refuses.
+        """
+        if self._descriptor is None:
+            return
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+
+    def close(self) -> None:
+        """Close the file; the next line opens it again."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _short(self, name: SampleName) -> str:
+        return f"{self._shards.setdefault(name.shard, len(self._shards))}/{name.key}"
+
+
+def open_record(folder: Path, ranks: Ranks, *, start: int, state: str) -> SampleRecord | None:
+    """Note a launch, on the main rank for all; this replica's record on its lead. Collective.
+
+    Args:
+        start: the global batch that training goes on with.
+        state: JSON text of the data state there.
+
+    Raises:
+        RunDirError: on every rank, if the record cannot be written.
+    """
+
+    def begin() -> int:
+        number = max((launch.number for launch in read_launches(folder)), default=0) + 1
+        line = {"launch": number, "start": start, "dp": ranks.dp_size, "state": json.loads(state)}
+        path = folder / LAUNCHES
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = _open_whole_lines(path)
+            try:
+                os.write(descriptor, (json.dumps(line, separators=(",", ":")) + "\n").encode())
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        return number
+
+    number = ranks.on_main(begin)
+    return SampleRecord(folder, dp_rank=ranks.dp_rank, launch=number) if ranks.is_lead else None
+
+
+def rank_file(folder: Path, dp_rank: int) -> Path:
+    """Where a replica writes."""
+    return folder / f"rank-{dp_rank:04d}.jsonl"
+
+
+def read_launches(folder: Path) -> list[Launch]:
+    """All launches, oldest first; a line cut by a kill is left out.
+
+    Raises:
+        RunDirError: a line that is whole and no launch.
+    """
+    path = folder / LAUNCHES
+    launches = []
+    for number, line in _lines(path):
+        try:
+            launches.append(
+                Launch(line["launch"], line["start"], line["dp"], json.dumps(line["state"]))
+            )
+        except (KeyError, TypeError) as error:
+            raise RunDirError(f"{path}, line {number}: no launch ({error!r})") from error
+    return launches
+
+
+def read_steps(folder: Path, dp_rank: int) -> Iterator[tuple[int, StepSamples]]:
+    """(launch, step) of every line that a replica wrote, in file order.
+
+    Raises:
+        RunDirError: a line that is whole and makes no sense.
+    """
+    path = rank_file(folder, dp_rank)
+    current, shards = 0, dict[str, str]()
+    for number, line in _lines(path):
+        try:
+            if line["launch"] != current:
+                current, shards = line["launch"], {}
+            shards.update(line.get("shards", {}))
+            yield (
+                current,
+                StepSamples(
+                    batch=line["batch"],
+                    epoch=line["epoch"],
+                    bins=tuple(_bin(samples, shards) for samples in line["bins"]),
+                    holes=_bin(line.get("holes", ()), shards),
+                ),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RunDirError(
+                f"{path}, line {number}: no step of a run, or lines before it are missing "
+                f"({error!r})"
+            ) from error
+
+
+def recorded_ranks(folder: Path) -> list[int]:
+    """The replicas that wrote anything, in any launch."""
+    return sorted(int(path.stem.removeprefix("rank-")) for path in folder.glob("rank-*.jsonl"))
+
+
+def _bin(samples: list[str], shards: dict[str, str]) -> Bin:
+    parts = [text.partition("/") for text in samples]
+    return tuple(SampleName(shards[number], key) for number, _, key in parts)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, object) of a file of JSON lines; a last line without its end is left out."""
+    if not path.exists():
+        return
+    with path.open("rb") as stream:
+        for number, text in enumerate(stream, start=1):
+            if not text.endswith(b"\n"):
+                return
+            try:
+                value = json.loads(text)
+            except ValueError as error:
+                raise RunDirError(f"{path}, line {number}: damaged ({error})") from error
+            if not isinstance(value, dict):
+                raise RunDirError(f"{path}, line {number}: {value!r}; expected an object")
+            yield number, value
+
+
+def _open_whole_lines(path: Path) -> int:
+    """A descriptor for appending, after cutting off what a kill left of a last line."""
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    end = size = os.fstat(descriptor).st_size
+    while end:
+        begin = max(0, end - 65536)
+        found = os.pread(descriptor, end - begin, begin).rfind(b"\n")
+        if found >= 0:
+            end = begin + found + 1
+            break
+        end = begin
+    if end < size:
+        os.ftruncate(descriptor, end)
+    return descriptor
+
+
+def _unwritable(path: Path, error: OSError) -> RunDirError:
+    return RunDirError(f"cannot write {path}: {error.strerror or error}")

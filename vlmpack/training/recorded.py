@@ -1,0 +1,89 @@
+"""What a run's record says stands: later launches replace what earlier ones wrote past their start.
+
+Files of all replicas -> one RecordedBatch a global batch, in order, read as a stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vlmpack.training.record import Launch, SampleName, StepSamples, read_steps, recorded_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedBatch:
+    """What all replicas recorded of one global batch.
+
+    Args:
+        batch: the run's global batch, counted from 0.
+        steps: replica -> its line.
+        num_ranks: replicas that the launch had.
+        repeated: replicas that wrote the batch more than once.
+    """
+
+    batch: int
+    steps: dict[int, StepSamples]
+    num_ranks: int
+    repeated: tuple[int, ...] = ()
+
+    @property
+    def missing_ranks(self) -> list[int]:
+        """Replicas without a line."""
+        return [rank for rank in range(self.num_ranks) if rank not in self.steps]
+
+    @property
+    def trained(self) -> list[SampleName]:
+        """All samples of all bins."""
+        return [name for step in self.steps.values() for bin_ in step.bins for name in bin_]
+
+    @property
+    def holes(self) -> list[SampleName]:
+        """All samples that were left out."""
+        return [name for step in self.steps.values() for name in step.holes]
+
+
+def standing_batches(folder: Path, launches: Sequence[Launch]) -> Iterator[RecordedBatch]:
+    """The recorded global batches that no later launch replaced, in order; perhaps with gaps.
+
+    Args:
+        folder: `samples` of the run folder.
+        launches: all of them, oldest first.
+
+    Raises:
+        RunDirError: a file that is no record.
+    """
+    streams = {rank: _standing(folder, rank, launches) for rank in recorded_ranks(folder)}
+    heads = {rank: next(stream, None) for rank, stream in streams.items()}
+    while waiting := [step.batch for step in heads.values() if step is not None]:
+        batch = min(waiting)
+        steps: dict[int, StepSamples] = {}
+        repeated: list[int] = []
+        for rank, stream in streams.items():
+            while (step := heads[rank]) is not None and step.batch == batch:
+                if rank in steps:
+                    repeated.append(rank)
+                    steps[rank] = _joined(steps[rank], step)
+                else:
+                    steps[rank] = step
+                heads[rank] = next(stream, None)
+        launch = [item for item in launches if item.start <= batch][-1:]
+        num_ranks = launch[0].dp_size if launch else len(steps)
+        yield RecordedBatch(batch, steps, num_ranks, tuple(repeated))
+
+
+def _standing(folder: Path, rank: int, launches: Sequence[Launch]) -> Iterator[StepSamples]:
+    """A replica's lines that stand. Within a launch they are in order, so all of them are."""
+    replaced_from: dict[int, int] = {}
+    for place, launch in enumerate(launches):
+        later = [other.start for other in launches[place + 1 :]]
+        replaced_from[launch.number] = min(later, default=1 << 62)
+    for number, step in read_steps(folder, rank):
+        if step.batch < replaced_from.get(number, 1 << 62):
+            yield step
+
+
+def _joined(one: StepSamples, two: StepSamples) -> StepSamples:
+    """Both lines of a batch that was written twice: the audit then finds its samples twice."""
+    return StepSamples(one.batch, one.epoch, one.bins + two.bins, one.holes + two.holes)

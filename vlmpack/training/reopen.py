@@ -1,0 +1,83 @@
+"""A recipe's training split, opened again to look at: one process, no model, nothing written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from vlmpack.data.ledger import Ledger
+from vlmpack.data.pipeline import TrainData
+from vlmpack.data.plan import PlannedBatch
+from vlmpack.data.state import DataState, identity_differences
+from vlmpack.distributed import Ranks
+from vlmpack.errors import VlmpackError
+from vlmpack.families import Encoder
+from vlmpack.recipe import derive, load_recipe
+from vlmpack.training.assemble import build_encoder, open_split
+from vlmpack.training.record import read_launches
+from vlmpack.training.recorded import standing_batches
+from vlmpack.training.run_dir import RunDir
+
+
+def recipe_file(path: Path) -> Path:
+    """The recipe itself, or the resolved one of a run folder.
+
+    Raises:
+        VlmpackError: neither is there.
+    """
+    recipe = RunDir(path).recipe if path.is_dir() else path
+    if not recipe.is_file():
+        raise VlmpackError(f"{path}: expected a recipe, or a run folder that holds recipe.yaml")
+    return recipe
+
+
+def open_train(path: Path, overrides: Sequence[str] = ()) -> tuple[TrainData, Encoder]:
+    """`data.train` as a run would open it, and its encoder.
+
+    Args:
+        path: a recipe, or a run folder: then the shuffle is the one that the run settled on.
+        overrides: `key=value`.
+
+    Raises:
+        VlmpackError: what is wrong with recipe, model folder or data.
+    """
+    recipe = load_recipe(recipe_file(path), overrides)
+    for launch in read_launches(RunDir(path).samples)[-1:] if path.is_dir() else ():
+        shuffle = DataState.from_json(launch.state).identity.get("data.shuffle")
+        if recipe.data.shuffle == "auto" and isinstance(shuffle, str):
+            recipe = load_recipe(recipe, {"data.shuffle": shuffle})
+    split = recipe.parallelism
+    derived = derive(recipe, split.tensor * split.pipeline * split.context)
+    ranks = Ranks(
+        rank=0, world_size=1, local_rank=0, dp_rank=0, dp_size=1, device=torch.device("cpu")
+    )
+    encoder = build_encoder(recipe)
+    train = open_split(recipe, "data.train", encoder, derived, ranks=ranks, ledger=Ledger(None))
+    assert train is not None  # data.train is required
+    return train, encoder
+
+
+def planned_batch(train: TrainData, number: int, run_dir: RunDir | None) -> PlannedBatch:
+    """The global batch of that number, counted from 0 since the run's start.
+
+    Args:
+        run_dir: of the run, whose launches save a walk from its start.
+    """
+    states = [train.start()]
+    for launch in read_launches(run_dir.samples) if run_dir is not None else ():
+        state = DataState.from_json(launch.state)
+        if state.batches <= number and not identity_differences(state.identity, train.identity):
+            states.append(state)
+    begin = max(states, key=lambda state: state.batches)
+    return next(islice(train.planned(begin, None), number - begin.batches, None))
+
+
+def trained_in(run_dir: RunDir, key: str) -> Iterator[tuple[int, int, str]]:
+    """(global batch, epoch, shard) of every time that a run trained a sample with this key."""
+    for record in standing_batches(run_dir.samples, read_launches(run_dir.samples)):
+        for step in record.steps.values():
+            for samples in step.bins:
+                yield from ((step.batch, step.epoch, n.shard) for n in samples if n.key == key)
