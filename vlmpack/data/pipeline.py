@@ -41,6 +41,9 @@ from vlmpack.families.sample import VLMSample
 
 __all__ = ["GlobalStep", "TrainData"]
 
+READ_TOGETHER = 64
+"""Samples that are asked for at once where no bin says so."""
+
 
 class TrainData:
     """One split, measured and planned. Training and validation open one each.
@@ -258,17 +261,17 @@ class TrainData:
             DataError: a bad sample whose class is not skipped.
         """
         fitted = self.fitted
-        for number in fitted.eligible.nonzero()[0].tolist():
-            ref = fitted.table.ref(number)
-            try:
-                sample = self.dataset.reader.read(ref)
-            except DataError as error:
-                if not self.config.on_error.skips(error.error_class):
-                    raise
-                hole = SkippedSample.from_error(ref, error)
+        numbers = fitted.eligible.nonzero()[0].tolist()
+        for at in range(0, len(numbers), READ_TOGETHER):
+            refs = [fitted.table.ref(number) for number in numbers[at : at + READ_TOGETHER]]
+            for ref, sample in zip(refs, self.dataset.reader.read_all(refs), strict=True):
+                if not isinstance(sample, DataError):
+                    yield sample
+                    continue
+                if not self.config.on_error.skips(sample.error_class):
+                    raise sample
+                hole = SkippedSample.from_error(ref, sample)
                 self.ledger.record([hole], epoch=None, batch=None)
-                continue
-            yield sample
 
     def request(self, samples: Bin) -> BinRequest:
         """What a worker needs to load a bin of the plan."""
