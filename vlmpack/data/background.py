@@ -34,23 +34,38 @@ class BackgroundFetch:
                 self._thread = threading.Thread(target=self._run, daemon=True)
                 self._thread.start()
 
+    def stop(self) -> None:
+        """Drops what is still to do; a shard that is being fetched ends by itself."""
+        with self._lock:
+            self._todo.clear()
+
     def wait(self) -> None:
         """Until nothing is left to do."""
         while (thread := self._thread) is not None:
             thread.join()
 
     def _run(self) -> None:
-        while True:
+        try:
+            while (stamp := self._next()) is not None:
+                self._fetch_one(stamp)
+        finally:
             with self._lock:
-                if not self._todo:
+                if self._thread is threading.current_thread():
                     self._thread = None
-                    return
-                stamp = self._todo.popleft()
-            try:
-                self._fetch(stamp)
-            except VlmpackError as error:  # whoever reads the shard meets it again, and says so
-                logger.debug("%s was not fetched ahead: %s", stamp.path, error)
-            except RuntimeError:
-                if threading.main_thread().is_alive():
-                    raise
-                return  # the process ends, and no thread can be started any more
+
+    def _next(self) -> ShardStamp | None:
+        with self._lock:
+            if self._todo:
+                return self._todo.popleft()
+            self._thread = None  # under the lock: whoever adds work now starts another thread
+            return None
+
+    def _fetch_one(self, stamp: ShardStamp) -> None:
+        try:
+            self._fetch(stamp)
+        except VlmpackError as error:  # whoever reads the shard meets it again, and says so
+            logger.debug("%s was not fetched ahead: %s", stamp.path, error)
+        except RuntimeError:
+            if threading.main_thread().is_alive():
+                raise
+            self.stop()  # the process ends, and no thread can be started any more

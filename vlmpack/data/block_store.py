@@ -69,15 +69,18 @@ class BlockStore:
             return None
         try:
             found = _read_verified(descriptor, name, size, begin, end)
-            if found is not None:
-                os.utime(descriptor)
-                return found
         except OSError as error:
             logger.warning("the cached block %s cannot be read: %s", path, error)
+            found = None
+        else:
+            if found is not None:
+                with contextlib.suppress(OSError):  # another user's block is as good
+                    os.utime(descriptor)
         finally:
             os.close(descriptor)
-        self._drop_damaged(path)
-        return None
+        if found is None:
+            self._drop_damaged(path)
+        return found
 
     def has(self, name: str) -> bool:
         """Whether there is a file for the block, good or not."""

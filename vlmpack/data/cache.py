@@ -35,6 +35,8 @@ REQUEST_BYTES = 32 << 20
 READ_AHEAD_BYTES = 16 << 20
 """Fetched from a missing block on, where shards are used a window at a time."""
 STREAM_BUFFER_BYTES = 256 << 10
+MAX_BLOCKS_NOTED = 65_536
+"""Blocks whose use is noted; the oldest are forgotten."""
 WORTH_SHARE = 32
 """A block that had to go before a 32nd of it was used is not fetched whole again."""
 
@@ -131,6 +133,10 @@ class CachedFetcher:
         if remote and 2 * sum(stamp.size for stamp in remote) <= self.config.max_bytes:
             self._background.start(remote)
 
+    def stop_prefetch(self) -> None:
+        """Drops what `prefetch` still had to do."""
+        self._background.stop()
+
     def fetch_shard(self, stamp: ShardStamp) -> None:
         """Brings what is missing of a shard to the disk.
 
@@ -197,7 +203,7 @@ class CachedFetcher:
                     start = place * shard.block_bytes
                     whole[block] = memoryview(body)[start : start + shard.size(block)]
                     self._store.write(names[block], whole[block])
-                    self._used[names[block]] = 0
+                    self._note_fetched(names[block])
         return whole
 
     def _with_missing_behind(self, shard: ShardBlocks, block: int, max_bytes: int) -> list[int]:
@@ -255,6 +261,11 @@ class CachedFetcher:
     def _is_worth_it(self, shard: ShardBlocks, block: int) -> bool:
         used = self._used.get(shard.name(block))
         return used is None or used * WORTH_SHARE >= shard.size(block)
+
+    def _note_fetched(self, name: str) -> None:
+        self._used[name] = 0
+        while len(self._used) > MAX_BLOCKS_NOTED:
+            self._used.pop(next(iter(self._used)), None)
 
     def _note_used(self, name: str, count: int) -> None:
         self._counters.served_bytes += count
