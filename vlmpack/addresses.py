@@ -2,7 +2,8 @@
 
 A secret is never part of an address. `https://${env:USER}:${env:PASSWORD}@host/x.tar` and
 `https://host/x.tar?${env:SIGNATURE}` name environment variables; the reference is what is shown,
-saved and compared, and only the request itself holds the value.
+saved and compared, and only the request itself holds the value. What looks like a secret cannot be
+told from what does not, so an HTTP address has no query but references and a few known parameters.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import quote, urlsplit
 
 OBJECT_SCHEMES = ("s3", "gs", "az")
 HTTP_SCHEMES = ("http", "https")
@@ -28,9 +29,14 @@ _NOT_SECRET = ("account_name",)
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://|(pipe|exec|sh|cmd|file):", re.IGNORECASE)
 _REFERENCE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
-_SECRET_NAME = re.compile(r"sig|token|secret|passw|credential|key|auth", re.IGNORECASE)
-_LOGIN = re.compile(r"://[^/\s@]*@")
-_QUERY = re.compile(r"(https?://[^\s?\"'<>]*)\?[^\s\"'<>]*")
+_ADDRESS = re.compile(r"(?P<scheme>[^:/]+://)(?P<authority>[^/?#]*)(?P<rest>.*)", re.DOTALL)
+_PLAIN_PARAMETERS = frozenset(
+    {"version", "versionid", "generation", "snapshot", "revision", "ref"}
+    | {"download", "dl", "raw", "alt", "format", "file", "part", "shard"}
+)
+_HTTP_LOGIN = re.compile(r"(https?://)[^\s]*@", re.IGNORECASE)
+_LOGIN = re.compile(r"://[^/\s]*@")
+_QUERY = re.compile(r"(https?://[^\s?\"'<>]*)\?[^\s\"'<>]*", re.IGNORECASE)
 
 
 def scheme_of(address: str) -> str | None:
@@ -56,21 +62,37 @@ def without_references(text: str) -> str:
 
 def secret_in(address: str) -> str | None:
     """What is wrong with an address that holds a literal secret; it is not quoted. Else None."""
-    bare = without_references(address)
-    parts = urlsplit(bare)
-    if "@" in parts.netloc and parts.netloc.rpartition("@")[0].strip(":"):
+    match = _ADDRESS.match(address)
+    if match is None:
+        return None
+    if without_references(match["authority"].rpartition("@")[0]).strip(":"):
         return (
-            "holds a user name or password; put them into environment variables and write "
-            "'${env:NAME}' in their place"
+            "holds a user name or password; put each into an environment variable and write "
+            "'${env:NAME}' in its place"
         )
-    if parts.scheme.lower() in HTTP_SCHEMES:
-        for name, value in parse_qsl(parts.query):
-            if value and _SECRET_NAME.search(name):
-                return (
-                    f"holds a secret in its query ({name}); put the query into an environment "
-                    "variable and write '?${env:NAME}' in its place"
-                )
+    if scheme_of(address) not in HTTP_SCHEMES:
+        return None
+    before, _, query = match["rest"].partition("?")
+    if "@" in before:
+        return (
+            "holds '@' after its host, as a login with '/' or '#' does; write a login as "
+            "'${env:USER}:${env:NAME}@' before the host, and '%40' for '@' in a path"
+        )
+    if any(_may_be_secret(item) for item in re.split("[&;]", query)):
+        return (
+            "has a query that may hold a secret; put the query into an environment variable and "
+            "write '?${env:NAME}' in its place, or '${env:NAME}' in place of each value (written "
+            f"out may be: {', '.join(sorted(_PLAIN_PARAMETERS))})"
+        )
     return None
+
+
+def _may_be_secret(item: str) -> bool:
+    """Whether a parameter of a query is neither made of references nor one of the known ones."""
+    name, _, value = item.partition("=")
+    if name.lower() in _PLAIN_PARAMETERS or not without_references(item):
+        return False
+    return not value or without_references(value) != ""
 
 
 def credential_problem(name: str, value: str) -> str | None:
@@ -98,14 +120,31 @@ def endpoint_problem(endpoint: str, *, allow_private: bool) -> str | None:
 
 
 def resolve_references(text: str) -> str:
-    """The text with each `${env:NAME}` replaced by the variable's value.
+    """The text with each `${env:NAME}` replaced by the variable's value, white space around it
+    removed: tokens from files end in a newline.
 
     Raises:
         KeyError: the name of a variable that is not set.
     """
-    return _REFERENCE.sub(lambda match: os.environ[match[1]], text)
+    return _REFERENCE.sub(lambda match: os.environ[match[1]].strip(), text)
+
+
+def resolve_address(address: str) -> str:
+    """An address to ask, with its secrets. Values left of the host's '@' are quoted, so that no
+    '/' or '@' in a password makes another host of it.
+
+    Raises:
+        KeyError: the name of a variable that is not set.
+    """
+    match = _ADDRESS.match(address)
+    if match is None:
+        return resolve_references(address)
+    login, at, host = match["authority"].rpartition("@")
+    login = _REFERENCE.sub(lambda found: quote(os.environ[found[1]].strip(), safe=""), login)
+    return f"{match['scheme']}{login}{at}{resolve_references(host + match['rest'])}"
 
 
 def redacted(text: str) -> str:
     """A text without the user names, passwords and queries of the addresses in it."""
-    return _QUERY.sub(r"\1?***", _LOGIN.sub("://***@", text))
+    text = _LOGIN.sub("://***@", _HTTP_LOGIN.sub(r"\1***@", text))
+    return _QUERY.sub(r"\1?***", text)

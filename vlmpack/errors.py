@@ -23,8 +23,9 @@ class RecipeError(VlmpackError):
 
     exit_code = 2
 
-    def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = tuple(problems)
+    def __init__(self, problems: Sequence[str] | str) -> None:
+        # A string comes from torch, which builds a worker's error anew from its traceback.
+        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
         count = len(self.problems)
         head = f"{count} problem{'s' if count != 1 else ''} in the recipe:"
         super().__init__("\n".join([head, *(f"  {problem}" for problem in self.problems)]))

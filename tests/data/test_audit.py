@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,24 @@ from shard_fakes import (
 from vlmpack.data.config import SourceConfig
 from vlmpack.data.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.plan import Plan
+from vlmpack.data.plan import Plan, PlannedBatch, Position
 from vlmpack.data.read import ErrorPolicy
 from vlmpack.data.state import DataState
 from vlmpack.distributed import Ranks
-from vlmpack.errors import RunDirError
+from vlmpack.errors import RunDirError, VlmpackError
 from vlmpack.training.audit import audit_run
 from vlmpack.training.findings import Audit
-from vlmpack.training.record import SampleName, open_record, read_launches, read_steps
+from vlmpack.training.record import (
+    SampleName,
+    SampleRecord,
+    StepSamples,
+    open_record,
+    read_launches,
+    read_steps,
+)
+from vlmpack.training.recorded import standing_batches, take_back
+from vlmpack.training.reopen import planned_batch
 from vlmpack.training.run_dir import RunDir
-from vlmpack.training.session import _samples
 
 BAD = (key_of(4), key_of(11))
 
@@ -86,7 +95,7 @@ def launch(
     for rank in range(dp):
         record = type(first)(run_dir.samples, dp_rank=rank, launch=number)
         for step in data.batches(start, rank=rank, dp=dp, max_steps=stop + (rank < torn)):
-            record.write(_samples(step))
+            record.write(StepSamples.of(step))
         record.sync()
         record.close()
 
@@ -235,6 +244,89 @@ def test_tampering_is_named(whole: Path, tmp_path: Path, tamper: Tamper, message
     assert message in "\n".join(found.problems)
 
 
+def count_steps(run_dir: RunDir) -> int:
+    """metrics.jsonl and result.json as the loop would have left them; the steps."""
+    rows = [
+        {
+            "step": record.batch + 1,
+            "loss": 1.0,
+            "num_samples": len(record.trained),
+            "num_skipped": len(record.holes),
+        }
+        for record in standing_batches(run_dir.samples, read_launches(run_dir.samples))
+    ]
+    _write(run_dir.metrics, rows)
+    totals = {
+        "steps": len(rows),
+        "samples": sum(row["num_samples"] for row in rows),
+        "skipped_samples": sum(row["num_skipped"] for row in rows),
+    }
+    run_dir.result.write_text(json.dumps(totals))
+    return len(rows)
+
+
+def test_a_lost_record_is_named_by_every_other_account(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.prepare()
+    data = open_split(tmp_path, Ledger(run_dir.data_errors))
+    launch(run_dir, data, data.start(), stop=5, dp=1)
+    assert count_steps(run_dir) == 5 and audited(tmp_path).problems == []
+    (run_dir.samples / "rank-0000.jsonl").unlink()
+    by_metrics, by_result = audited(tmp_path).problems
+    assert by_metrics == "metrics.jsonl has 5 steps, the record 0: the rest is missing"
+    assert by_result == "result.json counts 5 steps, the record 0: the rest is missing"
+    run_dir.metrics.unlink()
+    assert audited(tmp_path).problems == [by_result]
+
+
+def test_a_lost_last_launch_is_named(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "copy")
+    run_dir = RunDir(tmp_path / "copy/run")
+    audit = lambda: audit_run(run_dir, open_split(whole, Ledger(None)))  # noqa: E731
+    assert count_steps(run_dir) == 10 and audit().problems == []
+    path = run_dir.samples / "rank-0000.jsonl"
+    _write(path, [line for line in _lines(path) if line["launch"] != 3])
+    found = audit()
+    assert found.batches == 6
+    assert found.problems == [
+        "metrics.jsonl has 10 steps, the record 6: the rest is missing",
+        "result.json counts 10 steps, the record 6: the rest is missing",
+    ]
+
+
+def test_what_a_launch_takes_back_counts_no_more(tmp_path: Path) -> None:
+    """A finished run that goes back to step 2 and is killed before its first step is proven."""
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.prepare()
+    data = open_split(tmp_path, Ledger(run_dir.data_errors))
+    launch(run_dir, data, data.start(), stop=5, dp=1)
+    count_steps(run_dir)
+    take_back(run_dir, 5)
+    assert len(_lines(run_dir.metrics)) == 5 and run_dir.result.exists()
+    take_back(run_dir, 2)
+    Ledger(run_dir.data_errors).rewind(2)
+    launch(run_dir, data, state_at(tmp_path, 2), stop=2, dp=1)
+    found = audited(tmp_path)
+    assert (found.batches, found.problems) == (2, [])
+    assert len(_lines(run_dir.metrics)) == 2 and not run_dir.result.exists()
+
+
+def test_the_main_rank_may_be_a_step_ahead_of_a_torn_batch(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.prepare()
+    data = open_split(tmp_path, Ledger(run_dir.data_errors))
+    launch(run_dir, data, data.start(), stop=3, dp=2, torn=1)
+    count_steps(run_dir)
+    run_dir.result.unlink()
+    assert len(_lines(run_dir.metrics)) == 4
+    found = audited(tmp_path)
+    assert (found.batches, found.problems) == (3, []) and "1 of 2 replicas" in found.notes[0]
+    _write(run_dir.metrics, [*_lines(run_dir.metrics), {"step": 5, "loss": 1.0}])
+    assert audited(tmp_path).problems == [
+        "metrics.jsonl has 5 steps, the record 3: the rest is missing"
+    ]
+
+
 def test_a_missing_line_that_named_a_shard_is_an_error(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "copy")
     path = tmp_path / "copy/run/samples/rank-0000.jsonl"
@@ -283,8 +375,6 @@ def test_a_launch_without_a_step_takes_back_what_it_did_not_load(tmp_path: Path)
 
 
 def test_names_with_slashes_and_other_letters_come_back(tmp_path: Path) -> None:
-    from vlmpack.training.record import SampleRecord, StepSamples
-
     names = tuple(
         SampleName(f"s3://b/{shard}.tar", key) for shard in "ab" for key in ("x/1", "\u00e4/\udc80")
     )
@@ -337,6 +427,33 @@ def test_a_plan_that_loses_or_repeats_a_sample_is_named(
         assert "epoch 0: planned more often than the index has: " in text
 
 
+@pytest.mark.parametrize("stop", [4, 6])
+def test_an_epoch_whose_last_window_is_empty_is_checked(
+    tmp_path: Path, monkeypatch: Any, stop: int
+) -> None:
+    """No batch of it is followed by one of the next epoch. The record ends there, or later."""
+
+    def stay(batch: PlannedBatch) -> PlannedBatch:
+        if batch.following.epoch == batch.position.epoch:
+            return batch
+        return replace(batch, following=Position(batch.position.epoch, 1, 0))
+
+    original = Plan.walk
+    monkeypatch.setattr(Plan, "walk", lambda *args: map(stay, original(*args)))
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.prepare()
+    data = open_split(tmp_path, Ledger(run_dir.data_errors))
+    assert data.steps_per_epoch() == 4
+    with monkeypatch.context() as patch:
+        _patched(patch, lambda order: np.concatenate([order[:1], order[:1], order[2:]]))
+        launch(run_dir, data, data.start(), stop=stop, dp=1)
+        found = audited(tmp_path)
+    assert [epoch.planned for epoch in found.epochs] == [14] * -(-stop // 4)
+    for epoch in range(len(found.epochs)):
+        for kind in ("in the index, but not planned", "planned more often than the index has"):
+            assert sum(f"epoch {epoch}: {kind}" in line for line in found.problems) == 1
+
+
 def test_samples_left_out_as_too_long_are_in_the_ledger(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     run_dir.prepare()
@@ -378,3 +495,40 @@ def test_after_a_change_of_data_the_new_part_is_compared(tmp_path: Path) -> None
     path = run_dir.samples / "rank-0000.jsonl"
     _write(path, [line for line in _lines(path) if (line["launch"], line["batch"]) != (3, 4)])
     assert "batch 4 has no record" in audited(tmp_path).problems[0]
+
+
+def test_a_shown_batch_is_the_one_that_was_trained(tmp_path: Path) -> None:
+    """Data A, then B as a segment of its own, then A again: only what A planned can be shown."""
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.prepare()
+    ledger = Ledger(run_dir.data_errors)
+    first = open_split(tmp_path, ledger)
+    launch(run_dir, first, first.start(), stop=6, dp=1)
+    state = state_at(tmp_path, 5)
+    write_shard(tmp_path / "data/s-9.tar", [(key_of(n), sample_fields(n)) for n in range(20, 26)])
+    for stop in (8, 11):
+        ledger.rewind(state.batches)
+        data = open_split(tmp_path, ledger, on_data_change="new_segment")
+        state = data.admit(state)
+        launch(run_dir, data, state, stop=stop, dp=1)
+        if stop == 8:
+            show_and_compare(run_dir, data, shown=range(5, 8), refused=range(5))
+            *_, last = data.batches(state, rank=0, dp=1, max_steps=8)
+            state = last.state
+            (tmp_path / "data/s-9.tar").unlink()
+    show_and_compare(run_dir, data, shown=[*range(5), 8, 9, 10], refused=range(5, 8))
+    other = open_split(tmp_path, Ledger(None), seed=8)
+    with pytest.raises(VlmpackError, match=r"--batch 9: .*from batch 8 .*has 7, now 8. Restore"):
+        planned_batch(other, 9, run_dir)
+
+
+def show_and_compare(run_dir: RunDir, data: TrainData, *, shown: Any, refused: Any) -> None:
+    """What is shown is what the record says."""
+    records = standing_batches(run_dir.samples, read_launches(run_dir.samples))
+    trained = {record.batch: sorted(record.trained + record.holes) for record in records}
+    for batch in shown:
+        refs = [data.ref(n) for bin_ in planned_batch(data, batch, run_dir).bins for n in bin_]
+        assert sorted(SampleName(ref.shard, ref.key) for ref in refs) == trained[batch]
+    for batch in refused:
+        with pytest.raises(VlmpackError, match=rf"--batch {batch}: .*data.train"):
+            planned_batch(data, batch, run_dir)

@@ -274,3 +274,20 @@ def test_a_conversion_that_stops_leaves_whole_shards_and_no_manifest(
     source.write_text(json.dumps(LLAVA))
     run(source, out, images, overwrite=True)
     assert len(cooked(out)) == 3 and (out / "train-manifest.json").is_file()
+
+
+def test_overwriting_leaves_the_files_of_others(tmp_path: Path, images: Path) -> None:
+    source, out = tmp_path / "llava.json", tmp_path / "out"
+    source.write_text(json.dumps(LLAVA))
+    out.mkdir()
+    others = ["train-2024-backup.tar", "train-2-000000.tar", "train-00001.tar", "old-000000.tar",
+              ".train-2-000000.tar.partial", "train-000000.tar.bak"]  # fmt: skip
+    ours = ["train-000007.tar", "train-1000000.tar", ".train-000008.tar.partial"]
+    for name in (*others, *ours):
+        (out / name).write_text(name)
+    with pytest.raises(VlmpackError, match="holds 3 shards named train-"):
+        run(source, out, images)
+    run(source, out, images, overwrite=True)
+    assert {name: (out / name).read_text() for name in others} == {n: n for n in others}
+    left = {path.name for path in out.iterdir() if path.is_file()} - set(others)
+    assert left == {"train-000000.tar", "train-manifest.json"}

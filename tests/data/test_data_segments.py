@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from vlmpack.data.config import SourceConfig
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.segments import MAX_STATE_BYTES, begin_segment
 from vlmpack.data.state import DataState, Segment
-from vlmpack.errors import RunIdentityError
+from vlmpack.errors import RecipeError, RunIdentityError
+from vlmpack.training.run_length import total_steps
 
 SHUFFLES = pytest.mark.parametrize("shuffle", ["global", "window"])
 
@@ -75,6 +77,37 @@ def test_a_segment_at_an_epochs_edge_begins_that_epoch(tmp_path: Path, shuffle: 
     begun = changed.admit(state)
     assert (begun.epoch, begun.window, begun.batch) == (1, 0, 0)
     assert begun.cursors == (((1, 0, 0),) if shuffle == "window" else (20,))
+
+
+@SHUFFLES
+def test_epochs_of_other_data_count_from_where_they_begin(tmp_path: Path, shuffle: str) -> None:
+    """40 samples are 5 steps an epoch, 16 are 2; 8 steps are one epoch and a part."""
+
+    def recipe(epochs: int | None, max_steps: int | None = None) -> Any:
+        training = SimpleNamespace(num_epochs=epochs, max_steps=max_steps)
+        return SimpleNamespace(training=training)
+
+    options: dict[str, Any] = {"shuffle": shuffle, "on_data_change": "new_segment"}
+    pattern = write_shards(tmp_path, 40, per_shard=8)
+    data = open_data(pattern, tmp_path / "i", **options)
+    assert total_steps(recipe(3), data, None) == 15
+    for steps in (1, 4, 5, 8, 15):
+        assert total_steps(recipe(3), data, keys_of(data, data.start(), steps)[1]) == 15
+    _, early = keys_of(data, data.start(), 8)
+    _, late = keys_of(data, data.start(), 12)
+
+    for path in sorted(tmp_path.glob("s-*.tar"))[2:]:
+        path.unlink()
+    changed = open_data(pattern, tmp_path / "i", **options)
+    assert changed.steps_per_epoch() == 2
+    assert total_steps(recipe(3), changed, early) == 8 + 2, "epoch 2 is of the new data"
+    assert total_steps(recipe(5), changed, late) == 12 + 2 * 2
+    _, inside = keys_of(changed, late, 1)
+    assert inside.segments[-1].start_batch == 12 < inside.batches
+    assert total_steps(recipe(5), changed, inside) == 12 + 2 * 2, "a resume in the new segment"
+    with pytest.raises(RecipeError, match=r"num_epochs: 3.*after 12 steps.*4 or more.*max_steps"):
+        total_steps(recipe(3), changed, late)
+    assert total_steps(recipe(None, 100), changed, late) == 100
 
 
 @SHUFFLES

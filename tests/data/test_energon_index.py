@@ -16,6 +16,7 @@ from vlmpack.data.energon import check_energon_index
 from vlmpack.data.fetch import LocalFetcher
 from vlmpack.data.index import IndexBuilder
 from vlmpack.data.index_shards import ShardReport, index_shards
+from vlmpack.data.sources import FoundShard
 from vlmpack.errors import DataError
 
 
@@ -58,7 +59,9 @@ def _named(key: str) -> dict[str, bytes]:
 
 
 def report(shard: Path, folder: Path) -> ShardReport:
-    found = list(index_shards([str(shard)], IndexBuilder(LocalFetcher()), folder, processes=1))
+    found = list(
+        index_shards([FoundShard(str(shard))], IndexBuilder(LocalFetcher()), folder, processes=1)
+    )
     return found[0]
 
 

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 from shard_fakes import key_of, sample_fields, write_shard, write_shards
+from support.fault_server import FaultServer
 from typer.testing import CliRunner, Result
 
 from vlmpack.cli.app import app
 from vlmpack.data.fetch import LocalFetcher
 from vlmpack.data.index import IndexBuilder
 from vlmpack.data.index_shards import index_shards
+from vlmpack.data.sources import FoundShard
 
 
 def invoke(*arguments: object) -> Result:
@@ -53,14 +55,35 @@ def test_damaged_shards_are_named_and_the_others_are_kept(tmp_path: Path) -> Non
     assert len(list((tmp_path / "i").iterdir())) == 3
 
 
+@pytest.mark.parametrize("command", [("index",), ("data", "lint")])
+def test_listed_shards_are_not_looked_at_again(tmp_path: Path, command: tuple[str, ...]) -> None:
+    """A glob's listing has the versions; shards that a brace range names are asked for theirs."""
+    write_shards(tmp_path / "bucket", 9, per_shard=3)
+    with FaultServer(tmp_path) as server:
+        store = [f"endpoint={server.url}", "allow_private=true", "anonymous=true"]
+        options = [part for item in store for part in ("--storage", item)]
+        if command == ("index",):
+            options += ["--index-dir", str(tmp_path / "i")]
+        heads = []
+        for pattern in ("s-*.tar", "s-*.tar", "s-{0000..0002}.tar"):
+            server.reset()
+            result = invoke(*command, f"s3://bucket/{pattern}", *options, "--processes", 1)
+            assert result.exit_code == 0, (result.output, result.exception)
+            asked = [r.path for r in server.requests if r.method == "HEAD"]
+            heads.append(sum(path.endswith(".tar") for path in asked))
+    after_reading = 3 if command == ("index",) else 0  # the first time: each is still the same
+    assert heads == [after_reading, 0, 3]
+
+
 @pytest.mark.slow
 def test_many_processes_make_the_same_parts(tmp_path: Path) -> None:
     pattern = sorted(str(p) for p in Path(write_shards(tmp_path, 24, per_shard=3)).parent.glob("*"))
+    shards = [FoundShard(path) for path in pattern]
     builder = IndexBuilder(LocalFetcher())
     found = {}
     for processes in (1, 3):
         folder = tmp_path / f"i{processes}"
-        reports = list(index_shards(pattern, builder, folder, processes=processes))
+        reports = list(index_shards(shards, builder, folder, processes=processes))
         assert sorted(report.path for report in reports) == pattern
         assert all(report.was_read and report.samples == 3 for report in reports)
         found[processes] = {path.name: path.read_bytes() for path in folder.iterdir()}

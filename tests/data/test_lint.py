@@ -17,10 +17,11 @@ from vlmpack.cli.app import app
 from vlmpack.data.caps import SampleCaps
 from vlmpack.data.fetch import LocalFetcher
 from vlmpack.data.lint import LintOne, LintReport
+from vlmpack.data.sources import FoundShard
 
 
 def lint(path: Path, encoder: Any = None) -> LintReport:
-    return LintOne(LocalFetcher(), SampleCaps(), encoder)(str(path))
+    return LintOne(LocalFetcher(), SampleCaps(), encoder)(FoundShard(str(path)))
 
 
 def test_sound_shards_have_no_finding(tmp_path: Path) -> None:

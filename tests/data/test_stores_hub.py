@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import http.server
+import pickle
 import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from vlmpack.errors import DataError
 
 TOKEN = "canary-token"
 COMMIT = "c" * 40
+NEXT = "d" * 40
 CONTENT = bytes(range(256)) * 1000
 PATH = "hf://datasets/owner/name/data/x.tar"
 
@@ -31,6 +34,7 @@ class Hub(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Answers)
         self.elsewhere = elsewhere
         self.etag = "e" * 64
+        self.head = COMMIT
         self.asked: list[tuple[str, str]] = []
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
@@ -55,15 +59,16 @@ class Answers(http.server.BaseHTTPRequestHandler):
             return
         root, _, file = self.path.partition("/resolve/")
         revision, _, name = file.partition("/")
-        if root != "/datasets/owner/name" or revision not in ("main", "v1", COMMIT):
+        if root != "/datasets/owner/name" or revision not in ("main", "v1", COMMIT, NEXT):
             self.reply(404, {}, b"")
             return
-        common = {"X-Repo-Commit": COMMIT}
+        commit = revision if len(revision) == 40 else self.server.head
+        common = {"X-Repo-Commit": commit}
         if name.endswith(".tar"):
             location = f"{self.server.elsewhere}/bucket/{name}?Signature=canary-signature"
             linked = {
                 "X-Linked-Size": str(len(CONTENT)),
-                "X-Linked-Etag": f'"{self.server.etag}"',
+                "X-Linked-Etag": f'"{self.server.etag if commit == COMMIT else "n" * 64}"',
                 "Location": location,
             }
             self.reply(302, common | linked, b"")
@@ -168,6 +173,55 @@ def test_a_changed_file_is_an_integrity_error(fetcher: RoutingFetcher, hub: Hub)
     with pytest.raises(DataError, match="changed") as caught:
         fetcher.read(stamp, 0, 4)
     assert caught.value.error_class == "integrity"
+
+
+def test_a_push_does_not_reach_other_ranks(fetcher: RoutingFetcher, hub: Hub) -> None:
+    """One rank looks at the shards and sends the stamps; all read the commit it saw."""
+    stamp = fetcher.head(PATH)
+    hub.head = NEXT
+    other = RoutingFetcher(StorageConfig(allow_private=True, max_tries=1))
+    received = pickle.loads(pickle.dumps(stamp))
+    assert other.read(received, 3, 9) == CONTENT[3:12]
+    assert hub.asked[-1] == ("GET", f"/datasets/owner/name/resolve/{COMMIT}/data/x.tar")
+    assert other.head(PATH).version != stamp.version, "vacuous"
+    assert other.read(received, 4, 9) == CONTENT[4:13]
+    other.close()
+
+
+def test_a_commit_that_leaves_a_shard_alone_is_no_other_version(
+    fetcher: RoutingFetcher, hub: Hub
+) -> None:
+    """So index, cache and a resumed run stay good."""
+    one = fetcher.head("hf://datasets/owner/name/README.md")
+    hub.head = NEXT
+    two = fetcher.head("hf://datasets/owner/name/README.md")
+    assert (one.pin, two.pin) == (COMMIT, NEXT)
+    assert one == two
+
+
+@pytest.mark.parametrize("name", ["MY_TOKEN", "HF_TOKEN"])
+def test_white_space_around_a_token_is_removed(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, f" {TOKEN}\r\n")
+    credentials = {"hf_token": "${env:MY_TOKEN}"} if name == "MY_TOKEN" else {}
+    fetcher = RoutingFetcher(StorageConfig(allow_private=True, credentials=credentials))
+    assert fetcher.head(PATH).size == len(CONTENT)
+    fetcher.close()
+
+
+@pytest.mark.parametrize("token", ["canary\nX-Other: 1", "canary\x7f", "canary\u20ac"])
+def test_a_token_that_no_header_may_hold_is_refused_unseen(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", token)
+    fetcher = RoutingFetcher(
+        StorageConfig(allow_private=True, credentials={"hf_token": "${env:MY_TOKEN}"})
+    )
+    with pytest.raises(DataError, match="header Authorization") as caught:
+        fetcher.head(PATH)
+    assert "canary" not in "".join(traceback.format_exception(caught.value))
+    assert hub.asked == []
 
 
 def test_denial_shows_no_secret(fetcher: RoutingFetcher, monkeypatch: pytest.MonkeyPatch) -> None:

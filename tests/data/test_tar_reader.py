@@ -253,10 +253,29 @@ def test_only_regular_files(kind: bytes, reason: str) -> None:
     assert "'a.json'" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["/etc/a.json", "../a.json", "x/../../a.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "/etc/a.json",
+        "../a.json",
+        "x/../../a.json",
+        "a\tb.json",
+        "a\n.json",
+        "\x1b[2Ja.json",
+        "a\x7f.json",
+        "a\u009b2J.json",
+    ],
+)
 def test_unsafe_names_are_refused(name: str) -> None:
-    with pytest.raises(DataError, match="unsafe name"):
+    with pytest.raises(DataError, match="unsafe name") as caught:
         scan(make_tar([(name, b"{}")]))
+    assert str(caught.value).isprintable()
+
+
+def test_names_in_any_language_are_kept() -> None:
+    key = "\u043a\u043b\u044e\u0447-\u65e5\u672c e\u0301"
+    (sample,) = scan(make_tar([(f"{key}.json", b"{}")]))
+    assert sample.key == key
 
 
 @pytest.mark.parametrize("field", ["pyd", "pkl", "pickle", "pth", "pt", "x.pkl"])

@@ -5,7 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,7 +35,9 @@ from vlmpack.data.read import ErrorPolicy
 from vlmpack.data.shard_book import SHARD_STRIDE
 from vlmpack.data.state import DataState
 from vlmpack.data.survey import DataLaunch, settle_shuffle
+from vlmpack.data.windows import WindowPlan
 from vlmpack.errors import DataError, EmptyDataError, RecipeError, RunIdentityError
+from vlmpack.training.session import _summary
 
 COUNT = 61  # windows of 16 over shards of 7, the last of 5; eight global batches, the last short
 
@@ -255,6 +260,67 @@ def test_bad_samples_are_holes_and_damaged_shards_errors_when_met(tmp_path: Path
     data = windowed(pattern, tmp_path / "i", on_error=ErrorPolicy(schema="skip"))
     with pytest.raises(DataError, match=r"s-0007\.tar"):
         _keys(data, 5)
+
+
+def write_bad_shards(folder: Path, shards: Sequence[int]) -> None:
+    for shard in shards:
+        bad = [(f"bad{shard}-{n}", {"json": b"{"}) for n in range(20)]
+        write_shard(folder / f"s-{shard:04d}.tar", bad)
+
+
+@pytest.mark.parametrize("shuffle", ["global", "window"])
+def test_only_bad_samples_are_no_data(tmp_path: Path, shuffle: str) -> None:
+    write_bad_shards(tmp_path, [0])
+    options: dict[str, Any] = {"shuffle": shuffle, "on_error": ErrorPolicy(schema="skip")}
+    with pytest.raises(EmptyDataError, match=r"20 samples in 1 shards, of which 20 are bad"):
+        open_data(str(tmp_path / "s-*.tar"), tmp_path / "i", **options)
+
+
+def test_a_first_window_of_bad_samples_has_no_figures_and_is_passed(tmp_path: Path) -> None:
+    write_shards(tmp_path, 40, per_shard=10)
+    pattern = str(tmp_path / "s-*.tar")
+    plan = windowed(pattern, tmp_path / "i").plan
+    assert isinstance(plan, WindowPlan)
+    write_bad_shards(tmp_path, [int(plan.shard_order(plan.sources[0], 0)[0])])
+    data = windowed(pattern, tmp_path / "i", on_error=ErrorPolicy(schema="skip"))
+    figures = data.summary()
+    assert figures.num_bad == {"schema": 20} and figures.num_usable == 0
+    assert set(figures.length_percentiles.values()) == {0} and figures.padded_slots == 0
+    steps = list(data.batches(data.start(), rank=0, dp=1, max_steps=7))
+    assert sum(len(step.skipped) for step in steps) == 20
+    assert sum(len(keys) for keys in _keys(data, 7)) == 30
+
+
+def test_a_state_before_an_empty_window_still_opens(folder: Path, tmp_path: Path) -> None:
+    """Such states were saved once; the next epoch follows."""
+    pattern = folder / "s-*.tar"
+    start = windowed(pattern, tmp_path).start()
+    state = replace(start, window=4, batches=8, cursors=((0, 9, 0),))
+    data = windowed(pattern, tmp_path, resume=state)
+    assert data.summary().epoch_tokens > 0 and data.epoch_length().num_samples > 40
+    step = next(data.batches(state, rank=0, dp=1, max_steps=9))
+    assert (step.epoch, step.batch, step.num_samples) == (1, 8, 8)
+
+
+@pytest.mark.parametrize("shuffle", ["global", "window"])
+def test_the_reports_examples_are_the_launchs_next_bins(
+    folder: Path, tmp_path: Path, shuffle: str
+) -> None:
+    pattern = str(folder / "s-*.tar")
+    recipe: Any = SimpleNamespace(packing=SimpleNamespace(mode="in_batch"))
+    first = open_data(pattern, tmp_path / "i", shuffle=shuffle)
+    _, middle = steps_of(first, first.start(), 5)
+    assert (middle.window, middle.batch) == (2, 1), "guard: inside a window"
+    for state, count in ((first.start(), 6), (middle, 3)):
+        index_dir = tmp_path / str(count)
+        data = open_data(pattern, index_dir, shuffle=shuffle, resume=state)
+        figures, before = data.summary(), num_indexed(index_dir)
+        drawn = _summary(recipe, data, state, figures)["example_micro_batches"]
+        assert num_indexed(index_dir) == before, "other ranks wait for this"
+        planned = islice(data.plan.walk(state.position, state.cursors), 2)
+        bins = [bin for batch in planned for bin in batch.bins]
+        assert drawn == [[data.ref(n).num_tokens for n in bin] for bin in bins[:count]]
+        assert len(drawn) == count
 
 
 def test_one_shard_and_fewer_samples_than_a_global_batch(tmp_path: Path) -> None:

@@ -238,6 +238,33 @@ def test_an_empty_shard_and_an_empty_end_change_nothing() -> None:
     assert {batch.position.epoch for batch in batches} == {0, 1}
 
 
+@pytest.mark.parametrize("sources", [[[64, 0, 0, 0]], [[96, 0], [0, 32, 0]], [[0, 70, 58, 0]]])
+def test_an_epoch_that_fills_its_last_window_ends_with_it(sources: list[list[int]]) -> None:
+    """Whatever shards without a sample come behind: no window is left that holds nothing."""
+    num_windows = sum(map(sum, sources)) // WINDOW
+    met = 0
+    for seed in range(12):
+        plan = plan_of(sources, seed=seed)
+        met += any(plan.shards.counts[plan.shard_order(s, 0)[-1]] == 0 for s in plan.sources)  # type: ignore[attr-defined]
+        both = epoch_of(plan, 2)
+        last = [batch for batch in both if batch.following.epoch > batch.position.epoch]
+        assert [batch.position.window for batch in last] == [num_windows - 1] * 2
+        assert len(both) == 2 * num_windows * WINDOW // WHOLE
+        for batch in both:
+            after = batch.following
+            assert plan_of(sources, seed=seed).packed(after, batch.cursors)
+    assert met > 3, "guard: an empty shard stood at the end of a pass"
+
+
+def test_at_a_shards_edge_one_more_is_read_to_see_whether_the_epoch_ends() -> None:
+    plan = plan_of([[WINDOW] * 10])
+    next(plan.walk(Position(), plan.start()))
+    assert len(plan.shards.made) == 2  # type: ignore[attr-defined]
+    plan = plan_of([[WINDOW // 2] * 10, [WINDOW] * 10])
+    next(plan.walk(Position(), plan.start()))
+    assert len(plan.shards.made) <= 3, "another source stands inside a shard"  # type: ignore[attr-defined]
+
+
 def test_no_usable_sample_is_an_error_and_no_hang() -> None:
     with pytest.raises(EmptyDataError, match="no usable sample"):
         next(plan_of([[0, 0]]).walk(Position(), ((0, 0, 0),)))

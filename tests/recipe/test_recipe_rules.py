@@ -166,7 +166,7 @@ CASES = [
     (
         "sources_are_readable",
         {"data.test": "https://host/x.tar?X-Amz-Signature=canary"},
-        "data.test: a https:// address holds a secret in its query (X-Amz-Signature)",
+        "data.test: a https:// address has a query that may hold a secret",
         {"data.test": "https://host/x.tar?${env:SIGNATURE}"},
     ),
     (

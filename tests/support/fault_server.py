@@ -90,6 +90,10 @@ class FaultServer:
         self._requests: list[Request] = []
         self.num_requests = 0
         self.bytes_sent = 0
+        self.num_failed = 0
+        """Requests that got a fault, at the time it was chosen."""
+        self.together: threading.Barrier | None = None
+        """Requests wait here for each other; broken where too few are in flight at once."""
         self.in_progress = 0
         self.connections: set[socket.socket] = set()
         self.lock = threading.Lock()
@@ -135,7 +139,7 @@ class FaultServer:
             self._faults.clear()
             self._attempts.clear()
             self._requests.clear()
-            self.num_requests = self.bytes_sent = 0
+            self.num_requests = self.bytes_sent = self.num_failed = 0
 
     @property
     def requests(self) -> list[Request]:
@@ -162,6 +166,7 @@ class FaultServer:
                     continue
                 if fault.times is not None:
                     fault.times -= 1
+                self.num_failed += 1
                 return fault
             if self.seeded is None or method != "GET":
                 return None
@@ -220,6 +225,9 @@ class _Connection(socketserver.StreamRequestHandler):
             owner.in_progress += 1
         answer, fault, whole = Answer(500), None, False
         try:
+            if owner.together is not None:
+                with contextlib.suppress(threading.BrokenBarrierError):
+                    owner.together.wait()
             if owner.latency_ms:
                 time.sleep(owner.latency_ms / 1000)
             fault = owner.next_fault(method, path, headers.get("range", ""))
@@ -251,6 +259,12 @@ class _Connection(socketserver.StreamRequestHandler):
         else:
             head.append(f"Content-Length: {answer.length}")
         data = "\r\n".join([*head, "", ""]).encode()
+        if kind == "drip" and fault is not None:
+            for place in range(len(data)):
+                self.connection.sendall(data[place : place + 1])
+                if self.server.owner.closing.wait(fault.seconds):
+                    break
+            return False
         if method == "HEAD":
             self.connection.sendall(data)
             return True

@@ -13,6 +13,7 @@ KINDS = (
     "stall",  # announces the whole body, sends a part of it, then nothing for `seconds`
     "slow",  # sends the body at `bytes_per_second`
     "latency",  # waits `seconds` first
+    "drip",  # sends its headers byte by byte, `seconds` between them, and no body
     "etag",  # another ETag and other bytes, whatever the request's conditions
     "redirect",  # answers 302 to `location`
 )
@@ -29,7 +30,7 @@ class Fault:
         methods: only these.
         status: for `status`.
         part: for `truncate`, `short`, `reset`, `stall`: the share of the body that is sent.
-        seconds: for `stall` and `latency`.
+        seconds: for `stall`, `latency` and `drip`.
         bytes_per_second: for `slow`.
         location: for `redirect`.
     """

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vlmpack.cli.convert import convert
 from vlmpack.cli.options import (
     AsJson,
-    IndexDir,
     MaxImagePixels,
     Processes,
     RecipeOption,
@@ -73,7 +73,7 @@ def lint(
     work = LintOne(reading.fetcher, reading.caps, encoder)
     with BytesBar("checking", len(paths)) as bar:
         count = num_processes(processes, paths, LINT_BYTES_A_SECOND)
-        for report in lint_shards(paths, work, processes=count, preload=preload):
+        for report in lint_shards(reading.shards, work, processes=count, preload=preload):
             reports.append(report)
             bar.advance(report.num_bytes)
             if not as_json:
@@ -94,73 +94,7 @@ def lint(
         raise typer.Exit(1)
 
 
-@app.command()
-def convert(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="SOURCE",
-            help="A .jsonl file, a LLaVA .json file, or a folder of parquet files.",
-        ),
-    ],
-    out: Annotated[
-        Path,
-        typer.Argument(
-            metavar="OUT", help="Folder and name: out/train is out/train-000000.tar ..."
-        ),
-    ],
-    form: Annotated[
-        str, typer.Option("--format", metavar="NAME", help="auto, jsonl, llava or hf.")
-    ] = "auto",
-    images: Annotated[
-        Path | None,
-        typer.Option(
-            "--images",
-            metavar="DIR",
-            help="Folder that image paths start at and must stay in.",
-            show_default="the source's folder",
-        ),
-    ] = None,
-    split: Annotated[
-        str | None, typer.Option("--split", help="Split of a parquet folder that has several.")
-    ] = None,
-    shard_mb: Annotated[
-        int, typer.Option("--shard-mb", min=1, help="Megabytes after which a shard is closed.")
-    ] = 256,
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Leave bad records out and list them.")
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace shards of the same prefix.")
-    ] = False,
-    index_dir: IndexDir = None,
-) -> None:
-    """Convert to WebDataset shards, and index them, in one pass over the source."""
-    from vlmpack.data.convert import ConvertSettings, open_records
-    from vlmpack.data.convert import convert as run
-    from vlmpack.data.parts import default_cache_dir
-
-    settings = ConvertSettings(
-        folder=out.parent,
-        image_root=images or (source if source.is_dir() else source.parent),
-        prefix=out.name,
-        max_shard_bytes=shard_mb * 1_000_000,
-        skip_bad=skip_bad,
-        overwrite=overwrite,
-        index_dir=index_dir or default_cache_dir(),
-    )
-    with BytesBar("converting", None) as bar:
-        report = run(
-            open_records(source, form, split), settings, lambda records, samples: bar.advance()
-        )
-    for item in report.skipped:
-        typer.echo(f"left out ({item.error_class}): {item.place}: {item.reason}", err=True)
-    total = sum(shard.num_bytes for shard in report.shards)
-    left_out = f", {len(report.skipped)} left out" if report.skipped else ""
-    typer.echo(
-        f"{report.records} records -> {report.samples} samples in {len(report.shards)} shards "
-        f"({size_text(total)}){left_out}: {out}-*.tar"
-    )
+app.command()(convert)
 
 
 @app.command()

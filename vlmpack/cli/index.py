@@ -39,7 +39,7 @@ def index(
     """Index shards: where each sample lies, its checksum, its image sizes; with a recipe, its
     length too. Only new and changed shards are read, so it can be stopped and run again. Exit code
     1 if a shard is damaged."""
-    from vlmpack.data.index_shards import index_shards, make_builder
+    from vlmpack.data.index_shards import index_shards, parts_builder
     from vlmpack.data.parts import default_cache_dir
 
     begin = time.perf_counter()
@@ -55,11 +55,13 @@ def index(
         if index_dir is None and reading.recipe.data.index_dir is not None:
             index_dir = Path(reading.recipe.data.index_dir)
     folder = index_dir if index_dir is not None else default_cache_dir()
-    builder = make_builder(reading.fetcher, reading.caps, folder, encoder)
+    builder = parts_builder(reading.fetcher, reading.caps, folder, encoder)
     reports: list[ShardReport] = []
     with BytesBar("indexing", len(paths)) as bar:
         count = num_processes(processes, paths, BYTES_A_SECOND)
-        for report in index_shards(paths, builder, folder, processes=count, preload=preload):
+        for report in index_shards(
+            reading.shards, builder, folder, processes=count, preload=preload
+        ):
             reports.append(report)
             bar.advance(report.num_bytes)
     _print_table(reports, folder, time.perf_counter() - begin)

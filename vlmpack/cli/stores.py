@@ -12,6 +12,7 @@ from vlmpack.errors import RecipeError
 if TYPE_CHECKING:
     from vlmpack.data.caps import SampleCaps
     from vlmpack.data.fetch import Fetcher
+    from vlmpack.data.sources import FoundShard
     from vlmpack.data.stores import StorageConfig
     from vlmpack.recipe import Recipe
 
@@ -21,16 +22,21 @@ class Reading:
     """How shards are read.
 
     Args:
-        paths: the shards, in order.
+        shards: in order.
         fetcher: reads them.
         caps: limits of one sample.
         recipe: where one was given.
     """
 
-    paths: tuple[str, ...]
+    shards: tuple[FoundShard, ...]
     fetcher: Fetcher
     caps: SampleCaps
     recipe: Recipe | None
+
+    @property
+    def paths(self) -> list[str]:
+        """Of the shards."""
+        return [shard.path for shard in self.shards]
 
 
 def open_reading(
@@ -52,7 +58,7 @@ def open_reading(
         RecipeError: what is wrong with any of them.
     """
     from vlmpack.data.caps import SampleCaps
-    from vlmpack.data.sources import expand_shards
+    from vlmpack.data.sources import find_shards
 
     loaded: Recipe | None = None
     fetcher: Fetcher
@@ -73,24 +79,24 @@ def open_reading(
     if max_image_pixels is not None:
         caps = SampleCaps(max_image_pixels=max_image_pixels)
     if shards:
-        paths = expand_shards(shards, key="SHARDS", fetcher=fetcher)
+        found = find_shards(shards, key="SHARDS", fetcher=fetcher)
     elif loaded is not None:
-        paths = _all_splits(loaded, fetcher)
+        found = _all_splits(loaded, fetcher)
     else:
         raise RecipeError(["SHARDS: names no shard; give a path, or --recipe"])
-    return Reading(paths, fetcher, caps, loaded)
+    return Reading(tuple(found), fetcher, caps, loaded)
 
 
-def _all_splits(recipe: Recipe, fetcher: Fetcher) -> tuple[str, ...]:
+def _all_splits(recipe: Recipe, fetcher: Fetcher) -> list[FoundShard]:
     """The shards of every split, each once."""
-    from vlmpack.data.sources import expand_shards
+    from vlmpack.data.sources import find_shards
 
-    found: dict[str, None] = {}
+    found: dict[str, FoundShard] = {}
     for name in ("train", "validation", "test"):
         for source in getattr(recipe.data, name) or ():
-            paths = expand_shards([source.path], key=f"data.{name}", fetcher=fetcher)
-            found.update(dict.fromkeys(paths))
-    return tuple(found)
+            shards = find_shards([source.path], key=f"data.{name}", fetcher=fetcher)
+            found.update((shard.path, shard) for shard in shards if shard.path not in found)
+    return list(found.values())
 
 
 def _storage(items: Sequence[str]) -> StorageConfig:
@@ -108,6 +114,10 @@ def _storage(items: Sequence[str]) -> StorageConfig:
             raise RecipeError([f"--storage {key}: expected key=value, as in region=eu-central-1"])
         section, _, name = key.rpartition(".")
         place = given.setdefault(section, {}) if section else given
+        if not isinstance(place, dict):
+            raise RecipeError(
+                [f"--storage {key}: {section} has a value already; give either it or its parts"]
+            )
         try:
             place[name] = yaml.safe_load(text)
         except yaml.YAMLError:

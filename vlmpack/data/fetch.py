@@ -1,7 +1,9 @@
 """Where bytes come from: one small interface, and its local implementation; `stores` has the rest.
 
 A fetcher is picklable: a worker receives it without open handles and opens its own. Whoever reads
-says which version of the shard is meant, so bytes of another version are an error and no surprise.
+says which version of the shard is meant, and bytes that a store sends of another version are an
+error. Local files are read as they are: copies of a shard on several machines differ in their
+modification times, so there each sample's checksum, which the index holds, is what tells.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ class ShardStamp:
     size: int
     version: str
     """Local files: the modification time in nanoseconds. Object stores: the ETag."""
+    pin: str = field(default="", compare=False)
+    """On the hub, the commit at which the shard was looked at; another with the same bytes is the
+    same version."""
 
 
 class Fetcher(Protocol):

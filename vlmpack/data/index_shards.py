@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,12 @@ from typing import Any
 from vlmpack.data.caps import SampleCaps
 from vlmpack.data.energon import check_energon_index
 from vlmpack.data.fetch import Fetcher
-from vlmpack.data.forkserver import worker_context
 from vlmpack.data.index import IndexBuilder, load_index
 from vlmpack.data.lengths import LengthsBuilder, ShardBuilder, load_lengths
 from vlmpack.data.parts import Part, part_for, read_part
 from vlmpack.data.protocols import Encoder
+from vlmpack.data.shard_pool import each_shard
+from vlmpack.data.sources import FoundShard
 from vlmpack.errors import DataError, VlmpackError
 
 PRELOAD = ("vlmpack.data.index_shards",)
@@ -55,7 +55,7 @@ class ShardReport:
 Builder = IndexBuilder | ShardBuilder
 
 
-def make_builder(
+def parts_builder(
     fetcher: Fetcher, caps: SampleCaps, directory: Path, encoder: Encoder | None
 ) -> Builder:
     """What makes the parts of a shard: the index, and with an encoder the lengths too."""
@@ -72,13 +72,13 @@ class IndexOne:
     builder: Builder
     directory: Path
 
-    def __call__(self, path: str) -> ShardReport:
+    def __call__(self, shard: FoundShard) -> ShardReport:
         """The report; a damaged shard is a report with a fault, no exception."""
         begin = time.perf_counter()
-        size, samples, was_read, bad = 0, 0, False, dict[str, int]()
+        path, size, samples, was_read, bad = shard.path, 0, 0, False, dict[str, int]()
         energon, fault = False, None
         try:
-            stamp = self.builder.fetcher.head(path)
+            stamp = shard.stamp or self.builder.fetcher.head(path)
             size = stamp.size
             part = part_for(self.directory, stamp, self.builder.rule)
             table = read_part(part.path)
@@ -109,7 +109,7 @@ class IndexOne:
 
 
 def index_shards(
-    shards: Sequence[str],
+    shards: Sequence[FoundShard],
     builder: Builder,
     directory: Path,
     *,
@@ -119,7 +119,7 @@ def index_shards(
     """A report of every shard, as they finish.
 
     Args:
-        shards: paths.
+        shards: those with a version are not asked for it again.
         builder: makes one part.
         directory: where parts lie; made if missing.
         processes: how many work at once; with 1 the calling one does.
@@ -133,13 +133,5 @@ def index_shards(
     except OSError as error:
         raise VlmpackError(f"--index-dir {directory}: {error.strerror or error}") from error
     work = IndexOne(builder, directory)
-    count = min(processes, len(shards))
-    if count < 2:
-        yield from map(work, shards)
-        return
-    pool = ProcessPoolExecutor(count, mp_context=worker_context((*PRELOAD, *preload)))
-    try:
-        for future in as_completed([pool.submit(work, path) for path in shards]):
-            yield future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    modules = (*PRELOAD, *preload)
+    yield from each_shard(work, shards, processes=processes, preload=modules, in_order=False)

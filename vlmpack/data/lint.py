@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,12 +18,13 @@ import pyarrow as pa
 from vlmpack.data.caps import SampleCaps
 from vlmpack.data.energon import check_energon_index
 from vlmpack.data.fetch import Fetcher, ShardStamp
-from vlmpack.data.forkserver import worker_context
 from vlmpack.data.images import oriented_size
 from vlmpack.data.index import IndexRow, flag_repeated_keys, index_row
 from vlmpack.data.protocols import Encoder
 from vlmpack.data.raw import RawSample, group_members
 from vlmpack.data.schemas import cook
+from vlmpack.data.shard_pool import each_shard
+from vlmpack.data.sources import FoundShard
 from vlmpack.data.tar import read_members
 from vlmpack.errors import DataError
 from vlmpack.families.encoder import decode_image
@@ -89,13 +89,14 @@ class LintOne:
     caps: SampleCaps
     encoder: Encoder | None = None
 
-    def __call__(self, path: str) -> LintReport:
+    def __call__(self, shard: FoundShard) -> LintReport:
         """All findings of one shard."""
+        path = shard.path
         rows: list[IndexRow] = []
         images, size = 0, 0
         fault: DataError | None = None
         try:
-            stamp = self.fetcher.head(path)
+            stamp = shard.stamp or self.fetcher.head(path)
             size = stamp.size
             for raw in self._samples(stamp):
                 row = index_row(raw, self.caps)
@@ -146,25 +147,18 @@ class LintOne:
 
 
 def lint_shards(
-    shards: Sequence[str], work: LintOne, *, processes: int, preload: tuple[str, ...] = ()
+    shards: Sequence[FoundShard], work: LintOne, *, processes: int, preload: tuple[str, ...] = ()
 ) -> Iterator[LintReport]:
     """A report of every shard, in the order given.
 
     Args:
-        shards: paths.
+        shards: those with a version are not asked for it again.
         work: checks one.
         processes: how many work at once; with 1 the calling one does.
         preload: modules that an encoder imports late, for the processes to begin with.
     """
-    count = min(processes, len(shards))
-    if count < 2:
-        yield from map(work, shards)
-        return
-    pool = ProcessPoolExecutor(count, mp_context=worker_context((*PRELOAD, *preload)))
-    try:
-        yield from pool.map(work, shards)
-    finally:
-        pool.shutdown(cancel_futures=True)
+    modules = (*PRELOAD, *preload)
+    yield from each_shard(work, shards, processes=processes, preload=modules, in_order=True)
 
 
 def lint_summary(reports: Sequence[LintReport]) -> dict[str, Any]:

@@ -214,9 +214,18 @@ class Plan:
             return order
         return order[seeded_order(order.shape[0], self.seed, "window", epoch, window)]
 
+    def packed(self, start: Position, cursors: Cursors = ()) -> list[tuple[Bin, ...]]:
+        """The bins of the global batches of one window.
+
+        Args:
+            start: any position in it.
+            cursors: not needed here.
+        """
+        return self.packer(self.window_order(start.epoch, start.window))
+
     def batches_of(self, epoch: int, window: int) -> list[PlannedBatch]:
         """The global batches of one window."""
-        batches = self.packer(self.window_order(epoch, window))
+        batches = self.packed(Position(epoch, window))
         last_window = window + 1 == self.num_windows
         after = Position(epoch + 1) if last_window else Position(epoch, window + 1)
         return cut_window(

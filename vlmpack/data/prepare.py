@@ -69,7 +69,7 @@ def prepare_split(
         encoder=builder.lengths.encoder,
         read_text=rows.read_text,
     )
-    _check_not_empty(fitted, config)
+    check_not_empty([fitted], config)
     return PreparedSplit(fitted, _identity(config, survey, builder.lengths.encoder, joined))
 
 
@@ -192,15 +192,26 @@ def check_faults(table: SampleTable, config: DataConfig) -> None:
             ) from None
 
 
-def _check_not_empty(fitted: Fitted, config: DataConfig) -> None:
-    table = fitted.table
-    if (fitted.eligible & ~table.bad).any():
+def check_not_empty(fitted: Sequence[Fitted], config: DataConfig) -> None:
+    """Refuses a split without a usable sample.
+
+    Args:
+        fitted: all its samples.
+
+    Raises:
+        EmptyDataError: with what there is instead.
+    """
+    if any((one.eligible & ~one.table.bad).any() for one in fitted):
         return
     patterns = ", ".join(repr(path) for source in config.sources for path in source.paths)
+    tables = [one.table for one in fitted]
     raise EmptyDataError(
-        f"{config.key}: no usable sample in {patterns}: {table.num_samples} samples in "
-        f"{len(table.shards)} shards, of which {int(table.bad.sum())} are bad and "
-        f"{len(fitted.dropped)} are longer than training.seq_length {config.seq_length}"
+        f"{config.key}: no usable sample in {patterns}: "
+        f"{sum(table.num_samples for table in tables)} samples in "
+        f"{sum(len(table.shards) for table in tables)} shards, of which "
+        f"{sum(int(table.bad.sum()) for table in tables)} are bad and "
+        f"{sum(len(one.dropped) for one in fitted)} are longer than training.seq_length "
+        f"{config.seq_length}"
     )
 
 

@@ -10,12 +10,8 @@ A sample's number is `shard * SHARD_STRIDE + row`, whatever else is indexed.
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +20,7 @@ import numpy as np
 from vlmpack.data.cache import CachedFetcher
 from vlmpack.data.config import DataConfig
 from vlmpack.data.fetch import ShardStamp
-from vlmpack.data.forkserver import sigterm_blocked, worker_context
+from vlmpack.data.helpers import IndexHelpers
 from vlmpack.data.index import load_index, open_index
 from vlmpack.data.lengths import (
     LengthsBuilder,
@@ -36,10 +32,8 @@ from vlmpack.data.lengths import (
 from vlmpack.data.overlong import Fitted, apply_over_long
 from vlmpack.data.parts import (
     POOL_MIN_BYTES,
-    BuildPart,
     BuildSettings,
     Part,
-    build_unless_held,
     part_for,
     read_part,
     share_parts,
@@ -47,7 +41,6 @@ from vlmpack.data.parts import (
 from vlmpack.data.prepare import check_faults, dropped_samples
 from vlmpack.data.read import SkippedSample
 from vlmpack.data.table import Int64s, SampleRef, join_tables
-from vlmpack.errors import VlmpackError
 
 SHARD_STRIDE = 1 << 32
 MAX_KEPT_ROWS = 1 << 17
@@ -102,7 +95,7 @@ class ShardBook:
         self._kept: dict[int, ShardSamples] = {}
         self._used: dict[int, int] = {}
         self._window = 0
-        self._helpers: list[BaseProcess] = []
+        self._helpers = IndexHelpers()
 
     def numbers(self, shard: int) -> Int64s:
         """See streams.Shards.
@@ -202,15 +195,9 @@ class ShardBook:
         self._fetch_ahead([shard for shard in shards if self._part(shard) not in parts])
         if sum(part.stamp.size for part in parts) < HELPER_MIN_BYTES:
             return
-        self._helpers = [helper for helper in self._helpers if helper.is_alive()]
-        settings = replace(self.settings, progress=None)
-        arguments = (parts, self.builder, settings, self.share, self.shares, os.getpid())
-        with sigterm_blocked():
-            helper = worker_context(self.settings.preload).Process(  # type: ignore[attr-defined]
-                target=_help, args=arguments, daemon=True
-            )
-            helper.start()
-        self._helpers.append(helper)
+        self._helpers.start(
+            parts, self.builder, self.settings, share=self.share, shares=self.shares
+        )
 
     def _fetch_ahead(self, shards: Sequence[int]) -> None:
         """Shards come to the cache before they are read: downloads beside the reader's work."""
@@ -238,12 +225,10 @@ class ShardBook:
         )
 
     def close(self) -> None:
-        """Ends the helper processes."""
-        for helper in self._helpers:
-            helper.terminate()
-        for helper in self._helpers:
-            helper.join()
-        self._helpers = []
+        """Ends what indexes or fetches ahead, within seconds whatever a store does."""
+        if isinstance(self.builder.fetcher, CachedFetcher):
+            self.builder.fetcher.stop_prefetch()
+        self._helpers.close()
 
     def _part(self, shard: int) -> Part:
         return part_for(self.settings.directory, self.stamps[shard], self.builder.rule)
@@ -274,28 +259,3 @@ class ShardBook:
 
     def _numbered(self, shard: int, holes: Sequence[SkippedSample]) -> list[SkippedSample]:
         return [replace(hole, number=hole.number + shard * SHARD_STRIDE) for hole in holes]
-
-
-def _help(
-    parts: Sequence[Part],
-    build: BuildPart,
-    settings: BuildSettings,
-    share: int,
-    shares: int,
-    trainer: int,
-) -> None:
-    """A helper's work. What it cannot do is done, or reported, by whoever needs the shard."""
-    signal.signal(signal.SIGTERM, _leave)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    Path(settings.directory).mkdir(parents=True, exist_ok=True)
-    for place in sorted(range(len(parts)), key=lambda place: (place % shares != share, place)):
-        try:
-            os.kill(trainer, 0)
-        except ProcessLookupError:  # it was killed, and nobody waits for the rest
-            return
-        with suppress(VlmpackError):
-            build_unless_held(parts[place], build, "index")
-
-
-def _leave(signum: int, frame: object) -> None:
-    raise SystemExit(0)

@@ -56,7 +56,7 @@ def expand_shards(
             every shard that is not there, and every shard named twice.
         DataError: a store that cannot be listed.
     """
-    return tuple(shard.path for shard in _found(patterns, key, fetcher))
+    return tuple(shard.path for shard in find_shards(patterns, key=key, fetcher=fetcher))
 
 
 def stamped_shards(
@@ -71,14 +71,24 @@ def stamped_shards(
         RecipeError: see `expand_shards`.
         DataError: a store that cannot be listed, or the first shard that cannot be reached.
     """
-    shards = _found(patterns, key, fetcher)
+    shards = find_shards(patterns, key=key, fetcher=fetcher)
     known = {shard.path: shard.stamp for shard in shards if shard.stamp is not None}
     rest = [shard.path for shard in shards if shard.path not in known]
     known.update(zip(rest, stamp_shards(fetcher, rest), strict=True))
     return tuple(known[shard.path] for shard in shards)
 
 
-def _found(patterns: Sequence[str], key: str, fetcher: Fetcher | None) -> list[FoundShard]:
+def find_shards(
+    patterns: Sequence[str], *, key: str, fetcher: Fetcher | None = None
+) -> list[FoundShard]:
+    """All shards of a source, in order, each with its version where a listing told it.
+
+    Args:
+        patterns, key, fetcher: see `expand_shards`.
+
+    Raises:
+        RecipeError, DataError: see `expand_shards`.
+    """
     problems: list[str] = []
     shards: list[FoundShard] = []
     if not patterns:

@@ -14,12 +14,6 @@ from vlmpack.data.summary import DataSummary, EpochLength
 from vlmpack.data.table import Int64s, SampleRef
 from vlmpack.data.windows import WindowPlan
 
-MAX_SPREAD = 8
-"""Shards that ranks index at the same time before any count is known."""
-
-MAX_COUNTED = 2000
-"""Parts that are read for the length of an epoch alone."""
-
 OnDropped = Callable[[Sequence[SkippedSample]], None]
 
 

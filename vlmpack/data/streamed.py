@@ -15,6 +15,7 @@ from vlmpack.data.overlong import Fitted
 from vlmpack.data.parts import BuildSettings
 from vlmpack.data.plan import Cursors, FixedPacker, Position, window_samples
 from vlmpack.data.prepare import (
+    check_not_empty,
     prepare_split,
     short_digest,
     split_identity,
@@ -117,9 +118,16 @@ class StreamedSplit:
         return np.concatenate([one.table.num_tokens[one.eligible] for one in kept])
 
     def probed(self, count: int, state: DataState) -> list[SampleRef]:
-        """See Split: of the window that the run begins with, which is indexed first."""
+        """See Split: of the window that the run begins with, which is indexed first.
+
+        Raises:
+            EmptyDataError: that window needs every shard, and none has a usable sample.
+        """
         self.position, self.cursors = state.position, state.cursors
         order = self._first_order()
+        kept = self.book.kept()
+        if len(kept) == len(self.book.stamps):  # else there may be usable samples further on
+            check_not_empty(kept, self.config)
         places = np.linspace(0, order.size - 1, num=min(count, order.size)).astype(np.int64)
         refs = [self.ref(number) for number in sorted(order[places].tolist())]
         return [ref for ref in refs if ref.reason is None]
@@ -142,7 +150,11 @@ class StreamedSplit:
 
     def _first_order(self) -> Int64s:
         cursors = self.cursors or self.start()
-        return self.plan.plan_window(self.position.epoch, self.position.window, cursors).order
+        window = self.plan.plan_window(self.position.epoch, self.position.window, cursors)
+        if not window.order.size:  # earlier versions saved states behind an epoch's last sample
+            self.position, self.cursors = Position(self.position.epoch + 1), window.cursors
+            window = self.plan.plan_window(self.position.epoch, 0, window.cursors)
+        return window.order
 
 
 def open_streamed(

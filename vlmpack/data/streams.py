@@ -85,6 +85,16 @@ class Stream:
         """Whether nothing more comes: the pass is over, and it is the epoch's only one."""
         return self.source.num_draws is None and self.place == self.source.num_shards
 
+    def has_more(self) -> bool:
+        """Whether this pass has another sample; steps over shards without one to find out."""
+        while not self.offset and self.place < self.source.num_shards:
+            shard = int(self.orders(self.source, self.number)[self.place])
+            known = self.shards.count(shard)
+            if self.shards.numbers(shard).shape[0] if known is None else known:
+                return True
+            self.place += 1
+        return self.offset > 0
+
     def take(self, count: int) -> list[Int64s]:
         """The next `count` samples, in pieces; fewer where the stream is exhausted."""
         pieces: list[Int64s] = []

@@ -27,7 +27,7 @@ class DataSummary:
         num_shrunk: samples whose images are made smaller to fit.
         num_bad: error class -> samples already known to be bad; they stay as holes.
         num_tokens, num_image_tokens, num_label_tokens: of the usable samples, once each.
-        length_percentiles: percentile -> tokens, of the usable samples.
+        length_percentiles: percentile -> tokens, of the usable samples; 0 where there is none.
         epoch_samples, epoch_steps: draws and global batches of an epoch.
         epoch_is_exact: whether these two are counted; else they are estimated from the shards'
             sizes.
@@ -98,7 +98,8 @@ def summarise(
 
     def column(name: str) -> Int64s:
         pairs = zip(fitted, good, strict=True)
-        return np.concatenate([getattr(one.table, name)[rows] for one, rows in pairs])
+        columns = [getattr(one.table, name)[rows] for one, rows in pairs]
+        return np.concatenate([np.empty(0, np.int64), *columns])
 
     lengths = column("num_tokens")
     faults = Counter(kind for one in fitted for kind, _ in one.table.faults.values())
@@ -115,7 +116,7 @@ def summarise(
         num_image_tokens=int(column("num_image_tokens").sum()),
         num_label_tokens=int(column("num_label_tokens").sum()),
         length_percentiles={
-            percent: int(np.percentile(lengths, percent, method="nearest"))
+            percent: int(np.percentile(lengths, percent, method="nearest")) if lengths.size else 0
             for percent in PERCENTILES
         },
         epoch_samples=epoch.num_samples,
@@ -134,6 +135,8 @@ def count_slots(lengths: Int64s, bins: Int64s) -> tuple[int, int]:
         lengths: (n,) tokens of each sample in plan order; 0 for a hole.
         bins: (b,) samples in each bin, in order; they sum to n.
     """
+    if not bins.size:
+        return 0, 0
     starts = np.concatenate(([0], np.cumsum(bins)))[:-1]
     longest = np.maximum.reduceat(lengths, starts)
     rows = np.add.reduceat((lengths > 0).astype(np.int64), starts)

@@ -167,7 +167,10 @@ class _Scanner:
                 f"member {name!r} is {header.refusal}; only regular files are read", at=at
             )
         if unsafe_name(name):
-            raise self.fault(f"member {name!r} has an unsafe name (absolute or '..')", at=at)
+            raise self.fault(
+                f"member {name!r} has an unsafe name (absolute, '..', or a control character)",
+                at=at,
+            )
         size = extended.size if extended.size is not None else header.size
         place = split_name(name)
         if place is None or (place.key == self._key and extended.start == self._end):

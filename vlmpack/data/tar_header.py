@@ -26,6 +26,7 @@ _OTHER_KINDS = {
     b"V": "a volume label",
 }
 _ADLER_MODULUS = 65521
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _OCTAL = re.compile(rb" *([0-7]+)[ \0]*")
 
 
@@ -73,8 +74,10 @@ def _byte_sum(block: bytes) -> int:
 
 
 def unsafe_name(name: str) -> bool:
-    """Absolute, empty, with `..`, or with a zero byte."""
-    return not name or name.startswith("/") or ".." in name.split("/") or "\0" in name
+    """Absolute, empty, with `..`, or with a control character, which a terminal would obey."""
+    if not name or name.startswith("/") or ".." in name.split("/"):
+        return True
+    return _CONTROL.search(name) is not None
 
 
 def pax_records(data: bytes) -> dict[str, str]:

@@ -26,6 +26,7 @@ import numpy as np
 
 from vlmpack.data.blend import draws_per_source, window_starts
 from vlmpack.data.plan import (
+    Bin,
     Cursors,
     Packer,
     PlannedBatch,
@@ -148,9 +149,14 @@ class WindowPlan:
         if self.weighted:
             behind = tuple(stream.cursor for stream in streams)
             return Window(order, behind, window + 2 == self._starts.shape[0])
-        if any(not stream.exhausted for stream in streams):
+        # One that stands inside a shard has more, and no further shard is indexed to find out.
+        if any(s.offset for s in streams) or any(s.has_more() for s in streams):
             return Window(order, tuple(stream.cursor for stream in streams), ended=False)
         return Window(order, self.start(streams[0].number + 1), ended=True)
+
+    def packed(self, start: Position, cursors: Cursors) -> list[tuple[Bin, ...]]:
+        """The bins of the global batches of one window."""
+        return self.packer(self.plan_window(start.epoch, start.window, cursors).order)
 
     def walk(self, start: Position, cursors: Cursors) -> Iterator[PlannedBatch]:
         """Global batches from a position on, without end.

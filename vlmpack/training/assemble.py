@@ -5,7 +5,6 @@ The one place where recipe fields meet the configuration classes of the layers b
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 from vlmpack.addresses import is_remote
@@ -30,8 +29,6 @@ from vlmpack.recipe import Derived, Recipe, Source
 from vlmpack.training.optim import Schedule
 from vlmpack.training.step import Stepper
 from vlmpack.training.trainer import TrainerConfig
-
-logger = logging.getLogger("vlmpack")
 
 WORKER_PRELOAD = (
     "torch",
@@ -262,19 +259,3 @@ def trainer_config(recipe: Recipe, *, total_steps: int) -> TrainerConfig:
         validation_interval=recipe.evaluation.interval_steps,
         log_interval=recipe.logging.interval_steps,
     )
-
-
-def total_steps(recipe: Recipe, train: TrainData) -> int:
-    """Optimizer steps of the run: `max_steps`, or whole epochs."""
-    if recipe.training.max_steps is not None:
-        return recipe.training.max_steps
-    epochs = recipe.training.num_epochs
-    assert epochs is not None  # one of the two is set, the recipe's rules see to it
-    if not train.epoch_length().exact:
-        logger.info(
-            "%-14s training.num_epochs needs the number of steps, so every shard is indexed "
-            "first; training.max_steps starts at once",
-            "data",
-        )
-        train.split.index_all()
-    return epochs * train.steps_per_epoch()

@@ -48,7 +48,7 @@ def audit_run(run_dir: RunDir, train: TrainData) -> Audit:
     comparison = _Comparison(audit, run_dir, train)
     comparison.run(begin, standing_batches(run_dir.samples, launches))
     comparison.index.check_dropped(audit, Ledger(run_dir.data_errors).lines())
-    _compare_totals(audit, run_dir, launches)
+    _compare_totals(audit, run_dir, torn=comparison.torn)
     return audit
 
 
@@ -88,16 +88,26 @@ class _Comparison:
         self.planned: Counter[SampleName] = Counter()
         self.seen: dict[SampleName, int] = {}
         self.epoch = EpochCount(-1)
+        self.is_whole = True
+        """Whether the epoch is compared from its first batch on."""
+        self.is_open = False
+        """Whether the epoch has begun and was not checked yet."""
+        self.torn = 0
+        """1 where not every replica recorded the last batch."""
 
     def run(self, begin: DataState, records: Iterator[RecordedBatch]) -> None:
         """Compare every recorded batch, then count what the last epoch has left."""
         audit, batch = self.audit, begin.batches
-        from_start = begin.window == 0 and begin.batch == 0
+        self.is_whole = begin.window == 0 and begin.batch == 0
         record = next((item for item in records if item.batch >= batch), None)
         audit.batches = batch
         if record is None:
             return
         for planned in self.train.planned(begin, None):
+            if self.is_open and planned.position.epoch > self.epoch.epoch:
+                self._end_epoch(begin)  # its last window had no batch
+                if record is None:
+                    return
             self._enter(planned)
             names = [self._name(number) for samples in planned.bins for number in samples]
             self.epoch.planned += len(names)
@@ -114,9 +124,7 @@ class _Comparison:
                 record = following
             batch += 1
             if planned.following.epoch != planned.position.epoch:
-                if from_start:
-                    self._check_epoch(begin)
-                from_start = True
+                self._end_epoch(begin)
                 if record is None:
                     return
             elif record is None and not self.train.epoch_length().exact:
@@ -128,6 +136,7 @@ class _Comparison:
         if epoch != self.epoch.epoch:
             self.epoch = EpochCount(epoch)
             self.audit.epochs.append(self.epoch)
+            self.is_open = True
             self.seen = {}
             if not self.train.config.weighted:
                 self.planned = Counter()
@@ -163,6 +172,7 @@ class _Comparison:
                 "when the run stopped; it counts as pending"
             )
             self.epoch.pending += len(names)
+            self.torn = 1
             return
         for rank in record.missing_ranks:
             audit.fault(f"batch {batch}: replica {rank} recorded nothing")
@@ -206,16 +216,23 @@ class _Comparison:
                 f"metrics.jsonl counted {row['num_samples']} and {row['num_skipped']}"
             )
 
-    def _check_epoch(self, begin: DataState) -> None:
-        """At an epoch's end: the plan itself has drawn every sample of the index, equally often."""
+    def _end_epoch(self, begin: DataState) -> None:
+        """The plan itself has drawn every sample of the index, equally often."""
+        is_whole, self.is_whole, self.is_open = self.is_whole, True, False
+        if not is_whole:
+            return
         if not self.train.config.weighted:
             self.index.check_epoch(self.audit, self.epoch.epoch, self.planned)
         elif begin.batches == 0:
             self.index.check_draws(self.audit, self.epoch.epoch, self.planned)
 
 
-def _compare_totals(audit: Audit, run_dir: RunDir, launches: list[Launch]) -> None:
-    """What checkpoints, metrics and the result say of the number of steps."""
+def _compare_totals(audit: Audit, run_dir: RunDir, *, torn: int) -> None:
+    """What checkpoints, metrics and the result say of the number of steps.
+
+    Args:
+        torn: steps behind the record that the main rank may have counted before the run stopped.
+    """
     for folder in list_checkpoints(run_dir.checkpoints)[-1:]:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         steps = int(state["totals"]["step"])
@@ -224,12 +241,19 @@ def _compare_totals(audit: Audit, run_dir: RunDir, launches: list[Launch]) -> No
                 f"{folder.name} holds {steps} steps, the record {audit.batches}: the rest is "
                 "missing"
             )
-    steps = max((row["step"] for row in read_rows(run_dir.metrics) if "loss" in row), default=0)
-    if steps > audit.batches > launches[-1].start:
-        audit.fault(f"metrics.jsonl has {steps} steps, the record {audit.batches}")
+    metrics = max((row["step"] for row in read_rows(run_dir.metrics) if "loss" in row), default=0)
+    if metrics > audit.batches + torn:
+        audit.fault(
+            f"metrics.jsonl has {metrics} steps, the record {audit.batches}: the rest is missing"
+        )
     if not run_dir.result.is_file():
         return
     result = json.loads(run_dir.result.read_text(encoding="utf-8"))
+    if result["steps"] > audit.batches:
+        audit.fault(
+            f"result.json counts {result['steps']} steps, the record {audit.batches}: the rest is "
+            "missing"
+        )
     complete = not any("compared" in note for note in audit.notes)
     for name, key in (("trained", "samples"), ("skipped", "skipped_samples")):
         counted = sum(getattr(epoch, name) for epoch in audit.epochs)

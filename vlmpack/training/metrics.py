@@ -75,10 +75,7 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
-        kept = [row for row in read_rows(path) if row["step"] <= resume_step]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        temporary.replace(path)
+        drop_rows_after(path, resume_step)
         self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -88,6 +85,14 @@ class MetricsLog:
     def close(self) -> None:
         """Flush and close."""
         self._file.close()
+
+
+def drop_rows_after(path: Path, step: int) -> None:
+    """Drop the rows of later steps from a metrics.jsonl; made if it is not there."""
+    kept = [row for row in read_rows(path) if row["step"] <= step]
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    temporary.replace(path)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

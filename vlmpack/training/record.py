@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vlmpack.data.global_step import GlobalStep
 from vlmpack.distributed import Ranks
 from vlmpack.errors import RunDirError
 
@@ -57,6 +58,19 @@ class StepSamples:
     epoch: int
     bins: tuple[Bin, ...]
     holes: Bin
+
+    @classmethod
+    def of(cls, step: GlobalStep) -> StepSamples:
+        """What the data layer gave to this replica."""
+        return cls(
+            batch=step.batch,
+            epoch=step.epoch,
+            bins=tuple(
+                tuple(SampleName(sample.shard, sample.key) for sample in micro_batch.samples)
+                for micro_batch in step.micro_batches
+            ),
+            holes=tuple(SampleName(sample.shard, sample.key) for sample in step.skipped),
+        )
 
     @property
     def names(self) -> list[list[str]]:

@@ -5,11 +5,14 @@ Files of all replicas -> one RecordedBatch a global batch, in order, read as a s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vlmpack.training.metrics import drop_rows_after
 from vlmpack.training.record import Launch, SampleName, StepSamples, read_steps, recorded_ranks
+from vlmpack.training.run_dir import RunDir
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,20 @@ class RecordedBatch:
     def holes(self) -> list[SampleName]:
         """All samples that were left out."""
         return [name for step in self.steps.values() for name in step.holes]
+
+
+def take_back(run_dir: RunDir, steps: int) -> None:
+    """Before a launch is noted: what earlier ones counted past its start is lost work.
+
+    Args:
+        steps: that the launch begins with.
+    """
+    if run_dir.metrics.exists():
+        drop_rows_after(run_dir.metrics, steps)
+    if run_dir.result.is_file():
+        result = json.loads(run_dir.result.read_text(encoding="utf-8"))
+        if result["steps"] > steps:
+            run_dir.result.unlink()
 
 
 def standing_batches(folder: Path, launches: Sequence[Launch]) -> Iterator[RecordedBatch]:

@@ -64,14 +64,21 @@ def planned_batch(train: TrainData, number: int, run_dir: RunDir | None) -> Plan
     """The global batch of that number, counted from 0 since the run's start.
 
     Args:
-        run_dir: of the run, whose launches save a walk from its start.
+        run_dir: of the run, if there is one: its launches say what the batch was planned from.
+
+    Raises:
+        VlmpackError: the run planned that batch from other data or settings than there are now.
     """
-    states = [train.start()]
+    begin = train.start()
     for launch in read_launches(run_dir.samples) if run_dir is not None else ():
-        state = DataState.from_json(launch.state)
-        if state.batches <= number and not identity_differences(state.identity, train.identity):
-            states.append(state)
-    begin = max(states, key=lambda state: state.batches)
+        if launch.start <= number:  # the newest of them has replaced what the others planned for it
+            begin = DataState.from_json(launch.state)
+    if lines := identity_differences(begin.identity, train.identity):
+        raise VlmpackError(
+            f"--batch {number}: from batch {begin.batches} on, the run planned from other data or "
+            f"settings than there are now: {'; '.join(lines)}. Restore these to see it, or choose "
+            "a batch that was planned from what there is now"
+        )
     return next(islice(train.planned(begin, None), number - begin.batches, None))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from vlmpack.backends.engine import Engine
 from vlmpack.data.ledger import Ledger, SkipLimiter, SkipLimits
-from vlmpack.data.pipeline import GlobalStep, TrainData
+from vlmpack.data.pipeline import TrainData
 from vlmpack.data.state import DataState
 from vlmpack.data.summary import DataSummary
 from vlmpack.distributed import Ranks, share_iterator
@@ -24,20 +24,21 @@ from vlmpack.training.assemble import (
     build_engine,
     build_stepper,
     open_split,
-    total_steps,
     trainer_config,
 )
 from vlmpack.training.checkpoint import list_checkpoints, saved_data_state
 from vlmpack.training.metrics import MetricsLog, Progress, Trackers
-from vlmpack.training.record import SampleName, StepSamples, open_record
+from vlmpack.training.record import StepSamples, open_record
+from vlmpack.training.recorded import take_back
 from vlmpack.training.run_dir import RunDir, write_atomically
+from vlmpack.training.run_length import total_steps
 from vlmpack.training.stop import StopFlag
 from vlmpack.training.trainer import Reporting, Trainer, TrainStep
 
 logger = logging.getLogger("vlmpack")
 
 EXAMPLE_MICRO_BATCHES = 12
-"""Micro-batches of the first steps that the report draws to scale."""
+"""Micro-batches of a launch's first steps that the report draws to scale."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,7 +110,7 @@ class Session:
             yield TrainStep(
                 epoch=step.epoch,
                 batches=[micro_batch.batch for micro_batch in step.micro_batches],
-                samples=_samples(step),
+                samples=StepSamples.of(step),
                 num_planned=step.num_samples,
                 num_skipped=len(step.skipped),
                 read_seconds=sum(m.read_seconds for m in step.micro_batches),
@@ -143,7 +144,7 @@ def open_session(recipe: Recipe, ranks: Ranks, run_dir: RunDir, stop: StopFlag) 
     engine = build_engine(recipe, encoder, ranks)
     for name, value in engine.description.items():
         logger.info("%-14s %s", name, value)
-    steps = total_steps(recipe, train)
+    steps = total_steps(recipe, train, saved)
     limiter = SkipLimiter(SkipLimits(), ledger)
     trainer = Trainer(
         stepper=build_stepper(recipe, engine, ranks, total_steps=steps),
@@ -167,9 +168,12 @@ def open_session(recipe: Recipe, ranks: Ranks, run_dir: RunDir, stop: StopFlag) 
             len(state.segments),
             state.epoch,
         )
+    ranks.on_main(lambda: take_back(run_dir, done))
     trainer.record = open_record(run_dir.samples, ranks, start=done, state=state.to_json())
     if ranks.is_main:
-        write_atomically(run_dir.data_summary, json.dumps(_summary(recipe, train, summary)) + "\n")
+        write_atomically(
+            run_dir.data_summary, json.dumps(_summary(recipe, train, state, summary)) + "\n"
+        )
     return Session(
         recipe=recipe,
         ranks=ranks,
@@ -181,19 +185,6 @@ def open_session(recipe: Recipe, ranks: Ranks, run_dir: RunDir, stop: StopFlag) 
         engine=engine,
         trainer=trainer,
         resumed=resumed,
-    )
-
-
-def _samples(step: GlobalStep) -> StepSamples:
-    """What this replica's share of a global batch holds, for the record."""
-    return StepSamples(
-        batch=step.batch,
-        epoch=step.epoch,
-        bins=tuple(
-            tuple(SampleName(sample.shard, sample.key) for sample in micro_batch.samples)
-            for micro_batch in step.micro_batches
-        ),
-        holes=tuple(SampleName(sample.shard, sample.key) for sample in step.skipped),
     )
 
 
@@ -249,21 +240,26 @@ class _ValidationBatches:
             yield micro_batch.batch
 
 
-def _summary(recipe: Recipe, train: TrainData, summary: DataSummary) -> dict[str, Any]:
-    """data-summary.json: what the report draws, from lengths alone."""
+def _summary(
+    recipe: Recipe, train: TrainData, state: DataState, summary: DataSummary
+) -> dict[str, Any]:
+    """data-summary.json: what the report draws, from lengths alone.
+
+    Args:
+        state: where the launch begins; the examples are its first micro-batches, fewer where its
+            window has fewer: other ranks wait, and no further shard is indexed for them.
+    """
     usable = train.split.usable_tokens().tolist()
-    examples: list[list[int]] = []
-    for planned in train.planned(train.start(), max_steps=EXAMPLE_MICRO_BATCHES):
-        examples += [
-            [train.ref(number).num_tokens for number in samples] for samples in planned.bins
-        ]
+    window = train.plan.packed(state.position, state.cursors)[state.batch :]
+    bins = [samples for batch in window for samples in batch][:EXAMPLE_MICRO_BATCHES]
+    examples = [[train.ref(number).num_tokens for number in samples] for samples in bins]
     return {
         "packing_mode": recipe.packing.mode,
         "length_histogram": {str(n): count for n, count in sorted(Counter(usable).items())},
         "padded_tokens_none": summary.padded_slots,
         "packed_tokens": summary.packed_slots,
         "real_tokens": summary.epoch_tokens,
-        "example_micro_batches": examples[:EXAMPLE_MICRO_BATCHES],
+        "example_micro_batches": examples,
         "summary": asdict(summary),
     }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,9 +70,10 @@ class ShardFolder:
         self._stream: BinaryIO | None = None
 
     def existing(self) -> list[Path]:
-        """Shards and unfinished shards of this prefix."""
-        shards = self.folder.glob(f"{self.prefix}-[0-9]*.tar")
-        return sorted([*shards, *self.folder.glob(f".{self.prefix}-*.tar{PARTIAL}")])
+        """Shards and unfinished shards of this prefix; no other file with such a beginning."""
+        shard = re.escape(self.prefix) + r"-\d{6,}\.tar"
+        ours = re.compile(rf"{shard}|\.{shard}{re.escape(PARTIAL)}", re.ASCII)
+        return sorted(path for path in self.folder.glob("*") if ours.fullmatch(path.name))
 
     def prepare(self, *, overwrite: bool) -> None:
         """Make the folder; nobody else's shards may lie in the way.

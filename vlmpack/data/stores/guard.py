@@ -20,7 +20,14 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _METADATA = frozenset(
-    ipaddress.ip_address(text) for text in ("fd00:ec2::254", "100.100.100.200", "192.0.0.192")
+    ipaddress.ip_address(text)
+    for text in (
+        "fd00:ec2::254",  # AWS
+        "fd20:ce::254",  # Google
+        "168.63.129.16",  # Azure; a public address by its number
+        "100.100.100.200",  # Alibaba
+        "192.0.0.192",  # Oracle
+    )
 )
 
 

@@ -9,55 +9,27 @@ from __future__ import annotations
 
 import base64
 import http.client
-import socket
+import re
 import ssl
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from vlmpack.data.stores.config import StorageConfig
+from vlmpack.data.stores.connection import Connection, Place
 from vlmpack.data.stores.faults import Changed, Refused, Transient
-from vlmpack.data.stores.guard import allowed_addresses
 
 MAX_REDIRECTS = 5
 CHUNK_BYTES = 256 << 10
 _REDIRECTS = (301, 302, 303, 307, 308)
 _TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)
 _SAFE = "/%:@!$&'()*+,;=~-._"
+_HEADER_VALUE = re.compile(r"[\x20-\x7e\xa0-\xff]*")
 
 Method = Literal["GET", "HEAD"]
-_Place = tuple[str, str, int]
-
-
-class _Connection(http.client.HTTPConnection):
-    """To an address that was judged; one timeout to connect, another for each read."""
-
-    def __init__(self, place: _Place, config: StorageConfig, tls: ssl.SSLContext | None) -> None:
-        super().__init__(place[1], place[2])
-        self._config = config
-        self._tls = tls
-        self.was_used = False
-
-    def connect(self) -> None:
-        config = self._config
-        fault: OSError | None = None
-        for address in allowed_addresses(self.host, self.port, allow_private=config.allow_private):
-            try:
-                self.sock = socket.create_connection(
-                    (address, self.port), config.connect_timeout_seconds
-                )
-                break
-            except OSError as error:
-                fault = error
-        else:
-            raise fault or OSError("no address")
-        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.sock.settimeout(config.read_timeout_seconds)
-        if self._tls is not None:
-            self.sock = self._tls.wrap_socket(self.sock, server_hostname=self.host)
 
 
 @dataclass(slots=True)
@@ -68,13 +40,15 @@ class Answer:
         status: 2xx, or a redirect that was not to be followed.
         headers: names in lower case.
         url: that answered, secrets included; for requests only.
+
+    Neither headers nor url are shown: a redirect's headers hold a signed address.
     """
 
     status: int
-    headers: Mapping[str, str]
-    url: str
+    headers: Mapping[str, str] = field(repr=False)
+    url: str = field(repr=False)
     _response: http.client.HTTPResponse
-    _connection: _Connection
+    _connection: Connection
     _client: HttpClient
     _deadline: float
 
@@ -92,10 +66,8 @@ class Answer:
                     whole = self._response.length in (0, None)
                     return
                 yield chunk
-                if time.monotonic() > self._deadline:
-                    raise Transient("the request took longer than data.storage.total_timeout")
         except (OSError, http.client.HTTPException) as error:
-            raise Transient(_reason(error)) from None
+            raise Transient(_reason(error, self._deadline)) from None
         finally:
             self.close(reusable=whole)
 
@@ -118,7 +90,7 @@ class HttpClient:
 
     def __init__(self, config: StorageConfig) -> None:
         self.config = config
-        self._idle: dict[_Place, list[_Connection]] = {}
+        self._idle: dict[Place, list[Connection]] = {}
         self._lock = threading.Lock()
         self._tls: ssl.SSLContext | None = None
 
@@ -158,7 +130,7 @@ class HttpClient:
             url = target
         raise Refused(f"redirected more than {MAX_REDIRECTS} times")
 
-    def give_back(self, connection: _Connection) -> None:
+    def give_back(self, connection: Connection) -> None:
         """Keeps a connection whose answer was read to its end."""
         place = (_scheme(connection), connection.host, connection.port)
         with self._lock:
@@ -187,39 +159,41 @@ class HttpClient:
         if parts.username is not None and "Authorization" not in sent:
             login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             sent["Authorization"] = f"Basic {base64.b64encode(login.encode()).decode()}"
+        _check_headers(sent)
         deadline = time.monotonic() + self.config.total_timeout_seconds
         while True:
             connection = self._connection(_place(url))
-            was_used, connection.was_used = connection.was_used, True
+            was_used = connection.was_used
             try:
+                connection.begin(deadline)
                 connection.request(method, target, headers=sent)
                 response = connection.getresponse()
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
                 if was_used and not isinstance(error, TimeoutError):
                     continue  # the server had ended an idle connection
-                raise Transient(_reason(error)) from None
+                raise Transient(_reason(error, deadline)) from None
             except BaseException:
                 connection.close()
                 raise
             found = {name.lower(): value for name, value in response.getheaders()}
             return Answer(response.status, found, url, response, connection, self, deadline)
 
-    def _connection(self, place: _Place) -> _Connection:
+    def _connection(self, place: Place) -> Connection:
         with self._lock:
             idle = self._idle.get(place)
             if idle:
                 return idle.pop()
             if place[0] == "https" and self._tls is None:
                 self._tls = ssl.create_default_context()
-        return _Connection(place, self.config, self._tls if place[0] == "https" else None)
+        return Connection(place, self.config, self._tls if place[0] == "https" else None)
 
 
-def _scheme(connection: _Connection) -> str:
-    return "http" if connection._tls is None else "https"
+def _scheme(connection: Connection) -> str:
+    return "http" if connection.tls is None else "https"
 
 
-def _place(url: str) -> _Place:
+def _place(url: str) -> Place:
     """Scheme, host and port.
 
     Raises:
@@ -234,6 +208,20 @@ def _place(url: str) -> _Place:
     except ValueError:
         raise Refused("the address has no valid port") from None
     return scheme, parts.hostname, port or (443 if scheme == "https" else 80)
+
+
+def _check_headers(headers: Mapping[str, str]) -> None:
+    """Whether they can be sent. http.client would say what the value is, and it may be a secret.
+
+    Raises:
+        Refused: they cannot.
+    """
+    for name, value in headers.items():
+        if _HEADER_VALUE.fullmatch(value) is None:
+            raise Refused(
+                f"the header {name} would hold a line break or another character that no header "
+                "may; see the environment variable with its token"
+            )
 
 
 def _checked(answer: Answer) -> Answer:
@@ -267,8 +255,10 @@ def _retry_after(headers: Mapping[str, str]) -> float:
     return float(value) if value.isdecimal() else 0.0
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, deadline: float) -> str:
     """An error of the connection, without what the server said."""
+    if isinstance(error, TimeoutError) and time.monotonic() >= deadline:
+        return "the request took longer than data.storage.total_timeout_seconds"
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the server's certificate is not trusted ({error.verify_message})"
     if isinstance(error, TimeoutError):

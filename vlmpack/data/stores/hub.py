@@ -2,7 +2,7 @@
 
 The hub answers with the file, or with a redirect to where its bytes lie, which is signed and is
 kept for a few minutes so that the hub is asked rarely. The revision is pinned to a commit when the
-shard is first looked at, and the pin travels with the fetcher.
+shard is looked at, and the pin travels with the stamp, so every process and rank reads that commit.
 """
 
 from __future__ import annotations
@@ -37,14 +37,12 @@ class HubTransport(HttpTransport):
 
     Args:
         config: timeouts, and the token.
-        pins: path -> commit; filled by `head`.
     """
 
-    def __init__(self, config: StorageConfig, pins: dict[str, str]) -> None:
+    def __init__(self, config: StorageConfig) -> None:
         super().__init__(config)
         self.config = config
-        self.pins = pins
-        self._locations: dict[str, tuple[str, float]] = {}
+        self._locations: dict[ShardStamp, tuple[str, float]] = {}
         self._lock = threading.Lock()
 
     def head(self, path: str) -> ShardStamp:
@@ -52,22 +50,20 @@ class HubTransport(HttpTransport):
         answer = self.client.request("HEAD", self.url(path), self._login(), follow=False)
         answer.close(reusable=True)
         size = answer.headers.get("x-linked-size")
-        stamp = ShardStamp(
+        return ShardStamp(
             path,
             int(size) if size is not None else total_size(answer.headers),
             _hub_version(answer),
+            pin=answer.headers.get("x-repo-commit", ""),
         )
-        if "x-repo-commit" in answer.headers:
-            self.pins[path] = answer.headers["x-repo-commit"]
-        return stamp
 
     def body(self, stamp: ShardStamp, start: int, stop: int) -> Iterator[bytes]:
         """See Transport."""
         wanted = {"Range": f"bytes={start}-{stop - 1}"}
-        location = self._location(stamp.path)
+        location = self._location(stamp)
         if location is None:
             answer = self.client.request(
-                "GET", self.url(stamp.path), {**wanted, **self._login()}, follow=False
+                "GET", self.url(stamp.path, stamp.pin), {**wanted, **self._login()}, follow=False
             )
             if _hub_version(answer) != stamp.version:
                 answer.close()
@@ -78,12 +74,12 @@ class HubTransport(HttpTransport):
             answer.close(reusable=True)
             location = urljoin(answer.url, answer.headers.get("location", ""))
             with self._lock:
-                self._locations[stamp.path] = (location, time.monotonic())
+                self._locations[stamp] = (location, time.monotonic())
         try:
             answer = self.client.request("GET", location, wanted)
         except Refused as fault:
             with self._lock:
-                was_known = self._locations.pop(stamp.path, None) is not None
+                was_known = self._locations.pop(stamp, None) is not None
             if was_known and "denied" in fault.reason:
                 raise Transient("the signed address was refused; it may have expired") from None
             raise
@@ -96,8 +92,8 @@ class HubTransport(HttpTransport):
             "train-{000..031}.tar"
         )
 
-    def url(self, path: str) -> str:
-        """The address of a file, at its pinned commit."""
+    def url(self, path: str, pin: str = "") -> str:
+        """The address of a file, at a commit if one is given."""
         match = _PATH.fullmatch(path)
         if match is None:
             raise Refused("expected hf://datasets/<owner>/<name>[@<revision>]/<path>")
@@ -107,7 +103,7 @@ class HubTransport(HttpTransport):
             match["repo"],
             match["file"],
             repo_type="dataset",
-            revision=self.pins.get(path) or quote(match["revision"] or "main", safe=""),
+            revision=pin or quote(match["revision"] or "main", safe=""),
             endpoint=os.environ.get("HF_ENDPOINT") or constants.ENDPOINT,
         )
 
@@ -119,9 +115,9 @@ class HubTransport(HttpTransport):
             raise
         yield from limited(answer, stop - start)
 
-    def _location(self, path: str) -> str | None:
+    def _location(self, stamp: ShardStamp) -> str | None:
         with self._lock:
-            location, since = self._locations.get(path, ("", 0.0))
+            location, since = self._locations.get(stamp, ("", 0.0))
             return location if location and time.monotonic() - since < LOCATION_SECONDS else None
 
     def _login(self) -> dict[str, str]:

@@ -11,7 +11,7 @@ import io
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
 from typing import BinaryIO, TypeVar, cast
@@ -29,7 +29,7 @@ REQUEST_BYTES = 8 << 20
 
 T = TypeVar("T")
 S = TypeVar("S")
-MakeTransport = Callable[[StorageConfig, dict[str, str]], Transport]
+MakeTransport = Callable[[StorageConfig], Transport]
 Range = tuple[int, int]
 
 
@@ -37,17 +37,14 @@ class RemoteFetcher:
     """Shards of one kind of store. Picklable: a process that receives it makes its own client.
 
     Args:
-        make: the transport, from the configuration and the memory.
+        make: the transport, from the configuration.
         config: how stores are reached.
-
-    Attributes:
-        memory: what the transport learned at `head` and that travels with the fetcher.
     """
 
     _live: tuple[int, Transport] | None
 
     def __init__(self, make: MakeTransport, config: StorageConfig) -> None:
-        self._set(make, config, {})
+        self._set(make, config)
 
     def head(self, path: str) -> ShardStamp:
         """See Fetcher."""
@@ -139,7 +136,7 @@ class RemoteFetcher:
     def _transport(self) -> Transport:
         process = os.getpid()
         if self._live is None:
-            self._live = (process, self._make(self.config, self.memory))
+            self._live = (process, self._make(self.config))
         if self._live[0] != process:
             raise CapabilityError(
                 f"this process ({process}) was forked from one ({self._live[0]}) that had already "
@@ -148,16 +145,15 @@ class RemoteFetcher:
             )
         return self._live[1]
 
-    def __getstate__(self) -> tuple[MakeTransport, StorageConfig, Mapping[str, str]]:
-        return self._make, self.config, dict(self.memory)
+    def __getstate__(self) -> tuple[MakeTransport, StorageConfig]:
+        return self._make, self.config
 
-    def __setstate__(self, state: tuple[MakeTransport, StorageConfig, Mapping[str, str]]) -> None:
+    def __setstate__(self, state: tuple[MakeTransport, StorageConfig]) -> None:
         self._set(*state)
 
-    def _set(self, make: MakeTransport, config: StorageConfig, memory: Mapping[str, str]) -> None:
+    def _set(self, make: MakeTransport, config: StorageConfig) -> None:
         self._make = make
         self.config = config
-        self.memory = dict(memory)
         self._live = None
         self._slots = threading.BoundedSemaphore(config.max_concurrent_reads)
 

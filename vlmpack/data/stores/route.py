@@ -13,20 +13,20 @@ from vlmpack.data.stores.transport import HttpTransport, Transport
 from vlmpack.errors import DataError
 
 
-def _objects(config: StorageConfig, memory: dict[str, str]) -> Transport:
+def _objects(config: StorageConfig) -> Transport:
     from vlmpack.data.stores.objects import ObjectTransport
 
     return ObjectTransport(config)
 
 
-def _http(config: StorageConfig, memory: dict[str, str]) -> Transport:
+def _http(config: StorageConfig) -> Transport:
     return HttpTransport(config)
 
 
-def _hub(config: StorageConfig, memory: dict[str, str]) -> Transport:
+def _hub(config: StorageConfig) -> Transport:
     from vlmpack.data.stores.hub import HubTransport
 
-    return HubTransport(config, memory)
+    return HubTransport(config)
 
 
 TRANSPORTS: dict[str, MakeTransport] = {

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
-from vlmpack.addresses import resolve_references
+from vlmpack.addresses import resolve_address
 from vlmpack.data.fetch import ShardStamp
 from vlmpack.data.stores.config import StorageConfig
 from vlmpack.data.stores.faults import Changed, Refused
@@ -87,20 +87,15 @@ class HttpTransport:
         self.client.close()
 
     def url(self, path: str) -> str:
-        """The address to ask, with its secrets."""
-        return resolved(path)
+        """The address to ask, with its secrets.
 
-
-def resolved(text: str) -> str:
-    """The text with its references to environment variables replaced.
-
-    Raises:
-        Refused: a variable is not set.
-    """
-    try:
-        return resolve_references(text)
-    except KeyError as missing:
-        raise Refused(f"the environment variable {missing.args[0]} is not set") from None
+        Raises:
+            Refused: an environment variable is not set.
+        """
+        try:
+            return resolve_address(path)
+        except KeyError as missing:
+            raise Refused(f"the environment variable {missing.args[0]} is not set") from None
 
 
 def version_of(headers: Mapping[str, str]) -> str:

@@ -1,0 +1,57 @@
+"""The end of what works ahead of use: soon, even where a store holds it up."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from shard_fakes import config_for
+
+from vlmpack.data.cache import CacheConfig, CachedFetcher
+from vlmpack.data.fetch import LocalFetcher
+from vlmpack.data.helpers import IndexHelpers
+from vlmpack.data.parts import BuildSettings
+from vlmpack.data.shard_book import ShardBook
+
+
+def deaf(ready: Any) -> None:
+    """As one in a call that does not come back, where the signal's handler never runs."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ready.set()
+    time.sleep(60)
+
+
+def test_a_helper_that_does_not_hear_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlmpack.data.helpers.CLOSE_SECONDS", 0.3)
+    context = multiprocessing.get_context("fork")
+    helpers, ready = IndexHelpers(), [context.Event(), context.Event()]
+    helpers._processes += [context.Process(target=deaf, args=(event,)) for event in ready]
+    started = list(helpers._processes)
+    for process, event in zip(started, ready, strict=True):
+        process.start()
+        assert event.wait(30)
+    begin = time.monotonic()
+    helpers.close()
+    assert 0.2 < time.monotonic() - begin < 5, "all together have the time of one"
+    assert [process.exitcode for process in started] == [-signal.SIGKILL] * 2
+    helpers.close()
+
+
+def test_closing_a_book_stops_what_is_fetched_ahead(tmp_path: Path) -> None:
+    stopped = []
+
+    class Watched(CachedFetcher):
+        def stop_prefetch(self) -> None:
+            stopped.append(True)
+            super().stop_prefetch()
+
+    fetcher = Watched(LocalFetcher(), CacheConfig(directory=tmp_path / "blocks"))
+    builder: Any = SimpleNamespace(fetcher=fetcher)
+    settings = BuildSettings(directory=tmp_path)
+    ShardBook(config_for("s-*.tar", tmp_path), [], builder, settings).close()
+    assert stopped == [True]

@@ -1,0 +1,148 @@
+"""Addresses with logins and queries: what is refused, what is asked for, what is shown."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+import pytest
+from support.fault_server import Fault, FaultServer
+
+from vlmpack.addresses import redacted, resolve_address, secret_in
+from vlmpack.cli.stores import open_reading
+from vlmpack.data.stores import RoutingFetcher, StorageConfig
+from vlmpack.data.stores.http import HttpClient
+from vlmpack.errors import DataError, RecipeError
+
+HOSTILE = "ca/na#ry?%41@:&x"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://host/x.tar?canary",
+        "https://host/x.tar?canary=",
+        "https://host/x.tar?pw=canary",
+        "https://host/x.tar?hmac=canary&version=1",
+        "https://host/x.tar?version=1;jwt=canary",
+        "https://host/x.tar?sig=canary${env:SIGNATURE}",
+        "HTTPS://host/x.tar?canary",
+        "https://user:ca/nary@host/x.tar",
+        "https://user:ca#nary@host/x.tar",
+        "https://user:ca?nary@host/x.tar",
+        "https://us@er:canary@host/x.tar",
+        "https://${env:USER}:canary@host/x.tar",
+        "https://[canary:canary@host/x.tar",
+    ],
+)
+def test_what_may_be_a_secret_is_refused(address: str) -> None:
+    reason = secret_in(address)
+    assert reason is not None
+    assert "${env:NAME}" in reason
+    assert "nary" not in reason
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://host/x.tar",
+        "https://host/a%40b/x-{000..001}.tar",
+        "https://host/x.tar?${env:SIGNATURE}",
+        "https://host/x.tar?sig=${env:SIGNATURE}&versionId=3",
+        "https://host/x.tar?download",
+        "https://host/x.tar?alt=media&generation=17",
+        "https://${env:USER}:${env:PASSWORD}@host/x.tar",
+        "s3://bucket/what?/x@2.tar",
+        "hf://datasets/a/b@main/x.tar",
+    ],
+)
+def test_what_holds_no_secret_passes(address: str) -> None:
+    assert secret_in(address) is None
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://u:canary@host/x",
+        "https://u:can@ary@host/x",
+        "https://u:can/ary@host/x",
+        "https://u:can?ary@host/x",
+        "s3://u:can@ary@bucket/x",
+        "HTTPS://host/x?canary",
+        "https://host/x?sig=canary&mail=a@b",
+    ],
+)
+def test_shown_addresses_hide_logins_and_queries(address: str) -> None:
+    shown = redacted(f"reading {address} failed")
+    assert "can" not in shown
+    assert "ary" not in shown
+    assert shown.startswith("reading ")
+    assert shown.endswith(" failed")
+    assert redacted("hf://datasets/a/b@main/x.tar") == "hf://datasets/a/b@main/x.tar"
+
+
+def test_a_password_makes_no_other_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server that is named gets the very password, less the newline of its file."""
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "x.tar").write_bytes(b"0123456789")
+    monkeypatch.setenv("STORE_USER", "user@host.example/")
+    monkeypatch.setenv("STORE_WORD", f"{HOSTILE}\n")
+    with FaultServer(tmp_path) as server:
+        login = f"http://${{env:STORE_USER}}:${{env:STORE_WORD}}@127.0.0.1:{server.port}"
+        fetcher = RoutingFetcher(StorageConfig(allow_private=True, max_tries=1))
+        stamp = fetcher.head(f"{login}/b/x.tar")
+        assert fetcher.read(stamp, 2, 3) == b"234"
+        fetcher.close()
+        kind, _, encoded = server.requests[-1].headers["authorization"].partition(" ")
+    assert kind == "Basic"
+    assert base64.b64decode(encoded).decode() == f"user@host.example/:{HOSTILE}"
+    assert resolve_address("https://host/x?w=${env:STORE_WORD}") == f"https://host/x?w={HOSTILE}"
+
+
+def test_answers_show_no_address(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "x.tar").write_bytes(b"0123456789")
+    with FaultServer(tmp_path) as server:
+        client = HttpClient(StorageConfig(allow_private=True))
+        url = f"http://u:canary@127.0.0.1:{server.port}/b/x.tar?canary"
+        answer = client.request("GET", url, {})
+        server.fail(Fault("redirect", location="http://127.0.0.1:1/?canary"))
+        redirect = client.request("GET", url, {}, follow=False)
+        assert "canary" in answer.url + redirect.headers["location"], "vacuous"
+        assert "canary" not in repr(answer) + repr(redirect)
+        answer.close()
+        redirect.close()
+        client.close()
+
+
+def test_headers_that_drip_end_with_the_request(tmp_path: Path) -> None:
+    """A byte at a time never reaches the read timeout; unbounded, the answer would come at last."""
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "x.tar").write_bytes(b"0123456789")
+    with FaultServer(tmp_path) as server:
+        config = StorageConfig(
+            allow_private=True, max_tries=1, read_timeout_seconds=0.3, total_timeout_seconds=0.4
+        )
+        fetcher = RoutingFetcher(config)
+        stamp = fetcher.head(f"{server.url}/b/x.tar")
+        server.fail(Fault("drip", seconds=0.02))
+        with pytest.raises(DataError, match=r"longer than data\.storage\.total_timeout_seconds"):
+            fetcher.read(stamp, 2, 3)
+        assert server.num_failed == 1
+        assert fetcher.read(stamp, 2, 3) == b"234"
+        fetcher.close()
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        ("credentials=canary", "credentials.hf_token=${env:T}"),
+        ("credentials=", "credentials.hf_token=${env:T}"),
+        ("credentials.hf_token=${env:T}", "credentials=canary"),
+        ("region=canary", "region.x=1"),
+    ],
+)
+def test_storage_options_that_collide_are_refused(items: tuple[str, ...]) -> None:
+    with pytest.raises(RecipeError, match=r"--storage (credentials|region)") as caught:
+        open_reading(["x.tar"], recipe=None, storage=items, max_image_pixels=None)
+    assert "canary" not in str(caught.value)

@@ -1,0 +1,84 @@
+"""`vlmpack data convert`: other formats to shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vlmpack.cli.options import IndexDir
+from vlmpack.cli.progress import BytesBar, size_text
+
+if TYPE_CHECKING:
+    from vlmpack.data.convert import ConvertReport
+
+Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar="SOURCE", help="A .jsonl file, a LLaVA .json file, or a folder of parquet files."
+    ),
+]
+Out = Annotated[
+    Path,
+    typer.Argument(metavar="OUT", help="Folder and name: out/train is out/train-000000.tar ..."),
+]
+Form = Annotated[str, typer.Option("--format", metavar="NAME", help="auto, jsonl, llava or hf.")]
+Images = Annotated[
+    Path | None,
+    typer.Option(
+        "--images",
+        metavar="DIR",
+        help="Folder that image paths start at and must stay in.",
+        show_default="the source's folder",
+    ),
+]
+Split = Annotated[
+    str | None, typer.Option("--split", help="Split of a parquet folder that has several.")
+]
+ShardMb = Annotated[
+    int, typer.Option("--shard-mb", min=1, help="Megabytes after which a shard is closed.")
+]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave bad records out and list them.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace shards of the same prefix.")]
+
+
+def convert(
+    source: Source,
+    out: Out,
+    form: Form = "auto",
+    images: Images = None,
+    split: Split = None,
+    shard_mb: ShardMb = 256,
+    skip_bad: SkipBad = False,
+    overwrite: Overwrite = False,
+    index_dir: IndexDir = None,
+) -> None:
+    """Convert to WebDataset shards, and index them, in one pass over the source."""
+    from vlmpack.data.convert import ConvertSettings, open_records
+    from vlmpack.data.convert import convert as run
+    from vlmpack.data.parts import default_cache_dir
+
+    settings = ConvertSettings(
+        folder=out.parent,
+        image_root=images or (source if source.is_dir() else source.parent),
+        prefix=out.name,
+        max_shard_bytes=shard_mb * 1_000_000,
+        skip_bad=skip_bad,
+        overwrite=overwrite,
+        index_dir=index_dir or default_cache_dir(),
+    )
+    with BytesBar("converting", None) as bar:
+        report = run(open_records(source, form, split), settings, lambda *_: bar.advance())
+    _print_report(report, out)
+
+
+def _print_report(report: ConvertReport, out: Path) -> None:
+    for item in report.skipped:
+        typer.echo(f"left out ({item.error_class}): {item.place}: {item.reason}", err=True)
+    total = sum(shard.num_bytes for shard in report.shards)
+    left_out = f", {len(report.skipped)} left out" if report.skipped else ""
+    typer.echo(
+        f"{report.records} records -> {report.samples} samples in {len(report.shards)} shards "
+        f"({size_text(total)}){left_out}: {out}-*.tar"
+    )
