@@ -30,6 +30,9 @@ CANARIES = {
     "STORE_WORD": "canary-word",
     "STORE_QUERY": "X-Amz-Signature=canary-signature",
 }
+os.environ.update(CANARIES)
+"""For good and before any test: workers see the environment of the moment when the first of them was
+started in this process."""
 
 
 @pytest.fixture(autouse=True)
