@@ -31,8 +31,7 @@ CANARIES = {
     "STORE_QUERY": "X-Amz-Signature=canary-signature",
 }
 os.environ.update(CANARIES)
-"""For good and before any test: workers see the environment of the moment when the first of them was
-started in this process."""
+"""For good and before any test: workers see the environment of when the first of them started."""
 
 
 @pytest.fixture(autouse=True)
