@@ -144,7 +144,7 @@ def test_a_bug_is_not_swallowed(folder: Path) -> None:
     ("encoder", "seconds", "reason"),
     [
         (FakeEncoder(hang=frozenset({"q3 "})), 5, "no batch came from 1 workers within 5 s"),
-        (FakeEncoder(die=frozenset({"q3 "})), 120, "a loader process ended"),
+        (FakeEncoder(die=frozenset({"q3 "})), 45, "a loader process ended"),
     ],
 )
 @pytest.mark.slow
