@@ -16,9 +16,9 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from threading import get_ident
 from typing import Any, Protocol
@@ -27,7 +27,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vlmpack.data.fetch import ShardStamp
-from vlmpack.data.forkserver import DEFAULT_PRELOAD, worker_context
+from vlmpack.data.forkserver import DEFAULT_PRELOAD
+from vlmpack.data.shard_pool import each_shard
 from vlmpack.errors import DataError, VlmpackError
 
 POOL_MIN_PARTS = 8
@@ -251,22 +252,24 @@ def _run(
     """(place, fault) of each part as it finishes; a pool only where the work is worth its start."""
     large = sum(part.stamp.size for part in parts) >= POOL_MIN_BYTES
     processes = min(settings.max_processes, os.cpu_count() or 1, len(parts))
-    if len(parts) < POOL_MIN_PARTS or processes < 2 or not large:
-        for place, part in enumerate(parts):
-            yield place, _attempt(build, part)
-        return
-    with ProcessPoolExecutor(processes, mp_context=worker_context(settings.preload)) as pool:
-        futures = {pool.submit(_attempt, build, part): place for place, part in enumerate(parts)}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
+    if len(parts) < POOL_MIN_PARTS or not large:
+        processes = 1
+    yield from each_shard(
+        partial(_attempt, build),
+        list(enumerate(parts)),
+        processes=processes,
+        preload=settings.preload,
+        in_order=False,
+    )
 
 
-def _attempt(build: BuildPart, part: Part) -> VlmpackError | None:
+def _attempt(build: BuildPart, placed: tuple[int, Part]) -> tuple[int, VlmpackError | None]:
+    place, part = placed
     try:
         build(part)
     except VlmpackError as fault:
-        return fault
-    return None
+        return place, fault
+    return place, None
 
 
 @contextmanager
