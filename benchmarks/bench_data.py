@@ -37,12 +37,12 @@ from models import ROOT
 from PIL import Image
 from timing import medians
 
-from vlmpack.data.cache import CachedFetcher
+from vlmpack.data.cache.cached import CachedFetcher
+from vlmpack.data.index.table import SampleRef
+from vlmpack.data.loading.read import SampleReader
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.plan import MIN_WINDOW_SAMPLES
-from vlmpack.data.read import SampleReader
-from vlmpack.data.state import DataState
-from vlmpack.data.table import SampleRef
+from vlmpack.data.plan.batches import MIN_WINDOW_SAMPLES
+from vlmpack.data.plan.state import DataState
 
 SHARDS, SAMPLES, SAMPLE_BYTES = 10, 800, 26_000
 

@@ -21,7 +21,7 @@ from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.hf.load import load_model
 from vlmpack.backends.hf.model import MergedInputs, PackedVLM
 from vlmpack.data.config import DataConfig, SourceConfig
-from vlmpack.data.loader import LoaderSettings
+from vlmpack.data.loading.loader import LoaderSettings
 from vlmpack.data.pipeline import TrainData
 from vlmpack.families import Encoder
 from vlmpack.packing import Batch, PackCollator, PadCollator

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vlmpack.data.cache import CachedFetcher
+    from vlmpack.data.cache.cached import CachedFetcher
     from vlmpack.data.pipeline import TrainData
-    from vlmpack.data.state import DataState
+    from vlmpack.data.plan.state import DataState
     from vlmpack.data.stores import RoutingFetcher
 
 MANY = 100
@@ -32,7 +32,7 @@ def name_of(number: int) -> str:
 
 def fetcher_for(cache: Path | None) -> CachedFetcher | RoutingFetcher:
     """As a recipe's with remote shards; without a cache where there is no folder for it."""
-    from vlmpack.data.cache import READ_AHEAD_BYTES, CacheConfig, CachedFetcher
+    from vlmpack.data.cache.cached import READ_AHEAD_BYTES, CacheConfig, CachedFetcher
     from vlmpack.data.stores import RoutingFetcher, StorageConfig
 
     stores = RoutingFetcher(StorageConfig(allow_private=True))
@@ -52,9 +52,9 @@ def open_data(
 ) -> tuple[TrainData, CachedFetcher | RoutingFetcher]:
     """A split in window order, with the tests' encoder: one token a byte, images really decoded."""
     from vlmpack.data.config import DataConfig, SourceConfig
-    from vlmpack.data.loader import LoaderSettings
+    from vlmpack.data.loading.loader import LoaderSettings
     from vlmpack.data.pipeline import TrainData
-    from vlmpack.data.survey import DataLaunch
+    from vlmpack.data.splits.survey import DataLaunch
 
     sys.path[:0] = [str(FAKES)]
     from shard_fakes import FakeEncoder, collator

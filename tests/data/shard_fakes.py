@@ -23,9 +23,9 @@ import webdataset as wds
 from PIL import Image, ImageOps
 
 from vlmpack.data.config import DataConfig, SourceConfig
-from vlmpack.data.loader import LoaderSettings, MicroBatch
+from vlmpack.data.loading.loader import LoaderSettings, MicroBatch
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.survey import DataLaunch
+from vlmpack.data.splits.survey import DataLaunch
 from vlmpack.errors import DataError
 from vlmpack.families.sample import VLMSample
 from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, Media

@@ -21,11 +21,11 @@ from shard_fakes import (
 )
 
 from vlmpack.data.config import SourceConfig
-from vlmpack.data.ledger import Ledger
+from vlmpack.data.loading.ledger import Ledger
+from vlmpack.data.loading.read import ErrorPolicy
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.plan import Plan, PlannedBatch, Position
-from vlmpack.data.read import ErrorPolicy
-from vlmpack.data.state import DataState
+from vlmpack.data.plan.batches import Plan, PlannedBatch, Position
+from vlmpack.data.plan.state import DataState
 from vlmpack.distributed import Ranks
 from vlmpack.errors import RunDirError, VlmpackError
 from vlmpack.training.audit import audit_run

@@ -22,10 +22,10 @@ from shard_fakes import (
     write_shards,
 )
 
-from vlmpack.data.ledger import Ledger, SkipLimiter, SkipLimits
-from vlmpack.data.loader import LoaderSettings
+from vlmpack.data.loading.ledger import Ledger, SkipLimiter, SkipLimits
+from vlmpack.data.loading.loader import LoaderSettings
+from vlmpack.data.loading.read import ErrorPolicy
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.read import ErrorPolicy
 from vlmpack.errors import DataError, DataLimitError
 
 COUNT = 37

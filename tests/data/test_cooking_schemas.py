@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vlmpack.data.schemas import CookedText, cook_text
+from vlmpack.data.shards.schemas import CookedText, cook_text
 from vlmpack.errors import DataError
 from vlmpack.families.sample import ImagePart, TextPart
 

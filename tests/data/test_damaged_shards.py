@@ -10,9 +10,9 @@ import pytest
 import torch
 from shard_fakes import key_of, micro_batches, open_data, sample_fields, write_shard
 
-from vlmpack.data.loader import BinRequest, MicroBatch
+from vlmpack.data.loading.loader import BinRequest, MicroBatch
+from vlmpack.data.loading.read import ErrorPolicy
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.read import ErrorPolicy
 from vlmpack.errors import DataError, EmptyDataError
 
 COUNT = 6

@@ -11,8 +11,8 @@ from shard_fakes import key_of, open_data, sample_fields, write_shard, write_sha
 
 from vlmpack.data.config import SourceConfig
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.segments import MAX_STATE_BYTES, begin_segment
-from vlmpack.data.state import DataState, Segment
+from vlmpack.data.plan.segments import MAX_STATE_BYTES, begin_segment
+from vlmpack.data.plan.state import DataState, Segment
 from vlmpack.errors import RecipeError, RunIdentityError
 from vlmpack.training.run_length import total_steps
 
@@ -21,7 +21,7 @@ SHUFFLES = pytest.mark.parametrize("shuffle", ["global", "window"])
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlmpack.data.plan.MIN_WINDOW_SAMPLES", 16)
+    monkeypatch.setattr("vlmpack.data.plan.batches.MIN_WINDOW_SAMPLES", 16)
 
 
 def keys_of(data: TrainData, state: DataState, steps: int) -> tuple[list[list[str]], DataState]:

@@ -9,7 +9,7 @@ import pytest
 from shard_fakes import FakeEncoder, open_data, write_shards
 
 from vlmpack.data.config import SourceConfig
-from vlmpack.data.state import DataState
+from vlmpack.data.plan.state import DataState
 from vlmpack.errors import CheckpointError, RecipeError, RunIdentityError
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from shard_fakes import key_of, sample_fields, write_shard
 
-from vlmpack.data.energon import check_energon_index
-from vlmpack.data.fetch import LocalFetcher
-from vlmpack.data.index import IndexBuilder
-from vlmpack.data.index_shards import ShardReport, index_shards
-from vlmpack.data.sources import FoundShard
+from vlmpack.data.index.shard_index import IndexBuilder
+from vlmpack.data.shards.energon import check_energon_index
+from vlmpack.data.stores.fetch import LocalFetcher
+from vlmpack.data.stores.sources import FoundShard
+from vlmpack.data.tools.index_shards import ShardReport, index_shards
 from vlmpack.errors import DataError
 
 

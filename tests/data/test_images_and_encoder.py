@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 from shard_fakes import image_bytes
 
-from vlmpack.data.caps import SampleCaps
-from vlmpack.data.images import image_facts
+from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.images import image_facts
 from vlmpack.errors import DataError
 from vlmpack.families.encoder import decode_image
 

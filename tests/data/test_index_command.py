@@ -10,10 +10,10 @@ from support.fault_server import FaultServer
 from typer.testing import CliRunner, Result
 
 from vlmpack.cli.app import app
-from vlmpack.data.fetch import LocalFetcher
-from vlmpack.data.index import IndexBuilder
-from vlmpack.data.index_shards import index_shards
-from vlmpack.data.sources import FoundShard
+from vlmpack.data.index.shard_index import IndexBuilder
+from vlmpack.data.stores.fetch import LocalFetcher
+from vlmpack.data.stores.sources import FoundShard
+from vlmpack.data.tools.index_shards import index_shards
 
 
 def invoke(*arguments: object) -> Result:

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from shard_fakes import config_for
 
-from vlmpack.data.cache import CacheConfig, CachedFetcher
-from vlmpack.data.fetch import LocalFetcher
-from vlmpack.data.helpers import IndexHelpers
-from vlmpack.data.parts import BuildSettings
-from vlmpack.data.shard_book import ShardBook
+from vlmpack.data.cache.cached import CacheConfig, CachedFetcher
+from vlmpack.data.index.parts import BuildSettings
+from vlmpack.data.splits.helpers import IndexHelpers
+from vlmpack.data.splits.shard_book import ShardBook
+from vlmpack.data.stores.fetch import LocalFetcher
 
 
 def deaf(ready: Any) -> None:
@@ -27,7 +27,7 @@ def deaf(ready: Any) -> None:
 
 
 def test_a_helper_that_does_not_hear_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlmpack.data.helpers.CLOSE_SECONDS", 0.3)
+    monkeypatch.setattr("vlmpack.data.splits.helpers.CLOSE_SECONDS", 0.3)
     context = multiprocessing.get_context("fork")
     helpers, ready = IndexHelpers(), [context.Event(), context.Event()]
     helpers._processes += [context.Process(target=deaf, args=(event,)) for event in ready]

@@ -13,9 +13,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from vlmpack.data.fetch import ShardStamp
 from vlmpack.data.forkserver import worker_context
-from vlmpack.data.parts import BuildSettings, Part, build_parts, write_part
+from vlmpack.data.index.parts import BuildSettings, Part, build_parts, write_part
+from vlmpack.data.stores.fetch import ShardStamp
 from vlmpack.errors import DataError
 
 

@@ -23,10 +23,10 @@ import pytest
 import torch.distributed as dist
 from shard_fakes import key_of, open_data, write_shards
 
-from vlmpack.data import plan
 from vlmpack.data.forkserver import DEFAULT_PRELOAD, worker_context
-from vlmpack.data.loader import LoaderSettings, MicroBatch
-from vlmpack.data.state import DataState
+from vlmpack.data.loading.loader import LoaderSettings, MicroBatch
+from vlmpack.data.plan import batches as plan
+from vlmpack.data.plan.state import DataState
 
 COUNT = 37  # an epoch of five global batches
 WINDOW = 16

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from vlmpack.data.forkserver import worker_context
-from vlmpack.data.ledger import Ledger, SkipLimiter, SkipLimits
-from vlmpack.data.read import ErrorPolicy, SkippedSample
+from vlmpack.data.loading.ledger import Ledger, SkipLimiter, SkipLimits
+from vlmpack.data.loading.read import ErrorPolicy, SkippedSample
 from vlmpack.errors import DataLimitError, RecipeError, RunDirError
 
 

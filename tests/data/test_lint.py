@@ -14,10 +14,10 @@ from shard_fakes import FakeEncoder, chat_json, image_bytes, key_of, sample_fiel
 from typer.testing import CliRunner
 
 from vlmpack.cli.app import app
-from vlmpack.data.caps import SampleCaps
-from vlmpack.data.fetch import LocalFetcher
-from vlmpack.data.lint import LintOne, LintReport
-from vlmpack.data.sources import FoundShard
+from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.stores.fetch import LocalFetcher
+from vlmpack.data.stores.sources import FoundShard
+from vlmpack.data.tools.lint import LintOne, LintReport
 
 
 def lint(path: Path, encoder: Any = None) -> LintReport:

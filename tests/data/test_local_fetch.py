@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vlmpack.data.fetch import LocalFetcher, ShardStamp
+from vlmpack.data.stores.fetch import LocalFetcher, ShardStamp
 from vlmpack.errors import DataError
 
 

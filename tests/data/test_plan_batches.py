@@ -11,8 +11,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from vlmpack.data.blend import draws_per_source, window_starts
-from vlmpack.data.plan import (
+from vlmpack.data.plan.batches import (
     FixedPacker,
     Plan,
     PlanSource,
@@ -20,6 +19,7 @@ from vlmpack.data.plan import (
     assign,
     window_samples,
 )
+from vlmpack.data.plan.blend import draws_per_source, window_starts
 
 
 def source(name: str, first: int, count: int, draws: int | None = None) -> PlanSource:

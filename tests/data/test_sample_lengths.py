@@ -18,10 +18,10 @@ from shard_fakes import (
     write_shards,
 )
 
-from vlmpack.data.fetch import LocalFetcher
-from vlmpack.data.ledger import Ledger
-from vlmpack.data.loader import BinRequest
-from vlmpack.data.read import ErrorPolicy
+from vlmpack.data.loading.ledger import Ledger
+from vlmpack.data.loading.loader import BinRequest
+from vlmpack.data.loading.read import ErrorPolicy
+from vlmpack.data.stores.fetch import LocalFetcher
 from vlmpack.errors import DataError, EmptyDataError
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from shard_fakes import chat_json, image_bytes, key_of, sample_fields, write_shard, write_shards
 
-from vlmpack.data.caps import SampleCaps
-from vlmpack.data.fetch import LocalFetcher
-from vlmpack.data.index import IndexBuilder, ShardIndex, open_index
-from vlmpack.data.parts import BuildSettings, Part, part_for, read_part
-from vlmpack.data.sources import expand_shards
+from vlmpack.data.index.parts import BuildSettings, Part, part_for, read_part
+from vlmpack.data.index.shard_index import IndexBuilder, ShardIndex, open_index
+from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.stores.fetch import LocalFetcher
+from vlmpack.data.stores.sources import expand_shards
 from vlmpack.errors import DataError
 
 BUILDER = IndexBuilder(LocalFetcher())
@@ -178,7 +178,7 @@ def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
 def test_pool_gives_the_same_parts(tmp_path: Path, monkeypatch: Any) -> None:
     pattern = write_shards(tmp_path, 20, per_shard=2)
     serial = rows_of(pattern, tmp_path / "one")
-    monkeypatch.setattr("vlmpack.data.parts.POOL_MIN_BYTES", 0)
+    monkeypatch.setattr("vlmpack.data.index.parts.POOL_MIN_BYTES", 0)
     assert rows_of(pattern, tmp_path / "two") == serial
     assert len(serial) == 20
 

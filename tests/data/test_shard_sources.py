@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vlmpack.data.sources import expand_shards
+from vlmpack.data.stores.sources import expand_shards
 from vlmpack.errors import RecipeError
 
 

@@ -14,7 +14,7 @@ import pytest
 from test_index_waiting import SlowBuild, parts_in
 
 from vlmpack.data.forkserver import worker_context
-from vlmpack.data.parts import BuildSettings, share_parts
+from vlmpack.data.index.parts import BuildSettings, share_parts
 from vlmpack.errors import DataError
 
 PARTS = 9

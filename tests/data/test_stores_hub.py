@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from support.fault_server import Fault, FaultServer
 
-from vlmpack.data.fetch import ShardStamp
 from vlmpack.data.stores import RoutingFetcher, StorageConfig
+from vlmpack.data.stores.fetch import ShardStamp
 from vlmpack.errors import DataError
 
 TOKEN = "canary-token"

@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 from support.fault_server import Fault, FaultServer, SeededFaults
 
-from vlmpack.data.fetch import HEADS_AT_ONCE, ShardStamp, stamp_shards
-from vlmpack.data.sources import expand_shards, stamped_shards
 from vlmpack.data.stores import RoutingFetcher, StorageConfig
+from vlmpack.data.stores.fetch import HEADS_AT_ONCE, ShardStamp, stamp_shards
 from vlmpack.data.stores.remote import GAP_BYTES, stretches_of
+from vlmpack.data.stores.sources import expand_shards, stamped_shards
 from vlmpack.errors import CapabilityError, DataError, RecipeError
 
 SIZE = 2_500_000

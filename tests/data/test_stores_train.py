@@ -15,10 +15,10 @@ from support.fault_server import Fault, FaultServer, SeededFaults
 from support.shards import SHARD
 
 from vlmpack.data.config import DataConfig
-from vlmpack.data.ledger import Ledger
-from vlmpack.data.loader import LoaderSettings, MicroBatch
+from vlmpack.data.loading.ledger import Ledger
+from vlmpack.data.loading.loader import LoaderSettings, MicroBatch
+from vlmpack.data.loading.read import ErrorPolicy
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.read import ErrorPolicy
 from vlmpack.data.stores import RoutingFetcher, StorageConfig
 from vlmpack.errors import DataError, RecipeError, VlmpackError
 from vlmpack.packing import PackCollator

@@ -12,15 +12,15 @@ import pytest
 from shard_fakes import key_of, sample_fields, write_shard
 from webdataset.tariterators import base_plus_ext
 
-from vlmpack.data.caps import SampleCaps
-from vlmpack.data.fetch import LocalFetcher, ShardStamp
-from vlmpack.data.naming import split_name
-from vlmpack.data.raw import RawSample, group_members, parse_span
-from vlmpack.data.read import SampleReader
-from vlmpack.data.schemas import cook
-from vlmpack.data.table import SampleRef
-from vlmpack.data.tar import read_members
-from vlmpack.data.tar_header import parse_header
+from vlmpack.data.index.table import SampleRef
+from vlmpack.data.loading.read import SampleReader
+from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.naming import split_name
+from vlmpack.data.shards.raw import RawSample, group_members, parse_span
+from vlmpack.data.shards.schemas import cook
+from vlmpack.data.shards.tar import read_members
+from vlmpack.data.shards.tar_header import parse_header
+from vlmpack.data.stores.fetch import LocalFetcher, ShardStamp
 from vlmpack.errors import DataError
 
 CAPS = SampleCaps()

@@ -17,9 +17,9 @@ from shard_fakes import (
 )
 
 from vlmpack.data.config import SourceConfig
-from vlmpack.data.loader import BinRequest, LoaderSettings
+from vlmpack.data.loading.loader import BinRequest, LoaderSettings
 from vlmpack.data.pipeline import GlobalStep, TrainData
-from vlmpack.data.state import DataState
+from vlmpack.data.plan.state import DataState
 
 COUNT = 37  # five global batches of 8, the last one short
 

@@ -27,15 +27,15 @@ from shard_fakes import (
 )
 
 from vlmpack.data.config import SourceConfig
-from vlmpack.data.fetch import ShardStamp
 from vlmpack.data.forkserver import worker_context
-from vlmpack.data.ledger import Ledger
+from vlmpack.data.loading.ledger import Ledger
+from vlmpack.data.loading.read import ErrorPolicy
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.read import ErrorPolicy
-from vlmpack.data.shard_book import SHARD_STRIDE
-from vlmpack.data.state import DataState
-from vlmpack.data.survey import DataLaunch, settle_shuffle
-from vlmpack.data.windows import WindowPlan
+from vlmpack.data.plan.state import DataState
+from vlmpack.data.plan.windows import WindowPlan
+from vlmpack.data.splits.shard_book import SHARD_STRIDE
+from vlmpack.data.splits.survey import DataLaunch, settle_shuffle
+from vlmpack.data.stores.fetch import ShardStamp
 from vlmpack.errors import DataError, EmptyDataError, RecipeError, RunIdentityError
 from vlmpack.training.session import _summary
 
@@ -44,7 +44,7 @@ COUNT = 61  # windows of 16 over shards of 7, the last of 5; eight global batche
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlmpack.data.plan.MIN_WINDOW_SAMPLES", 16)
+    monkeypatch.setattr("vlmpack.data.plan.batches.MIN_WINDOW_SAMPLES", 16)
 
 
 @pytest.fixture(scope="module")
@@ -376,7 +376,7 @@ def test_memory_of_the_index_is_bounded(folder: Path, tmp_path: Path, monkeypatc
     data = windowed(folder / "s-*.tar", tmp_path)
     one = steps_of(data, data.start(), 16)
     assert len(data.split.book.kept()) == 9  # type: ignore[attr-defined]
-    monkeypatch.setattr("vlmpack.data.shard_book.MAX_KEPT_ROWS", 1)
+    monkeypatch.setattr("vlmpack.data.splits.shard_book.MAX_KEPT_ROWS", 1)
     other = windowed(folder / "s-*.tar", tmp_path)
     book = other.split.book  # type: ignore[attr-defined]
     loads: list[int] = []
@@ -390,9 +390,9 @@ def test_memory_of_the_index_is_bounded(folder: Path, tmp_path: Path, monkeypatc
 
 
 def _rank(pattern: str, index_dir: Path, rank: int, dp: int, out: str) -> None:
-    import vlmpack.data.plan
+    import vlmpack.data.plan.batches
 
-    vlmpack.data.plan.MIN_WINDOW_SAMPLES = 16
+    vlmpack.data.plan.batches.MIN_WINDOW_SAMPLES = 16
     config = config_for(pattern, index_dir, shuffle="window")
     launch = DataLaunch(share=rank, shares=dp)
     data = TrainData.open(config, FakeEncoder(), collator(), launch=launch)
@@ -430,7 +430,7 @@ def test_real_ranks_share_an_index_folder_or_not(
 def test_the_next_window_is_indexed_while_this_one_trains(
     folder: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("vlmpack.data.shard_book.HELPER_MIN_BYTES", 0)
+    monkeypatch.setattr("vlmpack.data.splits.shard_book.HELPER_MIN_BYTES", 0)
     data = windowed(folder / "s-*.tar", tmp_path)
     before = num_indexed(tmp_path)
     steps = data.batches(data.start(), rank=0, dp=1, max_steps=16)

@@ -10,11 +10,11 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from vlmpack.data.blend import draws_per_source, window_starts
-from vlmpack.data.plan import Cursors, FixedPacker, PlannedBatch, Position, seeded_order
-from vlmpack.data.streams import StreamSource
-from vlmpack.data.table import Int64s
-from vlmpack.data.windows import PERIOD, WindowPlan
+from vlmpack.data.index.table import Int64s
+from vlmpack.data.plan.batches import Cursors, FixedPacker, PlannedBatch, Position, seeded_order
+from vlmpack.data.plan.blend import draws_per_source, window_starts
+from vlmpack.data.plan.streams import StreamSource
+from vlmpack.data.plan.windows import PERIOD, WindowPlan
 from vlmpack.errors import CheckpointError, EmptyDataError
 
 WINDOW, WHOLE, MICRO, SEED = 64, 8, 3, 5

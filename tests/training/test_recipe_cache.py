@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vlmpack.data.cache import READ_AHEAD_BYTES, CachedFetcher, default_block_dir
+from vlmpack.data.cache.cached import READ_AHEAD_BYTES, CachedFetcher, default_block_dir
 from vlmpack.data.stores import RoutingFetcher
 from vlmpack.errors import RecipeError
 from vlmpack.recipe import Recipe, load_recipe

@@ -11,7 +11,7 @@ from vlmpack.cli.options import IndexDir
 from vlmpack.cli.progress import BytesBar, size_text
 
 if TYPE_CHECKING:
-    from vlmpack.data.convert import ConvertReport
+    from vlmpack.data.tools.convert import ConvertReport
 
 Source = Annotated[
     Path,
@@ -55,9 +55,9 @@ def convert(
     index_dir: IndexDir = None,
 ) -> None:
     """Convert to WebDataset shards, and index them, in one pass over the source."""
-    from vlmpack.data.convert import ConvertSettings, open_records
-    from vlmpack.data.convert import convert as run
-    from vlmpack.data.parts import default_cache_dir
+    from vlmpack.data.folders import default_cache_dir
+    from vlmpack.data.tools.convert import ConvertSettings, open_records
+    from vlmpack.data.tools.convert import convert as run
 
     settings = ConvertSettings(
         folder=out.parent,

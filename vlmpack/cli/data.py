@@ -52,7 +52,7 @@ def lint(
     as_json: AsJson = False,
 ) -> None:
     """Check shards down to the pixels: one line a fault, exit code 1 if there is any."""
-    from vlmpack.data.lint import LintOne, LintReport, lint_shards, lint_summary
+    from vlmpack.data.tools.lint import LintOne, LintReport, lint_shards, lint_summary
     from vlmpack.families import Encoder
 
     reading = open_reading(
@@ -121,7 +121,7 @@ def show(
     ] = None,
 ) -> None:
     """Rebuild what the model sees of a global batch, or of one sample, as text and as a picture."""
-    from vlmpack.data.show import find_samples, show_bin
+    from vlmpack.data.tools.show import find_samples, show_bin
     from vlmpack.training.reopen import open_train, planned_batch, trained_in
     from vlmpack.training.run_dir import RunDir
 
@@ -152,7 +152,7 @@ def show(
         for number, epoch, path in trained_in(run_dir, key):
             typer.echo(f"trained in batch {number}, epoch {epoch} ({path})")
     if picture is not None:
-        from vlmpack.data.show_picture import draw_bins
+        from vlmpack.data.tools.show_picture import draw_bins
 
         draw_bins(shown, picture)
         typer.echo(f"picture: {picture}")

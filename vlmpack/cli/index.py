@@ -22,7 +22,7 @@ from vlmpack.cli.progress import BytesBar, size_text
 from vlmpack.cli.stores import open_reading
 
 if TYPE_CHECKING:
-    from vlmpack.data.index_shards import ShardReport
+    from vlmpack.data.tools.index_shards import ShardReport
 
 BYTES_A_SECOND = 60_000_000
 """One process's rate, without a recipe: only a hint."""
@@ -39,8 +39,8 @@ def index(
     """Index shards: where each sample lies, its checksum, its image sizes; with a recipe, its
     length too. Only new and changed shards are read, so it can be stopped and run again. Exit code
     1 if a shard is damaged."""
-    from vlmpack.data.index_shards import index_shards, parts_builder
-    from vlmpack.data.parts import default_cache_dir
+    from vlmpack.data.folders import default_cache_dir
+    from vlmpack.data.tools.index_shards import index_shards, parts_builder
 
     begin = time.perf_counter()
     reading = open_reading(

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from vlmpack.errors import RecipeError
 
 if TYPE_CHECKING:
-    from vlmpack.data.caps import SampleCaps
-    from vlmpack.data.fetch import Fetcher
-    from vlmpack.data.sources import FoundShard
+    from vlmpack.data.shards.caps import SampleCaps
     from vlmpack.data.stores import StorageConfig
+    from vlmpack.data.stores.fetch import Fetcher
+    from vlmpack.data.stores.sources import FoundShard
     from vlmpack.recipe import Recipe
 
 
@@ -57,8 +57,8 @@ def open_reading(
     Raises:
         RecipeError: what is wrong with any of them.
     """
-    from vlmpack.data.caps import SampleCaps
-    from vlmpack.data.sources import find_shards
+    from vlmpack.data.shards.caps import SampleCaps
+    from vlmpack.data.stores.sources import find_shards
 
     loaded: Recipe | None = None
     fetcher: Fetcher
@@ -89,7 +89,7 @@ def open_reading(
 
 def _all_splits(recipe: Recipe, fetcher: Fetcher) -> list[FoundShard]:
     """The shards of every split, each once."""
-    from vlmpack.data.sources import find_shards
+    from vlmpack.data.stores.sources import find_shards
 
     found: dict[str, FoundShard] = {}
     for name in ("train", "validation", "test"):

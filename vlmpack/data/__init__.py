@@ -1,12 +1,18 @@
 """From shards to micro-batches, on the CPU. `pipeline.TrainData` is the door.
 
-bytes       fetch (the interface, local files), stores/ (s3, gs, az, hf, http), cache on blocks,
-            block_store and background; sources (patterns -> shards)
+tools       the commands around training: index, lint, show, convert/
+pipeline    TrainData: a split and the loader that feeds a rank from it
+splits      survey (which shards, which shuffle), split (the interface), prepare and indexed (all
+            first), streamed on shard_book and helpers (ahead of use), summary, building
+config      what the data layer is told
+loading     read, loader, global_step: a planned bin -> a micro-batch; ledger (the holes)
+plan        batches (all known), windows on streams (known as the run goes on), blend; state and
+            segments (where a run stands)
+index       shard_index, lengths, parts (one file a shard), building, shard_pool; table (all rows at
+            once), overlong
 shards      tar, tar_header, naming, raw, schemas, images, caps; energon (its index, compared)
-index       index, lengths, parts (one file a shard), building, shard_pool; table (all rows at once)
-plan        plan (all known), windows on streams (known as the run goes on), blend, overlong
-split       survey (which shards, which shuffle), split (the interface), prepare and indexed (all
-            first), streamed on shard_book and helpers (ahead of use), summary
-batches     read, loader, forkserver, global_step; ledger (holes); state, segments (where it stands)
-tools       index_shards, lint, show, show_picture, convert/
+cache       cached on blocks, block_store and background: pieces of remote shards on a local disk
+stores      fetch (the interface, local files), sources (patterns -> shards), s3, gs, az, hf, http
+
+Imports go down this list only; forkserver, folders and protocols lie under all of it.
 """

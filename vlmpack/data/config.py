@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from vlmpack.data.caps import SampleCaps
-from vlmpack.data.loader import LoaderSettings
-from vlmpack.data.overlong import OverLong
-from vlmpack.data.read import ErrorPolicy
+from vlmpack.data.index.overlong import OverLong
+from vlmpack.data.loading.loader import LoaderSettings
+from vlmpack.data.loading.read import ErrorPolicy
+from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.errors import RecipeError
 
 PackingMode = Literal["none", "in_batch"]

@@ -15,7 +15,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 from typing import cast
 
-DEFAULT_PRELOAD = ("torch", "vlmpack.data.loader")
+DEFAULT_PRELOAD = ("torch", "vlmpack.data.loading.loader")
 
 
 def worker_context(preload: tuple[str, ...] = DEFAULT_PRELOAD) -> BaseContext:

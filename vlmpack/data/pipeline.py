@@ -1,7 +1,7 @@
 """The data layer's front door: open a split, then take its global batches from any point.
 
 A split is indexed as a whole when it is opened, or shard by shard as its plan needs them: see
-vlmpack.data.survey for which, and vlmpack.data.split for the two.
+vlmpack.data.splits.survey for which, and vlmpack.data.splits.split for the two.
 
 data = TrainData.open(config, encoder, collator, progress=bar)
 state = data.start()
@@ -15,27 +15,27 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from vlmpack.data.building import build_settings, make_builder
 from vlmpack.data.config import DataConfig
-from vlmpack.data.fetch import Fetcher, LocalFetcher
-from vlmpack.data.global_step import GlobalStep
-from vlmpack.data.indexed import open_indexed
-from vlmpack.data.ledger import Ledger
-from vlmpack.data.loader import BinDataset, BinRequest, MicroBatch, load_bins
-from vlmpack.data.overlong import Fitted
-from vlmpack.data.parts import Progress
-from vlmpack.data.plan import Bin, Plan, PlannedBatch, assign
-from vlmpack.data.prepare import probe_lengths
+from vlmpack.data.index.overlong import Fitted
+from vlmpack.data.index.parts import Progress
+from vlmpack.data.index.table import Int64s, SampleRef
+from vlmpack.data.loading.global_step import GlobalStep
+from vlmpack.data.loading.ledger import Ledger
+from vlmpack.data.loading.loader import BinDataset, BinRequest, MicroBatch, load_bins
+from vlmpack.data.loading.read import SampleReader, SkippedSample
+from vlmpack.data.plan.batches import Bin, Plan, PlannedBatch, assign
+from vlmpack.data.plan.segments import admit, check_identity
+from vlmpack.data.plan.state import DataState, Identity, Segment
+from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.protocols import Collator, Encoder
-from vlmpack.data.read import SampleReader, SkippedSample
-from vlmpack.data.segments import admit, check_identity
-from vlmpack.data.split import Split
-from vlmpack.data.state import DataState, Identity, Segment
-from vlmpack.data.streamed import open_streamed
-from vlmpack.data.summary import DataSummary, EpochLength
-from vlmpack.data.survey import DataLaunch, survey_split
-from vlmpack.data.table import Int64s, SampleRef
-from vlmpack.data.windows import WindowPlan
+from vlmpack.data.splits.building import build_settings, make_builder
+from vlmpack.data.splits.indexed import open_indexed
+from vlmpack.data.splits.prepare import probe_lengths
+from vlmpack.data.splits.split import Split
+from vlmpack.data.splits.streamed import open_streamed
+from vlmpack.data.splits.summary import DataSummary, EpochLength
+from vlmpack.data.splits.survey import DataLaunch, survey_split
+from vlmpack.data.stores.fetch import Fetcher, LocalFetcher
 from vlmpack.errors import DataError
 from vlmpack.families.sample import VLMSample
 

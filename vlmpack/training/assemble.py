@@ -10,17 +10,22 @@ from pathlib import Path
 from vlmpack.addresses import is_remote
 from vlmpack.backends.adamw import AdamWConfig
 from vlmpack.backends.engine import Engine
-from vlmpack.data.cache import READ_AHEAD_BYTES, CacheConfig, CachedFetcher, default_block_dir
-from vlmpack.data.caps import SampleCaps
+from vlmpack.data.cache.cached import (
+    READ_AHEAD_BYTES,
+    CacheConfig,
+    CachedFetcher,
+    default_block_dir,
+)
 from vlmpack.data.config import DataConfig, SourceConfig
-from vlmpack.data.fetch import Fetcher
-from vlmpack.data.ledger import Ledger
-from vlmpack.data.loader import LoaderSettings
+from vlmpack.data.loading.ledger import Ledger
+from vlmpack.data.loading.loader import LoaderSettings
+from vlmpack.data.loading.read import ErrorPolicy
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.read import ErrorPolicy
-from vlmpack.data.state import DataState
+from vlmpack.data.plan.state import DataState
+from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.splits.survey import DataLaunch, survey_split
 from vlmpack.data.stores import RoutingFetcher, StorageConfig
-from vlmpack.data.survey import DataLaunch, survey_split
+from vlmpack.data.stores.fetch import Fetcher
 from vlmpack.distributed import Ranks
 from vlmpack.errors import CapabilityError
 from vlmpack.families import Encoder
@@ -32,7 +37,7 @@ from vlmpack.training.trainer import TrainerConfig
 
 WORKER_PRELOAD = (
     "torch",
-    "vlmpack.data.loader",
+    "vlmpack.data.loading.loader",
     "vlmpack.families.encoder",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.auto.image_processing_auto",

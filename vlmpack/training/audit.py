@@ -13,10 +13,10 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from vlmpack.data.ledger import Ledger
+from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.plan import PlannedBatch
-from vlmpack.data.state import DataState, identity_differences
+from vlmpack.data.plan.batches import PlannedBatch
+from vlmpack.data.plan.state import DataState, identity_differences
 from vlmpack.training.checkpoint import list_checkpoints
 from vlmpack.training.findings import Audit, EpochCount, listed
 from vlmpack.training.indexed_names import IndexedNames

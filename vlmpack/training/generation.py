@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from vlmpack.backends.engine import Engine
-from vlmpack.data.caps import SampleCaps
-from vlmpack.data.images import image_facts
+from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.images import image_facts
 from vlmpack.distributed import Ranks
 from vlmpack.errors import DataError
 from vlmpack.families import Encoder, decode_image

@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.plan import PlanSource
-from vlmpack.data.streams import StreamSource
+from vlmpack.data.plan.batches import PlanSource
+from vlmpack.data.plan.streams import StreamSource
 from vlmpack.training.findings import Audit, listed
 from vlmpack.training.record import SampleName
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vlmpack.data.global_step import GlobalStep
+from vlmpack.data.loading.global_step import GlobalStep
 from vlmpack.distributed import Ranks
 from vlmpack.errors import RunDirError
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from vlmpack.data.ledger import Ledger
+from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.plan import PlannedBatch
-from vlmpack.data.state import DataState, identity_differences
+from vlmpack.data.plan.batches import PlannedBatch
+from vlmpack.data.plan.state import DataState, identity_differences
 from vlmpack.distributed import Ranks
 from vlmpack.errors import VlmpackError
 from vlmpack.families import Encoder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.state import DataState
+from vlmpack.data.plan.state import DataState
 from vlmpack.errors import RecipeError
 from vlmpack.recipe import Recipe
 

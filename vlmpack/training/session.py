@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from vlmpack.backends.engine import Engine
-from vlmpack.data.ledger import Ledger, SkipLimiter, SkipLimits
+from vlmpack.data.loading.ledger import Ledger, SkipLimiter, SkipLimits
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.state import DataState
-from vlmpack.data.summary import DataSummary
+from vlmpack.data.plan.state import DataState
+from vlmpack.data.splits.summary import DataSummary
 from vlmpack.distributed import Ranks, share_iterator
 from vlmpack.errors import CheckpointError, RunDirError
 from vlmpack.families import Encoder

@@ -14,9 +14,9 @@ import time
 from collections.abc import Iterator
 from urllib.parse import quote, urljoin
 
-from vlmpack.data.fetch import ShardStamp
 from vlmpack.data.stores.config import StorageConfig
 from vlmpack.data.stores.faults import Changed, Refused, Transient
+from vlmpack.data.stores.fetch import ShardStamp
 from vlmpack.data.stores.http import Answer
 from vlmpack.data.stores.transport import (
     HttpTransport,

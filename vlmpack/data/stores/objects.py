@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from vlmpack.data.fetch import ShardStamp
 from vlmpack.data.stores.config import StorageConfig
 from vlmpack.data.stores.faults import Changed, Refused, StoreFault, Transient
+from vlmpack.data.stores.fetch import ShardStamp
 from vlmpack.data.stores.guard import allowed_addresses
 from vlmpack.data.stores.object_faults import (
     NO_PROXY_HERE,

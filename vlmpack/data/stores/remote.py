@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
 from typing import BinaryIO, TypeVar, cast
 
-from vlmpack.data.fetch import READ_BUFFER_BYTES, ShardStamp
 from vlmpack.data.stores.config import StorageConfig
 from vlmpack.data.stores.faults import StoreFault, Transient, Tries
+from vlmpack.data.stores.fetch import READ_BUFFER_BYTES, ShardStamp
 from vlmpack.data.stores.transport import Transport
 from vlmpack.errors import CapabilityError, DataError
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import BinaryIO
 
 from vlmpack.addresses import HTTP_SCHEMES, OBJECT_SCHEMES, scheme_of
-from vlmpack.data.fetch import LocalFetcher, ShardStamp
 from vlmpack.data.stores.config import StorageConfig
+from vlmpack.data.stores.fetch import LocalFetcher, ShardStamp
 from vlmpack.data.stores.remote import MakeTransport, RemoteFetcher
 from vlmpack.data.stores.transport import HttpTransport, Transport
 from vlmpack.errors import DataError

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from vlmpack.addresses import resolve_address
-from vlmpack.data.fetch import ShardStamp
 from vlmpack.data.stores.config import StorageConfig
 from vlmpack.data.stores.faults import Changed, Refused
+from vlmpack.data.stores.fetch import ShardStamp
 from vlmpack.data.stores.http import Answer, HttpClient
 
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")

@@ -1,0 +1,1 @@
+"""Pieces of remote shards on a local disk: content-addressed, bounded, verified on every hit."""

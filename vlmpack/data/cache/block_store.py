@@ -1,0 +1,291 @@
+"""Blocks of shards on a local disk: one file each, checked on every read, bounded in sum.
+
+    <directory>/blocks/ab/ab3f...   the block's bytes, a CRC-32 of every 8 KiB of them, a seal
+    <directory>/incoming/           files that are being written; they appear by rename
+    <directory>/locks/              who fetches what; the sum of all sizes is in `locks/size`
+
+Any number of processes share a directory. No file is trusted: a block that was cut, flipped or
+half written does not match its checksums and is removed, so nothing is synced to disk and a kill
+leaves at most a file in `incoming`, which is removed when it is an hour old. What is read is
+touched; when the sum would pass the bound, the blocks touched longest ago go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import logging
+import os
+import socket
+import struct
+import time
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vlmpack.data.cache.blocks import Bytes
+
+logger = logging.getLogger("vlmpack")
+
+CHUNK_BYTES = 8 << 10
+STALE_SECONDS = 3600.0
+KEPT_AFTER_EVICTION = 0.9
+SIZE_LOCK_SECONDS = 10.0
+_LOCK_FILES = 1024
+_SEAL_BYTES = 16
+
+
+@dataclass(slots=True)
+class BlockStore:
+    """The blocks in one directory; picklable.
+
+    Args:
+        directory: made when it is first used.
+        max_bytes: bound of all block files together, checksums included. Files in `incoming`, one
+            per process that writes, come on top.
+    """
+
+    directory: Path
+    max_bytes: int
+    damaged: int = field(default=0, init=False)
+    """Blocks that this process found damaged and removed."""
+    _ready: bool = field(default=False, init=False, repr=False)
+    _serial: Iterator[int] = field(default_factory=itertools.count, init=False, repr=False)
+
+    def read(self, name: str, size: int, begin: int, end: int) -> bytes | None:
+        """Bytes `begin` to `end` of a block, verified; None where it is missing or damaged.
+
+        Args:
+            name: of the block, 32 hexadecimal digits.
+            size: bytes of the whole block.
+        """
+        path = self._path(name)
+        try:
+            descriptor = os.open(path, os.O_RDONLY)  # every sample comes by here: no Path
+        except OSError:
+            return None
+        try:
+            found = _read_verified(descriptor, name, size, begin, end)
+        except OSError as error:
+            logger.warning("the cached block %s cannot be read: %s", path, error)
+            found = None
+        else:
+            if found is not None:
+                with contextlib.suppress(OSError):  # another user's block is as good
+                    os.utime(descriptor)
+        finally:
+            os.close(descriptor)
+        if found is None:
+            self._drop_damaged(path)
+        return found
+
+    def has(self, name: str) -> bool:
+        """Whether there is a file for the block, good or not."""
+        return os.path.exists(self._path(name))  # noqa: PTH110
+
+    def write(self, name: str, data: Bytes) -> bool:
+        """Keeps a block, and makes room for it first.
+
+        Returns:
+            False where it could not be kept: the disk is full or gone. Training goes on without.
+        """
+        tail = _tail(name, data)
+        if len(data) + len(tail) > self.max_bytes:
+            return False
+        path = Path(self._path(name))
+        writer = f"{socket.gethostname()}-{os.getpid()}-{next(self._serial)}"
+        temporary = self.directory / "incoming" / f"{name}.{writer}"
+        try:
+            self._prepare()
+            path.parent.mkdir(exist_ok=True)
+            with temporary.open("wb", buffering=0) as stream:
+                _write_all(stream.fileno(), data, tail)
+            with self._size_lock() as total:
+                self._publish(temporary, path, total)
+        except OSError as error:
+            logger.warning("cannot keep a block in %s: %s", self.directory, error)
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def fetching(self, names: Iterable[str], *, timeout_seconds: float) -> Iterator[None]:
+        """Held by the one process that fetches these blocks.
+
+        The locks die with their process. After the timeout the block is entered all the same: a
+        block fetched twice is only wasted time. Blocks share lock files, so two that have nothing
+        to do with each other sometimes wait for each other.
+        """
+        places = sorted({int(name[:8], 16) % _LOCK_FILES for name in names})
+        deadline = time.monotonic() + timeout_seconds
+        with contextlib.ExitStack() as held:
+            for place in places:
+                path = self.directory / "locks" / f"{place:04d}"
+                with contextlib.suppress(OSError):  # no directory, no locks: fetched all the same
+                    self._prepare()
+                    held.enter_context(_locked(path, deadline))
+            yield
+
+    def total_bytes(self) -> int:
+        """Bytes of all block files, counted."""
+        return sum(size for _, size, _ in self._scan())
+
+    def _path(self, name: str) -> str:
+        return f"{self.directory}/blocks/{name[:2]}/{name}"
+
+    def _prepare(self) -> None:
+        """Makes the folders, and sweeps up what killed processes left; once per process."""
+        if self._ready:
+            return
+        for folder in ("blocks", "incoming", "locks"):
+            (self.directory / folder).mkdir(parents=True, exist_ok=True)
+        oldest = time.time() - STALE_SECONDS
+        for entry in list(os.scandir(self.directory / "incoming")):
+            with contextlib.suppress(OSError):
+                if entry.stat().st_mtime < oldest:
+                    Path(entry.path).unlink()
+        self._ready = True
+        with self._size_lock() as total:
+            total.set(self.total_bytes())
+
+    def _publish(self, temporary: Path, path: Path, total: _Total) -> None:
+        size = temporary.stat().st_size
+        if total.get() + size > self.max_bytes:
+            total.set(self._evict(room_for=size))
+        with contextlib.suppress(OSError):
+            size -= path.stat().st_size  # it replaces a block that another process kept meanwhile
+        temporary.replace(path)
+        total.set(total.get() + size)
+
+    def _evict(self, *, room_for: int) -> int:
+        """Removes the blocks touched longest ago; returns the bytes of those that stay."""
+        found = sorted(self._scan())
+        left = sum(size for _, size, _ in found)
+        allowed = min(int(self.max_bytes * KEPT_AFTER_EVICTION), self.max_bytes - room_for)
+        for _, size, path in found:
+            if left <= allowed:
+                break
+            with contextlib.suppress(FileNotFoundError):
+                Path(path).unlink()
+            left -= size
+        return left
+
+    def _scan(self) -> list[tuple[int, int, str]]:
+        """(time of last use in ns, bytes, path) of every block; files that vanish are passed by."""
+        found = []
+        with contextlib.suppress(FileNotFoundError):
+            for folder in list(os.scandir(self.directory / "blocks")):
+                for entry in list(os.scandir(folder.path)):
+                    with contextlib.suppress(FileNotFoundError):
+                        status = entry.stat()
+                        found.append((status.st_mtime_ns, status.st_size, entry.path))
+        return found
+
+    def _drop_damaged(self, path: str) -> None:
+        self.damaged += 1
+        logger.warning("the cached block %s was damaged; it is fetched again", path)
+        with contextlib.suppress(OSError):
+            Path(path).unlink()
+
+    @contextlib.contextmanager
+    def _size_lock(self) -> Iterator[_Total]:
+        path = self.directory / "locks" / "size"
+        with _locked(path, time.monotonic() + SIZE_LOCK_SECONDS) as descriptor:
+            yield _Total(descriptor)
+
+    def __getstate__(self) -> tuple[Path, int]:
+        return self.directory, self.max_bytes
+
+    def __setstate__(self, state: tuple[Path, int]) -> None:
+        BlockStore.__init__(self, *state)
+
+
+@dataclass(frozen=True, slots=True)
+class _Total:
+    """The sum of all sizes, as text in the file that is locked.
+
+    Damaged blocks that were removed, and writers killed between rename and sum, make it wrong by a
+    little; every eviction and every new process counts anew.
+    """
+
+    descriptor: int
+
+    def get(self) -> int:
+        text = os.pread(self.descriptor, 32, 0).strip()
+        return int(text) if text.isdigit() else 0
+
+    def set(self, total: int) -> None:
+        os.pwrite(self.descriptor, f"{max(0, total):<31d}\n".encode(), 0)
+
+
+@contextlib.contextmanager
+def _locked(path: Path, deadline: float) -> Iterator[int]:
+    """Holds a lock file, or gives up waiting at the deadline. Yields its descriptor.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    pause = 0.001
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+            except OSError:
+                break  # a file system without locks: the bound is then kept per process
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _write_all(descriptor: int, data: Bytes, tail: bytes) -> None:
+    done, left = 0, len(data) + len(tail)
+    while done < left:
+        rest = [memoryview(data)[done:], memoryview(tail)[max(0, done - len(data)) :]]
+        done += os.writev(descriptor, rest)
+
+
+def _tail(name: str, data: Bytes) -> bytes:
+    """What follows a block's bytes in its file."""
+    view = memoryview(data)
+    sums = [zlib.crc32(view[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES)]
+    packed = struct.pack(f"<{len(sums)}I", *sums)
+    return packed + _seal(name, len(data), packed)
+
+
+def _seal(name: str, size: int, packed: bytes) -> bytes:
+    """Ties the checksums to the block's name, so that a file under a wrong name is no block."""
+    text = f"{name}|{size}|{zlib.crc32(packed)}".encode()
+    return hashlib.blake2b(text, digest_size=_SEAL_BYTES).digest()
+
+
+def _read_verified(descriptor: int, name: str, size: int, begin: int, end: int) -> bytes | None:
+    """The bytes, or None where a length or a checksum is wrong."""
+    num_chunks = -(-size // CHUNK_BYTES)
+    tail_bytes = 4 * num_chunks + _SEAL_BYTES
+    if os.fstat(descriptor).st_size != size + tail_bytes:
+        return None
+    tail = os.pread(descriptor, tail_bytes, size)
+    packed = tail[:-_SEAL_BYTES]
+    if len(tail) != tail_bytes or tail[-_SEAL_BYTES:] != _seal(name, size, packed):
+        return None
+    first, last = begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)
+    start, stop = first * CHUNK_BYTES, min(last * CHUNK_BYTES, size)
+    data = os.pread(descriptor, stop - start, start)
+    if len(data) != stop - start:
+        return None
+    view = memoryview(data)
+    for place, expected in enumerate(struct.unpack_from(f"<{last - first}I", packed, 4 * first)):
+        if zlib.crc32(view[place * CHUNK_BYTES : (place + 1) * CHUNK_BYTES]) != expected:
+            return None
+    return data[begin - start : end - start]

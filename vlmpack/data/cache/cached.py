@@ -1,0 +1,307 @@
+"""A fetcher that keeps what it fetched from a store on a local disk, in blocks of a few MiB.
+
+A shard's stream for the index and the ranges of its samples go through the same blocks, so a shard
+that was indexed is read from disk when it is trained on, neighbouring samples cost one request,
+and the next epoch, the next run and the other processes of the machine find them there. A block's
+name is made of the shard's path, version and size and the block's place in it: a changed shard, or
+one with the same base name in another folder, has other blocks.
+
+    samples asked for        [s1]   [s2]                [s3]
+    blocks                 |      0      |      1      |      2      |
+    missing: fetched whole   ^^^^^^^^^^^^^^^^^^^^^^^^^^^ in one request, kept, then cut
+
+Local files and shards without a version pass by the cache.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from vlmpack.addresses import is_remote
+from vlmpack.data.cache.background import BackgroundFetch
+from vlmpack.data.cache.block_store import BlockStore
+from vlmpack.data.cache.blocks import BlockStream, Bytes, ShardBlocks, Span, runs
+from vlmpack.data.folders import default_cache_dir
+from vlmpack.data.stores.fetch import Fetcher, ShardStamp
+from vlmpack.errors import RecipeError
+
+REQUEST_BYTES = 32 << 20
+"""The longest stretch of missing blocks that one request asks for, and that is held in memory."""
+READ_AHEAD_BYTES = 16 << 20
+"""Fetched from a missing block on, where shards are used a window at a time."""
+STREAM_BUFFER_BYTES = 256 << 10
+MAX_BLOCKS_NOTED = 65_536
+"""Blocks whose use is noted; the oldest are forgotten."""
+WORTH_SHARE = 32
+"""A block that had to go before a 32nd of it was used is not fetched whole again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheConfig:
+    """Where blocks are kept, and how many."""
+
+    directory: Path = field(default_factory=lambda: default_block_dir())
+    """On a local disk; several processes and runs may share it."""
+    max_bytes: int = 16 << 30
+    """Bound of all blocks together."""
+    block_bytes: int = 4 << 20
+    """Of one block."""
+    read_ahead_bytes: int = 0
+    """A missing block is fetched with missing ones behind it, so many bytes in all. Pays where a
+    shard's samples are used close together."""
+    lock_timeout_seconds: float = 120.0
+    """The longest wait for another process that fetches the same block."""
+
+    def __post_init__(self) -> None:
+        if self.max_bytes < 2 * self.block_bytes:
+            raise RecipeError(
+                [
+                    f"data.cache.max_bytes: {self.max_bytes}; at least two blocks of "
+                    f"{self.block_bytes} bytes, or 0 for no cache"
+                ]
+            )
+
+
+def default_block_dir() -> Path:
+    """`$VLMPACK_CACHE/blocks`, else `~/.cache/vlmpack/blocks`."""
+    return default_cache_dir().parent / "blocks"
+
+
+@dataclass(slots=True)
+class CacheCounters:
+    """What this process's reads cost."""
+
+    served_bytes: int = 0
+    """Given to the reader."""
+    fetched_bytes: int = 0
+    """Asked of the store."""
+    requests: int = 0
+    """Ranges asked of the store."""
+    damaged_blocks: int = 0
+    """Found damaged on disk, and fetched again."""
+
+
+class CachedFetcher:
+    """Reads through blocks on disk; picklable, the counters stay behind.
+
+    Args:
+        inner: fetches what is missing.
+        config: where and how much.
+
+    Raises:
+        RecipeError: the directory cannot be written.
+    """
+
+    def __init__(self, inner: Fetcher, config: CacheConfig) -> None:
+        _check_writable(config.directory)
+        self.__setstate__((inner, config))
+
+    @property
+    def counters(self) -> CacheCounters:
+        """What the reads of this process cost so far."""
+        self._counters.damaged_blocks = self._store.damaged
+        return self._counters
+
+    def head(self, path: str) -> ShardStamp:
+        """See Fetcher."""
+        return self.inner.head(path)
+
+    def list_shards(self, prefix: str) -> list[ShardStamp]:
+        """See Fetcher."""
+        return self.inner.list_shards(prefix)
+
+    def open(self, stamp: ShardStamp) -> BinaryIO:
+        """See Fetcher."""
+        if not _is_cached(stamp):
+            return self.inner.open(stamp)
+        shard = self._shard(stamp)
+        raw = BlockStream(shard, lambda block: self._stream_block(shard, block))
+        return cast(BinaryIO, io.BufferedReader(raw, STREAM_BUFFER_BYTES))
+
+    def prefetch(self, stamps: Sequence[ShardStamp]) -> None:
+        """Begins to bring whole shards to the disk, in order, and returns.
+
+        What fails is left to the reader, and so are shards that would fill more than half of the
+        cache. The latest call counts: what an earlier one still had to do is dropped.
+        """
+        remote = [stamp for stamp in stamps if _is_cached(stamp)]
+        if remote and 2 * sum(stamp.size for stamp in remote) <= self.config.max_bytes:
+            self._background.start(remote)
+
+    def stop_prefetch(self) -> None:
+        """Drops what `prefetch` still had to do."""
+        self._background.stop()
+
+    def fetch_shard(self, stamp: ShardStamp) -> None:
+        """Brings what is missing of a shard to the disk.
+
+        Raises:
+            DataError: as `read`.
+        """
+        shard = self._shard(stamp)
+        missing = [n for n in range(shard.count) if not self._store.has(shard.name(n))]
+        group = max(1, self.config.read_ahead_bytes // shard.block_bytes)
+        for at in range(0, len(missing), group):
+            self.fetch_blocks(shard, missing[at : at + group])
+
+    def read(self, stamp: ShardStamp, offset: int, length: int) -> bytes:
+        """See Fetcher."""
+        block, begin = divmod(offset, self.config.block_bytes)
+        end = begin + length
+        in_one_block = begin < end <= self.config.block_bytes and end <= stamp.size - offset + begin
+        if in_one_block and offset >= 0 and _is_cached(stamp):  # most samples
+            shard = self._shard(stamp)
+            name = shard.name(block)
+            found = self._store.read(name, shard.size(block), begin, end)
+            if found is not None:
+                self._note_used(name, length)
+                return found
+        return self.read_ranges(stamp, [(offset, length)])[0]
+
+    def read_ranges(self, stamp: ShardStamp, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """See Fetcher."""
+        inside = all(0 <= offset <= offset + length <= stamp.size for offset, length in ranges)
+        if not _is_cached(stamp) or not inside:  # the inner fetcher says what is wrong
+            return self.inner.read_ranges(stamp, ranges)
+        shard = self._shard(stamp)
+        spans = [shard.spans(offset, length) for offset, length in ranges]
+        names = {span.block: shard.name(span.block) for several in spans for span in several}
+        found: dict[Span, bytes] = {}
+        missing: list[Span] = []
+        for span in sorted({span for several in spans for span in several}):
+            block, begin, end = span
+            part = self._store.read(names[block], shard.size(block), begin, end)
+            if part is None:
+                missing.append(span)
+            else:
+                found[span] = part
+        if missing:
+            found |= self._fetch_spans(shard, missing)
+        for span, part in found.items():
+            self._note_used(names[span.block], len(part))
+        return [b"".join(found[span] for span in several) for several in spans]
+
+    def fetch_blocks(self, shard: ShardBlocks, blocks: Sequence[int]) -> dict[int, Bytes]:
+        """Blocks that were missing a moment ago, whole; another process may have them by now."""
+        names = {block: shard.name(block) for block in blocks}
+        whole: dict[int, Bytes] = {}
+        timeout_seconds = self.config.lock_timeout_seconds
+        with self._store.fetching(names.values(), timeout_seconds=timeout_seconds):
+            for block in blocks:
+                data = self._store.read(names[block], shard.size(block), 0, shard.size(block))
+                if data is not None:
+                    whole[block] = data
+            wanted = list(runs(block for block in blocks if block not in whole))
+            bodies = self._request(shard.stamp, [shard.range_of_run(run) for run in wanted])
+            for run, body in zip(wanted, bodies, strict=True):
+                for place, block in enumerate(run):
+                    start = place * shard.block_bytes
+                    whole[block] = memoryview(body)[start : start + shard.size(block)]
+                    self._store.write(names[block], whole[block])
+                    self._note_fetched(names[block])
+        return whole
+
+    def _with_missing_behind(self, shard: ShardBlocks, block: int, max_bytes: int) -> list[int]:
+        """A missing block and the missing ones right behind it, `max_bytes` at most."""
+        last = min(block + max(1, max_bytes // shard.block_bytes), shard.count)
+        blocks = [block]
+        while blocks[-1] + 1 < last and not self._store.has(shard.name(blocks[-1] + 1)):
+            blocks.append(blocks[-1] + 1)
+        return blocks
+
+    def _stream_block(self, shard: ShardBlocks, block: int) -> dict[int, Bytes]:
+        """A block from disk; or fetched, with the missing ones behind it."""
+        name, size = shard.name(block), shard.size(block)
+        data = self._store.read(name, size, 0, size)
+        whole: dict[int, Bytes] = {}
+        if data is not None:
+            whole[block] = data
+        else:
+            whole = self.fetch_blocks(shard, self._with_missing_behind(shard, block, REQUEST_BYTES))
+        for number, found in whole.items():
+            self._note_used(shard.name(number), len(found))
+        return whole
+
+    def _fetch_spans(self, shard: ShardBlocks, missing: list[Span]) -> dict[Span, bytes]:
+        """Spans of missing blocks: those are fetched whole, a bounded group at a time.
+
+        Only the span itself is read of a block that this process fetched before and hardly used
+        until it had to go: the cache is too small for this order of samples.
+        """
+        direct = [span for span in missing if not self._is_worth_it(shard, span.block)]
+        found: dict[Span, bytes] = {}
+        if direct:
+            bodies = self._request(shard.stamp, [shard.range_of(span) for span in direct])
+            found.update(zip(direct, bodies, strict=True))
+        ahead = self.config.read_ahead_bytes
+        starts = {span.block for span in missing if span not in found}
+        todo = sorted(
+            {b for start in starts for b in self._with_missing_behind(shard, start, ahead)}
+        )
+        group = max(1, REQUEST_BYTES // shard.block_bytes)
+        for at in range(0, len(todo), group):
+            whole = self.fetch_blocks(shard, todo[at : at + group])
+            for span in missing:
+                if span.block in whole:
+                    found[span] = bytes(whole[span.block][span.begin : span.end])
+        return found
+
+    def _request(self, stamp: ShardStamp, ranges: list[tuple[int, int]]) -> list[bytes]:
+        if not ranges:
+            return []
+        self._counters.fetched_bytes += sum(length for _, length in ranges)
+        self._counters.requests += len(ranges)
+        return self.inner.read_ranges(stamp, ranges)
+
+    def _is_worth_it(self, shard: ShardBlocks, block: int) -> bool:
+        used = self._used.get(shard.name(block))
+        return used is None or used * WORTH_SHARE >= shard.size(block)
+
+    def _note_fetched(self, name: str) -> None:
+        self._used[name] = 0
+        while len(self._used) > MAX_BLOCKS_NOTED:
+            self._used.pop(next(iter(self._used)), None)
+
+    def _note_used(self, name: str, count: int) -> None:
+        self._counters.served_bytes += count
+        if name in self._used:
+            self._used[name] += count
+
+    def _shard(self, stamp: ShardStamp) -> ShardBlocks:
+        return ShardBlocks(stamp, self.config.block_bytes)
+
+    def __getstate__(self) -> tuple[Fetcher, CacheConfig]:
+        return self.inner, self.config
+
+    def __setstate__(self, state: tuple[Fetcher, CacheConfig]) -> None:
+        self.inner, self.config = state
+        self._counters = CacheCounters()
+        self._store = BlockStore(self.config.directory, self.config.max_bytes)
+        self._background = BackgroundFetch(self.fetch_shard)
+        self._used: dict[str, int] = {}  # bytes used of each block that this process fetched
+
+
+def _is_cached(stamp: ShardStamp) -> bool:
+    """Remote, and with a version, so that a changed shard is another one."""
+    return is_remote(stamp.path) and bool(stamp.version)
+
+
+def _check_writable(directory: Path) -> None:
+    reason = "it is not writable"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if os.access(directory, os.W_OK | os.X_OK):
+            return
+    except OSError as error:
+        reason = error.strerror or str(error)
+    raise RecipeError(
+        [
+            f"data.cache.directory: {directory} cannot be used ({reason}); name a folder on a "
+            "local disk, or set data.cache.max_bytes: 0 for no cache"
+        ]
+    )

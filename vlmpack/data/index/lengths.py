@@ -1,0 +1,262 @@
+"""Exact lengths in tokens, before any pixel is decoded.
+
+Index rows -> the JSON member's bytes -> messages -> the encoder's length rule with the header
+sizes -> one parquet part per shard and encoder. A sample that the template cannot render becomes a
+row with a reason, like a bad row of the index. A probe encodes a few samples for real and compares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from vlmpack.data.index.parts import (
+    BuildSettings,
+    Part,
+    build_parts,
+    part_for,
+    read_part,
+    write_part,
+)
+from vlmpack.data.index.shard_index import IndexBuilder, IndexRow, ShardIndex, open_index
+from vlmpack.data.protocols import Encoder, ImageSize
+from vlmpack.data.shards.images import oriented_size
+from vlmpack.data.shards.schemas import cook_text
+from vlmpack.data.stores.fetch import Fetcher, ShardStamp
+from vlmpack.errors import DataError
+from vlmpack.families.sample import VLMSample
+
+LENGTHS_RULE = "lengths-1"
+"""Changes whenever this file's own part of the rule does; the encoder brings its fingerprint."""
+
+TEXTS_AT_ONCE = 256
+"""JSON members that are asked for together."""
+
+LENGTHS_SCHEMA = pa.schema(
+    [
+        ("num_tokens", pa.int32()),
+        ("num_image_tokens", pa.int32()),
+        ("num_label_tokens", pa.int32()),
+        ("num_patches", pa.int32()),
+        ("error_class", pa.string()),
+        ("reason", pa.string()),
+    ]
+)
+"""Columns of a part, row by row beside the index. Zeros and a reason for a bad sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleText:
+    """What the length rule needs of one sample.
+
+    Args:
+        sample: the conversation, without image bytes.
+        sizes: (width, height) per image in token order, as seen.
+    """
+
+    sample: VLMSample
+    sizes: tuple[ImageSize, ...]
+
+
+def read_text(fetcher: Fetcher, stamp: ShardStamp, row: dict[str, Any]) -> SampleText:
+    """The text of one index row, by reading its JSON member alone.
+
+    Args:
+        row: a row of the index, as a dict.
+
+    Raises:
+        DataError: class `transport`, `integrity` or `schema`.
+    """
+    return text_of(stamp, row, fetcher.read(stamp, row["json_offset"], row["json_length"]))
+
+
+def text_of(stamp: ShardStamp, row: dict[str, Any], document: bytes) -> SampleText:
+    """The text of one index row from its JSON member.
+
+    Raises:
+        DataError: class `schema`.
+    """
+    text = cook_text(row["key"], stamp.path, document, row["fields"])
+    sizes = tuple(
+        oriented_size(image["width"], image["height"], image["orientation"])
+        for image in row["images"]
+    )
+    return SampleText(text.sample, sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class LengthsBuilder:
+    """Makes the lengths part of one shard; picklable.
+
+    Args:
+        fetcher: reads JSON members.
+        index: where the shard's index lies, or how to make it again.
+        index_dir: the cache folder.
+        encoder: the family's encoder.
+    """
+
+    fetcher: Fetcher
+    index: IndexBuilder
+    index_dir: Path
+    encoder: Encoder
+
+    @property
+    def rule(self) -> str:
+        """The rule's name, with what changes its result."""
+        return f"{LENGTHS_RULE}-{self.index.rule}-{self.encoder.fingerprint}"
+
+    def __call__(self, part: Part) -> None:
+        """Computes and writes the lengths of one shard.
+
+        Raises:
+            DataError: class `transport` or `integrity`, where the shard cannot be read.
+        """
+        shard = open_index([part.stamp.path], self.index, BuildSettings(directory=self.index_dir))[
+            0
+        ]
+        if shard.stamp != part.stamp:
+            raise DataError(
+                "the shard changed after it was indexed",
+                error_class="integrity",
+                shard=part.stamp.path,
+            )
+        self.write(part, self._rows(shard.stamp, shard.table.to_pylist()))
+
+    def write(self, part: Part, rows: Sequence[dict[str, Any]]) -> None:
+        """Writes the part from the shard's rows."""
+        write_part(part.path, pa.Table.from_pylist(list(rows), schema=LENGTHS_SCHEMA), {})
+
+    def _rows(self, stamp: ShardStamp, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for start in range(0, len(rows), TEXTS_AT_ONCE):
+            some = rows[start : start + TEXTS_AT_ONCE]
+            good = [row for row in some if row["reason"] is None]
+            ranges = [(row["json_offset"], row["json_length"]) for row in good]
+            documents = iter(self.fetcher.read_ranges(stamp, ranges) if ranges else [])
+            for row in some:
+                if row["reason"] is not None:
+                    found.append(_bad_row(row["error_class"], row["reason"]))
+                else:
+                    found.append(self._row(stamp, row, next(documents)))
+        return found
+
+    def _row(self, stamp: ShardStamp, row: dict[str, Any], document: bytes) -> dict[str, Any]:
+        try:
+            text = text_of(stamp, row, document)
+        except DataError as error:
+            return _bad_row(error.error_class, error.reason)
+        return self.measure(text)
+
+    def measure(self, text: SampleText) -> dict[str, Any]:
+        """One row: the sample's length, or why it has none."""
+        try:
+            length = self.encoder.length(text.sample, text.sizes)
+        except DataError as error:
+            return _bad_row(error.error_class, error.reason)
+        return {
+            "num_tokens": length.num_tokens,
+            "num_image_tokens": length.num_image_tokens,
+            "num_label_tokens": length.num_label_tokens,
+            "num_patches": length.num_patches,
+            "error_class": None,
+            "reason": None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ShardBuilder:
+    """Makes the index part of one shard and, in the same pass, its lengths part; picklable.
+
+    Args:
+        index, lengths: whose parts are made.
+    """
+
+    index: IndexBuilder
+    lengths: LengthsBuilder
+
+    @property
+    def fetcher(self) -> Fetcher:
+        """Reads shards."""
+        return self.index.fetcher
+
+    @property
+    def rule(self) -> str:
+        """Of the index."""
+        return self.index.rule
+
+    def __call__(self, part: Part) -> None:
+        """Reads the shard of an index part once; the lengths are there before the index is.
+
+        Raises:
+            DataError: as IndexBuilder.
+        """
+        measured: list[dict[str, Any] | None] = []
+
+        def note(row: IndexRow, sample: VLMSample | None) -> None:
+            sizes = tuple(image.size for image in row.images)
+            measured.append(
+                None if sample is None else self.lengths.measure(SampleText(sample, sizes))
+            )
+
+        rows = self.index.scan(part.stamp, note)
+        lengths = [
+            length
+            if row.reason is None and length is not None
+            else _bad_row(str(row.error_class), str(row.reason))
+            for row, length in zip(rows, measured, strict=True)
+        ]
+        self.lengths.write(part_for(self.lengths.index_dir, part.stamp, self.lengths.rule), lengths)
+        self.index.write(part, rows)
+
+
+def open_lengths(
+    indexes: Sequence[ShardIndex],
+    builder: LengthsBuilder,
+    settings: BuildSettings,
+) -> list[Any]:
+    """The lengths of every shard, as pyarrow tables beside the indexes.
+
+    Raises:
+        DataError: the first shard in order that cannot be read.
+    """
+    parts = [part_for(builder.index_dir, index.stamp, builder.rule) for index in indexes]
+    build_parts(parts, builder, settings, what="lengths")
+    tables = []
+    for part, index in zip(parts, indexes, strict=True):
+        tables.append(load_lengths(part, index, builder))
+    return tables
+
+
+def load_lengths(part: Part, index: ShardIndex, builder: LengthsBuilder) -> Any:
+    """One shard's lengths from their part, which is made again where it is damaged."""
+    table = read_part(part.path)
+    if table is None or table.num_rows != index.num_samples:
+        builder(part)
+        table = read_part(part.path)
+        assert table is not None, part.path
+    return table
+
+
+def lengths_digest(tables: Sequence[Any]) -> str:
+    """Says which lengths a plan was made from."""
+    digest = hashlib.blake2b(digest_size=16)
+    for table in tables:
+        for batch in table.column("num_tokens").chunks:
+            digest.update(batch.to_numpy(zero_copy_only=False).tobytes())
+    return digest.hexdigest()
+
+
+def _bad_row(error_class: str, reason: str) -> dict[str, Any]:
+    return {
+        "num_tokens": 0,
+        "num_image_tokens": 0,
+        "num_label_tokens": 0,
+        "num_patches": 0,
+        "error_class": error_class,
+        "reason": reason,
+    }

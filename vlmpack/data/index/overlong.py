@@ -1,0 +1,149 @@
+"""Samples longer than the sequence length: refused, dropped, or their images made smaller.
+
+Decided at planning, from lengths alone; a sample is never cut. `shrink_images` scales all images
+of a sample by one factor, the largest of 1/256 .. 255/256 with which it fits, and hands the target
+sizes to the encoder. A sample that is too long even with its images at the smallest factor (its
+text alone fills the sequence) is dropped, counted and listed, as under `drop`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from vlmpack.data.index.lengths import SampleText
+from vlmpack.data.index.table import Bools, SampleTable
+from vlmpack.data.protocols import Encoder, ImageSize, SampleLength
+from vlmpack.errors import DataError
+
+OverLong = Literal["error", "drop", "shrink_images"]
+
+SCALE_STEPS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A sample that the plan leaves out.
+
+    Args:
+        number: its place in the split.
+        reason: with both numbers.
+    """
+
+    number: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """The table after the policy.
+
+    Args:
+        table: with the lengths and target sizes of shrunk samples.
+        eligible: (N,) bool, the samples that the plan may use (holes included).
+        dropped: the others, in order.
+    """
+
+    table: SampleTable
+    eligible: Bools
+    dropped: tuple[Dropped, ...]
+
+
+def scaled_sizes(sizes: Sequence[ImageSize], step: int) -> tuple[ImageSize, ...]:
+    """Every size times `step / SCALE_STEPS`, at least 1 pixel a side."""
+    return tuple(
+        (max(1, width * step // SCALE_STEPS), max(1, height * step // SCALE_STEPS))
+        for width, height in sizes
+    )
+
+
+def shrink_to_fit(
+    text: SampleText, encoder: Encoder, max_tokens: int
+) -> tuple[tuple[ImageSize, ...], SampleLength] | None:
+    """The largest scaled sizes with which the sample fits, and its length then; None if none do.
+
+    Bisection over the 255 factors: image tokens grow with the size. The result is checked by its
+    own length, so a rule that is not monotone costs size, never correctness.
+    """
+    best: tuple[tuple[ImageSize, ...], SampleLength] | None = None
+    low, high = 1, SCALE_STEPS - 1
+    while text.sizes and low <= high:
+        step = (low + high) // 2
+        sizes = scaled_sizes(text.sizes, step)
+        try:
+            length = encoder.length(text.sample, sizes)
+        except DataError:  # images too small, or too narrow, for the family
+            low = step + 1
+            continue
+        if length.num_tokens <= max_tokens:
+            best, low = (sizes, length), step + 1
+        else:
+            high = step - 1
+    return best
+
+
+def apply_over_long(
+    table: SampleTable,
+    *,
+    policy: OverLong,
+    max_tokens: int,
+    encoder: Encoder,
+    read_text: Callable[[int], SampleText],
+) -> Fitted:
+    """Which samples the plan may use, and at what image sizes.
+
+    Args:
+        read_text: the conversation and image sizes of a sample number.
+
+    Raises:
+        DataError: class `too_long` under `error`, with the count and the longest few.
+    """
+    over = np.flatnonzero(table.num_tokens > max_tokens)
+    eligible = np.ones(table.num_samples, dtype=np.bool_)
+    if over.size == 0:
+        return Fitted(table, eligible, ())
+    if policy == "error":
+        raise _too_long(table, over.tolist(), max_tokens)
+    columns = {
+        name: getattr(table, name).copy()
+        for name in ("num_tokens", "num_image_tokens", "num_label_tokens", "num_patches")
+    }
+    shrunk: dict[int, tuple[ImageSize, ...]] = {}
+    dropped: list[Dropped] = []
+    for number in over.tolist():
+        found = None
+        if policy == "shrink_images":
+            found = shrink_to_fit(read_text(number), encoder, max_tokens)
+        if found is None:
+            eligible[number] = False
+            dropped.append(Dropped(number, _drop_reason(table, number, policy, max_tokens)))
+            continue
+        shrunk[number] = found[0]
+        for name, column in columns.items():
+            column[number] = getattr(found[1], name)
+    return Fitted(replace(table, shrunk=shrunk, **columns), eligible, tuple(dropped))
+
+
+def _drop_reason(table: SampleTable, number: int, policy: OverLong, max_tokens: int) -> str:
+    tokens = int(table.num_tokens[number])
+    reason = f"{tokens} tokens; training.seq_length is {max_tokens}"
+    if policy == "shrink_images":
+        images = int(table.num_image_tokens[number])
+        reason += f", and the {tokens - images} tokens of text leave too little room for images"
+    return reason
+
+
+def _too_long(table: SampleTable, over: Sequence[int], max_tokens: int) -> DataError:
+    worst = sorted(over, key=lambda number: (-int(table.num_tokens[number]), number))[:5]
+    shown = ", ".join(f"{table.key(number)!r} {table.num_tokens[number]}" for number in worst)
+    return DataError(
+        f"{len(over)} of {table.num_samples} samples are longer than training.seq_length "
+        f"{max_tokens} tokens; the longest: {shown}. Raise training.seq_length, or set "
+        "data.over_long to drop or shrink_images",
+        error_class="too_long",
+        key=table.key(worst[0]) if len(over) == 1 else None,
+        shard=table.shards[table.shard_of(worst[0])].path if len(over) == 1 else None,
+    )

@@ -1,0 +1,300 @@
+"""Derived facts about shards, kept as one parquet file per shard: written once, never half.
+
+A part's name says what it was made from (the shard's path, size and version, and the rule that
+made it), so a changed shard simply has no part yet. Parts appear by rename, after an fsync. Where
+all shards are wanted at once, one process builds what is missing (`build_parts`); where they are
+wanted as a run goes on, every process builds a share, part by part (`share_parts`). The others wait
+for the files, outside any collective, and take over when the builder dies (the kernel releases its
+lock).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from threading import get_ident
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vlmpack.data.folders import default_cache_dir
+from vlmpack.data.forkserver import DEFAULT_PRELOAD
+from vlmpack.data.index.shard_pool import each_shard
+from vlmpack.data.stores.fetch import ShardStamp
+from vlmpack.errors import DataError, VlmpackError
+
+POOL_MIN_PARTS = 8
+POOL_MIN_BYTES = 512 << 20
+POLL_SECONDS = 0.2
+SHARE_POLL_SECONDS = 0.02
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being made, how many parts are done, and how many there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One file of the cache.
+
+    Args:
+        stamp: the shard it describes.
+        path: where the part lies, whether it exists or not.
+    """
+
+    stamp: ShardStamp
+    path: str
+
+
+class BuildPart(Protocol):
+    """Makes one part; picklable, since it may run in another process."""
+
+    def __call__(self, part: Part) -> None:
+        """Writes `part.path` by `write_part`, or raises a VlmpackError."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuildSettings:
+    """How parts are made; none of it changes what they hold."""
+
+    directory: Path = field(default_factory=lambda: default_cache_dir())
+    """Where they lie."""
+    max_processes: int = 8
+    """Processes that make them, where there are many and large shards."""
+    stall_timeout_seconds: float = 1800.0
+    """The longest wait for another process that makes them, without a new part."""
+    preload: tuple[str, ...] = DEFAULT_PRELOAD
+    """Modules that the processes are forked with."""
+    progress: Progress | None = None
+    """Told how far the work is."""
+
+
+def part_for(directory: Path, stamp: ShardStamp, rule: str) -> Part:
+    """The part that `rule` (a name with a version, such as "index-1") makes of a shard."""
+    place = hashlib.blake2b(stamp.path.encode(), digest_size=8).hexdigest()
+    version = hashlib.blake2b(
+        f"{stamp.size}|{stamp.version}|{rule}".encode(), digest_size=8
+    ).hexdigest()
+    stem = Path(stamp.path).stem[:40]
+    kind = rule.split("-", 1)[0]
+    return Part(stamp, str(directory / f"{stem}.{place}.{version}.{kind}.parquet"))
+
+
+def write_part(path: str, table: Any, metadata: dict[bytes, bytes]) -> None:
+    """Writes a parquet file atomically: temporary file, fsync, rename, fsync of the folder."""
+    table = table.replace_schema_metadata(metadata)
+    temporary = Path(f"{path}.tmp-{socket.gethostname()}-{os.getpid()}-{get_ident()}")
+    try:
+        with temporary.open("wb") as stream:
+            pq.write_table(table, stream, compression="zstd", write_page_checksum=True)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+        folder = os.open(temporary.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_part(path: str) -> Any | None:
+    """The part as a pyarrow table; None where it is missing or damaged, so that it is remade."""
+    try:
+        return pq.read_table(path, page_checksum_verification=True, memory_map=False)
+    except (OSError, pa.ArrowInvalid):
+        return None
+
+
+def build_parts(
+    parts: Sequence[Part], build: BuildPart, settings: BuildSettings, *, what: str
+) -> None:
+    """Makes every part that is missing, or waits until another process has made it.
+
+    Raises:
+        VlmpackError: what `build` raised for the first shard in order that failed (the other
+            shards' parts are kept); or no new part appeared for `stall_timeout_seconds`.
+    """
+    stall_timeout_seconds = settings.stall_timeout_seconds
+    total = len(parts)
+    deadline, left_before = time.monotonic() + stall_timeout_seconds, total + 1
+    while missing := [part for part in parts if not Path(part.path).exists()]:
+        folder = Path(missing[0].path).parent
+        _make_folder(folder)
+        with _lock(folder / f"{what}-{_names_digest(parts)}.lock") as holder:
+            if holder is None:
+                missing = [part for part in missing if not Path(part.path).exists()]
+                _build_missing(missing, build, settings, what=what, total=total)
+                return
+        if len(missing) < left_before:
+            deadline, left_before = time.monotonic() + stall_timeout_seconds, len(missing)
+        elif time.monotonic() > deadline:
+            raise DataError(
+                f"waited {stall_timeout_seconds:.0f} s for {what}: {len(missing)} of {total} "
+                f"parts in {folder} are missing and {holder} makes no progress",
+                error_class="transport",
+            )
+        time.sleep(POLL_SECONDS)
+
+
+def share_parts(
+    parts: Sequence[Part],
+    build: BuildPart,
+    settings: BuildSettings,
+    *,
+    what: str,
+    share: int = 0,
+    shares: int = 1,
+) -> None:
+    """Makes every part that is missing, together with whoever else wants some of them.
+
+    Each process begins with its own share (every `shares`-th part) and goes on with what nobody is
+    making; a part that another process makes is waited for. In folders of their own, processes
+    make all parts each.
+
+    Raises:
+        VlmpackError: what `build` raised for the first part it failed for; or the parts that are
+            left are held by others, and none appeared for `stall_timeout_seconds`.
+    """
+    timeout = settings.stall_timeout_seconds
+    ordered = sorted(range(len(parts)), key=lambda place: (place % shares != share, place))
+    deadline, left_before = time.monotonic() + timeout, len(parts) + 1
+    while left := [parts[place] for place in ordered if not Path(parts[place].path).exists()]:
+        _make_folder(Path(left[0].path).parent)
+        holders = [build_unless_held(part, build, what) for part in left]
+        if len(left) < left_before or None in holders:
+            deadline, left_before = time.monotonic() + timeout, len(left)
+        elif time.monotonic() > deadline:
+            raise DataError(
+                f"waited {timeout:.0f} s for {what}: {len(left)} of {len(parts)} parts in "
+                f"{Path(left[0].path).parent} are missing and {holders[0]} makes no progress",
+                error_class="transport",
+                shard=left[0].stamp.path,
+            )
+        if None not in holders:
+            time.sleep(SHARE_POLL_SECONDS)
+
+
+def build_unless_held(part: Part, build: BuildPart, what: str) -> str | None:
+    """Who else makes this part (or one with the same lock); None once it is there."""
+    if Path(part.path).exists():
+        return None
+    slot = int.from_bytes(hashlib.blake2b(part.path.encode(), digest_size=1).digest(), "little")
+    with _lock(Path(part.path).parent / f"{what}-share-{slot:02x}.lock") as holder:
+        if holder is None and not Path(part.path).exists():
+            build(part)
+        return holder
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(str(folder), error) from error
+
+
+def _build_missing(
+    missing: Sequence[Part], build: BuildPart, settings: BuildSettings, *, what: str, total: int
+) -> None:
+    progress = settings.progress
+    done = total - len(missing)
+    faults: dict[int, VlmpackError] = {}
+    if progress is not None and missing:
+        progress(what, done, total)
+    for place, fault in _run(missing, build, settings):
+        if fault is not None:
+            faults[place] = fault
+            continue
+        done += 1
+        if progress is not None:
+            progress(what, done, total)
+    if faults:
+        raise _first_fault(faults)
+
+
+def _first_fault(faults: dict[int, VlmpackError]) -> VlmpackError:
+    first = faults[min(faults)]
+    if len(faults) == 1 or not isinstance(first, DataError):
+        return first
+    others = [
+        str(fault.shard)
+        for place, fault in sorted(faults.items())[1:6]
+        if isinstance(fault, DataError)
+    ]
+    return DataError(
+        f"{first.reason} (and {len(faults) - 1} more shards are faulty: {', '.join(others)})",
+        error_class=first.error_class,
+        key=first.key,
+        shard=first.shard,
+        offset=first.offset,
+    )
+
+
+def _run(
+    parts: Sequence[Part], build: BuildPart, settings: BuildSettings
+) -> Iterator[tuple[int, VlmpackError | None]]:
+    """(place, fault) of each part as it finishes; a pool only where the work is worth its start."""
+    large = sum(part.stamp.size for part in parts) >= POOL_MIN_BYTES
+    processes = min(settings.max_processes, os.cpu_count() or 1, len(parts))
+    if len(parts) < POOL_MIN_PARTS or not large:
+        processes = 1
+    yield from each_shard(
+        partial(_attempt, build),
+        list(enumerate(parts)),
+        processes=processes,
+        preload=settings.preload,
+        in_order=False,
+    )
+
+
+def _attempt(build: BuildPart, placed: tuple[int, Part]) -> tuple[int, VlmpackError | None]:
+    place, part = placed
+    try:
+        build(part)
+    except VlmpackError as fault:
+        return place, fault
+    return place, None
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[str | None]:
+    """Yields None to the one holder, else who holds it. Dies with its process, however it ends."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+            yield holder or "another process"
+            return
+        except OSError:
+            pass  # A file system without locks: work done twice is still written atomically.
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        yield None
+    finally:
+        os.close(descriptor)
+
+
+def _names_digest(parts: Sequence[Part]) -> str:
+    names = "\n".join(sorted(part.path for part in parts))
+    return hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
+
+
+def _unwritable(path: str, error: OSError) -> DataError:
+    return DataError(
+        f"the index cannot be written to {path}: {error.strerror or error}; set data.index_dir "
+        "(or VLMPACK_CACHE) to a folder that can be written",
+        error_class="transport",
+    )

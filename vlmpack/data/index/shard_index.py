@@ -1,0 +1,284 @@
+"""The index: one pass over each shard, one row per sample, no pixel decoded.
+
+Shard -> strict tar reader -> samples -> cooked text and image headers -> one parquet part. A shard
+whose structure is damaged is an error whatever the policy, because nobody can say how many samples
+are lost. A sample that is bad by itself stays in the index as a row with a reason: it becomes a
+hole in the plan, counted, and nothing else moves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from vlmpack.data.index.parts import (
+    BuildSettings,
+    Part,
+    build_parts,
+    part_for,
+    read_part,
+    write_part,
+)
+from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.images import ImageFacts, image_facts
+from vlmpack.data.shards.naming import JSON_FIELD
+from vlmpack.data.shards.raw import RawSample, group_members
+from vlmpack.data.shards.schemas import cook_text
+from vlmpack.data.shards.tar import read_members
+from vlmpack.data.stores.fetch import Fetcher, ShardStamp
+from vlmpack.errors import DataError
+from vlmpack.families.sample import VLMSample
+
+INDEX_RULE = "index-1"
+"""Changes whenever a row would differ for the same shard."""
+
+_CONTENT = b"vlmpack.content"
+_IMAGE = pa.struct(
+    [
+        ("width", pa.int32()),
+        ("height", pa.int32()),
+        ("format", pa.string()),
+        ("orientation", pa.int8()),
+    ]
+)
+INDEX_SCHEMA = pa.schema(
+    [
+        ("key", pa.string()),
+        ("offset", pa.int64()),
+        ("length", pa.int64()),
+        ("crc32", pa.uint32()),
+        ("fields", pa.list_(pa.string())),
+        ("json_offset", pa.int64()),
+        ("json_length", pa.int64()),
+        ("images", pa.list_(_IMAGE)),
+        ("num_turns", pa.int32()),
+        ("num_text_bytes", pa.int64()),
+        ("error_class", pa.string()),
+        ("reason", pa.string()),
+    ]
+)
+"""Columns of a part. `images` are in token order; `reason` is null for a good sample."""
+
+
+@dataclass(slots=True)
+class IndexRow:
+    """One row, in the columns' order."""
+
+    key: str
+    offset: int
+    length: int
+    crc32: int
+    fields: tuple[str, ...]
+    json_offset: int = 0
+    json_length: int = 0
+    images: tuple[ImageFacts, ...] = ()
+    num_turns: int = 0
+    num_text_bytes: int = 0
+    error_class: str | None = None
+    reason: str | None = None
+
+
+NoteRow = Callable[[IndexRow, VLMSample | None], None]
+"""Called with each row and, where the sample is good, its conversation without image bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexBuilder:
+    """Makes the index part of one shard; picklable.
+
+    Args:
+        fetcher: reads the shard.
+        caps: limits of one sample.
+    """
+
+    fetcher: Fetcher
+    caps: SampleCaps = field(default_factory=SampleCaps)
+
+    @property
+    def rule(self) -> str:
+        """The rule's name, with what changes its result."""
+        caps = self.caps
+        return f"{INDEX_RULE}-{caps.max_member_bytes}-{caps.max_image_pixels}-{caps.max_images}"
+
+    def __call__(self, part: Part) -> None:
+        """Reads the shard once and writes its part.
+
+        Raises:
+            DataError: class `integrity` for a damaged shard, `transport` for one out of reach.
+        """
+        self.write(part, self.scan(part.stamp))
+
+    def scan(self, stamp: ShardStamp, note: NoteRow | None = None) -> list[IndexRow]:
+        """Reads the shard once.
+
+        Args:
+            note: told about each sample as it is read.
+
+        Raises:
+            DataError: as above.
+        """
+        with self.fetcher.open(stamp) as stream:
+            members = read_members(
+                stream,
+                stamp.size,
+                shard=stamp.path,
+                max_member_bytes=self.caps.max_member_bytes,
+            )
+            samples = group_members(members, shard=stamp.path, caps=self.caps)
+            rows = [index_row(raw, self.caps, note) for raw in samples]
+        if self.fetcher.head(stamp.path) != stamp:
+            raise DataError(
+                "the shard changed while it was indexed", error_class="integrity", shard=stamp.path
+            )
+        flag_repeated_keys(rows)
+        return rows
+
+    def write(self, part: Part, rows: Sequence[IndexRow]) -> None:
+        """Writes the part from the shard's rows."""
+        table = _to_table(rows)
+        write_part(part.path, table, {_CONTENT: content_digest(table).encode()})
+
+
+def index_row(raw: RawSample, caps: SampleCaps, note: NoteRow | None = None) -> IndexRow:
+    """What the index keeps of one sample; a bad one keeps its reason.
+
+    Args:
+        note: told about the row and, where it is good, its conversation.
+    """
+    sample: VLMSample | None = None
+    row = IndexRow(raw.key, raw.offset, raw.length, raw.crc32, raw.fields)
+    try:
+        raw.check()
+        document = raw.member(JSON_FIELD)
+        assert document is not None
+        row.json_offset, row.json_length = document.data_offset, document.size
+        text = cook_text(raw.key, raw.shard, raw.payload(JSON_FIELD), raw.fields)
+        row.num_turns = len(text.sample.messages)
+        row.num_text_bytes = text.num_text_bytes
+        if len(text.image_fields) > caps.max_images:
+            raise DataError(
+                f"{len(text.image_fields)} images; at most {caps.max_images} are allowed",
+                error_class="schema",
+            )
+        row.images = tuple(image_facts(raw.payload(name), name, caps) for name in text.image_fields)
+        sample = text.sample
+    except DataError as error:
+        row.error_class, row.reason = error.error_class, error.reason
+    if note is not None:
+        note(row, sample)
+    return row
+
+
+def flag_repeated_keys(rows: Sequence[IndexRow]) -> None:
+    """Marks every sample whose key is not unique in the shard: none of them can be trusted."""
+    places: defaultdict[str, list[IndexRow]] = defaultdict(list)
+    for row in rows:
+        places[row.key].append(row)
+    for same in places.values():
+        if len(same) == 1:
+            continue
+        fields = [name for row in same for name in row.fields]
+        offsets = ", ".join(str(row.offset) for row in same[:6])
+        if len(fields) == len(set(fields)):
+            reason = f"the sample's members are not adjacent: parts of it lie at bytes {offsets}"
+        else:
+            reason = f"the key occurs {len(same)} times in the shard, at bytes {offsets}"
+        for row in same:
+            row.error_class, row.reason = "integrity", reason
+
+
+def content_digest(table: Any) -> str:
+    """Says which samples a shard holds, in order, whatever its path or time stamp."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in ("key", "length", "crc32"):
+        for value in table.column(name).to_pylist():
+            digest.update(f"{value}\n".encode())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class ShardIndex:
+    """The index of one shard.
+
+    Args:
+        stamp: the shard it was made from.
+        table: pyarrow table of INDEX_SCHEMA.
+        content: digest of keys, lengths and checksums.
+    """
+
+    stamp: ShardStamp
+    table: Any
+    content: str
+
+    @property
+    def num_samples(self) -> int:
+        """Rows, bad ones included."""
+        return int(self.table.num_rows)
+
+
+class BuildIndex(Protocol):
+    """Makes index parts: an IndexBuilder, or one that makes the lengths in the same pass."""
+
+    @property
+    def fetcher(self) -> Fetcher:
+        """Reads shards."""
+
+    @property
+    def rule(self) -> str:
+        """Of the index."""
+
+    def __call__(self, part: Part) -> None:
+        """See BuildPart."""
+
+
+def open_index(
+    shards: Sequence[str | ShardStamp],
+    builder: BuildIndex,
+    settings: BuildSettings,
+) -> list[ShardIndex]:
+    """The index of every shard in order, made where it is missing or outdated.
+
+    Args:
+        shards: paths, or stamps where they are known already.
+
+    Raises:
+        DataError: the first shard in order that is damaged or out of reach.
+    """
+    stamps = [builder.fetcher.head(shard) if isinstance(shard, str) else shard for shard in shards]
+    parts = [part_for(settings.directory, stamp, builder.rule) for stamp in stamps]
+    build_parts(parts, builder, settings, what="index")
+    return [load_index(part, builder) for part in parts]
+
+
+def load_index(part: Part, builder: BuildIndex) -> ShardIndex:
+    """One shard's index from its part, which is made again where it is damaged."""
+    table = read_part(part.path)
+    if table is None or _CONTENT not in (table.schema.metadata or {}):
+        builder(part)
+        table = read_part(part.path)
+        assert table is not None, part.path
+    return ShardIndex(part.stamp, table, table.schema.metadata[_CONTENT].decode())
+
+
+def _to_table(rows: Sequence[IndexRow]) -> Any:
+    columns: dict[str, list[Any]] = {
+        name: [getattr(row, name) for row in rows] for name in INDEX_SCHEMA.names
+    }
+    columns["images"] = [
+        [
+            {
+                "width": image.width,
+                "height": image.height,
+                "format": image.format,
+                "orientation": image.orientation,
+            }
+            for image in row.images
+        ]
+        for row in rows
+    ]
+    return pa.table(columns, schema=INDEX_SCHEMA)

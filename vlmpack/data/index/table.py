@@ -1,0 +1,160 @@
+"""All samples of one split in memory: index and lengths joined, one number per sample.
+
+Numbers run through the sources, their shards and the shards' samples in order. Columns are numpy
+arrays (about 60 bytes a sample, and the keys); what a worker needs of one sample travels to it as
+a SampleRef, so workers hold no index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from vlmpack.data.index.shard_index import ShardIndex
+from vlmpack.data.protocols import ImageSize
+from vlmpack.data.stores.fetch import ShardStamp
+
+Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRef:
+    """One sample of a plan: where it lies and what it must turn out to be.
+
+    Args:
+        number: its place in the split.
+        key: webdataset's key.
+        stamp: its shard.
+        offset: first byte of its span.
+        length: bytes of its span.
+        crc32: of its span.
+        num_tokens: its planned length; what it is encoded to must have this many.
+        sizes: target (width, height) per image where the plan shrank them, else None.
+        error_class: set with `reason` where it is known to be bad: it becomes a hole.
+        reason: why it is bad.
+    """
+
+    number: int
+    key: str
+    stamp: ShardStamp
+    offset: int
+    length: int
+    crc32: int
+    num_tokens: int
+    sizes: tuple[ImageSize, ...] | None = None
+    error_class: str | None = None
+    reason: str | None = None
+
+    @property
+    def shard(self) -> str:
+        """The shard's path."""
+        return self.stamp.path
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTable:
+    """Columns over all N samples of a split.
+
+    Args:
+        shards: in order.
+        shard_starts: (S + 1,) the number of each shard's first sample.
+        source_starts: (D + 1,) the number of each source's first sample.
+        offsets, lengths, crc32s: (N,) int64, the spans.
+        num_tokens, num_image_tokens, num_label_tokens, num_patches: (N,) int64.
+        bad: (N,) bool, samples with a reason.
+        keys: pyarrow chunked array of N strings.
+        faults: number -> (error class, reason) of the bad ones.
+        shrunk: number -> target (width, height) of each image, where the plan shrank them.
+    """
+
+    shards: tuple[ShardStamp, ...]
+    shard_starts: Int64s
+    source_starts: Int64s
+    offsets: Int64s
+    lengths: Int64s
+    crc32s: Int64s
+    num_tokens: Int64s
+    num_image_tokens: Int64s
+    num_label_tokens: Int64s
+    num_patches: Int64s
+    bad: Bools
+    keys: Any
+    faults: dict[int, tuple[str, str]]
+    shrunk: dict[int, tuple[ImageSize, ...]]
+
+    @property
+    def num_samples(self) -> int:
+        """N, bad samples included."""
+        return int(self.offsets.shape[0])
+
+    def shard_of(self, number: int) -> int:
+        """The place of a sample's shard in `shards`."""
+        return int(np.searchsorted(self.shard_starts, number, side="right")) - 1
+
+    def key(self, number: int) -> str:
+        """A sample's key."""
+        return str(self.keys[number].as_py())
+
+    def ref(self, number: int) -> SampleRef:
+        """What a worker needs of one sample."""
+        error_class, reason = self.faults.get(number, (None, None))
+        return SampleRef(
+            number=number,
+            key=self.key(number),
+            stamp=self.shards[self.shard_of(number)],
+            offset=int(self.offsets[number]),
+            length=int(self.lengths[number]),
+            crc32=int(self.crc32s[number]),
+            num_tokens=int(self.num_tokens[number]),
+            sizes=self.shrunk.get(number),
+            error_class=error_class,
+            reason=reason,
+        )
+
+
+def join_tables(sources: Sequence[tuple[Sequence[ShardIndex], Sequence[Any]]]) -> SampleTable:
+    """One table from the (indexes, lengths) of each source."""
+    indexes = [index for shard_indexes, _ in sources for index in shard_indexes]
+    lengths = pa.concat_tables([table for _, tables in sources for table in tables])
+    rows = pa.concat_tables([index.table for index in indexes])
+    counts = [index.num_samples for index in indexes]
+    shard_counts = [len(shard_indexes) for shard_indexes, _ in sources]
+    shard_starts = _starts(counts)
+    reasons = lengths.column("reason").combine_chunks()
+    bad = np.asarray(reasons.is_valid().to_numpy(zero_copy_only=False), dtype=np.bool_)
+    classes = lengths.column("error_class")
+    faults = {
+        int(number): (str(classes[number].as_py()), str(reasons[number].as_py()))
+        for number in np.flatnonzero(bad).tolist()
+    }
+    return SampleTable(
+        shards=tuple(index.stamp for index in indexes),
+        shard_starts=shard_starts,
+        source_starts=shard_starts[_starts(shard_counts)],
+        offsets=_int64s(rows, "offset"),
+        lengths=_int64s(rows, "length"),
+        crc32s=_int64s(rows, "crc32"),
+        num_tokens=_int64s(lengths, "num_tokens"),
+        num_image_tokens=_int64s(lengths, "num_image_tokens"),
+        num_label_tokens=_int64s(lengths, "num_label_tokens"),
+        num_patches=_int64s(lengths, "num_patches"),
+        bad=bad,
+        keys=rows.column("key"),
+        faults=faults,
+        shrunk={},
+    )
+
+
+def _starts(counts: Sequence[int]) -> Int64s:
+    return np.concatenate(([0], np.cumsum(np.asarray(counts, dtype=np.int64)))).astype(np.int64)
+
+
+def _int64s(table: Any, name: str) -> Int64s:
+    column = table.column(name).to_numpy()
+    return np.ascontiguousarray(column, dtype=np.int64)

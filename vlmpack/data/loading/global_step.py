@@ -1,0 +1,33 @@
+"""What one rank gets of one global batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vlmpack.data.loading.loader import MicroBatch
+from vlmpack.data.loading.read import SkippedSample
+from vlmpack.data.plan.state import DataState
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalStep:
+    """One global batch, as one rank sees it.
+
+    Args:
+        epoch: counted from 0.
+        batch: the run's global batch, counted from 0.
+        num_samples: planned in it, over all ranks, holes included.
+        micro_batches: this rank's share; every rank has equally many, some perhaps empty.
+        state: of the run after this batch.
+    """
+
+    epoch: int
+    batch: int
+    num_samples: int
+    micro_batches: tuple[MicroBatch, ...]
+    state: DataState
+
+    @property
+    def skipped(self) -> tuple[SkippedSample, ...]:
+        """This rank's holes."""
+        return tuple(hole for micro_batch in self.micro_batches for hole in micro_batch.skipped)

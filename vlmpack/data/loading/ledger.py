@@ -1,0 +1,219 @@
+"""The record of samples that were left out, and the limit to how many may be.
+
+Workers report holes; the main process writes them down, one JSON line each, and counts. With
+several ranks each appends its own lines to the one file, and the caller sums the ranks' counts
+before `SkipLimiter.check`, so that all ranks stop at the same step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlmpack.data.loading.read import SkippedSample
+from vlmpack.errors import DataLimitError, RunDirError
+
+LEDGER_NAME = "data-errors.jsonl"
+WORST_SHOWN = 10
+
+
+class Ledger:
+    """Appends to `data-errors.jsonl`; lines from several processes do not mix.
+
+    Args:
+        path: the file, or None to keep the counts only.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._shards: Counter[str] = Counter()
+        self._keys: Counter[str] = Counter()
+        self._known: set[tuple[str, str]] | None = None
+
+    def record(
+        self, skipped: Iterable[SkippedSample], *, epoch: int | None, batch: int | None
+    ) -> None:
+        """Writes one line per hole.
+
+        Args:
+            skipped: the holes.
+            epoch: where they were met; None while planning.
+            batch: the run's global batch, counted from 0; None while planning or evaluating.
+
+        Raises:
+            RunDirError: the file cannot be written.
+        """
+        lines = []
+        for sample in skipped:
+            if batch is None and not self._first_time(sample):
+                continue
+            self._shards[sample.shard] += 1
+            self._keys[f"{sample.key} ({sample.shard})"] += 1
+            line = {
+                "class": sample.error_class,
+                "key": sample.key,
+                "shard": sample.shard,
+                "offset": sample.offset,
+                "reason": sample.reason,
+                "epoch": epoch,
+                "batch": batch,
+                "sample": sample.number,
+            }
+            lines.append(json.dumps(line) + "\n")
+        if lines and self.path is not None:
+            _append(self.path, "".join(lines))
+
+    def _first_time(self, sample: SkippedSample) -> bool:
+        """Whether a hole met outside training is new: every launch and validation meets it again.
+
+        The file may hold it from an earlier launch.
+        """
+        if self._known is None:
+            self._known = {
+                (line["shard"], line["key"]) for line in self.lines() if line["batch"] is None
+            }
+        name = (sample.shard, sample.key)
+        is_new = name not in self._known
+        self._known.add(name)
+        return is_new
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What the file holds; a last line cut by a kill is left out."""
+        if self.path is None or not self.path.exists():
+            return []
+        found = []
+        for text in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                found.append(json.loads(text))
+            except json.JSONDecodeError:
+                continue
+        return found
+
+    def rewind(self, batches: int) -> None:
+        """Drops the lines of global batches from `batches` on: a resumed run meets them again.
+
+        One process calls it, before any other writes.
+        """
+        lines = self.lines()
+        kept = [line for line in lines if line["batch"] is None or line["batch"] < batches]
+        if self.path is None or len(kept) == len(lines):
+            return
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        temporary.replace(self.path)
+
+    def worst(self) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+        """The ten shards and the ten keys with most lines, over all ranks where there is a file."""
+        shards, keys = self._shards, self._keys
+        if self.path is not None and self.path.exists():
+            shards, keys = Counter(), Counter()
+            for line in self.lines():
+                shards[line["shard"]] += 1
+                keys[f"{line['key']} ({line['shard']})"] += 1
+        return shards.most_common(WORST_SHOWN), keys.most_common(WORST_SHOWN)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SkipLimits:
+    """How many samples a run may lose."""
+
+    max_consecutive: int = 100
+    """Skipped in a row, counted in whole global batches."""
+    max_fraction: float = 0.001
+    """Share of the latest `window_samples` samples."""
+    min_skipped: int = 10
+    """So many are allowed in a window, however small the share."""
+    window_samples: int = 10_000
+    """Samples that the share is taken of."""
+
+    @property
+    def max_in_window(self) -> int:
+        """Skipped samples that a window may hold."""
+        return max(self.min_skipped, int(self.max_fraction * self.window_samples))
+
+
+class SkipLimiter:
+    """Counts planned and skipped samples, step by step, and says when it is enough.
+
+    Args:
+        limits: how many may be lost.
+        ledger: names the worst shards and keys in the message.
+    """
+
+    def __init__(self, limits: SkipLimits, ledger: Ledger) -> None:
+        self.limits = limits
+        self.ledger = ledger
+        self._recent: deque[tuple[int, int]] = deque()
+        self._samples = 0
+        self._skipped = 0
+        self._consecutive = 0
+
+    def check(self, *, samples: int, skipped: int) -> None:
+        """Counts one global batch.
+
+        Args:
+            samples: planned in it, over all ranks.
+            skipped: of these, over all ranks.
+
+        Raises:
+            DataLimitError: too many in a row, or in the window; names the worst shards and keys.
+        """
+        self._consecutive = self._consecutive + skipped if skipped == samples else 0
+        self._recent.append((samples, skipped))
+        self._samples += samples
+        self._skipped += skipped
+        while self._samples - self._recent[0][0] >= self.limits.window_samples:
+            old_samples, old_skipped = self._recent.popleft()
+            self._samples -= old_samples
+            self._skipped -= old_skipped
+        if self._consecutive >= self.limits.max_consecutive:
+            self._stop(f"{self._consecutive} samples in a row were skipped")
+        if self._skipped > self.limits.max_in_window:
+            self._stop(
+                f"{self._skipped} of the last {self._samples} samples were skipped; at most "
+                f"{self.limits.max_in_window} may be"
+            )
+
+    def replay(self, *, batches: int, global_batch_size: int) -> None:
+        """Counts what the run lost before it was resumed, from the ledger's lines.
+
+        Args:
+            batches: global batches trained so far.
+            global_batch_size: samples in each (an epoch's last one may have had fewer).
+
+        Raises:
+            DataLimitError: the budget was spent already.
+        """
+        lost = Counter(line["batch"] for line in self.ledger.lines())
+        in_window = self.limits.window_samples // global_batch_size + 1
+        for batch in range(max(0, batches - in_window), batches):
+            self.check(samples=global_batch_size, skipped=lost[batch])
+
+    def _stop(self, reason: str) -> None:
+        shards, keys = self.ledger.worst()
+        lines = [f"the run stops, its data is too damaged: {reason}.", "Worst shards:"]
+        lines += [f"  {count} in {shard}" for shard, count in shards]
+        lines += ["Worst samples:"]
+        lines += [f"  {count} times {key}" for key, count in keys]
+        if self.ledger.path is not None:
+            lines.append(f"All are listed in {self.ledger.path}.")
+        raise DataLimitError("\n".join(lines))
+
+
+def _append(path: Path, text: str) -> None:
+    """One write to a file opened for appending: whole lines, whoever else writes."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            data = text.encode()
+            while data:
+                data = data[os.write(descriptor, data) :]
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise RunDirError(f"cannot write {path}: {error.strerror or error}") from error

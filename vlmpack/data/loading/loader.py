@@ -1,0 +1,255 @@
+"""Batches from bins: a map-style DataLoader whose sampler is the plan itself.
+
+A request carries everything a worker needs (the bin's SampleRefs), so workers hold no index, no
+shuffle buffer and no state: where to resume is where the requests begin. Requests come back in
+order. Workers start by forkserver, never by fork. Errors travel back as values, since an exception
+loses its fields on the way out of a worker.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from vlmpack.data.forkserver import DEFAULT_PRELOAD, sigterm_blocked, worker_context
+from vlmpack.data.index.table import SampleRef
+from vlmpack.data.loading.read import ErrorPolicy, SampleReader, SkippedSample
+from vlmpack.data.protocols import Collator, Encoder
+from vlmpack.errors import DataError
+from vlmpack.packing.batch import EncodedSample, PackedBatch, PaddedBatch, pin_batch
+
+LOADER_SEED = 0
+"""Of the private generator that the DataLoader draws its workers' seeds from."""
+TRAINER_CHECK_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class BinRequest:
+    """One bin to load; empty for a bin that only fills up a rank's share."""
+
+    samples: tuple[SampleRef, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedSample:
+    """A sample that is in a batch."""
+
+    number: int
+    key: str
+    shard: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """What one bin became.
+
+    Args:
+        batch: the tensors; an empty batch where no sample is left.
+        samples: those in the batch, in row order.
+        skipped: the bin's holes.
+        num_images: images in the batch.
+        read_seconds: spent on bytes, checksums and JSON.
+        encode_seconds: spent on decoding, tokenising and packing.
+    """
+
+    batch: PackedBatch | PaddedBatch
+    samples: tuple[TrainedSample, ...]
+    skipped: tuple[SkippedSample, ...]
+    num_images: int
+    read_seconds: float
+    encode_seconds: float
+
+    def pin_memory(self) -> MicroBatch:
+        """The same in page-locked memory; the hook that torch's DataLoader looks for."""
+        return replace(self, batch=pin_batch(self.batch))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderSettings:
+    """How batches are loaded; none of it changes what they hold."""
+
+    num_workers: int = 2
+    """Worker processes of this rank; 0 loads in the training process."""
+    prefetch_bins: int = 4
+    """Bins that each worker prepares ahead."""
+    timeout_seconds: float = 600.0
+    """The longest wait for one bin."""
+    pin_memory: bool | None = None
+    """Page-locked batches; None means where CUDA is."""
+    preload: tuple[str, ...] = DEFAULT_PRELOAD
+    """Modules that workers are forked with; what an encoder imports late costs each worker."""
+
+
+class BinDataset(Dataset[MicroBatch | SkippedSample]):
+    """Request -> MicroBatch, or the SkippedSample whose class ends the run.
+
+    Args:
+        reader: reads and cooks.
+        encoder: makes tokens and pixels.
+        collator: makes the batch.
+        policy: which errors leave a hole.
+    """
+
+    def __init__(
+        self, reader: SampleReader, encoder: Encoder, collator: Collator, policy: ErrorPolicy
+    ) -> None:
+        self.reader = reader
+        self.encoder = encoder
+        self.collator = collator
+        self.policy = policy
+
+    def __getitem__(self, request: BinRequest) -> MicroBatch | SkippedSample:
+        encoded: list[EncodedSample] = []
+        samples: list[TrainedSample] = []
+        skipped: list[SkippedSample] = []
+        encode_seconds = 0.0
+        begin = time.perf_counter()
+        cooked = self.reader.read_all(request.samples)
+        read_seconds = time.perf_counter() - begin
+        for ref, sample in zip(request.samples, cooked, strict=True):
+            begin = time.perf_counter()
+            try:
+                if isinstance(sample, DataError):
+                    raise sample
+                item = self.encoder.encode(sample, ref.sizes)
+                check_length(item, ref)
+            except DataError as error:
+                hole = SkippedSample.from_error(ref, error)
+                if not self.policy.skips(hole.error_class):
+                    return hole
+                skipped.append(hole)
+                continue
+            encoded.append(item)
+            samples.append(TrainedSample(ref.number, ref.key, ref.shard))
+            encode_seconds += time.perf_counter() - begin
+        begin = time.perf_counter()
+        batch = self.collator(encoded) if encoded else self.collator.empty()
+        encode_seconds += time.perf_counter() - begin
+        return MicroBatch(
+            batch=batch,
+            samples=tuple(samples),
+            skipped=tuple(skipped),
+            num_images=sum(item.media.num_images for item in encoded if item.media is not None),
+            read_seconds=read_seconds,
+            encode_seconds=encode_seconds,
+        )
+
+
+def check_length(encoded: EncodedSample, ref: SampleRef) -> None:
+    """A sample must be as long as planned: a wrong length is an error, never an overflow.
+
+    Raises:
+        DataError: class `integrity`.
+    """
+    if encoded.length != ref.num_tokens:
+        raise DataError(
+            f"encoded to {encoded.length} tokens, planned were {ref.num_tokens}; the length rule "
+            "of the model family and its encoder disagree on this sample",
+            error_class="integrity",
+        )
+
+
+class _Requests(Sampler[BinRequest]):
+    """The plan as the loader's sampler."""
+
+    def __init__(self, requests: Iterable[BinRequest]) -> None:
+        self.requests = requests
+
+    def __iter__(self) -> Iterator[BinRequest]:
+        return iter(self.requests)
+
+
+def load_bins(
+    dataset: BinDataset, requests: Iterable[BinRequest], settings: LoaderSettings
+) -> Iterator[MicroBatch]:
+    """The batches of the requests, in their order.
+
+    Raises:
+        DataError: a sample whose error class is not skipped, or no bin within the timeout.
+    """
+    workers = settings.num_workers
+    generator = torch.Generator()
+    generator.manual_seed(LOADER_SEED)
+    loader = DataLoader(
+        dataset,
+        sampler=_Requests(requests),
+        batch_size=None,
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        worker_init_fn=partial(_start_worker, trainer=os.getpid()) if workers else None,
+        multiprocessing_context=worker_context(settings.preload) if workers else None,
+        prefetch_factor=settings.prefetch_bins if workers else None,
+        timeout=settings.timeout_seconds if workers else 0,
+        generator=generator,
+        # The DataLoader's own thread calls MicroBatch.pin_memory, off the training thread.
+        pin_memory=torch.cuda.is_available()
+        if settings.pin_memory is None
+        else settings.pin_memory,
+    )
+    with sigterm_blocked():
+        batches = iter(loader)
+    try:
+        while True:
+            try:
+                item = next(batches)
+            except StopIteration:
+                return
+            except (RuntimeError, ConnectionError, EOFError) as error:
+                if not workers:
+                    raise
+                raise _worker_error(error, settings) from error
+            if isinstance(item, SkippedSample):
+                raise item.to_error()
+            yield item
+    finally:
+        del batches  # ends the workers now, not whenever the garbage collector comes by
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _start_worker(worker: int, *, trainer: int) -> None:
+    torch.set_num_threads(1)
+    threading.Thread(target=_end_with, args=(trainer,), daemon=True).start()
+
+
+def _end_with(trainer: int) -> None:
+    """Ends this worker when its trainer was killed.
+
+    torch's own check watches the parent process, which is the fork server here, and the fork server
+    lives as long as a worker does: both would stay for ever.
+    """
+    while True:
+        try:
+            os.kill(trainer, 0)
+        except ProcessLookupError:
+            os._exit(1)
+        time.sleep(TRAINER_CHECK_SECONDS)
+
+
+def _worker_error(error: Exception, settings: LoaderSettings) -> Exception:
+    """A readable error where a worker is late or dead; a bug inside one stays what it was."""
+    text = str(error)
+    if text.startswith("DataLoader timed out"):
+        return DataError(
+            f"no batch came from {settings.num_workers} workers within "
+            f"{settings.timeout_seconds:.0f} s; the storage is too slow, or a worker hangs",
+            error_class="transport",
+        )
+    # A batch whose process died before its tensors were fetched shows as a lost connection.
+    if text.startswith("DataLoader worker (pid") or not isinstance(error, RuntimeError):
+        return DataError(
+            f"a loader process ended ({text}). Often memory ran out: lower data.num_workers or "
+            "data.prefetch_batches",
+            error_class="transport",
+        )
+    return error

@@ -1,0 +1,228 @@
+"""From a sample's place in a shard to its conversation and images, verified.
+
+Byte range -> length and CRC check -> members -> cooked VLMSample. What fails is a DataError of one
+class, and the policy for that class says whether it ends the run or leaves a hole.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from vlmpack.addresses import is_remote
+from vlmpack.data.index.table import SampleRef
+from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.raw import RawSample, parse_span
+from vlmpack.data.shards.schemas import cook
+from vlmpack.data.stores.fetch import Fetcher, ShardStamp
+from vlmpack.errors import DataError, ErrorClass, RecipeError
+from vlmpack.families.sample import VLMSample
+
+Action = Literal["raise", "skip"]
+
+SHARDS_AT_ONCE = 16
+"""Remote shards of one bin that are asked at the same time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorPolicy:
+    """What a bad sample does, by the class of its error. Over-long samples have their own rule."""
+
+    transport: Action = "raise"
+    """The shard cannot be reached."""
+    integrity: Action = "skip"
+    """The bytes are not those that were indexed, or the sample is not whole."""
+    decode: Action = "skip"
+    """An image cannot be decoded."""
+    schema: Action = "raise"
+    """The conversation does not fit its schema or the chat template."""
+
+    @classmethod
+    def from_mapping(cls, actions: Mapping[str, str]) -> ErrorPolicy:
+        """The policy from `data.on_error` as a recipe writes it.
+
+        Raises:
+            RecipeError: an unknown class or action.
+        """
+        known = sorted(item.name for item in fields(cls))
+        problems = []
+        for name, action in actions.items():
+            if name not in known:
+                expected = ", ".join(known)
+                problems.append(
+                    f"data.on_error: unknown class {name!r}; expected one of {expected}"
+                )
+            elif action not in ("raise", "skip"):
+                problems.append(f"data.on_error.{name}: {action!r}; expected raise or skip")
+        if problems:
+            raise RecipeError(problems)
+        return cls(**actions)  # type: ignore[arg-type]
+
+    def skips(self, error_class: ErrorClass) -> bool:
+        """Whether a sample with such an error is left out, instead of ending the run."""
+        if error_class == "too_long":
+            return False
+        action: Action = getattr(self, error_class)
+        return action == "skip"
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedSample:
+    """A hole: a sample that the plan has and the batch has not.
+
+    Args:
+        number: its place in the split.
+        key: webdataset's key.
+        shard: its path.
+        offset: of its first byte.
+        error_class: of the error.
+        reason: what was found and what was expected.
+    """
+
+    number: int
+    key: str
+    shard: str
+    offset: int
+    error_class: ErrorClass
+    reason: str
+
+    @classmethod
+    def from_error(cls, ref: SampleRef, error: DataError) -> SkippedSample:
+        """The hole that an error leaves at a sample's place."""
+        return cls(ref.number, ref.key, ref.shard, ref.offset, error.error_class, error.reason)
+
+    def to_error(self) -> DataError:
+        """The error, with its place."""
+        return DataError(
+            self.reason,
+            error_class=self.error_class,
+            key=self.key,
+            shard=self.shard,
+            offset=self.offset,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SampleReader:
+    """Reads samples by their place; picklable, one copy in each worker.
+
+    Args:
+        fetcher: reads byte ranges; opens its own files after it was sent to a worker.
+        caps: limits of one sample.
+    """
+
+    fetcher: Fetcher
+    caps: SampleCaps = field(default_factory=SampleCaps)
+
+    def read(self, ref: SampleRef) -> VLMSample:
+        """One sample, verified against the index and cooked.
+
+        Raises:
+            DataError: class `transport`, `integrity` or `schema`, with key, shard and offset; also
+                for a sample that the index already knows to be bad.
+        """
+        try:
+            return cook(self.read_raw(ref))
+        except DataError as error:
+            raise _at(ref, error) from None
+
+    def read_all(self, refs: Sequence[SampleRef]) -> list[VLMSample | DataError]:
+        """The samples of a bin, in order; what fails is an error in its place.
+
+        Remote shards are asked for all their ranges together, and all at the same time.
+        """
+        spans = self._spans(refs)
+        found: list[VLMSample | DataError] = []
+        for ref, span in zip(refs, spans, strict=True):
+            try:
+                if isinstance(span, DataError):
+                    raise span
+                found.append(cook(self._verified(ref, span)))
+            except DataError as error:
+                found.append(_at(ref, error))
+        return found
+
+    def read_raw(self, ref: SampleRef) -> RawSample:
+        """The sample's members, their bytes verified.
+
+        Raises:
+            DataError: class `transport` or `integrity`.
+        """
+        self.raise_known(ref)
+        return self._verified(ref, self.fetcher.read(ref.stamp, ref.offset, ref.length))
+
+    def _verified(self, ref: SampleRef, span: bytes) -> RawSample:
+        found = zlib.crc32(span)
+        if found != ref.crc32:
+            raise DataError(
+                f"the sample's checksum is {found:08x}, the index has {ref.crc32:08x}: its bytes "
+                "changed after they were indexed",
+                error_class="integrity",
+            )
+        raw = parse_span(span, shard=ref.shard, offset=ref.offset, caps=self.caps)
+        if raw.key != ref.key:
+            raise DataError(f"the byte range holds the sample {raw.key!r}", error_class="integrity")
+        return raw
+
+    def _spans(self, refs: Sequence[SampleRef]) -> list[bytes | DataError]:
+        spans: dict[int, bytes | DataError] = {}
+        remote: dict[ShardStamp, list[int]] = {}
+        for place, ref in enumerate(refs):
+            try:
+                self.raise_known(ref)
+                if is_remote(ref.shard):
+                    remote.setdefault(ref.stamp, []).append(place)
+                else:
+                    spans[place] = self.fetcher.read(ref.stamp, ref.offset, ref.length)
+            except DataError as error:
+                spans[place] = error
+
+        def ask(stamp: ShardStamp) -> Iterable[tuple[int, bytes | DataError]]:
+            return self._spans_of(stamp, remote[stamp], refs)
+
+        if len(remote) == 1:
+            spans.update(ask(*remote))
+        elif remote:
+            with ThreadPoolExecutor(min(len(remote), SHARDS_AT_ONCE)) as pool:
+                for some in pool.map(ask, remote):
+                    spans.update(some)
+        return [spans[place] for place in range(len(refs))]
+
+    def _spans_of(
+        self, stamp: ShardStamp, places: Sequence[int], refs: Sequence[SampleRef]
+    ) -> Iterable[tuple[int, bytes | DataError]]:
+        try:
+            ranges = [(refs[place].offset, refs[place].length) for place in places]
+            return zip(places, self.fetcher.read_ranges(stamp, ranges), strict=True)
+        except DataError as error:
+            return [(place, error) for place in places]
+
+    @staticmethod
+    def raise_known(ref: SampleRef) -> None:
+        """Raises what the index or the lengths already found wrong with a sample.
+
+        Raises:
+            DataError: with key, shard and offset.
+        """
+        if ref.reason is not None and ref.error_class is not None:
+            raise DataError(
+                ref.reason,
+                error_class=_error_class(ref.error_class),
+                key=ref.key,
+                shard=ref.shard,
+                offset=ref.offset,
+            )
+
+
+def _at(ref: SampleRef, error: DataError) -> DataError:
+    return error.located(key=ref.key, shard=ref.shard, offset=ref.offset)
+
+
+def _error_class(name: str) -> ErrorClass:
+    match name:
+        case "transport" | "integrity" | "decode" | "schema" | "too_long":
+            return name
+    raise AssertionError(f"unknown error class {name!r} in the index")

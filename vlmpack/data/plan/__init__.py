@@ -1,0 +1,1 @@
+"""Which samples make up each global batch, and where a run stands. Pure functions."""

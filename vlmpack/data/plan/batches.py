@@ -1,0 +1,290 @@
+"""The plan: which samples make up each global batch. A pure function; it never sees a rank.
+
+Here for a split whose samples are all known; `windows` plans shards that are indexed while the run
+goes on.
+
+Eligible samples per source, seed, epoch and packing -> windows of at least 4096 samples -> global
+batches -> bins. A window depends on nothing but these, so any of them is planned alone, and a run
+resumes from (epoch, window, batch). Bins reach ranks through `assign`, the second pure function.
+
+    order of a window   s s s s s s s s s s s s   (permuted; a share of every source)
+    global batches      [ . . . . ] [ . . . . ] [ . . . . ]
+    bins                [ . . ][ . . ]  micro_batch_size samples each, in modes none and in_batch
+    assign over 2 ranks  rank 0, rank 1, rank 0, ... filled up with empty bins
+
+Randomness is Philox's raw bit stream, keyed by blake2b of what it is for; permutations are a stable
+argsort of it. So a plan does not depend on how numpy shuffles.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from vlmpack.data.index.table import Int64s
+from vlmpack.data.plan.blend import window_starts
+
+MIN_WINDOW_SAMPLES = 4096
+PLAN_RULE = "plan-1"
+"""Changes whenever the same inputs would give another plan."""
+
+Bin = tuple[int, ...]
+"""Sample numbers that share a row (or the rows of one micro-batch)."""
+
+Shuffle = Literal["global", "window", "none"]
+
+Cursor = int | tuple[int, int, int]
+"""Where a source stands: its draws since the run's first sample; where shards are indexed while the
+run goes on, (pass, place in that pass's order of the shards, usable samples of that shard)."""
+
+Cursors = tuple[Cursor, ...]
+"""One for each source."""
+
+Packer = Callable[[Int64s], list[tuple[Bin, ...]]]
+"""A window's sample order -> its global batches. The packer restarts at every window."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSource:
+    """One source of a plan.
+
+    Args:
+        name: keys its permutation; moving the data does not change it.
+        numbers: (n,) the samples that may be used, in index order.
+        num_draws: samples it gives to an epoch; more than n means more than one pass.
+    """
+
+    name: str
+    numbers: Int64s
+    num_draws: int
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The next global batch: epoch, window in the epoch, batch in the window."""
+
+    epoch: int = 0
+    window: int = 0
+    batch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBatch:
+    """One global batch.
+
+    Args:
+        position: where it stands.
+        following: where the next one stands.
+        bins: none of them empty.
+        cursors: of the sources, before the window of `following`.
+    """
+
+    position: Position
+    following: Position
+    bins: tuple[Bin, ...]
+    cursors: Cursors
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in all bins."""
+        return sum(len(samples) for samples in self.bins)
+
+
+@dataclass(frozen=True, slots=True)
+class FixedPacker:
+    """Modes `none` and `in_batch`: consecutive samples, `micro_batch_size` to a bin.
+
+    A global batch is a set of samples that does not depend on `micro_batch_size`.
+    """
+
+    global_batch_size: int
+    micro_batch_size: int
+
+    def __call__(self, order: Int64s) -> list[tuple[Bin, ...]]:
+        """The window's global batches; the last may be short."""
+        samples: list[int] = order.tolist()
+        whole, part = self.global_batch_size, self.micro_batch_size
+        return [
+            tuple(
+                tuple(samples[at : min(at + part, start + whole)])
+                for at in range(start, min(start + whole, len(samples)), part)
+            )
+            for start in range(0, len(samples), whole)
+        ]
+
+
+def window_samples(global_batch_size: int) -> int:
+    """Samples in a window: whole global batches, at least MIN_WINDOW_SAMPLES."""
+    return -(-MIN_WINDOW_SAMPLES // global_batch_size) * global_batch_size
+
+
+def seeded_order(count: int, *labels: object) -> Int64s:
+    """(count,) a permutation of 0 .. count - 1 that depends on the labels alone."""
+    text = "|".join([PLAN_RULE, *(str(label) for label in labels)])
+    key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
+    raw = np.asarray(np.random.Philox(key=key).random_raw(count), dtype=np.uint64)
+    return np.argsort(raw, kind="stable")
+
+
+def cut_window(
+    batches: Sequence[tuple[Bin, ...]],
+    place: Position,
+    after: Position,
+    *,
+    before: Cursors,
+    behind: Cursors,
+) -> list[PlannedBatch]:
+    """A window's global batches with their places.
+
+    Args:
+        batches: as the packer made them.
+        place: of the window's first one.
+        after: of the first one behind the window.
+        before, behind: the cursors at the window's start and end.
+    """
+    planned = []
+    for b, bins in enumerate(batches):
+        last = b + 1 == len(batches)
+        following = after if last else Position(place.epoch, place.window, b + 1)
+        cursors = behind if last else before
+        planned.append(
+            PlannedBatch(Position(place.epoch, place.window, b), following, bins, cursors)
+        )
+    return planned
+
+
+class Plan:
+    """All global batches of all epochs of one split.
+
+    Args:
+        sources: with their draws per epoch.
+        seed: of the run's data order.
+        shuffle: `global` permutes each source whole, `none` keeps the index's order.
+        window: samples in a window.
+        packer: cuts a window's order into global batches.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[PlanSource],
+        *,
+        seed: int,
+        shuffle: Literal["global", "none"],
+        window: int,
+        packer: Packer,
+    ) -> None:
+        self.sources = tuple(sources)
+        self.seed = seed
+        self.shuffle = shuffle
+        self.window = window
+        self.packer = packer
+        self._starts = window_starts([source.num_draws for source in self.sources], window)
+        self._passes: dict[tuple[int, int], Int64s] = {}
+
+    @property
+    def epoch_size(self) -> int:
+        """Samples in an epoch."""
+        return int(self._starts[-1].sum())
+
+    @property
+    def num_windows(self) -> int:
+        """Windows in an epoch."""
+        return int(self._starts.shape[0]) - 1
+
+    def cursors(self, epoch: int, window: int) -> Cursors:
+        """What each source has given before a window, counted from the run's first sample."""
+        return tuple(
+            epoch * source.num_draws + int(self._starts[window, d])
+            for d, source in enumerate(self.sources)
+        )
+
+    def window_order(self, epoch: int, window: int) -> Int64s:
+        """The sample numbers of one window, in order."""
+        pieces = []
+        for d, source in enumerate(self.sources):
+            begin = epoch * source.num_draws + int(self._starts[window, d])
+            end = epoch * source.num_draws + int(self._starts[window + 1, d])
+            pieces.append(self._draw(d, source, begin, end))
+        order = np.concatenate(pieces)
+        if self.shuffle == "none":
+            return order
+        return order[seeded_order(order.shape[0], self.seed, "window", epoch, window)]
+
+    def packed(self, start: Position, cursors: Cursors = ()) -> list[tuple[Bin, ...]]:
+        """The bins of the global batches of one window.
+
+        Args:
+            start: any position in it.
+            cursors: not needed here.
+        """
+        return self.packer(self.window_order(start.epoch, start.window))
+
+    def batches_of(self, epoch: int, window: int) -> list[PlannedBatch]:
+        """The global batches of one window."""
+        batches = self.packed(Position(epoch, window))
+        last_window = window + 1 == self.num_windows
+        after = Position(epoch + 1) if last_window else Position(epoch, window + 1)
+        return cut_window(
+            batches,
+            Position(epoch, window),
+            after,
+            before=self.cursors(epoch, window),
+            behind=self.cursors(after.epoch, after.window),
+        )
+
+    def walk(self, start: Position, cursors: Cursors = ()) -> Iterator[PlannedBatch]:
+        """Global batches from a position on, without end. The plan must not be empty.
+
+        Args:
+            start: where.
+            cursors: not needed here: the position says it all.
+        """
+        assert self.epoch_size > 0
+        position = start
+        while True:
+            for batch in self.batches_of(position.epoch, position.window)[position.batch :]:
+                yield batch
+                position = batch.following
+
+    def _draw(self, d: int, source: PlanSource, begin: int, end: int) -> Int64s:
+        """Draws `begin` to `end` of a source: pass after pass, each in its own order."""
+        size = source.numbers.shape[0]
+        pieces: list[Int64s] = []
+        while begin < end:
+            number, place = divmod(begin, size)
+            count = min(end - begin, size - place)
+            pieces.append(self._pass(d, source, number)[place : place + count])
+            begin += count
+        return np.concatenate(pieces) if pieces else source.numbers[:0]
+
+    def _pass(self, d: int, source: PlanSource, number: int) -> Int64s:
+        """The order of one pass over a source. The last few are kept: a window needs two."""
+        known = self._passes.get((d, number))
+        if known is None:
+            known = source.numbers[self._pass_order(source, number)]
+            for old in [place for place in self._passes if place[0] == d][:-1]:
+                del self._passes[old]
+            self._passes[d, number] = known
+        return known
+
+    def _pass_order(self, source: PlanSource, number: int) -> Int64s:
+        size = source.numbers.shape[0]
+        labels = (self.seed, source.name, number)
+        if self.shuffle == "none":
+            return np.arange(size, dtype=np.int64)
+        return seeded_order(size, "global", *labels)
+
+
+def assign(bins: Sequence[Bin], dp: int) -> list[list[Bin]]:
+    """Deals whole bins to `dp` ranks in equal numbers, in turn; empty bins come last.
+
+    Returns:
+        One list per rank, all of the same length: `ceil(len(bins) / dp)`.
+    """
+    each = -(-len(bins) // dp)
+    filled = [*bins, *([()] * (each * dp - len(bins)))]
+    return [filled[rank::dp] for rank in range(dp)]

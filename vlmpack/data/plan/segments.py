@@ -1,0 +1,113 @@
+"""Whether a state may go on with the data there are: the same, or a new segment of the run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from vlmpack.data.plan.batches import Cursors
+from vlmpack.data.plan.state import DataState, Identity, Segment, identity_differences
+from vlmpack.errors import RunIdentityError
+
+MAX_STATE_BYTES = 2048
+"""Old segments are folded together where they would make the state larger."""
+
+Start = Callable[[int, int], Cursors]
+
+
+def check_identity(state: DataState, current: Identity, *, key: str) -> None:
+    """Refuses to continue a run on other data or another order.
+
+    Args:
+        key: the split's, such as "data.train".
+
+    Raises:
+        RunIdentityError: with every difference.
+    """
+    hint = ""
+    if is_data_change(state.identity, current, key=key):
+        hint = "; checkpoint.on_data_change: new_segment goes on with the new data"
+    lines = identity_differences(state.identity, current)
+    if lines:
+        raise RunIdentityError(
+            "\n".join(
+                [
+                    f"the data of this run differs from what its first {state.batches} global "
+                    "batches were planned from:",
+                    *(f"  {line}" for line in lines),
+                    f"Restore these, or start a new run folder{hint}.",
+                ]
+            )
+        )
+
+
+def is_data_change(saved: Identity, current: Identity, *, key: str) -> bool:
+    """Whether two identities differ, and only by which data there is and how it is blended.
+
+    Args:
+        key: the split's, such as "data.train".
+    """
+    names = {name for name in saved.keys() | current.keys() if saved.get(name) != current.get(name)}
+    return bool(names) and all(
+        name in ("lengths", "data.epoch_size", key) or name.startswith(f"{key}.") for name in names
+    )
+
+
+def admit(
+    state: DataState, current: Identity, *, key: str, new_segment: bool, start: Start
+) -> DataState:
+    """The state to go on from: the same, or that of a new segment where the data changed.
+
+    A new segment begins an epoch of the new data: the current one where it has just begun, else
+    the next, so that no order is begun a second time.
+
+    Args:
+        current: what the plan is made from now.
+        key: the split's, such as "data.train".
+        new_segment: whether other data are admitted.
+        start: (epoch, pass) -> the cursors of that epoch's first window.
+
+    Raises:
+        RunIdentityError: other data where they are refused, or another order.
+    """
+    if not new_segment or not is_data_change(state.identity, current, key=key):
+        check_identity(state, current, key=key)
+        return state
+    begun = state.window > 0 or state.batch > 0
+    epoch = state.epoch + begun
+    passes = [cursor[0] + begun for cursor in state.cursors if isinstance(cursor, tuple)]
+    return begin_segment(state, current, epoch=epoch, cursors=start(epoch, max([epoch, *passes])))
+
+
+def begin_segment(
+    state: DataState, identity: Identity, *, epoch: int, cursors: Cursors
+) -> DataState:
+    """The same run from its next global batch on, planned from other data.
+
+    Args:
+        state: where the old data ended.
+        identity: of the new data.
+        epoch, cursors: where the new plan begins.
+    """
+    old = state.segments[-1]
+    differing = {k: v for k, v in old.identity.items() if identity.get(k) != v}
+    segments = [
+        *state.segments[:-1],
+        Segment(old.start_batch, differing),
+        Segment(state.batches, identity),
+    ]
+    while True:
+        new = DataState(epoch, 0, 0, state.batches, cursors, tuple(segments))
+        old_ones = segments[:-1]
+        is_folded = len(old_ones) == 1 and "folded" in old_ones[0].identity
+        if len(new.to_json()) < MAX_STATE_BYTES or is_folded:
+            return new
+        segments = [_fold(old_ones[:2]), *segments[len(old_ones[:2]) :]]
+
+
+def _fold(segments: Sequence[Segment]) -> Segment:
+    text = json.dumps([asdict(segment) for segment in segments], sort_keys=True)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return Segment(segments[0].start_batch, {"folded": digest})

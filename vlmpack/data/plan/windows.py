@@ -1,0 +1,261 @@
+"""The plan of a split whose shards are indexed while the run goes on: window by window.
+
+A source is a stream: pass after pass over its shards, each pass in an order of its own, each
+shard's usable samples in index order. A window takes the next samples of every stream, as many as
+its quota says, and permutes them.
+
+    shards of a pass     [ 3 ......... ][ 0 ...... ][ 7 ............ ][ 1 ....    (seeded order)
+    windows              |      0      |      1      |      2      |
+    cursor before 2                          (pass, place of shard 7 or 0, samples of it taken)
+
+So a window's content follows from the shard list, the seed, and the counts of the shards before
+it. What happens to be indexed has no part in it, and from its cursors a window is planned without
+any shard that came before.
+
+With weights the quotas are those of `blend`: exact to one sample. Without weights an
+epoch is one pass over every source, whose lengths nobody knows yet: the sources share a window by
+the size of their shards in bytes, and where one runs out the others fill its place, until all have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vlmpack.data.index.table import Int64s
+from vlmpack.data.plan.batches import (
+    Bin,
+    Cursors,
+    Packer,
+    PlannedBatch,
+    Position,
+    cut_window,
+    seeded_order,
+)
+from vlmpack.data.plan.blend import draws_per_source, window_starts
+from vlmpack.data.plan.streams import Shards, Stream, StreamSource, as_place
+from vlmpack.errors import CheckpointError, EmptyDataError
+
+WINDOW_RULE = "window-1"
+"""Changes whenever the same shards would give another plan."""
+
+PERIOD = 16
+"""Windows after which the quotas by bytes repeat."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The samples of one window.
+
+    Args:
+        order: their numbers, permuted.
+        cursors: of the sources behind it.
+        ended: whether the epoch ends with it.
+    """
+
+    order: Int64s
+    cursors: Cursors
+    ended: bool
+
+
+class WindowPlan:
+    """All global batches of all epochs of one split, as far as its shards are known.
+
+    Args:
+        sources: all with `num_draws`, or none.
+        shards: their index, which grows as windows are planned.
+        seed: of the run's data order.
+        window: samples in a window.
+        packer: cuts a window's order into global batches.
+        key: the split's, for messages.
+        spread: shards that are indexed at first, before any count is known; not part of the rule.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[StreamSource],
+        shards: Shards,
+        *,
+        seed: int,
+        window: int,
+        packer: Packer,
+        spread: int = 1,
+        key: str = "data.train",
+    ) -> None:
+        self.key = key
+        self.sources = tuple(sources)
+        self.shards = shards
+        self.seed = seed
+        self.window = window
+        self.packer = packer
+        self.spread = spread
+        self._orders: dict[str, tuple[int, Int64s | None]] = {}
+        draws = [source.num_draws for source in self.sources]
+        self.weighted = None not in draws
+        self._bytes = [max(1, sum(source.shard_bytes)) for source in self.sources]
+        self._starts = window_starts(
+            [count or 0 for count in draws]
+            if self.weighted
+            else draws_per_source(self._bytes, PERIOD * window),
+            window,
+        )
+
+    def start(self, first_pass: int = 0) -> Cursors:
+        """The cursors of a run's first window, or of a segment's."""
+        return tuple((first_pass, 0, 0) for _ in self.sources)
+
+    def quotas(self, window: int) -> list[int]:
+        """Samples that each source should give to a window of an epoch."""
+        w = window if self.weighted else window % PERIOD
+        return [int(count) for count in self._starts[w + 1] - self._starts[w]]
+
+    def plan_window(self, epoch: int, window: int, cursors: Cursors) -> Window:
+        """One window; indexes the shards that it needs and does not have.
+
+        Raises:
+            DataError: a shard that cannot be indexed, or a sample that may not be skipped.
+            EmptyDataError: an epoch, or a source with weight, without a usable sample.
+        """
+        quotas = self.quotas(window)
+        self.shards.next_window()
+        self._make_likely(cursors, quotas)
+        streams = [
+            Stream(source, self.shards, self.shard_order, cursor)
+            for source, cursor in zip(self.sources, cursors, strict=True)
+        ]
+        pieces: list[list[Int64s]] = [[] for _ in streams]
+        wanted = quotas
+        while True:
+            for stream, piece, count in zip(streams, pieces, wanted, strict=True):
+                piece += stream.take(count)
+            missing = sum(quotas) - sum(part.shape[0] for piece in pieces for part in piece)
+            open_ones = [d for d, stream in enumerate(streams) if not stream.exhausted]
+            if not missing or not open_ones:
+                break
+            shares = draws_per_source([self._bytes[d] for d in open_ones], missing)
+            wanted = [0] * len(streams)
+            for d, share in zip(open_ones, shares, strict=True):
+                wanted[d] = share
+        if not window and sum(quotas) == missing:
+            raise EmptyDataError(
+                f"{self.key}: no usable sample in any of its "
+                f"{sum(source.num_shards for source in self.sources)} shards: there is none, or "
+                "all are longer than training.seq_length"
+            )
+        joined = np.concatenate([np.empty(0, np.int64), *(p for piece in pieces for p in piece)])
+        order = joined[seeded_order(joined.shape[0], self.seed, "window", epoch, window)]
+        if self.weighted:
+            behind = tuple(stream.cursor for stream in streams)
+            return Window(order, behind, window + 2 == self._starts.shape[0])
+        # One that stands inside a shard has more, and no further shard is indexed to find out.
+        if any(s.offset for s in streams) or any(s.has_more() for s in streams):
+            return Window(order, tuple(stream.cursor for stream in streams), ended=False)
+        return Window(order, self.start(streams[0].number + 1), ended=True)
+
+    def packed(self, start: Position, cursors: Cursors) -> list[tuple[Bin, ...]]:
+        """The bins of the global batches of one window."""
+        return self.packer(self.plan_window(start.epoch, start.window, cursors).order)
+
+    def walk(self, start: Position, cursors: Cursors) -> Iterator[PlannedBatch]:
+        """Global batches from a position on, without end.
+
+        Args:
+            start: the first one's position.
+            cursors: before its window.
+
+        Raises:
+            EmptyDataError: an epoch without a usable sample.
+            CheckpointError: the position and the cursors are not of such a plan.
+        """
+        self._check(start, cursors)
+        position, is_first = start, True
+        while True:
+            window = self.plan_window(position.epoch, position.window, cursors)
+            after = (
+                Position(position.epoch + 1)
+                if window.ended
+                else Position(position.epoch, position.window + 1)
+            )
+            batches = cut_window(
+                self.packer(window.order),
+                Position(position.epoch, position.window),
+                after,
+                before=cursors,
+                behind=window.cursors,
+            )
+            if position.batch and position.batch >= len(batches):
+                raise CheckpointError(
+                    f"the data state stands before global batch {position.batch} of window "
+                    f"{position.window}, which has {len(batches)}"
+                )
+            coming = batches[position.batch :]
+            if is_first:  # nothing stands between a launch and its first batch
+                yield from coming[:1]
+                coming = coming[1:]
+            self._begin_next(after, window.cursors)
+            yield from coming
+            is_first = False
+            position, cursors = after, window.cursors
+
+    def shard_order(self, source: StreamSource, number: int) -> Int64s:
+        """(S,) the split's shard numbers of a source in the order of one pass."""
+        known, order = self._orders.get(source.name, (-1, None))
+        if order is None or known != number:
+            labels = ("shards", self.seed, source.name, number)
+            order = source.first + seeded_order(source.num_shards, *labels)
+            self._orders[source.name] = (number, order)
+        return order
+
+    def _begin_next(self, after: Position, cursors: Cursors) -> None:
+        likely = self._likely(cursors, self.quotas(after.window))
+        self.shards.make_ahead(likely)
+
+    def _make_likely(self, cursors: Cursors, quotas: Sequence[int]) -> None:
+        """Indexes what the window needs by the counts known so far, as often as they say more."""
+        while missing := [
+            shard for shard in self._likely(cursors, quotas) if self.shards.count(shard) is None
+        ]:
+            self.shards.make(missing)
+
+    def _likely(self, cursors: Cursors, quotas: Sequence[int]) -> list[int]:
+        """Shards that a window needs, by known counts and, for the others, by their bytes."""
+        found: list[tuple[int, int, int]] = []
+        for d, (source, cursor, quota) in enumerate(
+            zip(self.sources, cursors, quotas, strict=True)
+        ):
+            number, place, offset = as_place(cursor)
+            left: float = quota + offset if quota else 0
+            rate = self._samples_per_byte(source)
+            order = self.shard_order(source, number)[place:] if left else ()
+            for rank, shard in enumerate(order):
+                found.append((rank, d, int(shard)))
+                known = self.shards.count(int(shard))
+                if known is not None:
+                    left -= known
+                elif rate is not None:
+                    left -= rate * source.shard_bytes[int(shard) - source.first]
+                else:
+                    left -= (quota + offset) / self.spread
+                if left <= 0:
+                    break
+        return [shard for _, _, shard in sorted(found)]
+
+    def _samples_per_byte(self, source: StreamSource) -> float | None:
+        """By the shards that are known; None where none is."""
+        counts = [self.shards.count(source.first + s) for s in range(source.num_shards)]
+        known = [s for s, count in enumerate(counts) if count is not None]
+        total = sum(source.shard_bytes[s] for s in known)
+        return sum(counts[s] or 0 for s in known) / total if total else None
+
+    def _check(self, start: Position, cursors: Cursors) -> None:
+        sound = len(cursors) == len(self.sources) and all(
+            isinstance(cursor, tuple) and min(cursor) >= 0 and cursor[1] <= source.num_shards
+            for source, cursor in zip(self.sources, cursors, strict=False)
+        )
+        if not sound or (self.weighted and start.window + 1 >= self._starts.shape[0]):
+            raise CheckpointError(
+                f"the data state has the cursors {list(cursors)} before window {start.window}, "
+                f"which do not fit the {len(self.sources)} sources of this run"
+            )

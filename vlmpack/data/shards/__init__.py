@@ -1,0 +1,1 @@
+"""One tar shard: its members, its samples, their images' headers."""

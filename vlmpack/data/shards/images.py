@@ -1,0 +1,120 @@
+"""What an image's header says: size, format, orientation. No pixel is decoded.
+
+The size that counts is the one after EXIF orientation, as the encoder decodes it.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import warnings
+from dataclasses import dataclass
+
+from PIL import Image
+
+from vlmpack.data.protocols import ImageSize
+from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.errors import DataError
+
+IMAGE_FORMATS = ("JPEG", "PNG", "WEBP")
+
+_ORIENTATION = 0x0112
+_PNG_METADATA = frozenset({b"eXIf", b"tEXt", b"zTXt", b"iTXt"})
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFacts:
+    """One image as its header describes it.
+
+    Args:
+        width, height: of the stored pixels, before any rotation.
+        format: Pillow's name, such as "JPEG".
+        orientation: EXIF's 1 to 8; 5 to 8 swap width and height.
+    """
+
+    width: int
+    height: int
+    format: str
+    orientation: int
+
+    @property
+    def size(self) -> ImageSize:
+        """(width, height) as the image is seen."""
+        return oriented_size(self.width, self.height, self.orientation)
+
+
+def oriented_size(width: int, height: int, orientation: int) -> ImageSize:
+    """(width, height) after the EXIF orientation."""
+    return (height, width) if orientation >= 5 else (width, height)
+
+
+def image_facts(data: bytes, field: str, caps: SampleCaps) -> ImageFacts:
+    """The facts of one encoded image.
+
+    Args:
+        data: the file's bytes.
+        field: its name in the sample, for messages.
+        caps: the pixel limit, applied to the header.
+
+    Raises:
+        DataError: class `decode`, for a header that cannot be read or an image above the cap.
+    """
+    try:
+        with warnings.catch_warnings():
+            # Pillow warns about large images, which the cap judges, and about damaged EXIF.
+            warnings.simplefilter("ignore")
+            with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
+                width, height = image.size
+                kind = image.format or "?"
+                _check_pixels(width, height, field, caps)
+                orientation = _orientation(image, data)
+    except DataError:
+        raise
+    except Image.DecompressionBombError as error:
+        raise DataError(
+            f"image {field!r}: {error}; the cap is {caps.max_image_pixels} pixels",
+            error_class="decode",
+        ) from error
+    except Exception as error:  # hostile bytes raise anything in a decoder
+        found = "is empty" if not data else f"begins with {data[:8]!r}"
+        raise DataError(
+            f"image {field!r} has no readable JPEG, PNG or WebP header (it {found}): "
+            f"{type(error).__name__}",
+            error_class="decode",
+        ) from error
+    return ImageFacts(width, height, kind, orientation)
+
+
+def _check_pixels(width: int, height: int, field: str, caps: SampleCaps) -> None:
+    if width * height > caps.max_image_pixels:
+        raise DataError(
+            f"image {field!r} has {width} x {height} = {width * height} pixels; the cap is "
+            f"{caps.max_image_pixels}",
+            error_class="decode",
+        )
+    if width < 1 or height < 1:
+        raise DataError(f"image {field!r} has no pixels", error_class="decode")
+
+
+def _orientation(image: Image.Image, data: bytes) -> int:
+    """EXIF's orientation, 1 where there is none."""
+    if image.format == "PNG" and "exif" not in image.info and not _late_metadata(data):
+        # Pillow's PNG reader would decode every pixel to look for metadata behind them.
+        exif = Image.Image.getexif(image)
+    else:
+        exif = image.getexif()
+    value = exif.get(_ORIENTATION, 1)
+    return value if isinstance(value, int) and 1 <= value <= 8 else 1
+
+
+def _late_metadata(data: bytes) -> bool:
+    """Whether a PNG has metadata behind its pixels."""
+    place, pixels_seen = 8, False
+    while place + 8 <= len(data):
+        length, kind = struct.unpack_from(">I4s", data, place)
+        if kind == b"IDAT":
+            pixels_seen = True
+        elif pixels_seen and kind in _PNG_METADATA:
+            return True
+        place += 12 + int(length)
+    return False

@@ -1,0 +1,145 @@
+"""Members of a tar, grouped into samples.
+
+A sample is an unbroken run of members with one key. What breaks that rule is noted as a fault of
+the sample, so that it becomes a hole with a reason and never half a sample: a field that occurs
+twice, a pickle, a member above the size cap. Keys that come back later in the shard are found by
+the index, which sees the whole shard.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.naming import JSON_FIELD, refusal
+from vlmpack.data.shards.tar import TarMember, read_span
+from vlmpack.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class RawSample:
+    """One sample as it lies in the shard.
+
+    Args:
+        key: webdataset's key.
+        shard: its path.
+        offset: of its first byte in the shard.
+        length: bytes from `offset` to the end of its last member, padding included.
+        crc32: of that span.
+        members: in file order.
+        fault: why it cannot be used, where the naming already says so.
+    """
+
+    key: str
+    shard: str
+    offset: int
+    length: int
+    crc32: int
+    members: tuple[TarMember, ...]
+    fault: str | None
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The members' fields, in file order."""
+        return tuple(member.field for member in self.members)
+
+    def member(self, field: str) -> TarMember | None:
+        """The member with this field."""
+        return next((member for member in self.members if member.field == field), None)
+
+    def payload(self, field: str) -> bytes:
+        """The content of a field that is known to be there."""
+        member = self.member(field)
+        assert member is not None and member.data is not None, field
+        return member.data
+
+    def check(self) -> None:
+        """Raises the naming fault, if there is one.
+
+        Raises:
+            DataError: class `integrity`.
+        """
+        if self.fault is not None:
+            raise DataError(
+                self.fault,
+                error_class="integrity",
+                key=self.key,
+                shard=self.shard,
+                offset=self.offset,
+            )
+
+
+def group_members(
+    members: Iterable[TarMember], *, shard: str, caps: SampleCaps
+) -> Iterator[RawSample]:
+    """Runs of members with the same key, as samples."""
+    run: list[TarMember] = []
+    for member in members:
+        if run and member.key != run[0].key:
+            yield _sample(run, shard, caps)
+            run = []
+        run.append(member)
+    if run:
+        yield _sample(run, shard, caps)
+
+
+def parse_span(span: bytes, *, shard: str, offset: int, caps: SampleCaps) -> RawSample:
+    """The one sample of a byte range that the index recorded.
+
+    Raises:
+        DataError: class `integrity`, where the span is not one sample.
+    """
+    members = read_span(
+        io.BytesIO(span),
+        len(span),
+        shard=shard,
+        base=offset,
+        max_member_bytes=caps.max_member_bytes,
+    )
+    samples = list(group_members(members, shard=shard, caps=caps))
+    if len(samples) != 1:
+        raise DataError(
+            f"the byte range holds {len(samples)} samples instead of 1; the shard changed after "
+            "it was indexed",
+            error_class="integrity",
+            shard=shard,
+            offset=offset,
+        )
+    return samples[0]
+
+
+def _sample(run: list[TarMember], shard: str, caps: SampleCaps) -> RawSample:
+    return RawSample(
+        key=run[0].key,
+        shard=shard,
+        offset=run[0].offset,
+        length=run[-1].end - run[0].offset,
+        crc32=run[-1].crc32,
+        members=tuple(run),
+        fault=_fault(run, caps),
+    )
+
+
+def _fault(run: list[TarMember], caps: SampleCaps) -> str | None:
+    seen: set[str] = set()
+    for member in run:
+        if member.field in seen:
+            return f"the member {member.field!r} occurs twice; keys must be unique in a shard"
+        seen.add(member.field)
+        if member.data is None:
+            return (
+                f"the member {member.field!r} has {member.size} bytes; at most "
+                f"{caps.max_member_bytes} are read"
+            )
+        refused = refusal(member.field, member.data)
+        if refused is not None:
+            return f"{member.field!r}: {refused}; it is refused"
+    if not any(member.field == JSON_FIELD for member in run):
+        shown = ", ".join(repr(member.field) for member in run[:6])
+        return (
+            f"no '.json' member, only {shown} (a key ends at the first dot of the file name, so "
+            "a dot inside a name splits it there)"
+        )
+    return None

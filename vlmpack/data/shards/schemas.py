@@ -1,0 +1,249 @@
+"""Two ways to write a conversation down, cooked into one VLMSample.
+
+    chat:   {"messages": [{"role": "user", "content": [{"type": "image", "image": "0.jpg"},
+                                                       {"type": "text", "text": "What is it?"}]},
+                          {"role": "assistant", "content": "A cat."}]}
+    LLaVA:  {"conversations": [{"from": "human", "value": "<image>\\nWhat is it?"},
+                               {"from": "gpt", "value": "A cat."}], "image": "0.jpg"}
+
+The JSON's own keys choose the schema. In `messages` a literal `<image>` is text; in
+`conversations` it marks the place of an image. Images without a name take the sample's image
+members in order: by number where they are numbered, else as they lie in the file. An optional
+"task" groups evaluation figures.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from vlmpack.data.shards.naming import JSON_FIELD, is_image
+from vlmpack.data.shards.raw import RawSample
+from vlmpack.errors import DataError
+from vlmpack.families.sample import ImagePart, Message, Role, TextPart, VLMSample
+
+IMAGE_MARKER = "<image>"
+
+_CHAT_ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
+_LLAVA_ROLES: dict[str, Role] = {"system": "system", "human": "user", "gpt": "assistant"}
+
+
+@dataclass(frozen=True, slots=True)
+class CookedText:
+    """A sample without its image bytes.
+
+    Args:
+        sample: the VLMSample with `images` empty.
+        image_fields: the member that each image part shows, in token order.
+    """
+
+    sample: VLMSample
+    image_fields: tuple[str, ...]
+
+    @property
+    def num_text_bytes(self) -> int:
+        """UTF-8 bytes of all text parts."""
+        return sum(len(message.text.encode("utf-8")) for message in self.sample.messages)
+
+
+class _SchemaError(Exception):
+    """A reason; `cook_text` turns it into a DataError with its place."""
+
+
+def cook(raw: RawSample) -> VLMSample:
+    """A whole sample, with its images.
+
+    Raises:
+        DataError: class `integrity` or `schema`.
+    """
+    raw.check()
+    text = cook_text(raw.key, raw.shard, raw.payload(JSON_FIELD), raw.fields)
+    return replace(text.sample, images=tuple(raw.payload(name) for name in text.image_fields))
+
+
+def cook_text(key: str, shard: str, document: bytes, fields: Sequence[str]) -> CookedText:
+    """The conversation from the JSON member and the names of the other members.
+
+    Args:
+        key: the sample's key.
+        shard: its path, for messages.
+        document: the JSON member's bytes.
+        fields: all members' fields, in file order.
+
+    Raises:
+        DataError: class `schema`; the reason gives what was found and what was expected.
+    """
+    try:
+        value = _parse(document)
+        messages, names = _conversation(value)
+        if not any(message.role == "assistant" for message in messages):
+            raise _SchemaError(
+                f"none of the {len(messages)} turns is the assistant's, so nothing can be learned"
+            )
+        image_fields = _resolve(names, [name for name in fields if is_image(name)], key)
+        task = value.get("task")
+        if task is not None and not isinstance(task, str):
+            raise _SchemaError(f"'task' is {_kind(task)}; expected a string")
+    except _SchemaError as fault:
+        raise DataError(str(fault), error_class="schema", key=key, shard=shard) from None
+    sample = VLMSample(key=key, url=shard, messages=messages, task=task)
+    return CookedText(sample, image_fields)
+
+
+def _parse(document: bytes) -> dict[str, object]:
+    try:
+        value = json.loads(document.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise _SchemaError(f"the '.json' member cannot be parsed: {error}") from None
+    if not isinstance(value, dict):
+        raise _SchemaError(f"the '.json' member is {_kind(value)}; expected an object")
+    return value
+
+
+def _conversation(value: dict[str, object]) -> tuple[tuple[Message, ...], list[str | None]]:
+    """The messages, and per image part the name it gives (None for the next one in order)."""
+    schemas = [name for name in ("messages", "conversations") if name in value]
+    if len(schemas) != 1:
+        found = ", ".join(repr(name) for name in sorted(value)[:8]) or "nothing"
+        raise _SchemaError(
+            f"expected one of 'messages' and 'conversations', found {found}"
+            if not schemas
+            else "both 'messages' and 'conversations'; expected one of them"
+        )
+    turns = value[schemas[0]]
+    if not isinstance(turns, list) or not turns:
+        raise _SchemaError(f"{schemas[0]!r} is {_kind(turns)}; expected a list of turns")
+    names: list[str | None] = []
+    chat = schemas[0] == "messages"
+    messages = tuple(
+        (_chat_turn if chat else _llava_turn)(turn, place, names)
+        for place, turn in enumerate(turns)
+    )
+    if not chat:
+        names = _llava_images(value, len(names))
+    return messages, names
+
+
+def _chat_turn(turn: object, place: int, names: list[str | None]) -> Message:
+    where = f"messages[{place}]"
+    role = _role(turn, "role", _CHAT_ROLES, where)
+    assert isinstance(turn, dict)
+    content = turn.get("content")
+    if isinstance(content, str):
+        return Message(role, (_text(content, where),))
+    if not isinstance(content, list) or not content:
+        raise _SchemaError(f"{where}.content is {_kind(content)}; expected text or a list of parts")
+    parts: list[TextPart | ImagePart] = []
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text":
+            parts.append(_text(part.get("text"), f"{where}.content[{number}]"))
+        elif kind == "image":
+            name = part.get("image")
+            if name is not None and not isinstance(name, str):
+                raise _SchemaError(
+                    f"{where}.content[{number}].image is {_kind(name)}; expected a member's name"
+                )
+            parts.append(ImagePart(len(names)))
+            names.append(name)
+        else:
+            raise _SchemaError(
+                f"{where}.content[{number}] has the type {kind!r}; expected 'text' or 'image'"
+            )
+    return Message(role, tuple(parts))
+
+
+def _llava_turn(turn: object, place: int, names: list[str | None]) -> Message:
+    where = f"conversations[{place}]"
+    role = _role(turn, "from", _LLAVA_ROLES, where)
+    assert isinstance(turn, dict)
+    value = turn.get("value")
+    if not isinstance(value, str):
+        raise _SchemaError(f"{where}.value is {_kind(value)}; expected text")
+    parts: list[TextPart | ImagePart] = []
+    for number, text in enumerate(value.split(IMAGE_MARKER)):
+        if number:
+            parts.append(ImagePart(len(names)))
+            names.append(None)
+        if text:
+            parts.append(_text(text, where))
+    return Message(role, tuple(parts))
+
+
+def _llava_images(value: dict[str, object], num_markers: int) -> list[str | None]:
+    given = value.get("images", value.get("image"))
+    if given is None:
+        return [None] * num_markers
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise _SchemaError(f"'image' is {_kind(given)}; expected a name or a list of names")
+    if len(names) != num_markers:
+        raise _SchemaError(
+            f"{num_markers} {IMAGE_MARKER} markers in the conversation, but {len(names)} images "
+            "are named"
+        )
+    return list(names)
+
+
+def _resolve(names: Sequence[str | None], members: list[str], key: str) -> tuple[str, ...]:
+    """The member of each image part; every image member must be used."""
+    base = key.rpartition("/")[2].lower()
+    known: dict[str, str] = {}
+    for member in members:
+        known[member] = known[f"{base}.{member}"] = member
+    resolved: list[str | None] = []
+    for name in names:
+        plain = None if name is None else name.rpartition("/")[2].lower()
+        if plain is not None and plain not in known:
+            shown = ", ".join(repr(member) for member in members) or "none"
+            raise _SchemaError(f"the image {name!r} is no member; image members are {shown}")
+        resolved.append(None if plain is None else known[plain])
+    named = {name for name in resolved if name is not None}
+    unnamed = sum(name is None for name in resolved)
+    free = [member for member in members if member not in named]
+    if unnamed != len(free):
+        raise _SchemaError(
+            f"{len(names)} image placeholders in the conversation, but {len(members)} image "
+            f"members in the sample ({', '.join(members) or 'none'})"
+        )
+    rest = iter(_in_order(free))
+    return tuple(name if name is not None else next(rest) for name in resolved)
+
+
+def _in_order(members: list[str]) -> list[str]:
+    """File order, except that numbered members (`0.jpg` .. `10.jpg`) go by their numbers.
+
+    webdataset's writer sorts members by name, which puts `10.jpg` before `2.jpg`.
+    """
+    stems = [member.partition(".")[0] for member in members]
+    if all(stem.isascii() and stem.isdigit() for stem in stems):
+        return [member for _, member in sorted(zip(map(int, stems), members, strict=True))]
+    return members
+
+
+def _role(turn: object, field: str, roles: dict[str, Role], where: str) -> Role:
+    if not isinstance(turn, dict):
+        raise _SchemaError(f"{where} is {_kind(turn)}; expected an object")
+    name = turn.get(field)
+    if not isinstance(name, str) or name not in roles:
+        expected = ", ".join(repr(role) for role in roles)
+        raise _SchemaError(f"{where} has the {field} {name!r}; expected one of {expected}")
+    return roles[name]
+
+
+def _text(text: object, where: str) -> TextPart:
+    if not isinstance(text, str):
+        raise _SchemaError(f"{where} has a text that is {_kind(text)}; expected a string")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise _SchemaError(f"{where} has half of a surrogate pair, which is no text") from None
+    return TextPart(text)
+
+
+def _kind(value: object) -> str:
+    names = {type(None): "missing", list: "a list", dict: "an object", str: "a string"}
+    if value == []:
+        return "an empty list"
+    return names.get(type(value), f"a {type(value).__name__}")

@@ -1,0 +1,275 @@
+"""A strict reader for WebDataset tars: every fault that `tarfile` passes over is an error here.
+
+Bytes in, members out, in file order. Every header's checksum is verified, every member must lie
+inside the shard, and the archive must end with two zero blocks, so that a shard cut at any place
+is noticed. Only regular files are read (folders are passed over); names are ustar, GNU long names
+or pax paths. Links, sparse files, devices, absolute names and names with `..` are refused.
+
+The same code reads a whole shard (to index it) and the span of one sample (to train on it).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from vlmpack.data.shards.naming import split_name
+from vlmpack.data.shards.tar_header import (
+    BLOCK_BYTES,
+    EXTENSION_KINDS,
+    FOLDER_KIND,
+    Header,
+    decode_name,
+    padded_size,
+    parse_header,
+    pax_records,
+    unsafe_name,
+)
+from vlmpack.errors import DataError
+
+MAX_EXTENSION_BYTES = 1 << 20
+_COPY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TarMember:
+    """One regular file of a tar that belongs to a sample.
+
+    Args:
+        key: of its sample, by webdataset's rule.
+        field: its name within the sample, lower case.
+        offset: of its first header block (a long name's own header included), from the shard's
+            first byte.
+        end: the byte after its last, padded block.
+        data_offset: of its first data byte.
+        size: data bytes.
+        data: the content; None where `size` is above the reader's cap.
+        crc32: of all bytes from the first member of an unbroken run of members with this key to
+            `end`, headers and padding included. So the last member of a sample has the sample's.
+    """
+
+    key: str
+    field: str
+    offset: int
+    end: int
+    data_offset: int
+    size: int
+    data: bytes | None
+    crc32: int
+
+
+def read_members(
+    stream: BinaryIO, size: int, *, shard: str, max_member_bytes: int
+) -> Iterator[TarMember]:
+    """All members of a whole shard.
+
+    Args:
+        stream: the shard from its first byte.
+        size: the shard's size in bytes.
+        shard: its path, for messages.
+        max_member_bytes: content above this is checked but not kept.
+
+    Raises:
+        DataError: class `integrity`, with the offset of the fault.
+    """
+    scanner = _Scanner(stream, size, shard=shard, base=0, max_member_bytes=max_member_bytes)
+    yield from scanner.members()
+    scanner.check_end()
+
+
+def read_span(
+    stream: BinaryIO, size: int, *, shard: str, base: int, max_member_bytes: int
+) -> Iterator[TarMember]:
+    """The members of a span that holds whole members only, without an archive's end.
+
+    Args:
+        base: the span's offset in the shard; the members' offsets count from the shard's start.
+    """
+    scanner = _Scanner(stream, size, shard=shard, base=base, max_member_bytes=max_member_bytes)
+    yield from scanner.members()
+    if scanner.position != size:
+        raise scanner.fault("a zero block inside the sample", at=scanner.position - BLOCK_BYTES)
+
+
+@dataclass(slots=True)
+class _Extended:
+    """What headers before a member's own header said about it."""
+
+    start: int
+    blocks: bytes = b""
+    name: str | None = None
+    size: int | None = None
+
+
+class _Scanner:
+    """Reads forward through one stream; `position` counts from the stream's start."""
+
+    def __init__(
+        self, stream: BinaryIO, size: int, *, shard: str, base: int, max_member_bytes: int
+    ) -> None:
+        self.stream = stream
+        self.size = size
+        self.shard = shard
+        self.base = base
+        self.max_member_bytes = max_member_bytes
+        self.position = 0
+        # The running checksum of the current sample. What belongs to no sample (folders, `._1.jpg`)
+        # is carried along: between two members of a sample it is part of the span.
+        self._key: str | None = None
+        self._end = 0
+        self._crc32 = 0
+
+    def fault(self, reason: str, *, at: int) -> DataError:
+        """A structural error at a position of the stream."""
+        return DataError(reason, error_class="integrity", shard=self.shard, offset=self.base + at)
+
+    def members(self) -> Iterator[TarMember]:
+        """Members up to the first zero block or the end of the stream."""
+        pending: _Extended | None = None
+        while self.position < self.size:
+            start = self.position
+            block = self.read(BLOCK_BYTES, what="a header")
+            if not any(block):
+                break
+            header = self.parse(block, at=start)
+            extended = pending or _Extended(start)
+            extended.blocks += block
+            if header.kind in EXTENSION_KINDS:
+                self.read_extension(header, extended, at=start)
+                pending = extended
+                continue
+            pending = None
+            if header.kind == FOLDER_KIND:
+                self._crc32 = zlib.crc32(extended.blocks, self._crc32)
+                self._end = self.position
+                continue
+            member = self.finish(header, extended, at=start)
+            if member is not None:
+                yield member
+        if pending is not None:
+            raise self.fault("an extended header without its member", at=pending.start)
+
+    def parse(self, block: bytes, *, at: int) -> Header:
+        """The header, with its place in the message where it is damaged."""
+        try:
+            return parse_header(block)
+        except ValueError as error:
+            hint = "; this is no tar file" if self.base + at == 0 else ""
+            raise self.fault(f"{error}{hint}", at=at) from None
+
+    def finish(self, header: Header, extended: _Extended, *, at: int) -> TarMember | None:
+        """The member whose own header was just read; None where it belongs to no sample."""
+        name = extended.name if extended.name is not None else header.name
+        if header.refusal is not None:
+            raise self.fault(
+                f"member {name!r} is {header.refusal}; only regular files are read", at=at
+            )
+        if unsafe_name(name):
+            raise self.fault(
+                f"member {name!r} has an unsafe name (absolute, '..', or a control character)",
+                at=at,
+            )
+        size = extended.size if extended.size is not None else header.size
+        place = split_name(name)
+        if place is None or (place.key == self._key and extended.start == self._end):
+            crc32 = zlib.crc32(extended.blocks, self._crc32)
+        else:
+            crc32 = zlib.crc32(extended.blocks)
+        data_at = self.position
+        data, crc32 = self.payload(size, crc32, name=name, start=extended.start)
+        self._end, self._crc32 = self.position, crc32
+        if place is None:
+            return None
+        self._key = place.key
+        return TarMember(
+            key=place.key,
+            field=place.field,
+            offset=self.base + extended.start,
+            end=self.base + self.position,
+            data_offset=self.base + data_at,
+            size=size,
+            data=data,
+            crc32=crc32,
+        )
+
+    def payload(self, size: int, crc32: int, *, name: str, start: int) -> tuple[bytes | None, int]:
+        """`size` data bytes (None above the cap), and the running checksum past their padding."""
+        padded = padded_size(size)
+        left = self.size - self.position
+        if padded > left:
+            raise self.fault(
+                f"the shard ends inside member {name!r}: its data needs {padded} bytes and "
+                f"{left} are left; the shard is cut short or damaged",
+                at=start,
+            )
+        if size <= self.max_member_bytes:
+            block = self.read(padded, what=f"member {name!r}")
+            return block[:size], zlib.crc32(block, crc32)
+        while padded:
+            block = self.read(min(padded, _COPY_BYTES), what=f"member {name!r}")
+            crc32 = zlib.crc32(block, crc32)
+            padded -= len(block)
+        return None, crc32
+
+    def read_extension(self, header: Header, extended: _Extended, *, at: int) -> None:
+        """A GNU long name or a pax header: notes the name and size it gives to the next member."""
+        if header.size > MAX_EXTENSION_BYTES:
+            raise self.fault(f"an extended header of {header.size} bytes", at=at)
+        block = self.read(padded_size(header.size), what="an extended header")
+        extended.blocks += block
+        data = block[: header.size]
+        if header.kind == b"L":
+            extended.name = decode_name(data.rstrip(b"\0"))
+        if header.kind not in (b"x", b"g"):
+            return
+        try:
+            records = pax_records(data)
+        except ValueError as error:
+            raise self.fault(str(error), at=at) from None
+        if any(key.startswith("GNU.sparse") for key in records):
+            raise self.fault("a sparse file; only regular files are read", at=at)
+        if header.kind == b"g":
+            if "path" in records or "size" in records:
+                raise self.fault("a global header that sets every member's path or size", at=at)
+            return
+        extended.name = records.get("path", extended.name)
+        if "size" in records:
+            if not records["size"].isdigit():
+                raise self.fault(f"a pax size of {records['size']!r}", at=at)
+            extended.size = int(records["size"])
+
+    def read(self, count: int, *, what: str) -> bytes:
+        """Exactly `count` bytes."""
+        data = self.stream.read(count)
+        if len(data) < count:
+            raise self.fault(
+                f"the shard ends inside {what}: {len(data)} of {count} bytes found; it is cut "
+                "short or damaged",
+                at=self.position,
+            )
+        self.position += count
+        return data
+
+    def check_end(self) -> None:
+        """The archive's end: two zero blocks, then nothing but zeros."""
+        if self.size == 0:
+            raise self.fault("the shard is empty (0 bytes)", at=0)
+        first = self.position - BLOCK_BYTES
+        rest = self.size - self.position
+        if rest < BLOCK_BYTES:
+            raise self.fault(
+                "the shard does not end with two zero blocks; it is cut short, and how many "
+                "samples are missing is unknown",
+                at=self.position,
+            )
+        while rest:
+            block = self.read(min(rest, _COPY_BYTES), what="the archive's end")
+            if any(block):
+                raise self.fault(
+                    "data after the archive's end (a zeroed header, or two tars in one file); "
+                    "what follows would be lost",
+                    at=first,
+                )
+            rest -= len(block)

@@ -1,0 +1,35 @@
+"""From a DataConfig to what makes the parts of its shards, and where they lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vlmpack.data.config import DataConfig
+from vlmpack.data.folders import default_cache_dir
+from vlmpack.data.index.lengths import LengthsBuilder, ShardBuilder
+from vlmpack.data.index.parts import BuildSettings, Progress
+from vlmpack.data.index.shard_index import IndexBuilder
+from vlmpack.data.protocols import Encoder
+from vlmpack.data.stores.fetch import Fetcher
+
+
+def make_builder(config: DataConfig, encoder: Encoder, fetcher: Fetcher) -> ShardBuilder:
+    """What indexes and measures the split's shards."""
+    index = IndexBuilder(fetcher, config.caps)
+    return ShardBuilder(index, LengthsBuilder(fetcher, index, index_folder(config), encoder))
+
+
+def index_folder(config: DataConfig) -> Path:
+    """Where the split's parts lie."""
+    return config.index_dir if config.index_dir is not None else default_cache_dir()
+
+
+def build_settings(config: DataConfig, progress: Progress | None) -> BuildSettings:
+    """How the split's parts are made."""
+    return BuildSettings(
+        directory=index_folder(config),
+        max_processes=config.index_processes,
+        stall_timeout_seconds=config.index_timeout_seconds,
+        preload=config.loader.preload,
+        progress=progress,
+    )

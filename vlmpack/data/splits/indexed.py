@@ -1,0 +1,102 @@
+"""A split whose samples are all known before the plan is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vlmpack.data.config import DataConfig
+from vlmpack.data.index.lengths import ShardBuilder
+from vlmpack.data.index.overlong import Fitted
+from vlmpack.data.index.parts import BuildSettings
+from vlmpack.data.index.table import Int64s, SampleRef
+from vlmpack.data.plan.batches import Cursors, Plan
+from vlmpack.data.plan.state import DataState, Identity
+from vlmpack.data.splits.prepare import (
+    dropped_samples,
+    make_plan,
+    prepare_split,
+    probed_samples,
+)
+from vlmpack.data.splits.split import OnDropped, bin_sizes
+from vlmpack.data.splits.summary import DataSummary, EpochLength, summarise
+from vlmpack.data.splits.survey import Survey
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedSplit:
+    """Every sample is known before the plan is made.
+
+    Args:
+        config: the split.
+        fitted: its samples.
+        identity: what decides its order.
+        plan: its global batches.
+    """
+
+    config: DataConfig
+    fitted: Fitted
+    identity: Identity
+    plan: Plan
+
+    def start(self, epoch: int = 0, first_pass: int = 0) -> Cursors:
+        """See Split."""
+        return self.plan.cursors(epoch, 0)
+
+    def ref(self, number: int) -> SampleRef:
+        """See Split."""
+        return self.fitted.table.ref(number)
+
+    def epoch_length(self) -> EpochLength:
+        """See Split."""
+        size = self.plan.epoch_size
+        return EpochLength(size, -(-size // self.config.global_batch_size), exact=True)
+
+    def numbers(self) -> list[tuple[str, Int64s]]:
+        """See Split."""
+        return [(source.name, source.numbers) for source in self.plan.sources]
+
+    def index_all(self) -> None:
+        """See Split."""
+
+    def usable_tokens(self) -> Int64s:
+        """See Split."""
+        return self.fitted.table.num_tokens[self.fitted.eligible]
+
+    def probed(self, count: int, state: DataState) -> list[SampleRef]:
+        """See Split."""
+        return probed_samples(self.fitted, count)
+
+    def summary(self) -> DataSummary:
+        """See Split."""
+        orders = [self.plan.window_order(0, w) for w in range(self.plan.num_windows)]
+        tokens = self.fitted.table.num_tokens[np.concatenate(orders)]
+        return summarise(
+            [self.fitted],
+            num_shards=len(self.fitted.table.shards),
+            epoch=self.epoch_length(),
+            tokens=tokens,
+            bins=bin_sizes(self.config, tokens.size),
+        )
+
+    def close(self) -> None:
+        """See Split."""
+
+
+def open_indexed(
+    config: DataConfig,
+    survey: Survey,
+    builder: ShardBuilder,
+    settings: BuildSettings,
+    on_dropped: OnDropped,
+) -> IndexedSplit:
+    """Indexes every shard and plans.
+
+    Raises:
+        DataError, EmptyDataError: see prepare_split.
+    """
+    prepared = prepare_split(config, survey, builder, settings)
+    plan = make_plan(config, prepared.fitted, survey.shuffle)
+    on_dropped(dropped_samples(prepared.fitted))
+    return IndexedSplit(config, prepared.fitted, prepared.identity, plan)

@@ -1,0 +1,261 @@
+"""The shards of a split whose index grows while the run goes on.
+
+A shard is indexed and measured in one pass when a window first needs it, or ahead of that by a
+helper process, or by another rank: whoever comes first. The parts in the index folder are all that
+they tell each other, so a helper that dies costs time and nothing else, and an error is met by
+every rank where it needs the shard.
+
+A sample's number is `shard * SHARD_STRIDE + row`, whatever else is indexed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vlmpack.data.cache.cached import CachedFetcher
+from vlmpack.data.config import DataConfig
+from vlmpack.data.index.lengths import (
+    LengthsBuilder,
+    ShardBuilder,
+    load_lengths,
+    open_lengths,
+    read_text,
+)
+from vlmpack.data.index.overlong import Fitted, apply_over_long
+from vlmpack.data.index.parts import (
+    POOL_MIN_BYTES,
+    BuildSettings,
+    Part,
+    part_for,
+    read_part,
+    share_parts,
+)
+from vlmpack.data.index.shard_index import load_index, open_index
+from vlmpack.data.index.table import Int64s, SampleRef, join_tables
+from vlmpack.data.loading.read import SkippedSample
+from vlmpack.data.splits.helpers import IndexHelpers
+from vlmpack.data.splits.prepare import check_faults, dropped_samples
+from vlmpack.data.stores.fetch import ShardStamp
+
+SHARD_STRIDE = 1 << 32
+MAX_KEPT_ROWS = 1 << 17
+HELPER_MIN_BYTES = 16 << 20
+"""What is less than this is indexed sooner than a process starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSamples:
+    """One shard, indexed and measured.
+
+    Args:
+        fitted: its samples and which may be used, numbered from 0.
+        numbers: (n,) the split's numbers of those that may.
+    """
+
+    fitted: Fitted
+    numbers: Int64s
+
+
+class ShardBook:
+    """What is known of a split's shards.
+
+    Args:
+        config: the split.
+        stamps: its shards, all sources one after the other.
+        builder: makes a shard's parts.
+        settings: how.
+        share, shares: which part of the work this process begins with.
+        on_dropped: told about over-long samples when their shard is first read.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        stamps: Sequence[ShardStamp],
+        builder: ShardBuilder,
+        settings: BuildSettings,
+        *,
+        share: int = 0,
+        shares: int = 1,
+        on_dropped: Callable[[Sequence[SkippedSample]], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.stamps = tuple(stamps)
+        self.builder = builder
+        self.settings = settings
+        self.share, self.shares = share, shares
+        self.on_dropped = on_dropped
+        self._counts: dict[int, int] = {}
+        self._met: set[int] = set()
+        self._kept: dict[int, ShardSamples] = {}
+        self._used: dict[int, int] = {}
+        self._window = 0
+        self._helpers = IndexHelpers()
+
+    def numbers(self, shard: int) -> Int64s:
+        """See streams.Shards.
+
+        Raises:
+            DataError: the shard cannot be indexed, or holds a sample that may not be skipped.
+        """
+        return self.samples(shard).numbers
+
+    def count(self, shard: int) -> int | None:
+        """See streams.Shards."""
+        return self._counts.get(shard)
+
+    @property
+    def num_known(self) -> int:
+        """Shards whose number of usable samples is known."""
+        return len(self._counts)
+
+    def samples(self, shard: int) -> ShardSamples:
+        """A shard's samples, kept for the window that is planned now and the one before."""
+        found = self._kept.get(shard)
+        if found is None:
+            found = self._kept[shard] = self._load(shard)
+            if shard not in self._met and self.on_dropped is not None:
+                self.on_dropped(self._numbered(shard, dropped_samples(found.fitted)))
+            self._met.add(shard)
+            self._counts[shard] = found.numbers.shape[0]
+        self._used[shard] = self._window
+        return found
+
+    def next_window(self) -> None:
+        """See streams.Shards. Older windows' shards stay, up to MAX_KEPT_ROWS samples."""
+        self._window += 1
+        rows = sum(kept.fitted.table.num_samples for kept in self._kept.values())
+        for shard in sorted(self._kept, key=lambda shard: self._used[shard]):
+            if rows <= MAX_KEPT_ROWS or self._used[shard] >= self._window - 2:
+                break
+            rows -= self._kept.pop(shard).fitted.table.num_samples
+
+    def glance(self, shard: int) -> Int64s:
+        """A shard's numbers, without keeping it."""
+        was_kept = shard in self._kept
+        numbers = self.numbers(shard)
+        if not was_kept:
+            del self._kept[shard]
+        return numbers
+
+    def exact_count(self, shard: int) -> int:
+        """How many usable samples a shard has; it is indexed first where it is not."""
+        if shard not in self._counts:
+            lengths = self.builder.lengths
+            part = part_for(lengths.index_dir, self.stamps[shard], lengths.rule)
+            table = read_part(part.path) if self.config.over_long != "shrink_images" else None
+            if table is None:
+                return int(self.glance(shard).shape[0])
+            tokens = table.column("num_tokens").to_numpy()
+            self._counts[shard] = int((tokens <= self.config.seq_length).sum())
+        return self._counts[shard]
+
+    def kept(self) -> list[Fitted]:
+        """The samples of the shards that are in memory, in the split's order."""
+        return [self._kept[shard].fitted for shard in sorted(self._kept)]
+
+    def num_tokens(self, number: int) -> int:
+        """A sample's length."""
+        shard, row = divmod(number, SHARD_STRIDE)
+        return int(self.samples(shard).fitted.table.num_tokens[row])
+
+    def ref(self, number: int) -> SampleRef:
+        """What a worker needs of one sample."""
+        shard, row = divmod(number, SHARD_STRIDE)
+        return replace(self.samples(shard).fitted.table.ref(row), number=number)
+
+    def make(self, shards: Sequence[int]) -> None:
+        """See streams.Shards. Other ranks that want the same shards do their share of them.
+
+        Raises:
+            DataError: as `numbers`.
+        """
+        self._fetch_ahead(shards[1:])
+        if sum(self.stamps[shard].size for shard in shards) >= POOL_MIN_BYTES:
+            self.make_ahead(shards[1:])
+        share_parts(
+            [self._part(shard) for shard in shards],
+            self.builder,
+            self.settings,
+            what="index",
+            share=self.share,
+            shares=self.shares,
+        )
+        for shard in shards:
+            self.samples(shard)
+
+    def make_ahead(self, shards: Sequence[int]) -> None:
+        """See streams.Shards. A process of its own does it, where it is worth its start."""
+        parts = [part for part in map(self._part, shards) if not Path(part.path).exists()]
+        self._fetch_ahead([shard for shard in shards if self._part(shard) not in parts])
+        if sum(part.stamp.size for part in parts) < HELPER_MIN_BYTES:
+            return
+        self._helpers.start(
+            parts, self.builder, self.settings, share=self.share, shares=self.shares
+        )
+
+    def _fetch_ahead(self, shards: Sequence[int]) -> None:
+        """Shards come to the cache before they are read: downloads beside the reader's work."""
+        fetcher = self.builder.fetcher
+        if isinstance(fetcher, CachedFetcher):
+            first = self.share * len(shards) // self.shares  # ranks begin at different ones
+            fetcher.prefetch([self.stamps[shard] for shard in [*shards[first:], *shards[:first]]])
+
+    def make_all(self) -> None:
+        """Indexes every shard, as a split is indexed that is planned as a whole.
+
+        Raises:
+            DataError: as `numbers`.
+        """
+        indexes = open_index(self.stamps, self.builder, self.settings)
+        open_lengths(indexes, self.builder.lengths, self.settings)
+
+    def all_made(self) -> bool:
+        """Whether every shard has its parts in the index folder."""
+        lengths = self.builder.lengths
+        return all(
+            Path(self._part(shard).path).exists()
+            and Path(part_for(lengths.index_dir, stamp, lengths.rule).path).exists()
+            for shard, stamp in enumerate(self.stamps)
+        )
+
+    def close(self) -> None:
+        """Ends what indexes or fetches ahead, within seconds whatever a store does."""
+        if isinstance(self.builder.fetcher, CachedFetcher):
+            self.builder.fetcher.stop_prefetch()
+        self._helpers.close()
+
+    def _part(self, shard: int) -> Part:
+        return part_for(self.settings.directory, self.stamps[shard], self.builder.rule)
+
+    def _load(self, shard: int) -> ShardSamples:
+        part = self._part(shard)
+        share_parts([part], self.builder, self.settings, what="index")
+        index = load_index(part, self.builder)
+        lengths: LengthsBuilder = self.builder.lengths
+        beside = part_for(lengths.index_dir, part.stamp, lengths.rule)
+        share_parts([beside], lengths, self.settings, what="lengths")
+        table = join_tables([([index], [load_lengths(beside, index, lengths)])])
+        check_faults(table, self.config)
+
+        def text(row: int) -> Any:
+            place: dict[str, Any] = index.table.slice(row, 1).to_pylist()[0]
+            return read_text(self.builder.fetcher, part.stamp, place)
+
+        fitted = apply_over_long(
+            table,
+            policy=self.config.over_long,
+            max_tokens=self.config.seq_length,
+            encoder=lengths.encoder,
+            read_text=text,
+        )
+        rows = np.flatnonzero(fitted.eligible).astype(np.int64)
+        return ShardSamples(fitted, rows + shard * SHARD_STRIDE)
+
+    def _numbered(self, shard: int, holes: Sequence[SkippedSample]) -> list[SkippedSample]:
+        return [replace(hole, number=hole.number + shard * SHARD_STRIDE) for hole in holes]

@@ -1,0 +1,80 @@
+"""A split as the pipeline uses it: all indexed before the plan, or indexed as the run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from vlmpack.data.config import DataConfig
+from vlmpack.data.index.overlong import Fitted
+from vlmpack.data.index.table import Int64s, SampleRef
+from vlmpack.data.loading.read import SkippedSample
+from vlmpack.data.plan.batches import Cursors, Plan
+from vlmpack.data.plan.state import DataState, Identity
+from vlmpack.data.plan.windows import WindowPlan
+from vlmpack.data.splits.summary import DataSummary, EpochLength
+
+OnDropped = Callable[[Sequence[SkippedSample]], None]
+
+
+class Split(Protocol):
+    """What the pipeline asks of a split."""
+
+    @property
+    def plan(self) -> Plan | WindowPlan:
+        """Its global batches."""
+
+    @property
+    def identity(self) -> Identity:
+        """What decides its order."""
+
+    @property
+    def fitted(self) -> Fitted:
+        """All its samples, numbered from 0 in index order."""
+
+    def start(self, epoch: int = 0, first_pass: int = 0) -> Cursors:
+        """The cursors of an epoch's first window.
+
+        Args:
+            epoch: which.
+            first_pass: of the sources, where shards are indexed as the run goes on.
+        """
+
+    def ref(self, number: int) -> SampleRef:
+        """What a worker needs of a sample, by its number in the plan."""
+
+    def epoch_length(self) -> EpochLength:
+        """How long an epoch is, as far as that is known."""
+
+    def numbers(self) -> list[tuple[str, Int64s]]:
+        """(name, usable samples by their number in the plan) of each source, all indexed."""
+
+    def index_all(self) -> None:
+        """Indexes what is not indexed yet, so that `epoch_length` is exact."""
+
+    def usable_tokens(self) -> Int64s:
+        """(n,) the lengths of the usable samples that are known."""
+
+    def probed(self, count: int, state: DataState) -> list[SampleRef]:
+        """A few samples whose predicted lengths are worth a check.
+
+        Args:
+            state: where the run begins or goes on.
+        """
+
+    def summary(self) -> DataSummary:
+        """Its figures."""
+
+    def close(self) -> None:
+        """Ends what works in the background."""
+
+
+def bin_sizes(config: DataConfig, count: int) -> list[int]:
+    """Samples in each bin of `count` samples: micro-batches that never cross a global batch."""
+    whole, part = config.global_batch_size, config.micro_batch_size
+    return [
+        min(part, stop - at)
+        for start in range(0, count, whole)
+        for stop in (min(start + whole, count),)
+        for at in range(start, stop, part)
+    ]

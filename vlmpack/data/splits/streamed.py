@@ -1,0 +1,233 @@
+"""A split whose shards are indexed in plan order, ahead of use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vlmpack.data.config import DataConfig
+from vlmpack.data.forkserver import start_server
+from vlmpack.data.index.lengths import LENGTHS_RULE, ShardBuilder
+from vlmpack.data.index.overlong import Fitted
+from vlmpack.data.index.parts import BuildSettings
+from vlmpack.data.index.table import Int64s, SampleRef
+from vlmpack.data.plan.batches import Cursors, FixedPacker, Position, window_samples
+from vlmpack.data.plan.blend import draws_per_source
+from vlmpack.data.plan.state import DataState, Identity
+from vlmpack.data.plan.streams import StreamSource
+from vlmpack.data.plan.windows import WINDOW_RULE, WindowPlan
+from vlmpack.data.splits.prepare import (
+    check_not_empty,
+    prepare_split,
+    short_digest,
+    split_identity,
+)
+from vlmpack.data.splits.shard_book import HELPER_MIN_BYTES, ShardBook
+from vlmpack.data.splits.split import OnDropped, bin_sizes
+from vlmpack.data.splits.summary import DataSummary, EpochLength, summarise
+from vlmpack.data.splits.survey import DataLaunch, Survey
+from vlmpack.errors import RecipeError
+
+MAX_SPREAD = 8
+"""Shards that ranks index at the same time before any count is known."""
+
+MAX_COUNTED = 2000
+"""Parts that are read for the length of an epoch alone."""
+
+
+@dataclass(slots=True)
+class StreamedSplit:
+    """Shards are indexed in plan order, ahead of use.
+
+    Args:
+        config: the split.
+        survey: its shards.
+        book: what is known of them.
+        plan: its global batches.
+        identity: what decides its order.
+        position, cursors: the window that this launch begins with; figures are taken from it.
+    """
+
+    config: DataConfig
+    survey: Survey
+    book: ShardBook
+    plan: WindowPlan
+    identity: Identity
+    position: Position = field(default_factory=Position)
+    cursors: Cursors = ()
+    _fitted: Fitted | None = None
+    _asked: bool = False
+
+    def start(self, epoch: int = 0, first_pass: int = 0) -> Cursors:
+        """See Split."""
+        return self.plan.start(first_pass)
+
+    def ref(self, number: int) -> SampleRef:
+        """See Split."""
+        return self.book.ref(number)
+
+    def epoch_length(self) -> EpochLength:
+        """See Split. Exact where every shard has its parts: then they are read, unless they are
+        very many and nobody called `index_all`."""
+        whole = self.config.global_batch_size
+        if self.plan.weighted:
+            size = sum(source.num_draws or 0 for source in self.plan.sources)
+            return EpochLength(size, -(-size // whole), exact=True)
+        shards = range(len(self.book.stamps))
+        few = len(shards) <= MAX_COUNTED or self._asked
+        if self.book.num_known == len(shards) or (few and self.book.all_made()):
+            total = sum(self.book.exact_count(shard) for shard in shards)
+            return EpochLength(total, -(-total // whole), exact=True)
+        self._first_order()
+        known = [shard for shard in shards if self.book.count(shard) is not None]
+        num_bytes = sum(stamp.size for stamp in self.book.stamps)
+        rate = sum(self.book.count(shard) or 0 for shard in known) / sum(
+            max(1, self.book.stamps[shard].size) for shard in known
+        )
+        total = max(1, round(rate * num_bytes))
+        return EpochLength(total, -(-total // whole), exact=False)
+
+    def index_all(self) -> None:
+        """See Split."""
+        self.book.make_all()
+        self._asked = True
+
+    @property
+    def fitted(self) -> Fitted:
+        """See Split: every shard is indexed first."""
+        if self._fitted is None:
+            book = self.book
+            prepared = prepare_split(self.config, self.survey, book.builder, book.settings)
+            self._fitted = prepared.fitted
+        return self._fitted
+
+    def numbers(self) -> list[tuple[str, Int64s]]:
+        """See Split."""
+        found = []
+        for source in self.plan.sources:
+            shards = range(source.first, source.first + source.num_shards)
+            found.append((source.name, np.concatenate([self.book.glance(s) for s in shards])))
+        return found
+
+    def usable_tokens(self) -> Int64s:
+        """See Split: of the shards that the first window needed."""
+        self._first_order()
+        kept = self.book.kept()
+        return np.concatenate([one.table.num_tokens[one.eligible] for one in kept])
+
+    def probed(self, count: int, state: DataState) -> list[SampleRef]:
+        """See Split: of the window that the run begins with, which is indexed first.
+
+        Raises:
+            EmptyDataError: that window needs every shard, and none has a usable sample.
+        """
+        self.position, self.cursors = state.position, state.cursors
+        order = self._first_order()
+        kept = self.book.kept()
+        if len(kept) == len(self.book.stamps):  # else there may be usable samples further on
+            check_not_empty(kept, self.config)
+        places = np.linspace(0, order.size - 1, num=min(count, order.size)).astype(np.int64)
+        refs = [self.ref(number) for number in sorted(order[places].tolist())]
+        return [ref for ref in refs if ref.reason is None]
+
+    def summary(self) -> DataSummary:
+        """See Split."""
+        order = self._first_order()
+        tokens = np.asarray([self.book.num_tokens(n) for n in order.tolist()], dtype=np.int64)
+        return summarise(
+            self.book.kept(),
+            num_shards=len(self.book.stamps),
+            epoch=self.epoch_length(),
+            tokens=tokens,
+            bins=bin_sizes(self.config, tokens.size),
+        )
+
+    def close(self) -> None:
+        """See Split."""
+        self.book.close()
+
+    def _first_order(self) -> Int64s:
+        cursors = self.cursors or self.start()
+        window = self.plan.plan_window(self.position.epoch, self.position.window, cursors)
+        if not window.order.size:  # earlier versions saved states behind an epoch's last sample
+            self.position, self.cursors = Position(self.position.epoch + 1), window.cursors
+            window = self.plan.plan_window(self.position.epoch, 0, window.cursors)
+        return window.order
+
+
+def open_streamed(
+    config: DataConfig,
+    survey: Survey,
+    builder: ShardBuilder,
+    settings: BuildSettings,
+    on_dropped: OnDropped,
+    launch: DataLaunch,
+) -> StreamedSplit:
+    """Plans without an index.
+
+    The identity holds the shards' sizes and versions, since nothing else is known of them: a local
+    folder that was copied without its time stamps counts as other data.
+
+    Raises:
+        RecipeError: weights without `epoch_size`, while nobody knows how many samples there are.
+    """
+    stamps = [stamp for shards in survey.sources for stamp in shards]
+    if sum(stamp.size for stamp in stamps) >= HELPER_MIN_BYTES:
+        start_server(settings.preload)  # it imports while the first window is indexed
+    book = ShardBook(
+        config,
+        stamps,
+        builder,
+        settings,
+        share=launch.share,
+        shares=launch.shares,
+        on_dropped=on_dropped,
+    )
+    draws: Sequence[int | None] = [None] * len(survey.sources)
+    if config.weighted:
+        weights = [source.weight or 0.0 for source in config.sources]
+        draws = draws_per_source(weights, config.epoch_size or _count_all(config, book))
+    sources, first = [], 0
+    for source, shards, count in zip(config.sources, survey.sources, draws, strict=True):
+        sizes = tuple(max(1, stamp.size) for stamp in shards)
+        sources.append(StreamSource(source.name, first, sizes, count))
+        first += len(shards)
+    plan = WindowPlan(
+        sources,
+        book,
+        seed=config.seed,
+        window=window_samples(config.global_batch_size),
+        packer=FixedPacker(config.global_batch_size, config.micro_batch_size),
+        spread=min(launch.shares, MAX_SPREAD),
+        key=config.key,
+    )
+    contents = [
+        (
+            f"{len(shards)} shards, {sum(stamp.size for stamp in shards)} bytes",
+            short_digest("\n".join(f"{stamp.size} {stamp.version}" for stamp in shards)),
+        )
+        for shards in survey.sources
+    ]
+    identity = split_identity(
+        config,
+        survey.shuffle,
+        builder.lengths.encoder,
+        rule=WINDOW_RULE,
+        lengths=LENGTHS_RULE,
+        contents=contents,
+    )
+    return StreamedSplit(config, survey, book, plan, identity)
+
+
+def _count_all(config: DataConfig, book: ShardBook) -> int:
+    if not book.all_made():
+        raise RecipeError(
+            [
+                "data.epoch_size: missing; with weights an epoch is a number of draws, by default "
+                f"the sum of all samples, but {len(book.stamps)} shards of {config.key} are not "
+                "all indexed. Set data.epoch_size, or run `vlmpack index` first"
+            ]
+        )
+    return sum(book.exact_count(shard) for shard in range(len(book.stamps)))

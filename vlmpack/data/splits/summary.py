@@ -1,0 +1,143 @@
+"""What a split holds, in numbers a person reads before training starts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vlmpack.data.index.overlong import Fitted
+from vlmpack.data.index.table import Int64s
+
+PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSummary:
+    """The figures of one split, or of that part of it which is indexed when the run starts.
+
+    Args:
+        num_shards: of the split.
+        num_indexed: of these, the shards that the figures are taken from.
+        num_samples: in these, bad samples included.
+        num_usable: samples that an epoch can train on.
+        num_dropped: over-long samples that the plan leaves out.
+        num_shrunk: samples whose images are made smaller to fit.
+        num_bad: error class -> samples already known to be bad; they stay as holes.
+        num_tokens, num_image_tokens, num_label_tokens: of the usable samples, once each.
+        length_percentiles: percentile -> tokens, of the usable samples; 0 where there is none.
+        epoch_samples, epoch_steps: draws and global batches of an epoch.
+        epoch_is_exact: whether these two are counted; else they are estimated from the shards'
+            sizes.
+        epoch_tokens: tokens of the first epoch's draws; where not every shard is indexed, here and
+            below, of the first window's.
+        padded_slots: slots of the first epoch's micro-batches in mode `none`, each padded to its
+            longest sample.
+        packed_slots: slots of the same micro-batches as packed rows, without alignment.
+    """
+
+    num_shards: int
+    num_indexed: int
+    num_samples: int
+    num_usable: int
+    num_dropped: int
+    num_shrunk: int
+    num_bad: dict[str, int]
+    num_tokens: int
+    num_image_tokens: int
+    num_label_tokens: int
+    length_percentiles: dict[int, int]
+    epoch_samples: int
+    epoch_steps: int
+    epoch_is_exact: bool
+    epoch_tokens: int
+    padded_slots: int
+    packed_slots: int
+
+    @property
+    def padding_removed(self) -> int:
+        """Slots that packing saves in the first epoch."""
+        return self.padded_slots - self.packed_slots
+
+
+@dataclass(frozen=True, slots=True)
+class EpochLength:
+    """How long an epoch is.
+
+    Args:
+        num_samples: draws.
+        num_steps: global batches, the last perhaps short.
+        exact: whether they are counted or estimated.
+    """
+
+    num_samples: int
+    num_steps: int
+    exact: bool
+
+
+def summarise(
+    fitted: Sequence[Fitted],
+    *,
+    num_shards: int,
+    epoch: EpochLength,
+    tokens: Int64s,
+    bins: Sequence[int],
+) -> DataSummary:
+    """The figures of a split.
+
+    Args:
+        fitted: its samples, as far as they are known, after the over-long policy.
+        num_shards: of the split.
+        epoch: how long an epoch is.
+        tokens: (n,) of the planned samples, in plan order.
+        bins: samples in each of their bins, in plan order.
+    """
+    good = [np.flatnonzero(one.eligible & ~one.table.bad) for one in fitted]
+
+    def column(name: str) -> Int64s:
+        pairs = zip(fitted, good, strict=True)
+        columns = [getattr(one.table, name)[rows] for one, rows in pairs]
+        return np.concatenate([np.empty(0, np.int64), *columns])
+
+    lengths = column("num_tokens")
+    faults = Counter(kind for one in fitted for kind, _ in one.table.faults.values())
+    padded, packed = count_slots(tokens, np.asarray(bins, dtype=np.int64))
+    return DataSummary(
+        num_shards=num_shards,
+        num_indexed=sum(len(one.table.shards) for one in fitted),
+        num_samples=sum(one.table.num_samples for one in fitted),
+        num_usable=int(lengths.size),
+        num_dropped=sum(len(one.dropped) for one in fitted),
+        num_shrunk=sum(len(one.table.shrunk) for one in fitted),
+        num_bad=dict(sorted(faults.items())),
+        num_tokens=int(lengths.sum()),
+        num_image_tokens=int(column("num_image_tokens").sum()),
+        num_label_tokens=int(column("num_label_tokens").sum()),
+        length_percentiles={
+            percent: int(np.percentile(lengths, percent, method="nearest")) if lengths.size else 0
+            for percent in PERCENTILES
+        },
+        epoch_samples=epoch.num_samples,
+        epoch_steps=epoch.num_steps,
+        epoch_is_exact=epoch.exact,
+        epoch_tokens=int(tokens.sum()),
+        padded_slots=padded,
+        packed_slots=packed,
+    )
+
+
+def count_slots(lengths: Int64s, bins: Int64s) -> tuple[int, int]:
+    """(slots when every bin is padded to its longest sample, slots when it is packed).
+
+    Args:
+        lengths: (n,) tokens of each sample in plan order; 0 for a hole.
+        bins: (b,) samples in each bin, in order; they sum to n.
+    """
+    if not bins.size:
+        return 0, 0
+    starts = np.concatenate(([0], np.cumsum(bins)))[:-1]
+    longest = np.maximum.reduceat(lengths, starts)
+    rows = np.add.reduceat((lengths > 0).astype(np.int64), starts)
+    return int((longest * rows).sum()), int(lengths.sum())

@@ -1,0 +1,104 @@
+"""What a split consists of, before anything is indexed: its shards, and how far it is shuffled.
+
+One rank makes the survey and tells the others, so that a store is listed once and all ranks agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vlmpack.addresses import is_remote
+from vlmpack.data.config import DataConfig
+from vlmpack.data.index.parts import part_for
+from vlmpack.data.plan.batches import Shuffle
+from vlmpack.data.plan.state import DataState
+from vlmpack.data.protocols import Encoder
+from vlmpack.data.splits.building import index_folder, make_builder
+from vlmpack.data.stores.fetch import Fetcher, ShardStamp
+from vlmpack.data.stores.sources import stamped_shards
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """One split's shards.
+
+    Args:
+        sources: per source, its shards in order.
+        shuffle: `auto` settled.
+    """
+
+    sources: tuple[tuple[ShardStamp, ...], ...]
+    shuffle: Shuffle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataLaunch:
+    """What a launch knows of a split before it is opened.
+
+    Args:
+        survey: its shards, where another rank has listed them.
+        resume: where the run goes on. It settles `shuffle: auto`, and its window is the first that
+            is indexed.
+        share, shares: which part of the indexing this process begins with.
+    """
+
+    survey: Survey | None = None
+    resume: DataState | None = None
+    share: int = 0
+    shares: int = 1
+
+
+def survey_split(
+    config: DataConfig, encoder: Encoder, fetcher: Fetcher, resume: DataState | None = None
+) -> Survey:
+    """Lists the shards of a split and settles its shuffle.
+
+    Args:
+        config: the split.
+        encoder: measures its samples.
+        fetcher: where shards lie.
+        resume: where the run goes on, if it does.
+
+    Raises:
+        RecipeError: a pattern that matches nothing.
+        DataError: a shard that is out of reach.
+    """
+    sources = []
+    for source in config.sources:
+        name = config.key if len(config.sources) == 1 else f"{config.key}.{source.name}"
+        sources.append(stamped_shards(source.paths, key=name, fetcher=fetcher))
+    shuffle = config.shuffle
+    if shuffle == "auto":
+        stamps = [stamp for shards in sources for stamp in shards]
+        shuffle = _settled(resume) or settle_shuffle(
+            stamps,
+            rule=make_builder(config, encoder, fetcher).rule,
+            directory=index_folder(config),
+            max_bytes=config.index_first_bytes,
+        )
+    return Survey(tuple(sources), shuffle)
+
+
+def _settled(resume: DataState | None) -> Shuffle | None:
+    match None if resume is None else resume.identity.get("data.shuffle"):
+        case "global":
+            return "global"
+        case "window":
+            return "window"
+    return None
+
+
+def settle_shuffle(
+    stamps: Sequence[ShardStamp], *, rule: str, directory: Path, max_bytes: int
+) -> Shuffle:
+    """What `auto` means for a run that begins: `window` where indexing first would take long.
+
+    That is where any shard is remote, or where the local shards without an index part hold more
+    than `max_bytes`.
+    """
+    if any(is_remote(stamp.path) for stamp in stamps):
+        return "window"
+    new = [s.size for s in stamps if not Path(part_for(directory, s, rule).path).exists()]
+    return "window" if sum(new) > max_bytes else "global"

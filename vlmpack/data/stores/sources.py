@@ -1,0 +1,227 @@
+"""From what the user wrote to a list of shards: paths, addresses, brace ranges, globs.
+
+`train-{000..003}.tar`, `{a,b}/train.tar`, `shards/*.tar` and `s3://bucket/train-*.tar` all work.
+The order is the pattern's own (globs sorted), so the shard list, and with it the plan, is the same
+on every machine.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from vlmpack.addresses import OBJECT_SCHEMES, REMOTE_SCHEMES, scheme_of, secret_in
+from vlmpack.data.stores.fetch import Fetcher, ShardStamp, stamp_shards
+from vlmpack.errors import DataError, RecipeError
+
+MAX_EXPANDED = 1_000_000
+
+_BRACES = re.compile(r"(?<!\$)\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_COLON = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?=//|.)")
+_SAME_IN_LIST_AND_HEAD = ("s3",)
+"""Stores whose listing has the ETag that a request has, quotes and all."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundShard:
+    """A shard that a pattern names.
+
+    Args:
+        path: absolute, or an address.
+        stamp: where a listing told it.
+    """
+
+    path: str
+    stamp: ShardStamp | None = None
+
+
+def expand_shards(
+    patterns: Sequence[str], *, key: str, fetcher: Fetcher | None = None
+) -> tuple[str, ...]:
+    """All shards of a source, in order, as absolute paths or addresses.
+
+    Args:
+        patterns: what the recipe says.
+        key: the recipe's key, for messages ("data.train").
+        fetcher: lists stores, for globs in addresses.
+
+    Raises:
+        RecipeError: every pattern with an unsupported scheme, every pattern that matches nothing,
+            every shard that is not there, and every shard named twice.
+        DataError: a store that cannot be listed.
+    """
+    return tuple(shard.path for shard in find_shards(patterns, key=key, fetcher=fetcher))
+
+
+def stamped_shards(
+    patterns: Sequence[str], *, key: str, fetcher: Fetcher
+) -> tuple[ShardStamp, ...]:
+    """All shards of a source, in order, with their versions: one listing, and else one look each.
+
+    Args:
+        patterns, key, fetcher: see `expand_shards`.
+
+    Raises:
+        RecipeError: see `expand_shards`.
+        DataError: a store that cannot be listed, or the first shard that cannot be reached.
+    """
+    shards = find_shards(patterns, key=key, fetcher=fetcher)
+    known = {shard.path: shard.stamp for shard in shards if shard.stamp is not None}
+    rest = [shard.path for shard in shards if shard.path not in known]
+    known.update(zip(rest, stamp_shards(fetcher, rest), strict=True))
+    return tuple(known[shard.path] for shard in shards)
+
+
+def find_shards(
+    patterns: Sequence[str], *, key: str, fetcher: Fetcher | None = None
+) -> list[FoundShard]:
+    """All shards of a source, in order, each with its version where a listing told it.
+
+    Args:
+        patterns, key, fetcher: see `expand_shards`.
+
+    Raises:
+        RecipeError, DataError: see `expand_shards`.
+    """
+    problems: list[str] = []
+    shards: list[FoundShard] = []
+    if not patterns:
+        problems.append(f"{key}: names no shard; give a path such as 'shards/train-*.tar'")
+    for pattern in patterns:
+        if secret := secret_in(pattern):
+            problems.append(f"{key}: a {scheme_of(pattern)}:// address {secret}")
+            continue
+        try:
+            shards.extend(_expand_one(pattern, fetcher))
+        except ValueError as error:
+            problems.append(f"{key}: {pattern!r} {error}")
+    seen: set[str] = set()
+    for shard in shards:
+        if shard.path in seen:
+            problems.append(f"{key}: {shard.path!r} is named twice; each shard may be read once")
+        seen.add(shard.path)
+    if problems:
+        raise RecipeError(problems)
+    return shards
+
+
+def _expand_one(pattern: str, fetcher: Fetcher | None) -> list[FoundShard]:
+    """The shards of one pattern; ValueError completes the sentence "data.train: 'x' ..."."""
+    if scheme_of(pattern) in REMOTE_SCHEMES:
+        return [
+            shard for name in _expand_braces(pattern) for shard in _expand_address(name, fetcher)
+        ]
+    path = _local_path(pattern)
+    found: list[str] = []
+    missing: list[str] = []
+    for name in _expand_braces(path):
+        if glob.has_magic(name):
+            found_here = sorted(glob.glob(name))  # noqa: PTH207 - patterns may be absolute
+            matches = [match for match in found_here if Path(match).is_file()]
+        else:
+            matches = [name] if Path(name).is_file() else []
+            if Path(name).is_dir():
+                raise ValueError(f"is a folder; name its shards, for example '{name}/*.tar'")
+        if not matches:
+            missing.append(name)
+        found.extend(str(Path(match).absolute()) for match in matches)
+    if not found:
+        raise ValueError(f"matches no file (from {Path.cwd()})")
+    if missing:
+        shown = ", ".join(repr(name) for name in missing[:5])
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise ValueError(f"matches {len(found)} files, but these are missing: {shown}{more}")
+    return [FoundShard(path) for path in found]
+
+
+def _expand_address(name: str, fetcher: Fetcher | None) -> list[FoundShard]:
+    """One address, its braces gone; those without a glob are looked for when they are stamped."""
+    scheme = scheme_of(name)
+    place, _, file = name.partition("://")[2].partition("/")
+    if not place or not file or name.endswith("/"):
+        raise ValueError(f"names no shard; expected {scheme}://.../train-000.tar")
+    if scheme not in OBJECT_SCHEMES:
+        if any(sign in file.partition("?")[0] for sign in "*[") or ("?" in file and scheme == "hf"):
+            raise ValueError(
+                f"has a glob, but {scheme}:// files cannot be listed; write the shards out with a "
+                "brace range such as train-{000..031}.tar"
+            )
+        return [FoundShard(name)]
+    if glob.has_magic(place):
+        raise ValueError("has a glob in the name of the bucket; name the bucket")
+    if not glob.has_magic(file):
+        return [FoundShard(name)]
+    if fetcher is None:
+        raise ValueError("has a glob, and no store to list was given")
+    literal = file[: re.search(r"[*?\[]", file).start()]  # type: ignore[union-attr]
+    folder = literal[: literal.rfind("/") + 1]
+    try:
+        listed = fetcher.list_shards(f"{scheme}://{place}/{folder}")
+    except DataError as error:
+        raise error.located(shard=name) from None
+    matches = [
+        FoundShard(stamp.path, stamp if scheme in _SAME_IN_LIST_AND_HEAD else None)
+        for stamp in sorted(listed, key=lambda stamp: stamp.path)
+        if _matches(stamp.path.partition("://")[2].partition("/")[2], file)
+    ]
+    if not matches:
+        raise ValueError(f"matches none of the {len(listed)} objects in {place}/{folder}")
+    return matches
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """As a shell does: a glob stays within one folder."""
+    parts, wanted = name.split("/"), pattern.split("/")
+    return len(parts) == len(wanted) and all(
+        fnmatch.fnmatchcase(part, want) for part, want in zip(parts, wanted, strict=True)
+    )
+
+
+def _local_path(pattern: str) -> str:
+    """The pattern as a local path; ValueError for every scheme but `file`."""
+    scheme = _COLON.match(pattern)
+    if scheme is None or Path(pattern).exists():
+        return str(Path(pattern).expanduser())
+    name = scheme.group(1).lower()
+    if name == "file":
+        parts = urlsplit(pattern.replace("?", "%3F").replace("#", "%23"))
+        if parts.netloc not in ("", "localhost"):
+            raise ValueError(f"names the host {parts.netloc!r}; write file:///absolute/path")
+        return unquote(parts.path)
+    if name == "pipe":
+        raise ValueError("starts a program; 'pipe:' is never run. Give the shard's own path")
+    raise ValueError(
+        f"has the scheme '{name}:', which is not read; use a path, file://, "
+        + ", ".join(f"{known}://" for known in REMOTE_SCHEMES)
+    )
+
+
+def _expand_braces(pattern: str) -> list[str]:
+    """`a{0..2}{x,y}` -> six names; numbers keep the width of the first bound."""
+    match = _BRACES.search(pattern)
+    if match is None:
+        return [pattern]
+    bounds = _RANGE.fullmatch(match.group(1))
+    if bounds is None:
+        choices = match.group(1).split(",")
+        if len(choices) < 2:
+            raise ValueError(f"has braces that are neither a range nor a list: {match.group(0)!r}")
+    else:
+        first, last = int(bounds.group(1)), int(bounds.group(2))
+        if last < first:
+            raise ValueError(f"has an empty range {match.group(0)!r}: {last} comes before {first}")
+        if last - first >= MAX_EXPANDED:
+            raise ValueError(f"has a range of {last - first + 1} names; at most {MAX_EXPANDED}")
+        width = len(bounds.group(1))
+        choices = [str(number).zfill(width) for number in range(first, last + 1)]
+    head, tail = pattern[: match.start()], pattern[match.end() :]
+    tails = _expand_braces(tail)
+    if len(choices) * len(tails) > MAX_EXPANDED:
+        raise ValueError(f"expands to more than {MAX_EXPANDED} names")
+    return [head + choice + rest for choice in choices for rest in tails]

@@ -1,0 +1,10 @@
+"""Other people's formats -> WebDataset shards and their index, in one pass.
+
+records.py reads (JSONL, LLaVA's json, parquet folders), chat.py finds turns and images in a record,
+images.py fetches image bytes inside one root, shards.py writes and indexes.
+"""
+
+from vlmpack.data.tools.convert.convert import ConvertReport, ConvertSettings, convert
+from vlmpack.data.tools.convert.records import FORMATS, open_records
+
+__all__ = ["FORMATS", "ConvertReport", "ConvertSettings", "convert", "open_records"]

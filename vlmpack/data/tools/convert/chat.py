@@ -1,0 +1,200 @@
+"""One record -> the turns as our shards hold them, and the images they show, in order.
+
+Two shapes are known. `messages`: role and content, where content is text or a list of parts
+({"type": "text"}, {"type": "image", "image": ...}, {"type": "image_url", ...}). `conversations`:
+from and value, LLaVA's. The images of a record are named by its parts, or by `image` or `images`;
+in the second case `<image>` in the text marks the places, unless parts without a name do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from vlmpack.data.shards.schemas import IMAGE_MARKER
+from vlmpack.errors import DataError
+
+ImageSource = str | bytes
+"""A path relative to the image root, or the encoded file itself."""
+
+_ROLES = {
+    "messages": {"system": "system", "user": "user", "assistant": "assistant"},
+    "conversations": {
+        "system": "system",
+        "human": "user",
+        "user": "user",
+        "gpt": "assistant",
+        "assistant": "assistant",
+    },
+}
+_FIELDS = {"messages": ("role", "content"), "conversations": ("from", "value")}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTurns:
+    """A record without its image bytes.
+
+    Args:
+        turns: role and parts; an image part is None.
+        images: where each image part's bytes are, in order.
+    """
+
+    turns: tuple[tuple[str, tuple[str | None, ...]], ...]
+    images: tuple[ImageSource, ...]
+
+    def messages(self, names: tuple[str, ...]) -> list[dict[str, Any]]:
+        """The `messages` of a shard's JSON, its images under these member names."""
+        left = iter(names)
+        messages: list[dict[str, Any]] = []
+        for role, parts in self.turns:
+            if len(parts) == 1 and parts[0] is not None:
+                messages.append({"role": role, "content": parts[0]})
+                continue
+            content = [
+                {"type": "image", "image": next(left)}
+                if part is None
+                else {"type": "text", "text": part}
+                for part in parts
+            ]
+            messages.append({"role": role, "content": content})
+        return messages
+
+
+def chat_turns(record: dict[str, Any]) -> ChatTurns:
+    """Turns and images of a record.
+
+    Raises:
+        DataError: class `schema`; says what was found and what was expected.
+    """
+    schemas = [name for name in _FIELDS if name in record]
+    if len(schemas) != 1:
+        found = ", ".join(repr(name) for name in sorted(record)[:8]) or "nothing"
+        raise _fault(f"expected exactly one of 'messages' and 'conversations', found {found}")
+    schema = schemas[0]
+    turns = record[schema]
+    if isinstance(turns, str):  # a parquet column of JSON text
+        try:
+            turns = json.loads(turns)
+        except (ValueError, RecursionError) as error:
+            raise _fault(f"{schema!r} is text that is no JSON: {error}") from None
+    if not isinstance(turns, list) or not turns:
+        raise _fault(f"{schema!r} is {_kind(turns)}; expected a list of turns")
+    named = _named_images(record)
+    parts: list[list[str | ImagePlace]] = []
+    roles = []
+    for place, turn in enumerate(turns):
+        where = f"{schema}[{place}]"
+        role, content = _turn(turn, schema, where)
+        roles.append(role)
+        parts.append(list(_parts(content, where)))
+    places = [part for row in parts for part in row if isinstance(part, ImagePlace)]
+    if named is not None and not places:
+        parts = [list(_by_markers(row)) for row in parts]
+        places = [part for row in parts for part in row if isinstance(part, ImagePlace)]
+    images = _resolve(places, named)
+    return ChatTurns(
+        turns=tuple(
+            (role, tuple(part if isinstance(part, str) else None for part in row) or ("",))
+            for role, row in zip(roles, parts, strict=True)
+        ),
+        images=images,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePlace:
+    """An image part; its source is None where the record names its images elsewhere."""
+
+    source: ImageSource | None
+
+
+def _turn(turn: object, schema: str, where: str) -> tuple[str, object]:
+    if not isinstance(turn, dict):
+        raise _fault(f"{where} is {_kind(turn)}; expected an object")
+    role_field, content_field = _FIELDS[schema]
+    role, roles = turn.get(role_field), _ROLES[schema]
+    if not isinstance(role, str) or role not in roles:
+        expected = ", ".join(repr(name) for name in roles)
+        raise _fault(f"{where} has the {role_field} {role!r}; expected one of {expected}")
+    return roles[role], turn.get(content_field)
+
+
+def _parts(content: object, where: str) -> Iterator[str | ImagePlace]:
+    if isinstance(content, str):
+        yield content
+        return
+    if not isinstance(content, list) or not content:
+        raise _fault(f"{where} has the content {_kind(content)}; expected text or a list of parts")
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            yield part["text"]
+        elif kind == "image":
+            source = part.get("image", part.get("url", part.get("path")))
+            yield ImagePlace(None if source is None else _source(source, f"{where}[{number}]"))
+        elif kind == "image_url":
+            url = part.get("image_url")
+            url = url.get("url") if isinstance(url, dict) else url
+            yield ImagePlace(_source(url, f"{where}[{number}]"))
+        else:
+            raise _fault(
+                f"{where}[{number}] has the type {kind!r}; expected 'text' with a text, 'image' or "
+                "'image_url'"
+            )
+
+
+def _by_markers(parts: list[str | ImagePlace]) -> Iterator[str | ImagePlace]:
+    for part in parts:
+        assert isinstance(part, str)
+        for number, text in enumerate(part.split(IMAGE_MARKER)):
+            if number:
+                yield ImagePlace(None)
+            if text:
+                yield text
+
+
+def _named_images(record: dict[str, Any]) -> list[ImageSource] | None:
+    """The images that the record names beside its turns; None where it names none."""
+    given = record.get("images", record.get("image"))
+    if given is None:
+        return None
+    items = given if isinstance(given, list) else [given]
+    return [_source(item, f"image {place}") for place, item in enumerate(items)]
+
+
+def _source(value: object, where: str) -> ImageSource:
+    """A path, or the bytes of a Hugging Face image ({"bytes": ..., "path": ...})."""
+    if isinstance(value, dict):
+        data, path = value.get("bytes"), value.get("path")
+        value = data if data is not None else path
+    if (isinstance(value, str) and value) or isinstance(value, bytes):
+        return value
+    raise _fault(f"{where} is {_kind(value)}; expected a path, or an object with bytes or path")
+
+
+def _resolve(places: list[ImagePlace], named: list[ImageSource] | None) -> tuple[ImageSource, ...]:
+    own = [place.source for place in places if place.source is not None]
+    if named is None:
+        if len(own) < len(places):
+            raise _fault(f"{len(places) - len(own)} image parts name no image, nor does the record")
+        return tuple(own)
+    if own and own != named:
+        raise _fault("images are named by the parts and by the record, and not the same ones")
+    if len(places) != len(named):
+        raise _fault(
+            f"{len(places)} places for images in the turns ({IMAGE_MARKER} or image parts), but "
+            f"{len(named)} images are named"
+        )
+    return tuple(named)
+
+
+def _fault(reason: str) -> DataError:
+    return DataError(reason, error_class="schema")
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "missing"
+    return "an empty list" if value == [] else f"a {type(value).__name__}"

@@ -1,0 +1,202 @@
+"""The conversion: record -> turns and images -> a sample that our own reader accepts -> shards.
+
+Every sample is read back by the reader's rules before it is written, so what is converted can be
+trained. A record that cannot be used ends the conversion, or is left out and listed where
+`skip_bad` is set. When all is written, PREFIX-manifest.json says so: shards without it are those of
+a conversion that did not finish.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vlmpack.data.folders import default_cache_dir
+from vlmpack.data.index.shard_index import IndexBuilder
+from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.naming import JSON_FIELD
+from vlmpack.data.shards.schemas import cook_text
+from vlmpack.data.stores.fetch import LocalFetcher
+from vlmpack.data.tools.convert.chat import chat_turns
+from vlmpack.data.tools.convert.images import ImageRoot
+from vlmpack.data.tools.convert.records import Record
+from vlmpack.data.tools.convert.shards import ShardFolder, WrittenShard
+from vlmpack.errors import DataError, EmptyDataError, VlmpackError
+
+MANIFEST_RULE = "convert-1"
+KEY_DIGITS = 9
+
+Progress = Callable[[int, int], None]
+"""Called with the records read and the samples written so far."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvertSettings:
+    """Where a conversion reads and writes."""
+
+    folder: Path
+    """Where the shards go."""
+    image_root: Path
+    """Every image path must end inside it."""
+    prefix: str = "train"
+    """Shards are named PREFIX-000000.tar and so on."""
+    max_shard_bytes: int = 256 << 20
+    """A shard is closed when it holds so much."""
+    max_shard_samples: int = 100_000
+    """Or so many samples."""
+    skip_bad: bool = False
+    """Leave bad records out instead of stopping at the first."""
+    overwrite: bool = False
+    """Replace shards of the same prefix."""
+    index_dir: Path = field(default_factory=default_cache_dir)
+    """Where the index goes."""
+    caps: SampleCaps = field(default_factory=SampleCaps)
+    """Limits of one sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedRecord:
+    """A record that was left out."""
+
+    place: str
+    error_class: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertReport:
+    """What a conversion did.
+
+    Args:
+        records: read.
+        shards: written, in order.
+        skipped: records that were left out.
+    """
+
+    records: int
+    shards: tuple[WrittenShard, ...]
+    skipped: tuple[SkippedRecord, ...]
+
+    @property
+    def samples(self) -> int:
+        """Written."""
+        return sum(shard.samples for shard in self.shards)
+
+    @property
+    def skipped_by_class(self) -> dict[str, int]:
+        """Error class -> records."""
+        return dict(sorted(Counter(item.error_class for item in self.skipped).items()))
+
+
+def convert(
+    records: Iterable[Record], settings: ConvertSettings, progress: Progress | None = None
+) -> ConvertReport:
+    """Write the records as shards, with their index.
+
+    Raises:
+        DataError: the first record that cannot be used, unless `skip_bad`.
+        EmptyDataError: not one record can be used.
+        VlmpackError: the folder holds shards of that name already, or cannot be written.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", settings.prefix):
+        raise VlmpackError(
+            f"OUT: the shards' name {settings.prefix!r}; expected letters, digits, '-' and '_'"
+        )
+    shards = ShardFolder(
+        settings.folder,
+        settings.prefix,
+        max_bytes=settings.max_shard_bytes,
+        max_samples=settings.max_shard_samples,
+        index_dir=settings.index_dir,
+        builder=IndexBuilder(LocalFetcher(), settings.caps),
+    )
+    manifest = settings.folder / f"{settings.prefix}-manifest.json"
+    shards.prepare(overwrite=settings.overwrite)
+    manifest.unlink(missing_ok=True)
+    skipped: list[SkippedRecord] = []
+    images = ImageRoot(settings.image_root, settings.caps)
+    number = written = 0
+    try:
+        for number, record in enumerate(records, start=1):
+            try:
+                fields = sample_fields(record, number - 1, images)
+            except DataError as error:
+                if not settings.skip_bad:
+                    raise DataError(
+                        f"{record.place}: {error.reason}; repair it, or leave bad records out by "
+                        "--skip-bad",
+                        error_class=error.error_class,
+                    ) from None
+                skipped.append(SkippedRecord(record.place, error.error_class, error.reason))
+                continue
+            shards.write(_key(number - 1), fields)
+            written += 1
+            if progress is not None:
+                progress(number, written)
+        shards.close()
+    except OSError as error:
+        raise VlmpackError(f"{settings.folder} cannot be written: {error}") from error
+    finally:
+        shards.abandon()
+    report = ConvertReport(number, tuple(shards.shards), tuple(skipped))
+    if not report.samples:
+        first = f"; the first: {skipped[0].place}: {skipped[0].reason}" if skipped else ""
+        raise EmptyDataError(f"none of {number} records can be used{first}")
+    _write_manifest(manifest, report)
+    return report
+
+
+def sample_fields(record: Record, number: int, images: ImageRoot) -> dict[str, bytes]:
+    """The members of one sample: the JSON, and images as 0.jpg, 1.png, ...
+
+    Raises:
+        DataError: class `schema`, `integrity` or `decode`; the reason has no place.
+    """
+    if record.value is None:
+        raise DataError(record.fault or "cannot be read", error_class="schema")
+    turns = chat_turns(record.value)
+    loaded = [images.load(source) for source in turns.images]
+    if len(loaded) > images.caps.max_images:
+        raise DataError(
+            f"{len(loaded)} images; at most {images.caps.max_images} are allowed",
+            error_class="schema",
+        )
+    names = tuple(f"{place}.{suffix}" for place, (suffix, _) in enumerate(loaded))
+    document: dict[str, Any] = {"messages": turns.messages(names)}
+    if isinstance(record.value.get("id"), (str, int)):
+        document["id"] = record.value["id"]
+    if isinstance(record.value.get("task"), str):
+        document["task"] = record.value["task"]
+    text = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+    try:
+        data = text.encode()
+    except UnicodeEncodeError:
+        raise DataError(
+            "a text has half of a surrogate pair, which is no text", error_class="schema"
+        ) from None
+    cooked = cook_text(_key(number), "", data, (JSON_FIELD, *names))
+    assert cooked.image_fields == names, (cooked.image_fields, names)
+    return {JSON_FIELD: data} | {
+        name: payload for name, (_, payload) in zip(names, loaded, strict=True)
+    }
+
+
+def _key(number: int) -> str:
+    """The record's number: skipped records leave gaps, so a key leads back to its record."""
+    return str(number).zfill(KEY_DIGITS)
+
+
+def _write_manifest(path: Path, report: ConvertReport) -> None:
+    content = {"format": MANIFEST_RULE, "samples": report.samples, **asdict(report)}
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as stream:
+        stream.write(json.dumps(content, indent=1) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)

@@ -1,0 +1,167 @@
+"""Shards as webdataset writes them, each whole or not there, indexed as soon as it is closed.
+
+A shard is written under another name, synced and renamed. Time stamps, owners and modes are fixed,
+so the same samples give the same bytes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from vlmpack.data.index.parts import part_for, read_part
+from vlmpack.data.index.shard_index import IndexBuilder
+from vlmpack.data.stores.fetch import LocalFetcher
+from vlmpack.errors import CapabilityError, VlmpackError
+
+PARTIAL = ".partial"
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenShard:
+    """One finished shard.
+
+    Args:
+        name: of its file.
+        samples: in it.
+        num_bytes: its size.
+    """
+
+    name: str
+    samples: int
+    num_bytes: int
+
+
+class ShardFolder:
+    """Writes the shards `PREFIX-000000.tar`, ... of one folder.
+
+    Args:
+        folder: where; made if missing.
+        prefix: of the names.
+        max_bytes: payload after which a shard is closed.
+        max_samples: samples after which it is closed.
+        index_dir: where the index goes.
+        builder: makes the index.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        prefix: str,
+        *,
+        max_bytes: int,
+        max_samples: int,
+        index_dir: Path,
+        builder: IndexBuilder,
+    ) -> None:
+        self.folder = folder
+        self.prefix = prefix
+        self.max_bytes = max_bytes
+        self.max_samples = max_samples
+        self.index_dir = index_dir
+        self.builder = builder
+        self.shards: list[WrittenShard] = []
+        self._writer: Any = None
+        self._stream: BinaryIO | None = None
+
+    def existing(self) -> list[Path]:
+        """Shards and unfinished shards of this prefix; no other file with such a beginning."""
+        shard = re.escape(self.prefix) + r"-\d{6,}\.tar"
+        ours = re.compile(rf"{shard}|\.{shard}{re.escape(PARTIAL)}", re.ASCII)
+        return sorted(path for path in self.folder.glob("*") if ours.fullmatch(path.name))
+
+    def prepare(self, *, overwrite: bool) -> None:
+        """Make the folder; nobody else's shards may lie in the way.
+
+        Raises:
+            VlmpackError: there are some and `overwrite` is not set, or the folder cannot be made.
+        """
+        found = self.existing()
+        if found and not overwrite:
+            raise VlmpackError(
+                f"{self.folder} holds {len(found)} shards named {self.prefix}-*, perhaps of an "
+                "unfinished conversion; choose another OUT, or --overwrite"
+            )
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path in found:
+                path.unlink()
+        except OSError as error:
+            raise VlmpackError(f"{self.folder}: {error.strerror or error}") from error
+
+    def write(self, key: str, fields: dict[str, bytes]) -> None:
+        """Append one sample."""
+        if self._writer is None:
+            self._writer = _webdataset().ShardWriter(
+                str(self.folder / self.prefix).replace("%", "%%") + "-%06d.tar",
+                maxcount=self.max_samples,
+                maxsize=self.max_bytes,
+                verbose=0,
+                opener=self._open,
+                post=self._finish,
+                encoder=False,
+                mtime=0,
+                user="",
+                group="",
+                mode=0o644,
+            )
+        self._writer.write({"__key__": key, **fields})
+
+    def close(self) -> None:
+        """Finish the last shard."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def abandon(self) -> None:
+        """Drop the unfinished shard; finished ones stay."""
+        if self._stream is not None:
+            with suppress(OSError):
+                self._writer.tarstream.close()
+            self._stream.close()
+            Path(self._stream.name).unlink(missing_ok=True)
+            self._stream = None
+
+    def _open(self, name: str) -> BinaryIO:
+        path = Path(name)
+        self._stream = path.with_name(f".{path.name}{PARTIAL}").open("xb")
+        return self._stream
+
+    def _finish(self, name: str) -> None:
+        """The closed tar, on disk under its own name, and its index."""
+        assert self._stream is not None
+        path = Path(name).absolute()
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+        Path(self._stream.name).rename(path)
+        self._stream = None
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+        stamp = LocalFetcher().head(str(path))
+        part = part_for(self.index_dir, stamp, self.builder.rule)
+        self.index_dir.mkdir(parents=True, exist_ok=True)
+        self.builder(part)
+        table = read_part(part.path)
+        assert table is not None, part.path
+        reasons = table.column("reason").drop_null()
+        assert not len(reasons), f"a converted sample is bad: {reasons[0]}"
+        self.shards.append(WrittenShard(path.name, table.num_rows, stamp.size))
+
+
+def _webdataset() -> Any:
+    try:
+        return importlib.import_module("webdataset")
+    except ImportError as error:
+        raise CapabilityError(
+            "shards are written by webdataset, which is not installed: pip install "
+            "'vlmpack[convert]'"
+        ) from error

@@ -1,0 +1,137 @@
+"""The index of many shards at once, for `vlmpack index`: one report a shard, faults included.
+
+Shards whose part is there already are not read. A part appears whole or not at all, so the work
+can be stopped at any time and goes on where it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vlmpack.data.index.lengths import LengthsBuilder, ShardBuilder, load_lengths
+from vlmpack.data.index.parts import Part, part_for, read_part
+from vlmpack.data.index.shard_index import IndexBuilder, load_index
+from vlmpack.data.index.shard_pool import each_shard
+from vlmpack.data.protocols import Encoder
+from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.energon import check_energon_index
+from vlmpack.data.stores.fetch import Fetcher
+from vlmpack.data.stores.sources import FoundShard
+from vlmpack.errors import DataError, VlmpackError
+
+PRELOAD = ("vlmpack.data.tools.index_shards",)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReport:
+    """One shard.
+
+    Args:
+        path: of the shard.
+        num_bytes: its size; 0 where it cannot be reached.
+        was_read: whether a part of it was made now.
+        seconds: that it took.
+        samples: in it, bad ones included.
+        bad: error class -> samples with a reason.
+        energon: whether Energon's index lies beside it.
+        fault: what is wrong with the shard as a whole, or with Energon's index of it.
+    """
+
+    path: str
+    num_bytes: int = 0
+    was_read: bool = False
+    seconds: float = 0.0
+    samples: int = 0
+    bad: dict[str, int] = field(default_factory=dict)
+    energon: bool = False
+    fault: VlmpackError | None = None
+
+
+Builder = IndexBuilder | ShardBuilder
+
+
+def parts_builder(
+    fetcher: Fetcher, caps: SampleCaps, directory: Path, encoder: Encoder | None
+) -> Builder:
+    """What makes the parts of a shard: the index, and with an encoder the lengths too."""
+    index = IndexBuilder(fetcher, caps)
+    if encoder is None:
+        return index
+    return ShardBuilder(index, LengthsBuilder(fetcher, index, directory, encoder))
+
+
+@dataclass(frozen=True, slots=True)
+class IndexOne:
+    """Indexes one shard; picklable."""
+
+    builder: Builder
+    directory: Path
+
+    def __call__(self, shard: FoundShard) -> ShardReport:
+        """The report; a damaged shard is a report with a fault, no exception."""
+        begin = time.perf_counter()
+        path, size, samples, was_read, bad = shard.path, 0, 0, False, dict[str, int]()
+        energon, fault = False, None
+        try:
+            stamp = shard.stamp or self.builder.fetcher.head(path)
+            size = stamp.size
+            part = part_for(self.directory, stamp, self.builder.rule)
+            table = read_part(part.path)
+            if table is None:
+                was_read = True
+                self.builder(part)
+                table = read_part(part.path)
+                assert table is not None, part.path
+            samples = table.num_rows
+            rows = table
+            if isinstance(self.builder, ShardBuilder):
+                rows, measured = self._lengths(part, self.builder.lengths)
+                was_read = was_read or measured
+            classes = rows.column("error_class").drop_null().to_pylist()
+            bad = dict(sorted(Counter(classes).items()))
+            energon = check_energon_index(self.builder.fetcher, stamp, table)
+        except DataError as error:
+            fault = error
+        seconds = time.perf_counter() - begin
+        return ShardReport(path, size, was_read, seconds, samples, bad, energon, fault)
+
+    def _lengths(self, index: Part, builder: LengthsBuilder) -> tuple[Any, bool]:
+        """The lengths of an indexed shard, and whether they were made now."""
+        part = part_for(builder.index_dir, index.stamp, builder.rule)
+        found = read_part(part.path) is not None
+        shard = load_index(index, self.builder)
+        return load_lengths(part, shard, builder), not found
+
+
+def index_shards(
+    shards: Sequence[FoundShard],
+    builder: Builder,
+    directory: Path,
+    *,
+    processes: int,
+    preload: tuple[str, ...] = (),
+) -> Iterator[ShardReport]:
+    """A report of every shard, as they finish.
+
+    Args:
+        shards: those with a version are not asked for it again.
+        builder: makes one part.
+        directory: where parts lie; made if missing.
+        processes: how many work at once; with 1 the calling one does.
+        preload: modules that an encoder imports late, for the processes to begin with.
+
+    Raises:
+        VlmpackError: the folder cannot be written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise VlmpackError(f"--index-dir {directory}: {error.strerror or error}") from error
+    work = IndexOne(builder, directory)
+    modules = (*PRELOAD, *preload)
+    yield from each_shard(work, shards, processes=processes, preload=modules, in_order=False)

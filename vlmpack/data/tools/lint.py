@@ -1,0 +1,181 @@
+"""The strict checks over whole shards, down to the pixels; `vlmpack data lint`.
+
+Shards are read again, whatever an index says. Per shard: the tar's structure, and Energon's index
+beside it. Per sample: names and keys, the conversation, image headers, every image decoded; with
+an encoder the chat template and the length rule too. A bad sample is one finding, and so is a
+damaged shard: nobody can say what lies behind the damage.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from vlmpack.data.index.shard_index import IndexRow, flag_repeated_keys, index_row
+from vlmpack.data.index.shard_pool import each_shard
+from vlmpack.data.protocols import Encoder
+from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.energon import check_energon_index
+from vlmpack.data.shards.images import oriented_size
+from vlmpack.data.shards.raw import RawSample, group_members
+from vlmpack.data.shards.schemas import cook
+from vlmpack.data.shards.tar import read_members
+from vlmpack.data.stores.fetch import Fetcher, ShardStamp
+from vlmpack.data.stores.sources import FoundShard
+from vlmpack.errors import DataError
+from vlmpack.families.encoder import decode_image
+
+PRELOAD = ("vlmpack.data.tools.lint",)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One fault.
+
+    Args:
+        shard: its path.
+        key: of the sample; None for the shard itself.
+        offset: of the sample's or the fault's first byte, where one is known.
+        error_class: as `data.on_error` has them.
+        reason: what was found and what was expected.
+    """
+
+    shard: str
+    key: str | None
+    offset: int | None
+    error_class: str
+    reason: str
+
+    def __str__(self) -> str:
+        key = "-" if self.key is None else self.key
+        offset = "-" if self.offset is None else str(self.offset)
+        return f"{self.shard}\t{key}\t{offset}\t{self.error_class}\t{self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class LintReport:
+    """One shard.
+
+    Args:
+        shard: its path.
+        samples: that were seen, bad ones included.
+        images: that were decoded.
+        num_bytes: its size.
+        findings: in the shard's order.
+    """
+
+    shard: str
+    samples: int
+    images: int
+    num_bytes: int
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LintOne:
+    """Checks one shard; picklable.
+
+    Args:
+        fetcher: reads it.
+        caps: limits of one sample.
+        encoder: renders and measures, where given.
+    """
+
+    fetcher: Fetcher
+    caps: SampleCaps
+    encoder: Encoder | None = None
+
+    def __call__(self, shard: FoundShard) -> LintReport:
+        """All findings of one shard."""
+        path = shard.path
+        rows: list[IndexRow] = []
+        images, size = 0, 0
+        fault: DataError | None = None
+        try:
+            stamp = shard.stamp or self.fetcher.head(path)
+            size = stamp.size
+            for raw in self._samples(stamp):
+                row = index_row(raw, self.caps)
+                if row.reason is None:
+                    images += self._check_content(raw, row)
+                rows.append(row)
+            flag_repeated_keys(rows)
+            check_energon_index(self.fetcher, stamp, _spans(rows))
+        except DataError as error:
+            flag_repeated_keys(rows)
+            fault = error
+        findings = [
+            Finding(path, row.key, row.offset, str(row.error_class), row.reason)
+            for row in rows
+            if row.reason is not None
+        ]
+        if fault is not None:
+            findings.append(Finding(path, fault.key, fault.offset, fault.error_class, fault.reason))
+        return LintReport(path, len(rows), images, size, tuple(findings))
+
+    def _samples(self, stamp: ShardStamp) -> Iterator[RawSample]:
+        with self.fetcher.open(stamp) as stream:
+            members = read_members(
+                stream, stamp.size, shard=stamp.path, max_member_bytes=self.caps.max_member_bytes
+            )
+            yield from group_members(members, shard=stamp.path, caps=self.caps)
+
+    def _check_content(self, raw: RawSample, row: IndexRow) -> int:
+        """Decode every image, and encode; notes a fault in the row. Returns the images decoded."""
+        count = 0
+        try:
+            sample = cook(raw)
+            for index, data in enumerate(sample.images):
+                decode_image(data, index, max_pixels=self.caps.max_image_pixels)
+                count += 1
+            if self.encoder is not None:
+                sizes = [oriented_size(i.width, i.height, i.orientation) for i in row.images]
+                length = self.encoder.length(sample, sizes).num_tokens
+                found = self.encoder.encode(sample).length
+                if found != length:
+                    raise DataError(
+                        f"encoded to {found} tokens, the length rule says {length}",
+                        error_class="integrity",
+                    )
+        except DataError as error:
+            row.error_class, row.reason = error.error_class, error.reason
+        return count
+
+
+def lint_shards(
+    shards: Sequence[FoundShard], work: LintOne, *, processes: int, preload: tuple[str, ...] = ()
+) -> Iterator[LintReport]:
+    """A report of every shard, in the order given.
+
+    Args:
+        shards: those with a version are not asked for it again.
+        work: checks one.
+        processes: how many work at once; with 1 the calling one does.
+        preload: modules that an encoder imports late, for the processes to begin with.
+    """
+    modules = (*PRELOAD, *preload)
+    yield from each_shard(work, shards, processes=processes, preload=modules, in_order=True)
+
+
+def lint_summary(reports: Sequence[LintReport]) -> dict[str, Any]:
+    """Figures over all shards, and the findings."""
+    findings = [finding for report in reports for finding in report.findings]
+    return {
+        "shards": len(reports),
+        "samples": sum(report.samples for report in reports),
+        "images": sum(report.images for report in reports),
+        "bytes": sum(report.num_bytes for report in reports),
+        "by_class": dict(sorted(Counter(item.error_class for item in findings).items())),
+        "findings": [asdict(finding) for finding in findings],
+    }
+
+
+def _spans(rows: Sequence[IndexRow]) -> Any:
+    """The columns that Energon's index is compared with."""
+    return pa.table(
+        {name: [getattr(row, name) for row in rows] for name in ("key", "offset", "length")}
+    )
