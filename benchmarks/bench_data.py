@@ -41,7 +41,7 @@ from vlmpack.data.cache.cached import CachedFetcher
 from vlmpack.data.index.table import SampleRef
 from vlmpack.data.loading.read import SampleReader
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.plan.batches import MIN_WINDOW_SAMPLES
+from vlmpack.data.plan.packers import MIN_WINDOW_SAMPLES
 from vlmpack.data.plan.state import DataState
 
 SHARDS, SAMPLES, SAMPLE_BYTES = 10, 800, 26_000

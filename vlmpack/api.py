@@ -61,7 +61,8 @@ class FinetuneResult:
         real_tokens: tokens of samples that were trained.
         padded_tokens: slots that rows padded to the longest sample of each micro-batch would take.
         tokens_per_second: real tokens per second of training.
-        exact_match_before: share of image questions answered exactly before training, 0 to 1.
+        exact_match_before: share of the test questions answered exactly before training, 0 to 1;
+            of those with images, if any has some.
         exact_match_after: the same after training.
         digit_accuracy_after: share of characters read right in `read` questions after training.
         figures: all of result.json.

@@ -1,7 +1,7 @@
-"""Rebuild the assets: `python -m assets.build [tokenizer] [digits] [pretrain]`, from the root.
+"""Rebuild the assets: `python -m assets.build [STEP ...]`, from the root.
 
-Without arguments all three are made, in that order (pretraining takes about twenty minutes on two
-cores).
+The steps: tokenizer, digits, pretrain, text, text-model. Without arguments all are made, in that
+order (pretraining takes about twenty minutes on two cores).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 ASSETS = Path(__file__).resolve().parents[1]
-STEPS = ("tokenizer", "digits", "pretrain")
+STEPS = ("tokenizer", "digits", "pretrain", "text", "text-model")
 
 
 def main() -> None:
@@ -34,6 +34,15 @@ def main() -> None:
         from assets.build.pretrain import pretrain
 
         pretrain(model_folder)
+    if "text" in steps:
+        from assets.build.text import write_text
+
+        write_text(args.out / "text")
+    if "text-model" in steps:
+        from assets.build.text_model import write_text_model
+
+        made = model_folder if "tokenizer" in steps else ASSETS / "tiny-qwen2_5_vl"
+        write_text_model(args.out / "tiny-qwen3", made)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ SHUFFLES = pytest.mark.parametrize("shuffle", ["global", "window"])
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlmpack.data.plan.batches.MIN_WINDOW_SAMPLES", 16)
+    monkeypatch.setattr("vlmpack.data.plan.packers.MIN_WINDOW_SAMPLES", 16)
 
 
 def keys_of(data: TrainData, state: DataState, steps: int) -> tuple[list[list[str]], DataState]:

@@ -25,7 +25,7 @@ from shard_fakes import key_of, open_data, write_shards
 
 from vlmpack.data.forkserver import DEFAULT_PRELOAD, worker_context
 from vlmpack.data.loading.loader import LoaderSettings, MicroBatch
-from vlmpack.data.plan import batches as plan
+from vlmpack.data.plan import packers
 from vlmpack.data.plan.state import DataState
 
 COUNT = 37  # an epoch of five global batches
@@ -69,7 +69,7 @@ def train(
     rank: int, world: int, workers: int, folder: Path, run: Path, steps: int, shuffle: str
 ) -> None:
     """One rank of one launch."""
-    plan.MIN_WINDOW_SAMPLES = WINDOW
+    packers.MIN_WINDOW_SAMPLES = WINDOW
     group = run / f"group-{os.environ['LAUNCH']}"
     dist.init_process_group(
         "gloo",
@@ -164,7 +164,7 @@ def run_with_kills(
 def test_killed_runs_have_the_record_of_an_unbroken_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int, shuffle: str
 ) -> None:
-    monkeypatch.setattr(plan, "MIN_WINDOW_SAMPLES", WINDOW)
+    monkeypatch.setattr(packers, "MIN_WINDOW_SAMPLES", WINDOW)
     write_shards(tmp_path, COUNT, per_shard=10)
     run = tmp_path / "run"
     run.mkdir()

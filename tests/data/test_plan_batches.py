@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 
 from vlmpack.data.plan.batches import (
-    FixedPacker,
     Plan,
     PlanSource,
     Position,
     assign,
-    window_samples,
 )
 from vlmpack.data.plan.blend import draws_per_source, window_starts
+from vlmpack.data.plan.packers import FixedPacker, window_samples
 
 
 def source(name: str, first: int, count: int, draws: int | None = None) -> PlanSource:

@@ -44,7 +44,7 @@ COUNT = 61  # windows of 16 over shards of 7, the last of 5; eight global batche
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlmpack.data.plan.batches.MIN_WINDOW_SAMPLES", 16)
+    monkeypatch.setattr("vlmpack.data.plan.packers.MIN_WINDOW_SAMPLES", 16)
 
 
 @pytest.fixture(scope="module")
@@ -390,9 +390,9 @@ def test_memory_of_the_index_is_bounded(folder: Path, tmp_path: Path, monkeypatc
 
 
 def _rank(pattern: str, index_dir: Path, rank: int, dp: int, out: str) -> None:
-    import vlmpack.data.plan.batches
+    import vlmpack.data.plan.packers
 
-    vlmpack.data.plan.batches.MIN_WINDOW_SAMPLES = 16
+    vlmpack.data.plan.packers.MIN_WINDOW_SAMPLES = 16
     config = config_for(pattern, index_dir, shuffle="window")
     launch = DataLaunch(share=rank, shares=dp)
     data = TrainData.open(config, FakeEncoder(), collator(), launch=launch)

@@ -341,7 +341,7 @@ def test_a_folder_that_is_no_model(tmp_path):
     with pytest.raises(ModelError, match="is not valid JSON"):
         Encoder(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "bert"}', encoding="utf-8")
-    with pytest.raises(CapabilityError, match=r"'bert'.*can train: qwen2_5_vl"):
+    with pytest.raises(CapabilityError, match=r"'bert'.*can train: .*qwen2_5_vl"):
         Encoder(tmp_path)
 
 

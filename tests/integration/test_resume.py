@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from support.checkpoints import stored_tensors
-from support.recipes import changed, rows
+from support.recipes import changed, copy_samples, rows
+from support.shards import ROOT
 
 from vlmpack.api import resolve, run_recipe
 from vlmpack.errors import CheckpointError, Preempted, RunDirError, RunIdentityError
@@ -126,6 +127,29 @@ def test_a_damaged_checkpoint_is_passed_over(
     weights.write_bytes(data)
     run_recipe(resolve(mine, {}))
     assert rows(mine["run_dir"], *COLUMNS) == rows(reference["run_dir"], *COLUMNS)
+
+
+@pytest.mark.slow
+def test_the_length_of_a_run_follows_the_checkpoint_that_is_loaded(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Its data changed in the second epoch; then every checkpoint but one of the first is lost."""
+    other = tmp_path / "other.tar"
+    copy_samples(
+        ROOT / "assets/digits/train-000001.tar", other, 10
+    )  # 3 steps an epoch instead of 6
+    values = changed(
+        settings, training__max_steps=None, training__num_epochs=3, checkpoint__interval_steps=2
+    )
+    run_until(values, 7, monkeypatch, total=18)
+    values = changed(values, data__train=str(other), checkpoint__on_data_change="new_segment")
+    run_until(values, 8, monkeypatch, total=10)  # a new segment from step 7 on, in the third epoch
+    for folder in sorted(Path(values["run_dir"], "checkpoints").iterdir())[1:]:
+        weights = folder / "model-00000-of-00001.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1])
+    assert run_recipe(resolve(values, {})).steps == 8
+    epochs = rows(values["run_dir"], "step", "epoch")
+    assert epochs == [(1, 0), (2, 0), (3, 1), (4, 1), (5, 1), (6, 2), (7, 2), (8, 2)]
 
 
 @pytest.mark.parametrize("writing", [False, True], ids=["done at once", "never done"])

@@ -43,6 +43,7 @@ ALLOWED = [
     "data.cache.max_bytes=0",
     "data.storage.endpoint=https://elsewhere.example.org",
     "packing.alignment=64",
+    "packing.balance=none",
     "parallelism.sharding=fsdp",
     "training.micro_batch_size=8",
     "training.max_steps=101",
@@ -52,6 +53,40 @@ ALLOWED = [
     "export.enabled=false",
     "run_dir=elsewhere",
 ]
+
+
+ROWS = ("packing.mode=online", "training.micro_batch_size=1")
+ROWS_REFUSED = [
+    "packing.max_tokens=9000",
+    "packing.max_vision_patches=4000",
+    "packing.max_sequences=16",
+    "packing.scope=batch",
+]
+ROWS_ALLOWED = [
+    "packing.path=elsewhere",
+    "packing.alignment=16",
+    "packing.balance=none",
+    "packing.pad_to_max_length=true",
+]
+
+
+@pytest.mark.parametrize(
+    ("override", "is_refused"),
+    [(text, True) for text in ROWS_REFUSED] + [(text, False) for text in ROWS_ALLOWED],
+)
+def test_planned_rows_keep_their_budgets(minimal, override, is_refused):
+    old, new = (
+        identity(load_recipe(minimal, [*ROWS])),
+        identity(load_recipe(minimal, [*ROWS, override])),
+    )
+    assert bool(identity_differences(old, new)) == is_refused
+
+
+def test_fields_of_planned_rows_are_no_part_of_other_runs(minimal):
+    """A run folder of a version that did not have them stays resumable."""
+    assert {key for key in identity(load_recipe(minimal)) if key.startswith("packing.")} == {
+        "packing.mode"
+    }
 
 
 @pytest.mark.parametrize("override", REFUSED)
@@ -70,7 +105,8 @@ def test_other_changes_are_allowed(minimal, override):
 def test_every_key_is_either_identity_or_free(minimal):
     """A new key has to be put on one side here."""
     recipe = load_recipe(minimal)
-    decided = {text.split("=")[0] for text in REFUSED + ALLOWED}
+    texts = REFUSED + ALLOWED + ROWS_REFUSED + ROWS_ALLOWED + ["packing.pad_cu_seqlens=true"]
+    decided = {text.split("=")[0] for text in texts}
     leaves = {
         f"{section}.{key}"
         for section, values in recipe.model_dump().items()

@@ -43,7 +43,7 @@ def test_all_problems_are_reported_at_once(write):
         "  micro_batch_size: eight\n"
         "  micro_batch_size: 4\n"
         "optim: !!python/name:os.system {lr: -1}\n"
-        "packing: {mode: online}\n"
+        "packing: {mode: offlin}\n"
         "parallelism: {tensor: 2}\n"
         "packin: 1\n"
     )
@@ -96,7 +96,7 @@ def test_unknown_key_names_line_and_suggestion(write, good_text):
         ("training.gradient_accumulation_steps", "not set but derived: global_batch_size /"),
         ("data.interval_steps", "'evaluation' or 'checkpoint' or 'logging'"),
         ("packing.weight_decy", "did you mean 'optim.weight_decay'?"),
-        ("packing.qqqq", "known keys here: mode, alignment"),
+        ("packing.qqqq", "known keys here: mode, max_tokens"),
         ("data.on_error.decoding", "did you mean 'decode'?"),
     ],
 )
@@ -133,7 +133,10 @@ def test_dotted_key_in_a_file_is_explained(write, good_text):
         ("run_dir=3", "expected a string that is not empty, found 3"),
         ("run_dir=''", "expected a string that is not empty, found ''"),
         ("export=true", "expected a mapping (enabled, dtype), found true"),
-        ("packing=in_batch", "expected a mapping (mode, alignment), found 'in_batch'"),
+        (
+            "packing=in_batch",
+            "expected a mapping (mode, max_tokens, max_vision_patches,",
+        ),
         ("data.train=[]", "(path, weight, name) or a list of these, found an empty list"),
         ("data.validation=[]", "or a list of these or null, found an empty list"),
         ("data.train=[3]", "found 3"),

@@ -19,6 +19,13 @@ from vlmpack.recipe.schema import PackingSection, ParallelismSection, TrainingSe
 MCORE = {"model.backend": "mcore"}
 CP2 = MCORE | {"parallelism.context": 2}
 
+ONLINE = {
+    "packing.mode": "online",
+    "training.micro_batch_size": 1,
+    "training.seq_length": 1020,
+}
+OFFLINE = ONLINE | {"packing.mode": "offline", "packing.path": "packs"}
+
 TWO = [{"path": "a.tar", "weight": 1.0}, {"path": "b.tar", "weight": 3.0}]
 
 # rule, overrides that break it, key and words of the message, overrides that keep it
@@ -35,6 +42,55 @@ CASES = [
         {"training.micro_batch_size": 1},
         "training.micro_batch_size: 1, but packing.mode 'in_batch'",
         {"training.micro_batch_size": 1, "packing.mode": "none"},
+    ),
+    (
+        "planned_rows_are_micro_batches",
+        ONLINE | {"training.micro_batch_size": 4},
+        "training.micro_batch_size: 4, but packing.mode 'online' fills each row",
+        ONLINE,
+    ),
+    (
+        "rows_hold_a_sample",
+        ONLINE | {"packing.max_tokens": 1023},
+        "packing.max_tokens: 1023, but the longest sample takes 1024 tokens (training.seq_length "
+        "1020, rounded up to packing.alignment 8)",
+        ONLINE | {"packing.max_tokens": 1024},
+    ),
+    (
+        "rows_hold_a_sample",
+        ONLINE | {"packing.max_tokens": 1020},
+        "1020, but the longest sample takes 1024 tokens",
+        ONLINE | {"packing.max_tokens": 1020, "packing.alignment": 1},
+    ),
+    (
+        "offline_has_packs",
+        OFFLINE | {"packing.path": None},
+        "packing.path: missing, but packing.mode 'offline' trains on packs",
+        OFFLINE,
+    ),
+    (
+        "row_fields_need_rows",
+        {"packing.max_vision_patches": 100},
+        "packing.max_vision_patches: 100, but packing.mode 'in_batch' plans no rows",
+        ONLINE | {"packing.max_vision_patches": 100},
+    ),
+    (
+        "row_fields_need_rows",
+        {"packing.scope": "batch"},
+        "packing.scope: batch, but packing.mode 'in_batch' plans no rows",
+        ONLINE | {"packing.scope": "batch"},
+    ),
+    (
+        "offline_settles_the_scope",
+        OFFLINE | {"packing.scope": "batch"},
+        "packing.scope: batch, but packing.mode 'offline' trains on saved rows",
+        OFFLINE,
+    ),
+    (
+        "fixed_boundaries_need_fixed_rows",
+        ONLINE | {"packing.pad_cu_seqlens": True},
+        "packing.pad_cu_seqlens: true, but packing.pad_to_max_length is false",
+        ONLINE | {"packing.pad_cu_seqlens": True, "packing.pad_to_max_length": True},
     ),
     (
         "global_batch_is_whole",
@@ -222,8 +278,8 @@ def test_rule_refuses_and_its_twin_passes(problems_of, broken, message, kept):
     assert "canary" not in problem
 
 
-# Rules that no recipe of this version can break alone, or that look at what is installed.
-DIRECT = {"planned_rows_are_micro_batches", "mode_is_built", "mcore_is_installed"}
+# Rules that look at what is installed.
+DIRECT = {"mcore_is_installed"}
 
 
 def test_every_rule_has_a_test():
@@ -244,23 +300,6 @@ def training(**changes):
         {"micro_batch_size": 4, "global_batch_size": 8, "seq_length": 1024, "max_steps": 3}
         | changes
     )
-
-
-@pytest.mark.parametrize("mode", ["online", "offline"])
-def test_planned_modes_take_one_row_per_micro_batch_and_are_not_built(problems_of, mode):
-    check, packing = rule("planned_rows_are_micro_batches"), PackingSection(mode=mode)
-    assert check(packing, training(micro_batch_size=1)) == []
-    (problem,) = check(packing, training(micro_batch_size=4))
-    assert "exactly 1 row" in problem.message
-    (problem,) = problems_of({"packing.mode": mode, "training.micro_batch_size": 1})
-    assert f"packing.mode: '{mode}' packing is not in this version; use 'in_batch'" in problem
-
-
-@pytest.mark.parametrize("mode", ["none", "in_batch"])
-def test_other_modes_take_larger_micro_batches(mode):
-    check = rule("planned_rows_are_micro_batches")
-    assert check(PackingSection(mode=mode), training(micro_batch_size=4)) == []
-    assert rule("mode_is_built")(PackingSection(mode=mode)) == []
 
 
 def test_seq_length_is_a_multiple_of_twice_the_context_size():

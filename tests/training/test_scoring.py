@@ -42,6 +42,17 @@ def test_text_only_questions_do_not_enter_the_figures() -> None:
     assert list(scores.tasks) == ["read"]
 
 
+def test_without_any_image_all_questions_are_the_figures() -> None:
+    one, other = (question("9", task=task, num_images=0) for task in ("sum", "sort"))
+    scores = score(predictions((one, "9"), (one, "8"), (other, "9")))
+    assert scores.exact_match == 2 / 3
+    assert scores.images.num_questions == 0
+    assert {name: tally.exact_match for name, tally in scores.tasks.items()} == {
+        "sum": 0.5,
+        "sort": 1.0,
+    }
+
+
 def test_digit_accuracy_counts_positions_of_the_true_answer() -> None:
     scores = score(
         predictions(

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from vlmpack.data.index.overlong import OverLong
+from vlmpack.data.index.overlong import OverLong, SampleLimits
 from vlmpack.data.loading.loader import LoaderSettings
 from vlmpack.data.loading.read import ErrorPolicy
+from vlmpack.data.plan.packers import RowBudget, Scope
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.errors import RecipeError
 
-PackingMode = Literal["none", "in_batch"]
+PackingMode = Literal["none", "in_batch", "online"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,11 +41,16 @@ class DataConfig:
     seq_length: int
     """The longest sample, in tokens."""
     mode: PackingMode = "in_batch"
-    """How bins are filled: `micro_batch_size` consecutive samples in both modes."""
+    """How bins are filled: `micro_batch_size` consecutive samples, or rows by a budget."""
+    budget: RowBudget | None = None
+    """Mode `online`: what a row holds. `max_sequences: None` is settled by a dry run where all
+    samples are known, else DEFAULT_MAX_SEQUENCES."""
+    scope: Scope = "stream"
+    """Mode `online`: whether rows are filled over a window, or inside a global batch's samples."""
     micro_batch_size: int
-    """Samples in a bin."""
+    """Samples in a bin; rows, hence 1, in mode `online`."""
     global_batch_size: int
-    """Samples in a global batch."""
+    """Samples in a global batch; rows in mode `online` and scope `stream`."""
     seed: int = 0
     """Of the order."""
     shuffle: Literal["auto", "global", "window", "none"] = "auto"
@@ -80,6 +86,8 @@ class DataConfig:
         for name in ("seq_length", "micro_batch_size", "global_batch_size"):
             if getattr(self, name) < 1:
                 problems.append(f"training.{name}: {getattr(self, name)}; must be at least 1")
+        if (self.mode == "online") != (self.budget is not None):
+            problems.append(f"packing.mode: {self.mode}, with the row budget {self.budget}")
         if self.epoch_size is not None and self.epoch_size < 1:
             problems.append(f"data.epoch_size: {self.epoch_size}; must be at least 1")
         if self.epoch_size is not None and not self.weighted:
@@ -89,6 +97,11 @@ class DataConfig:
             )
         if problems:
             raise RecipeError(problems)
+
+    @property
+    def limits(self) -> SampleLimits:
+        """What one sample may have at most."""
+        return SampleLimits(self.seq_length, self.budget.max_patches if self.budget else None)
 
     @property
     def weighted(self) -> bool:

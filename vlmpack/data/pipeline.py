@@ -23,7 +23,8 @@ from vlmpack.data.loading.global_step import GlobalStep
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import BinDataset, BinRequest, MicroBatch, load_bins
 from vlmpack.data.loading.read import SampleReader, SkippedSample
-from vlmpack.data.plan.batches import Bin, Plan, PlannedBatch, assign
+from vlmpack.data.plan.batches import Plan, PlannedBatch, assign
+from vlmpack.data.plan.packers import Bin
 from vlmpack.data.plan.segments import admit, check_identity
 from vlmpack.data.plan.state import DataState, Identity, Segment
 from vlmpack.data.plan.windows import WindowPlan
@@ -142,11 +143,24 @@ class TrainData:
         return self.split.epoch_length()
 
     def steps_per_epoch(self, epoch: int = 0) -> int:
-        """Global batches in an epoch; the last may be short. The same for every epoch.
+        """Global batches in an epoch; the last may be short.
 
-        An estimate where `epoch_length` is one.
+        The same for every epoch, but under a token budget: there it is the first epoch's. An
+        estimate where `epoch_length` is one.
         """
         return self.epoch_length().num_steps
+
+    def steps_until(self, epochs: int, state: DataState) -> int:
+        """Global batches from a state to the end of the last of `epochs` epochs.
+
+        Under a token budget that takes a plan of them all, and an index of every shard.
+        """
+        plan = self.plan
+        if plan.packer.num_batches(1) is None:
+            return plan.steps_until(epochs, state.position, state.cursors)
+        per_window = plan.packer.num_batches(plan.window) or 0
+        begun = state.window * per_window + state.batch
+        return (epochs - state.epoch) * self.steps_per_epoch() - begun
 
     def summary(self) -> DataSummary:
         """The split's figures, and the padding that packing removes from its first epoch."""

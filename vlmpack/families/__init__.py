@@ -1,7 +1,8 @@
 """Model families: what each needs, said once, on CPU."""
 
 from vlmpack.families.base import Family, ImageRule, ModulePaths
-from vlmpack.families.encoder import PROCESSOR_FILES, Encoder, SampleLength, decode_image
+from vlmpack.families.decode import decode_image
+from vlmpack.families.encoder import PROCESSOR_FILES, Encoder, SampleLength
 from vlmpack.families.registry import family_of, model_types
 from vlmpack.families.sample import ImagePart, Message, TextPart, VLMSample
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from PIL.Image import Image
 from torch import Tensor
 
 from vlmpack.packing import GridTHW, Media
+
+NO_TOKEN = -1
+"""An id that no token has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +24,8 @@ class ModulePaths:
     """Attribute paths inside the family's transformers model.
 
     Args:
-        vision: the vision tower; called as `tower(pixel_values, grid_thw=...)`.
+        vision: the vision tower; called as `tower(pixel_values, grid_thw=...)`. None for a language
+            model alone.
         projectors: what maps the tower's width to the language model's; may lie inside `vision`.
         language: the decoder without the head; called with `inputs_embeds`.
         deep_features: True where the tower's output has `deepstack_features` too, one (M, D) tensor
@@ -29,7 +33,7 @@ class ModulePaths:
             `deepstack_visual_embeds` beside `visual_pos_masks`.
     """
 
-    vision: str
+    vision: str | None
     projectors: tuple[str, ...]
     language: str
     deep_features: bool = False
@@ -76,11 +80,15 @@ class Family(Protocol):
     """Raise it when a length or a position changes: it enters the fingerprint of lengths."""
 
     def placeholder(self, tokenizer: _TokenIds) -> int:
-        """Id of the token that one image feature replaces."""
+        """Id of the token that one image feature replaces; NO_TOKEN without a tower."""
         ...
 
-    def image_rule(self, folder: Path) -> ImageRule:
-        """The rule for the processor files of a model folder."""
+    def image_rule(self, folder: Path) -> ImageRule | None:
+        """The rule for the processor files of a model folder; None without a tower."""
+        ...
+
+    def auto_class(self) -> Any:
+        """The Auto class of transformers that loads the model with its head."""
         ...
 
     def positions(

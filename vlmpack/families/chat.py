@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from vlmpack.errors import DataError, ModelError
-from vlmpack.families.sample import ImagePart, Message
+from vlmpack.families.sample import ImagePart, Message, TextPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,12 @@ class ChatEncoder:
 
     Args:
         tokenizer: a fast tokenizer of transformers with a chat template.
+        takes_images: whether the template gets a message as a list of parts. Templates of language
+            models get a string: some would write the list itself out, as text.
     """
 
     tokenizer: Any
+    takes_images: bool = True
 
     def __post_init__(self) -> None:
         if not self.tokenizer.chat_template:
@@ -58,20 +61,9 @@ class ChatEncoder:
         """The template's text for some turns.
 
         Raises:
-            DataError: (schema) the template refuses them.
+            DataError: (schema) the template refuses them, or an image for a model without tower.
         """
-        turns = [
-            {
-                "role": message.role,
-                "content": [
-                    {"type": "image"}
-                    if isinstance(part, ImagePart)
-                    else {"type": "text", "text": part.text}
-                    for part in message.parts
-                ],
-            }
-            for message in messages
-        ]
+        turns = [{"role": message.role, "content": self._content(message)} for message in messages]
         from jinja2 import TemplateError
 
         try:
@@ -84,6 +76,19 @@ class ChatEncoder:
             raise DataError(
                 f"the chat template refuses the conversation: {error}", error_class="schema"
             ) from error
+
+    def _content(self, message: Message) -> str | list[dict[str, str]]:
+        images = [isinstance(part, ImagePart) for part in message.parts]
+        if not self.takes_images:
+            if any(images):
+                raise no_vision_tower()
+            return message.text
+        return [
+            {"type": "image"}
+            if isinstance(part, ImagePart)
+            else {"type": "text", "text": part.text}
+            for part in message.parts
+        ]
 
     def encode(self, messages: tuple[Message, ...]) -> ChatTokens:
         """Tokenise a whole conversation.
@@ -130,11 +135,40 @@ class ChatEncoder:
             head = self.render(messages[:index], generation_prompt=True)
             last = index == len(messages) - 1
             turn = text if last else self.render(messages[: index + 1])
-            if not (turn.startswith(head) and text.startswith(turn)):
+            if turn.startswith(head) and text.startswith(turn):
+                spans.append((len(head), len(turn.rstrip())))
+                continue
+            end = None if last else self._end_of_turn(messages[: index + 2], head, text)
+            if end is None:
                 raise DataError(
                     f"the chat template renders turn {index} differently when later turns follow, "
                     f"so the assistant's tokens cannot be told apart",
                     error_class="schema",
                 )
-            spans.append((len(head), len(turn.rstrip())))
+            spans.append((len(head), end))
         return spans
+
+    def _end_of_turn(self, messages: tuple[Message, ...], head: str, text: str) -> int | None:
+        """Where the last but one turn ends, for templates that write it differently once another
+        follows (Qwen3's drops the empty thoughts of earlier turns).
+
+        That is after the first special token, since no text spells one; None unless it lies before
+        the next turn's text.
+        """
+        match = self._special.search(text, len(head)) if text.startswith(head) else None
+        if match is None:
+            return None
+        following = messages[-1]
+        other = "y" if following.text.startswith("x") else "x"
+        changed = Message(following.role, (TextPart(other), *following.parts))
+        same = self.render((*messages[:-1], changed)).startswith(text[: match.end()])
+        return match.end() if same else None
+
+
+def no_vision_tower() -> DataError:
+    """Images for a language model alone."""
+    return DataError(
+        "the sample has images, but the model has no vision tower; use a vision-language model, or "
+        "leave such samples out",
+        error_class="schema",
+    )

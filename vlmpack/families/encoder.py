@@ -6,8 +6,6 @@ Cheap to pickle: workers get the folder and load tokenizer and image processor o
 from __future__ import annotations
 
 import hashlib
-import io
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,11 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 
-from vlmpack.errors import DataError, ModelError
+from vlmpack.errors import CapabilityError, DataError, ModelError
 from vlmpack.families.base import Family, ImageRule
-from vlmpack.families.chat import ChatEncoder
+from vlmpack.families.chat import ChatEncoder, no_vision_tower
+from vlmpack.families.decode import decode_image
 from vlmpack.families.registry import family_of
 from vlmpack.families.sample import VLMSample
 from vlmpack.packing import IGNORE_INDEX, EncodedSample, GridTHW, Media
@@ -39,7 +38,7 @@ PROCESSOR_FILES = (
 )
 """What decides the tokens of a sample; their bytes make the fingerprint, and exports copy them."""
 
-ENCODER_VERSION = 1
+ENCODER_VERSION = 2
 """Raise it when the shared encoding changes lengths, labels or positions."""
 
 LossOn = Literal["assistant", "all"]
@@ -95,22 +94,44 @@ class Encoder:
     @cached_property
     def chat(self) -> ChatEncoder:
         """Template and tokenizer."""
-        return ChatEncoder(self.tokenizer)
+        return ChatEncoder(self.tokenizer, takes_images=self.takes_images)
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model has a vision tower."""
+        return self.family.modules.vision is not None
+
+    def load(self) -> None:
+        """Load what is otherwise loaded on first use.
+
+        Raises:
+            ModelError: the folder has no usable tokenizer, chat template or image processor.
+        """
+        assert self.chat is not None
+        assert not self.takes_images or self.image_rule is not None
 
     @cached_property
     def image_rule(self) -> ImageRule:
-        """The family's rule with this folder's sizes."""
+        """The family's rule with this folder's sizes.
+
+        Raises:
+            CapabilityError: the model has no vision tower.
+            ModelError: the folder has no usable image processor.
+        """
         try:
-            return self.family.image_rule(self.folder)
+            rule = self.family.image_rule(self.folder)
         except (OSError, ValueError) as error:
             raise ModelError(
                 f"model.path: {self.folder} has no usable image processor "
                 f"(preprocessor_config.json): {error}"
             ) from error
+        if rule is None:
+            raise CapabilityError(f"model.path: the model in {self.folder} has no vision tower")
+        return rule
 
     @cached_property
     def placeholder_id(self) -> int:
-        """Id of the image placeholder."""
+        """Id of the image placeholder; NO_TOKEN where the model has no vision tower."""
         return self.family.placeholder(self.tokenizer)
 
     @cached_property
@@ -146,6 +167,7 @@ class Encoder:
         Raises:
             DataError: (schema) as `encode`.
         """
+        self._refuse_images(max(sample.num_images, len(sizes)))
         ids, supervised = self._tokens(sample, len(sizes))
         grids = self._grids(sizes)
         num_image_tokens = sum(self.image_rule.num_tokens(grid) for grid in grids)
@@ -167,8 +189,10 @@ class Encoder:
 
         Raises:
             DataError: (decode) an image that cannot be read or is too large; (schema) images and
-                placeholders that do not match, a special token in the text, nothing to learn.
+                placeholders that do not match, images for a model without vision tower, a special
+                token in the text, nothing to learn.
         """
+        self._refuse_images(max(sample.num_images, len(sample.images)))
         if len(sample.images) != sample.num_images:
             raise DataError(
                 f"{sample.num_images} image placeholders in the messages, but "
@@ -215,6 +239,10 @@ class Encoder:
             media_positions=torch.tensor(media_positions, dtype=torch.int64),
         )
 
+    def _refuse_images(self, count: int) -> None:
+        if count and not self.takes_images:
+            raise no_vision_tower()
+
     def _tokens(self, sample: VLMSample, num_images: int) -> tuple[list[int], list[bool]]:
         """Ids with one placeholder an image, and which of them are targets."""
         tokens = self.chat.encode(sample.messages)
@@ -241,58 +269,6 @@ class Encoder:
 
     def _decode(self, data: bytes, index: int) -> Image.Image:
         return decode_image(data, index, max_pixels=self.max_image_pixels)
-
-
-def decode_image(data: bytes, index: int = 0, *, max_pixels: int) -> Image.Image:
-    """Decode one image file to upright RGB.
-
-    Args:
-        data: the encoded file.
-        index: which image of the sample it is, for the message.
-        max_pixels: larger images are refused from their header, before any pixel is decoded.
-
-    Raises:
-        DataError: (decode) unreadable, truncated or too large.
-    """
-    try:
-        with warnings.catch_warnings():
-            # Pillow warns of large images (the cap is stricter) and of odd EXIF (it is ignored).
-            warnings.simplefilter("ignore")
-            return _decode_upright(data, index, max_pixels)
-    except (
-        UnidentifiedImageError,
-        OSError,
-        ValueError,
-        SyntaxError,
-        Image.DecompressionBombError,
-    ) as error:
-        raise DataError(
-            f"image {index} cannot be decoded: {error}", error_class="decode"
-        ) from error
-
-
-def _decode_upright(data: bytes, index: int, max_pixels: int) -> Image.Image:
-    image = Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP"))
-    if image.width * image.height > max_pixels:
-        raise DataError(
-            f"image {index} has {image.width} x {image.height} pixels, more than "
-            f"data.max_image_pixels = {max_pixels}",
-            error_class="decode",
-        )
-    return to_rgb(ImageOps.exif_transpose(image))
-
-
-def to_rgb(image: Image.Image) -> Image.Image:
-    """RGB; transparent pixels are laid on white, 16-bit greys are scaled instead of clipped."""
-    if image.mode == "RGB":
-        return image
-    if image.mode.startswith("I"):
-        return image.point(lambda value: value / 256).convert("L").convert("RGB")
-    if "A" in image.mode or "transparency" in image.info:
-        rgba = image.convert("RGBA")
-        canvas = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
-        return Image.alpha_composite(canvas, rgba).convert("RGB")
-    return image.convert("RGB")
 
 
 def _rebuild(folder: Path, loss_on: LossOn, max_image_pixels: int) -> Encoder:

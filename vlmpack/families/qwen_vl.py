@@ -140,6 +140,12 @@ class QwenVL:
             max_pixels=processor.size["longest_edge"],
         )
 
+    def auto_class(self) -> Any:
+        """A whole vision-language model."""
+        from transformers import AutoModelForImageTextToText
+
+        return AutoModelForImageTextToText
+
     def positions(
         self, num_tokens: int, media_starts: Sequence[int], media: Sequence[GridTHW]
     ) -> Tensor:

@@ -10,8 +10,11 @@ from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.families.base import Family
 
 _HOMES: dict[str, str] = {
+    "llama": "vlmpack.families.text_lm",
+    "qwen2": "vlmpack.families.text_lm",
     "qwen2_vl": "vlmpack.families.qwen2_vl",
     "qwen2_5_vl": "vlmpack.families.qwen2_5_vl",
+    "qwen3": "vlmpack.families.text_lm",
     "qwen3_vl": "vlmpack.families.qwen3_vl",
     "qwen3_vl_moe": "vlmpack.families.qwen3_vl",
 }

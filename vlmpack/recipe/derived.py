@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from vlmpack.alignment import Alignment, alignment, round_up
-from vlmpack.recipe.schema import PackingSection, ParallelismSection, Recipe
+from vlmpack.recipe.schema import PackingSection, ParallelismSection, Recipe, TrainingSection
 
 _DEFAULT_ALIGNMENT = 8
 
@@ -67,6 +67,25 @@ def plan_alignment(packing: PackingSection, parallelism: ParallelismSection) -> 
     return round_up(_DEFAULT_ALIGNMENT, 2 * parallelism.context)
 
 
+def plans_rows(packing: PackingSection) -> bool:
+    """Whether rows are planned by a token budget, so that a micro-batch is one row."""
+    return packing.mode in ("online", "offline")
+
+
+def row_tokens(
+    packing: PackingSection, training: TrainingSection, parallelism: ParallelismSection
+) -> int:
+    """Tokens that a planned row holds at most: `packing.max_tokens`, or the longest sample's."""
+    if packing.max_tokens is not None:
+        return packing.max_tokens
+    return round_up(training.seq_length, plan_alignment(packing, parallelism))
+
+
+def counts_rows(packing: PackingSection) -> bool:
+    """Whether `training.global_batch_size` counts rows instead of samples."""
+    return plans_rows(packing) and packing.scope == "stream"
+
+
 def derive(recipe: Recipe, world_size: int) -> Derived:
     """The sizes of a run.
 
@@ -78,6 +97,9 @@ def derive(recipe: Recipe, world_size: int) -> Derived:
     copies = data_parallel_size(parallelism, world_size)
     wanted = multiples(parallelism)
     longest = round_up(training.seq_length, wanted.sequence)
+    row = training.micro_batch_size * longest
+    if plans_rows(recipe.packing):
+        row = row_tokens(recipe.packing, training, parallelism)
     return Derived(
         world_size=world_size,
         data_parallel=copies,
@@ -86,7 +108,7 @@ def derive(recipe: Recipe, world_size: int) -> Derived:
         alignment=plan_alignment(recipe.packing, parallelism),
         sequence_multiple=wanted.sequence,
         row_multiple=wanted.row,
-        max_row_tokens=round_up(training.micro_batch_size * longest, wanted.row),
+        max_row_tokens=round_up(row, wanted.row),
     )
 
 
@@ -109,6 +131,8 @@ def derived_rows(recipe: Recipe, world_size: int) -> list[DerivedRow]:
         DerivedRow(
             "longest micro-batch",
             values.max_row_tokens,
-            f"tokens, {micro} x seq_length {training.seq_length}",
+            "tokens, packing.max_tokens"
+            if plans_rows(recipe.packing)
+            else f"tokens, {micro} x seq_length {training.seq_length}",
         ),
     ]

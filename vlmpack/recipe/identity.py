@@ -1,11 +1,12 @@
 """What makes two launches the same run: the fields that change the objective or the order.
 
 In: the model, its compute type and the weight of its auxiliary loss; the training sources and
-weights, shuffle, epoch size, what happens to over-long or oversized samples; the packing mode;
-sequence length, global batch, seed, length of the run; the optimizer and its schedule. Out, so
-free to change on resume: engine, attention and recomputation, parallelism, micro-batch size,
-workers, the policy for bad samples, evaluation, checkpoints, logging, export, folders. Out too:
-`packing.alignment`, since the plan records it and starts a new segment where it has to.
+weights, shuffle, epoch size, what happens to over-long or oversized samples; the packing mode, and
+the budgets and scope of planned rows; sequence length, global batch, seed, length of the run; the
+optimizer and its schedule. Out, so free to change on resume: engine, attention and recomputation,
+parallelism, micro-batch size, balance, fixed shapes, workers, the policy for bad samples,
+evaluation, checkpoints, logging, export, folders. Out too: `packing.alignment` and `packing.path`,
+since the plan records the one and the packs' fingerprint.
 
 With `checkpoint.on_data_change: new_segment` the training sources, their weights and the epoch size
 may change as well: the run goes on as a new segment.
@@ -21,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from vlmpack.recipe.derived import plans_rows
 from vlmpack.recipe.messages import shown
 from vlmpack.recipe.schema import Recipe
 
@@ -47,11 +49,17 @@ _INCLUDE: Mapping[str, Any] = {
     "optim": True,
 }
 
+_ROW_FIELDS = ("mode", "max_tokens", "max_vision_patches", "max_sequences", "scope")
+_ROWS: Mapping[str, Any] = dict.fromkeys(_ROW_FIELDS, True)
+
 
 def identity(recipe: Recipe) -> dict[str, object]:
     """The run's identity: dotted key -> JSON scalar (`data.train.0.path`, `optim.betas.1`)."""
     flat: dict[str, object] = {}
-    _flatten("", recipe.model_dump(mode="json", include=dict(_INCLUDE)), flat)
+    include = dict(_INCLUDE)
+    if plans_rows(recipe.packing):
+        include["packing"] = _ROWS
+    _flatten("", recipe.model_dump(mode="json", include=include), flat)
     return flat
 
 

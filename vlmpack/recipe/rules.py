@@ -2,9 +2,9 @@
 
 A rule takes the sections that it needs and returns the problems it found, with both numbers and
 the knob to turn. `RULES` is the list that `load_recipe` runs; a rule is left out while one of its
-sections has problems of its own. The rules about sources are in `data_rules.py`, about places on
-disk in `path_rules.py`, about megatron-core in `mcore_rules.py`, about the model's own sizes in
-`model_rules.py`, about the number of processes in `world_rules.py`.
+sections has problems of its own. The rules about sources are in `data_rules.py`, about rows in
+`packing_rules.py`, places on disk in `path_rules.py`, about megatron-core in `mcore_rules.py`,
+about the model's own sizes in `model_rules.py`, about the number of processes in `world_rules.py`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,16 @@ from vlmpack.recipe.mcore_rules import (
     mcore_is_installed,
     transformer_engine_needs_mcore,
 )
+from vlmpack.recipe.packing_rules import (
+    alignment_splits_over_context,
+    fixed_boundaries_need_fixed_rows,
+    in_batch_needs_two_samples,
+    offline_has_packs,
+    offline_settles_the_scope,
+    planned_rows_are_micro_batches,
+    row_fields_need_rows,
+    rows_hold_a_sample,
+)
 from vlmpack.recipe.path_rules import (
     index_dir_is_local,
     model_is_local,
@@ -36,7 +46,6 @@ from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import (
     LoggingSection,
     ModelSection,
-    PackingSection,
     ParallelismSection,
     TrainingSection,
 )
@@ -54,42 +63,6 @@ def one_length_of_run(training: TrainingSection) -> list[Problem]:
         )
         return [Problem(("training", "num_epochs"), message)]
     return []
-
-
-def in_batch_needs_two_samples(packing: PackingSection, training: TrainingSection) -> list[Problem]:
-    """A row is made of the samples of one micro-batch, so one sample has no row to share."""
-    if packing.mode != "in_batch" or training.micro_batch_size >= 2:
-        return []
-    message = (
-        "1, but packing.mode 'in_batch' makes one row of the samples of a micro-batch, and one "
-        "sample has nothing to share its row with; use a micro_batch_size >= 2, or "
-        "packing.mode: none (online packing, which packs across micro-batches, comes later)"
-    )
-    return [Problem(("training", "micro_batch_size"), message)]
-
-
-def planned_rows_are_micro_batches(
-    packing: PackingSection, training: TrainingSection
-) -> list[Problem]:
-    """Online and offline rows are full by plan: a micro-batch is one row."""
-    if packing.mode not in ("online", "offline") or training.micro_batch_size == 1:
-        return []
-    message = (
-        f"{training.micro_batch_size}, but packing.mode '{packing.mode}' fills each row by a "
-        "token budget and takes exactly 1 row per micro-batch (in_batch takes any size >= 2)"
-    )
-    return [Problem(("training", "micro_batch_size"), message)]
-
-
-def mode_is_built(packing: PackingSection) -> list[Problem]:
-    """Planned packing is not in this version."""
-    if packing.mode in ("none", "in_batch"):
-        return []
-    message = (
-        f"'{packing.mode}' packing is not in this version; use 'in_batch', which packs the "
-        "samples of each micro-batch, or 'none'"
-    )
-    return [Problem(("packing", "mode"), message)]
 
 
 def hf_is_data_parallel_only(model: ModelSection, parallelism: ParallelismSection) -> list[Problem]:
@@ -156,20 +129,6 @@ def seq_length_splits_over_context(
     return [Problem(("training", "seq_length"), message)]
 
 
-def alignment_splits_over_context(
-    packing: PackingSection, parallelism: ParallelismSection
-) -> list[Problem]:
-    """Planned lengths must stay whole when context parallelism cuts them."""
-    chunks, alignment = 2 * parallelism.context, packing.alignment
-    if parallelism.context == 1 or alignment is None or alignment % chunks == 0:
-        return []
-    message = (
-        f"{alignment} is not a multiple of 2 x parallelism.context = {chunks}; "
-        f"use {-(-alignment // chunks) * chunks}, or leave it out"
-    )
-    return [Problem(("packing", "alignment"), message)]
-
-
 def trackers_differ(logging: LoggingSection) -> list[Problem]:
     """A tracker is started once."""
     twice = {name for name in logging.trackers if logging.trackers.count(name) > 1}
@@ -190,7 +149,11 @@ RULES: tuple[Rule, ...] = (
     Rule(one_length_of_run, ("training",)),
     Rule(in_batch_needs_two_samples, ("packing", "training")),
     Rule(planned_rows_are_micro_batches, ("packing", "training")),
-    Rule(mode_is_built, ("packing",)),
+    Rule(rows_hold_a_sample, ("packing", "training", "parallelism")),
+    Rule(offline_has_packs, ("packing",)),
+    Rule(row_fields_need_rows, ("packing",)),
+    Rule(fixed_boundaries_need_fixed_rows, ("packing",)),
+    Rule(offline_settles_the_scope, ("packing",)),
     Rule(mcore_is_installed, ("model",)),
     Rule(transformer_engine_needs_mcore, ("model",)),
     Rule(aux_loss_needs_mcore, ("model",)),

@@ -139,6 +139,39 @@ class PackingSection(Section):
     """`none`: padded rows, the baseline. `in_batch`: the samples of one micro-batch become one
     row. `online`, `offline`: rows planned by a token budget, while training or beforehand."""
 
+    max_tokens: Count | None = None
+    """Tokens that a planned row holds at most, each sample's length rounded up to `alignment`.
+    Null: `training.seq_length`, rounded up likewise."""
+
+    max_vision_patches: Count | None = None
+    """Vision patches that a planned row holds at most: bounds the vision tower's memory and time. A
+    sample with more is treated by `data.over_long`. Null: no bound."""
+
+    max_sequences: Count | Literal["auto"] = "auto"
+    """Samples that a planned row holds at most. `auto`: from a dry run of the packer (the 99.9th
+    percentile, rounded up to a multiple of 8); 32 where shards are indexed as the run goes on."""
+
+    scope: Literal["stream", "batch"] = "stream"
+    """Where rows are filled in mode `online`. `stream`: over a window of the data, and
+    `training.global_batch_size` counts rows. `batch`: inside fixed sets of `global_batch_size`
+    samples, so that each optimizer step trains the samples that it would have trained unpacked."""
+
+    balance: Literal["none", "cost"] = "cost"
+    """Which data-parallel process gets which rows of a global batch. `cost`: whole rows are dealt
+    out so that the processes finish together, by the FLOPs of their tokens, their squared lengths
+    and their vision patches; the members of the batch stay the same. `none`: in turn."""
+
+    path: str | None = Field(default=None, min_length=1, examples=["packs/first"])
+    """Mode `offline`: the folder that `vlmpack pack` wrote."""
+
+    pad_to_max_length: bool = False
+    """Planned rows are filled up to exactly `max_tokens` by a tail segment of their own (fixed
+    shapes, for CUDA graphs)."""
+
+    pad_cu_seqlens: bool = False
+    """`cu_seqlens` of planned rows gets exactly `max_sequences` + 2 entries, its last value
+    repeated (fixed shapes, for CUDA graphs). Needs `pad_to_max_length`."""
+
     alignment: Count | None = None
     """Planned lengths are rounded up to a multiple of this many tokens, so a run can resume at
     any context parallelism CP whose 2*CP divides it. Null: the multiple of 2*CP from 8 up."""
@@ -175,11 +208,11 @@ class TrainingSection(Section):
     """Batch sizes, length of the run, seed. Set exactly one of `max_steps` and `num_epochs`."""
 
     micro_batch_size: int = Field(ge=1, examples=[8])
-    """Samples per forward pass and process (in packing modes `online`, `offline`: rows)."""
+    """Samples per forward pass and process; rows, hence 1, in packing modes `online`, `offline`."""
 
     global_batch_size: int = Field(ge=1, examples=[64])
-    """Samples per optimizer step over all processes (in `online`, `offline`: rows). Gradient
-    accumulation follows from it."""
+    """Samples per optimizer step over all processes; in packing modes `online` and `offline` rows,
+    but for `packing.scope: batch`. Gradient accumulation follows from it."""
 
     seq_length: int = Field(ge=1, examples=[4096])
     """Longest sample, in tokens, image tokens included. See `data.over_long`."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from vlmpack.errors import RecipeError
 from vlmpack.recipe.derived import data_parallel_size
 from vlmpack.recipe.problems import Document, Problem, render
-from vlmpack.recipe.schema import ParallelismSection, Recipe, TrainingSection
+from vlmpack.recipe.schema import PackingSection, ParallelismSection, Recipe, TrainingSection
 
 
 def world_splits_into_copies(parallelism: ParallelismSection, world_size: int) -> list[Problem]:
@@ -38,9 +38,15 @@ def experts_split_over_processes(parallelism: ParallelismSection, world_size: in
 
 
 def global_batch_splits_over_copies(
-    parallelism: ParallelismSection, training: TrainingSection, world_size: int
+    parallelism: ParallelismSection,
+    training: TrainingSection,
+    packing: PackingSection,
+    world_size: int,
 ) -> list[Problem]:
-    """Each model copy takes the same number of micro-batches per step."""
+    """Each model copy takes the same number of micro-batches per step. Under `packing.scope: batch`
+    nobody knows how many rows a global batch has, and empty ones fill it up."""
+    if packing.scope == "batch":
+        return []
     copies = data_parallel_size(parallelism, world_size)
     total, micro = training.global_batch_size, training.micro_batch_size
     if copies == 0 or total % micro or total % (micro * copies) == 0:
@@ -65,14 +71,23 @@ def broken_world_rules(sections: Mapping[str, object], world_size: int) -> list[
     problems = world_splits_into_copies(parallelism, world_size)
     if not problems:
         problems = experts_split_over_processes(parallelism, world_size)
-    if not problems and isinstance(training, TrainingSection):
-        problems = global_batch_splits_over_copies(parallelism, training, world_size)
+    packing = sections.get("packing")
+    if (
+        not problems
+        and isinstance(training, TrainingSection)
+        and isinstance(packing, PackingSection)
+    ):
+        problems = global_batch_splits_over_copies(parallelism, training, packing, world_size)
     return problems
 
 
 def check_world(recipe: Recipe, world_size: int) -> None:
     """Raise RecipeError if the recipe cannot run on this number of processes."""
-    sections = {"parallelism": recipe.parallelism, "training": recipe.training}
+    sections = {
+        "parallelism": recipe.parallelism,
+        "training": recipe.training,
+        "packing": recipe.packing,
+    }
     problems = broken_world_rules(sections, world_size)
     if problems:
         raise RecipeError(render(problems, Document(None)))

@@ -68,9 +68,8 @@ def task_rows(run: RunFiles) -> list[TaskRow]:
         _task_row(name, tally, before.tasks.get(name) if before else None)
         for name, tally in after.tasks.items()
     ]
-    rows.append(
-        _task_row("all questions with images", after.images, before.images if before else None)
-    )
+    name = "all questions with images" if after.images.num_questions else "all questions"
+    rows.append(_task_row(name, after.headline, before.headline if before else None))
     if after.num_characters:
         rows.append(
             TaskRow(
@@ -80,7 +79,7 @@ def task_rows(run: RunFiles) -> list[TaskRow]:
                 _accuracy(after),
             )
         )
-    if after.text_only.num_questions:
+    if after.images.num_questions and after.text_only.num_questions:
         rows.append(
             _task_row(
                 "text only, not counted above",

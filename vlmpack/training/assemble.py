@@ -21,6 +21,7 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import LoaderSettings
 from vlmpack.data.loading.read import ErrorPolicy
 from vlmpack.data.pipeline import TrainData
+from vlmpack.data.plan.packers import RowBudget
 from vlmpack.data.plan.state import DataState
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.splits.survey import DataLaunch, survey_split
@@ -29,8 +30,9 @@ from vlmpack.data.stores.fetch import Fetcher
 from vlmpack.distributed import Ranks
 from vlmpack.errors import CapabilityError
 from vlmpack.families import Encoder
-from vlmpack.packing import PackCollator, PadCollator
+from vlmpack.packing import PackCollator, PadCollator, round_up
 from vlmpack.recipe import Derived, Recipe, Source
+from vlmpack.recipe.derived import multiples, plan_alignment
 from vlmpack.training.optim import Schedule
 from vlmpack.training.step import Stepper
 from vlmpack.training.trainer import TrainerConfig
@@ -52,7 +54,7 @@ def build_encoder(recipe: Recipe) -> Encoder:
         ModelError, CapabilityError: the folder, or a family this version does not know.
     """
     encoder = Encoder(Path(recipe.model.path), max_image_pixels=recipe.data.max_image_pixels)
-    assert encoder.chat is not None and encoder.image_rule is not None  # load now, fail early
+    encoder.load()  # now, to fail early
     return encoder
 
 
@@ -74,13 +76,44 @@ def build_collator(
     )
 
 
+def _row_budget(recipe: Recipe, resume: DataState | None) -> RowBudget:
+    """What a planned row holds.
+
+    Where the recipe leaves `packing.alignment` open, a run keeps the one it began with as long as
+    context parallelism can cut it: its global batches stay the same.
+    """
+    packing, parallelism = recipe.packing, recipe.parallelism
+    alignment = plan_alignment(packing, parallelism)
+    begun = None if resume is None else resume.identity.get("packing.alignment")
+    if packing.alignment is None and isinstance(begun, int):
+        is_whole = begun % multiples(parallelism).sequence == 0
+        alignment = begun if is_whole else alignment
+    return RowBudget(
+        max_tokens=round_up(recipe.training.seq_length, alignment)
+        if packing.max_tokens is None
+        else packing.max_tokens,
+        max_patches=packing.max_vision_patches,
+        max_sequences=None if packing.max_sequences == "auto" else packing.max_sequences,
+        alignment=alignment,
+    )
+
+
 def _data_config(
-    recipe: Recipe, key: str, sources: tuple[Source, ...], *, micro: int, whole: int
+    recipe: Recipe,
+    key: str,
+    sources: tuple[Source, ...],
+    *,
+    micro: int,
+    whole: int,
+    resume: DataState | None,
 ) -> DataConfig:
     data = recipe.data
     mode = recipe.packing.mode
-    if mode not in ("none", "in_batch"):
-        raise CapabilityError(f"packing.mode: {mode} is not in this version; use in_batch")
+    if mode == "offline":
+        raise CapabilityError("packing.mode: offline is not in this version; use online")
+    budget = None
+    if mode == "online" and key == "data.train":
+        budget = _row_budget(recipe, resume)
     return DataConfig(
         key=key,
         sources=tuple(
@@ -88,7 +121,9 @@ def _data_config(
             for source in sources
         ),
         seq_length=recipe.training.seq_length,
-        mode=mode,
+        mode="in_batch" if mode == "online" and budget is None else mode,
+        budget=budget,
+        scope=recipe.packing.scope,
         micro_batch_size=micro,
         global_batch_size=whole,
         seed=recipe.training.seed,
@@ -166,7 +201,7 @@ def open_split(
     micro, whole = training.micro_batch_size, training.global_batch_size
     if key != "data.train":
         micro = whole = recipe.evaluation.batch_size
-    config = _data_config(recipe, key, sources, micro=micro, whole=whole)
+    config = _data_config(recipe, key, sources, micro=micro, whole=whole, resume=resume)
     fetcher = build_fetcher(recipe)
     return TrainData.open(
         config,

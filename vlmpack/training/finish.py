@@ -93,10 +93,11 @@ def evaluate_by_generation(
     scores = score(predictions)
     session.ranks.on_main(lambda: write_predictions(path, predictions))
     logger.info(
-        "%s training: %s of %d image questions answered exactly%s (%.0f s)",
+        "%s training: %s of %d %s answered exactly%s (%.0f s)",
         when,
         _percent(scores.exact_match),
-        scores.images.num_questions,
+        scores.headline.num_questions,
+        "image questions" if scores.images.num_questions else "questions",
         ""
         if scores.digit_accuracy is None
         else f", {_percent(scores.digit_accuracy)} of the characters read right",

@@ -66,7 +66,7 @@ def answer_questions(
     """Greedy answers, in the order of the questions.
 
     Args:
-        model: a transformers `...ForConditionalGeneration` in eval mode with unsharded weights.
+        model: a whole transformers model with its head, in eval mode, with unsharded weights.
         encoder: the processor of its folder.
         questions: what to ask.
         batch_size: questions per forward pass; similar lengths share a batch, the longest first.
@@ -199,10 +199,10 @@ def _tokenise(index: int, question: Question, encoder: Encoder) -> _Prompt:
             error_class="schema",
         )
     caps = SampleCaps(max_image_pixels=encoder.max_image_pixels)
-    rule = encoder.image_rule
     num_tokens = len(ids) - found
     for number, data in enumerate(question.images):
         width, height = image_facts(data, str(number), caps).size
+        rule = encoder.image_rule
         try:
             num_tokens += rule.num_tokens(rule.grid(width, height))
         except ValueError as error:

@@ -33,8 +33,7 @@ def total_steps(recipe: Recipe, train: TrainData, saved: DataState | None) -> in
         )
         train.split.index_all()
     state = train.start() if saved is None else train.admit(saved)
-    begun = state.window * (train.plan.window // train.config.global_batch_size) + state.batch
-    left = (epochs - state.epoch) * train.steps_per_epoch() - begun
+    left = train.steps_until(epochs, state)
     if left <= 0 and 0 < state.batches == state.segments[-1].start_batch:
         raise RecipeError(
             [

@@ -3,7 +3,8 @@
     Question + answer -> Prediction (a row of predictions-*.jsonl) -> Scores
 
 Figures are over questions with images. Text-only questions are counted beside them, since a model
-that knows the task's form may answer those without seeing anything.
+that knows the task's form may answer those without seeing anything. Where no question has an image,
+figures are over all of them.
 """
 
 from __future__ import annotations
@@ -154,10 +155,10 @@ class Scores:
     """Figures of one set of predictions.
 
     Args:
-        images: questions with images; the headline figure.
+        images: questions with images.
         text_only: questions without, shown separately.
-        tasks: questions with images, by task, in alphabetical order.
-        num_characters: characters of the true answers of `read` questions with images.
+        tasks: those of the headline figure by task, in alphabetical order.
+        num_characters: characters of the true answers of its `read` questions.
         num_characters_right: those whose position in the answer holds the same character.
     """
 
@@ -168,9 +169,14 @@ class Scores:
     num_characters_right: int
 
     @property
+    def headline(self) -> Tally:
+        """Questions with images, or all where none has any."""
+        return self.images if self.images.num_questions else self.text_only
+
+    @property
     def exact_match(self) -> float | None:
-        """Share of image questions answered exactly; None without any."""
-        return self.images.exact_match
+        """Share of the headline's questions answered exactly; None without any."""
+        return self.headline.exact_match
 
     @property
     def digit_accuracy(self) -> float | None:
@@ -192,11 +198,12 @@ def make_predictions(
 def score(predictions: Iterable[Prediction]) -> Scores:
     """Count right answers: all, by task, and character by character for `read`."""
     rows = list(predictions)
-    shown = [row for row in rows if row.num_images]
+    images = [row for row in rows if row.num_images]
+    shown = images or rows
     read = [(row.truth.strip(), row.answer.strip()) for row in shown if row.task == READ_TASK]
     names = sorted({row.task or NO_TASK for row in shown})
     return Scores(
-        images=_tally(shown),
+        images=_tally(images),
         text_only=_tally([row for row in rows if not row.num_images]),
         tasks={
             name: _tally([row for row in shown if (row.task or NO_TASK) == name]) for name in names

@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from vlmpack.backends.engine import Engine
@@ -19,6 +20,7 @@ from vlmpack.errors import CheckpointError, RunDirError
 from vlmpack.families import Encoder
 from vlmpack.packing import Batch
 from vlmpack.recipe import Recipe, derive, identity
+from vlmpack.recipe.derived import plans_rows, row_tokens
 from vlmpack.training.assemble import (
     build_encoder,
     build_engine,
@@ -26,7 +28,12 @@ from vlmpack.training.assemble import (
     open_split,
     trainer_config,
 )
-from vlmpack.training.checkpoint import list_checkpoints, saved_data_state
+from vlmpack.training.checkpoint import (
+    data_state_of,
+    list_checkpoints,
+    newest_checkpoint,
+    saved_data_state,
+)
 from vlmpack.training.metrics import MetricsLog, Progress, Trackers
 from vlmpack.training.record import StepSamples, open_record
 from vlmpack.training.recorded import take_back
@@ -144,7 +151,8 @@ def open_session(recipe: Recipe, ranks: Ranks, run_dir: RunDir, stop: StopFlag) 
     engine = build_engine(recipe, encoder, ranks)
     for name, value in engine.description.items():
         logger.info("%-14s %s", name, value)
-    steps = total_steps(recipe, train, saved)
+    checkpoint = ranks.on_main(lambda: _choose_checkpoint(recipe, run_dir))
+    steps = total_steps(recipe, train, checkpoint.state)
     limiter = SkipLimiter(SkipLimits(), ledger)
     trainer = Trainer(
         stepper=build_stepper(recipe, engine, ranks, total_steps=steps),
@@ -154,7 +162,8 @@ def open_session(recipe: Recipe, ranks: Ranks, run_dir: RunDir, stop: StopFlag) 
         validation=_validation_batches(recipe, validation, ranks),
         on_skips=lambda samples, skipped: limiter.check(samples=samples, skipped=skipped),
     )
-    resumed = _resume(recipe, trainer, run_dir)
+    if checkpoint.folder is not None:
+        trainer.resume(checkpoint.folder)
     done = trainer.totals.step
     ranks.on_main(lambda: ledger.rewind(done))
     limiter.replay(batches=done, global_batch_size=recipe.training.global_batch_size)
@@ -184,7 +193,7 @@ def open_session(recipe: Recipe, ranks: Ranks, run_dir: RunDir, stop: StopFlag) 
         test=test,
         engine=engine,
         trainer=trainer,
-        resumed=resumed,
+        resumed=checkpoint.folder is not None,
     )
 
 
@@ -196,7 +205,24 @@ def _saved_state(recipe: Recipe, run_dir: RunDir) -> DataState | None:
     return None if text is None else DataState.from_json(text)
 
 
-def _resume(recipe: Recipe, trainer: Trainer, run_dir: RunDir) -> bool:
+@dataclass(frozen=True, slots=True)
+class _Checkpoint:
+    """Where the launch goes on: a checkpoint that verifies and its place in the data, or neither.
+
+    `_saved_state` may be of a newer one that is damaged: it is asked before the data are opened.
+    """
+
+    folder: Path | None = None
+    state: DataState | None = None
+
+
+def _choose_checkpoint(recipe: Recipe, run_dir: RunDir) -> _Checkpoint:
+    """The newest checkpoint that verifies, as `checkpoint.resume` has it.
+
+    Raises:
+        RunDirError: there are some, and none is wanted.
+        CheckpointError: there are some, and none verifies; or there is none, and one is required.
+    """
     mode = recipe.checkpoint.resume
     if mode == "never":
         if list_checkpoints(run_dir.checkpoints):
@@ -204,14 +230,23 @@ def _resume(recipe: Recipe, trainer: Trainer, run_dir: RunDir) -> bool:
                 f"run_dir: {run_dir.path} holds checkpoints, but checkpoint.resume is never; "
                 f"choose another run_dir, or delete this one"
             )
-        return False
-    resumed = trainer.resume()
-    if not resumed and mode == "required":
+        return _Checkpoint()
+    folder, damaged = newest_checkpoint(run_dir.checkpoints)
+    if folder is None and damaged:
+        listed = "\n".join(f"  {line}" for line in damaged)
+        raise CheckpointError(
+            f"no checkpoint of this run verifies:\n{listed}\nRestore one, or delete the run "
+            f"folder to start anew"
+        )
+    for line in damaged:
+        logger.warning("checkpoint ignored: %s", line)
+    if folder is None and mode == "required":
         raise CheckpointError(
             f"checkpoint.resume is required, but {run_dir.checkpoints} holds no checkpoint that "
             f"verifies"
         )
-    return resumed
+    text = None if folder is None else data_state_of(folder)
+    return _Checkpoint(folder, None if text is None else DataState.from_json(text))
 
 
 def _validation_batches(
@@ -290,6 +325,12 @@ def _log_data(recipe: Recipe, summary: DataSummary) -> None:
         )
     if recipe.packing.mode == "none":
         what = f"rows are padded: {saved:.0%} of the slots of an epoch hold no token"
+    elif plans_rows(recipe.packing):
+        capacity = row_tokens(recipe.packing, recipe.training, recipe.parallelism)
+        what = (
+            f"rows of up to {capacity} tokens, {summary.row_samples / summary.num_rows:.1f} "
+            f"samples each, {summary.epoch_tokens / (summary.num_rows * capacity):.1%} full"
+        )
     else:
         what = (
             f"each micro-batch of {recipe.training.micro_batch_size} samples is one row; "

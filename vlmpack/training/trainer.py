@@ -6,10 +6,10 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from vlmpack.errors import (
-    CheckpointError,
     DataLimitError,
     EmptyDataError,
     NonFiniteError,
@@ -20,7 +20,6 @@ from vlmpack.training.checkpoint import (
     CheckpointContent,
     Saver,
     load_checkpoint,
-    newest_checkpoint,
     random_state,
     restore_random_state,
 )
@@ -169,35 +168,18 @@ class Trainer:
             self.run_dir.checkpoints, self.stepper.ranks, keep=self.config.keep_checkpoints
         )
 
-    def resume(self) -> bool:
-        """Load the newest checkpoint that verifies. One rank chooses it, each reads what it holds.
-
-        Returns:
-            Whether there was one.
+    def resume(self, folder: Path) -> None:
+        """Go on from a checkpoint that verifies; each rank reads what it holds.
 
         Raises:
-            CheckpointError: it does not fit this model, or there are some and none verifies.
+            CheckpointError: it does not fit this model.
         """
-        folder, damaged = self.stepper.ranks.on_main(
-            lambda: newest_checkpoint(self.run_dir.checkpoints)
-        )
-        if folder is None and damaged:
-            listed = "\n".join(f"  {line}" for line in damaged)
-            raise CheckpointError(
-                f"no checkpoint of this run verifies:\n{listed}\nRestore one, or delete the run "
-                f"folder to start anew"
-            )
-        for line in damaged:
-            logger.warning("checkpoint ignored: %s", line)
-        if folder is None:
-            return False
         state, random = load_checkpoint(folder, self.stepper.engine, self.stepper.ranks)
         restore_random_state(random)
         self.totals = Totals(**state["totals"])
         self._saved_step = self.totals.step
         self._validated_step = state["validated_step"]
         logger.info("resumed from %s at step %d", folder, self.totals.step)
-        return True
 
     def run(self, steps: Iterator[TrainStep], reporting: Reporting | None) -> None:
         """Train until `total_steps`.

@@ -20,7 +20,7 @@ from vlmpack.backends.engine import ForwardStep, compute_dtype
 from vlmpack.backends.export import save_model_folder
 from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.hf.load import load_model
-from vlmpack.backends.hf.model import PackedVLM
+from vlmpack.backends.hf.model import packed_model
 from vlmpack.backends.hf.schedule import forward_backward_no_pipelining
 from vlmpack.backends.hf.sharding import local_slice, shard_model, spread_by_size
 from vlmpack.backends.slices import Kind, ReadSlice, TensorSlice
@@ -75,8 +75,7 @@ class HFEngine:
         self.compute_dtype = compute_dtype(config.dtype, ranks.device)
         choice = choose_attention(config.attention, device=ranks.device, dtype=self.compute_dtype)
         model = load_model(config.folder)
-        family = encoder.family
-        model.get_submodule(family.modules.language).set_attn_implementation(
+        model.get_submodule(encoder.family.modules.language).set_attn_implementation(
             register_attention(choice)
         )
         if config.activation_checkpointing:
@@ -84,7 +83,7 @@ class HFEngine:
                 # transformers 5.17 has this name alone; newer ones rename it and keep it until 6.
                 warnings.simplefilter("ignore", FutureWarning)
                 model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.vlm = PackedVLM(model, family.modules, encoder.image_rule.smallest())
+        self.vlm = packed_model(model, encoder)
         self.sharded = config.sharding == "fsdp" and ranks.world_size > 1
         self._module: nn.Module = self.vlm
         # Autocast is ours: accelerate keeps its mixed precision per process, not per model.

@@ -8,14 +8,16 @@ from typing import Any
 import torch
 
 from vlmpack.errors import ModelError
+from vlmpack.families import family_of
 
 
 def load_model(folder: Path) -> Any:
-    """Load a pretrained VLM; master weights are float32 whatever the file's dtype.
+    """Load a pretrained model; master weights are float32 whatever the file's dtype.
 
     Raises:
         ModelError: no weights in the folder, a weight that is missing, left over or of the wrong
             shape, or a damaged file.
+        CapabilityError: no family serves its model_type.
     """
     if not any(folder.glob("*.safetensors")):
         raise ModelError(
@@ -23,15 +25,18 @@ def load_model(folder: Path) -> Any:
             f"model-00001-of-*.safetensors beside config.json"
         )
     from safetensors import SafetensorError
-    from transformers import AutoModelForImageTextToText
 
     try:
-        loaded: Any = AutoModelForImageTextToText.from_pretrained(
-            str(folder),
-            dtype=torch.float32,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below, by name and shapes
+        loaded: Any = (
+            family_of(folder)
+            .auto_class()
+            .from_pretrained(
+                str(folder),
+                dtype=torch.float32,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below, by name and shapes
+            )
         )
         model, info = loaded
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:

@@ -1,6 +1,6 @@
-"""A transformers VLM as one module that maps a batch to the losses of its label tokens.
+"""A transformers model as one module that maps a batch to the losses of its label tokens.
 
-    input_ids -> embeddings -> image features scattered over the placeholders (merge)
+    input_ids -> embeddings, with a vision tower its features over the placeholders (merge)
     -> decoder with varlen attention -> label tokens only -> head and cross entropy in chunks
 
 The parts are called one by one instead of through the model's own forward, so that nothing is
@@ -21,8 +21,11 @@ from torch import Tensor, nn
 
 from vlmpack.backends.cross_entropy import linear_cross_entropy
 from vlmpack.errors import CapabilityError
-from vlmpack.families import ModulePaths
+from vlmpack.families import Encoder, ModulePaths
 from vlmpack.packing import Batch, Media, PackedSeqParams, PaddedBatch
+
+ROPE_OF_THE_LONGEST = ("dynamic", "longrope")
+"""Rotary rules of transformers that look at the largest position of the whole batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,28 +93,32 @@ def _deep_arguments(batch: Batch, merged: MergedInputs) -> dict[str, Any]:
     return {"visual_pos_masks": mask, "deepstack_visual_embeds": list(merged.deep)}
 
 
-class PackedVLM(nn.Module):
-    """A vision-language model that takes typed batches.
+class PackedLM(nn.Module):
+    """A language model that takes typed batches; with a vision tower see `PackedVLM`.
 
     Args:
-        model: a transformers `...ForConditionalGeneration`.
+        model: a transformers `...ForCausalLM`.
         paths: where its parts live.
-        blank: the smallest image: batches without images run it through the tower with weight
-            zero, so that every rank enters every collective the same number of times.
     """
 
-    def __init__(self, model: nn.Module, paths: ModulePaths, blank: Media) -> None:
+    def __init__(self, model: nn.Module, paths: ModulePaths) -> None:
         super().__init__()
         self.model = model
         self.paths = paths
-        self.blank = blank
         head: Any = self.inner.get_output_embeddings()
         if head.bias is not None:
             raise CapabilityError("a language-model head with a bias is not supported")
-        if self.inner.config.get_text_config().to_dict().get("output_router_logits"):
+        text: dict[str, Any] = self.inner.config.get_text_config().to_dict()
+        if text.get("output_router_logits"):
             raise CapabilityError(
                 "config.json asks for the auxiliary loss of a mixture of experts, which the hf "
                 "engine does not add; set output_router_logits to false in its text_config"
+            )
+        rope_type = (text.get("rope_parameters") or {}).get("rope_type", "default")
+        if rope_type in ROPE_OF_THE_LONGEST:
+            raise CapabilityError(
+                f"config.json has rope_type {rope_type!r}, whose frequencies follow the longest "
+                f"sequence of a batch: a sample's loss would depend on the samples beside it"
             )
 
     @property
@@ -120,14 +127,14 @@ class PackedVLM(nn.Module):
         return self.model
 
     @property
-    def vision(self) -> Any:
-        """The vision tower, projector included."""
-        return self.model.get_submodule(self.paths.vision)
-
-    @property
     def language(self) -> Any:
         """The decoder."""
         return self.model.get_submodule(self.paths.language)
+
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        """What has repeated layers of its own."""
+        return (self.language,)
 
     def forward(self, batch: Batch, packed_seq_params: PackedSeqParams | None = None) -> Tensor:
         """Losses of the batch's label tokens.
@@ -168,6 +175,42 @@ class PackedVLM(nn.Module):
         return hidden.flatten(0, 1)
 
     def merge(self, batch: Batch) -> MergedInputs:
+        """Token embeddings.
+
+        Raises:
+            CapabilityError: a batch with images.
+        """
+        if batch.media is not None:
+            raise CapabilityError("the batch has images, but the model has no vision tower")
+        return MergedInputs(self.inner.get_input_embeddings()(batch.input_ids).flatten(0, 1))
+
+
+class PackedVLM(PackedLM):
+    """A vision-language model that takes typed batches.
+
+    Args:
+        model: a transformers `...ForConditionalGeneration`.
+        paths: where its parts live.
+        blank: the smallest image: batches without images run it through the tower with weight
+            zero, so that every rank enters every collective the same number of times.
+    """
+
+    def __init__(self, model: nn.Module, paths: ModulePaths, blank: Media) -> None:
+        super().__init__(model, paths)
+        self.blank = blank
+
+    @property
+    def vision(self) -> Any:
+        """The vision tower, projector included."""
+        assert self.paths.vision is not None
+        return self.model.get_submodule(self.paths.vision)
+
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        """What has repeated layers of its own."""
+        return (self.vision, self.language)
+
+    def merge(self, batch: Batch) -> MergedInputs:
         """Token embeddings with the image features in place of the placeholders.
 
         Raises:
@@ -194,3 +237,11 @@ class PackedVLM(nn.Module):
         output = self.vision(pixels, grid_thw=grid_thw)
         deep = tuple(output.deepstack_features) if self.paths.deep_features else ()
         return ImageFeatures(output.pooler_output, deep)
+
+
+def packed_model(model: nn.Module, encoder: Encoder) -> PackedLM:
+    """The transformers model of the encoder's folder, with or without a vision tower."""
+    paths = encoder.family.modules
+    if not encoder.takes_images:
+        return PackedLM(model, paths)
+    return PackedVLM(model, paths, encoder.image_rule.smallest())

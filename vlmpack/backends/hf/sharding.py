@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from vlmpack.backends.hf.model import PackedVLM
+from vlmpack.backends.hf.model import PackedLM
 from vlmpack.backends.slices import TensorSlice, whole
 from vlmpack.distributed import Ranks
 
@@ -25,7 +25,7 @@ def _repeated_blocks(part: nn.Module) -> list[nn.Module]:
     return max(lists, key=len, default=[])
 
 
-def shard_model(vlm: PackedVLM, ranks: Ranks, *, compute_dtype: torch.dtype) -> None:
+def shard_model(vlm: PackedLM, ranks: Ranks, *, compute_dtype: torch.dtype) -> None:
     """Shard parameters, gradients and moments over all ranks, in place.
 
     Args:
@@ -38,7 +38,7 @@ def shard_model(vlm: PackedVLM, ranks: Ranks, *, compute_dtype: torch.dtype) -> 
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    for part in (vlm.vision, vlm.language):
+    for part in vlm.parts:
         for block in _repeated_blocks(part):
             fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(vlm, mesh=mesh, mp_policy=policy)

@@ -108,7 +108,7 @@ class LanguageDims:
 
     @classmethod
     def from_transformers(cls, config: Any, family: MegatronFamily) -> LanguageDims:
-        """Read a transformers VLM config.
+        """Read a transformers config, that of a language model alone included.
 
         Raises:
             CapabilityError: a feature that the Megatron engine does not build.
@@ -128,6 +128,7 @@ class LanguageDims:
                 "model.backend: hf"
             )
         section = rope.get("mrope_section")
+        vision = config.to_dict().get("vision_config") or {}
         return cls(
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
@@ -147,7 +148,7 @@ class LanguageDims:
             qkv_bias=family.qkv_bias,
             qk_norm=family.qk_norm,
             experts=ExpertDims.from_transformers(text),
-            deep_features=len(getattr(config.vision_config, "deepstack_visual_indexes", ())),
+            deep_features=len(vision.get("deepstack_visual_indexes", ())),
         )
 
     def inverse_frequencies(self, device: torch.device) -> torch.Tensor:

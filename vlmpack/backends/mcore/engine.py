@@ -31,7 +31,7 @@ from vlmpack.backends.mcore.config import LanguageDims, transformer_config
 from vlmpack.backends.mcore.cpu import megatron_on_cpu
 from vlmpack.backends.mcore.groups import ParallelSizes, start_model_parallel
 from vlmpack.backends.mcore.layout import LocalParameter, WeightLayout, local_parameters
-from vlmpack.backends.mcore.model import MegatronVLM
+from vlmpack.backends.mcore.model import MegatronVLM, VisionTower
 from vlmpack.backends.mcore.optimizer import MegatronAdamW
 from vlmpack.backends.mcore.pretrained import PretrainedReader
 from vlmpack.backends.mcore.weights import megatron_family
@@ -101,9 +101,10 @@ class MegatronEngine:
         self.device = ranks.device
         self.optimizer_steps = 0
         dtype = compute_dtype(config.dtype, ranks.device)
-        self.skeleton = _skeleton(config.folder)
         sizes, family = config.sizes, encoder.family
-        known = megatron_family(family.name)
+        self.auto_class = family.auto_class()
+        self.skeleton = _skeleton(self.auto_class, config.folder)
+        known = megatron_family(self.skeleton.config.model_type)
         dims = LanguageDims.from_transformers(self.skeleton.config, known)
         dims.check(sizes)
         reader = PretrainedReader(config.folder, known)
@@ -127,8 +128,7 @@ class MegatronEngine:
                 dims,
                 sizes,
                 varlen=varlen,
-                vision=self._vision(family.modules.vision, dtype) if self.first else None,
-                blank=encoder.image_rule.smallest(),
+                tower=self._tower(encoder, dtype) if self.first else None,
                 groups=groups,
                 pre_process=self.first,
                 post_process=self.last,
@@ -170,8 +170,12 @@ class MegatronEngine:
             "parameters": f"{sum(p.numel() for p in self.skeleton.parameters()):,}",
         }
 
-    def _vision(self, path: str, dtype: torch.dtype) -> nn.Module:
-        """The vision tower with its projector, weights still to be read."""
+    def _tower(self, encoder: Encoder, dtype: torch.dtype) -> VisionTower | None:
+        """The vision tower with its projector, weights still to be read; None where the model has
+        none."""
+        path = encoder.family.modules.vision
+        if path is None:
+            return None
         there = self.skeleton.get_submodule(path)
         tower: Any = type(there)._from_config(there.config)
         for parameter in tower.parameters():  # buffers stay float32: rotary frequencies
@@ -181,8 +185,7 @@ class MegatronEngine:
                 # transformers 5.17 has this name alone; newer ones rename it and keep it until 6.
                 warnings.simplefilter("ignore", FutureWarning)
                 tower.gradient_checkpointing_enable({"use_reentrant": False})
-        vision: nn.Module = tower
-        return vision
+        return VisionTower(tower, encoder.image_rule.smallest())
 
     def _check_coverage(self, parameters: list[LocalParameter]) -> None:
         """Raise CapabilityError, on all ranks alike, for weights that no rank has built."""
@@ -297,9 +300,7 @@ class MegatronEngine:
     @contextmanager
     def generation(self) -> Iterator[Any]:
         """A transformers copy of the model on each rank, freed afterwards. Collective to enter."""
-        from transformers import AutoModelForImageTextToText
-
-        model: Any = AutoModelForImageTextToText.from_config(self.skeleton.config)
+        model: Any = self.auto_class.from_config(self.skeleton.config)
         model = model.to(device=self.device, dtype=torch.float32)
         parameters = dict(model.named_parameters())
         with torch.no_grad():
@@ -334,13 +335,13 @@ def _finalize(
         gradient.copy_(summed.view_as(gradient))
 
 
-def _skeleton(folder: Path) -> Any:
+def _skeleton(auto_class: Any, folder: Path) -> Any:
     """The transformers model without storage: names, shapes, classes, config."""
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     with torch.device("meta"):
-        return AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        return auto_class.from_config(config, dtype=torch.float32)
 
 
 def _choose_attention(

@@ -79,7 +79,7 @@ def local_parameters(
     found: list[LocalParameter] = []
     for name, parameter in model.named_parameters():
         if name.startswith("vision."):
-            theirs = family.modules.vision + name.removeprefix("vision")
+            theirs = f"{family.modules.vision}{name.removeprefix('vision')}"
             pieces = stack_pieces([whole(theirs, tuple(parameter.shape))], replicated=True)
         else:
             pieces = language.pieces(name.removeprefix("gpt."), parameter.shape[0], first)

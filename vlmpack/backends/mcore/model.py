@@ -1,4 +1,4 @@
-"""One pipeline stage of a vision-language model: transformers' vision tower, Megatron's GPTModel.
+"""One pipeline stage of a model: transformers' vision tower, if it has one, Megatron's GPTModel.
 
     first stage   embeddings + image features (merge) -> this CP rank's slice -> this TP rank's
                   share (sequence parallelism) -> decoder layers, with DeepStack's features
@@ -12,7 +12,7 @@ states travels between stages.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,19 @@ class MergedRow:
     deep: tuple[Tensor, ...] = ()
 
 
+class VisionTower(NamedTuple):
+    """The images' part of the first stage.
+
+    Args:
+        module: transformers' tower with its projector.
+        blank: the smallest image: a rank without images runs it with weight zero, so that the
+            tower's gradients exist on every rank.
+    """
+
+    module: nn.Module
+    blank: Media
+
+
 class MegatronVLM(MegatronModule):
     """What Megatron's schedules call; one per pipeline stage.
 
@@ -60,9 +73,8 @@ class MegatronVLM(MegatronModule):
         dims: the language model's sizes.
         sizes: how the model is spread.
         varlen: attention over whole rows; None for Transformer Engine.
-        vision: the tower with its projector, on the first stage; None on the others.
-        blank: the smallest image: a rank without images runs it with weight zero, so that the
-            tower's gradients exist on every rank.
+        tower: on the first stage of a vision-language model; None on the others, and where the
+            model is a language model alone.
         groups: process groups.
         pre_process: first stage.
         post_process: last stage.
@@ -75,8 +87,7 @@ class MegatronVLM(MegatronModule):
         sizes: ParallelSizes,
         *,
         varlen: VarlenAttention | None,
-        vision: nn.Module | None,
-        blank: Media,
+        tower: VisionTower | None,
         groups: ProcessGroupCollection,
         pre_process: bool,
         post_process: bool,
@@ -86,8 +97,8 @@ class MegatronVLM(MegatronModule):
         self.pre_process, self.post_process = pre_process, post_process
         self.model_type = ModelType.encoder_or_decoder
         self.share_embeddings_and_output_weights = dims.tied
-        self.blank = blank
-        self.vision = vision
+        self.blank = tower.blank if tower is not None else None
+        self.vision = tower.module if tower is not None else None
         self.gpt = GPTModel(
             config,
             decoder_spec(config, dims, varlen),
@@ -175,9 +186,14 @@ class MegatronVLM(MegatronModule):
         """Embeddings of the whole row with image features in place of the placeholders.
 
         Raises:
-            CapabilityError: the tower's feature count differs from the placeholders'.
+            CapabilityError: the tower's feature count differs from the placeholders', or images
+                without a tower.
         """
         embeds: Tensor = self.gpt.embedding.word_embeddings(batch.input_ids).flatten(0, 1)
+        if self.vision is None:
+            if batch.media is not None:
+                raise CapabilityError("the batch has images, but the model has no vision tower")
+            return MergedRow(embeds)
         features = self._features(batch.media)
         if batch.media is None:  # the blank image keeps the tower in the graph
             features = 0.0 * features[:0] + 0.0 * features.sum()
@@ -208,7 +224,7 @@ class MegatronVLM(MegatronModule):
     def _features(self, media: Media | None) -> Tensor:
         """(m, D) features of this rank's images, in one call of the tower; with DeepStack those of
         each layer beside them, (m, D * (1 + layers))."""
-        assert self.vision is not None  # on the first stage
+        assert self.blank is not None  # on the first stage
         chosen = media if media is not None else self.blank
         tower: Any = self.vision
         weight = next(tower.parameters())

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from vlmpack.data.index.lengths import SampleText
-from vlmpack.data.index.table import Bools, SampleTable
+from vlmpack.data.index.table import Bools, Int64s, SampleTable
 from vlmpack.data.protocols import Encoder, ImageSize, SampleLength
 from vlmpack.errors import DataError
 
@@ -60,8 +60,31 @@ def scaled_sizes(sizes: Sequence[ImageSize], step: int) -> tuple[ImageSize, ...]
     )
 
 
+@dataclass(frozen=True, slots=True)
+class SampleLimits:
+    """What one sample may have at most.
+
+    Args:
+        max_tokens: tokens (training.seq_length).
+        max_patches: vision patches (packing.max_vision_patches); None for no limit.
+    """
+
+    max_tokens: int
+    max_patches: int | None = None
+
+    def allow(self, num_tokens: int, num_patches: int) -> bool:
+        """Whether a sample fits."""
+        patches = num_patches if self.max_patches is not None else 0
+        return num_tokens <= self.max_tokens and patches <= (self.max_patches or 0)
+
+    def fit(self, num_tokens: Int64s, num_patches: Int64s) -> Bools:
+        """(n,) bool: the samples that fit, by their (n,) tokens and patches."""
+        fits: Bools = num_tokens <= self.max_tokens
+        return fits if self.max_patches is None else fits & (num_patches <= self.max_patches)
+
+
 def shrink_to_fit(
-    text: SampleText, encoder: Encoder, max_tokens: int
+    text: SampleText, encoder: Encoder, limits: SampleLimits
 ) -> tuple[tuple[ImageSize, ...], SampleLength] | None:
     """The largest scaled sizes with which the sample fits, and its length then; None if none do.
 
@@ -78,7 +101,7 @@ def shrink_to_fit(
         except DataError:  # images too small, or too narrow, for the family
             low = step + 1
             continue
-        if length.num_tokens <= max_tokens:
+        if limits.allow(length.num_tokens, length.num_patches):
             best, low = (sizes, length), step + 1
         else:
             high = step - 1
@@ -89,24 +112,25 @@ def apply_over_long(
     table: SampleTable,
     *,
     policy: OverLong,
-    max_tokens: int,
+    limits: SampleLimits,
     encoder: Encoder,
     read_text: Callable[[int], SampleText],
 ) -> Fitted:
     """Which samples the plan may use, and at what image sizes.
 
     Args:
+        limits: of one sample.
         read_text: the conversation and image sizes of a sample number.
 
     Raises:
         DataError: class `too_long` under `error`, with the count and the longest few.
     """
-    over = np.flatnonzero(table.num_tokens > max_tokens)
+    over = np.flatnonzero(~limits.fit(table.num_tokens, table.num_patches))
     eligible = np.ones(table.num_samples, dtype=np.bool_)
     if over.size == 0:
         return Fitted(table, eligible, ())
     if policy == "error":
-        raise _too_long(table, over.tolist(), max_tokens)
+        raise _too_long(table, over.tolist(), limits)
     columns = {
         name: getattr(table, name).copy()
         for name in ("num_tokens", "num_image_tokens", "num_label_tokens", "num_patches")
@@ -116,10 +140,10 @@ def apply_over_long(
     for number in over.tolist():
         found = None
         if policy == "shrink_images":
-            found = shrink_to_fit(read_text(number), encoder, max_tokens)
+            found = shrink_to_fit(read_text(number), encoder, limits)
         if found is None:
             eligible[number] = False
-            dropped.append(Dropped(number, _drop_reason(table, number, policy, max_tokens)))
+            dropped.append(Dropped(number, _drop_reason(table, number, policy, limits)))
             continue
         shrunk[number] = found[0]
         for name, column in columns.items():
@@ -127,23 +151,32 @@ def apply_over_long(
     return Fitted(replace(table, shrunk=shrunk, **columns), eligible, tuple(dropped))
 
 
-def _drop_reason(table: SampleTable, number: int, policy: OverLong, max_tokens: int) -> str:
-    tokens = int(table.num_tokens[number])
-    reason = f"{tokens} tokens; training.seq_length is {max_tokens}"
+def _drop_reason(table: SampleTable, number: int, policy: OverLong, limits: SampleLimits) -> str:
+    tokens, patches = int(table.num_tokens[number]), int(table.num_patches[number])
+    if tokens <= limits.max_tokens:
+        reason = f"{patches} vision patches; packing.max_vision_patches is {limits.max_patches}"
+        return reason + (", and no smaller size of its images fits" if policy != "drop" else "")
+    reason = f"{tokens} tokens; training.seq_length is {limits.max_tokens}"
     if policy == "shrink_images":
         images = int(table.num_image_tokens[number])
         reason += f", and the {tokens - images} tokens of text leave too little room for images"
     return reason
 
 
-def _too_long(table: SampleTable, over: Sequence[int], max_tokens: int) -> DataError:
-    worst = sorted(over, key=lambda number: (-int(table.num_tokens[number]), number))[:5]
-    shown = ", ".join(f"{table.key(number)!r} {table.num_tokens[number]}" for number in worst)
+def _too_long(table: SampleTable, over: Sequence[int], limits: SampleLimits) -> DataError:
+    longer = [number for number in over if table.num_tokens[number] > limits.max_tokens]
+    column, what, knob, limit = table.num_tokens, "tokens", "training.seq_length", limits.max_tokens
+    if not longer:
+        assert limits.max_patches is not None
+        column, what, limit = table.num_patches, "vision patches", limits.max_patches
+        knob = "packing.max_vision_patches"
+    worst = sorted(longer or over, key=lambda number: (-int(column[number]), number))
+    shown = ", ".join(f"{table.key(number)!r} {column[number]}" for number in worst[:5])
     return DataError(
-        f"{len(over)} of {table.num_samples} samples are longer than training.seq_length "
-        f"{max_tokens} tokens; the longest: {shown}. Raise training.seq_length, or set "
+        f"{len(worst)} of {table.num_samples} samples are longer than {knob} "
+        f"{limit} {what}; the longest: {shown}. Raise {knob}, or set "
         "data.over_long to drop or shrink_images",
         error_class="too_long",
-        key=table.key(worst[0]) if len(over) == 1 else None,
-        shard=table.shards[table.shard_of(worst[0])].path if len(over) == 1 else None,
+        key=table.key(worst[0]) if len(worst) == 1 else None,
+        shard=table.shards[table.shard_of(worst[0])].path if len(worst) == 1 else None,
     )

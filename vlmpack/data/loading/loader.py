@@ -9,7 +9,6 @@ loses its fields on the way out of a worker.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -22,13 +21,13 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from vlmpack.data.forkserver import DEFAULT_PRELOAD, sigterm_blocked, worker_context
 from vlmpack.data.index.table import SampleRef
 from vlmpack.data.loading.read import ErrorPolicy, SampleReader, SkippedSample
+from vlmpack.data.loading.workers import LOOK_SECONDS, WorkerWatch, next_item, start_worker
 from vlmpack.data.protocols import Collator, Encoder
 from vlmpack.errors import DataError
 from vlmpack.packing.batch import EncodedSample, PackedBatch, PaddedBatch, pin_batch
 
 LOADER_SEED = 0
 """Of the private generator that the DataLoader draws its workers' seeds from."""
-TRAINER_CHECK_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +172,8 @@ def load_bins(
     """The batches of the requests, in their order.
 
     Raises:
-        DataError: a sample whose error class is not skipped, or no bin within the timeout.
+        DataError: a sample whose error class is not skipped, no bin within the timeout, or a worker
+            has died.
     """
     workers = settings.num_workers
     generator = torch.Generator()
@@ -184,10 +184,10 @@ def load_bins(
         batch_size=None,
         num_workers=workers,
         collate_fn=_as_it_is,
-        worker_init_fn=partial(_start_worker, trainer=os.getpid()) if workers else None,
+        worker_init_fn=partial(start_worker, trainer=os.getpid()) if workers else None,
         multiprocessing_context=worker_context(settings.preload) if workers else None,
         prefetch_factor=settings.prefetch_bins if workers else None,
-        timeout=settings.timeout_seconds if workers else 0,
+        timeout=min(LOOK_SECONDS, settings.timeout_seconds) if workers else 0,
         generator=generator,
         # The DataLoader's own thread calls MicroBatch.pin_memory, off the training thread.
         pin_memory=torch.cuda.is_available()
@@ -195,61 +195,20 @@ def load_bins(
         else settings.pin_memory,
     )
     with sigterm_blocked():
-        batches = iter(loader)
+        batches: Any = iter(loader)
+    watch = WorkerWatch(batches, workers)
     try:
         while True:
             try:
-                item = next(batches)
+                item = next_item(batches, watch, settings.timeout_seconds)
             except StopIteration:
                 return
-            except (RuntimeError, ConnectionError, EOFError) as error:
-                if not workers:
-                    raise
-                raise _worker_error(error, settings) from error
             if isinstance(item, SkippedSample):
                 raise item.to_error()
             yield item
     finally:
-        del batches  # ends the workers now, not whenever the garbage collector comes by
+        watch.close()
 
 
 def _as_it_is(item: Any) -> Any:
     return item
-
-
-def _start_worker(worker: int, *, trainer: int) -> None:
-    torch.set_num_threads(1)
-    threading.Thread(target=_end_with, args=(trainer,), daemon=True).start()
-
-
-def _end_with(trainer: int) -> None:
-    """Ends this worker when its trainer was killed.
-
-    torch's own check watches the parent process, which is the fork server here, and the fork server
-    lives as long as a worker does: both would stay for ever.
-    """
-    while True:
-        try:
-            os.kill(trainer, 0)
-        except ProcessLookupError:
-            os._exit(1)
-        time.sleep(TRAINER_CHECK_SECONDS)
-
-
-def _worker_error(error: Exception, settings: LoaderSettings) -> Exception:
-    """A readable error where a worker is late or dead; a bug inside one stays what it was."""
-    text = str(error)
-    if text.startswith("DataLoader timed out"):
-        return DataError(
-            f"no batch came from {settings.num_workers} workers within "
-            f"{settings.timeout_seconds:.0f} s; the storage is too slow, or a worker hangs",
-            error_class="transport",
-        )
-    # A batch whose process died before its tensors were fetched shows as a lost connection.
-    if text.startswith("DataLoader worker (pid") or not isinstance(error, RuntimeError):
-        return DataError(
-            f"a loader process ended ({text}). Often memory ran out: lower data.num_workers or "
-            "data.prefetch_batches",
-            error_class="transport",
-        )
-    return error

@@ -4,12 +4,13 @@ Here for a split whose samples are all known; `windows` plans shards that are in
 goes on.
 
 Eligible samples per source, seed, epoch and packing -> windows of at least 4096 samples -> global
-batches -> bins. A window depends on nothing but these, so any of them is planned alone, and a run
-resumes from (epoch, window, batch). Bins reach ranks through `assign`, the second pure function.
+batches -> bins (`packers`). A window depends on nothing but these, so any of them is planned alone,
+and a run resumes from (epoch, window, batch). Bins reach ranks through `assign`, the second pure
+function.
 
     order of a window   s s s s s s s s s s s s   (permuted; a share of every source)
     global batches      [ . . . . ] [ . . . . ] [ . . . . ]
-    bins                [ . . ][ . . ]  micro_batch_size samples each, in modes none and in_batch
+    bins                [ . . ][ . . ]  micro_batch_size samples each, or filled to a token budget
     assign over 2 ranks  rank 0, rank 1, rank 0, ... filled up with empty bins
 
 Randomness is Philox's raw bit stream, keyed by blake2b of what it is for; permutations are a stable
@@ -19,7 +20,7 @@ argsort of it. So a plan does not depend on how numpy shuffles.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,13 +28,10 @@ import numpy as np
 
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.plan.blend import window_starts
+from vlmpack.data.plan.packers import Bin, Packer
 
-MIN_WINDOW_SAMPLES = 4096
 PLAN_RULE = "plan-1"
 """Changes whenever the same inputs would give another plan."""
-
-Bin = tuple[int, ...]
-"""Sample numbers that share a row (or the rows of one micro-batch)."""
 
 Shuffle = Literal["global", "window", "none"]
 
@@ -43,9 +41,6 @@ run goes on, (pass, place in that pass's order of the shards, usable samples of 
 
 Cursors = tuple[Cursor, ...]
 """One for each source."""
-
-Packer = Callable[[Int64s], list[tuple[Bin, ...]]]
-"""A window's sample order -> its global batches. The packer restarts at every window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,34 +87,6 @@ class PlannedBatch:
     def num_samples(self) -> int:
         """Samples in all bins."""
         return sum(len(samples) for samples in self.bins)
-
-
-@dataclass(frozen=True, slots=True)
-class FixedPacker:
-    """Modes `none` and `in_batch`: consecutive samples, `micro_batch_size` to a bin.
-
-    A global batch is a set of samples that does not depend on `micro_batch_size`.
-    """
-
-    global_batch_size: int
-    micro_batch_size: int
-
-    def __call__(self, order: Int64s) -> list[tuple[Bin, ...]]:
-        """The window's global batches; the last may be short."""
-        samples: list[int] = order.tolist()
-        whole, part = self.global_batch_size, self.micro_batch_size
-        return [
-            tuple(
-                tuple(samples[at : min(at + part, start + whole)])
-                for at in range(start, min(start + whole, len(samples)), part)
-            )
-            for start in range(0, len(samples), whole)
-        ]
-
-
-def window_samples(global_batch_size: int) -> int:
-    """Samples in a window: whole global batches, at least MIN_WINDOW_SAMPLES."""
-    return -(-MIN_WINDOW_SAMPLES // global_batch_size) * global_batch_size
 
 
 def seeded_order(count: int, *labels: object) -> Int64s:
@@ -184,6 +151,7 @@ class Plan:
         self.packer = packer
         self._starts = window_starts([source.num_draws for source in self.sources], window)
         self._passes: dict[tuple[int, int], Int64s] = {}
+        self._steps: dict[int, tuple[int, ...]] = {}
 
     @property
     def epoch_size(self) -> int:
@@ -235,6 +203,28 @@ class Plan:
             before=self.cursors(epoch, window),
             behind=self.cursors(after.epoch, after.window),
         )
+
+    def num_steps(self, epoch: int) -> int:
+        """Global batches in an epoch. Under a token budget the whole epoch is packed to know."""
+        return sum(self._window_steps(epoch))
+
+    def steps_until(self, epochs: int, start: Position, cursors: Cursors = ()) -> int:
+        """Global batches from a position to the end of the last of `epochs` epochs."""
+        if start.epoch >= epochs:
+            return 0
+        done = sum(self._window_steps(start.epoch)[: start.window]) + start.batch
+        return sum(self.num_steps(epoch) for epoch in range(start.epoch, epochs)) - done
+
+    def _window_steps(self, epoch: int) -> tuple[int, ...]:
+        known = self._steps.get(epoch)
+        if known is None:
+            counts = np.diff(self._starts.sum(axis=1)).tolist()
+            closed = [self.packer.num_batches(count) for count in counts]
+            known = self._steps[epoch] = tuple(
+                len(self.packed(Position(epoch, w))) if steps is None else steps
+                for w, steps in enumerate(closed)
+            )
+        return known
 
     def walk(self, start: Position, cursors: Cursors = ()) -> Iterator[PlannedBatch]:
         """Global batches from a position on, without end. The plan must not be empty.

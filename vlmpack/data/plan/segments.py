@@ -44,14 +44,16 @@ def check_identity(state: DataState, current: Identity, *, key: str) -> None:
 
 
 def is_data_change(saved: Identity, current: Identity, *, key: str) -> bool:
-    """Whether two identities differ, and only by which data there is and how it is blended.
+    """Whether two identities differ, and only by which data there is, how it is blended, and what
+    the packer settles by it or by the parallel layout.
 
     Args:
         key: the split's, such as "data.train".
     """
     names = {name for name in saved.keys() | current.keys() if saved.get(name) != current.get(name)}
+    settled = ("lengths", "data.epoch_size", "packing.alignment", "packing.max_sequences", "window")
     return bool(names) and all(
-        name in ("lengths", "data.epoch_size", key) or name.startswith(f"{key}.") for name in names
+        name in (*settled, key) or name.startswith(f"{key}.") for name in names
     )
 
 

@@ -26,15 +26,14 @@ import numpy as np
 
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.plan.batches import (
-    Bin,
     Cursors,
-    Packer,
     PlannedBatch,
     Position,
     cut_window,
     seeded_order,
 )
 from vlmpack.data.plan.blend import draws_per_source, window_starts
+from vlmpack.data.plan.packers import Bin, Packer
 from vlmpack.data.plan.streams import Shards, Stream, StreamSource, as_place
 from vlmpack.errors import CheckpointError, EmptyDataError
 
@@ -157,6 +156,25 @@ class WindowPlan:
     def packed(self, start: Position, cursors: Cursors) -> list[tuple[Bin, ...]]:
         """The bins of the global batches of one window."""
         return self.packer(self.plan_window(start.epoch, start.window, cursors).order)
+
+    def steps_until(self, epochs: int, start: Position, cursors: Cursors) -> int:
+        """Global batches from a position to the end of the last of `epochs` epochs.
+
+        Every window until then is planned, so every shard is indexed first where it is not.
+        """
+        steps = -start.batch
+        position = start
+        while position.epoch < epochs:
+            window = self.plan_window(position.epoch, position.window, cursors)
+            closed = self.packer.num_batches(window.order.shape[0])
+            steps += len(self.packer(window.order)) if closed is None else closed
+            cursors = window.cursors
+            position = (
+                Position(position.epoch + 1)
+                if window.ended
+                else Position(position.epoch, position.window + 1)
+            )
+        return max(0, steps)
 
     def walk(self, start: Position, cursors: Cursors) -> Iterator[PlannedBatch]:
         """Global batches from a position on, without end.

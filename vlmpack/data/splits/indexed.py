@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from vlmpack.data.config import DataConfig
 from vlmpack.data.index.lengths import ShardBuilder
 from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.table import Int64s, SampleRef
-from vlmpack.data.plan.batches import Cursors, Plan
+from vlmpack.data.plan.batches import Cursors, Plan, Position
 from vlmpack.data.plan.state import DataState, Identity
 from vlmpack.data.splits.prepare import (
     dropped_samples,
@@ -19,7 +17,7 @@ from vlmpack.data.splits.prepare import (
     prepare_split,
     probed_samples,
 )
-from vlmpack.data.splits.split import OnDropped, bin_sizes
+from vlmpack.data.splits.split import OnDropped, planned_rows
 from vlmpack.data.splits.summary import DataSummary, EpochLength, summarise
 from vlmpack.data.splits.survey import Survey
 
@@ -51,7 +49,7 @@ class IndexedSplit:
     def epoch_length(self) -> EpochLength:
         """See Split."""
         size = self.plan.epoch_size
-        return EpochLength(size, -(-size // self.config.global_batch_size), exact=True)
+        return EpochLength(size, self.plan.num_steps(0), exact=True)
 
     def numbers(self) -> list[tuple[str, Int64s]]:
         """See Split."""
@@ -70,14 +68,16 @@ class IndexedSplit:
 
     def summary(self) -> DataSummary:
         """See Split."""
-        orders = [self.plan.window_order(0, w) for w in range(self.plan.num_windows)]
-        tokens = self.fitted.table.num_tokens[np.concatenate(orders)]
+        order, bins = planned_rows(
+            self.plan.packed(Position(0, w)) for w in range(self.plan.num_windows)
+        )
+        tokens = self.fitted.table.num_tokens[order]
         return summarise(
             [self.fitted],
             num_shards=len(self.fitted.table.shards),
             epoch=self.epoch_length(),
             tokens=tokens,
-            bins=bin_sizes(self.config, tokens.size),
+            bins=bins,
         )
 
     def close(self) -> None:
@@ -97,6 +97,7 @@ def open_indexed(
         DataError, EmptyDataError: see prepare_split.
     """
     prepared = prepare_split(config, survey, builder, settings)
-    plan = make_plan(config, prepared.fitted, survey.shuffle)
+    plan, packing = make_plan(config, prepared.fitted, survey.shuffle)
     on_dropped(dropped_samples(prepared.fitted))
-    return IndexedSplit(config, prepared.fitted, prepared.identity, plan)
+    identity = {**prepared.identity, **packing}
+    return IndexedSplit(config, prepared.fitted, identity, plan)

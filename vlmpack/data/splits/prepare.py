@@ -20,19 +20,13 @@ from vlmpack.data.index.lengths import (
 from vlmpack.data.index.overlong import Fitted, apply_over_long
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.shard_index import ShardIndex, open_index
-from vlmpack.data.index.table import SampleRef, SampleTable, join_tables
+from vlmpack.data.index.table import Int64s, SampleRef, SampleTable, join_tables
 from vlmpack.data.loading.read import SampleReader, SkippedSample
-from vlmpack.data.plan.batches import (
-    PLAN_RULE,
-    FixedPacker,
-    Plan,
-    PlanSource,
-    Shuffle,
-    window_samples,
-)
+from vlmpack.data.plan.batches import PLAN_RULE, Plan, PlanSource, Shuffle
 from vlmpack.data.plan.blend import draws_per_source
 from vlmpack.data.plan.state import Identity, IdentityValue
 from vlmpack.data.protocols import Encoder
+from vlmpack.data.splits.row_packer import cut_indexed
 from vlmpack.data.splits.survey import Survey
 from vlmpack.data.stores.fetch import Fetcher
 from vlmpack.errors import DataError, EmptyDataError
@@ -72,7 +66,7 @@ def prepare_split(
     fitted = apply_over_long(
         table,
         policy=config.over_long,
-        max_tokens=config.seq_length,
+        limits=config.limits,
         encoder=builder.lengths.encoder,
         read_text=rows.read_text,
     )
@@ -96,8 +90,8 @@ class _Rows:
         return read_text(self.fetcher, index.stamp, row)
 
 
-def make_plan(config: DataConfig, fitted: Fitted, shuffle: Shuffle) -> Plan:
-    """The plan of a split whose samples are all known.
+def make_plan(config: DataConfig, fitted: Fitted, shuffle: Shuffle) -> tuple[Plan, Identity]:
+    """The plan of a split whose samples are all known, and what its packing adds to the identity.
 
     Raises:
         EmptyDataError: a source with weight and without a usable sample.
@@ -121,13 +115,19 @@ def make_plan(config: DataConfig, fitted: Fitted, shuffle: Shuffle) -> Plan:
                 f"{config.key}.{source.name}: no usable sample, but its weight is {source.weight}"
             )
         sources.append(PlanSource(source.name, numbers[d], draws[d]))
-    return Plan(
+
+    def token_counts(order: Int64s) -> tuple[Int64s, Int64s]:
+        return table.num_tokens[order], table.num_patches[order]
+
+    cutting = cut_indexed(config, sources, shuffle, token_counts)
+    plan = Plan(
         sources,
         seed=config.seed,
         shuffle=shuffle,
-        window=window_samples(config.global_batch_size),
-        packer=FixedPacker(config.global_batch_size, config.micro_batch_size),
+        window=cutting.window,
+        packer=cutting.packer,
     )
+    return plan, cutting.identity
 
 
 def probed_samples(fitted: Fitted, count: int) -> list[SampleRef]:

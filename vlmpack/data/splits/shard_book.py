@@ -148,21 +148,29 @@ class ShardBook:
         if shard not in self._counts:
             lengths = self.builder.lengths
             part = part_for(lengths.index_dir, self.stamps[shard], lengths.rule)
-            table = read_part(part.path) if self.config.over_long != "shrink_images" else None
+            simple = self.config.over_long != "shrink_images"
+            table = read_part(part.path) if simple else None
             if table is None:
                 return int(self.glance(shard).shape[0])
-            tokens = table.column("num_tokens").to_numpy()
-            self._counts[shard] = int((tokens <= self.config.seq_length).sum())
+            fits = self.config.limits.fit(
+                table.column("num_tokens").to_numpy(), table.column("num_patches").to_numpy()
+            )
+            self._counts[shard] = int(fits.sum())
         return self._counts[shard]
 
     def kept(self) -> list[Fitted]:
         """The samples of the shards that are in memory, in the split's order."""
         return [self._kept[shard].fitted for shard in sorted(self._kept)]
 
-    def num_tokens(self, number: int) -> int:
-        """A sample's length."""
-        shard, row = divmod(number, SHARD_STRIDE)
-        return int(self.samples(shard).fitted.table.num_tokens[row])
+    def sizes(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
+        """(n,) tokens and (n,) vision patches of samples."""
+        tokens, patches = np.empty_like(numbers), np.empty_like(numbers)
+        shards, rows = np.divmod(numbers, SHARD_STRIDE)
+        for shard in np.unique(shards).tolist():
+            table, where = self.samples(shard).fitted.table, shards == shard
+            tokens[where] = table.num_tokens[rows[where]]
+            patches[where] = table.num_patches[rows[where]]
+        return tokens, patches
 
     def ref(self, number: int) -> SampleRef:
         """What a worker needs of one sample."""
@@ -250,7 +258,7 @@ class ShardBook:
         fitted = apply_over_long(
             table,
             policy=self.config.over_long,
-            max_tokens=self.config.seq_length,
+            limits=self.config.limits,
             encoder=lengths.encoder,
             read_text=text,
         )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Protocol
 
-from vlmpack.data.config import DataConfig
+import numpy as np
+
 from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.table import Int64s, SampleRef
 from vlmpack.data.loading.read import SkippedSample
 from vlmpack.data.plan.batches import Cursors, Plan
+from vlmpack.data.plan.packers import Bin
 from vlmpack.data.plan.state import DataState, Identity
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.summary import DataSummary, EpochLength
@@ -69,12 +72,16 @@ class Split(Protocol):
         """Ends what works in the background."""
 
 
-def bin_sizes(config: DataConfig, count: int) -> list[int]:
-    """Samples in each bin of `count` samples: micro-batches that never cross a global batch."""
-    whole, part = config.global_batch_size, config.micro_batch_size
-    return [
-        min(part, stop - at)
-        for start in range(0, count, whole)
-        for stop in (min(start + whole, count),)
-        for at in range(start, stop, part)
-    ]
+def planned_rows(windows: Iterable[Sequence[tuple[Bin, ...]]]) -> tuple[Int64s, Int64s]:
+    """Planned global batches, flat.
+
+    Args:
+        windows: the global batches of each.
+
+    Returns:
+        (n,) sample numbers in the order of their bins, and the (b,) samples in each bin.
+    """
+    bins = [samples for batches in windows for batch in batches for samples in batch]
+    sizes = np.fromiter(map(len, bins), dtype=np.int64, count=len(bins))
+    numbers = np.fromiter(chain.from_iterable(bins), dtype=np.int64, count=int(sizes.sum()))
+    return numbers, sizes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from vlmpack.data.index.lengths import LENGTHS_RULE, ShardBuilder
 from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.table import Int64s, SampleRef
-from vlmpack.data.plan.batches import Cursors, FixedPacker, Position, window_samples
+from vlmpack.data.plan.batches import Cursors, Position
 from vlmpack.data.plan.blend import draws_per_source
 from vlmpack.data.plan.state import DataState, Identity
 from vlmpack.data.plan.streams import StreamSource
@@ -24,14 +25,20 @@ from vlmpack.data.splits.prepare import (
     short_digest,
     split_identity,
 )
+from vlmpack.data.splits.row_packer import cut_streamed
 from vlmpack.data.splits.shard_book import HELPER_MIN_BYTES, ShardBook
-from vlmpack.data.splits.split import OnDropped, bin_sizes
+from vlmpack.data.splits.split import OnDropped, planned_rows
 from vlmpack.data.splits.summary import DataSummary, EpochLength, summarise
 from vlmpack.data.splits.survey import DataLaunch, Survey
+from vlmpack.data.stores.fetch import ShardStamp
 from vlmpack.errors import RecipeError
 
 MAX_SPREAD = 8
 """Shards that ranks index at the same time before any count is known."""
+
+FEW_CORES = 2
+"""Up to so many, the helpers' server starts only when the first window is indexed: its imports take
+as long as the indexing, and the first batch would wait for both."""
 
 MAX_COUNTED = 2000
 """Parts that are read for the length of an epoch alone."""
@@ -59,6 +66,7 @@ class StreamedSplit:
     cursors: Cursors = ()
     _fitted: Fitted | None = None
     _asked: bool = False
+    _steps: int | None = None
 
     def start(self, epoch: int = 0, first_pass: int = 0) -> Cursors:
         """See Split."""
@@ -71,15 +79,14 @@ class StreamedSplit:
     def epoch_length(self) -> EpochLength:
         """See Split. Exact where every shard has its parts: then they are read, unless they are
         very many and nobody called `index_all`."""
-        whole = self.config.global_batch_size
         if self.plan.weighted:
             size = sum(source.num_draws or 0 for source in self.plan.sources)
-            return EpochLength(size, -(-size // whole), exact=True)
+            return self._length_of(size, exact=True)
         shards = range(len(self.book.stamps))
         few = len(shards) <= MAX_COUNTED or self._asked
         if self.book.num_known == len(shards) or (few and self.book.all_made()):
             total = sum(self.book.exact_count(shard) for shard in shards)
-            return EpochLength(total, -(-total // whole), exact=True)
+            return self._length_of(total, exact=True)
         self._first_order()
         known = [shard for shard in shards if self.book.count(shard) is not None]
         num_bytes = sum(stamp.size for stamp in self.book.stamps)
@@ -87,7 +94,25 @@ class StreamedSplit:
             max(1, self.book.stamps[shard].size) for shard in known
         )
         total = max(1, round(rate * num_bytes))
-        return EpochLength(total, -(-total // whole), exact=False)
+        return self._length_of(total, exact=False)
+
+    def _length_of(self, num_samples: int, *, exact: bool) -> EpochLength:
+        """Under a token budget the steps are those of the first window, carried over, unless the
+        whole epoch was asked for."""
+        steps = self.plan.packer.num_batches(num_samples)
+        if steps is not None:
+            return EpochLength(num_samples, steps, exact)
+        if self._asked:
+            return EpochLength(num_samples, self._epoch_steps(), exact)
+        order = self._first_order()
+        rows = sum(len(batch) for batch in self.plan.packer(order))
+        expected = num_samples * rows / max(1, order.size) / self.config.global_batch_size
+        return EpochLength(num_samples, max(1, round(expected)), exact=False)
+
+    def _epoch_steps(self) -> int:
+        if self._steps is None:
+            self._steps = self.plan.steps_until(1, Position(), self.start())
+        return self._steps
 
     def index_all(self) -> None:
         """See Split."""
@@ -125,6 +150,8 @@ class StreamedSplit:
         """
         self.position, self.cursors = state.position, state.cursors
         order = self._first_order()
+        if _has_helpers(self.book.stamps):
+            start_server(self.book.settings.preload)  # it imports beside the first batch
         kept = self.book.kept()
         if len(kept) == len(self.book.stamps):  # else there may be usable samples further on
             check_not_empty(kept, self.config)
@@ -135,13 +162,14 @@ class StreamedSplit:
     def summary(self) -> DataSummary:
         """See Split."""
         order = self._first_order()
-        tokens = np.asarray([self.book.num_tokens(n) for n in order.tolist()], dtype=np.int64)
+        order, bins = planned_rows([self.plan.packer(order)])
+        tokens, _ = self.book.sizes(order)
         return summarise(
             self.book.kept(),
             num_shards=len(self.book.stamps),
             epoch=self.epoch_length(),
             tokens=tokens,
-            bins=bin_sizes(self.config, tokens.size),
+            bins=bins,
         )
 
     def close(self) -> None:
@@ -174,7 +202,7 @@ def open_streamed(
         RecipeError: weights without `epoch_size`, while nobody knows how many samples there are.
     """
     stamps = [stamp for shards in survey.sources for stamp in shards]
-    if sum(stamp.size for stamp in stamps) >= HELPER_MIN_BYTES:
+    if len(os.sched_getaffinity(0)) > FEW_CORES and _has_helpers(stamps):
         start_server(settings.preload)  # it imports while the first window is indexed
     book = ShardBook(
         config,
@@ -194,12 +222,13 @@ def open_streamed(
         sizes = tuple(max(1, stamp.size) for stamp in shards)
         sources.append(StreamSource(source.name, first, sizes, count))
         first += len(shards)
+    cutting = cut_streamed(config, book.sizes)
     plan = WindowPlan(
         sources,
         book,
         seed=config.seed,
-        window=window_samples(config.global_batch_size),
-        packer=FixedPacker(config.global_batch_size, config.micro_batch_size),
+        window=cutting.window,
+        packer=cutting.packer,
         spread=min(launch.shares, MAX_SPREAD),
         key=config.key,
     )
@@ -218,7 +247,12 @@ def open_streamed(
         lengths=LENGTHS_RULE,
         contents=contents,
     )
-    return StreamedSplit(config, survey, book, plan, identity)
+    return StreamedSplit(config, survey, book, plan, {**identity, **cutting.identity})
+
+
+def _has_helpers(stamps: Sequence[ShardStamp]) -> bool:
+    """Whether processes will index ahead."""
+    return sum(stamp.size for stamp in stamps) >= HELPER_MIN_BYTES
 
 
 def _count_all(config: DataConfig, book: ShardBook) -> int:

@@ -31,8 +31,10 @@ class DataSummary:
         epoch_samples, epoch_steps: draws and global batches of an epoch.
         epoch_is_exact: whether these two are counted; else they are estimated from the shards'
             sizes.
-        epoch_tokens: tokens of the first epoch's draws; where not every shard is indexed, here and
-            below, of the first window's.
+        num_rows: micro-batches of the first epoch; where not every shard is indexed, here and
+            below, of the first window.
+        row_samples: draws in these.
+        epoch_tokens: tokens of these draws.
         padded_slots: slots of the first epoch's micro-batches in mode `none`, each padded to its
             longest sample.
         packed_slots: slots of the same micro-batches as packed rows, without alignment.
@@ -52,6 +54,8 @@ class DataSummary:
     epoch_samples: int
     epoch_steps: int
     epoch_is_exact: bool
+    num_rows: int
+    row_samples: int
     epoch_tokens: int
     padded_slots: int
     packed_slots: int
@@ -83,7 +87,7 @@ def summarise(
     num_shards: int,
     epoch: EpochLength,
     tokens: Int64s,
-    bins: Sequence[int],
+    bins: Int64s,
 ) -> DataSummary:
     """The figures of a split.
 
@@ -92,7 +96,7 @@ def summarise(
         num_shards: of the split.
         epoch: how long an epoch is.
         tokens: (n,) of the planned samples, in plan order.
-        bins: samples in each of their bins, in plan order.
+        bins: (b,) samples in each of their bins, in plan order.
     """
     good = [np.flatnonzero(one.eligible & ~one.table.bad) for one in fitted]
 
@@ -103,7 +107,7 @@ def summarise(
 
     lengths = column("num_tokens")
     faults = Counter(kind for one in fitted for kind, _ in one.table.faults.values())
-    padded, packed = count_slots(tokens, np.asarray(bins, dtype=np.int64))
+    padded, packed = count_slots(tokens, bins)
     return DataSummary(
         num_shards=num_shards,
         num_indexed=sum(len(one.table.shards) for one in fitted),
@@ -122,6 +126,8 @@ def summarise(
         epoch_samples=epoch.num_samples,
         epoch_steps=epoch.num_steps,
         epoch_is_exact=epoch.exact,
+        num_rows=int(bins.size),
+        row_samples=int(tokens.size),
         epoch_tokens=int(tokens.sum()),
         padded_slots=padded,
         packed_slots=packed,

@@ -27,7 +27,7 @@ from vlmpack.data.shards.tar import read_members
 from vlmpack.data.stores.fetch import Fetcher, ShardStamp
 from vlmpack.data.stores.sources import FoundShard
 from vlmpack.errors import DataError
-from vlmpack.families.encoder import decode_image
+from vlmpack.families import decode_image
 
 PRELOAD = ("vlmpack.data.tools.lint",)
 

@@ -18,6 +18,7 @@ writes COMPLETE; only after that are older checkpoints removed. Nothing is pickl
 from vlmpack.training.checkpoint.folders import (
     COMPLETE,
     FORMAT_VERSION,
+    data_state_of,
     find_damage,
     list_checkpoints,
     newest_checkpoint,
@@ -34,6 +35,7 @@ __all__ = [
     "CheckpointContent",
     "CheckpointReader",
     "Saver",
+    "data_state_of",
     "find_damage",
     "list_checkpoints",
     "load_checkpoint",

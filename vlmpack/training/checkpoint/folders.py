@@ -45,14 +45,18 @@ def newest_checkpoint(root: Path) -> tuple[Path | None, list[str]]:
 def saved_data_state(root: Path) -> str | None:
     """The data state of the newest finished checkpoint, as JSON text; nothing is verified."""
     for folder in reversed(list_checkpoints(root)):
-        if not (folder / COMPLETE).is_file():
-            continue
-        try:
-            text = read_json(folder / STATE)["totals"]["data_state"]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        return text if isinstance(text, str) else None
+        if (folder / COMPLETE).is_file() and (text := data_state_of(folder)) is not None:
+            return text
     return None
+
+
+def data_state_of(folder: Path) -> str | None:
+    """The data state of a checkpoint, as JSON text; None where it holds none that can be read."""
+    try:
+        text = read_json(folder / STATE)["totals"]["data_state"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return text if isinstance(text, str) else None
 
 
 def find_damage(folder: Path, *, hashed: Collection[str] = ()) -> str | None:

@@ -1,4 +1,4 @@
-"""Weight maps between transformers and Megatron, and what Megatron is told about each family."""
+"""Weight maps between transformers and Megatron, and what Megatron is told about each model_type."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vlmpack.errors import CapabilityError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronFamily:
-    """What the mcore engine knows of a family beside its transformers config.
+    """What the mcore engine knows of a model_type beside its transformers config.
 
     Args:
         qkv_bias: whether the query, key and value projections have biases.
@@ -24,42 +24,47 @@ class MegatronFamily:
 
     qkv_bias: bool
     qk_norm: bool
-    interleaved_rope: bool
+    interleaved_rope: bool = False
     file_prefixes: tuple[tuple[str, str], ...] = ()
     transposed_in_files: tuple[str, ...] = ()
 
 
-_QWEN2 = MegatronFamily(
+_QWEN2_VL = MegatronFamily(
     qkv_bias=True,
     qk_norm=False,
-    interleaved_rope=False,
     file_prefixes=(("model.visual.", "visual."), ("model.language_model.", "model.")),
 )
 
+_QWEN3_VL = MegatronFamily(
+    qkv_bias=False,
+    qk_norm=True,
+    interleaved_rope=True,
+    transposed_in_files=("experts.gate_up_proj", "experts.down_proj"),
+)
+
 _FAMILIES: dict[str, MegatronFamily] = {
-    "qwen2_vl": _QWEN2,
-    "qwen2_5_vl": _QWEN2,
-    "qwen3_vl": MegatronFamily(
-        qkv_bias=False,
-        qk_norm=True,
-        interleaved_rope=True,
-        transposed_in_files=("experts.gate_up_proj", "experts.down_proj"),
-    ),
+    "qwen2_vl": _QWEN2_VL,
+    "qwen2_5_vl": _QWEN2_VL,
+    "qwen3_vl": _QWEN3_VL,
+    "qwen3_vl_moe": _QWEN3_VL,
+    "qwen2": MegatronFamily(qkv_bias=True, qk_norm=False),
+    "qwen3": MegatronFamily(qkv_bias=False, qk_norm=True),
+    "llama": MegatronFamily(qkv_bias=False, qk_norm=False),
 }
 
 
-def megatron_family(name: str) -> MegatronFamily:
-    """The family's entry.
+def megatron_family(model_type: str) -> MegatronFamily:
+    """The entry of a config.json's `model_type`.
 
     Raises:
-        CapabilityError: the mcore engine does not run this family.
+        CapabilityError: the mcore engine does not run it.
     """
-    if name not in _FAMILIES:
+    if model_type not in _FAMILIES:
         raise CapabilityError(
-            f"the mcore engine does not run the family {name!r}, it runs "
+            f"the mcore engine does not run model_type {model_type!r}, it runs "
             f"{', '.join(sorted(_FAMILIES))}; use model.backend: hf"
         )
-    return _FAMILIES[name]
+    return _FAMILIES[model_type]
 
 
 __all__ = [

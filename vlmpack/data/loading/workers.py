@@ -1,0 +1,166 @@
+"""The loader's processes: how they start, how their end is noticed, how they are ended.
+
+They are children of the fork server, so no signal tells the trainer that one has died; its sentinel
+does. A process that the kernel kills may leave half a message in the pipe of results and the pipe's
+lock taken: whoever reads that message waits for ever, past every timeout. So:
+
+    next_item     asks the DataLoader in short steps; after each, torch looks at the sentinels
+    WorkerWatch   a thread that also looks; where a reader is stuck, it ends the other processes and
+                  closes the pipe, so that the reader meets its end
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+
+from vlmpack.errors import DataError
+
+LOOK_SECONDS = 1.0
+"""How often a waiting trainer looks whether its workers live."""
+STUCK_SECONDS = 5.0
+"""What a trainer has to notice a dead worker by itself before its read is cut."""
+TRAINER_CHECK_SECONDS = 2.0
+TIMED_OUT = "DataLoader timed out"
+ENDED = "DataLoader worker (pid"
+
+
+def start_worker(worker: int, *, trainer: int) -> None:
+    """The first thing a worker runs."""
+    torch.set_num_threads(1)
+    threading.Thread(target=_end_with, args=(trainer,), daemon=True).start()
+
+
+def _end_with(trainer: int) -> None:
+    """Ends this worker when its trainer was killed.
+
+    torch's own check watches the parent process, which is the fork server here, and the fork server
+    lives as long as a worker does: both would stay for ever.
+    """
+    while True:
+        try:
+            os.kill(trainer, 0)
+        except ProcessLookupError:
+            os._exit(1)
+        time.sleep(TRAINER_CHECK_SECONDS)
+
+
+class WorkerWatch:
+    """Cuts a read that waits for the rest of a dead worker's message; ends the workers.
+
+    Args:
+        batches: the DataLoader's iterator.
+        num_workers: its processes; 0 where the trainer loads by itself and nothing is watched.
+    """
+
+    def __init__(self, batches: Any, num_workers: int) -> None:
+        self._batches = batches
+        self.workers: tuple[BaseProcess, ...] = tuple(batches._workers) if num_workers else ()
+        self._first: tuple[BaseProcess, ...] = ()
+        self._stopped, self._stop = connection.Pipe(duplex=False)
+        self._thread = threading.Thread(target=self._watch, name="vlmpack-workers", daemon=True)
+        if self.workers:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Ends the workers now, not whenever the garbage collector comes by."""
+        if self.workers:
+            self._batches._shutdown_workers()
+        self._stop.close()
+        if self.workers:
+            self._thread.join()
+        self._stopped.close()
+        self.kill()
+
+    def _watch(self) -> None:
+        # Only waits: the exit code lies in the sentinel once, and the training thread reads it.
+        sentinels = [worker.sentinel for worker in self.workers]
+        ended = connection.wait([*sentinels, self._stopped])
+        if self._stopped in ended or connection.wait([self._stopped], STUCK_SECONDS):
+            return
+        self._first = tuple(worker for worker in self.workers if worker.sentinel in ended)
+        for worker in self.workers:
+            worker.kill()
+        self._batches._worker_result_queue._writer.close()
+
+    def dead(self, seconds: float = 0.0) -> list[str]:
+        """Those that have ended, in words; of the training thread alone.
+
+        Args:
+            seconds: the longest wait for one to have ended.
+        """
+        if self.workers and all(worker.exitcode is None for worker in self.workers):
+            connection.wait([worker.sentinel for worker in self.workers], seconds)
+        return [
+            f"worker {number} (process {worker.pid}) {_how(worker.exitcode)}"
+            for number, worker in enumerate(self.workers)
+            if worker.exitcode is not None and worker in (self._first or self.workers)
+        ]
+
+    def kill(self) -> None:
+        """Ends them at once; SIGTERM is blocked in them."""
+        for worker in self.workers:
+            if worker.is_alive():
+                worker.kill()
+
+
+def _how(exitcode: int) -> str:
+    if exitcode >= 0:
+        return f"ended with exit code {exitcode}"
+    try:
+        return f"was ended by {signal.Signals(-exitcode).name}"
+    except ValueError:
+        return f"was ended by signal {-exitcode}"
+
+
+def next_item(batches: Iterator[Any], watch: WorkerWatch, timeout_seconds: float) -> Any:
+    """What the DataLoader's iterator, made with a timeout of `LOOK_SECONDS`, gives next.
+
+    Raises:
+        StopIteration: there is no more.
+        DataError: class `transport`: a worker has died, or none answered within the timeout.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            return next(batches)
+        except (RuntimeError, OSError, EOFError) as error:
+            if not watch.workers:
+                raise
+            text = str(error)
+            if text.startswith(TIMED_OUT):
+                if time.monotonic() < deadline:
+                    continue
+                watch.kill()
+                raise DataError(
+                    f"no batch came from {len(watch.workers)} workers within "
+                    f"{timeout_seconds:.0f} s; the storage is too slow, or a worker hangs",
+                    error_class="transport",
+                ) from error
+            # A batch whose process died before its tensors were fetched: a lost connection.
+            dead = watch.dead(LOOK_SECONDS if _may_be_death(error) else 0.0)
+            if dead and _may_be_death(error):
+                watch.kill()
+                raise _ended(dead) from error
+            raise  # a bug inside a worker stays what it was
+
+
+def _may_be_death(error: Exception) -> bool:
+    return str(error).startswith(ENDED) or not isinstance(error, RuntimeError)
+
+
+def _ended(dead: Sequence[str]) -> DataError:
+    why = "Where nobody did that, the machine's memory ran out: " if "SIGKILL" in dead[0] else ""
+    return DataError(
+        f"a loader process ended: {'; '.join(dead)}. {why}{'lower' if why else 'Lower'} "
+        "data.num_workers or data.prefetch_batches if memory is short",
+        error_class="transport",
+    )

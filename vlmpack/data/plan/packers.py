@@ -1,0 +1,183 @@
+"""How a window's samples become the bins of its global batches.
+
+    modes none, in_batch   FixedPacker    consecutive samples, `micro_batch_size` to a bin
+    online, scope stream   BudgetPacker   rows filled up to a token budget over the whole window;
+                                          a global batch is `global_batch_size` rows
+    online, scope batch    BudgetPacker   a global batch is `global_batch_size` samples, in as many
+                                          rows as they fill
+
+A packer is a function of the window's order and of its samples' lengths; it starts anew at every
+window, so any window is planned alone. The last global batch of a window may be short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from vlmpack.alignment import round_up
+from vlmpack.data.index.table import Int64s
+from vlmpack.packing.stream import StreamPacker
+
+Bin = tuple[int, ...]
+"""Sample numbers that share a row (or the rows of one micro-batch)."""
+
+Scope = Literal["stream", "batch"]
+
+MIN_WINDOW_SAMPLES = 4096
+BATCHES_PER_WINDOW = 64
+"""Rows are counted in global batches, whose last one in a window is short: with so many of them
+that costs less than 1%."""
+
+STREAMED_SAMPLES_PER_ROW = 2
+"""Assumed where nothing is indexed, for the size of a window."""
+
+DEFAULT_MAX_SEQUENCES = 32
+"""Sequences in a row at most, where no dry run says more: what the packer makes of common mixes
+holds fewer (ALGORITHMS: at most 31)."""
+
+
+class Packer(Protocol):
+    """A window's sample order -> its global batches."""
+
+    def __call__(self, order: Int64s) -> list[tuple[Bin, ...]]:
+        """The window's global batches; the last may be short."""
+
+    def num_batches(self, count: int) -> int | None:
+        """Global batches of a window of `count` samples, where it follows from the count alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class FixedPacker:
+    """Modes `none` and `in_batch`: consecutive samples, `micro_batch_size` to a bin.
+
+    A global batch is a set of samples that does not depend on `micro_batch_size`.
+    """
+
+    global_batch_size: int
+    micro_batch_size: int
+
+    def __call__(self, order: Int64s) -> list[tuple[Bin, ...]]:
+        """The window's global batches; the last may be short."""
+        samples: list[int] = order.tolist()
+        whole, part = self.global_batch_size, self.micro_batch_size
+        return [
+            tuple(
+                tuple(samples[at : min(at + part, start + whole)])
+                for at in range(start, min(start + whole, len(samples)), part)
+            )
+            for start in range(0, len(samples), whole)
+        ]
+
+    def num_batches(self, count: int) -> int:
+        """See Packer."""
+        return -(-count // self.global_batch_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowBudget:
+    """What a row may hold at most. Lengths are rounded up to `alignment` first.
+
+    Args:
+        max_tokens: tokens.
+        max_patches: vision patches; None for no bound.
+        max_sequences: samples; None for no bound.
+        alignment: multiple that each sample's length counts as, in tokens.
+    """
+
+    max_tokens: int
+    max_patches: int | None = None
+    max_sequences: int | None = None
+    alignment: int = 1
+
+
+Sizes = Callable[[Int64s], tuple[Int64s, Int64s]]
+"""(n,) sample numbers -> their (n,) tokens and (n,) vision patches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetPacker:
+    """Mode `online`: rows filled up to a budget by StreamPacker, in the order they become full.
+
+    Args:
+        budget: of a row.
+        global_batch_size: rows in a global batch under scope `stream`, samples under `batch`.
+        scope: whether rows are filled over the window, or inside fixed sets of samples.
+        sizes: tokens and patches of samples.
+    """
+
+    budget: RowBudget
+    global_batch_size: int
+    scope: Scope
+    sizes: Sizes
+
+    def __call__(self, order: Int64s) -> list[tuple[Bin, ...]]:
+        """The window's global batches; the last may be short."""
+        whole = self.global_batch_size
+        if self.scope == "batch":
+            return [
+                tuple(self.rows(order[start : start + whole]))
+                for start in range(0, order.shape[0], whole)
+            ]
+        rows = self.rows(order)
+        return [tuple(rows[start : start + whole]) for start in range(0, len(rows), whole)]
+
+    def num_batches(self, count: int) -> int | None:
+        """See Packer."""
+        return -(-count // self.global_batch_size) if self.scope == "batch" else None
+
+    def rows(self, order: Int64s) -> list[Bin]:
+        """The rows of some samples, none of them empty."""
+        tokens, patches = self.sizes(order)
+        samples: list[int] = order.tolist()
+        places = pack_in_order(tokens, patches, self.budget)
+        return [tuple(samples[place] for place in row) for row in places]
+
+
+def pack_in_order(tokens: Int64s, patches: Int64s, budget: RowBudget) -> list[list[int]]:
+    """Rows of samples that come in order, as places in that order.
+
+    A sample that is known to be bad has no tokens; it takes a place of the smallest size, so that
+    its hole is counted with the row it would have been in.
+
+    Args:
+        tokens, patches: (n,) of the samples.
+    """
+    packer = StreamPacker(
+        budget.max_tokens,
+        second_budget=budget.max_patches,
+        alignment=budget.alignment,
+        max_sequences=budget.max_sequences,
+    )
+    rows: list[list[int]] = []
+    for length, second in zip(np.maximum(tokens, 1).tolist(), patches.tolist(), strict=True):
+        rows += packer.push(length, second)
+    return rows + packer.flush()
+
+
+def advised_max_sequences(sequences: Sequence[int] | Int64s) -> int:
+    """A bound on the sequences of a row that nearly all rows keep anyway: their 99.9th percentile,
+    rounded up to a multiple of 8 (the size of a fixed `cu_seqlens`).
+
+    Args:
+        sequences: of the rows of a dry run.
+    """
+    if not len(sequences):
+        return DEFAULT_MAX_SEQUENCES
+    return round_up(int(np.percentile(np.asarray(sequences), 99.9, method="higher")), 8)
+
+
+def window_samples(global_batch_size: int, samples_per_row: int = 0) -> int:
+    """Samples in a window: whole global batches, at least MIN_WINDOW_SAMPLES.
+
+    Args:
+        global_batch_size: in samples; in rows where `samples_per_row` is given.
+        samples_per_row: about; 0 where a global batch is counted in samples.
+    """
+    least = MIN_WINDOW_SAMPLES
+    if samples_per_row:
+        least = max(least, BATCHES_PER_WINDOW * global_batch_size * samples_per_row)
+    return round_up(least, global_batch_size)

@@ -1,0 +1,111 @@
+"""What a pack may hold, and the checks that the packers share. No torch.
+
+Packers count tokens in units of the alignment: a length is rounded up to whole units, a capacity
+down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vlmpack.errors import PackingError
+
+Integers = npt.NDArray[np.int64]
+Lengths = Sequence[int] | npt.NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackLimits:
+    """Bounds of one pack.
+
+    Args:
+        capacity: tokens, alignment included.
+        second_budget: bound of a second quantity (vision patches, say); None: none.
+        alignment: every length is rounded up to a multiple of this.
+        max_sequences: most samples in a pack; None: as many as fit.
+
+    Raises:
+        PackingError: a bound that is not a positive integer, or a capacity below the alignment.
+    """
+
+    capacity: int
+    second_budget: int | None = None
+    alignment: int = 1
+    max_sequences: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("capacity", "second_budget", "alignment", "max_sequences"):
+            value = getattr(self, name)
+            if value is None and name in ("second_budget", "max_sequences"):
+                continue
+            number = positive(name, value)
+            object.__setattr__(self, name, number)
+        if self.capacity < self.alignment:
+            raise PackingError(
+                f"capacity is {self.capacity}, below alignment {self.alignment}: no sample fits"
+            )
+
+    @property
+    def units(self) -> int:
+        """Whole units of the alignment in a pack."""
+        return self.capacity // self.alignment
+
+    def too_long(self, where: str, length: int) -> PackingError:
+        """The error for a length above the capacity."""
+        rounded = -(-length // self.alignment) * self.alignment
+        note = f" ({rounded} at alignment {self.alignment})" if rounded != length else ""
+        return PackingError(
+            f"{where} is {length}{note}, above capacity {self.capacity}; drop or shorten the "
+            f"sample, or raise capacity"
+        )
+
+    def too_much(self, where: str, second: int) -> PackingError:
+        """The error for a second quantity above its budget."""
+        return PackingError(
+            f"{where} is {second}, above second_budget {self.second_budget}; drop or shrink the "
+            f"sample, or raise second_budget"
+        )
+
+
+def positive(name: str, value: object) -> int:
+    """An integer of at least 1.
+
+    Raises:
+        PackingError: anything else, named.
+    """
+    try:
+        number = index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = 0
+    if number < 1 or isinstance(value, bool):
+        raise PackingError(f"{name} is {value!r}, expected an integer of at least 1")
+    return number
+
+
+def integers(name: str, values: Lengths, *, least: int) -> Integers:
+    """(n,) int64 of at least `least`.
+
+    Raises:
+        PackingError: not one-dimensional, not integers, or a value below `least`; named, with the
+            first such sample.
+    """
+    array = np.asarray(values)
+    if array.size == 0 and array.ndim == 1:
+        return np.zeros(0, np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise PackingError(
+            f"{name} must be integers of shape (n,), found {array.dtype} of shape {array.shape}"
+        )
+    low = int(array.min())
+    if low < least:
+        first = int(np.argmax(array < least))
+        raise PackingError(f"{name}[{first}] is {array[first]}, expected at least {least}")
+    if int(array.max()) > np.iinfo(np.int64).max:
+        raise PackingError(f"{name} holds {array.max()}, more than an int64 can")
+    return array.astype(np.int64)

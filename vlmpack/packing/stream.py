@@ -1,0 +1,164 @@
+"""Online packing: full packs from a stream of lengths, with a small buffer. No torch.
+
+The packer holds up to `buffer_size` samples, by their lengths alone. When it holds that many it
+makes one pack: the oldest sample is forced in, and the rest are chosen by an exact subset sum, so
+that the pack is as full as any that holds the oldest. The sums that can be reached are the bits of
+one integer, kept as the room they leave: bit r of `rooms` says that some choice leaves room r, and
+`rooms |= rooms >> length` offers one more sample. Samples are offered from the oldest on, and the
+search ends at the first choice that leaves no room, so that among full packs it takes an old one.
+"""
+
+from __future__ import annotations
+
+from operator import index
+
+from vlmpack.errors import PackingError
+from vlmpack.packing.limits import PackLimits, positive
+
+
+class StreamPacker:
+    """Packs in stream order, nearly full. A pure function of what was pushed.
+
+    A sample waits for at most `buffer_size` packs: it leaves in the `buffer_size`-th pack made
+    after its push, or before, because every pack takes the oldest sample that waits.
+
+    What is exact: no pack is over a bound; without `second_budget` and `max_sequences`, or where
+    the fullest choice obeys them, a pack is as full as any that holds the oldest sample and others
+    of the buffer. Where the fullest choice breaks one of those two bounds it is a heuristic: of the
+    chosen samples, those that cost most of the broken bound are set aside until the next pack, and
+    the choice is made again.
+
+    Args:
+        capacity: most tokens in a pack.
+        buffer_size: samples that may wait; at least 1.
+        second_budget: most of a second quantity (vision patches, say) in a pack.
+        alignment: every length is rounded up to a multiple of this.
+        max_sequences: most samples in a pack.
+
+    Raises:
+        PackingError: an argument that is not a positive integer.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        buffer_size: int = 64,
+        second_budget: int | None = None,
+        alignment: int = 1,
+        max_sequences: int | None = None,
+    ) -> None:
+        self._limits = PackLimits(
+            capacity=capacity,
+            second_budget=second_budget,
+            alignment=alignment,
+            max_sequences=max_sequences,
+        )
+        self._buffer_size = positive("buffer_size", buffer_size)
+        self._pushed = 0
+        self._numbers: list[int] = []
+        self._units: list[int] = []
+        self._second: list[int] = []
+
+    def push(self, length: int, second: int = 0) -> list[list[int]]:
+        """Add a sample. Samples are numbered from 0 in the order of their pushes.
+
+        Args:
+            length: tokens, at least 1.
+            second: the second quantity, at least 0.
+
+        Returns:
+            The packs that became ready, none or one; each lists its samples, ascending.
+
+        Raises:
+            PackingError: a sample that fits no pack; it is not added.
+        """
+        units = self._checked(length, second)
+        self._numbers.append(self._pushed)
+        self._units.append(units)
+        self._second.append(index(second))
+        self._pushed += 1
+        return [self._pack()] if len(self._units) >= self._buffer_size else []
+
+    def flush(self) -> list[list[int]]:
+        """Packs of all samples that wait; the packer is then empty, and its numbers go on."""
+        packs = []
+        while self._units:
+            packs.append(self._pack())
+        return packs
+
+    def _checked(self, length: int, second: int) -> int:
+        """Units of the alignment."""
+        limits = self._limits
+        try:
+            tokens, extra = index(length), index(second)
+        except TypeError:
+            tokens, extra = 0, 0
+        if tokens < 1 or extra < 0:
+            raise PackingError(
+                f"sample {self._pushed}: length is {length!r} and second is {second!r}, expected "
+                f"integers of at least 1 and 0"
+            )
+        units = -(-tokens // limits.alignment)
+        if units > limits.units:
+            raise limits.too_long(f"sample {self._pushed}: length", tokens)
+        if limits.second_budget is not None and extra > limits.second_budget:
+            raise limits.too_much(f"sample {self._pushed}: second", extra)
+        return units
+
+    def _pack(self) -> list[int]:
+        """Take the oldest sample and those that fill its pack best."""
+        chosen = self._chosen()
+        numbers, units, second = self._numbers, self._units, self._second
+        pack = [numbers[place] for place in chosen]
+        for place in reversed(chosen):
+            del numbers[place], units[place], second[place]
+        return pack
+
+    def _chosen(self) -> list[int]:
+        """Places in the buffer, ascending, the oldest first."""
+        limits, units, second = self._limits, self._units, self._second
+        room = limits.units - units[0]
+        places = [place for place in range(1, len(units)) if units[place] <= room]
+        budget, most = limits.second_budget, limits.max_sequences
+        if budget is not None:
+            budget -= second[0]
+            places = [place for place in places if second[place] <= budget]
+        while True:
+            chosen = fullest(room, [units[place] for place in places])
+            picked = [places[i] for i in chosen]
+            if most is not None and len(picked) > most - 1:
+                shortest = sorted(picked, key=lambda place: (units[place], -place))
+                aside = set(shortest[: len(picked) - most + 1])
+            elif budget is not None and sum(second[place] for place in picked) > budget:
+                aside = {max(picked, key=lambda place: (second[place], place))}
+            else:
+                return [0, *picked]
+            places = [place for place in places if place not in aside]
+
+
+def fullest(room: int, lengths: list[int]) -> list[int]:
+    """The subset with the largest sum of at most `room`; exact.
+
+    Args:
+        room: at least 0.
+        lengths: at least 1 each.
+
+    Returns:
+        Indices, ascending. Among subsets of that sum the one whose last index is smallest, then the
+        one whose next to last is, and so on.
+    """
+    rooms = 1 << room
+    before = []
+    for length in lengths:
+        if rooms & 1:
+            break
+        before.append(rooms)
+        rooms |= rooms >> length
+    left = (rooms & -rooms).bit_length() - 1
+    chosen = []
+    for i in range(len(before) - 1, -1, -1):
+        if not before[i] >> left & 1:
+            chosen.append(i)
+            left += lengths[i]
+    return chosen[::-1]

@@ -1,0 +1,112 @@
+"""Rules about how samples share rows. `rules.py` says what a rule is."""
+
+from __future__ import annotations
+
+from vlmpack.alignment import round_up
+from vlmpack.recipe.derived import plan_alignment, plans_rows, row_tokens
+from vlmpack.recipe.problems import Problem
+from vlmpack.recipe.schema import PackingSection, ParallelismSection, TrainingSection
+
+
+def in_batch_needs_two_samples(packing: PackingSection, training: TrainingSection) -> list[Problem]:
+    """A row is made of the samples of one micro-batch, so one sample has no row to share."""
+    if packing.mode != "in_batch" or training.micro_batch_size >= 2:
+        return []
+    message = (
+        "1, but packing.mode 'in_batch' makes one row of the samples of a micro-batch, and one "
+        "sample has nothing to share its row with; use a micro_batch_size >= 2, or "
+        "packing.mode: online, which fills rows across micro-batches, or none"
+    )
+    return [Problem(("training", "micro_batch_size"), message)]
+
+
+def planned_rows_are_micro_batches(
+    packing: PackingSection, training: TrainingSection
+) -> list[Problem]:
+    """Online and offline rows are full by plan: a micro-batch is one row."""
+    if not plans_rows(packing) or training.micro_batch_size == 1:
+        return []
+    message = (
+        f"{training.micro_batch_size}, but packing.mode '{packing.mode}' fills each row by a "
+        "token budget and takes exactly 1 row per micro-batch (in_batch takes any size >= 2)"
+    )
+    return [Problem(("training", "micro_batch_size"), message)]
+
+
+def rows_hold_a_sample(
+    packing: PackingSection, training: TrainingSection, parallelism: ParallelismSection
+) -> list[Problem]:
+    """The longest sample, rounded up, fits a row."""
+    if not plans_rows(packing):
+        return []
+    alignment = plan_alignment(packing, parallelism)
+    longest = round_up(training.seq_length, alignment)
+    if row_tokens(packing, training, parallelism) >= longest:
+        return []
+    message = (
+        f"{packing.max_tokens}, but the longest sample takes {longest} tokens (training.seq_length "
+        f"{training.seq_length}, rounded up to packing.alignment {alignment}); use {longest} or "
+        "more, or lower training.seq_length"
+    )
+    return [Problem(("packing", "max_tokens"), message)]
+
+
+def offline_has_packs(packing: PackingSection) -> list[Problem]:
+    """Offline rows were made before."""
+    if packing.mode == "offline" and packing.path is None:
+        message = (
+            "missing, but packing.mode 'offline' trains on packs that were made before: run "
+            "`vlmpack pack RECIPE -o DIR` and set packing.path to DIR"
+        )
+        return [Problem(("packing", "path"), message)]
+    return []
+
+
+def row_fields_need_rows(packing: PackingSection) -> list[Problem]:
+    """What describes a planned row has no meaning elsewhere."""
+    if plans_rows(packing):
+        return []
+    unset = PackingSection()
+    names = ("max_tokens", "max_vision_patches", "max_sequences", "scope", "pad_to_max_length")
+    return [
+        Problem(
+            ("packing", name),
+            f"{getattr(packing, name)}, but packing.mode '{packing.mode}' plans no rows; use "
+            "packing.mode: online, or leave it out",
+        )
+        for name in (*names, "pad_cu_seqlens")
+        if getattr(packing, name) != getattr(unset, name)
+    ]
+
+
+def offline_settles_the_scope(packing: PackingSection) -> list[Problem]:
+    """Saved packs are rows; no set of samples is fixed beforehand."""
+    if packing.mode != "offline" or packing.scope == "stream":
+        return []
+    message = (
+        "batch, but packing.mode 'offline' trains on saved rows; fixed sets of samples need "
+        "packing.mode: online"
+    )
+    return [Problem(("packing", "scope"), message)]
+
+
+def fixed_boundaries_need_fixed_rows(packing: PackingSection) -> list[Problem]:
+    """A boundary array of one size helps where the row has one size, too."""
+    if not packing.pad_cu_seqlens or packing.pad_to_max_length:
+        return []
+    message = "true, but packing.pad_to_max_length is false; set both for rows of fixed shape"
+    return [Problem(("packing", "pad_cu_seqlens"), message)]
+
+
+def alignment_splits_over_context(
+    packing: PackingSection, parallelism: ParallelismSection
+) -> list[Problem]:
+    """Planned lengths must stay whole when context parallelism cuts them."""
+    chunks, alignment = 2 * parallelism.context, packing.alignment
+    if parallelism.context == 1 or alignment is None or alignment % chunks == 0:
+        return []
+    message = (
+        f"{alignment} is not a multiple of 2 x parallelism.context = {chunks}; "
+        f"use {-(-alignment // chunks) * chunks}, or leave it out"
+    )
+    return [Problem(("packing", "alignment"), message)]
