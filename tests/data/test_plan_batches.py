@@ -15,10 +15,10 @@ from vlmpack.data.plan.batches import (
     Plan,
     PlanSource,
     Position,
-    assign,
 )
 from vlmpack.data.plan.blend import draws_per_source, window_starts
 from vlmpack.data.plan.packers import FixedPacker, window_samples
+from vlmpack.data.plan.shares import assign
 
 
 def source(name: str, first: int, count: int, draws: int | None = None) -> PlanSource:

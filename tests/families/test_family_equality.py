@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.engines import make_engine, make_stepper
-from support.families import FAMILIES, ROUTED, tiny_family_folder
+from support.families import (
+    FAMILIES,
+    ROUTED,
+    TEXT_CONFIGS,
+    VISION_FAMILIES,
+    tiny_family_folder,
+)
 from support.images import conversation, file_of, picture
 from support.runs import (
     GRADIENT_TOLERANCE,
@@ -29,7 +35,7 @@ from support.runs import (
     run_batch,
     starts_of,
 )
-from support.shards import RawSample
+from support.shards import RawSample, text_samples
 from support.stock import StockInputs, StockProcessor, load_stock, run_one_by_one, run_padded
 
 from vlmpack.backends.hf.model import MergedInputs
@@ -83,10 +89,28 @@ class Case:
         return name.startswith(self.vlm.paths.vision + ".")
 
 
+@pytest.fixture(scope="module")
+def case_of(tmp_path_factory, mixed):
+    """The case of a family, made once."""
+
+    @cache
+    def make(name):
+        samples = text_samples() if name in TEXT_CONFIGS else mixed
+        return Case(tiny_family_folder(name, tmp_path_factory.mktemp(name)), samples)
+
+    return make
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
-def case(request, tmp_path_factory, mixed):
+def case(request, case_of):
     """One family at a time."""
-    return Case(tiny_family_folder(request.param, tmp_path_factory.mktemp(request.param)), mixed)
+    return case_of(request.param)
+
+
+@pytest.fixture(scope="module", params=VISION_FAMILIES)
+def vision_case(request, case_of):
+    """One family with a vision tower at a time."""
+    return case_of(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +143,9 @@ def test_every_registered_family_is_tested():
 def test_the_family_knows_its_model(case):
     family = family_of(case.folder)
     assert family_type(case) in family.model_types
-    for path in (family.modules.vision, *family.modules.projectors, family.modules.language):
+    modules = family.modules
+    assert (modules.vision is None) == (family_type(case) in TEXT_CONFIGS)
+    for path in filter(None, (modules.vision, *modules.projectors, modules.language)):
         assert sum(p.numel() for p in case.stock.get_submodule(path).parameters()) > 0, path
 
 
@@ -128,7 +154,9 @@ def test_the_family_knows_its_model(case):
 
 def test_the_reference_moves_every_parameter(case):
     """A gradient of zero, or of rounding alone, would be compared with nothing."""
-    assert {len(sample.images) for sample in case.mixed} == {0, 1, 2, 3}
+    counts = {0, 1, 2, 3} if case.encoder.takes_images else {0}
+    assert {len(sample.images) for sample in case.mixed} == counts
+    assert len({sample.length for sample in case.encoded}) == 6
     for name, gradient in case.reference.gradients.items():
         assert float(gradient.norm()) > 1e-4, name
 
@@ -235,25 +263,25 @@ def test_the_loss_of_a_sample_has_no_gradient_at_another(case, index):
 
 
 @pytest.mark.parametrize("rows", ["text", "empty"])
-def test_a_row_without_images_keeps_the_whole_tower_in_the_graph(case, rows):
-    vlm = case.vlm
+def test_a_row_without_images_keeps_the_whole_tower_in_the_graph(vision_case, rows):
+    vlm = vision_case.vlm
     if rows == "text":
-        batch = pack([sample for sample in case.encoded if sample.media is None])
+        batch = pack([sample for sample in vision_case.encoded if sample.media is None])
     else:
-        axes = case.encoder.num_position_axes
+        axes = vision_case.encoder.num_position_axes
         batch = PackCollator(pad_token_id=561, num_position_axes=axes).empty()
     vlm.zero_grad(set_to_none=True)
     vlm(batch, batch.packed_seq_params()).sum().backward()
     for name, parameter in vlm.model.named_parameters():
         assert parameter.grad is not None, name
-        if case.is_vision(name):
+        if vision_case.is_vision(name):
             assert not parameter.grad.any(), name
     assert bool(vlm.inner.get_input_embeddings().weight.grad.any()) == (rows == "text")
 
 
-def test_the_blank_image_is_seen_by_nobody(case):
-    vlm = case.vlm
-    batch = pack([sample for sample in case.encoded if sample.media is None])
+def test_the_blank_image_is_seen_by_nobody(vision_case):
+    vlm = vision_case.vlm
+    batch = pack([sample for sample in vision_case.encoded if sample.media is None])
     before = logits_by_sample(vlm, batch)
     noise = torch.randn_like(vlm.blank.pixel_values)
     blank, vlm.blank = vlm.blank, replace(vlm.blank, pixel_values=noise)
@@ -279,7 +307,7 @@ def test_ids_labels_and_pixels_are_those_of_the_stock_processor(case):
             assert torch.equal(ours.media_positions, theirs.mm_token_type_ids[0].nonzero()[:, 0])
 
 
-def test_the_predicted_length_is_the_actual_one_for_200_image_sizes(case):
+def test_the_predicted_length_is_the_actual_one_for_200_image_sizes(vision_case):
     draw = random.Random(0)
     sizes = [(8, 1600), (1600, 8), (1, 200), (200, 1), (1, 1), (16, 16), (1200, 900), (513, 511)]
     while len(sizes) < 200:
@@ -292,7 +320,10 @@ def test_the_predicted_length_is_the_actual_one_for_200_image_sizes(case):
             ("assistant", ["same"]),
             images=tuple(file_of(picture(*size), compress_level=1) for size in some),
         )
-        actual, predicted = case.encoder.encode(sample), case.encoder.length(sample, some)
+        actual, predicted = (
+            vision_case.encoder.encode(sample),
+            vision_case.encoder.length(sample, some),
+        )
         assert predicted.num_tokens == actual.length, some
         assert predicted.num_image_tokens == len(actual.media_positions) > 0, some
         assert predicted.num_label_tokens == int((actual.labels != IGNORE_INDEX).sum())
@@ -306,7 +337,7 @@ def test_the_predicted_length_is_the_actual_one_for_200_image_sizes(case):
     [["text"], [None, "after"], ["before", None], ["a", None, "b", None, "c"], [None, None, None]],
     ids=str,
 )
-def test_positions_are_those_of_the_stock_model(case, parts):
+def test_positions_are_those_of_the_stock_model(vision_case, parts):
     sizes = [(64, 32), (32, 96), (160, 96)][: parts.count(None)]
     sample = conversation(
         ("user", parts),
@@ -315,9 +346,9 @@ def test_positions_are_those_of_the_stock_model(case, parts):
         ("assistant", ["two"]),
         images=tuple(file_of(picture(*size)) for size in sizes),
     )
-    encoded = case.encoder.encode(sample)
-    is_image = (encoded.input_ids == case.encoder.placeholder_id).int()
-    theirs, _ = case.stock.model.get_rope_index(
+    encoded = vision_case.encoder.encode(sample)
+    is_image = (encoded.input_ids == vision_case.encoder.placeholder_id).int()
+    theirs, _ = vision_case.stock.model.get_rope_index(
         encoded.input_ids[None],
         mm_token_type_ids=is_image[None],
         image_grid_thw=torch.tensor(encoded.media.grid_thw) if sizes else None,
@@ -347,10 +378,6 @@ def test_a_trained_model_learns_and_exports_what_it_computes(case, tmp_path):
     ours = logits_by_sample(engine.vlm, batch)
     with torch.no_grad():
         for key, inputs in case.inputs.items():
-            theirs = exported(
-                input_ids=inputs.input_ids,
-                mm_token_type_ids=inputs.mm_token_type_ids,
-                **inputs.media(),
-            ).logits[0]
+            theirs = exported(**inputs.arguments()).logits[0]
             assert relative_l2(ours[key], theirs) < GRADIENT_TOLERANCE, key
     assert Encoder(tmp_path).fingerprint == case.encoder.fingerprint

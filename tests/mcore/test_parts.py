@@ -171,6 +171,32 @@ def test_what_the_engine_does_not_build_is_refused(change, message):
         LanguageDims.from_transformers(config, FAMILY)
 
 
+def test_llama_3_frequencies_are_those_of_transformers():
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    from vlmpack.backends.mcore.rope import RopeFrequencies
+
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    cpu = torch.device("cpu")
+    theirs, factor = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(rope_parameters=rope), cpu)
+    ours = RopeFrequencies.from_transformers(rope).inverse_frequencies(128, cpu)
+    plain = RopeFrequencies(theta=500000.0).inverse_frequencies(128, cpu)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    ratios = ours / plain
+    assert factor == 1.0
+    assert (ratios == 1.0).any()
+    assert (ratios == 1 / 32).any()
+    assert ((ratios > 1 / 31) & (ratios < 0.99)).any(), "nothing was interpolated"
+
+
 @pytest.mark.parametrize(
     ("vocabulary", "tensor", "rows"), [(576, 2, 576), (577, 2, 578), (5, 4, 8)]
 )

@@ -38,8 +38,11 @@ TEXT = {
 layer changes its input as much as it carries it, so gradients are no sums of tiny numbers."""
 
 
+PLAIN_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1000.0}
+
+
 def _rope(*sections: int) -> dict[str, Any]:
-    return {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": list(sections)}
+    return {**PLAIN_ROPE, "mrope_section": list(sections)}
 
 
 def _qwen2_vl() -> Any:
@@ -112,10 +115,61 @@ def _qwen3_vl_moe() -> Any:
     )
 
 
+def _qwen2() -> Any:
+    from transformers import Qwen2Config
+
+    return Qwen2Config(
+        **TEXT, num_hidden_layers=3, rope_parameters=PLAIN_ROPE, tie_word_embeddings=True
+    )
+
+
+def _qwen3() -> Any:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        **TEXT,
+        num_hidden_layers=4,
+        head_dim=24,
+        rope_parameters=PLAIN_ROPE,
+        tie_word_embeddings=True,
+    )
+
+
+def _llama() -> Any:
+    """With the rotary scaling of Llama 3, at a length that the samples exceed."""
+    from transformers import LlamaConfig
+
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    return LlamaConfig(
+        **TEXT,
+        num_hidden_layers=2,
+        rope_parameters={**PLAIN_ROPE, **scaling},
+        tie_word_embeddings=False,
+    )
+
+
+TEXT_CONFIGS: dict[str, Callable[[], Any]] = {"llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3}
+"""Language models without a vision tower."""
+
+TEXT_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
+"""
+"""ChatML as Qwen2 publishes it: content is a string, and a list of parts breaks it."""
+
 _CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen2_vl": _qwen2_vl,
     "qwen3_vl": _qwen3_vl,
     "qwen3_vl_moe": _qwen3_vl_moe,
+    **TEXT_CONFIGS,
 }
 
 _QWEN3_IMAGES = {
@@ -132,7 +186,9 @@ _IMAGES: dict[str, dict[str, Any]] = {
 """What the published preprocessor_config.json has beside sizes."""
 
 FAMILIES = ("qwen2_5_vl", *_CONFIGS)
-"""The `model_type` of every family that can be trained; qwen2_5_vl is the committed model."""
+"""Every `model_type` that can be trained; qwen2_5_vl is the committed model."""
+
+VISION_FAMILIES = tuple(name for name in FAMILIES if name not in TEXT_CONFIGS)
 
 ROUTED = {"qwen3_vl_moe"}
 """Mixtures of experts: a matmul of an expert has as many rows as tokens chose it, so another sample
@@ -152,6 +208,9 @@ def tiny_family_folder(name: str, tmp: Path) -> Path:
     _tiny_model(config).save_pretrained(str(tmp))
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(TINY_MODEL / file, tmp / file)
+    if name in TEXT_CONFIGS:
+        (tmp / "chat_template.jinja").write_text(TEXT_TEMPLATE, encoding="utf-8")
+        return tmp
     images = json.loads((TINY_MODEL / "preprocessor_config.json").read_text(encoding="utf-8"))
     images |= {
         "patch_size": config.vision_config.patch_size,
@@ -165,11 +224,13 @@ def tiny_family_folder(name: str, tmp: Path) -> Path:
 
 def _tiny_model(config: Any) -> Any:
     """Random weights; norms and biases too, which are ones and zeros by default."""
-    from transformers import AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    alone = config.model_type in TEXT_CONFIGS
+    auto = AutoModelForCausalLM if alone else AutoModelForImageTextToText
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        model = auto.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim == 1:

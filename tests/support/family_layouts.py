@@ -160,7 +160,7 @@ def equal_rows() -> AbstractContextManager[Any]:
     """Rows of one width: leaves of another micro-batch then fit where they do not belong."""
     collator = layouts.collator
     return patch.object(
-        layouts, "collator", lambda layout: replace(collator(layout), total_multiple_of=ROW)
+        layouts, "collator", lambda *of: replace(collator(*of), total_multiple_of=ROW)
     )
 
 

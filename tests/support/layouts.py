@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.engines import ADAMW, make_engine, make_stepper
 from support.runs import relative_l2
-from support.shards import TINY_MODEL, mixed_samples
+from support.shards import TINY_MODEL, mixed_samples, text_samples
 from torch import Tensor
 
 from vlmpack.distributed import Ranks, start_process_group, stop_process_group
@@ -110,20 +110,22 @@ than the ranks that share it out; the row of 4 has one label, so one of two CP r
 
 @cache
 def samples(folder: Path = TINY_MODEL) -> list[EncodedSample]:
-    """The mixed samples, and one of three tokens: shorter than 2 * CP at CP 2."""
+    """Six samples, those with images where the model has a tower, one of them of three tokens:
+    shorter than 2 * CP at CP 2."""
     encoder = Encoder(folder)
-    found = [encoder.encode(sample.cooked()) for sample in mixed_samples()]
+    raw = mixed_samples() if encoder.takes_images else text_samples()
+    found = [encoder.encode(sample.cooked()) for sample in raw]
     found[4] = EncodedSample(
         key="three tokens",
         input_ids=torch.tensor([5, 6, 7]),
         labels=torch.tensor([6, -100, -100]),
-        position_ids=torch.arange(3).expand(3, -1),
+        position_ids=torch.arange(3).expand(encoder.num_position_axes, -1),
         media_positions=torch.empty(0, dtype=torch.int64),
     )
     return found
 
 
-def collator(layout: Layout) -> PackCollator:
+def collator(layout: Layout, axes: int = 3) -> PackCollator:
     """Rows as the recipe's rules would have them."""
     multiples = alignment(
         context_parallel=layout.context,
@@ -132,7 +134,7 @@ def collator(layout: Layout) -> PackCollator:
     )
     return PackCollator(
         pad_token_id=PAD,
-        num_position_axes=3,
+        num_position_axes=axes,
         pad_to_multiple_of=multiples.sequence,
         total_multiple_of=multiples.row,
     )
@@ -186,7 +188,7 @@ def train(
 ) -> list[list[float]]:
     """(loss, gradient norm) by step, on samples as the folder's processor encodes them."""
     everything = samples(folder)
-    collate = collator(layout)
+    collate = collator(layout, everything[0].position_ids.shape[0])
     mine = BINS[stepper.ranks.dp_rank :: layout.dp]
     rows = []
     for step in range(steps):

@@ -100,6 +100,27 @@ def mixed_samples() -> list[RawSample]:
     ]
 
 
+def text_samples() -> list[RawSample]:
+    """Six conversations without images: of one to four questions, with and without a system prompt.
+
+    Answers are random letters, for the reason that `mixed_samples` gives.
+    """
+    draw = random.Random(1)
+    samples = []
+    for number, (turns, longest) in enumerate([(1, 4), (3, 60), (1, 90), (2, 8), (4, 30), (1, 1)]):
+        said = [("system", "Answer in letters.")] if number % 2 else []
+        for _ in range(turns):
+            said.append(("user", f"What follows {draw.randint(0, 10**longest)}?"))
+            said.append(
+                ("assistant", "".join(draw.choices(ascii_lowercase, k=draw.randint(3, 20))))
+            )
+        messages = [
+            {"role": role, "content": [{"type": "text", "text": text}]} for role, text in said
+        ]
+        samples.append(RawSample(f"text{number}", messages, ()))
+    return samples
+
+
 def same_size_pair() -> tuple[RawSample, RawSample]:
     """Two samples of one image each, different images of one size."""
     seen: dict[tuple[int, int], RawSample] = {}

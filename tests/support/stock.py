@@ -18,7 +18,13 @@ from PIL import Image
 from support.runs import Run
 from support.shards import RawSample
 from torch import Tensor
-from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
 
 IGNORED = -100
 PLACEHOLDER = "<|image_pad|>"
@@ -34,6 +40,7 @@ class StockInputs:
     mm_token_type_ids: Tensor  # (1, s), 1 on placeholders
     pixel_values: Tensor | None  # (P, D)
     image_grid_thw: Tensor | None  # (I, 3)
+    has_tower: bool = True  # the model's, not the sample's
 
     def media(self) -> dict[str, Tensor]:
         """The image arguments, none for text."""
@@ -41,17 +48,24 @@ class StockInputs:
             return {}
         return {"pixel_values": self.pixel_values, "image_grid_thw": self.image_grid_thw}
 
+    def arguments(self) -> dict[str, Tensor]:
+        """All that a forward pass takes."""
+        kinds = {"mm_token_type_ids": self.mm_token_type_ids} if self.has_tower else {}
+        return {"input_ids": self.input_ids, **kinds, **self.media()}
+
 
 class StockProcessor:
     """Tokenizer and image processor of a folder, composed as Qwen2_5_VLProcessor does it."""
 
     def __init__(self, folder: Path, *, loss_on: Literal["assistant", "all"] = "assistant"):
         self.tokenizer = AutoTokenizer.from_pretrained(str(folder))
-        self.images = AutoImageProcessor.from_pretrained(str(folder))
+        self.has_tower = has_tower(folder)
+        self.images = AutoImageProcessor.from_pretrained(str(folder)) if self.has_tower else None
         self.loss_on = loss_on
 
     def __call__(self, sample: RawSample) -> StockInputs:
-        text = self.tokenizer.apply_chat_template(sample.messages, tokenize=False)
+        messages = sample.messages if self.has_tower else with_strings(sample.messages)
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False)
         pixels, grids = None, None
         if sample.images:
             opened = [Image.open(BytesIO(data)).convert("RGB") for data in sample.images]
@@ -74,14 +88,27 @@ class StockProcessor:
             mm_token_type_ids=is_image.int(),
             pixel_values=pixels,
             image_grid_thw=grids,
+            has_tower=self.has_tower,
         )
+
+
+def with_strings(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each message's content as one string: what templates of language models take."""
+    return [
+        {"role": m["role"], "content": "".join(part["text"] for part in m["content"])}
+        for m in messages
+    ]
+
+
+def has_tower(folder: Path) -> bool:
+    """Whether the folder's model is a vision-language model, by its transformers config."""
+    return "vision_config" in AutoConfig.from_pretrained(str(folder)).to_dict()
 
 
 def load_stock(folder: Path, *, dtype: torch.dtype = torch.float32) -> Any:
     """The stock model with stock attention (sdpa)."""
-    return AutoModelForImageTextToText.from_pretrained(
-        str(folder), dtype=dtype, attn_implementation="sdpa"
-    )
+    auto = AutoModelForImageTextToText if has_tower(folder) else AutoModelForCausalLM
+    return auto.from_pretrained(str(folder), dtype=dtype, attn_implementation="sdpa")
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -101,7 +128,9 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
 
 
 def positions_of(model: Any, inputs: StockInputs) -> Tensor:
-    """(3, s) positions from the stock model's own get_rope_index."""
+    """(3, s) positions from the stock model's own get_rope_index; (1, s) without a tower."""
+    if not inputs.has_tower:
+        return torch.arange(inputs.input_ids.shape[1])[None]
     positions, _ = model.model.get_rope_index(
         inputs.input_ids,
         mm_token_type_ids=inputs.mm_token_type_ids,
@@ -117,11 +146,9 @@ def run_one_by_one(model: Any, samples: dict[str, StockInputs]) -> Run:
     losses: dict[str, Tensor] = {}
     for key, inputs in samples.items():
         output = model(
-            input_ids=inputs.input_ids,
             attention_mask=torch.ones_like(inputs.input_ids),
-            mm_token_type_ids=inputs.mm_token_type_ids,
             use_cache=False,
-            **inputs.media(),
+            **inputs.arguments(),
         )
         losses[key] = token_losses(output.logits[0], inputs.labels[0])
         (losses[key].sum() / num_labels).backward()
@@ -142,15 +169,18 @@ def run_padded(model: Any, samples: dict[str, StockInputs], *, pad_token_id: int
         return torch.cat([F.pad(v, (0, width - v.shape[1]), value=fill) for v in values])
 
     rows = list(samples.values())
+    images: dict[str, Tensor] = {}
+    if rows[0].has_tower:
+        images["mm_token_type_ids"] = padded([row.mm_token_type_ids for row in rows], 0)
     pixels = [row.pixel_values for row in rows if row.pixel_values is not None]
     grids = [row.image_grid_thw for row in rows if row.image_grid_thw is not None]
+    if pixels:
+        images |= {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.cat(grids)}
     output = model(
         input_ids=padded([row.input_ids for row in rows], pad_token_id),
         attention_mask=padded([torch.ones_like(row.input_ids) for row in rows], 0),
-        mm_token_type_ids=padded([row.mm_token_type_ids for row in rows], 0),
-        pixel_values=torch.cat(pixels),
-        image_grid_thw=torch.cat(grids),
         use_cache=False,
+        **images,
     )
     labels = padded([row.labels for row in rows], IGNORED)
     losses = {

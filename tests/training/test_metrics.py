@@ -23,6 +23,8 @@ def row(step, **changes):
         "num_label_tokens": 30,
         "num_samples": 8,
         "num_skipped": 0,
+        "num_rows": 2,
+        "imbalance": 1.25,
         "seconds": 2.0,
         "data_wait_seconds": 0.5,
         "read_seconds": 0.1,
@@ -44,6 +46,9 @@ def test_a_row_has_what_the_readme_promises(tmp_path):
     log.close()
     assert {"step", "loss", "grad_norm", "num_tokens", "num_slots", "seconds"} <= written.keys()
     assert written["fill"] == 0.75
+    assert written["padding"] == 0.25
+    assert written["data_wait_share"] == 0.25
+    assert written["imbalance"] == 1.25
     assert written["tokens_per_second"] == 150.0, "padding is never counted"
 
 
@@ -87,7 +92,10 @@ def test_the_progress_line_shows_what_matters(capsys):
     progress.stop()
     lines = capsys.readouterr().err.splitlines()
     assert [line.split("  ")[0] for line in lines] == ["step 1/10", "step 5/10", "step 10/10"]
-    assert lines[0].endswith("loss 1.5000  150 real tokens/s  fill 75%  data wait 25%  ETA 0:18")
+    assert lines[0].endswith(
+        "loss 1.5000  150 real tokens/s  fill 75%  8 samples  imbalance 1.25  data wait 25%  ETA 0:18"
+    )
+    assert "imbalance" not in progress.line(row(2, imbalance=1.0)), "one replica has none"
 
 
 def test_no_progress_is_no_output(capsys):

@@ -12,6 +12,7 @@ from vlmpack.data.index.overlong import OverLong, SampleLimits
 from vlmpack.data.loading.loader import LoaderSettings
 from vlmpack.data.loading.read import ErrorPolicy
 from vlmpack.data.plan.packers import RowBudget, Scope
+from vlmpack.data.plan.shares import RowCost, token_cost
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.errors import RecipeError
 
@@ -51,6 +52,10 @@ class DataConfig:
     """Samples in a bin; rows, hence 1, in mode `online`."""
     global_batch_size: int
     """Samples in a global batch; rows in mode `online` and scope `stream`."""
+    balance: Literal["none", "cost"] = "cost"
+    """Whether the bins of a global batch are dealt to ranks by cost, or in turn."""
+    row_cost: RowCost = token_cost
+    """What a bin costs on the model at hand."""
     seed: int = 0
     """Of the order."""
     shuffle: Literal["auto", "global", "window", "none"] = "auto"

@@ -23,9 +23,10 @@ from vlmpack.data.loading.global_step import GlobalStep
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import BinDataset, BinRequest, MicroBatch, load_bins
 from vlmpack.data.loading.read import SampleReader, SkippedSample
-from vlmpack.data.plan.batches import Plan, PlannedBatch, assign
+from vlmpack.data.plan.batches import Plan, PlannedBatch
 from vlmpack.data.plan.packers import Bin
 from vlmpack.data.plan.segments import admit, check_identity
+from vlmpack.data.plan.shares import Shares, assign, share_out
 from vlmpack.data.plan.state import DataState, Identity, Segment
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.protocols import Collator, Encoder
@@ -221,23 +222,24 @@ class TrainData:
             DataError: a bad sample whose class is not skipped.
         """
         state = self.admit(state)
-        coming: deque[PlannedBatch] = deque()
+        coming: deque[tuple[PlannedBatch, Shares]] = deque()
 
         def requests() -> Iterator[BinRequest]:
             for planned in self.planned(state, max_steps):
-                coming.append(planned)
-                for samples in assign(planned.bins, dp)[rank]:
+                shares = self.shares(planned.bins, dp)
+                coming.append((planned, shares))
+                for samples in shares.bins[rank]:
                     yield self.request(samples)
 
         share: list[MicroBatch] = []
         try:
             for micro_batch in load_bins(self.dataset, requests(), self.config.loader):
                 share.append(micro_batch)
-                planned = coming[0]
-                if len(share) < -(-len(planned.bins) // dp):
+                planned, shares = coming[0]
+                if len(share) < len(shares.bins[rank]):
                     continue
                 coming.popleft()
-                step = self._step(planned, state, tuple(share))
+                step = self._step(planned, state, tuple(share), shares.imbalance)
                 self.ledger.record(step.skipped, epoch=step.epoch, batch=step.batch)
                 state, share = step.state, []
                 yield step
@@ -287,12 +289,26 @@ class TrainData:
                 hole = SkippedSample.from_error(ref, sample)
                 self.ledger.record([hole], epoch=None, batch=None)
 
+    def shares(self, bins: Sequence[Bin], dp: int) -> Shares:
+        """Which data-parallel rank trains which bins of a global batch."""
+        return share_out(
+            bins,
+            dp,
+            sizes=self.split.sizes,
+            row_cost=self.config.row_cost,
+            balanced=self.config.balance == "cost",
+        )
+
     def request(self, samples: Bin) -> BinRequest:
         """What a worker needs to load a bin of the plan."""
         return BinRequest(tuple(self.split.ref(number) for number in samples))
 
     def _step(
-        self, planned: PlannedBatch, before: DataState, share: tuple[MicroBatch, ...]
+        self,
+        planned: PlannedBatch,
+        before: DataState,
+        share: tuple[MicroBatch, ...],
+        imbalance: float,
     ) -> GlobalStep:
         following = planned.following
         after = DataState(
@@ -307,6 +323,8 @@ class TrainData:
             epoch=planned.position.epoch,
             batch=before.batches,
             num_samples=planned.num_samples,
+            num_rows=len(planned.bins),
+            imbalance=imbalance,
             micro_batches=share,
             state=after,
         )

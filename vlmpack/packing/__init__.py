@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from vlmpack.alignment import Alignment, alignment, round_up
 from vlmpack.packing.balance import balance
-from vlmpack.packing.histogram import plan_packs
+from vlmpack.packing.offline import plan_packs
 from vlmpack.packing.stream import StreamPacker
 
 if TYPE_CHECKING:

@@ -13,9 +13,7 @@ from vlmpack.packing.limits import Integers, positive
 Floats = npt.NDArray[np.float64]
 
 
-def balance(
-    costs: npt.ArrayLike, num_ranks: int, *, max_swaps: int | None = None
-) -> Integers:
+def balance(costs: npt.ArrayLike, num_ranks: int, *, max_swaps: int | None = None) -> Integers:
     """Deal n items to ranks, equally many to each, so that the largest load is small.
 
     Every cost component of a rank is measured in shares of its mean over ranks; what is made small

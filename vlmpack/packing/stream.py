@@ -10,6 +10,7 @@ search ends at the first choice that leaves no room, so that among full packs it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import index
 
 from vlmpack.errors import PackingError
@@ -119,22 +120,67 @@ class StreamPacker:
         """Places in the buffer, ascending, the oldest first."""
         limits, units, second = self._limits, self._units, self._second
         room = limits.units - units[0]
-        places = [place for place in range(1, len(units)) if units[place] <= room]
-        budget, most = limits.second_budget, limits.max_sequences
-        if budget is not None:
-            budget -= second[0]
-            places = [place for place in places if second[place] <= budget]
-        while True:
-            chosen = fullest(room, [units[place] for place in places])
-            picked = [places[i] for i in chosen]
-            if most is not None and len(picked) > most - 1:
-                shortest = sorted(picked, key=lambda place: (units[place], -place))
-                aside = set(shortest[: len(picked) - most + 1])
-            elif budget is not None and sum(second[place] for place in picked) > budget:
-                aside = {max(picked, key=lambda place: (second[place], place))}
-            else:
-                return [0, *picked]
-            places = [place for place in places if place not in aside]
+        slots = len(units) if limits.max_sequences is None else limits.max_sequences - 1
+        places = range(1, len(units))
+        if limits.second_budget is None:
+            return [0, *bounded(places, units, room, None, 0, slots)]
+        free = limits.second_budget - second[0]
+        picked: list[int] = []
+        if sum(second) * limits.units > sum(units) * limits.second_budget:
+            # The second budget is the scarcer one: use it up first, tokens after.
+            some = [place for place in places if second[place]]
+            picked = bounded(some, second, free, units, room, slots)
+            room -= sum(units[place] for place in picked)
+            free -= sum(second[place] for place in picked)
+            slots -= len(picked)
+            places = [place for place in places if place not in picked]
+        return [0, *sorted(picked + bounded(places, units, room, second, free, slots))]
+
+
+def bounded(
+    places: Sequence[int],
+    sizes: Sequence[int],
+    room: int,
+    others: Sequence[int] | None,
+    other_room: int,
+    slots: int,
+) -> list[int]:
+    """Places whose sizes fill `room` best under two more bounds.
+
+    Exact where the best choice without these bounds obeys them. Otherwise the chosen places that
+    are largest in `others`, or smallest in size if they are too many, are set aside, as few as
+    bring the choice within bounds, and the rest is chosen from again.
+
+    Args:
+        places: indices into `sizes` and `others`, ascending.
+        sizes: at least 1 each.
+        room: most of the sum of sizes.
+        others: at least 0 each; None for no such bound.
+        other_room: most of the sum of others.
+        slots: most places.
+
+    Returns:
+        Places, ascending.
+    """
+    places = [place for place in places if sizes[place] <= room]
+    if others is not None:
+        places = [place for place in places if others[place] <= other_room]
+    while True:
+        chosen = [places[i] for i in fullest(room, [sizes[place] for place in places])]
+        over = sum(others[place] for place in chosen) - other_room if others is not None else 0
+        if others is not None and over > 0:
+            aside = set()
+            for place in sorted(chosen, key=lambda place: (others[place], place), reverse=True):
+                if over <= 0:
+                    break
+                aside.add(place)
+                over -= others[place]
+        elif len(chosen) > slots:
+            shortest = sorted(chosen, key=lambda place: (sizes[place], -place))
+            aside = set(shortest[: len(chosen) - slots])
+        else:
+            return chosen
+        places = [place for place in places if place not in aside]
 
 
 def fullest(room: int, lengths: list[int]) -> list[int]:

@@ -124,6 +124,7 @@ def _data_config(
         mode="in_batch" if mode == "online" and budget is None else mode,
         budget=budget,
         scope=recipe.packing.scope,
+        balance=recipe.packing.balance,
         micro_batch_size=micro,
         global_batch_size=whole,
         seed=recipe.training.seed,

@@ -4,9 +4,10 @@ Rows of training steps:
 
     step, epoch, loss, grad_norm, learning_rate, num_tokens (real), num_slots (computed, padding
     included), num_padded_slots (what mode none computes for the same
-    samples), num_label_tokens, num_samples, num_skipped, fill, seconds, data_wait_seconds,
-    read_seconds and encode_seconds (in the loader, beside the training), forward_backward_seconds,
-    optimizer_seconds, tokens_per_second
+    samples), num_label_tokens, num_samples, num_skipped, num_rows (micro-batches that hold a
+    sample), imbalance (the largest planned cost of a replica over the mean), fill, padding (1 -
+    fill), seconds, data_wait_seconds, data_wait_share, read_seconds and encode_seconds (in the
+    loader, beside the training), forward_backward_seconds, optimizer_seconds, tokens_per_second
 
 Rows of validations: step, validation_loss, validation_label_tokens. Real tokens per second never
 count padding.
@@ -40,6 +41,8 @@ class StepRow:
     num_label_tokens: int
     num_samples: int
     num_skipped: int
+    num_rows: int
+    imbalance: float
     seconds: float
     data_wait_seconds: float
     read_seconds: float
@@ -53,6 +56,11 @@ class StepRow:
         return self.num_tokens / max(1, self.num_slots)
 
     @property
+    def data_wait_share(self) -> float:
+        """Share of the step that the main rank waited for its data."""
+        return self.data_wait_seconds / max(1e-9, self.seconds)
+
+    @property
     def tokens_per_second(self) -> float:
         """Real tokens per second."""
         return self.num_tokens / max(1e-9, self.seconds)
@@ -61,9 +69,25 @@ class StepRow:
         """The row of metrics.jsonl."""
         return {
             **asdict(self),
+            "imbalance": round(self.imbalance, 6),
             "fill": round(self.fill, 6),
+            "padding": round(1 - self.fill, 6),
+            "data_wait_share": round(self.data_wait_share, 6),
             "tokens_per_second": round(self.tokens_per_second, 1),
         }
+
+
+TRACKED = (
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "tokens_per_second",
+    "fill",
+    "num_samples",
+    "imbalance",
+    "data_wait_share",
+)
+"""What experiment trackers are sent of a row."""
 
 
 class MetricsLog:
@@ -222,15 +246,20 @@ class Progress:
 
     def line(self, row: StepRow) -> str:
         """The text after the step count; rates are smoothed over about 20 steps."""
-        wait = row.data_wait_seconds / max(1e-9, row.seconds)
-        values = {"rate": row.tokens_per_second, "wait": wait, "seconds": row.seconds}
+        values = {
+            "rate": row.tokens_per_second,
+            "wait": row.data_wait_share,
+            "seconds": row.seconds,
+        }
         for name, value in values.items():
             old = self._smooth.get(name, value)
             self._smooth[name] = old + (value - old) * 0.05 if name in self._smooth else value
         left = (self.total_steps - row.step) * self._smooth["seconds"]
+        imbalance = f"imbalance {row.imbalance:.2f}  " if row.imbalance > 1 else ""
         return (
             f"loss {row.loss:.4f}  {self._smooth['rate']:,.0f} real tokens/s  "
-            f"fill {row.fill:.0%}  data wait {self._smooth['wait']:.0%}  ETA {_clock(left)}"
+            f"fill {row.fill:.0%}  {row.num_samples} samples  {imbalance}"
+            f"data wait {self._smooth['wait']:.0%}  ETA {_clock(left)}"
         )
 
     def stop(self) -> None:

@@ -119,6 +119,8 @@ class Session:
                 batches=[micro_batch.batch for micro_batch in step.micro_batches],
                 samples=StepSamples.of(step),
                 num_planned=step.num_samples,
+                num_rows=step.num_rows,
+                imbalance=step.imbalance,
                 num_skipped=len(step.skipped),
                 read_seconds=sum(m.read_seconds for m in step.micro_batches),
                 encode_seconds=sum(m.encode_seconds for m in step.micro_batches),

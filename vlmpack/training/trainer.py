@@ -23,7 +23,7 @@ from vlmpack.training.checkpoint import (
     random_state,
     restore_random_state,
 )
-from vlmpack.training.metrics import MetricsLog, Progress, StepRow, Trackers
+from vlmpack.training.metrics import TRACKED, MetricsLog, Progress, StepRow, Trackers
 from vlmpack.training.record import SampleRecord, StepSamples
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.step import Stepper, StepSums
@@ -41,6 +41,8 @@ class TrainStep:
         batches: micro-batches, the same number on every rank.
         samples: the samples of each micro-batch, and the holes.
         num_planned: samples planned in the global batch, over all ranks, holes included.
+        num_rows: micro-batches planned in it, over all ranks, without the empty ones that fill up.
+        imbalance: the largest planned cost of a replica over the mean.
         num_skipped: samples of this rank that became holes.
         read_seconds: this rank's loader time for bytes, checksums and JSON.
         encode_seconds: this rank's loader time for decoding, tokenising and packing.
@@ -51,6 +53,8 @@ class TrainStep:
     batches: Sequence[Batch]
     samples: StepSamples
     num_planned: int
+    num_rows: int
+    imbalance: float
     num_skipped: int
     read_seconds: float
     encode_seconds: float
@@ -250,6 +254,8 @@ class Trainer:
                 num_label_tokens=sums.num_label_tokens,
                 num_samples=sums.num_samples,
                 num_skipped=sums.num_skipped,
+                num_rows=train_step.num_rows,
+                imbalance=train_step.imbalance,
                 seconds=seconds,
                 data_wait_seconds=waited,
                 read_seconds=train_step.read_seconds,
@@ -260,11 +266,7 @@ class Trainer:
             reporting.progress.update(row)
             if _due(self.totals.step, self.config.log_interval):
                 reporting.trackers.log(
-                    {"loss": row.loss, "grad_norm": row.grad_norm, "fill": row.fill}
-                    | {
-                        "learning_rate": row.learning_rate,
-                        "tokens_per_second": row.tokens_per_second,
-                    },
+                    {name: getattr(row, name) for name in TRACKED},
                     self.totals.step,
                 )
         if sums.num_writing == 0:

@@ -26,6 +26,7 @@ from vlmpack.attention import RopeLayout, VarlenAttention
 from vlmpack.backends.mcore.attention import PackedCoreAttention
 from vlmpack.backends.mcore.groups import ParallelSizes
 from vlmpack.backends.mcore.norm import RMSNorm
+from vlmpack.backends.mcore.rope import RopeFrequencies
 from vlmpack.backends.mcore.router import with_packed_router
 from vlmpack.backends.mcore.weights import MegatronFamily
 from vlmpack.errors import CapabilityError
@@ -82,7 +83,7 @@ class LanguageDims:
         vocabulary: rows of the embedding.
         norm_eps: of RMSNorm.
         tied: whether embedding and output layer share their weight.
-        rope_theta: base of the rotary frequencies.
+        frequencies: of the rotary positions.
         rope: which position axis drives which frequency.
         qkv_bias: whether the query, key and value projections have biases.
         qk_norm: whether queries and keys are normalised per head.
@@ -99,7 +100,7 @@ class LanguageDims:
     vocabulary: int
     norm_eps: float
     tied: bool
-    rope_theta: float
+    frequencies: RopeFrequencies
     rope: RopeLayout
     qkv_bias: bool
     qk_norm: bool
@@ -115,11 +116,6 @@ class LanguageDims:
         """
         text = config.get_text_config()
         rope = text.rope_parameters
-        if rope.get("rope_type", "default") != "default":
-            raise CapabilityError(
-                f"rope_type {rope['rope_type']!r} is not in the mcore engine, which knows "
-                f"'default'; use model.backend: hf"
-            )
         if text.hidden_act != "silu":
             raise CapabilityError(f"hidden_act {text.hidden_act!r}, the mcore engine knows 'silu'")
         if any(kind != "full_attention" for kind in getattr(text, "layer_types", None) or ()):
@@ -140,7 +136,7 @@ class LanguageDims:
             vocabulary=text.vocab_size,
             norm_eps=text.rms_norm_eps,
             tied=config.tie_word_embeddings,
-            rope_theta=rope["rope_theta"],
+            frequencies=RopeFrequencies.from_transformers(rope),
             rope=RopeLayout(
                 mrope_section=tuple(section) if section else None,
                 interleaved=family.interleaved_rope,
@@ -152,9 +148,8 @@ class LanguageDims:
         )
 
     def inverse_frequencies(self, device: torch.device) -> torch.Tensor:
-        """(D / 2,) float32: theta^(-2i / D) (RoFormer, 2104.09864)."""
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device)
-        return 1.0 / (self.rope_theta ** (exponents / self.head_dim))
+        """(D / 2,) float32."""
+        return self.frequencies.inverse_frequencies(self.head_dim, device)
 
     def check(self, sizes: ParallelSizes) -> None:
         """Raise CapabilityError for sizes that do not divide, with both numbers."""

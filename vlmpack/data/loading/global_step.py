@@ -17,6 +17,8 @@ class GlobalStep:
         epoch: counted from 0.
         batch: the run's global batch, counted from 0.
         num_samples: planned in it, over all ranks, holes included.
+        num_rows: bins planned in it, over all ranks, none of them empty.
+        imbalance: the largest cost of a rank over the mean, as planned.
         micro_batches: this rank's share; every rank has equally many, some perhaps empty.
         state: of the run after this batch.
     """
@@ -24,6 +26,8 @@ class GlobalStep:
     epoch: int
     batch: int
     num_samples: int
+    num_rows: int
+    imbalance: float
     micro_batches: tuple[MicroBatch, ...]
     state: DataState
 

@@ -162,7 +162,7 @@ class SampleReader:
                 "changed after they were indexed",
                 error_class="integrity",
             )
-        raw = parse_span(span, shard=ref.shard, offset=ref.offset, caps=self.caps)
+        raw = parse_span(span, shard=ref.shard, offset=ref.offset, caps=self.caps, verified=found)
         if raw.key != ref.key:
             raise DataError(f"the byte range holds the sample {raw.key!r}", error_class="integrity")
         return raw

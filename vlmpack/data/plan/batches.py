@@ -5,13 +5,13 @@ goes on.
 
 Eligible samples per source, seed, epoch and packing -> windows of at least 4096 samples -> global
 batches -> bins (`packers`). A window depends on nothing but these, so any of them is planned alone,
-and a run resumes from (epoch, window, batch). Bins reach ranks through `assign`, the second pure
-function.
+and a run resumes from (epoch, window, batch). Bins reach ranks through a second pure function, in
+`shares`.
 
     order of a window   s s s s s s s s s s s s   (permuted; a share of every source)
     global batches      [ . . . . ] [ . . . . ] [ . . . . ]
     bins                [ . . ][ . . ]  micro_batch_size samples each, or filled to a token budget
-    assign over 2 ranks  rank 0, rank 1, rank 0, ... filled up with empty bins
+    over 2 ranks        equally many each, filled up with empty bins
 
 Randomness is Philox's raw bit stream, keyed by blake2b of what it is for; permutations are a stable
 argsort of it. So a plan does not depend on how numpy shuffles.
@@ -267,14 +267,3 @@ class Plan:
         if self.shuffle == "none":
             return np.arange(size, dtype=np.int64)
         return seeded_order(size, "global", *labels)
-
-
-def assign(bins: Sequence[Bin], dp: int) -> list[list[Bin]]:
-    """Deals whole bins to `dp` ranks in equal numbers, in turn; empty bins come last.
-
-    Returns:
-        One list per rank, all of the same length: `ceil(len(bins) / dp)`.
-    """
-    each = -(-len(bins) // dp)
-    filled = [*bins, *([()] * (each * dp - len(bins)))]
-    return [filled[rank::dp] for rank in range(dp)]

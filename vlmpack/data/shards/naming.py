@@ -31,7 +31,7 @@ def split_name(name: str) -> MemberName | None:
     These are names without a dot, names that begin with one (`.DS_Store`, `._1.jpg`), and
     webdataset's own `__meta__` members.
     """
-    if _META.match(name):
+    if name.startswith("__") and _META.match(name):
         return None
     found = _NAME.fullmatch(name)
     return None if found is None else MemberName(found.group(1), found.group(2).lower())

@@ -85,8 +85,14 @@ def group_members(
         yield _sample(run, shard, caps)
 
 
-def parse_span(span: bytes, *, shard: str, offset: int, caps: SampleCaps) -> RawSample:
+def parse_span(
+    span: bytes, *, shard: str, offset: int, caps: SampleCaps, verified: int | None = None
+) -> RawSample:
     """The one sample of a byte range that the index recorded.
+
+    Args:
+        verified: the span's CRC-32, where the caller has found it to be the index's; then no
+            checksum is computed here.
 
     Raises:
         DataError: class `integrity`, where the span is not one sample.
@@ -97,6 +103,7 @@ def parse_span(span: bytes, *, shard: str, offset: int, caps: SampleCaps) -> Raw
         shard=shard,
         base=offset,
         max_member_bytes=caps.max_member_bytes,
+        verified=verified,
     )
     samples = list(group_members(members, shard=shard, caps=caps))
     if len(samples) != 1:

@@ -5,7 +5,9 @@ inside the shard, and the archive must end with two zero blocks, so that a shard
 is noticed. Only regular files are read (folders are passed over); names are ustar, GNU long names
 or pax paths. Links, sparse files, devices, absolute names and names with `..` are refused.
 
-The same code reads a whole shard (to index it) and the span of one sample (to train on it).
+The same code reads a whole shard (to index it) and the span of one sample (to train on it). A span
+whose checksum was compared with the index's is not summed up again: its bytes are those that were
+checked one by one when the shard was indexed.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from vlmpack.data.shards.naming import split_name
 from vlmpack.data.shards.tar_header import (
     BLOCK_BYTES,
     EXTENSION_KINDS,
     FOLDER_KIND,
+    REGULAR_KINDS,
     Header,
     decode_name,
     padded_size,
@@ -33,8 +36,7 @@ MAX_EXTENSION_BYTES = 1 << 20
 _COPY_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class TarMember:
+class TarMember(NamedTuple):
     """One regular file of a tar that belongs to a sample.
 
     Args:
@@ -48,6 +50,7 @@ class TarMember:
         data: the content; None where `size` is above the reader's cap.
         crc32: of all bytes from the first member of an unbroken run of members with this key to
             `end`, headers and padding included. So the last member of a sample has the sample's.
+            In a span that was verified before, every member has the span's.
     """
 
     key: str
@@ -80,14 +83,23 @@ def read_members(
 
 
 def read_span(
-    stream: BinaryIO, size: int, *, shard: str, base: int, max_member_bytes: int
+    stream: BinaryIO,
+    size: int,
+    *,
+    shard: str,
+    base: int,
+    max_member_bytes: int,
+    verified: int | None = None,
 ) -> Iterator[TarMember]:
     """The members of a span that holds whole members only, without an archive's end.
 
     Args:
         base: the span's offset in the shard; the members' offsets count from the shard's start.
+        verified: the span's CRC-32, where the caller has found it to be right.
     """
-    scanner = _Scanner(stream, size, shard=shard, base=base, max_member_bytes=max_member_bytes)
+    scanner = _Scanner(
+        stream, size, shard=shard, base=base, max_member_bytes=max_member_bytes, verified=verified
+    )
     yield from scanner.members()
     if scanner.position != size:
         raise scanner.fault("a zero block inside the sample", at=scanner.position - BLOCK_BYTES)
@@ -107,19 +119,31 @@ class _Scanner:
     """Reads forward through one stream; `position` counts from the stream's start."""
 
     def __init__(
-        self, stream: BinaryIO, size: int, *, shard: str, base: int, max_member_bytes: int
+        self,
+        stream: BinaryIO,
+        size: int,
+        *,
+        shard: str,
+        base: int,
+        max_member_bytes: int,
+        verified: int | None = None,
     ) -> None:
         self.stream = stream
         self.size = size
         self.shard = shard
         self.base = base
         self.max_member_bytes = max_member_bytes
+        self.verified = verified
         self.position = 0
         # The running checksum of the current sample. What belongs to no sample (folders, `._1.jpg`)
         # is carried along: between two members of a sample it is part of the span.
         self._key: str | None = None
         self._end = 0
         self._crc32 = 0
+
+    def sum_up(self, data: bytes, start: int = 0) -> int:
+        """The checksum of `data` behind what has the checksum `start`."""
+        return zlib.crc32(data, start) if self.verified is None else self.verified
 
     def fault(self, reason: str, *, at: int) -> DataError:
         """A structural error at a position of the stream."""
@@ -142,7 +166,7 @@ class _Scanner:
                 continue
             pending = None
             if header.kind == FOLDER_KIND:
-                self._crc32 = zlib.crc32(extended.blocks, self._crc32)
+                self._crc32 = self.sum_up(extended.blocks, self._crc32)
                 self._end = self.position
                 continue
             member = self.finish(header, extended, at=start)
@@ -154,7 +178,7 @@ class _Scanner:
     def parse(self, block: bytes, *, at: int) -> Header:
         """The header, with its place in the message where it is damaged."""
         try:
-            return parse_header(block)
+            return parse_header(block, verified=self.verified is not None)
         except ValueError as error:
             hint = "; this is no tar file" if self.base + at == 0 else ""
             raise self.fault(f"{error}{hint}", at=at) from None
@@ -162,7 +186,7 @@ class _Scanner:
     def finish(self, header: Header, extended: _Extended, *, at: int) -> TarMember | None:
         """The member whose own header was just read; None where it belongs to no sample."""
         name = extended.name if extended.name is not None else header.name
-        if header.refusal is not None:
+        if header.kind not in REGULAR_KINDS:
             raise self.fault(
                 f"member {name!r} is {header.refusal}; only regular files are read", at=at
             )
@@ -174,21 +198,22 @@ class _Scanner:
         size = extended.size if extended.size is not None else header.size
         place = split_name(name)
         if place is None or (place.key == self._key and extended.start == self._end):
-            crc32 = zlib.crc32(extended.blocks, self._crc32)
+            crc32 = self.sum_up(extended.blocks, self._crc32)
         else:
-            crc32 = zlib.crc32(extended.blocks)
+            crc32 = self.sum_up(extended.blocks)
         data_at = self.position
         data, crc32 = self.payload(size, crc32, name=name, start=extended.start)
         self._end, self._crc32 = self.position, crc32
         if place is None:
             return None
         self._key = place.key
+        base = self.base
         return TarMember(
             key=place.key,
             field=place.field,
-            offset=self.base + extended.start,
-            end=self.base + self.position,
-            data_offset=self.base + data_at,
+            offset=base + extended.start,
+            end=base + self.position,
+            data_offset=base + data_at,
             size=size,
             data=data,
             crc32=crc32,
@@ -206,10 +231,10 @@ class _Scanner:
             )
         if size <= self.max_member_bytes:
             block = self.read(padded, what=f"member {name!r}")
-            return block[:size], zlib.crc32(block, crc32)
+            return block[:size], self.sum_up(block, crc32)
         while padded:
             block = self.read(min(padded, _COPY_BYTES), what=f"member {name!r}")
-            crc32 = zlib.crc32(block, crc32)
+            crc32 = self.sum_up(block, crc32)
             padded -= len(block)
         return None, crc32
 

@@ -46,6 +46,11 @@ class IndexedSplit:
         """See Split."""
         return self.fitted.table.ref(number)
 
+    def sizes(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
+        """See Split."""
+        table = self.fitted.table
+        return table.num_tokens[numbers], table.num_patches[numbers]
+
     def epoch_length(self) -> EpochLength:
         """See Split."""
         size = self.plan.epoch_size

@@ -46,6 +46,9 @@ class Split(Protocol):
     def ref(self, number: int) -> SampleRef:
         """What a worker needs of a sample, by its number in the plan."""
 
+    def sizes(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
+        """(n,) tokens and (n,) vision patches of samples."""
+
     def epoch_length(self) -> EpochLength:
         """How long an epoch is, as far as that is known."""
 

@@ -76,6 +76,10 @@ class StreamedSplit:
         """See Split."""
         return self.book.ref(number)
 
+    def sizes(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
+        """See Split."""
+        return self.book.sizes(numbers)
+
     def epoch_length(self) -> EpochLength:
         """See Split. Exact where every shard has its parts: then they are read, unless they are
         very many and nobody called `index_all`."""

@@ -80,7 +80,10 @@ class RemoteFetcher:
         bodies = dict(
             zip(pieces, self._at_once(lambda p: self._read_piece(stamp, *p), pieces), strict=True)
         )
-        joined = {s: b"".join(bodies[piece] for piece in _pieces(s)) for s in stretches}
+        joined = {
+            s: b"".join(chunk for piece in _pieces(s) for chunk in bodies.pop(piece))
+            for s in stretches
+        }
         found = []
         for offset, length in ranges:
             stretch = stretches[bisect_right(stretches, offset, key=itemgetter(0)) - 1]
@@ -94,9 +97,9 @@ class RemoteFetcher:
             self._live[1].close()
         self._live = None
 
-    def _read_piece(self, stamp: ShardStamp, start: int, stop: int) -> bytes:
+    def _read_piece(self, stamp: ShardStamp, start: int, stop: int) -> list[bytes]:
         with self._slots:
-            return b"".join(self._resumed(stamp, start, stop))
+            return list(self._resumed(stamp, start, stop))
 
     def _resumed(self, stamp: ShardStamp, start: int, stop: int) -> Iterator[bytes]:
         """The bytes of a range; what is missing of a body that broke off is asked for again."""

@@ -1,0 +1,105 @@
+"""Which rank trains which bins of a global batch: whole bins, equally many each, by their cost.
+
+The members of the batch stay what the plan says, so an optimizer step computes the same whatever
+the ranks; only the time that the slowest rank takes changes. What a bin costs follows from lengths
+alone: its tokens, the sum of its squared sample lengths, its vision patches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vlmpack.data.index.table import Int64s
+from vlmpack.data.plan.packers import Bin, Sizes
+from vlmpack.packing.balance import balance
+
+Floats = npt.NDArray[np.float64]
+
+RowCost = Callable[[Int64s, Int64s, Int64s], Floats]
+"""(n,) tokens, sums of squared sample lengths and vision patches -> (n, k) costs of k phases."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """A global batch as it is dealt to ranks.
+
+    Args:
+        bins: one list a rank, all of the same length; empty bins fill them up.
+        imbalance: the largest cost of a rank over the mean, all phases together; 1.0 is even.
+    """
+
+    bins: list[list[Bin]]
+    imbalance: float
+
+
+def token_cost(tokens: Int64s, squares: Int64s, patches: Int64s) -> Floats:
+    """(n, 1) tokens: the cost where nothing is known of the model."""
+    return tokens.astype(np.float64)[:, None]
+
+
+def bin_costs(bins: Sequence[Bin], sizes: Sizes, row_cost: RowCost) -> Floats:
+    """(n, k) costs of bins; of empty ones nothing.
+
+    Args:
+        sizes: tokens and patches of samples.
+        row_cost: of the model.
+    """
+    counts = np.fromiter(map(len, bins), dtype=np.int64, count=len(bins))
+    numbers = np.fromiter((n for samples in bins for n in samples), np.int64, int(counts.sum()))
+    tokens, patches = sizes(numbers)
+    owner = np.repeat(np.arange(len(bins)), counts)
+
+    def summed(values: Int64s) -> Int64s:
+        return np.bincount(owner, weights=values, minlength=len(bins)).astype(np.int64)
+
+    costs = row_cost(summed(tokens), summed(tokens * tokens), summed(patches))
+    return np.where(counts[:, None] > 0, costs, 0.0)
+
+
+def assign(bins: Sequence[Bin], dp: int) -> list[list[Bin]]:
+    """Deals whole bins to `dp` ranks in equal numbers, in turn; empty bins come last.
+
+    Returns:
+        One list per rank, all of the same length: `ceil(len(bins) / dp)`.
+    """
+    filled = fill_up(bins, dp)
+    return [filled[rank::dp] for rank in range(dp)]
+
+
+def fill_up(bins: Sequence[Bin], dp: int) -> list[Bin]:
+    """The bins, with empty ones behind them up to a multiple of `dp`."""
+    return [*bins, *([()] * (-len(bins) % dp))]
+
+
+def share_out(
+    bins: Sequence[Bin], dp: int, *, sizes: Sizes, row_cost: RowCost, balanced: bool
+) -> Shares:
+    """A global batch's bins by rank.
+
+    Args:
+        bins: none of them empty.
+        dp: ranks.
+        sizes: tokens and patches of samples.
+        row_cost: of the model.
+        balanced: whether the ranks' costs are evened out; else bins go round in turn.
+    """
+    if dp == 1:
+        return Shares([list(bins)], 1.0)
+    filled = fill_up(bins, dp)
+    costs = bin_costs(filled, sizes, row_cost)
+    if balanced:
+        dealt = balance(costs, dp)
+    else:
+        dealt = np.arange(len(filled)).reshape(-1, dp).T
+    loads = costs.sum(axis=1)[dealt].sum(axis=1)
+    mean = float(loads.mean())
+    # Empty bins last: a replica without a sample in its first micro-batch reads as a fault.
+    ordered = [sorted(row, key=lambda item: (not filled[item], item)) for row in dealt.tolist()]
+    return Shares(
+        [[filled[item] for item in row] for row in ordered],
+        float(loads.max()) / mean if mean else 1.0,
+    )

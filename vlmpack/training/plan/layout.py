@@ -1,0 +1,149 @@
+"""Planned rows as arrays, and the slots that a run computes for them.
+
+n samples lie in b bins, a bin is a micro-batch; s global batches hold so many bins each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from vlmpack.data.index.table import Int64s
+from vlmpack.data.plan.packers import Bin, Sizes
+
+Measure = Callable[[Int64s], Int64s]
+"""(n,) values of samples -> (b,) their sums by bin."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The global batches of one epoch.
+
+    Args:
+        tokens, patches: (n,) of the samples in the order of their bins; no token: a known hole.
+        bins: (b,) samples in each bin, none of them 0.
+        steps: (s,) bins of each global batch.
+    """
+
+    tokens: Int64s
+    patches: Int64s
+    bins: Int64s
+    steps: Int64s
+
+    @cached_property
+    def bin_starts(self) -> Int64s:
+        """(b,) the place of each bin's first sample."""
+        return np.cumsum(self.bins) - self.bins
+
+    @cached_property
+    def step_starts(self) -> Int64s:
+        """(s,) the place of each global batch's first bin."""
+        return np.cumsum(self.steps) - self.steps
+
+    def by_bin(self, values: Int64s) -> Int64s:
+        """(b,) sums of (n,) values of samples."""
+        return _sums(values, self.bin_starts)
+
+    def longest_by_bin(self, values: Int64s) -> Int64s:
+        """(b,) maxima of (n,) values of samples."""
+        return np.maximum.reduceat(values, self.bin_starts) if values.size else values
+
+    def by_step(self, values: Int64s) -> Int64s:
+        """(s,) sums of (b,) values of bins."""
+        return _sums(values, self.step_starts)
+
+    @cached_property
+    def trained(self) -> Int64s:
+        """(b,) samples of each bin that are no holes."""
+        return self.by_bin((self.tokens > 0).astype(np.int64))
+
+
+def _sums(values: Int64s, starts: Int64s) -> Int64s:
+    return np.add.reduceat(values, starts) if values.size else values
+
+
+def layout_of(windows: Iterable[Sequence[tuple[Bin, ...]]], sizes: Sizes) -> Layout:
+    """The layout of an epoch.
+
+    Args:
+        windows: the global batches of each window, as a packer makes them.
+        sizes: tokens and patches of samples.
+    """
+    samples: list[Int64s] = []
+    bins: list[Int64s] = []
+    steps: list[Int64s] = []
+    for batches in windows:
+        flat = [one for batch in batches for one in batch]
+        steps.append(np.fromiter(map(len, batches), np.int64, len(batches)))
+        bins.append(np.fromiter(map(len, flat), np.int64, len(flat)))
+        count = int(bins[-1].sum())
+        samples.append(np.fromiter((n for one in flat for n in one), np.int64, count))
+    empty = np.empty(0, np.int64)
+    tokens, patches = sizes(np.concatenate([empty, *samples]))
+    return Layout(
+        tokens, patches, np.concatenate([empty, *bins]), np.concatenate([empty, *steps])
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowShape:
+    """How the collator lays a bin out.
+
+    Args:
+        padded: one row a sample, all as wide as the longest (mode `none`); else one row a bin.
+        sequence_multiple: each segment of a packed row is filled up to a multiple of this.
+        row_multiple: each row is filled up to a multiple of this.
+        width: every packed row is filled up to this many tokens; 0 for rows of any width.
+    """
+
+    padded: bool = False
+    sequence_multiple: int = 1
+    row_multiple: int = 1
+    width: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """What is computed for each bin.
+
+    Args:
+        rows: (b,) rows.
+        slots: (b,) tokens and padding.
+        squares: (b,) sum of the squared lengths that attention runs over.
+        empty_slots: slots of a bin without samples.
+    """
+
+    rows: Int64s
+    slots: Int64s
+    squares: Int64s
+    empty_slots: int
+
+
+def lay_out(layout: Layout, shape: RowShape) -> Rows:
+    """Rows and slots of every bin, as `PackCollator` and `PadCollator` make them."""
+    trained = layout.trained
+    if shape.padded:
+        width = _up(layout.longest_by_bin(layout.tokens), shape.row_multiple)
+        width = np.maximum(width, shape.row_multiple)
+        rows = np.maximum(trained, 1)  # a bin of holes is one row of padding
+        return Rows(
+            rows=rows, slots=rows * width, squares=rows * width**2, empty_slots=shape.row_multiple
+        )
+    physical = _up(layout.tokens, shape.sequence_multiple)
+    filled = layout.by_bin(physical)
+    least = max(shape.sequence_multiple, shape.row_multiple, shape.width)
+    slots = np.where(trained > 0, np.maximum(_up(filled, shape.row_multiple), shape.width), least)
+    squares = layout.by_bin(physical**2) + (slots - filled) ** 2
+    return Rows(rows=np.ones_like(slots), slots=slots, squares=squares, empty_slots=least)
+
+
+def empty_bins(layout: Layout, copies: int) -> int:
+    """Bins without samples that fill global batches up, so that all model copies take part."""
+    return int((-layout.steps % copies).sum())
+
+
+def _up(values: Int64s, multiple: int) -> Int64s:
+    return -(-values // multiple) * multiple
