@@ -126,6 +126,11 @@ class CheckpointError(VlmpackError):
     """A checkpoint that is incomplete, damaged, or does not fit this run."""
 
 
+class PacksError(VlmpackError):
+    """A folder of packs that is unfinished or damaged, or that was made from other settings than
+    the recipe's; the message lists every difference."""
+
+
 class RunIdentityError(VlmpackError):
     """A run folder whose identity differs from the recipe's; the message lists every difference."""
 

@@ -30,9 +30,9 @@ BY_FAMILY = {
     "qwen2_vl": ("one", "tp2", "cp2", "dp2"),  # three layers: no two stages
     "qwen3_vl": ("one", "tp2", "cp2", "pp2", "dp2"),
     MOE: ("one", "tp2", "cp2", "pp2", "dp2", "ep2", "tp2-ep2", "cp2-ep2"),
-    "llama": ("one", "tp2", "pp2"),
-    "qwen2": ("one", "tp2"),
-    "qwen3": ("one", "tp2", "cp2"),
+    "llama": ("tp2",),
+    "qwen2": ("tp2",),
+    "qwen3": ("cp2",),
 }
 AUX = ("ep2", "tp2", "cp2", "pp2")
 """Compared with one process: the hf engine has no auxiliary loss."""
@@ -49,7 +49,7 @@ def train_jobs(*families):
 
 
 LAUNCHES = {
-    "one": [*(f"train:{family}:one" for family in FAMILIES), f"aux:{MOE}:one"],
+    "one": [*(f"train:{f}:one" for f in BY_FAMILY if "one" in BY_FAMILY[f]), f"aux:{MOE}:one"],
     "experts": [f"train:{MOE}:ep2", f"aux:{MOE}:ep2", f"export:{MOE}:ep2"],
     "dense layouts": [
         "travel:qwen3_vl:pp2",

@@ -6,6 +6,7 @@ Cheap to pickle: workers get the folder and load tokenizer and image processor o
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -157,6 +158,24 @@ class Encoder:
             digest.update(path.read_bytes() if path.is_file() else b"-")
         return digest.hexdigest()
 
+    @cached_property
+    def fingerprint_parts(self) -> dict[str, str]:
+        """The fingerprint taken apart, so that a difference can be named: tokenizer, template,
+        processor, and the rules of this version."""
+        rules = f"{ENCODER_VERSION}/{self.family.name}/{self.family.rule_version}/{self.loss_on}"
+        parts = {"rules": rules.encode(), "tokenizer": b"", "template": b"", "processor": b""}
+        for name in PROCESSOR_FILES:
+            path = self.folder / name
+            data = path.read_bytes() if path.is_file() else b"-"
+            if name == "tokenizer_config.json" and path.is_file():
+                data, template = _without_template(data)
+                parts["template"] += template
+            part = "processor" if "processor" in name else "tokenizer"
+            parts["template" if name.startswith("chat_template") else part] += data + b"\0"
+        return {
+            name: hashlib.blake2b(data, digest_size=8).hexdigest() for name, data in parts.items()
+        }
+
     def length(self, sample: VLMSample, sizes: Sequence[tuple[int, int]]) -> SampleLength:
         """Exact length from the messages and the image sizes alone.
 
@@ -199,16 +218,41 @@ class Encoder:
                 f"{len(sample.images)} images",
                 error_class="schema",
             )
-        images = [self._decode(data, index) for index, data in enumerate(sample.images)]
-        if sizes is not None:
-            images = [
-                image if image.size == tuple(size) else image.resize(size, Image.Resampling.BICUBIC)
-                for image, size in zip(images, sizes, strict=True)
-            ]
+        images = self._images(sample.images, sizes)
         ids, supervised = self._tokens(sample, len(images))
         self._grids([image.size for image in images])
         media = self.image_rule.preprocess(images) if images else None
         return self._assemble(sample, ids, supervised, media)
+
+    def pixels(
+        self, files: Sequence[bytes], sizes: Sequence[tuple[int, int]] | None = None
+    ) -> Media | None:
+        """The images of a sample as `encode` makes them, without its text; None for none.
+
+        Args:
+            files: image files, in token order.
+            sizes: as of `encode`.
+
+        Raises:
+            DataError: (decode) an image that cannot be read or is too large; (schema) images for a
+                model without vision tower.
+        """
+        self._refuse_images(len(files))
+        images = self._images(files, sizes)
+        self._grids([image.size for image in images])
+        return self.image_rule.preprocess(images) if images else None
+
+    def _images(
+        self, files: Sequence[bytes], sizes: Sequence[tuple[int, int]] | None
+    ) -> list[Image.Image]:
+        """Decoded, and resized where the plan shrank them."""
+        images = [self._decode(data, index) for index, data in enumerate(files)]
+        if sizes is None:
+            return images
+        return [
+            image if image.size == tuple(size) else image.resize(size, Image.Resampling.BICUBIC)
+            for image, size in zip(images, sizes, strict=True)
+        ]
 
     def _assemble(
         self, sample: VLMSample, ids: list[int], supervised: list[bool], media: Media | None
@@ -269,6 +313,18 @@ class Encoder:
 
     def _decode(self, data: bytes, index: int) -> Image.Image:
         return decode_image(data, index, max_pixels=self.max_image_pixels)
+
+
+def _without_template(data: bytes) -> tuple[bytes, bytes]:
+    """A tokenizer_config.json without its chat template, and the template."""
+    try:
+        config = json.loads(data)
+        template = config.pop("chat_template", None)
+    except (ValueError, AttributeError):
+        return data, b""
+    if template is None:
+        return data, b""
+    return json.dumps(config, sort_keys=True).encode(), json.dumps(template).encode()
 
 
 def _rebuild(folder: Path, loss_on: LossOn, max_image_pixels: int) -> Encoder:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         slice_for_context,
         zigzag_index,
     )
+    from vlmpack.packing.row_layout import FixedShape
     from vlmpack.packing.sharing import share_media
 
 _HOMES = {
@@ -61,6 +62,7 @@ _HOMES = {
     "bridge": ("pack_padded_batch",),
     "collate": ("PackCollator", "PadCollator", "pack_batch_sequences", "pad_batch_sequences"),
     "context": ("padded_as_row", "padding_mask", "slice_for_context", "zigzag_index"),
+    "row_layout": ("FixedShape",),
     "sharing": ("share_media",),
 }
 
@@ -70,6 +72,7 @@ __all__ = [
     "Batch",
     "ContextSlice",
     "EncodedSample",
+    "FixedShape",
     "GridTHW",
     "Media",
     "MediaShare",

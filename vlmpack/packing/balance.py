@@ -13,7 +13,9 @@ from vlmpack.packing.limits import Integers, positive
 Floats = npt.NDArray[np.float64]
 
 
-def balance(costs: npt.ArrayLike, num_ranks: int, *, max_swaps: int | None = None) -> Integers:
+def balance(
+    costs: npt.ArrayLike, num_ranks: int, *, tolerance: float = 0.01, max_swaps: int = 256
+) -> Integers:
     """Deal n items to ranks, equally many to each, so that the largest load is small.
 
     Every cost component of a rank is measured in shares of its mean over ranks; what is made small
@@ -24,7 +26,8 @@ def balance(costs: npt.ArrayLike, num_ranks: int, *, max_swaps: int | None = Non
     Args:
         costs: (n,) or (n, k), finite and at least 0: k costs of each item, in any units.
         num_ranks: n must be a multiple of it; fill with items of no cost.
-        max_swaps: most swaps of the second phase; None: 4 a rank, at most 256.
+        tolerance: swapping ends once no load is more than this share above its mean.
+        max_swaps: most swaps.
 
     Returns:
         (num_ranks, n / num_ranks) int64: the items of each rank, ascending.
@@ -46,7 +49,7 @@ def balance(costs: npt.ArrayLike, num_ranks: int, *, max_swaps: int | None = Non
     shares = table * np.divide(ranks, totals, out=np.zeros_like(totals), where=totals > 0)
     dealt = _deal(shares, ranks)
     if ranks > 1:
-        _swap(shares, dealt, min(4 * ranks, 256) if max_swaps is None else max_swaps)
+        _swap(shares, dealt, 1 + tolerance, max_swaps)
     return np.sort(dealt, axis=1)
 
 
@@ -82,11 +85,13 @@ def _deal(shares: Floats, ranks: int) -> Integers:
     return dealt
 
 
-def _swap(shares: Floats, dealt: Integers, max_swaps: int) -> None:
+def _swap(shares: Floats, dealt: Integers, goal: float, max_swaps: int) -> None:
     """Swap an item of the worst rank with one of another while the larger of the two falls."""
     loads = shares[dealt].sum(axis=1)
     for _ in range(max_swaps):
         worst = int(loads.max(axis=1).argmax())
+        if loads[worst].max() <= goal:
+            return
         mine, theirs = shares[dealt[worst]], shares[dealt]
         moved = theirs[None] - mine[:, None, None]  # (m, R, m, k): what the worst rank gains
         pair = np.maximum(

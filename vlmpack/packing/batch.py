@@ -83,10 +83,11 @@ class PackedSeqParams:
         cu_seqlens_q_padded: (N + 1,) int32, cumulative physical lengths: where the data sits.
             None where it would equal `cu_seqlens_q`.
         cu_seqlens_kv_padded: the same for keys and values.
-        max_seqlen_q: the longest physical segment, a Python int.
+        max_seqlen_q: a bound on the physical segments, a Python int: the longest of them, or the
+            row's width where its shape is fixed.
         max_seqlen_kv: the same for keys and values.
         segment_lengths: the N physical lengths as host integers, so that a loop over segments
-            never reads the device.
+            never reads the device; 0 for those that only fill `cu_seqlens` up.
     """
 
     qkv_format: Literal["thd"] = "thd"
@@ -149,7 +150,7 @@ class PackedBatch:
     Alignment pads the end of each segment, so a segment has a logical length (its sample's) and a
     physical one. For a causal model the gap may count as the segment's tail: no real token attends
     to what comes after it. A tail segment that rounds the row's total is a segment of its own,
-    without a key.
+    without a key. Boundaries of one size end in segments of length 0 (`collate.FixedShape`).
 
     Args:
         input_ids: (1, T) int64.
@@ -168,6 +169,8 @@ class PackedBatch:
         media_share: where the vision work is shared out: `media` then holds this rank's images
             alone (None for none); None where each rank has all of them.
         padding_mask: (1, T) bool, True for slots of no sample; None where nobody asks for it.
+        fixed_shape: whether all rows of the run have T slots: `max_seqlen` is then T in each, since
+            a CUDA graph keeps the number that it was captured with.
     """
 
     input_ids: Tensor
@@ -185,11 +188,13 @@ class PackedBatch:
     context: ContextSlice | None = None
     media_share: MediaShare | None = None
     padding_mask: Tensor | None = None
+    fixed_shape: bool = False
 
     @property
     def max_seqlen(self) -> int:
-        """The longest physical segment; a Python int, never read from the device."""
-        return max(self.segment_lengths)
+        """The longest physical segment, T where the shape is fixed; a Python int, never read from
+        the device."""
+        return self.num_slots if self.fixed_shape else max(self.segment_lengths)
 
     @property
     def num_tokens(self) -> int:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from vlmpack.errors import PackingError
 from vlmpack.packing.batch import IGNORE_INDEX, PackedBatch
-from vlmpack.packing.collate import RowLayout, pack_rows
+from vlmpack.packing.collate import pack_rows
+from vlmpack.packing.row_layout import RowLayout
 
 
 def pack_padded_batch(

@@ -8,6 +8,12 @@ Packing two samples of 3 and 2 tokens with `pad_to_multiple_of=4`:
     cu_seqlens         0 3 5                logical: who attends to whom
     cu_seqlens_padded  0 4 8                physical: where the data sits
 
+The same two as a row of fixed shape, 12 slots and at most 4 samples (`FixedShape`):
+
+    input_ids          a a a . b b . . . . . .      a ghost segment of 4, no sample's
+    cu_seqlens         0 3 5 9 9 9                  4 + 2 entries, the last value repeated
+    cu_seqlens_padded  0 4 8 12 12 12
+
 Lengths are explicit in the samples; nothing is ever inferred from token ids or masks.
 """
 
@@ -23,6 +29,7 @@ from torch import Tensor
 from vlmpack.alignment import round_up
 from vlmpack.errors import PackingError
 from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, Media, PackedBatch, PaddedBatch
+from vlmpack.packing.row_layout import FixedShape, RowLayout
 
 
 def check_sample(sample: EncodedSample) -> None:
@@ -89,6 +96,7 @@ def pack_batch_sequences(
     pad_to_multiple_of: int = 1,
     pad_token_id: int,
     total_multiple_of: int = 1,
+    fixed: FixedShape | None = None,
 ) -> PackedBatch:
     """Concatenate samples into one THD row.
 
@@ -99,12 +107,14 @@ def pack_batch_sequences(
         pad_token_id: the id that fills gaps. Its value never decides anything.
         total_multiple_of: the row's total becomes a multiple of this by one tail segment; itself
             a multiple of `pad_to_multiple_of`, or 1.
+        fixed: the row's shape, where all rows have the same.
 
     Returns:
         The row, with logical and physical boundaries.
 
     Raises:
-        PackingError: no samples, or a sample whose lengths, labels or images do not fit.
+        PackingError: no samples, a sample whose lengths, labels or images do not fit, or more
+            tokens or samples than a fixed shape has room for.
     """
     if not samples:
         raise PackingError("nothing to pack: the list of samples is empty")
@@ -118,38 +128,13 @@ def pack_batch_sequences(
             lengths=tuple(s.length for s in samples),
             pad_to_multiple_of=pad_to_multiple_of,
             total_multiple_of=total_multiple_of,
+            fixed=fixed,
         ),
         pad_token_id=pad_token_id,
         keys=tuple(s.key for s in samples),
         media=concatenate_media(samples),
         media_positions=[s.media_positions for s in samples],
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowLayout:
-    """Where the segments of a row sit, as host integers.
-
-    Args:
-        lengths: logical lengths of the samples.
-        pad_to_multiple_of: multiple of each physical length.
-        total_multiple_of: multiple of the row's total.
-    """
-
-    lengths: tuple[int, ...]
-    pad_to_multiple_of: int = 1
-    total_multiple_of: int = 1
-
-    @property
-    def physical(self) -> tuple[int, ...]:
-        """Physical lengths of the samples."""
-        return tuple(round_up(length, self.pad_to_multiple_of) for length in self.lengths)
-
-    @property
-    def tail(self) -> int:
-        """Length of the tail segment; 0 where none is needed."""
-        total = sum(self.physical)
-        return round_up(max(total, 1), max(self.total_multiple_of, 1)) - total
 
 
 def _with_gaps(pieces: Sequence[Tensor], layout: RowLayout, fill: int) -> Tensor:
@@ -189,27 +174,20 @@ def pack_rows(
         media_positions: (M_i,) int64 pieces, counted from each piece's start.
 
     Raises:
-        PackingError: the total multiple is no multiple of the segment multiple.
+        PackingError: as `RowLayout.check`.
     """
-    if layout.total_multiple_of > 1 and layout.total_multiple_of % layout.pad_to_multiple_of:
-        raise PackingError(
-            f"total_multiple_of={layout.total_multiple_of} is not a multiple of "
-            f"pad_to_multiple_of={layout.pad_to_multiple_of}: the tail segment could not be aligned"
-        )
-    physical, tail = layout.physical, layout.tail
+    layout.check()
+    physical, fillers = layout.physical, layout.fillers
     label_row = _with_gaps(labels, layout, IGNORE_INDEX)
     loss_mask = label_row != IGNORE_INDEX
     starts = (0, *accumulate(physical))
     offset_positions = [
         piece + start for piece, start in zip(media_positions, starts, strict=False)
     ]
-    tail_segment = (tail,) if tail else ()
-    logical_cu = torch.tensor((0, *accumulate((*layout.lengths, *tail_segment))), dtype=torch.int32)
+    logical_cu = torch.tensor((0, *accumulate((*layout.lengths, *fillers))), dtype=torch.int32)
     padded_cu = None
     if physical != layout.lengths:
-        padded_cu = torch.tensor(
-            (*starts, *((starts[-1] + tail,) if tail else ())), dtype=torch.int32
-        )
+        padded_cu = torch.tensor((0, *accumulate((*physical, *fillers))), dtype=torch.int32)
     return PackedBatch(
         input_ids=_with_gaps(input_ids, layout, pad_token_id)[None],
         labels=label_row[None],
@@ -217,7 +195,7 @@ def pack_rows(
         position_ids=_with_gaps(position_ids, layout, 0)[:, None],
         cu_seqlens=logical_cu,
         cu_seqlens_padded=padded_cu,
-        segment_lengths=(*physical, *tail_segment),
+        segment_lengths=(*physical, *fillers),
         label_positions=loss_mask.nonzero().squeeze(1),
         media=media,
         media_positions=(
@@ -225,6 +203,7 @@ def pack_rows(
         ),
         keys=keys,
         lengths=layout.lengths,
+        fixed_shape=layout.fixed is not None,
     )
 
 
@@ -275,19 +254,21 @@ def pad_batch_sequences(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackCollator:
-    """Mode `in_batch`: the samples of one bin become one row.
+    """Packing: the samples of one bin become one row.
 
     Args:
         pad_token_id: fills gaps.
         num_position_axes: A, for empty bins.
         pad_to_multiple_of: multiple of each segment.
         total_multiple_of: multiple of the row.
+        fixed: the shape of every row, empty ones too, where they have one.
     """
 
     pad_token_id: int
     num_position_axes: int
     pad_to_multiple_of: int = 1
     total_multiple_of: int = 1
+    fixed: FixedShape | None = None
 
     def __call__(self, samples: Sequence[EncodedSample]) -> PackedBatch:
         """Pack one bin; an empty one becomes `empty()`."""
@@ -298,24 +279,36 @@ class PackCollator:
             pad_to_multiple_of=self.pad_to_multiple_of,
             pad_token_id=self.pad_token_id,
             total_multiple_of=self.total_multiple_of,
+            fixed=self.fixed,
         )
 
     def empty(self) -> PackedBatch:
         """A row without samples: one tail segment, no label, so that collectives stay aligned."""
         length = max(self.pad_to_multiple_of, self.total_multiple_of)
+        segments: tuple[int, ...] = (length,)
+        if self.fixed is not None:
+            layout = RowLayout(
+                lengths=(),
+                pad_to_multiple_of=self.pad_to_multiple_of,
+                total_multiple_of=self.total_multiple_of,
+                fixed=self.fixed,
+            )
+            layout.check()
+            length, segments = self.fixed.row_tokens, layout.fillers
         return PackedBatch(
             input_ids=torch.full((1, length), self.pad_token_id),
             labels=torch.full((1, length), IGNORE_INDEX),
             loss_mask=torch.zeros(1, length, dtype=torch.bool),
             position_ids=torch.zeros(self.num_position_axes, 1, length, dtype=torch.int64),
-            cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
+            cu_seqlens=torch.tensor((0, *accumulate(segments)), dtype=torch.int32),
             cu_seqlens_padded=None,
-            segment_lengths=(length,),
+            segment_lengths=segments,
             label_positions=torch.empty(0, dtype=torch.int64),
             media=None,
             media_positions=torch.empty(0, dtype=torch.int64),
             keys=(),
             lengths=(),
+            fixed_shape=self.fixed is not None,
         )
 
 

@@ -124,14 +124,15 @@ def _repacked(units: Integers, packs: Integers, limits: PackLimits) -> Integers:
 def _emptiest(rooms: Integers, sizes: Integers, room: float) -> Integers:
     """Packs with the most room, as many as have `room` together.
 
-    Packs of very many samples are left alone: a choice among `BUFFER_SIZE` of those fills no pack.
+    Packs of very many samples, but for the emptiest, are left alone: a choice among `BUFFER_SIZE`
+    samples of theirs fills no pack.
 
     Args:
         rooms: (packs,) what each may still take.
         sizes: (packs,) samples in each.
         room: the sum of rooms wanted.
     """
-    rooms = np.where(sizes > BUFFER_SIZE, 0, rooms)
+    rooms = np.where((sizes > 2 * BUFFER_SIZE) & (rooms < rooms.max()), 0, rooms)
     order = np.argsort(-rooms, kind="stable")[: np.count_nonzero(rooms)]
     enough = int(np.searchsorted(rooms[order].cumsum(), room)) + 1
     few = int(np.searchsorted(sizes[order].cumsum(), REPACKED_SAMPLES))
@@ -139,9 +140,7 @@ def _emptiest(rooms: Integers, sizes: Integers, room: float) -> Integers:
 
 
 def _streamed(units: list[int], limits: PackLimits) -> list[list[int]]:
-    packer = StreamPacker(
-        limits.units, buffer_size=BUFFER_SIZE, max_sequences=limits.max_sequences
-    )
+    packer = StreamPacker(limits.units, buffer_size=BUFFER_SIZE, max_sequences=limits.max_sequences)
     packs = [pack for length in units for pack in packer.push(length)]
     return packs + packer.flush()
 

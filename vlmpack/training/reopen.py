@@ -15,7 +15,7 @@ from vlmpack.data.plan.state import DataState, identity_differences
 from vlmpack.distributed import Ranks
 from vlmpack.errors import VlmpackError
 from vlmpack.families import Encoder
-from vlmpack.recipe import derive, load_recipe
+from vlmpack.recipe import Recipe, derive, load_recipe
 from vlmpack.training.assemble import build_encoder, open_split
 from vlmpack.training.record import read_launches
 from vlmpack.training.recorded import standing_batches
@@ -34,21 +34,35 @@ def recipe_file(path: Path) -> Path:
     return recipe
 
 
-def open_train(path: Path, overrides: Sequence[str] = ()) -> tuple[TrainData, Encoder]:
-    """`data.train` as a run would open it, and its encoder.
+def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe, or that of a run folder with the shuffle that the run settled on.
 
     Args:
-        path: a recipe, or a run folder: then the shuffle is the one that the run settled on.
+        path: a recipe, or a run folder.
         overrides: `key=value`.
 
     Raises:
-        VlmpackError: what is wrong with recipe, model folder or data.
+        VlmpackError: what is wrong with the recipe.
     """
     recipe = load_recipe(recipe_file(path), overrides)
     for launch in read_launches(RunDir(path).samples)[-1:] if path.is_dir() else ():
         shuffle = DataState.from_json(launch.state).identity.get("data.shuffle")
         if recipe.data.shuffle == "auto" and isinstance(shuffle, str):
             recipe = load_recipe(recipe, {"data.shuffle": shuffle})
+    return recipe
+
+
+def open_train(path: Path, overrides: Sequence[str] = ()) -> tuple[TrainData, Encoder]:
+    """`open_recipe` of `read_recipe`."""
+    return open_recipe(read_recipe(path, overrides))
+
+
+def open_recipe(recipe: Recipe) -> tuple[TrainData, Encoder]:
+    """`data.train` as a run would open it, and its encoder.
+
+    Raises:
+        VlmpackError: what is wrong with model folder or data.
+    """
     split = recipe.parallelism
     derived = derive(recipe, split.tensor * split.pipeline * split.context)
     ranks = Ranks(

@@ -24,6 +24,25 @@ Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
+class PackPlace:
+    """Where a sample lies in saved packs.
+
+    Args:
+        stamp: the file.
+        offset: first byte of its pack's span.
+        length: bytes of the span.
+        crc32: of the span.
+        place: of the sample in its pack.
+    """
+
+    stamp: ShardStamp
+    offset: int
+    length: int
+    crc32: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
 class SampleRef:
     """One sample of a plan: where it lies and what it must turn out to be.
 
@@ -38,6 +57,7 @@ class SampleRef:
         sizes: target (width, height) per image where the plan shrank them, else None.
         error_class: set with `reason` where it is known to be bad: it becomes a hole.
         reason: why it is bad.
+        pack: where its tokens are saved, if they are.
     """
 
     number: int
@@ -50,6 +70,7 @@ class SampleRef:
     sizes: tuple[ImageSize, ...] | None = None
     error_class: str | None = None
     reason: str | None = None
+    pack: PackPlace | None = None
 
     @property
     def shard(self) -> str:

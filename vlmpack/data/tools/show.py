@@ -23,11 +23,11 @@ from PIL.Image import Image
 from torch import Tensor
 
 from vlmpack.data.index.table import SampleRef
-from vlmpack.data.loading.loader import BinRequest
+from vlmpack.data.loading.loader import BinRequest, MicroBatch
 from vlmpack.data.loading.read import SkippedSample
 from vlmpack.data.pipeline import TrainData
 from vlmpack.errors import VlmpackError
-from vlmpack.families import Encoder
+from vlmpack.families import Encoder, VLMSample
 from vlmpack.packing.batch import IGNORE_INDEX, GridTHW, Media, PackedBatch, PaddedBatch
 
 MAX_CANDIDATES = 6
@@ -138,12 +138,51 @@ def show_bin(
     Raises:
         DataError: a bad sample whose class is not skipped.
     """
+    loaded = load_bin(train, samples)
+    return take_apart(loaded, read_again(train, loaded, samples), encoder, title)
+
+
+def load_bin(train: TrainData, samples: Sequence[SampleRef]) -> MicroBatch:
+    """A bin as the training loader makes it.
+
+    Raises:
+        DataError: a bad sample whose class is not skipped.
+    """
     loaded = train.dataset[BinRequest(tuple(samples))]
     if isinstance(loaded, SkippedSample):
         raise loaded.to_error()
+    return loaded
+
+
+def read_again(
+    train: TrainData, loaded: MicroBatch, samples: Sequence[SampleRef]
+) -> list[VLMSample]:
+    """The conversations of the samples that are in a batch, in its order.
+
+    Args:
+        loaded: the batch.
+        samples: of its bin.
+
+    Raises:
+        DataError: a sample that cannot be read any more.
+    """
+    refs = {(ref.shard, ref.number): ref for ref in samples}
+    return [train.dataset.reader.read(refs[name.shard, name.number]) for name in loaded.samples]
+
+
+def take_apart(
+    loaded: MicroBatch, read: Sequence[VLMSample], encoder: Encoder, title: str
+) -> ShownBin:
+    """What a batch holds, sample by sample.
+
+    Args:
+        loaded: the batch.
+        read: the conversations of its samples, in its order.
+        encoder: that made it.
+        title: for the reader.
+    """
     batch = loaded.batch
     shown = []
-    refs = {(ref.shard, ref.number): ref for ref in samples}
     media = _media_of_samples(batch, encoder, len(loaded.samples))
     for place, ((row, start, slots), length) in enumerate(
         zip(_places(batch), batch.lengths, strict=False)
@@ -151,13 +190,12 @@ def show_bin(
         name = loaded.samples[place]
         ids = batch.input_ids[row, start : start + length]
         labels = batch.labels[row, start : start + length]
-        read = train.dataset.reader.read(refs[name.shard, name.number])
         images = media[place]
         shown.append(
             ShownSample(
                 key=name.key,
                 shard=name.shard,
-                roles=tuple(message.role for message in read.messages),
+                roles=tuple(message.role for message in read[place].messages),
                 row=row,
                 start=start,
                 num_tokens=length,
@@ -219,7 +257,7 @@ def _media_of_samples(
         ids = batch.input_ids[row, start : start + slots]
         left = int((ids == encoder.placeholder_id).sum())
         first = image
-        while left > 0:
+        while left > 0 and image < batch.media.num_images:
             left -= batch.media.num_tokens[image]
             image += 1
         if image > first:
@@ -248,9 +286,11 @@ def _runs(ids: Tensor, labels: Tensor, encoder: Encoder, media: Media | None) ->
             text = encoder.tokenizer.decode(run, skip_special_tokens=False)
             yield TokenRun(kind, length, text)
             continue
-        assert media is not None
         while length > 0:  # images that touch each other
-            count, (t, h, w) = media.num_tokens[image], media.grid_thw[image]
+            if media is None or image >= media.num_images:
+                yield TokenRun("image", length, f"{length} tokens, without an image")
+                break
+            count, (t, h, w) = min(length, media.num_tokens[image]), media.grid_thw[image]
             yield TokenRun("image", count, f"{count} tokens, grid {t} x {h} x {w}")
             length -= count
             image += 1

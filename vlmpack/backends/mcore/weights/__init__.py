@@ -1,4 +1,4 @@
-"""Weight maps between transformers and Megatron, and what Megatron is told about each model_type."""
+"""Weight maps between transformers and Megatron, and what Megatron is told of each model_type."""
 
 from __future__ import annotations
 

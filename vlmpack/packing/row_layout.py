@@ -1,0 +1,92 @@
+"""Where the segments of a row sit, as host integers: alignment, tail, fixed shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vlmpack.alignment import round_up
+from vlmpack.errors import PackingError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedShape:
+    """One shape for all rows of a run, as CUDA graphs want it.
+
+    Args:
+        row_tokens: T of every row: a ghost segment of its own fills it up (no labels, no key,
+            masked in the experts' statistics).
+        max_sequences: samples that a row may hold; `cu_seqlens` gets this many + 2 entries (the
+            ghost's and the leading 0), its last value repeated. None: as many as the row needs.
+    """
+
+    row_tokens: int
+    max_sequences: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLayout:
+    """Where the segments of a row sit, as host integers.
+
+    Args:
+        lengths: logical lengths of the samples.
+        pad_to_multiple_of: multiple of each physical length.
+        total_multiple_of: multiple of the row's total.
+        fixed: the row's shape, where all rows have the same.
+    """
+
+    lengths: tuple[int, ...]
+    pad_to_multiple_of: int = 1
+    total_multiple_of: int = 1
+    fixed: FixedShape | None = None
+
+    @property
+    def physical(self) -> tuple[int, ...]:
+        """Physical lengths of the samples."""
+        return tuple(round_up(length, self.pad_to_multiple_of) for length in self.lengths)
+
+    @property
+    def tail(self) -> int:
+        """Length of the tail segment; 0 where none is needed."""
+        total = sum(self.physical)
+        if self.fixed is not None:
+            return self.fixed.row_tokens - total
+        return round_up(max(total, 1), max(self.total_multiple_of, 1)) - total
+
+    @property
+    def fillers(self) -> tuple[int, ...]:
+        """Lengths of the segments behind the samples': the tail, and empty ones up to a fixed
+        number of boundaries."""
+        tail = (self.tail,) if self.tail else ()
+        if self.fixed is None or self.fixed.max_sequences is None:
+            return tail
+        empty = self.fixed.max_sequences + 1 - len(self.lengths) - len(tail)
+        return (*tail, *([0] * empty))
+
+    def check(self) -> None:
+        """Raise PackingError for multiples that contradict each other, or a row that is too
+        small."""
+        if self.total_multiple_of > 1 and self.total_multiple_of % self.pad_to_multiple_of:
+            raise PackingError(
+                f"total_multiple_of={self.total_multiple_of} is not a multiple of "
+                f"pad_to_multiple_of={self.pad_to_multiple_of}: the tail segment could not be "
+                "aligned"
+            )
+        if self.fixed is None:
+            return
+        width, most, total = self.fixed.row_tokens, self.fixed.max_sequences, sum(self.physical)
+        multiple = max(self.total_multiple_of, self.pad_to_multiple_of)
+        if width < 1 or width % multiple:
+            raise PackingError(
+                f"a fixed row of {width} tokens is not a multiple of {multiple}, as this parallel "
+                "layout needs"
+            )
+        if total > width:
+            raise PackingError(
+                f"{len(self.lengths)} samples take {total} tokens, but every row is fixed to "
+                f"{width}; pack fewer, or raise packing.max_tokens"
+            )
+        if most is not None and len(self.lengths) > most:
+            raise PackingError(
+                f"{len(self.lengths)} samples in a row whose cu_seqlens has room for {most}; pack "
+                "fewer, or raise packing.max_sequences"
+            )

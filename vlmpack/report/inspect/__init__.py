@@ -1,0 +1,10 @@
+"""One planned row, looked at from all sides: recipe -> bin -> PNG, HTML page, checks. No run, no GPU.
+
+opening     recipe -> the bin that was asked for (by number, by global batch, by a sample's key)
+row         bin -> `Row`: the batch that training would get, taken apart, and each sample alone
+checks      `Row` -> what must hold of a packed row, recomputed without the collator's code
+canvas      rectangles, lines and text; written as SVG (`svg`) or drawn as PNG (`png`)
+lanes       `Row` -> its tokens to scale on a canvas: samples, images, loss, positions, CP ranks
+sheet       lanes, checks and table on one canvas, for the PNG
+page        lanes, checks, table and texts as one HTML file
+"""

@@ -1,0 +1,208 @@
+"""One row as training gets it, next to its samples encoded alone.
+
+Offsets count the slots of the row. Rows of mode `none` are one after the other here: B segments of
+S slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from vlmpack.alignment import Alignment
+from vlmpack.data.index.table import SampleRef
+from vlmpack.data.pipeline import TrainData
+from vlmpack.data.plan.packers import RowBudget
+from vlmpack.data.tools.show import ShownBin, ShownSample, load_bin, read_again, take_apart
+from vlmpack.errors import PackingError
+from vlmpack.families import Encoder
+from vlmpack.packing import EncodedSample, PackedBatch, PaddedBatch
+from vlmpack.packing.batch import ContextSlice
+from vlmpack.packing.context import padded_as_row, slice_for_context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRules:
+    """What the row was made by.
+
+    Args:
+        mode: `packing.mode`.
+        context: CP.
+        multiples: of segments and of the row, in tokens.
+        budget: of a planned row; None where no budget plans it.
+        placeholder_id, pad_token_id: of the encoder.
+    """
+
+    mode: str
+    context: int
+    multiples: Alignment
+    budget: RowBudget | None
+    placeholder_id: int
+    pad_token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of the row: a sample with its alignment gap, or the tail, which holds no sample.
+
+    Args:
+        number: its place, from 0.
+        start: first slot.
+        length: slots of the sample; 0 for a tail.
+        slots: `length` and the gap behind it.
+        logical: (begin, end) in `cu_seqlens`.
+        sample: None for a tail.
+    """
+
+    number: int
+    start: int
+    length: int
+    slots: int
+    logical: tuple[int, int]
+    sample: ShownSample | None
+
+    @property
+    def end(self) -> int:
+        """The slot behind it."""
+        return self.start + self.slots
+
+    @property
+    def name(self) -> str:
+        """The sample's key."""
+        return "tail" if self.sample is None else self.sample.key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row (or the rows of one micro-batch, in mode `none`).
+
+    Args:
+        shown: the batch taken apart.
+        batch: its tensors, as one row.
+        alone: its samples, each encoded alone again, in row order.
+        planned: keys of the bin's samples, holes included, in the plan's order.
+        slices: what each context-parallel rank holds; or why the row cannot be cut.
+        rules: what it was made by.
+        num_rows: B in mode `none`; 1 for a packed row.
+    """
+
+    shown: ShownBin
+    batch: PackedBatch
+    alone: tuple[EncodedSample, ...]
+    planned: tuple[str, ...]
+    slices: tuple[ContextSlice, ...] | str
+    rules: RowRules
+    num_rows: int
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether these are padded rows, mode `none`."""
+        return self.rules.mode == "none"
+
+    @property
+    def num_slots(self) -> int:
+        """T."""
+        return self.batch.num_slots
+
+    @property
+    def boundaries(self) -> list[int]:
+        """Physical offsets of the segments, first and last included, as the tensors have them."""
+        batch = self.batch
+        found = batch.cu_seqlens if batch.cu_seqlens_padded is None else batch.cu_seqlens_padded
+        return [int(place) for place in found.tolist()]
+
+    @property
+    def segments(self) -> list[Segment]:
+        """In row order; repeats of the last boundary, which hold nothing, are left out."""
+        physical, logical = self.boundaries, self.batch.cu_seqlens.tolist()
+        found = []
+        for number, (start, end) in enumerate(zip(physical, physical[1:], strict=False)):
+            has_sample = number < len(self.shown.samples)
+            if end <= start and not has_sample:
+                continue
+            found.append(
+                Segment(
+                    number=number,
+                    start=start,
+                    length=self.batch.lengths[number] if has_sample else 0,
+                    slots=end - start,
+                    logical=(logical[number], logical[number + 1]),
+                    sample=self.shown.samples[number] if has_sample else None,
+                )
+            )
+        return found
+
+    def position_range(self, segment: Segment) -> list[tuple[int, int]]:
+        """(least, largest) position of a segment's sample, by axis; empty for a tail."""
+        if not segment.length:
+            return []
+        end = segment.start + segment.length
+        part = self.batch.position_ids[:, 0, segment.start : end]
+        if not part.numel():
+            return []
+        return list(zip(part.amin(1).tolist(), part.amax(1).tolist(), strict=True))
+
+    def ranks(self) -> list[int] | None:
+        """For each slot, the context-parallel rank that holds it (-1: none does); None where the
+        row is whole or cannot be cut."""
+        if isinstance(self.slices, str) or self.rules.context == 1:
+            return None
+        owner = [-1] * self.num_slots
+        for part in self.slices:
+            for slot in part.row_index.tolist():
+                if 0 <= slot < len(owner):
+                    owner[slot] = part.rank
+        return owner
+
+
+def load_row(
+    train: TrainData, encoder: Encoder, samples: Sequence[SampleRef], title: str, rules: RowRules
+) -> Row:
+    """Load a bin as training does, and encode its samples again, each alone.
+
+    Args:
+        train: the split.
+        encoder: the split's encoder.
+        samples: those of the bin.
+        title: for the reader.
+        rules: what the row was made by.
+
+    Raises:
+        DataError: a bad sample whose class is not skipped.
+    """
+    loaded = load_bin(train, samples)
+    read = read_again(train, loaded, samples)
+    refs = {(ref.shard, ref.number): ref for ref in samples}
+    alone = tuple(
+        encoder.encode(sample, refs[name.shard, name.number].sizes)
+        for name, sample in zip(loaded.samples, read, strict=True)
+    )
+    shown = take_apart(loaded, read, encoder, title)
+    batch = loaded.batch
+    num_rows = int(batch.input_ids.shape[0])
+    if isinstance(batch, PaddedBatch):
+        width = shown.num_columns
+        moved = [replace(sample, start=sample.row * width) for sample in shown.samples]
+        shown = replace(shown, samples=tuple(moved))
+        batch = padded_as_row(batch)
+    return Row(
+        shown=shown,
+        batch=batch,
+        alone=alone,
+        planned=tuple(ref.key for ref in samples),
+        slices=_slices(batch, rules.context),
+        rules=rules,
+        num_rows=num_rows,
+    )
+
+
+def _slices(batch: PackedBatch, size: int) -> tuple[ContextSlice, ...] | str:
+    found = []
+    for rank in range(size):
+        try:
+            part = slice_for_context(batch, rank=rank, size=size).context
+        except PackingError as error:
+            return str(error)
+        assert part is not None
+        found.append(part)
+    return tuple(found)

@@ -1,0 +1,218 @@
+"""One epoch under every packing mode, side by side.
+
+The recipe's own mode is planned as the run plans it. The others take its samples, its limits and
+its `training.global_batch_size`; where the recipe's micro-batch says nothing about them, they take
+as many samples as fill one of its rows on average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from vlmpack.alignment import Alignment
+from vlmpack.data.config import DataConfig
+from vlmpack.data.index.overlong import Fitted
+from vlmpack.data.index.table import Int64s
+from vlmpack.data.plan.batches import Plan, Position
+from vlmpack.data.plan.packers import Bin, RowBudget, Scope
+from vlmpack.data.plan.windows import WindowPlan
+from vlmpack.data.splits.prepare import make_plan
+from vlmpack.data.splits.split import Split
+from vlmpack.packing import plan_packs
+from vlmpack.data.plan.shares import RowCost
+from vlmpack.training.plan.figures import ModeFigures
+from vlmpack.training.plan.layout import Layout, Rows, RowShape, empty_bins, lay_out, layout_of
+from vlmpack.training.plan.progress import Progress, counted
+
+Windows = Iterator[Sequence[tuple[Bin, ...]]]
+
+STREAM, BATCH, OFFLINE = "online, stream", "online, batch", "offline, bfd"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedMode:
+    """One mode's first epoch.
+
+    Args:
+        name: shown.
+        layout: its global batches.
+        rows: what is computed for them.
+        micro_batch_size: samples in a micro-batch; 1 where rows are planned.
+        budget: of a row, where rows are planned.
+        counts_rows: whether a global batch is so many rows.
+        is_recipes: whether the run does this.
+    """
+
+    name: str
+    layout: Layout
+    rows: Rows
+    micro_batch_size: int
+    budget: RowBudget | None
+    counts_rows: bool
+    is_recipes: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModePlanner:
+    """Plans modes for one split.
+
+    Args:
+        config: of the split, as the run has it.
+        fitted: its samples.
+        budget: of a planned row; the bound on sequences may be open.
+        multiples: of segments and rows.
+        width: that planned rows are filled up to; 0 for none.
+        progress: told how many windows are planned.
+    """
+
+    config: DataConfig
+    fitted: Fitted
+    budget: RowBudget
+    multiples: Alignment
+    width: int
+    progress: Progress
+
+    def own(self, split: Split) -> PlannedMode:
+        """The recipe's mode, as the run plans it."""
+        config, plan = self.config, split.plan
+        name = config.mode
+        if config.mode == "online":
+            name = STREAM if config.scope == "stream" else BATCH
+        budget = None if config.budget is None else getattr(plan.packer, "budget", config.budget)
+        windows: Windows
+        if isinstance(plan, WindowPlan):
+            windows = _stream_windows(plan, split)
+        else:
+            windows = _windows(plan)
+        total = plan.num_windows if isinstance(plan, Plan) else None
+        layout = layout_of(counted(windows, f"packing: {name}", total, self.progress), split.sizes)
+        return self._mode(name, layout, budget, config.micro_batch_size, config.scope, own=True)
+
+    def fixed(self, mode: str, micro: int) -> PlannedMode:
+        """Modes `none` and `in_batch`: `micro` samples to a micro-batch."""
+        assert mode in ("none", "in_batch")
+        config = replace(self.config, mode=mode, budget=None, micro_batch_size=micro)
+        return self._mode(mode, self._layout(config, mode), None, micro, "batch")
+
+    def online(self, scope: Scope) -> PlannedMode:
+        """Mode `online`."""
+        config = replace(
+            self.config, mode="online", budget=self.budget, scope=scope, micro_batch_size=1
+        )
+        name = STREAM if scope == "stream" else BATCH
+        return self._mode(name, self._layout(config, name), self.budget, 1, scope)
+
+    def offline(self, samples: Layout) -> PlannedMode:
+        """Mode `offline` with the planner `bfd`, over the epoch's samples in any order."""
+        tokens, patches, budget = samples.tokens, samples.patches, self.budget
+        packs = plan_packs(
+            np.maximum(tokens, 1),
+            budget.max_tokens,
+            second=None if budget.max_patches is None else patches,
+            second_budget=budget.max_patches,
+            alignment=budget.alignment,
+            max_sequences=budget.max_sequences,
+        )
+        order = np.concatenate([np.empty(0, np.int64), *packs])
+        bins = np.fromiter(map(len, packs), np.int64, len(packs))
+        whole = self.config.global_batch_size
+        steps = np.full(-(-len(packs) // whole), whole, np.int64)
+        if len(packs) % whole:
+            steps[-1] = len(packs) % whole
+        layout = Layout(tokens[order], patches[order], bins, steps)
+        return self._mode(OFFLINE, layout, budget, 1, "stream")
+
+    def _layout(self, config: DataConfig, name: str) -> Layout:
+        plan, _ = make_plan(config, self.fitted, "global")
+        table = self.fitted.table
+
+        def sizes(order: Int64s) -> tuple[Int64s, Int64s]:
+            return table.num_tokens[order], table.num_patches[order]
+
+        windows = counted(_windows(plan), f"packing: {name}", plan.num_windows, self.progress)
+        return layout_of(windows, sizes)
+
+    def _mode(
+        self,
+        name: str,
+        layout: Layout,
+        budget: RowBudget | None,
+        micro: int,
+        scope: Scope,
+        *,
+        own: bool = False,
+    ) -> PlannedMode:
+        shape = RowShape(
+            padded=name == "none",
+            sequence_multiple=self.multiples.sequence,
+            row_multiple=self.multiples.row,
+            width=0 if budget is None else self.width,
+        )
+        return PlannedMode(
+            name=name,
+            layout=layout,
+            rows=lay_out(layout, shape),
+            micro_batch_size=micro,
+            budget=budget,
+            counts_rows=budget is not None and scope == "stream",
+            is_recipes=own,
+        )
+
+
+def mode_figures(
+    mode: PlannedMode, copies: int, costs: RowCost, unpacked: PlannedMode
+) -> ModeFigures:
+    """The figures of a mode.
+
+    Args:
+        copies: of the model.
+        costs: of the model.
+        unpacked: mode `none` over the same samples.
+    """
+    layout, rows = mode.layout, mode.rows
+    empty = empty_bins(layout, copies)
+    steps, samples = int(layout.steps.size), int(layout.trained.sum())
+    tokens = int(layout.tokens.sum())
+    return ModeFigures(
+        name=mode.name,
+        is_recipes=mode.is_recipes,
+        micro_batch_size=mode.micro_batch_size,
+        steps=steps,
+        counts_rows=mode.counts_rows,
+        samples=samples,
+        rows=int(rows.rows.sum()),
+        tokens=tokens,
+        slots=int(rows.slots.sum()) + empty * rows.empty_slots,
+        empty_rows=empty,
+        row_tokens=0 if mode.budget is None else mode.budget.max_tokens,
+        vision_patches=int(layout.patches.sum()),
+        compute=_epoch_cost(mode, costs) / max(1e-9, _epoch_cost(unpacked, costs)),
+        max_row_slots=int(rows.slots.max(initial=0)),
+        max_row_patches=int(layout.by_bin(layout.patches).max(initial=0)),
+        mean_batch_samples=samples / max(1, steps),
+        mean_batch_tokens=tokens / max(1, steps),
+    )
+
+
+def _epoch_cost(mode: PlannedMode, costs: RowCost) -> float:
+    rows, layout = mode.rows, mode.layout
+    patches = layout.by_bin(layout.patches)
+    return float(costs(rows.slots, rows.squares, patches).sum())
+
+
+def _windows(plan: Plan) -> Windows:
+    for window in range(plan.num_windows):
+        yield plan.packed(Position(0, window))
+
+
+def _stream_windows(plan: WindowPlan, split: Split) -> Windows:
+    """The first epoch of shards that are indexed as a run goes on."""
+    cursors, position = split.start(), Position()
+    while position.epoch == 0:
+        window = plan.plan_window(0, position.window, cursors)
+        yield plan.packer(window.order)
+        cursors = window.cursors
+        position = Position(1) if window.ended else Position(0, position.window + 1)

@@ -1,0 +1,175 @@
+"""A model's sizes from the files of its folder: headers of safetensors files and config.json.
+
+No weight is read and no model is built.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlmpack.errors import ModelError
+
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of the safetensors library."""
+
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerSizes:
+    """The vision tower: blocks, their width, query and key heads' total width, MLP width."""
+
+    blocks: int
+    width: int
+    intermediate: int
+    gated: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """What memory depends on.
+
+    Args:
+        tower, embedding, head: parameters outside the decoder layers; the head's are 0 where it
+            shares the embedding.
+        layers: parameters of all decoder layers that every expert-parallel rank holds, matrices.
+        vectors: those of the layers that are no matrices (norms, biases), and the final norm.
+        experts: parameters of all experts of all layers.
+        largest_block: of one decoder layer or vision block.
+        num_layers, hidden, query, key: decoder layers, width, and the total width of the query
+            heads and of the key heads.
+        intermediate: columns of the MLP that a token passes through, over its chosen experts.
+        choices: experts that a token is sent to; 0 without experts.
+        vocabulary: rows of the head.
+        vision: the tower; None without one.
+        files: that said so.
+    """
+
+    tower: int
+    embedding: int
+    head: int
+    layers: int
+    vectors: int
+    experts: int
+    largest_block: int
+    num_layers: int
+    hidden: int
+    query: int
+    key: int
+    intermediate: int
+    choices: int
+    vocabulary: int
+    vision: TowerSizes | None
+    files: str
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        dense = self.tower + self.embedding + self.head
+        return dense + self.layers + self.vectors + self.experts
+
+
+def read_sizes(folder: Path) -> ModelSizes | None:
+    """The sizes of a model folder; None where it has no safetensors file.
+
+    Raises:
+        ModelError: a file that is none, or a config.json without the sizes of a decoder.
+    """
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        return None
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in paths:
+        shapes.update(read_shapes(path))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    try:
+        return _sizes(shapes, config, f"{len(paths)} safetensors header{'s'[: len(paths) > 1]}")
+    except (KeyError, TypeError) as error:
+        raise ModelError(
+            f"model.path: {folder / 'config.json'} does not say {error}, so memory cannot be "
+            "estimated"
+        ) from error
+
+
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a safetensors file's tensors.
+
+    Raises:
+        ModelError: a file that cannot be read, or is no safetensors file.
+    """
+    try:
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            if size > MAX_HEADER_BYTES:
+                raise ValueError(f"its header would have {size} bytes")
+            header = json.loads(file.read(size))
+        return {
+            name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
+        }
+    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"model.path: {path} is no safetensors file: {error}") from error
+
+
+def _sizes(
+    shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], files: str
+) -> ModelSizes:
+    groups = dict.fromkeys(("tower", "embedding", "head", "layers", "vectors", "experts"), 0)
+    blocks: dict[str, int] = {}
+    for name, shape in shapes.items():
+        count = math.prod(shape)
+        groups[_group(name, shape)] += count
+        block = re.match(r"(.*\b(?:layers|blocks)\.\d+)\.", name)
+        if block is not None:
+            blocks[block[1]] = blocks.get(block[1], 0) + count
+    text: Mapping[str, Any] = config.get("text_config") or config
+    heads, hidden = text["num_attention_heads"], text["hidden_size"]
+    width = text.get("head_dim") or hidden // heads
+    choices = text.get("num_experts_per_tok") or 0
+    if not groups["experts"]:
+        choices = 0
+    columns = choices * text["moe_intermediate_size"] if choices else text["intermediate_size"]
+    return ModelSizes(
+        **groups,
+        largest_block=max(blocks.values(), default=0),
+        num_layers=text["num_hidden_layers"],
+        hidden=hidden,
+        query=heads * width,
+        key=(text.get("num_key_value_heads") or heads) * width,
+        intermediate=columns,
+        choices=choices,
+        vocabulary=text["vocab_size"],
+        vision=_tower(config.get("vision_config")) if groups["tower"] else None,
+        files=files,
+    )
+
+
+def _group(name: str, shape: tuple[int, ...]) -> str:
+    if re.search(r"(^|\.)(visual|vision_tower|vision_model)\.", name):
+        return "tower"
+    if "embed_tokens" in name:
+        return "embedding"
+    if "lm_head" in name:
+        return "head"
+    if ".experts." in name:
+        return "experts"
+    return "layers" if len(shape) > 1 and _LAYER.search(name) else "vectors"
+
+
+def _tower(vision: Mapping[str, Any] | None) -> TowerSizes | None:
+    if vision is None:
+        return None
+    # Qwen2-VL calls the width embed_dim, and its hidden_size is the language model's.
+    width = vision.get("embed_dim") or vision["hidden_size"]
+    return TowerSizes(
+        blocks=vision["depth"],
+        width=width,
+        intermediate=vision.get("intermediate_size") or int(width * vision["mlp_ratio"]),
+        gated=vision.get("hidden_act") == "silu",
+    )
