@@ -134,7 +134,7 @@ def test_the_budget_survives_a_resume(tmp_path: Path) -> None:
     for batch in range(9):
         ledger.record([hole(batch)], epoch=0, batch=batch)
     counts = SkipLimiter(SkipLimits(), ledger)
-    counts.replay(batches=20, global_batch_size=8)
+    counts.replay(batches=20, samples_per_batch=8)
     counts.check(samples=8, skipped=1)
     with pytest.raises(DataLimitError, match="11 of the last"):
         counts.check(samples=8, skipped=1)
@@ -144,4 +144,4 @@ def test_holes_that_left_the_window_are_not_replayed(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "data-errors.jsonl")
     ledger.record([hole(n) for n in range(11)], epoch=0, batch=3)
     counts = SkipLimiter(SkipLimits(), ledger)
-    counts.replay(batches=2000, global_batch_size=8)
+    counts.replay(batches=2000, samples_per_batch=8)

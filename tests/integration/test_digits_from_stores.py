@@ -33,8 +33,8 @@ FAULTS = {
     "reset": Fault("reset"),
     "stall": Fault("stall", seconds=30),
     "slow": Fault("slow", bytes_per_second=8_000_000),
-    "short with a length": Fault("truncate", part=0.9),
     "short without a length": Fault("short"),
+    "short with a length": Fault("truncate", part=0.9),
 }
 
 
@@ -135,7 +135,9 @@ def run_under(
     """Losses, and the requests that each kind has hit: one kind, or all of them in turn."""
     kinds = tuple(FAULTS.values()) if fault == "all" else (FAULTS[fault],)
     with FaultServer(served, seeded=SeededFaults(seed, 0.3, kinds, attempts=2)) as server:
-        server.fail(*(replace(kind, times=2, methods=("GET", "HEAD")) for kind in kinds))
+        for kind in kinds:
+            twice = len(kinds) == 1 or kind.status == 503 and kind.kind == "status"
+            server.fail(replace(kind, times=1 + twice, methods=("GET", "HEAD")))
         found = run_digits(
             folder, "s3://bucket/digits", shuffle=shuffle, data__storage=storage(server.url)
         )
@@ -161,5 +163,5 @@ def test_losses_under_faults_are_those_from_disk(
     found, hits = run_under(fault, seed, served, tmp_path, shuffle)
     if fault == "all":
         assert len(hits) == len({kind.kind for kind in FAULTS.values()})
-    assert sum(hits.values()) > (2 * len(FAULTS) if fault == "all" else 2), "few requests were hit"
+    assert sum(hits.values()) > (len(FAULTS) if fault == "all" else 1), "few requests were hit"
     assert found == local(shuffle)

@@ -28,7 +28,7 @@ from vlmpack.training.recorded import standing_batches
 from vlmpack.training.reopen import open_train
 from vlmpack.training.run_dir import RunDir
 
-STEPS_PER_KILL = 10
+STEPS_PER_KILL = 6
 WAIT_SECONDS = 120
 SHAPES = ((1, 0), (1, 2), (2, 0), (2, 1), (4, 0), (4, 1))
 """(processes, loader workers of each)."""
@@ -117,7 +117,7 @@ def children_of(parent: int) -> list[int]:
 
 
 def kill_all(processes: list[subprocess.Popen[bytes]], kill: Kill, draw: random.Random) -> None:
-    """One rank of a launcher's, which then ends the others; or all, one a little before the next."""
+    """One rank of a launcher's, which then ends the others; or all, one just before the next."""
     if kill.launcher:
         if ranks := children_of(processes[0].pid):
             os.kill(draw.choice(ranks), 9)
@@ -146,22 +146,29 @@ def recorded(run_dir: RunDir) -> list[tuple[int, int, list[tuple[SampleName, ...
     ]
 
 
+def steps_of_launch(run_dir: RunDir, number: int) -> int:
+    """What replica 0 wrote down in one launch."""
+    path = run_dir.samples / "rank-0000.jsonl"
+    return path.read_text().count(f'{{"launch":{number},') if path.exists() else 0
+
+
 def wait_and_kill(
     recipe: Path, run_dir: RunDir, kill: Kill, log: Path, draw: random.Random
 ) -> bool:
     """A launch that is killed; whether it was at work."""
-    lines = sum(len(path.read_bytes()) for path in run_dir.samples.glob("rank-*.jsonl"))
+    number = max((launch.number for launch in read_launches(run_dir.samples)), default=0) + 1
+    wanted = draw.randint(1, STEPS_PER_KILL - 1)
     processes = start(recipe, kill, log)
     try:
         if kill.starting:
             time.sleep(draw.random() * 5)
         else:
             deadline = time.monotonic() + WAIT_SECONDS
-            while sum(len(p.read_bytes()) for p in run_dir.samples.glob("rank-*.jsonl")) <= lines:
+            while steps_of_launch(run_dir, number) < wanted:
                 assert time.monotonic() < deadline, f"no step: {log.read_text()[-3000:]}"
                 assert processes[0].poll() is None, log.read_text()[-3000:]
                 time.sleep(0.01)
-            time.sleep(draw.random() * 1.0)
+            time.sleep(draw.random() * 0.3)
         running = all(process.poll() is None for process in processes)
     finally:
         kill_all(processes, kill, draw)
@@ -178,9 +185,9 @@ def audited(run_dir: RunDir) -> Any:
     "kills",
     [
         pytest.param(
-            [Kill(2, 1, asynchronous=True), Kill(2, 0, launcher=True), Kill(1, 2)],
+            [Kill(2, 1, launcher=True, asynchronous=True), Kill(1, 2)],
             marks=pytest.mark.slow,
-            id="3",
+            id="2",
         ),
         pytest.param(drawn(50, seed=11), marks=pytest.mark.soak, id="50"),
     ],
@@ -222,8 +229,10 @@ def test_killed_runs_train_what_an_unbroken_one_trains(
     assert recorded(run_dir) == recorded(expected)
     audit = audited(run_dir)
     assert audit.batches == steps and audit.launches > 0.7 * len(kills)
+    begun = {launch.start for launch in read_launches(run_dir.samples)}
+    assert len(begun) > 0.5 * len(kills), "guard: they resumed from many places"
     whole = [e for e in audit.epochs if not e.pending]
-    assert len(whole) > 3 and {(e.planned, e.trained, e.skipped) for e in whole} == {(42, 42, 0)}
+    assert len(whole) > 1 and {(e.planned, e.trained, e.skipped) for e in whole} == {(42, 42, 0)}
     columns = ("step", "epoch", "num_tokens", "num_label_tokens", "num_samples")
     assert rows(run_dir.path, *columns) == rows(expected.path, *columns)
     losses = zip(rows(run_dir.path, "loss"), rows(expected.path, "loss"), strict=True)

@@ -40,7 +40,9 @@ def metrics_rows(num_steps: int, *, validate_every: int = 100, seed: int = 0) ->
             {
                 "step": step, "epoch": step // 110, "loss": loss, "grad_norm": 0.7,
                 "learning_rate": rate, "num_tokens": 1500, "num_slots": 1504,
-                "num_padded_slots": 2900, "num_label_tokens": 90, "num_samples": 16,
+                "num_padded_slots": 2900, "num_label_tokens": 90, "num_samples": 12 + step % 9,
+                "num_rows": 4, "imbalance": 1 + step % 5 / 50, "padding": 0.003,
+                "data_wait_share": 0.025,
                 "seconds": 0.08, "data_wait_seconds": 0.002, "forward_backward_seconds": 0.07,
                 "optimizer_seconds": 0.008, "tokens_per_second": 18750.0, "fill": 0.997,
             }

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from fake_runs import answers, data_summary, questions, write_run
+from fake_runs import answers, data_summary, metrics_rows, questions, write_run
 
 from vlmpack.report.lengths_picture import (
     draw_lengths,
@@ -16,9 +16,9 @@ from vlmpack.report.lengths_picture import (
     typical_batch,
 )
 from vlmpack.report.loss_picture import draw_loss, smooth
-from vlmpack.report.run_files import DataSummary, read_run
+from vlmpack.report.run_files import DataSummary, RunFiles, read_run
 from vlmpack.report.samples_picture import MIN_WRONG, choose
-from vlmpack.report.tables import duration, facts, headline, task_rows
+from vlmpack.report.tables import duration, facts, headline, spread_rows, task_rows
 
 
 def summary(batches: list[list[int]]) -> DataSummary:
@@ -142,3 +142,29 @@ def test_holes_in_micro_batches_are_not_drawn(tmp_path) -> None:
 )
 def test_durations_read_well(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_what_packing_did_is_shown_by_its_spread() -> None:
+    rows = metrics_rows(40)
+    run = RunFiles(
+        name="a",
+        steps={row["step"]: row for row in rows},
+        result={},
+        data=None,
+        before=None,
+        after=None,
+    )
+    spread = {row.name.split(":")[0]: row for row in spread_rows(run)}
+    samples = spread["samples per optimizer step"]
+    assert (samples.low, samples.middle, samples.high) == ("12", "16", "20")
+    assert spread["imbalance"].high == "1.080"
+    assert spread["padding"].middle == "0.3%"
+    alone = RunFiles(
+        name="a",
+        steps={1: {"step": 1, "imbalance": 1.0}},
+        result={},
+        data=None,
+        before=None,
+        after=None,
+    )
+    assert spread_rows(alone) == [], "one replica has no imbalance"

@@ -5,7 +5,7 @@ Everything here runs on CPU, in data workers too: no model is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from PIL.Image import Image
 from torch import Tensor
 
-from vlmpack.packing import GridTHW, Media
+from vlmpack.packing import CostModel, GridTHW, Media
 
 NO_TOKEN = -1
 """An id that no token has."""
@@ -100,6 +100,17 @@ class Family(Protocol):
             num_tokens: s, placeholders expanded.
             media_starts: index of each image's first placeholder.
             media: each image's grid.
+        """
+        ...
+
+    def cost_model(self, config: Mapping[str, Any]) -> CostModel:
+        """FLOPs of a training step by tokens and patches.
+
+        Args:
+            config: the content of the model's config.json.
+
+        Raises:
+            ModelError: a size is missing from it.
         """
         ...
 

@@ -6,7 +6,6 @@ Cheap to pickle: workers get the folder and load tokenizer and image processor o
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,24 +19,10 @@ from vlmpack.errors import CapabilityError, DataError, ModelError
 from vlmpack.families.base import Family, ImageRule
 from vlmpack.families.chat import ChatEncoder, no_vision_tower
 from vlmpack.families.decode import decode_image
+from vlmpack.families.fingerprint import PROCESSOR_FILES, digest, processor_parts
 from vlmpack.families.registry import family_of
 from vlmpack.families.sample import VLMSample
 from vlmpack.packing import IGNORE_INDEX, EncodedSample, GridTHW, Media
-
-PROCESSOR_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-)
-"""What decides the tokens of a sample; their bytes make the fingerprint, and exports copy them."""
 
 ENCODER_VERSION = 2
 """Raise it when the shared encoding changes lengths, labels or positions."""
@@ -163,18 +148,7 @@ class Encoder:
         """The fingerprint taken apart, so that a difference can be named: tokenizer, template,
         processor, and the rules of this version."""
         rules = f"{ENCODER_VERSION}/{self.family.name}/{self.family.rule_version}/{self.loss_on}"
-        parts = {"rules": rules.encode(), "tokenizer": b"", "template": b"", "processor": b""}
-        for name in PROCESSOR_FILES:
-            path = self.folder / name
-            data = path.read_bytes() if path.is_file() else b"-"
-            if name == "tokenizer_config.json" and path.is_file():
-                data, template = _without_template(data)
-                parts["template"] += template
-            part = "processor" if "processor" in name else "tokenizer"
-            parts["template" if name.startswith("chat_template") else part] += data + b"\0"
-        return {
-            name: hashlib.blake2b(data, digest_size=8).hexdigest() for name, data in parts.items()
-        }
+        return {"rules": digest(rules.encode()), **processor_parts(self.folder)}
 
     def length(self, sample: VLMSample, sizes: Sequence[tuple[int, int]]) -> SampleLength:
         """Exact length from the messages and the image sizes alone.
@@ -313,18 +287,6 @@ class Encoder:
 
     def _decode(self, data: bytes, index: int) -> Image.Image:
         return decode_image(data, index, max_pixels=self.max_image_pixels)
-
-
-def _without_template(data: bytes) -> tuple[bytes, bytes]:
-    """A tokenizer_config.json without its chat template, and the template."""
-    try:
-        config = json.loads(data)
-        template = config.pop("chat_template", None)
-    except (ValueError, AttributeError):
-        return data, b""
-    if template is None:
-        return data, b""
-    return json.dumps(config, sort_keys=True).encode(), json.dumps(template).encode()
 
 
 def _rebuild(folder: Path, loss_on: LossOn, max_image_pixels: int) -> Encoder:

@@ -11,4 +11,5 @@ FAMILY = QwenVL(
         projectors=("model.visual.merger",),
         language="model.language_model",
     ),
+    gated_tower=True,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,8 +13,10 @@ import torch
 from PIL.Image import Image, fromarray
 from torch import Tensor
 
+from vlmpack.errors import ModelError
+from vlmpack.families import flops
 from vlmpack.families.base import ModulePaths
-from vlmpack.packing import GridTHW, Media
+from vlmpack.packing import CostModel, GridTHW, Media
 
 MAX_ASPECT_RATIO = 200
 """Qwen's image processor refuses images that are longer than this many times their width."""
@@ -113,13 +115,18 @@ class QwenImageRule:
 
 @dataclass(frozen=True, kw_only=True)
 class QwenVL:
-    """A family of the line; see `vlmpack.families.Family`."""
+    """A family of the line; see `vlmpack.families.Family`.
+
+    Args:
+        gated_tower: whether the vision tower's MLPs have a gate, three matrices instead of two.
+    """
 
     name: str
     model_types: tuple[str, ...]
     modules: ModulePaths
     num_position_axes: int = 3
     rule_version: int = 1
+    gated_tower: bool = False
 
     def placeholder(self, tokenizer: Any) -> int:
         """The id of <|image_pad|>."""
@@ -166,3 +173,40 @@ class QwenVL:
             position += max(rows, columns)
         pieces.append(torch.arange(position, position + num_tokens - cursor).expand(3, -1))
         return torch.cat(pieces, dim=1)
+
+    def cost_model(self, config: Mapping[str, Any]) -> CostModel:
+        """The decoder's and the tower's."""
+        vision = config.get("vision_config")
+        if not isinstance(vision, Mapping):
+            raise ModelError(f"config.json: vision_config is {vision!r}, expected an object")
+        return flops.cost_model(config, _tower(vision, gated=self.gated_tower))
+
+
+def _tower(vision: Mapping[str, Any], *, gated: bool) -> flops.Tower:
+    """The vision tower of a Qwen-VL model.
+
+    Qwen2-VL says `embed_dim` and `mlp_ratio` for the tower and `hidden_size` for what leaves it;
+    the later ones `hidden_size`, `intermediate_size` and `out_hidden_size`.
+    """
+    size = flops.size
+    if "embed_dim" in vision:
+        width, out = size(vision, "embed_dim"), size(vision, "hidden_size")
+        inner = width * size(vision, "mlp_ratio")
+    else:
+        width, out = size(vision, "hidden_size"), size(vision, "out_hidden_size")
+        inner = size(vision, "intermediate_size")
+    depth, side = size(vision, "depth"), size(vision, "patch_size")
+    block = 4 * width**2 + (3 if gated else 2) * width * inner
+    pixels = 3 * vision.get("temporal_patch_size", 2) * side**2
+    merged = width * MERGE_SIZE**2
+    full = len(vision["fullatt_block_indexes"]) if "fullatt_block_indexes" in vision else depth
+    mergers = 1 + len(vision.get("deepstack_visual_indexes", ()))
+    return flops.Tower(
+        width=width,
+        weights=depth * block + width * pixels,
+        full_layers=full,
+        window_layers=depth - full,
+        window_patches=(size(vision, "window_size") // side) ** 2 if full < depth else 0,
+        merger_weights=mergers * (merged**2 + merged * out),
+        patches_per_token=MERGE_SIZE**2,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlmpack.families import flops
 from vlmpack.families.base import NO_TOKEN, ModulePaths
-from vlmpack.packing import GridTHW
+from vlmpack.packing import CostModel, GridTHW
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,10 @@ class TextLM:
     ) -> Tensor:
         """(1, s): 0, 1, 2 ... from the start of each sample."""
         return torch.arange(num_tokens)[None]
+
+    def cost_model(self, config: Mapping[str, Any]) -> CostModel:
+        """The decoder's."""
+        return flops.cost_model(config)
 
 
 FAMILY = TextLM(

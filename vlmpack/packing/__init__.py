@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from vlmpack.alignment import Alignment, alignment, round_up
 from vlmpack.packing.balance import balance
+from vlmpack.packing.cost import CostModel
 from vlmpack.packing.offline import plan_packs
 from vlmpack.packing.stream import StreamPacker
 
@@ -71,6 +72,7 @@ __all__ = [
     "Alignment",
     "Batch",
     "ContextSlice",
+    "CostModel",
     "EncodedSample",
     "FixedShape",
     "GridTHW",

@@ -19,9 +19,9 @@ def balance(
     """Deal n items to ranks, equally many to each, so that the largest load is small.
 
     Every cost component of a rank is measured in shares of its mean over ranks; what is made small
-    is the largest share of any rank and component. Longest first: an item goes to the rank, of those
-    with room, whose largest share stays smallest. Then items of the worst rank are swapped with
-    others while that helps. A pure function of its arguments.
+    is the largest share of any rank and component. Longest first: an item goes to the rank, of
+    those with room, whose largest share stays smallest. Then items of the worst rank are swapped
+    with others while that helps. A pure function of its arguments.
 
     Args:
         costs: (n,) or (n, k), finite and at least 0: k costs of each item, in any units.

@@ -1,7 +1,8 @@
 """Offline packing: which samples share a pack, all lengths known. No torch.
 
-Lengths -> best-fit-decreasing (histogram.py, two_budgets.py) -> where that leaves packs to save, the
-emptiest packs are taken apart and packed anew by exact subset sums (stream.py) -> sample numbers.
+Lengths -> best-fit-decreasing (histogram.py, two_budgets.py) -> where that leaves packs to save,
+the emptiest packs are taken apart and packed anew by exact subset sums (stream.py) -> sample
+numbers.
 """
 
 from __future__ import annotations

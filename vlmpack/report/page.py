@@ -8,7 +8,15 @@ from html import escape
 from pathlib import Path
 
 from vlmpack.report.run_files import RunFiles
-from vlmpack.report.tables import Figure, TaskRow, facts, headline, task_rows
+from vlmpack.report.tables import (
+    Figure,
+    SpreadRow,
+    TaskRow,
+    facts,
+    headline,
+    spread_rows,
+    task_rows,
+)
 
 _CSS = """
 body { margin: 2.5rem auto; max-width: 56rem; padding: 0 1rem; color: #1f2933;
@@ -47,6 +55,7 @@ def render_page(run: RunFiles, folder: Path) -> str:
         _figures(headline(run)),
         *(_picture(folder / name, text) for name, text in PICTURES if (folder / name).is_file()),
         _tasks(task_rows(run)),
+        _spreads(spread_rows(run)),
         _facts(facts(run.result)),
     ]
     body = "\n".join(part for part in parts if part)
@@ -98,6 +107,21 @@ def _tasks(rows: Sequence[TaskRow]) -> str:
         "<h2>Exact answers by task</h2>\n<table>\n"
         '<tr><th>task</th><th class="n">questions</th><th class="n">before</th>'
         f'<th class="n">after</th></tr>\n{lines}\n</table>'
+    )
+
+
+def _spreads(rows: Sequence[SpreadRow]) -> str:
+    if not rows:
+        return ""
+    lines = "\n".join(
+        f'<tr><td>{escape(row.name)}</td><td class="n">{row.low}</td>'
+        f'<td class="n">{row.middle}</td><td class="n">{row.high}</td></tr>'
+        for row in rows
+    )
+    return (
+        "<h2>While training</h2>\n<table>\n"
+        '<tr><th>each step</th><th class="n">least</th><th class="n">median</th>'
+        f'<th class="n">most</th></tr>\n{lines}\n</table>'
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,47 @@ def task_rows(run: RunFiles) -> list[TaskRow]:
             )
         )
     return rows
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadRow:
+    """A figure of the steps, as text: its median and its ends."""
+
+    name: str
+    low: str
+    middle: str
+    high: str
+
+
+def spread_rows(run: RunFiles) -> list[SpreadRow]:
+    """What packing did, step by step; figures that say nothing in this run are left out."""
+    rows = []
+    for field, name, show in _SPREADS:
+        values = sorted(run.series(field)[1])
+        if not values or (field == "imbalance" and values[-1] <= 1):
+            continue
+        middle = values[len(values) // 2]
+        rows.append(SpreadRow(name, show(values[0]), show(middle), show(values[-1])))
+    return rows
+
+
+def _whole(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.3f}"
+
+
+_SPREADS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("fill", "fill: real tokens per computed slot", percent),
+    ("padding", "padding", percent),
+    ("tokens_per_second", "real tokens per second", _whole),
+    ("num_samples", "samples per optimizer step", _whole),
+    ("num_rows", "rows per optimizer step", _whole),
+    ("imbalance", "imbalance: slowest replica's planned cost over the mean", _ratio),
+    ("data_wait_share", "share of a step spent waiting for data", percent),
+)
 
 
 def facts(result: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

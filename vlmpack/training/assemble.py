@@ -17,6 +17,7 @@ from vlmpack.data.cache.cached import (
     default_block_dir,
 )
 from vlmpack.data.config import DataConfig, SourceConfig
+from vlmpack.data.index.parts import Progress
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import LoaderSettings
 from vlmpack.data.loading.read import ErrorPolicy
@@ -179,6 +180,7 @@ def open_split(
     ranks: Ranks,
     ledger: Ledger,
     resume: DataState | None = None,
+    progress: Progress | None = None,
 ) -> TrainData | None:
     """Open `data.train`, `data.validation` or `data.test`; None where the recipe has no such split.
 
@@ -186,6 +188,7 @@ def open_split(
 
     Args:
         resume: where the run goes on, as far as that is known before the model is built.
+        progress: told about index and lengths parts.
 
     Raises:
         RecipeError, DataError, EmptyDataError: what is wrong with the split.
@@ -211,6 +214,7 @@ def open_split(
         ledger=ledger,
         fetcher=fetcher,
         list_dropped=ranks.is_main,
+        progress=progress,
         launch=DataLaunch(
             survey=ranks.on_main(lambda: survey_split(config, encoder, fetcher, resume)),
             resume=resume,

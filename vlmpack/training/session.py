@@ -20,7 +20,7 @@ from vlmpack.errors import CheckpointError, RunDirError
 from vlmpack.families import Encoder
 from vlmpack.packing import Batch
 from vlmpack.recipe import Recipe, derive, identity
-from vlmpack.recipe.derived import plans_rows, row_tokens
+from vlmpack.recipe.derived import counts_rows, plans_rows, row_tokens
 from vlmpack.training.assemble import (
     build_encoder,
     build_engine,
@@ -40,7 +40,7 @@ from vlmpack.training.recorded import take_back
 from vlmpack.training.run_dir import RunDir, write_atomically
 from vlmpack.training.run_length import total_steps
 from vlmpack.training.stop import StopFlag
-from vlmpack.training.trainer import Reporting, Trainer, TrainStep
+from vlmpack.training.trainer import Reporting, Totals, Trainer, TrainStep
 
 logger = logging.getLogger("vlmpack")
 
@@ -168,7 +168,7 @@ def open_session(recipe: Recipe, ranks: Ranks, run_dir: RunDir, stop: StopFlag) 
         trainer.resume(checkpoint.folder)
     done = trainer.totals.step
     ranks.on_main(lambda: ledger.rewind(done))
-    limiter.replay(batches=done, global_batch_size=recipe.training.global_batch_size)
+    limiter.replay(batches=done, samples_per_batch=_samples_per_batch(recipe, trainer.totals))
     text = trainer.totals.data_state
     state = train.start() if text is None else train.admit(DataState.from_json(text))
     if 0 < state.batches == state.segments[-1].start_batch:
@@ -197,6 +197,13 @@ def open_session(recipe: Recipe, ranks: Ranks, run_dir: RunDir, stop: StopFlag) 
         trainer=trainer,
         resumed=checkpoint.folder is not None,
     )
+
+
+def _samples_per_batch(recipe: Recipe, totals: Totals) -> int:
+    """Samples of a global batch, holes included; where it counts rows, the mean so far."""
+    if not counts_rows(recipe.packing):
+        return recipe.training.global_batch_size
+    return max(1, round((totals.num_samples + totals.num_skipped) / max(1, totals.step)))
 
 
 def _saved_state(recipe: Recipe, run_dir: RunDir) -> DataState | None:

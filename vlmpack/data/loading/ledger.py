@@ -179,20 +179,20 @@ class SkipLimiter:
                 f"{self.limits.max_in_window} may be"
             )
 
-    def replay(self, *, batches: int, global_batch_size: int) -> None:
+    def replay(self, *, batches: int, samples_per_batch: int) -> None:
         """Counts what the run lost before it was resumed, from the ledger's lines.
 
         Args:
             batches: global batches trained so far.
-            global_batch_size: samples in each (an epoch's last one may have had fewer).
+            samples_per_batch: samples in each, about (an epoch's last one may have had fewer).
 
         Raises:
             DataLimitError: the budget was spent already.
         """
         lost = Counter(line["batch"] for line in self.ledger.lines())
-        in_window = self.limits.window_samples // global_batch_size + 1
+        in_window = self.limits.window_samples // samples_per_batch + 1
         for batch in range(max(0, batches - in_window), batches):
-            self.check(samples=global_batch_size, skipped=lost[batch])
+            self.check(samples=samples_per_batch, skipped=lost[batch])
 
     def _stop(self, reason: str) -> None:
         shards, keys = self.ledger.worst()

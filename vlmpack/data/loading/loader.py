@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -105,20 +105,32 @@ class BinDataset(Dataset[MicroBatch | SkippedSample]):
         self.collator = collator
         self.policy = policy
 
+    def read(self, request: BinRequest) -> Sequence[Any]:
+        """What is read of each sample of a bin; what fails is a DataError in its place."""
+        return self.reader.read_all(request.samples)
+
+    def encode(self, ref: SampleRef, reading: Any) -> EncodedSample:
+        """A sample from what was read of it.
+
+        Raises:
+            DataError: class `decode` or `schema`.
+        """
+        return self.encoder.encode(reading, ref.sizes)
+
     def __getitem__(self, request: BinRequest) -> MicroBatch | SkippedSample:
         encoded: list[EncodedSample] = []
         samples: list[TrainedSample] = []
         skipped: list[SkippedSample] = []
         encode_seconds = 0.0
         begin = time.perf_counter()
-        cooked = self.reader.read_all(request.samples)
+        readings = self.read(request)
         read_seconds = time.perf_counter() - begin
-        for ref, sample in zip(request.samples, cooked, strict=True):
+        for ref, sample in zip(request.samples, readings, strict=True):
             begin = time.perf_counter()
             try:
                 if isinstance(sample, DataError):
                     raise sample
-                item = self.encoder.encode(sample, ref.sizes)
+                item = self.encode(ref, sample)
                 check_length(item, ref)
             except DataError as error:
                 hole = SkippedSample.from_error(ref, error)

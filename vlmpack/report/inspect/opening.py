@@ -184,5 +184,3 @@ def _holding(train: TrainData, key: str, shard: str | None) -> FoundBin:
         f"--key {key}: the sample is in {shards[0]}, but in no bin of the first epoch"
         + (f": {why[0]}" if why else "")
     )
-
-

@@ -255,8 +255,7 @@ class RunPlan:
     """Everything that `vlmpack plan` shows.
 
     Args:
-        recipe: its path.
-        model: its folder.
+        model: the folder of what is finetuned.
         world_size, data_parallel: processes, and model copies among them.
         sources: one each; `total` over all of them.
         left_out: the first few samples that are not trained.
@@ -269,7 +268,6 @@ class RunPlan:
         notes: what a reader must know about these figures.
     """
 
-    recipe: str
     model: str
     world_size: int
     data_parallel: int

@@ -1,0 +1,117 @@
+"""FLOPs of transformers models, from config.json alone.
+
+A linear layer costs 2 FLOPs per weight and token, attention 4 per pair of positions and channel
+(half of the pairs where it is causal); a training step costs three forward passes. Norms, biases,
+activations, rotations and the embedding table are left out, as in PaLM's formula (2204.02311, B).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vlmpack.errors import ModelError
+from vlmpack.packing import CostModel
+
+STEP = 3
+"""A training step over a forward pass: the backward pass computes two products for each one."""
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tower:
+    """A vision transformer's shape; sizes in weights of linear layers.
+
+    Args:
+        width: channels of a patch's hidden state.
+        weights: that a patch passes through, all blocks and the patch embedding.
+        full_layers: blocks whose attention spans a whole image.
+        window_layers: blocks whose attention spans a window.
+        window_patches: patches in a window.
+        merger_weights: of the projectors, for each token that they make.
+        patches_per_token: patches that one token is made of.
+    """
+
+    width: int
+    weights: int
+    full_layers: int
+    window_layers: int = 0
+    window_patches: int = 0
+    merger_weights: int = 0
+    patches_per_token: int = 1
+
+
+def cost_model(config: Config, tower: Tower | None = None) -> CostModel:
+    """The cost of a decoder, with or without a vision tower.
+
+    Args:
+        config: config.json's content. What describes the decoder lies under `text_config`, or in
+            older files at the top.
+        tower: the family's vision tower.
+
+    Raises:
+        ModelError: a size is missing from `config`.
+    """
+    text = config.get("text_config", config)
+    layers, width = size(text, "num_hidden_layers"), size(text, "hidden_size")
+    heads = size(text, "num_attention_heads")
+    inner = heads * (text.get("head_dim") or width // heads)
+    head = width * size(text, "vocab_size")
+    language = {
+        "per_token": STEP * 2.0 * _decoder_weights(text),
+        "per_squared_length": STEP * 2.0 * layers * inner,
+        "per_label_token": STEP * 2.0 * head,
+    }
+    if tower is None:
+        return CostModel(**language)
+    windows = 4.0 * tower.width * tower.window_layers * tower.window_patches
+    merger = 2.0 * tower.merger_weights / tower.patches_per_token
+    return CostModel(
+        **language,
+        per_patch=STEP * (2.0 * tower.weights + windows + merger),
+        per_squared_patches=STEP * 4.0 * tower.width * tower.full_layers,
+    )
+
+
+def size(config: Config, key: str) -> int:
+    """A size from a configuration.
+
+    Raises:
+        ModelError: absent or not a positive integer.
+    """
+    value = config.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise ModelError(
+            f"config.json: {key} is {value!r} in the part of model_type "
+            f"{config.get('model_type')!r}, expected a positive integer; the cost of a row follows "
+            f"from it"
+        )
+    return value
+
+
+def _decoder_weights(text: Config) -> int:
+    """Weights of linear layers that one token passes through; of the experts those it chooses."""
+    width, heads = size(text, "hidden_size"), size(text, "num_attention_heads")
+    head_dim = text.get("head_dim") or width // heads
+    groups = text.get("num_key_value_heads") or heads
+    attention = 2 * width * head_dim * (heads + groups)
+    layers = size(text, "num_hidden_layers")
+    routed = _routed_layers(text, layers)
+    mlps = 0
+    if routed < layers:
+        mlps += (layers - routed) * 3 * width * size(text, "intermediate_size")
+    if routed:
+        expert = 3 * width * size(text, "moe_intermediate_size")
+        router = width * size(text, "num_experts")
+        mlps += routed * (size(text, "num_experts_per_tok") * expert + router)
+    return layers * attention + mlps
+
+
+def _routed_layers(text: Config, layers: int) -> int:
+    """Layers with experts: every `decoder_sparse_step`-th, but for those named as dense."""
+    if not text.get("num_experts"):
+        return 0
+    step, dense = text.get("decoder_sparse_step") or 1, text.get("mlp_only_layers") or ()
+    return sum((layer + 1) % step == 0 and layer not in dense for layer in range(layers))

@@ -1,0 +1,64 @@
+"""A recipe's training split, opened as a run opens it, and planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from vlmpack.data.loading.ledger import Ledger
+from vlmpack.distributed import Ranks
+from vlmpack.recipe import Recipe, check_world, derive, load_recipe
+from vlmpack.training.assemble import build_encoder, open_split
+from vlmpack.training.plan.figures import RunPlan
+from vlmpack.training.plan.make import PlanInputs, plan_figures
+from vlmpack.training.plan.parameters import read_sizes
+from vlmpack.training.plan.progress import Progress, silent
+
+
+def plan_recipe(recipe: Recipe, *, world_size: int, progress: Progress = silent) -> RunPlan:
+    """What a run of the recipe would do. No model is loaded, no GPU is used.
+
+    What is not indexed yet is indexed first.
+
+    Args:
+        world_size: processes that the run would have.
+        progress: told how far indexing and packing are.
+
+    Raises:
+        RecipeError: the recipe cannot run on so many processes.
+        ModelError, CapabilityError: the model folder.
+        DataError, EmptyDataError: the data.
+    """
+    check_world(recipe, world_size)
+    encoder = build_encoder(recipe)
+    sizes = read_sizes(Path(recipe.model.path))
+    ranks = Ranks(
+        rank=0, world_size=1, local_rank=0, dp_rank=0, dp_size=1, device=torch.device("cpu")
+    )
+    online = recipe
+    if recipe.packing.mode == "offline":  # planned anew, whatever packs there are
+        online = load_recipe(recipe, {"packing.mode": "online"})
+    train = open_split(
+        online,
+        "data.train",
+        encoder,
+        derive(recipe, world_size),
+        ranks=ranks,
+        ledger=Ledger(None),
+        progress=progress,
+    )
+    assert train is not None  # data.train is required
+    try:
+        if not train.epoch_length().exact:
+            train.split.index_all()
+        inputs = PlanInputs(
+            recipe=recipe,
+            config=train.config,
+            split=train.split,
+            sizes=sizes,
+            world_size=world_size,
+        )
+        return plan_figures(inputs, progress)
+    finally:
+        train.split.close()
