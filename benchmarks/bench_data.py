@@ -1,20 +1,21 @@
-"""Reading WebDataset shards over loopback HTTP: ours against webdataset, and what a start costs.
+"""Reading WebDataset shards over loopback HTTP: ours against its peers, and what a start costs.
 
 Shards of at least 20 MB with samples of 26 KB lie on a server in a process of its own. Every rate
 is one process's, members of samples without decoding, from an empty cache in each round; bytes are
-the server's count.
+the server's count. The variants of a comparison alternate, medians are compared; CPU seconds are
+the reading process's and its children's, curl among them, without the server's.
 
 - raw: samples in the order of a window shuffle, read from the index by byte range, through blocks
   that are fetched a window ahead; every sample's checksum is verified.
 - webdataset: `pipe:curl`, in the order of the tars.
+- Energon: see bench_energon.
 - first epoch: every shard is indexed and every sample read, as a run begins on unindexed data.
 - starts: a process each, from its launch to the first batch of 8 samples, on 100 shards.
+- digits: see bench_feed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import itertools
 import json
 import os
@@ -24,17 +25,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from urllib.request import urlopen
 
+import bench_energon
 import first_batch
-import numpy as np
 import webdataset as wds
+from bench_feed import bench_feed
 from first_batch import fetcher_for, open_data
-from models import ROOT
-from PIL import Image
+from loopback import SAMPLE_BYTES, SAMPLES, SHARDS, Server, serve, write_shards
 from timing import medians
 
 from vlmpack.data.cache.cached import CachedFetcher
@@ -44,94 +44,22 @@ from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.packers import MIN_WINDOW_SAMPLES
 from vlmpack.data.plan.state import DataState
 
-SHARDS, SAMPLES, SAMPLE_BYTES = 10, 800, 26_000
+LATENCY_MS = 40.0
 
 
 def bench_data(rounds: int) -> dict[str, object]:
     """All figures of one run; None where curl is not installed."""
     with tempfile.TemporaryDirectory(prefix="vlmpack-bench-") as name:
-        root = Path(name) / "root"
+        root, work = Path(name) / "root", Path(name)
         size = write_shards(root / "bucket")
-        reads = _bench_reads(root, Path(name), rounds)
+        reads = _bench_reads(root, work, rounds)
         with serve(root) as server:
-            epoch = _bench_first_epoch(server, Path(name), size)
-            resume = _bench_resume(server, Path(name), rounds)
-            starts = _bench_starts(server, Path(name), min(rounds, 5))
-        return {"shard_megabytes": size / SHARDS / 1e6, **reads, **epoch, **resume, **starts}
-
-
-def write_shards(folder: Path) -> int:
-    """SHARDS tars of chats about one picture, and some more names of them; returns their bytes."""
-    folder.mkdir(parents=True)
-    pictures = [_picture(seed) for seed in range(40)]
-    number = 0
-    for shard in range(SHARDS):
-        path = folder / f"train-{shard:06d}.tar"
-        with wds.TarWriter(str(path)) as writer:
-            for _ in range(SAMPLES):
-                fields = {"json": _chat(number), "jpg": pictures[number % len(pictures)]}
-                writer.write({"__key__": f"{number:08d}", **fields})
-                number += 1
-    for copy in range(first_batch.MANY):
-        os.link(folder / f"train-{copy % SHARDS:06d}.tar", folder / first_batch.name_of(copy))
-    return sum(path.stat().st_size for path in folder.glob("train-*.tar"))
-
-
-def _picture(seed: int) -> bytes:
-    """A JPEG of SAMPLE_BYTES: smooth colours with noise, filled up behind its end."""
-    draw = np.random.default_rng(seed)
-    small = Image.fromarray(draw.integers(0, 256, (24, 32, 3), dtype=np.uint8))
-    smooth = np.asarray(small.resize((400, 300), Image.Resampling.BICUBIC), dtype=np.float64)
-    noisy = np.clip(smooth + draw.normal(0, 9, smooth.shape), 0, 255).astype(np.uint8)
-    stream = io.BytesIO()
-    Image.fromarray(noisy).save(stream, "JPEG", quality=70)
-    assert 20_000 < stream.tell() < SAMPLE_BYTES
-    return stream.getvalue().ljust(SAMPLE_BYTES, b"\0")
-
-
-def _chat(number: int) -> bytes:
-    question = [{"type": "image"}, {"type": "text", "text": f"What is on picture {number}?"}]
-    answer = f"It is picture {number}."
-    messages = [
-        {"role": "user", "content": question},
-        {"role": "assistant", "content": answer},
-    ]
-    return json.dumps({"messages": messages}).encode()
-
-
-@dataclass(frozen=True)
-class Server:
-    """A running server."""
-
-    url: str
-
-    def stats(self) -> dict[str, int]:
-        """Requests and body bytes so far."""
-        with urlopen(f"{self.url}/.stats") as answer:
-            found: dict[str, int] = json.load(answer)
-        return found
-
-    def shards(self) -> list[str]:
-        """Their addresses."""
-        return [f"{self.url}/bucket/train-{number:06d}.tar" for number in range(SHARDS)]
-
-
-@contextlib.contextmanager
-def serve(root: Path, latency_ms: float = 0.0) -> Iterator[Server]:
-    """The tests' server in its own process."""
-    command = [sys.executable, "-m", "support.fault_server", str(root)]
-    process = subprocess.Popen(
-        [*command, "--latency-ms", str(latency_ms)],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        yield Server(process.stdout.readline().strip())
-    finally:
-        process.kill()
-        process.wait()
+            epoch = _bench_first_epoch(server, work, size)
+            resume = _bench_resume(server, work, rounds)
+            starts = _bench_starts(server, work, rounds)
+        feed = bench_feed(work / "feed", min(rounds, 3), LATENCY_MS)
+        shard = {"shard_megabytes": size / SHARDS / 1e6}
+        return {**shard, **reads, **epoch, **resume, **starts, **feed}
 
 
 def _epoch(data: TrainData) -> list[SampleRef]:
@@ -168,39 +96,83 @@ def _read_webdataset(urls: Sequence[str]) -> None:
     assert count == SHARDS * SAMPLES, count
 
 
-def _bench_reads(root: Path, work: Path, rounds: int) -> dict[str, object]:
-    if shutil.which("curl") is None:
-        return {"against_webdataset": "curl is not installed"}
-    with serve(root) as near, serve(root, latency_ms=40.0) as far:
-        refs, variants = {}, {}
-        for name, server in (("near", near), ("far", far)):
-            urls = server.shards()
-            data, _ = open_data(urls, work / f"index-{name}", None)
-            refs[name] = _epoch(data)
-            variants[f"webdataset_{name}"] = lambda urls=urls: _read_webdataset(urls)
-            variants[f"ours_{name}"] = lambda name=name: _read(refs[name], work / "cache")
-        seconds = medians(variants, rounds=rounds, warm_up=1)
-        cpu = {name: _cpu_seconds(variants[f"{name}_near"]) for name in ("webdataset", "ours")}
-    count = SHARDS * SAMPLES
+@dataclass(frozen=True)
+class Cost:
+    """What one variant took: medians of wall and CPU seconds."""
+
+    wall: float
+    cpu: float
+
+
+def _costs(
+    variants: Mapping[str, Callable[[], Cost | None]], *, rounds: int, warm_up: int = 1
+) -> dict[str, Cost]:
+    """Every round runs each variant once, in turn; one may say by itself what it took."""
+    taken: dict[str, list[Cost]] = {name: [] for name in variants}
+    for number in range(warm_up + rounds):
+        for name, run in variants.items():
+            before, started = _cpu_seconds(), time.perf_counter()
+            told = run()
+            seconds = time.perf_counter() - started
+            cost = Cost(seconds, _cpu_seconds() - before) if told is None else told
+            if number >= warm_up:
+                taken[name].append(cost)
     return {
-        "raw_speedup_over_webdataset": seconds["webdataset_near"] / seconds["ours_near"],
-        "raw_speedup_over_webdataset_at_40_ms": seconds["webdataset_far"] / seconds["ours_far"],
-        "raw_rate_at_40_ms_of_own": seconds["ours_near"] / seconds["ours_far"],
-        "webdataset_cpu_seconds_over_raw": cpu["webdataset"] / cpu["ours"],
-        "raw_samples_per_second": count / seconds["ours_near"],
-        "webdataset_samples_per_second": count / seconds["webdataset_near"],
+        name: Cost(
+            statistics.median(cost.wall for cost in costs),
+            statistics.median(cost.cpu for cost in costs),
+        )
+        for name, costs in taken.items()
     }
 
 
-def _cpu_seconds(run: Callable[[], None]) -> float:
-    """Of this process and those it waited for, curl among them; median of three."""
+def _cpu_seconds() -> float:
+    """Of this process and the children that it waited for."""
+    return sum(os.times()[:4])
 
-    def once() -> float:
-        before = os.times()
-        run()
-        return sum(os.times()[:4]) - sum(before[:4])
 
-    return statistics.median(once() for _ in range(3))
+def _bench_reads(root: Path, work: Path, rounds: int) -> dict[str, object]:
+    if shutil.which("curl") is None:
+        return {"against_webdataset": "curl is not installed"}
+    variants: dict[str, Callable[[], Cost | None]] = {}
+    with (
+        serve(root) as near,
+        serve(root, latency_ms=LATENCY_MS) as far,
+        bench_energon.readers(root, work, near) as energon,
+    ):
+        for name, server in (("near", near), ("far", far)):
+            urls = server.shards()
+            data, _ = open_data(urls, work / f"index-{name}", None)
+            refs = _epoch(data)
+            data.split.close()
+            variants[f"webdataset_{name}"] = lambda urls=urls: _read_webdataset(urls)
+            variants[f"ours_{name}"] = lambda refs=refs: _read(refs, work / "cache")
+        for name, read in energon.items():
+            variants[name] = lambda read=read: Cost(*read())
+        costs = _costs(variants, rounds=rounds)
+    ours, theirs = costs["ours_near"], costs["webdataset_near"]
+    count = SHARDS * SAMPLES
+    return {
+        "raw_speedup_over_webdataset": theirs.wall / ours.wall,
+        "raw_speedup_over_webdataset_by_cpu": theirs.cpu / ours.cpu,
+        "raw_speedup_over_webdataset_at_40_ms": costs["webdataset_far"].wall
+        / costs["ours_far"].wall,
+        "raw_rate_at_40_ms_of_own": ours.wall / costs["ours_far"].wall,
+        "raw_samples_per_second": count / ours.wall,
+        "webdataset_samples_per_second": count / theirs.wall,
+        **_against_energon(ours, costs),
+    }
+
+
+def _against_energon(ours: Cost, costs: Mapping[str, Cost]) -> dict[str, object]:
+    if "energon_s3" not in costs:
+        return {"against_energon": f"not installed; {bench_energon.PYTHON} names its Python"}
+    figures: dict[str, object] = {}
+    for name in ("energon_s3", "energon_local"):
+        figures[f"raw_speedup_over_{name}"] = costs[name].wall / ours.wall
+        figures[f"raw_speedup_over_{name}_by_cpu"] = costs[name].cpu / ours.cpu
+        figures[f"{name}_samples_per_second"] = SHARDS * SAMPLES / costs[name].wall
+    return figures
 
 
 def _bench_first_epoch(server: Server, work: Path, size: int) -> dict[str, object]:
@@ -265,22 +237,32 @@ def _state_after(data: TrainData, steps: int) -> DataState:
 
 
 def _bench_starts(server: Server, work: Path, rounds: int) -> dict[str, object]:
-    seconds: dict[str, list[float]] = {"ours": [], "webdataset": []}
-    for number in range(rounds):
-        for kind, values in seconds.items():
-            folder = work / f"start-{number}"
-            command = [sys.executable, first_batch.__file__, kind, str(folder), server.url]
-            started = time.perf_counter()
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            values.append(time.perf_counter() - started)
-            process.kill()
-            process.wait()
-            assert line == f"{first_batch.BATCH}\n", line
-            shutil.rmtree(folder, ignore_errors=True)
-    ours, theirs = (statistics.median(values) for values in seconds.values())
+    kinds = ("ours", "webdataset")
+    costs = _costs(
+        {kind: lambda kind=kind: _start(kind, work / "start", server.url) for kind in kinds},
+        rounds=rounds,
+        warm_up=0,
+    )
+    ours, theirs = costs["ours"], costs["webdataset"]
     return {
-        "launch_to_first_batch_over_webdataset": ours / theirs,
-        "launch_to_first_batch_seconds": ours,
+        "launch_to_first_batch_over_webdataset": ours.wall / theirs.wall,
+        "launch_to_first_batch_over_webdataset_by_cpu": ours.cpu / theirs.cpu,
+        "launch_to_first_batch_seconds": ours.wall,
+        "webdataset_launch_to_first_batch_seconds": theirs.wall,
     }
+
+
+def _start(kind: str, folder: Path, url: str) -> Cost:
+    """Launches a process and waits for its first batch; CPU seconds are its own."""
+    command = [sys.executable, first_batch.__file__, kind, str(folder), url]
+    started = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    wall = time.perf_counter() - started
+    process.kill()
+    process.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+    count, _, cpu = line.partition(" ")
+    assert count == str(first_batch.BATCH), line
+    return Cost(wall, float(cpu))

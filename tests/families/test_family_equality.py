@@ -18,6 +18,7 @@ from support.engines import make_engine, make_stepper
 from support.families import (
     FAMILIES,
     ROUTED,
+    SLOW_FAMILIES,
     TEXT_CONFIGS,
     VISION_FAMILIES,
     tiny_family_folder,
@@ -101,7 +102,13 @@ def case_of(tmp_path_factory, mixed):
     return make
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.slow) if name in SLOW_FAMILIES else name
+        for name in FAMILIES
+    ],
+)
 def case(request, case_of):
     """One family at a time."""
     return case_of(request.param)

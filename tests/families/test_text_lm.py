@@ -9,17 +9,19 @@ from dataclasses import replace
 import pytest
 import torch
 from support.engines import make_engine
-from support.families import TEXT_CONFIGS, tiny_family_folder
+from support.families import SLOW_FAMILIES, TEXT_CONFIGS, tiny_family_folder
 from support.images import conversation, file_of, one_image, picture
 from support.runs import find_differences, pack, run_batch
 from support.shards import text_samples
-from support.stock import StockProcessor, load_stock, run_one_by_one
+from support.stock import StockProcessor, load_stock, run_one_by_one, with_strings
 
 from vlmpack.backends.hf.load import load_model
 from vlmpack.backends.hf.model import PackedLM
 from vlmpack.errors import CapabilityError, DataError
 from vlmpack.families import Encoder, ImagePart, Message, TextPart
 from vlmpack.packing import IGNORE_INDEX, EncodedSample
+from vlmpack.training.generation import answer_questions
+from vlmpack.training.scoring import Question
 
 LLAMA_3 = """\
 {{- bos_token }}
@@ -103,7 +105,10 @@ def learnt(encoder, sample):
 # Packing
 
 
-@pytest.mark.parametrize("name", TEXT_CONFIGS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in SLOW_FAMILIES else n for n in TEXT_CONFIGS],
+)
 def test_no_isolation_is_found(folders, name):
     folder = folders[name]
     encoder, processor = Encoder(folder), StockProcessor(folder)
@@ -183,6 +188,31 @@ def test_a_placeholder_of_the_vocabulary_is_a_token_like_any_other(encoder):
     assert isinstance(encoded, EncodedSample)
     with pytest.raises(CapabilityError, match="no vision tower"):
         _ = encoder.image_rule
+
+
+# Answers
+
+
+def test_answers_in_batches_are_those_of_the_stock_model_one_by_one(folders, encoder):
+    model, processor = load_stock(encoder.folder).eval(), StockProcessor(encoder.folder)
+    samples = [sample.cooked() for sample in text_samples()]
+    questions = [Question.from_sample(sample) for sample in samples]
+    answers = answer_questions(
+        load_model(encoder.folder).eval(), encoder, questions, batch_size=4, max_new_tokens=6
+    )
+    for sample, answer in zip(text_samples(), answers, strict=True):
+        ids = processor.tokenizer.apply_chat_template(
+            with_strings(sample.messages[:-1]),
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        new = model.generate(**ids, max_new_tokens=6, do_sample=False, eos_token_id=570)
+        said = processor.tokenizer.decode(
+            new[0, ids["input_ids"].shape[1] :], skip_special_tokens=True
+        )
+        assert said.strip() == answer
+    assert len(set(answers)) == len(answers), "all alike: nothing was compared"
 
 
 # Chat templates

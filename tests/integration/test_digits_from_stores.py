@@ -136,7 +136,7 @@ def run_under(
     kinds = tuple(FAULTS.values()) if fault == "all" else (FAULTS[fault],)
     with FaultServer(served, seeded=SeededFaults(seed, 0.3, kinds, attempts=2)) as server:
         for kind in kinds:
-            twice = len(kinds) == 1 or kind.status == 503 and kind.kind == "status"
+            twice = len(kinds) == 1 or (kind.status == 503 and kind.kind == "status")
             server.fail(replace(kind, times=1 + twice, methods=("GET", "HEAD")))
         found = run_digits(
             folder, "s3://bucket/digits", shuffle=shuffle, data__storage=storage(server.url)

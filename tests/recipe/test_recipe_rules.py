@@ -178,6 +178,12 @@ CASES = [
         {"data.epoch_size": 10, "data.train": TWO},
     ),
     (
+        "tokens_need_weights",
+        {"data.weights": "tokens"},
+        "data.weights: tokens, but no source of data.train has a weight",
+        {"data.weights": "tokens", "data.train": TWO},
+    ),
+    (
         "source_names_differ",
         {"data.train": ["x/a.tar", "x/a.tar"]},
         "data.train[1]: 'x-a' is also the name of source 1",

@@ -22,6 +22,7 @@ OLD = {
         ({"data.train.0.weight": 2.0}, True),
         ({"data.train.1.path": "c-*.tar", "data.train.1.weight": 1.0}, True),
         ({"data.epoch_size": 200}, True),
+        ({"data.weights": "tokens"}, True),
         ({"data.shuffle": "global"}, False),
         ({"training.seed": 2}, False),
         ({"data.train.0.path": "b-*.tar", "training.seed": 2}, False),

@@ -188,6 +188,9 @@ _IMAGES: dict[str, dict[str, Any]] = {
 FAMILIES = ("qwen2_5_vl", *_CONFIGS)
 """Every `model_type` that can be trained; qwen2_5_vl is the committed model."""
 
+SLOW_FAMILIES = {"qwen2"}
+"""Tested among the slow tests alone: the decoder is that of qwen2_vl and qwen2_5_vl."""
+
 VISION_FAMILIES = tuple(name for name in FAMILIES if name not in TEXT_CONFIGS)
 
 ROUTED = {"qwen3_vl_moe"}

@@ -2,12 +2,13 @@
 
 tools       the commands around training: index, lint, show, convert/
 pipeline    TrainData: a split and the loader that feeds a rank from it
+packs       rows made before training: write (`vlmpack pack`), open (as a split), restore
 splits      survey (which shards, which shuffle), split (the interface), prepare and indexed (all
             first), streamed on shard_book and helpers (ahead of use), summary, building
 config      what the data layer is told
 loading     read, loader, global_step: a planned bin -> a micro-batch; ledger (the holes)
-plan        batches (all known), windows on streams (known as the run goes on), blend; state and
-            segments (where a run stands)
+plan        batches (all known), windows on streams (known as the run goes on), packs (saved), blend;
+            state and segments (where a run stands)
 index       shard_index, lengths, parts (one file a shard), building, shard_pool; table (all rows at
             once), overlong
 shards      tar, tar_header, naming, raw, schemas, images, caps; energon (its index, compared)

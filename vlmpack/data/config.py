@@ -16,7 +16,7 @@ from vlmpack.data.plan.shares import RowCost, token_cost
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.errors import RecipeError
 
-PackingMode = Literal["none", "in_batch", "online"]
+PackingMode = Literal["none", "in_batch", "online", "offline"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +29,24 @@ class SourceConfig:
     """Shards: paths, `file://`, brace ranges, globs."""
     weight: float | None = None
     """Its share of an epoch, relative to the other sources'. None: every sample once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PacksConfig:
+    """Packs that were made before, and what the recipe says of their rows: they must agree."""
+
+    path: Path
+    """The folder that `vlmpack pack` wrote."""
+    max_tokens: int
+    """Tokens in a row at most."""
+    max_patches: int | None = None
+    """Vision patches in a row at most; None for no bound."""
+    max_sequences: int | None = None
+    """Samples in a row at most; None: as the packs have it."""
+    alignment: int | None = None
+    """Multiple of planned lengths; None: as the packs have it."""
+    sequence_multiple: int = 1
+    """Multiple of each segment that the parallel layout needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,12 +64,14 @@ class DataConfig:
     budget: RowBudget | None = None
     """Mode `online`: what a row holds. `max_sequences: None` is settled by a dry run where all
     samples are known, else DEFAULT_MAX_SEQUENCES."""
+    packs: PacksConfig | None = None
+    """Mode `offline`: the packs."""
     scope: Scope = "stream"
     """Mode `online`: whether rows are filled over a window, or inside a global batch's samples."""
     micro_batch_size: int
-    """Samples in a bin; rows, hence 1, in mode `online`."""
+    """Samples in a bin; rows, hence 1, in modes `online` and `offline`."""
     global_batch_size: int
-    """Samples in a global batch; rows in mode `online` and scope `stream`."""
+    """Samples in a global batch; rows in modes `online` and `offline`, and scope `stream`."""
     balance: Literal["none", "cost"] = "cost"
     """Whether the bins of a global batch are dealt to ranks by cost, or in turn."""
     row_cost: RowCost = token_cost
@@ -67,6 +87,8 @@ class DataConfig:
     on_data_change: Literal["refuse", "new_segment"] = "refuse"
     """What a resume with other shards or weights does: stop with the differences, or begin a new
     segment, which is a new epoch of the new data."""
+    weights: Literal["samples", "tokens"] = "samples"
+    """What the sources' weights are shares of. `tokens` needs to know every sample's length."""
     epoch_size: int | None = None
     """Samples in an epoch where the sources have weights; default: all of them together."""
     over_long: OverLong = "error"
@@ -93,6 +115,8 @@ class DataConfig:
                 problems.append(f"training.{name}: {getattr(self, name)}; must be at least 1")
         if (self.mode == "online") != (self.budget is not None):
             problems.append(f"packing.mode: {self.mode}, with the row budget {self.budget}")
+        if (self.mode == "offline") != (self.packs is not None):
+            problems.append(f"packing.mode: {self.mode}, with packing.path {self.packs}")
         if self.epoch_size is not None and self.epoch_size < 1:
             problems.append(f"data.epoch_size: {self.epoch_size}; must be at least 1")
         if self.epoch_size is not None and not self.weighted:
@@ -100,13 +124,16 @@ class DataConfig:
                 "data.epoch_size: has no meaning without weights, since an epoch is then every "
                 "sample once; give each source a weight"
             )
+        if self.weights == "tokens" and not self.weighted:
+            problems.append("data.weights: tokens, but no source has a weight; give each one")
         if problems:
             raise RecipeError(problems)
 
     @property
     def limits(self) -> SampleLimits:
         """What one sample may have at most."""
-        return SampleLimits(self.seq_length, self.budget.max_patches if self.budget else None)
+        rows = self.budget or self.packs
+        return SampleLimits(self.seq_length, rows.max_patches if rows else None)
 
     @property
     def weighted(self) -> bool:

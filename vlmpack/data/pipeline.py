@@ -23,8 +23,11 @@ from vlmpack.data.loading.global_step import GlobalStep
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import BinDataset, BinRequest, MicroBatch, load_bins
 from vlmpack.data.loading.read import SampleReader, SkippedSample
+from vlmpack.data.packs.open import PackedSplit, open_packed, survey_data
+from vlmpack.data.packs.restore import SavedBins
 from vlmpack.data.plan.batches import Plan, PlannedBatch
-from vlmpack.data.plan.packers import Bin
+from vlmpack.data.plan.packers import Bin, BudgetPacker
+from vlmpack.data.plan.packs import PackPlan
 from vlmpack.data.plan.segments import admit, check_identity
 from vlmpack.data.plan.shares import Shares, assign, share_out
 from vlmpack.data.plan.state import DataState, Identity, Segment
@@ -36,10 +39,11 @@ from vlmpack.data.splits.prepare import probe_lengths
 from vlmpack.data.splits.split import Split
 from vlmpack.data.splits.streamed import open_streamed
 from vlmpack.data.splits.summary import DataSummary, EpochLength
-from vlmpack.data.splits.survey import DataLaunch, survey_split
+from vlmpack.data.splits.survey import DataLaunch
 from vlmpack.data.stores.fetch import Fetcher, LocalFetcher
 from vlmpack.errors import DataError
 from vlmpack.families.sample import VLMSample
+from vlmpack.packing.collate import PackCollator
 
 __all__ = ["GlobalStep", "TrainData"]
 
@@ -96,25 +100,30 @@ class TrainData:
         ledger = Ledger(None) if ledger is None else ledger
         launch = DataLaunch() if launch is None else launch
         builder, settings = make_builder(config, encoder, fetcher), build_settings(config, progress)
-        survey = launch.survey or survey_split(config, encoder, fetcher, launch.resume)
+        survey = launch.survey or survey_data(config, encoder, fetcher, launch.resume)
 
         def on_dropped(samples: Sequence[SkippedSample]) -> None:
             if list_dropped:
                 ledger.record(samples, epoch=None, batch=None)
 
         split: Split
-        if survey.shuffle == "window":
+        dataset = BinDataset
+        if config.packs is not None:
+            split = open_packed(config, survey, builder, settings, on_dropped)
+            dataset = SavedBins
+        elif survey.shuffle == "window":
             split = open_streamed(config, survey, builder, settings, on_dropped, launch)
         else:
             split = open_indexed(config, survey, builder, settings, on_dropped)
         reader = SampleReader(fetcher, config.caps)
-        data = cls(config, split, BinDataset(reader, encoder, collator, config.on_error), ledger)
+        collator = _with_settled_shape(collator, split)
+        data = cls(config, split, dataset(reader, encoder, collator, config.on_error), ledger)
         begin = data.start() if launch.resume is None else data.admit(launch.resume)
         probe_lengths(config, split.probed(config.num_probed, begin), reader, encoder)
         return data
 
     @property
-    def plan(self) -> Plan | WindowPlan:
+    def plan(self) -> Plan | WindowPlan | PackPlan:
         """Its global batches."""
         return self.split.plan
 
@@ -301,6 +310,8 @@ class TrainData:
 
     def request(self, samples: Bin) -> BinRequest:
         """What a worker needs to load a bin of the plan."""
+        if isinstance(self.split, PackedSplit):
+            return BinRequest(self.split.refs(samples))
         return BinRequest(tuple(self.split.ref(number) for number in samples))
 
     def _step(
@@ -328,3 +339,12 @@ class TrainData:
             micro_batches=share,
             state=after,
         )
+
+
+def _with_settled_shape(collator: Collator, split: Split) -> Collator:
+    """The collator, with boundaries of the size that the packer settled on where that was left to
+    it."""
+    packer = split.plan.packer
+    if not isinstance(collator, PackCollator) or not isinstance(packer, BudgetPacker):
+        return collator
+    return collator.settled(packer.budget.max_sequences)

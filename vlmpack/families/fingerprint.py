@@ -1,4 +1,4 @@
-"""What decides the tokens and pixels of a sample: the processor's files, taken apart for messages."""
+"""What decides tokens and pixels: the processor's files, taken apart for messages."""
 
 from __future__ import annotations
 

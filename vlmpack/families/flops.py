@@ -104,14 +104,20 @@ def _decoder_weights(text: Config) -> int:
         mlps += (layers - routed) * 3 * width * size(text, "intermediate_size")
     if routed:
         expert = 3 * width * size(text, "moe_intermediate_size")
-        router = width * size(text, "num_experts")
+        router = width * _experts(text)
         mlps += routed * (size(text, "num_experts_per_tok") * expert + router)
     return layers * attention + mlps
 
 
+def _experts(text: Config) -> int:
+    """0 in a dense decoder. Published files say `num_experts`, what transformers 5 saves the other
+    name."""
+    return text.get("num_experts") or text.get("num_local_experts") or 0
+
+
 def _routed_layers(text: Config, layers: int) -> int:
     """Layers with experts: every `decoder_sparse_step`-th, but for those named as dense."""
-    if not text.get("num_experts"):
+    if not _experts(text):
         return 0
     step, dense = text.get("decoder_sparse_step") or 1, text.get("mlp_only_layers") or ()
     return sum((layer + 1) % step == 0 and layer not in dense for layer in range(layers))

@@ -61,7 +61,8 @@ def _checked(costs: npt.ArrayLike) -> Floats:
             f"costs must be numbers of shape (n,) or (n, k), found {table.dtype} of shape "
             f"{table.shape}"
         )
-    table = table.astype(np.float64).reshape(len(table), -1)
+    table = table.astype(np.float64)
+    table = table[:, None] if table.ndim == 1 else table
     bad = ~(np.isfinite(table) & (table >= 0)).all(axis=1)
     if bad.any():
         first = int(bad.argmax())

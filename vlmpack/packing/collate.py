@@ -20,7 +20,7 @@ Lengths are explicit in the samples; nothing is ever inferred from token ids or 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -269,6 +269,16 @@ class PackCollator:
     pad_to_multiple_of: int = 1
     total_multiple_of: int = 1
     fixed: FixedShape | None = None
+
+    def settled(self, max_sequences: int | None) -> PackCollator:
+        """The same, with boundaries of the size that the packer settled on where it was left open.
+
+        Args:
+            max_sequences: samples that a row holds at most.
+        """
+        if self.fixed is None or self.fixed.max_sequences != "auto" or max_sequences is None:
+            return self
+        return replace(self, fixed=replace(self.fixed, max_sequences=max_sequences))
 
     def __call__(self, samples: Sequence[EncodedSample]) -> PackedBatch:
         """Pack one bin; an empty one becomes `empty()`."""

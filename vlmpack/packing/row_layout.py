@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from vlmpack.alignment import round_up
 from vlmpack.errors import PackingError
@@ -17,10 +18,25 @@ class FixedShape:
             masked in the experts' statistics).
         max_sequences: samples that a row may hold; `cu_seqlens` gets this many + 2 entries (the
             ghost's and the leading 0), its last value repeated. None: as many as the row needs.
+            `auto`: what the packer settles on; to be filled in by `PackCollator.settled`.
     """
 
     row_tokens: int
-    max_sequences: int | None = None
+    max_sequences: int | Literal["auto"] | None = None
+
+    @property
+    def num_segments(self) -> int | None:
+        """Segments of every row, the ghost included; None where each has its own number.
+
+        Raises:
+            PackingError: nobody has settled `auto`.
+        """
+        if self.max_sequences == "auto":
+            raise PackingError(
+                "cu_seqlens cannot get one size: the number of sequences in a row is not settled; "
+                "set packing.max_sequences"
+            )
+        return None if self.max_sequences is None else self.max_sequences + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +73,10 @@ class RowLayout:
         """Lengths of the segments behind the samples': the tail, and empty ones up to a fixed
         number of boundaries."""
         tail = (self.tail,) if self.tail else ()
-        if self.fixed is None or self.fixed.max_sequences is None:
+        segments = None if self.fixed is None else self.fixed.num_segments
+        if segments is None:
             return tail
-        empty = self.fixed.max_sequences + 1 - len(self.lengths) - len(tail)
-        return (*tail, *([0] * empty))
+        return (*tail, *([0] * (segments - len(self.lengths) - len(tail))))
 
     def check(self) -> None:
         """Raise PackingError for multiples that contradict each other, or a row that is too
@@ -73,7 +89,8 @@ class RowLayout:
             )
         if self.fixed is None:
             return
-        width, most, total = self.fixed.row_tokens, self.fixed.max_sequences, sum(self.physical)
+        width, segments = self.fixed.row_tokens, self.fixed.num_segments
+        total = sum(self.physical)
         multiple = max(self.total_multiple_of, self.pad_to_multiple_of)
         if width < 1 or width % multiple:
             raise PackingError(
@@ -85,8 +102,8 @@ class RowLayout:
                 f"{len(self.lengths)} samples take {total} tokens, but every row is fixed to "
                 f"{width}; pack fewer, or raise packing.max_tokens"
             )
-        if most is not None and len(self.lengths) > most:
+        if segments is not None and len(self.lengths) >= segments:
             raise PackingError(
-                f"{len(self.lengths)} samples in a row whose cu_seqlens has room for {most}; pack "
-                "fewer, or raise packing.max_sequences"
+                f"{len(self.lengths)} samples in a row whose cu_seqlens has room for "
+                f"{segments - 1}; pack fewer, or raise packing.max_sequences"
             )

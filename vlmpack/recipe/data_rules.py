@@ -43,6 +43,17 @@ def epoch_size_needs_weights(data: DataSection) -> list[Problem]:
     return [Problem(("data", "epoch_size"), message)]
 
 
+def tokens_need_weights(data: DataSection) -> list[Problem]:
+    """Without blending there is nothing to count by tokens."""
+    if data.weights == "samples" or any(source.weight is not None for source in data.train):
+        return []
+    message = (
+        f"{data.weights}, but no source of data.train has a weight; leave it out, or give each "
+        "source a weight"
+    )
+    return [Problem(("data", "weights"), message)]
+
+
 def source_names_differ(data: DataSection) -> list[Problem]:
     """Metrics and reports tell the sources of a split apart by name."""
     problems = []

@@ -59,6 +59,8 @@ def identity(recipe: Recipe) -> dict[str, object]:
     include = dict(_INCLUDE)
     if plans_rows(recipe.packing):
         include["packing"] = _ROWS
+    if recipe.data.weights != "samples":
+        include["data"] = {**include["data"], "weights": True}
     _flatten("", recipe.model_dump(mode="json", include=include), flat)
     return flat
 
@@ -83,7 +85,7 @@ def identity_differences(
 
 
 def _says_which_data(key: str) -> bool:
-    return key.startswith("data.train.") or key == "data.epoch_size"
+    return key.startswith("data.train.") or key in ("data.epoch_size", "data.weights")
 
 
 def identity_notes(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:

@@ -16,6 +16,7 @@ from vlmpack.recipe.data_rules import (
     epoch_size_needs_weights,
     evaluation_has_data,
     source_names_differ,
+    tokens_need_weights,
     weights_are_complete,
     weights_are_for_training,
 )
@@ -166,6 +167,7 @@ RULES: tuple[Rule, ...] = (
     Rule(weights_are_complete, ("data",)),
     Rule(weights_are_for_training, ("data",)),
     Rule(epoch_size_needs_weights, ("data",)),
+    Rule(tokens_need_weights, ("data",)),
     Rule(source_names_differ, ("data",)),
     Rule(evaluation_has_data, ("data", "evaluation")),
     Rule(trackers_differ, ("logging",)),

@@ -110,6 +110,10 @@ class DataSection(Section):
     on_error: OnErrorSection = OnErrorSection()
     """Policy for bad samples, by class of error."""
 
+    weights: Literal["samples", "tokens"] = "samples"
+    """What the weights of `data.train` are shares of: an epoch's samples, or its tokens. `tokens`
+    needs every shard indexed (`vlmpack index`) where the shuffle is by window."""
+
     epoch_size: Count | None = None
     """Samples drawn per epoch when sources have weights. Null: the sum of the sources."""
 

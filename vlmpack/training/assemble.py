@@ -5,6 +5,8 @@ The one place where recipe fields meet the configuration classes of the layers b
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 from vlmpack.addresses import is_remote
@@ -32,6 +34,7 @@ from vlmpack.distributed import Ranks
 from vlmpack.errors import CapabilityError
 from vlmpack.families import Encoder
 from vlmpack.packing import PackCollator, PadCollator, round_up
+from vlmpack.packing.cost import CostModel
 from vlmpack.recipe import Derived, Recipe, Source
 from vlmpack.recipe.derived import multiples, plan_alignment
 from vlmpack.training.optim import Schedule
@@ -75,6 +78,16 @@ def build_collator(
         pad_to_multiple_of=derived.sequence_multiple,
         total_multiple_of=derived.row_multiple,
     )
+
+
+def build_cost_model(encoder: Encoder) -> CostModel:
+    """What a row costs on the recipe's model.
+
+    Raises:
+        ModelError: config.json lacks a size.
+    """
+    config = json.loads((encoder.folder / "config.json").read_text(encoding="utf-8"))
+    return encoder.family.cost_model(config)
 
 
 def _row_budget(recipe: Recipe, resume: DataState | None) -> RowBudget:
@@ -131,6 +144,7 @@ def _data_config(
         seed=recipe.training.seed,
         shuffle=data.shuffle if key == "data.train" else "none",
         on_data_change=recipe.checkpoint.on_data_change,
+        weights=data.weights if key == "data.train" else "samples",
         epoch_size=data.epoch_size if key == "data.train" else None,
         over_long=data.over_long,
         on_error=ErrorPolicy.from_mapping(
@@ -206,6 +220,8 @@ def open_split(
     if key != "data.train":
         micro = whole = recipe.evaluation.batch_size
     config = _data_config(recipe, key, sources, micro=micro, whole=whole, resume=resume)
+    if ranks.dp_size > 1:
+        config = replace(config, row_cost=build_cost_model(encoder))
     fetcher = build_fetcher(recipe)
     return TrainData.open(
         config,

@@ -15,15 +15,21 @@ import numpy as np
 import numpy.typing as npt
 
 
-def draws_per_source(weights: Sequence[float], epoch_size: int) -> tuple[int, ...]:
+def draws_per_source(
+    weights: Sequence[float], epoch_size: int, tokens_per_draw: Sequence[Fraction] | None = None
+) -> tuple[int, ...]:
     """Samples that each source gives to one epoch: its share, off by less than one.
 
     Args:
-        weights: positive, of any scale.
+        weights: positive, of any scale; shares of the epoch's samples.
         epoch_size: samples in the epoch; the draws sum to it.
+        tokens_per_draw: the mean of each source, above 0: then weights are shares of the epoch's
+            tokens, so a source with weight w and mean m is drawn in proportion to w / m.
     """
     # repr: 0.1 means one tenth here, not the binary fraction nearest to it.
     exact = [Fraction(repr(weight)) for weight in weights]
+    if tokens_per_draw is not None:
+        exact = [share / mean for share, mean in zip(exact, tokens_per_draw, strict=True)]
     total = sum(exact)
     shares = [weight / total * epoch_size for weight in exact]
     draws = [int(share) for share in shares]

@@ -23,9 +23,9 @@ from vlmpack.data.index.shard_index import ShardIndex, open_index
 from vlmpack.data.index.table import Int64s, SampleRef, SampleTable, join_tables
 from vlmpack.data.loading.read import SampleReader, SkippedSample
 from vlmpack.data.plan.batches import PLAN_RULE, Plan, PlanSource, Shuffle
-from vlmpack.data.plan.blend import draws_per_source
 from vlmpack.data.plan.state import Identity, IdentityValue
 from vlmpack.data.protocols import Encoder
+from vlmpack.data.splits.blending import blended_draws
 from vlmpack.data.splits.row_packer import cut_indexed
 from vlmpack.data.splits.survey import Survey
 from vlmpack.data.stores.fetch import Fetcher
@@ -106,8 +106,9 @@ def make_plan(config: DataConfig, fitted: Fitted, shuffle: Shuffle) -> tuple[Pla
     sizes = [chosen.shape[0] for chosen in numbers]
     draws: Sequence[int] = sizes
     if config.weighted:
-        weights = [source.weight or 0.0 for source in config.sources]
-        draws = draws_per_source(weights, config.epoch_size or sum(sizes))
+        tokens = [int(table.num_tokens[chosen].sum()) for chosen in numbers]
+        contents = list(zip(sizes, tokens, strict=True))
+        draws = blended_draws(config, config.epoch_size or sum(sizes), contents)
     sources = []
     for d, source in enumerate(config.sources):
         if draws[d] and not sizes[d]:
@@ -270,6 +271,7 @@ def split_identity(
     lines = []
     for source, (size, content) in zip(config.sources, contents, strict=True):
         weight = "" if source.weight is None else f", weight {source.weight!r}"
+        weight += " of the tokens" if config.weights == "tokens" else ""
         name = source.name
         if len(name) > 40:
             name = f"{name[:23]}-{short_digest(name)}"

@@ -143,6 +143,15 @@ class ShardBook:
             del self._kept[shard]
         return numbers
 
+    def glance_contents(self, shard: int) -> tuple[int, int]:
+        """A shard's usable samples and their tokens, without keeping it."""
+        was_kept = shard in self._kept
+        found = self.samples(shard)
+        if not was_kept:
+            del self._kept[shard]
+        fitted = found.fitted
+        return int(fitted.eligible.sum()), int(fitted.table.num_tokens[fitted.eligible].sum())
+
     def exact_count(self, shard: int) -> int:
         """How many usable samples a shard has; it is indexed first where it is not."""
         if shard not in self._counts:

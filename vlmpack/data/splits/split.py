@@ -13,6 +13,7 @@ from vlmpack.data.index.table import Int64s, SampleRef
 from vlmpack.data.loading.read import SkippedSample
 from vlmpack.data.plan.batches import Cursors, Plan
 from vlmpack.data.plan.packers import Bin
+from vlmpack.data.plan.packs import PackPlan
 from vlmpack.data.plan.state import DataState, Identity
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.summary import DataSummary, EpochLength
@@ -24,7 +25,7 @@ class Split(Protocol):
     """What the pipeline asks of a split."""
 
     @property
-    def plan(self) -> Plan | WindowPlan:
+    def plan(self) -> Plan | WindowPlan | PackPlan:
         """Its global batches."""
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -15,10 +16,10 @@ from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.table import Int64s, SampleRef
 from vlmpack.data.plan.batches import Cursors, Position
-from vlmpack.data.plan.blend import draws_per_source
 from vlmpack.data.plan.state import DataState, Identity
 from vlmpack.data.plan.streams import StreamSource
 from vlmpack.data.plan.windows import WINDOW_RULE, WindowPlan
+from vlmpack.data.splits.blending import blended_draws
 from vlmpack.data.splits.prepare import (
     check_not_empty,
     prepare_split,
@@ -203,7 +204,8 @@ def open_streamed(
     folder that was copied without its time stamps counts as other data.
 
     Raises:
-        RecipeError: weights without `epoch_size`, while nobody knows how many samples there are.
+        RecipeError: weights without `epoch_size`, while nobody knows how many samples there are;
+            weights of tokens, while nobody knows how many tokens.
     """
     stamps = [stamp for shards in survey.sources for stamp in shards]
     if len(os.sched_getaffinity(0)) > FEW_CORES and _has_helpers(stamps):
@@ -219,8 +221,11 @@ def open_streamed(
     )
     draws: Sequence[int | None] = [None] * len(survey.sources)
     if config.weighted:
-        weights = [source.weight or 0.0 for source in config.sources]
-        draws = draws_per_source(weights, config.epoch_size or _count_all(config, book))
+        contents = None
+        if config.weights == "tokens":
+            contents = _contents(config, book, [len(shards) for shards in survey.sources])
+        size = config.epoch_size or _count_all(config, book)
+        draws = blended_draws(config, size, contents)
     sources, first = [], 0
     for source, shards, count in zip(config.sources, survey.sources, draws, strict=True):
         sizes = tuple(max(1, stamp.size) for stamp in shards)
@@ -269,3 +274,27 @@ def _count_all(config: DataConfig, book: ShardBook) -> int:
             ]
         )
     return sum(book.exact_count(shard) for shard in range(len(book.stamps)))
+
+
+def _contents(
+    config: DataConfig, book: ShardBook, num_shards: Sequence[int]
+) -> list[tuple[int, int]]:
+    """(usable samples, their tokens) of each source.
+
+    Args:
+        num_shards: of each source.
+    """
+    if not book.all_made():
+        raise RecipeError(
+            [
+                "data.weights: tokens, which needs the mean length of each source, but the "
+                f"{len(book.stamps)} shards of {config.key} are not all indexed. Run "
+                "`vlmpack index --recipe` first, or set data.weights: samples"
+            ]
+        )
+    shards = iter(range(len(book.stamps)))
+    found = []
+    for count in num_shards:
+        parts = [book.glance_contents(shard) for shard in islice(shards, count)]
+        found.append((sum(samples for samples, _ in parts), sum(tokens for _, tokens in parts)))
+    return found

@@ -1,4 +1,6 @@
-"""One planned row, looked at from all sides: recipe -> bin -> PNG, HTML page, checks. No run, no GPU.
+"""One planned row, looked at from all sides: recipe -> bin -> PNG, HTML page, checks.
+
+Needs no run, no GPU and no weights.
 
 opening     recipe -> the bin that was asked for (by number, by global batch, by a sample's key)
 row         bin -> `Row`: the batch that training would get, taken apart, and each sample alone

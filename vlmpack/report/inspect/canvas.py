@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -15,7 +15,7 @@ GOOD = "#0072b2"
 BAD = "#d55e00"
 """Blue and vermillion of Okabe and Ito's colours, which colour-blind people tell apart."""
 
-WIDER = 1.06
+WIDER = 1.15
 """Browsers' fonts may be wider than the one that text is measured with."""
 
 Anchor = Literal["start", "middle", "end"]
@@ -33,6 +33,10 @@ class Rect:
     hatch: str | None = None
     tip: str = ""
 
+    def moved(self, right: float, down: float) -> Rect:
+        """The same, further right and down."""
+        return replace(self, x=self.x + right, y=self.y + down)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
@@ -42,6 +46,10 @@ class Path:
     color: str
     width: float = 1.0
     dashed: bool = False
+
+    def moved(self, right: float, down: float) -> Path:
+        """The same, further right and down."""
+        return replace(self, points=tuple((x + right, y + down) for x, y in self.points))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +64,10 @@ class Text:
     anchor: Anchor = "start"
     bold: bool = False
 
+    def moved(self, right: float, down: float) -> Text:
+        """The same, further right and down."""
+        return replace(self, x=self.x + right, y=self.y + down)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thumb:
@@ -66,6 +78,10 @@ class Thumb:
     width: float
     height: float
     image: int
+
+    def moved(self, right: float, down: float) -> Thumb:
+        """The same, further right and down."""
+        return replace(self, x=self.x + right, y=self.y + down)
 
 
 Shape = Rect | Path | Text | Thumb

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from vlmpack.report.inspect.row import Row
 
@@ -44,7 +45,7 @@ def check_row(row: Row) -> list[Check]:
         ("every sample whole, once", _samples),
         ("labels stay in their sample", _labels),
         ("positions restart at each sample", _positions),
-        ("boundaries", _boundaries),
+        ("boundaries divide as they must", _boundaries),
         ("loss mask is the labels", _loss_mask),
         ("padding learns nothing", _padding),
     ]
@@ -154,7 +155,7 @@ def _boundaries(row: Row) -> str:
     multiple, total = row.rules.multiples.sequence, row.rules.multiples.row
     if physical[0] != 0 or physical[-1] != row.num_slots:
         raise _Broken(f"they run from {physical[0]} to {physical[-1]}, the row has {row.num_slots}")
-    for place, (start, end) in enumerate(zip(physical, physical[1:], strict=False)):
+    for place, (start, end) in enumerate(pairwise(physical)):
         if end < start:
             raise _Broken(f"segment {place} ends at {end}, before its start {start}")
         if end % multiple:
@@ -163,7 +164,7 @@ def _boundaries(row: Row) -> str:
         raise _Broken(f"the row has {row.num_slots} slots, no multiple of {total}")
     if not row.is_padded:
         _logical(row, logical)
-    lengths = [end - start for start, end in zip(physical, physical[1:], strict=False)]
+    lengths = [end - start for start, end in pairwise(physical)]
     if list(row.batch.segment_lengths) != lengths[: len(row.batch.segment_lengths)]:
         raise _Broken("segment_lengths are not the differences of the boundaries")
     if any(lengths[len(row.batch.segment_lengths) :]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path as FilePath
 
 from PIL import Image, ImageDraw, ImageFont
@@ -81,7 +82,7 @@ def _path(pen: ImageDraw.ImageDraw, shape: Path) -> None:
     if not shape.dashed:
         pen.line(points, fill=shape.color, width=width, joint="curve")
         return
-    for (x1, y1), (x2, y2) in zip(points, points[1:], strict=False):
+    for (x1, y1), (x2, y2) in pairwise(points):
         length = max(abs(x2 - x1), abs(y2 - y1))
         at = 0.0
         while at < length:

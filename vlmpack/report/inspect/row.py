@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from vlmpack.alignment import Alignment
 from vlmpack.data.index.table import SampleRef
@@ -116,7 +117,7 @@ class Row:
         """In row order; repeats of the last boundary, which hold nothing, are left out."""
         physical, logical = self.boundaries, self.batch.cu_seqlens.tolist()
         found = []
-        for number, (start, end) in enumerate(zip(physical, physical[1:], strict=False)):
+        for number, (start, end) in enumerate(pairwise(physical)):
             has_sample = number < len(self.shown.samples)
             if end <= start and not has_sample:
                 continue

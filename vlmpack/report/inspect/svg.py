@@ -53,7 +53,8 @@ def _shape(shape: Shape, sizes: Sequence[tuple[int, int]], hatches: dict[str, st
         weight = ' font-weight="600"' if shape.bold else ""
         return (
             f'<text x="{shape.x:.2f}" y="{shape.y:.2f}" font-size="{shape.size:g}" '
-            f'fill="{shape.color}" text-anchor="{shape.anchor}"{weight}>{visible(shape.text)}</text>'
+            f'fill="{shape.color}" text-anchor="{shape.anchor}"{weight}>'
+            f"{visible(shape.text)}</text>"
         )
     return _thumb(shape, sizes[shape.image])
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 from vlmpack.report.inspect.canvas import MUTED, Canvas, Path, Text, Thumb
 from vlmpack.report.inspect.row import Row
 
 HEIGHT = 40.0
-MIN_HEIGHT = 10.0
-MAX_WIDTH = 120.0
+MIN_SHRINK = 0.25
+MIN_WIDTH, MAX_WIDTH = 26.0, 130.0
+"""Of an image at full height: it ends where the next one begins, if these let it."""
 SPACE = 2.0
 LEAD = 7.0
 """Pixels between the images and the tokens, where a line leads from one to the other."""
@@ -68,7 +70,8 @@ def place_thumbs(canvas: Canvas, row: Row, line: Window) -> float | None:
     if not spans:
         return None
     top, right = canvas.height, canvas.width - 1
-    shown, sizes = _fitting(spans, right - line.left)
+    sizes = _fitting(_sizes(spans, line, right), right - line.left)
+    shown = spans[: len(sizes)]
     places = [line.x(span.begin) for span in shown]
     for k in range(1, len(places)):
         places[k] = max(places[k], places[k - 1] + sizes[k - 1][0] + SPACE)
@@ -97,24 +100,31 @@ def place_thumbs(canvas: Canvas, row: Row, line: Window) -> float | None:
     return top
 
 
-def _fitting(
-    spans: list[ImageSpan], room: float
-) -> tuple[list[ImageSpan], list[tuple[float, float]]]:
-    """As many images as fit side by side, and their sizes."""
-    sizes = [_size(span.size, HEIGHT) for span in spans]
+def _sizes(spans: list[ImageSpan], line: Window, right: float) -> list[tuple[float, float]]:
+    """Each image as large as the next one's place lets it be; the last may move to the left."""
+    starts = [line.x(span.begin) for span in spans]
+    sizes: list[tuple[float, float]] = []
+    for span, (start, after) in zip(spans, pairwise([*starts, right]), strict=True):
+        room = after - start - SPACE
+        if len(sizes) + 1 == len(spans):
+            room = right - (starts[-2] + sizes[-1][0] + SPACE if sizes else line.left)
+        sizes.append(_size(span.size, room))
+    return sizes
+
+
+def _fitting(sizes: list[tuple[float, float]], room: float) -> list[tuple[float, float]]:
+    """As many images as fit side by side, smaller if need be."""
     total = sum(width + SPACE for width, _ in sizes)
-    shrink = min(1.0, room / total)
-    if shrink * HEIGHT < MIN_HEIGHT:
-        shrink = MIN_HEIGHT / HEIGHT
-        kept, used = 0, 0.0
-        while kept < len(sizes) and used + sizes[kept][0] * shrink + SPACE <= room:
-            used += sizes[kept][0] * shrink + SPACE
-            kept += 1
-        spans, sizes = spans[: max(1, kept)], sizes[: max(1, kept)]
-    return spans, [(width * shrink, height * shrink) for width, height in sizes]
+    shrink = max(MIN_SHRINK, min(1.0, room / total))
+    kept, used = 0, 0.0
+    while kept < len(sizes) and used + sizes[kept][0] * shrink <= room:
+        used += sizes[kept][0] * shrink + SPACE
+        kept += 1
+    return [(width * shrink, height * shrink) for width, height in sizes[: max(1, kept)]]
 
 
-def _size(size: tuple[int, int], height: float) -> tuple[float, float]:
+def _size(size: tuple[int, int], room: float) -> tuple[float, float]:
     """Of a thumbnail: its proportions kept, inside the bounds."""
-    scale = min(height / size[1], MAX_WIDTH / size[0])
+    widest = min(MAX_WIDTH, max(MIN_WIDTH, room))
+    scale = min(HEIGHT / size[1], widest / size[0])
     return max(2.0, size[0] * scale), max(2.0, size[1] * scale)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from vlmpack.data.index.table import Int64s
 from vlmpack.data.plan.shares import Floats, RowCost
 from vlmpack.packing import balance
 from vlmpack.training.plan.figures import ImbalanceFigures
@@ -27,7 +28,7 @@ def imbalance_figures(
 
     Args:
         copies: of the model.
-        row_cost: (language, vision) of bins.
+        row_cost: (n, k) costs of bins: language, then vision where the model has it.
     """
     layout = mode.layout
     if not layout.steps.size:
@@ -50,7 +51,7 @@ def imbalance_figures(
     return tuple(_for_ranks(steps, size, is_recipes=size == copies) for size in chosen)
 
 
-def _whole_steps(steps: np.ndarray, whole: int) -> np.ndarray:
+def _whole_steps(steps: Int64s, whole: int) -> Int64s:
     """Places of at most MAX_STEPS global batches, spread; short ones only where all are."""
     places = np.flatnonzero(2 * steps >= whole)
     picked = np.linspace(0, places.size - 1, num=min(MAX_STEPS, places.size))
@@ -77,10 +78,12 @@ def _for_ranks(steps: list[Floats], ranks: int, *, is_recipes: bool) -> Imbalanc
     )
 
 
-def _max_over_mean(costs: Floats, dealt: np.ndarray) -> tuple[float, float]:
-    """(total, last phase) of one step; 1 where a phase costs nothing."""
+def _max_over_mean(costs: Floats, dealt: Int64s) -> tuple[float, float]:
+    """(all phases, vision) of one step; 1 where there is no such cost."""
     loads = costs[dealt].sum(axis=1)
-    total, vision = loads.sum(axis=1), loads[:, -1]
-    return tuple(  # type: ignore[return-value]
-        float(load.max() / load.mean()) if load.any() else 1.0 for load in (total, vision)
-    )
+    vision = loads[:, 1:].sum(axis=1)
+    return _ratio(loads.sum(axis=1)), _ratio(vision)
+
+
+def _ratio(loads: Floats) -> float:
+    return float(loads.max() / loads.mean()) if loads.any() else 1.0

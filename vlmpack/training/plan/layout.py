@@ -23,11 +23,13 @@ class Layout:
     """The global batches of one epoch.
 
     Args:
-        tokens, patches: (n,) of the samples in the order of their bins; no token: a known hole.
+        numbers, tokens, patches: (n,) of the samples in the order of their bins; no token: a known
+            hole.
         bins: (b,) samples in each bin, none of them 0.
         steps: (s,) bins of each global batch.
     """
 
+    numbers: Int64s
     tokens: Int64s
     patches: Int64s
     bins: Int64s
@@ -81,11 +83,12 @@ def layout_of(windows: Iterable[Sequence[tuple[Bin, ...]]], sizes: Sizes) -> Lay
         bins.append(np.fromiter(map(len, flat), np.int64, len(flat)))
         count = int(bins[-1].sum())
         samples.append(np.fromiter((n for one in flat for n in one), np.int64, count))
-    empty = np.empty(0, np.int64)
-    tokens, patches = sizes(np.concatenate([empty, *samples]))
-    return Layout(
-        tokens, patches, np.concatenate([empty, *bins]), np.concatenate([empty, *steps])
-    )
+    numbers = _joined(samples)
+    return Layout(numbers, *sizes(numbers), _joined(bins), _joined(steps))
+
+
+def _joined(pieces: Sequence[Int64s]) -> Int64s:
+    return np.concatenate([np.empty(0, np.int64), *pieces])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from vlmpack.alignment import round_up
 from vlmpack.data.config import DataConfig
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.plan.batches import Plan, PlanSource, Position
@@ -68,7 +65,7 @@ def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
     dry_tokens, dry_patches = _dry_run(inputs)
     budget = _settled_budget(inputs, dry_tokens, dry_patches)
     wanted = multiples(recipe.parallelism)
-    width = round_up(budget.max_tokens, wanted.row) if recipe.packing.pad_to_max_length else 0
+    width = budget.max_tokens if recipe.packing.pad_to_max_length else 0
     planner = ModePlanner(
         config=config,
         fitted=fitted,
@@ -81,9 +78,7 @@ def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
     by_name = {mode.name: mode for mode in planned}
     own = next(mode for mode in planned if mode.is_recipes)
     rows = own if own.budget is not None else by_name[STREAM]
-    modes = tuple(
-        mode_figures(mode, copies, config.row_cost, by_name["none"]) for mode in planned
-    )
+    modes = tuple(mode_figures(mode, copies, config.row_cost, by_name["none"]) for mode in planned)
     figures = {mode.name: mode for mode in modes}
     sequences = sequence_figures(rows, dry_tokens, dry_patches)
     drawn = [source.num_draws for source in split.plan.sources]

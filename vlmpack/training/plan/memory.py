@@ -116,7 +116,9 @@ class _Estimate:
     def of(self, rank: _Rank) -> MemoryFigures:
         """The figures of one rank."""
         weights, gradients, optimizer = (
-            self._mcore_state(rank) if self.recipe.model.backend == "mcore" else self._hf_state(rank)
+            self._mcore_state(rank)
+            if self.recipe.model.backend == "mcore"
+            else self._hf_state(rank)
         )
         return MemoryFigures(
             parameters=self.sizes.parameters,
@@ -205,7 +207,9 @@ class _Estimate:
             over = ", over data and context ranks" if split.distributed_optimizer else ""
             state = f"{self.number} + 4 + {each} bytes a parameter (the last{over or ' whole'})"
         else:
-            over = f" over {self.world_size} ranks" if split.sharding == "fsdp" else " on every rank"
+            over = (
+                f" over {self.world_size} ranks" if split.sharding == "fsdp" else " on every rank"
+            )
             copy = " + copies in bfloat16" if self.dtype == "bfloat16" else ""
             state = f"4 + 4 + 8 bytes a parameter{over}{copy}"
         norm, number = self._norm_bytes(), self.number

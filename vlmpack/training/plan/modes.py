@@ -18,11 +18,11 @@ from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.plan.batches import Plan, Position
 from vlmpack.data.plan.packers import Bin, RowBudget, Scope
+from vlmpack.data.plan.shares import RowCost
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.prepare import make_plan
 from vlmpack.data.splits.split import Split
 from vlmpack.packing import plan_packs
-from vlmpack.data.plan.shares import RowCost
 from vlmpack.training.plan.figures import ModeFigures
 from vlmpack.training.plan.layout import Layout, Rows, RowShape, empty_bins, lay_out, layout_of
 from vlmpack.training.plan.progress import Progress, counted
@@ -106,8 +106,9 @@ class ModePlanner:
         return self._mode(name, self._layout(config, name), self.budget, 1, scope)
 
     def offline(self, samples: Layout) -> PlannedMode:
-        """Mode `offline` with the planner `bfd`, over the epoch's samples in any order."""
-        tokens, patches, budget = samples.tokens, samples.patches, self.budget
+        """Mode `offline` with the planner `bfd`: as `vlmpack.data.packs.choose` has it."""
+        budget, order = self.budget, np.argsort(samples.numbers, kind="stable")
+        tokens, patches = samples.tokens[order], samples.patches[order]
         packs = plan_packs(
             np.maximum(tokens, 1),
             budget.max_tokens,
@@ -122,7 +123,7 @@ class ModePlanner:
         steps = np.full(-(-len(packs) // whole), whole, np.int64)
         if len(packs) % whole:
             steps[-1] = len(packs) % whole
-        layout = Layout(tokens[order], patches[order], bins, steps)
+        layout = Layout(samples.numbers[order], tokens[order], patches[order], bins, steps)
         return self._mode(OFFLINE, layout, budget, 1, "stream")
 
     def _layout(self, config: DataConfig, name: str) -> Layout:

@@ -15,9 +15,7 @@ def silent(what: str, done: int, total: int | None) -> None:
     """Tells nobody."""
 
 
-def counted(
-    items: Iterable[T], what: str, total: int | None, progress: Progress
-) -> Iterator[T]:
+def counted(items: Iterable[T], what: str, total: int | None, progress: Progress) -> Iterator[T]:
     """The items, each reported when it is there."""
     progress(what, 0, total)
     for done, item in enumerate(items, start=1):

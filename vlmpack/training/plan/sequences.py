@@ -21,10 +21,10 @@ NAMED = (("p50", 50.0), ("p90", 90.0), ("p99", 99.0), ("p99.9", 99.9), ("max", 1
 
 BOUND_MULTIPLE = 8
 
+COST_SAMPLES = 16_384
 
-def sequence_figures(
-    mode: PlannedMode, tokens: Int64s, patches: Int64s
-) -> SequenceFigures:
+
+def sequence_figures(mode: PlannedMode, tokens: Int64s, patches: Int64s) -> SequenceFigures:
     """The samples in a row of a mode's epoch, and the choices of a bound.
 
     Args:
@@ -46,11 +46,11 @@ def sequence_figures(
 
 
 def bound_choices(budget: RowBudget, tokens: Int64s, patches: Int64s) -> tuple[BoundChoice, ...]:
-    """What each bound covers and costs, by a dry run with and without it.
+    """What each bound covers and costs, by dry runs with and without it.
 
     Args:
         budget: of a row; its own bound is marked.
-        tokens, patches: (n,) of the samples.
+        tokens, patches: (n,) of the samples; the cost is taken from the first COST_SAMPLES.
     """
     free = _row_sizes(tokens, patches, replace(budget, max_sequences=None))
     if not free.size:
@@ -62,18 +62,20 @@ def bound_choices(budget: RowBudget, tokens: Int64s, patches: Int64s) -> tuple[B
     own = budget.max_sequences
     if own is not None and own not in bounds:
         bounds[own] = "recipe"
+    some = (tokens[:COST_SAMPLES], patches[:COST_SAMPLES])
+    rows = _row_sizes(*some, replace(budget, max_sequences=None))
     choices = []
     for bound, basis in sorted(bounds.items()):
-        covered = float((free <= bound).mean())
-        rows = free.size
-        if covered < 1:
-            rows = _row_sizes(tokens, patches, replace(budget, max_sequences=bound)).size
+        extra = 0.0
+        if (rows > bound).any():
+            enforced = _row_sizes(*some, replace(budget, max_sequences=bound))
+            extra = enforced.size / rows.size - 1
         choices.append(
             BoundChoice(
                 basis=basis,
                 max_sequences=bound,
-                covered=covered,
-                extra_rows=rows / free.size - 1,
+                covered=float((free <= bound).mean()),
+                extra_rows=extra,
                 is_recipes=bound == own,
             )
         )

@@ -1,0 +1,166 @@
+"""`vlmpack plan` on a million samples: seconds and peak memory of a process of its own.
+
+The samples are a table of random lengths (the mix of ALGORITHMS: text, images, long and very long
+samples) in two sources; every figure of the page is computed from it, all packing modes included.
+Opening an index of real shards comes on top.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+ROOT = Path(__file__).resolve().parents[1]
+SAMPLES = 1_000_000
+CAPACITY = 8192
+MODES = ("in_batch", "online")
+MIX = ((0.35, 0.0), (0.40, 0.75), (0.18, 0.75), (0.07, 0.75))
+"""Share of the samples, and of vision in their tokens: text, middle, long, very long."""
+
+
+def bench_plan() -> dict[str, object]:
+    """A fresh process a mode."""
+    found: dict[str, object] = {"samples": SAMPLES}
+    for mode in MODES:
+        command = [sys.executable, str(Path(__file__).resolve()), "--mode", mode]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        found |= {f"{mode}: {k}": v for k, v in json.loads(done.stdout.splitlines()[-1]).items()}
+    return found
+
+
+def mixed_lengths(count: int, capacity: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """(n,) tokens and (n,) image tokens."""
+    rng = np.random.default_rng(seed)
+    kind = rng.choice(len(MIX), size=count, p=[share for share, _ in MIX])
+    drawn = np.stack(
+        [
+            rng.lognormal(np.log(250), 0.9, count),
+            rng.uniform(250, 1800, count),
+            rng.lognormal(np.log(3000), 0.5, count),
+            rng.uniform(3000, 9000, count),
+        ]
+    )
+    tokens = np.clip(drawn[kind, np.arange(count)], 16, capacity).astype(np.int64)
+    vision = np.asarray([share for _, share in MIX])[kind]
+    return tokens, (vision * tokens).astype(np.int64)
+
+
+def synthetic_inputs(count: int, mode: str, **settings: object):
+    """What `plan_figures` takes, over a table of that many samples.
+
+    Args:
+        mode: packing.mode.
+        settings: dotted keys of the recipe with `__` for dots.
+    """
+    from vlmpack.data.config import DataConfig, SourceConfig
+    from vlmpack.data.index.overlong import SampleLimits
+    from vlmpack.data.splits.indexed import IndexedSplit
+    from vlmpack.data.splits.prepare import make_plan
+    from vlmpack.recipe import load_recipe
+    from vlmpack.training.plan.make import PlanInputs, default_budget
+    from vlmpack.training.plan.parameters import read_sizes
+
+    online = mode == "online"
+    recipe = load_recipe(
+        ROOT / "recipes/digits-demo.yaml",
+        {
+            "model.path": str(ROOT / "assets/tiny-qwen2_5_vl"),
+            "packing.mode": mode,
+            "training.seq_length": CAPACITY,
+            "training.micro_batch_size": 1 if online else 4,
+            "training.global_batch_size": 64,
+            "training.max_steps": None,
+            "training.num_epochs": 1,
+            **{key.replace("__", "."): value for key, value in settings.items()},
+        },
+    )
+    training = recipe.training
+    config = DataConfig(
+        sources=(SourceConfig(name="a", paths=("a",)), SourceConfig(name="b", paths=("b",))),
+        seq_length=CAPACITY,
+        mode=mode,
+        budget=default_budget(recipe) if online else None,
+        scope=recipe.packing.scope,
+        micro_batch_size=training.micro_batch_size,
+        global_batch_size=training.global_batch_size,
+        over_long="drop",
+    )
+    fitted = fit(synthetic_table(count), SampleLimits(CAPACITY))
+    plan, _ = make_plan(config, fitted, "global")
+    split = IndexedSplit(config, fitted, {}, plan)
+    sizes = read_sizes(Path(recipe.model.path))
+    return PlanInputs(recipe=recipe, config=config, split=split, sizes=sizes, world_size=8)
+
+
+def synthetic_table(count: int):
+    """A table of two sources of one shard each; a thousandth of the samples is bad."""
+    from vlmpack.data.index.table import SampleTable
+    from vlmpack.data.stores.fetch import ShardStamp
+
+    tokens, images = mixed_lengths(count, CAPACITY)
+    tokens[::997] = CAPACITY + 1
+    bad = np.zeros(count, np.bool_)
+    bad[500::1000] = True
+    for column in (tokens, images):
+        column[bad] = 0
+    edges = np.asarray([0, count // 2, count])
+    zeros = np.zeros(count, np.int64)
+    return SampleTable(
+        shards=(ShardStamp("a.tar", 1, "1"), ShardStamp("b.tar", 1, "1")),
+        shard_starts=edges,
+        source_starts=edges,
+        offsets=zeros,
+        lengths=zeros,
+        crc32s=zeros,
+        num_tokens=tokens,
+        num_image_tokens=images,
+        num_label_tokens=(tokens - images) // 3,
+        num_patches=4 * images,
+        bad=bad,
+        keys=pa.chunked_array([[f"{number:08d}" for number in range(count)]]),
+        faults=dict.fromkeys(np.flatnonzero(bad).tolist(), ("decode", "cannot be decoded")),
+        shrunk={},
+    )
+
+
+def fit(table, limits):
+    """The over-long policy `drop`."""
+    from vlmpack.data.index.overlong import apply_over_long
+
+    return apply_over_long(table, policy="drop", limits=limits, encoder=None, read_text=None)
+
+
+def main() -> None:
+    """One mode, in this process: the time and memory of the figures, imports included."""
+    begin = time.perf_counter()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mode", choices=MODES, required=True)
+    parser.add_argument("--samples", type=int, default=SAMPLES)
+    arguments = parser.parse_args()
+    from vlmpack.training.plan.make import plan_figures
+
+    inputs = synthetic_inputs(arguments.samples, arguments.mode)
+    made = time.perf_counter()
+    plan = plan_figures(inputs)
+    done = time.perf_counter()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # kibibytes
+    figures = {
+        "seconds": done - made,
+        "seconds, imports and table included": done - begin,
+        "peak memory, MiB": peak / 1024,
+        "steps": plan.run_steps,
+        "samples in a row": plan.sequences.mean,
+    }
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""The cost model: its sums, and its coefficients against counted weights and published figures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from support.families import FAMILIES, tiny_family_folder
+
+from vlmpack.errors import ModelError
+from vlmpack.families import family_of
+from vlmpack.packing import CostModel
+
+MODEL = CostModel(
+    per_token=10.0,
+    per_squared_length=2.0,
+    per_label_token=3.0,
+    per_patch=5.0,
+    per_squared_patches=0.5,
+    image_patches=4,
+)
+
+
+def column(*values):
+    return np.array(values)
+
+
+def test_costs_of_language_and_vision():
+    tokens, squares, patches = column(6, 3), column(20, 9), column(8, 0)
+    costs = MODEL(tokens, squares, patches)
+    assert costs.dtype == np.float64
+    assert costs.tolist() == [[100.0, 40.0 + 16.0], [48.0, 0.0]]
+    exact = MODEL(tokens, squares, patches, patch_squares=column(40, 0), labels=column(2, 1))
+    assert exact.tolist() == [[106.0, 60.0], [51.0, 0.0]]
+
+
+def test_a_pack_costs_what_its_samples_do():
+    random = np.random.default_rng(0)
+    tokens, patches = random.integers(1, 5000, 40), random.integers(0, 4000, 40)
+    samples = MODEL(tokens, tokens**2, patches, patch_squares=patches**2)
+    whole = [np.array([total.sum()]) for total in (tokens, tokens**2, patches)]
+    pack = MODEL(*whole, patch_squares=np.array([(patches**2).sum()]))
+    assert samples.sum(axis=0) == pytest.approx(pack[0])
+    assert samples.sum() > 0
+
+
+def test_a_frozen_tower_only_runs_forward():
+    frozen = MODEL.with_frozen_vision()
+    ones = column(1)
+    assert frozen(ones, ones, ones)[0].tolist() == pytest.approx([12.0, (5 + 2) / 3])
+
+
+def counted(folder):
+    """FLOPs that torch counts in one forward pass: of the decoder for 64 tokens, of the head for
+    one, of the tower for one image of 8 x 16 patches and for two of 8 x 8."""
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    family = family_of(folder)
+    # torch counts no grouped matmuls.
+    model = family.auto_class().from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
+    model = model.float().eval()
+    language = model.get_submodule(family.modules.language)
+    width = language.config.hidden_size
+
+    def measure(run):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            run()
+        return counter.get_total_flops()
+
+    embeds = torch.randn(1, 64, width)
+    figures = {
+        "decoder": measure(lambda: language(inputs_embeds=embeds, use_cache=False)),
+        "head": measure(lambda: model.lm_head(embeds[0, :1])),
+    }
+    if family.modules.vision is not None:
+        tower = model.get_submodule(family.modules.vision)
+        vision = tower.config
+        pixels = torch.randn(128, 3 * vision.temporal_patch_size * vision.patch_size**2)
+        for name, grids in (("one image", [[1, 8, 16]]), ("two images", [[1, 8, 8]] * 2)):
+            grid = torch.tensor(grids)
+            figures[name] = measure(lambda grid=grid: tower(pixels, grid_thw=grid))
+    return figures
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("qwen2_5_vl", "qwen3_vl") else pytest.param(name, marks=pytest.mark.slow)
+        for name in FAMILIES
+    ],
+)
+def test_coefficients_are_what_torch_counts(name, tmp_path):
+    folder = tiny_family_folder(name, tmp_path)
+    model = family_of(folder).cost_model(json.loads((folder / "config.json").read_text()))
+    flops = counted(folder)
+    # torch counts every pair of positions; half of them are masked in causal attention.
+    assert flops["decoder"] == pytest.approx(
+        (model.per_token * 64 + 2 * model.per_squared_length * 64**2) / 3, rel=1e-9
+    )
+    assert flops["head"] == pytest.approx(model.per_label_token / 3, rel=1e-9)
+    assert ("one image" in flops) == (model.per_patch > 0)
+    if "one image" in flops:
+        ones = column(1)
+        for images, squares in (("one image", 128**2), ("two images", 2 * 64**2)):
+            vision = model(ones, ones, column(128), patch_squares=column(squares))[0, 1]
+            assert flops[images] == pytest.approx(vision / 3, rel=1e-9)
+        assert flops["one image"] > flops["two images"], "whole images attend"
+
+
+PUBLISHED_3B = {
+    "model_type": "qwen2_5_vl",
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "vision_config": {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 2048,
+        "patch_size": 14,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+}
+"""Qwen2.5-VL-3B as it is published: the decoder's sizes at the top."""
+
+
+def model_of(config, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return family_of(tmp_path).cost_model(config)
+
+
+def test_the_published_3b_model(tmp_path):
+    """18.5 GFLOPs for a text token, its head included, and 15.4 more for a vision token."""
+    model = model_of(PUBLISHED_3B, tmp_path)
+    assert (model.per_token + model.per_label_token) / 1e9 == pytest.approx(18.5, rel=0.01)
+    assert 4 * model.per_patch / 1e9 == pytest.approx(15.4, rel=0.01)
+    assert model.per_squared_length == 3 * 2 * 36 * 16 * 128
+    assert model.per_squared_patches == 3 * 4 * 1280 * 4
+
+
+def test_a_missing_size_is_named(tmp_path):
+    config = {key: value for key, value in PUBLISHED_3B.items() if key != "intermediate_size"}
+    with pytest.raises(ModelError, match="intermediate_size is None in the part of model_type"):
+        model_of(config, tmp_path)
+    with pytest.raises(ModelError, match="vision_config is None, expected an object"):
+        model_of({**PUBLISHED_3B, "vision_config": None}, tmp_path)
+
+
+def test_planning_needs_no_torch():
+    code = (
+        "import sys; from vlmpack.packing import CostModel, StreamPacker, balance, plan_packs;"
+        "plan_packs([3, 4], 8, second=[1, 0], second_budget=2); StreamPacker(8).push(3);"
+        "balance([1.0, 2.0], 2); print(sorted({'torch', 'transformers'} & set(sys.modules)));"
+        "from vlmpack.packing import PackedBatch; print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split("\n")[:2] == ["[]", "True"]
+
+
+def test_every_public_name_of_packing_resolves():
+    from vlmpack import packing
+
+    assert [name for name in packing.__all__ if not hasattr(packing, name)] == []
+    with pytest.raises(AttributeError, match="no attribute 'plan_pack'"):
+        _ = packing.plan_pack

@@ -1,0 +1,103 @@
+"""`vlmpack inspect`: one row of a recipe's plan, as training would get it, drawn and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from vlmpack.report.inspect.checks import Check
+    from vlmpack.report.inspect.row import Row
+
+PIPED_WIDTH = 120
+"""Columns of the output where no terminal says."""
+
+MAX_ROWS = 40
+"""Segments in the terminal's table; the files have all."""
+
+
+def inspect(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe or a run folder.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, e.g. packing.max_tokens=4096."),
+    ] = None,
+    bin_: Annotated[
+        int | None,
+        typer.Option(
+            "--bin", min=0, help="Bin of the first epoch, counted from 0; of --batch, if given."
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option("--batch", min=0, help="Global batch, counted from 0 since the run's start."),
+    ] = None,
+    key: Annotated[
+        str | None, typer.Option("--key", help="The bin of the first epoch with this sample.")
+    ] = None,
+    shard: Annotated[
+        str | None, typer.Option("--shard", help="With --key: a part of its shard's path.")
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "--cp", metavar="CP", min=1, help="Context-parallel ranks.", show_default="the recipe's"
+        ),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Where the files are written.")
+    ] = Path("inspect"),
+) -> None:
+    """Show one packed row before training: a picture, a page and checks; exit code 1 if any fails.
+
+    Needs no GPU and no weights: the model folder's configuration and tokenizer are enough.
+    """
+    from vlmpack.report.inspect.checks import check_row
+    from vlmpack.report.inspect.opening import Wanted, open_row
+    from vlmpack.report.inspect.write import write_row
+
+    wanted = Wanted(bin=bin_, batch=batch, key=key, shard=shard)
+    row, found, encoder = open_row(recipe, wanted, overrides=overrides or (), context=context)
+    checks = check_row(row)
+    _print_row(row, checks)
+    written = write_row(row, checks, encoder, folder=output, stem=found.stem, source=str(recipe))
+    typer.echo(f"picture  {written.picture}\npage     {written.page}")
+    if not all(check.holds for check in checks):
+        raise typer.Exit(1)
+
+
+def _print_row(row: Row, checks: Sequence[Check]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from vlmpack.report.inspect.table import COLUMNS, table_rows, totals
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PIPED_WIDTH
+    console.print(escape(row.shown.title), style="bold")
+    table = Table(box=None, pad_edge=False)
+    for name in COLUMNS:
+        is_word = name in ("key", "shard")
+        table.add_column(
+            name,
+            justify="left" if is_word else "right",
+            no_wrap=name != "key",
+            overflow="fold" if name == "key" else "ellipsis",
+        )
+    rows = table_rows(row)
+    for cells in rows[:MAX_ROWS]:
+        table.add_row(*map(escape, cells))
+    console.print(table)
+    if len(rows) > MAX_ROWS:
+        console.print(f"and {len(rows) - MAX_ROWS} more")
+    for hole in row.shown.holes:
+        console.print(escape(f"left out: {hole.key} ({hole.shard}): {hole.reason}"))
+    console.print("; ".join(f"{total.name} {total.value}" for total in totals(row)), markup=False)
+    for check in checks:
+        mark, style = ("\u2713", "green") if check.holds else ("\u2717", "bold red")
+        console.print(f"[{style}]{mark}[/] {escape(check.name)}: {escape(check.detail)}")

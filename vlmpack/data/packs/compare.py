@@ -1,0 +1,134 @@
+"""Whether packs fit a recipe: every difference, readable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vlmpack.data.config import DataConfig
+from vlmpack.data.packs.manifest import MANIFEST, Manifest
+from vlmpack.data.plan.state import Identity, IdentityValue
+from vlmpack.data.protocols import Encoder
+from vlmpack.errors import PacksError
+
+_PARTS = {
+    "rules": "how this version encodes",
+    "tokenizer": "the tokenizer in model.path",
+    "template": "the chat template in model.path",
+    "processor": "the image processor in model.path",
+}
+_INDEX = ("lengths", "data.over_long", "data.epoch_size")
+
+
+def index_identity(identity: Identity, key: str) -> dict[str, IdentityValue]:
+    """What of a split's identity says which samples there are.
+
+    Args:
+        key: the split's, such as "data.train".
+    """
+    return {
+        name: value
+        for name, value in identity.items()
+        if name in _INDEX or name == key or name.startswith(f"{key}.")
+    }
+
+
+def check_packs(manifest: Manifest, folder: Path, config: DataConfig, encoder: Encoder) -> None:
+    """Refuses packs that were made for another model folder, length or budget.
+
+    Raises:
+        PacksError: with every difference.
+    """
+    _refuse(
+        folder, [*encoder_differences(manifest, encoder), *budget_differences(manifest, config)]
+    )
+
+
+def check_index(manifest: Manifest, folder: Path, identity: Identity, key: str) -> None:
+    """Refuses packs whose samples are not those of the shards that there are.
+
+    Args:
+        identity: of the split, just indexed.
+        key: the split's.
+
+    Raises:
+        PacksError: with every difference.
+    """
+    now = index_identity(identity, key)
+    _refuse(folder, flat_differences(dict(manifest.data), now, was="in the packs"))
+
+
+def encoder_differences(manifest: Manifest, encoder: Encoder) -> list[str]:
+    """One line for each part of the processor that is another one."""
+    parts: Any = encoder
+    now = parts.fingerprint_parts
+    return [
+        f"{what}: {manifest.encoder.get(part)} in the packs, {now[part]} now"
+        for part, what in _PARTS.items()
+        if manifest.encoder.get(part) != now[part]
+    ]
+
+
+def budget_differences(manifest: Manifest, config: DataConfig) -> list[str]:
+    """One line for each length or bound that the recipe has otherwise."""
+    wanted, budget = config.packs, manifest.budget
+    assert wanted is not None
+    lines = []
+    pairs: list[tuple[str, object, object]] = [
+        ("training.seq_length", manifest.seq_length, config.seq_length),
+        ("packing.max_tokens", budget.max_tokens, wanted.max_tokens),
+        ("packing.max_vision_patches", budget.max_patches, wanted.max_patches),
+    ]
+    if wanted.max_sequences is not None:
+        pairs.append(("packing.max_sequences", budget.max_sequences, wanted.max_sequences))
+    if wanted.alignment is not None:
+        pairs.append(("packing.alignment", budget.alignment, wanted.alignment))
+    if manifest.planner == "stream" and config.shuffle != "auto":
+        pairs.append(("data.shuffle", manifest.shuffle, config.shuffle))
+    lines += [
+        f"{name}: {shown(before)} in the packs, {shown(now)} in the recipe"
+        for name, before, now in pairs
+        if before != now
+    ]
+    if budget.alignment % wanted.sequence_multiple:
+        lines.append(
+            f"packing.alignment: {budget.alignment} in the packs, but parallelism.context needs a "
+            f"multiple of {wanted.sequence_multiple}"
+        )
+    return lines
+
+
+def flat_differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], *, was: str = "begun with"
+) -> list[str]:
+    """One readable line for each value of nested mappings that differs."""
+    lines = []
+    for name in sorted(before.keys() | now.keys()):
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            lines += [f"{name}.{line}" for line in flat_differences(old, new, was=was)]
+        elif old != new and was == "begun with":
+            lines.append(f"{name}: {was} {shown(old)}, now {shown(new)}")
+        elif old != new:
+            lines.append(f"{name}: {shown(old)} {was}, {shown(new)} now")
+    return lines
+
+
+def shown(value: object) -> str:
+    """A value in a message."""
+    return "absent" if value is None else str(value)
+
+
+def _refuse(folder: Path, lines: list[str]) -> None:
+    if lines:
+        raise PacksError(
+            "\n".join(
+                [
+                    f"packing.path: the packs in {folder} were made from something else "
+                    f"({MANIFEST}):",
+                    *(f"  {line}" for line in lines),
+                    "Restore these, or pack again.",
+                ]
+            )
+        )

@@ -1,0 +1,136 @@
+"""pack.json: what a folder of packs holds, and what it was made from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from vlmpack.data.plan.packers import RowBudget
+from vlmpack.data.plan.state import IdentityValue
+from vlmpack.errors import PacksError
+
+PACKS_VERSION = 1
+MANIFEST = "pack.json"
+UNFINISHED = "unfinished.json"
+
+Kind = Literal["plan", "tokens", "shards"]
+"""What is saved: which samples share a pack; their tokens too; their images too."""
+
+Planner = Literal["stream", "bfd"]
+MediaForm = Literal["original", "resized"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """pack.json.
+
+    Args:
+        kind, planner, media: see `vlmpack pack`; `media` says something for kind `shards` alone.
+        budget: what a pack holds at most.
+        seq_length: longest sample, in tokens.
+        seed, shuffle: of the order that planner `stream` packed.
+        global_batch_size: packs in a global batch of that order.
+        num_samples: draws in an epoch, holes included.
+        num_packs: in an epoch.
+        num_tokens: of the samples, without alignment.
+        num_holes: samples that could not be encoded when the packs were made.
+        num_kept_original: under `resized`, samples whose images are kept as they were, since a
+            saved copy would not give the same pixels.
+        encoder: part -> fingerprint of what makes tokens and pixels.
+        data: what the samples are: shard contents, lengths, the policy for over-long ones.
+        files: name -> blake2b of the folder's small files; bytes of the large ones.
+    """
+
+    kind: Kind
+    planner: Planner
+    media: MediaForm | None
+    budget: RowBudget
+    seq_length: int
+    seed: int
+    shuffle: str
+    global_batch_size: int
+    num_samples: int
+    num_packs: int
+    num_tokens: int
+    num_holes: int = 0
+    num_kept_original: int = 0
+    encoder: Mapping[str, str]
+    data: Mapping[str, IdentityValue]
+    plan: str
+    files: Mapping[str, str | int]
+
+    @property
+    def fill(self) -> float:
+        """Tokens of samples over slots of full packs."""
+        return self.num_tokens / max(1, self.num_packs * self.budget.max_tokens)
+
+    def to_json(self) -> str:
+        """The file's text."""
+        value = {
+            "version": PACKS_VERSION,
+            **asdict(self),
+            "fill": round(self.fill, 6),
+            "fingerprints": {
+                "index": digest(json.dumps(dict(self.data), sort_keys=True).encode()),
+                **{part: self.encoder[part] for part in ("tokenizer", "template", "processor")},
+                "plan": self.plan,
+            },
+        }
+        return json.dumps(value, indent=2, sort_keys=True) + "\n"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a finished folder.
+
+    Raises:
+        PacksError: there is none, it is of another version, or it cannot be read.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        why = "no such folder" if not folder.is_dir() else f"it has no {MANIFEST}"
+        if (folder / UNFINISHED).is_file():
+            why = "packing was stopped before its end; run the same `vlmpack pack` again"
+        raise PacksError(f"packing.path: {folder} holds no finished packs: {why}")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        version = value.pop("version")
+        if version != PACKS_VERSION:
+            raise PacksError(
+                f"packing.path: {path} has version {version}; this vlmpack reads {PACKS_VERSION}. "
+                "Pack again"
+            )
+        return _from_json(value)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PacksError(f"packing.path: {path} cannot be read: {error!r}") from error
+
+
+def _from_json(value: dict[str, Any]) -> Manifest:
+    for derived in ("fill", "fingerprints"):
+        del value[derived]
+    return Manifest(**{**value, "budget": RowBudget(**value["budget"])})
+
+
+def digest(data: bytes) -> str:
+    """32 hex digits."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """Of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Writes a file so that a reader sees all of it or nothing."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

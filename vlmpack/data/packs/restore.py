@@ -1,0 +1,164 @@
+"""From a saved pack to the encoded samples that the collator takes.
+
+Tokens come from the pack. Pixels are made here, from the pack's own images (kind `shards`) or from
+those of the original shards (kind `tokens`): both are what the encoder itself makes of them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from vlmpack.data.index.table import SampleRef
+from vlmpack.data.loading.loader import BinDataset, BinRequest
+from vlmpack.data.loading.read import ErrorPolicy, SampleReader
+from vlmpack.data.packs.spans import SavedSample, read_pack
+from vlmpack.data.protocols import Collator, Encoder, ImageSize
+from vlmpack.data.stores.fetch import LocalFetcher
+from vlmpack.errors import DataError
+from vlmpack.packing.batch import EncodedSample, Media
+
+
+class PixelEncoder(Protocol):
+    """What is asked of an encoder here."""
+
+    def pixels(
+        self, files: Sequence[bytes], sizes: Sequence[ImageSize] | None = None
+    ) -> Media | None:
+        """The images of a sample as `encode` makes them; None for none."""
+
+
+class SavedBins(BinDataset):
+    """Request -> MicroBatch, from saved packs. Samples without a place in one are read anew.
+
+    Args: those of BinDataset; the encoder is a PixelEncoder too.
+    """
+
+    def __init__(
+        self, reader: SampleReader, encoder: Encoder, collator: Collator, policy: ErrorPolicy
+    ) -> None:
+        super().__init__(reader, encoder, collator, policy)
+        self.packs = LocalFetcher()
+
+    def read(self, request: BinRequest) -> Sequence[Any]:
+        """See BinDataset: a SavedSample with its images, or a DataError."""
+        found: dict[int, Any] = {}
+        packs: dict[tuple[str, int], list[SavedSample | None] | DataError] = {}
+        for place, ref in enumerate(request.samples):
+            if ref.pack is None:
+                continue
+            name = (ref.pack.stamp.path, ref.pack.offset)
+            if name not in packs:
+                packs[name] = _load(self.packs, ref)
+            found[place] = _sample(packs[name], ref)
+        anew = [
+            place
+            for place, ref in enumerate(request.samples)
+            if place not in found or _wants_images(found[place])
+        ]
+        if anew:
+            cooked = self.reader.read_all([request.samples[place] for place in anew])
+            for place, sample in zip(anew, cooked, strict=True):
+                saved = found.get(place)
+                if saved is None or isinstance(sample, DataError):
+                    found[place] = sample
+                else:
+                    found[place] = _with_images(saved, sample.images)
+        return [found[place] for place in range(len(request.samples))]
+
+    def encode(self, ref: SampleRef, reading: Any) -> EncodedSample:
+        """See BinDataset."""
+        if not isinstance(reading, SavedSample):
+            return super().encode(ref, reading)
+        encoder: Any = self.encoder
+        media = _pixels(encoder, reading, ref.sizes)
+        expected = 0 if media is None else sum(media.num_tokens)
+        if expected != reading.media_positions.shape[0]:
+            raise DataError(
+                f"its images make {expected} image tokens, the pack has "
+                f"{reading.media_positions.shape[0]}; the image processor changed, or the images",
+                error_class="integrity",
+            )
+        return EncodedSample(
+            key=ref.key,
+            input_ids=reading.input_ids,
+            labels=reading.labels,
+            position_ids=reading.position_ids,
+            media=media,
+            media_positions=reading.media_positions,
+        )
+
+
+def _pixels(
+    encoder: PixelEncoder, saved: SavedSample, sizes: Sequence[ImageSize] | None
+) -> Media | None:
+    if not saved.num_images:
+        return None
+    return encoder.pixels(saved.images, None if saved.resized else sizes)
+
+
+def _load(fetcher: LocalFetcher, ref: SampleRef) -> list[SavedSample | None] | DataError:
+    """A pack's samples, or why it cannot be used."""
+    pack = ref.pack
+    assert pack is not None
+    try:
+        span = fetcher.read(pack.stamp, pack.offset, pack.length)
+        crc32 = zlib.crc32(span)
+        if crc32 != pack.crc32:
+            raise DataError(
+                f"the pack at byte {pack.offset} of {pack.stamp.path} is damaged: its checksum is "
+                f"{crc32:08x}, {pack.crc32:08x} was written",
+                error_class="integrity",
+            )
+        return read_pack(span, shard=pack.stamp.path, offset=pack.offset)
+    except DataError as error:
+        return error
+
+
+def _sample(pack: list[SavedSample | None] | DataError, ref: SampleRef) -> SavedSample | DataError:
+    try:
+        SampleReader.raise_known(ref)
+    except DataError as error:
+        return error
+    assert ref.pack is not None
+    if isinstance(pack, DataError):
+        return DataError(
+            pack.reason,
+            error_class=pack.error_class,
+            key=ref.key,
+            shard=ref.shard,
+            offset=ref.offset,
+        )
+    saved = pack[ref.pack.place] if ref.pack.place < len(pack) else None
+    if saved is None:
+        return DataError(
+            f"{ref.pack.stamp.path} has no tokens of it at byte {ref.pack.offset}",
+            error_class="integrity",
+            key=ref.key,
+            shard=ref.shard,
+            offset=ref.offset,
+        )
+    return saved
+
+
+def _wants_images(item: SavedSample | DataError) -> bool:
+    return isinstance(item, SavedSample) and item.num_images > len(item.images)
+
+
+def _with_images(saved: SavedSample, images: tuple[bytes, ...]) -> SavedSample | DataError:
+    if len(images) != saved.num_images:
+        return DataError(
+            f"the pack was made from {saved.num_images} images, the shard has {len(images)}",
+            error_class="integrity",
+        )
+    return SavedSample(
+        saved.key,
+        saved.input_ids,
+        saved.labels,
+        saved.position_ids,
+        saved.media_positions,
+        saved.num_images,
+        images,
+        saved.resized,
+    )

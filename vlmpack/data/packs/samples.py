@@ -1,0 +1,105 @@
+"""The samples of a split, saved with packs that need the original shards no more."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vlmpack.data.index.overlong import Dropped, Fitted
+from vlmpack.data.index.table import SampleTable
+from vlmpack.data.stores.fetch import ShardStamp
+from vlmpack.errors import PacksError
+
+SAMPLES = "samples.parquet"
+_NUMBERS = (
+    "offsets",
+    "lengths",
+    "crc32s",
+    "num_tokens",
+    "num_image_tokens",
+    "num_label_tokens",
+    "num_patches",
+)
+_FACTS = b"vlmpack.split"
+
+
+def save_samples(fitted: Fitted) -> bytes:
+    """The file's content: a row a sample, in index order."""
+    table, count = fitted.table, fitted.table.num_samples
+    dropped = {item.number: item.reason for item in fitted.dropped}
+    faults = [table.faults.get(number, (None, None)) for number in range(count)]
+    columns: dict[str, Any] = {
+        "key": pa.array(table.keys.to_pylist(), pa.string()),
+        **{name: getattr(table, name) for name in _NUMBERS},
+        "eligible": fitted.eligible,
+        "error_class": pa.array([name for name, _ in faults], pa.string()),
+        "reason": pa.array([reason for _, reason in faults], pa.string()),
+        "dropped": pa.array([dropped.get(number) for number in range(count)], pa.string()),
+        "sizes": pa.array(
+            [_listed(table.shrunk.get(number)) for number in range(count)],
+            pa.list_(pa.list_(pa.int32())),
+        ),
+    }
+    facts = {
+        "shards": [[stamp.path, stamp.size, stamp.version, stamp.pin] for stamp in table.shards],
+        "shard_starts": table.shard_starts.tolist(),
+        "source_starts": table.source_starts.tolist(),
+    }
+    found = pa.table(columns).replace_schema_metadata({_FACTS: json.dumps(facts).encode()})
+    sink = io.BytesIO()
+    pq.write_table(found, sink, compression="zstd")
+    return sink.getvalue()
+
+
+def load_samples(path: Path) -> Fitted:
+    """What `save_samples` wrote.
+
+    Raises:
+        PacksError: not such a file.
+    """
+    try:
+        found = pq.read_table(path)
+        return _fitted(found, json.loads(found.schema.metadata[_FACTS]))
+    except (OSError, pa.ArrowException, KeyError, ValueError, TypeError) as error:
+        raise PacksError(f"packing.path: {path} cannot be read: {error!r}") from error
+
+
+def _fitted(found: Any, facts: dict[str, Any]) -> Fitted:
+    classes, reasons = found.column("error_class").to_pylist(), found.column("reason").to_pylist()
+    faults = {
+        number: (name, reason)
+        for number, (name, reason) in enumerate(zip(classes, reasons, strict=True))
+        if name is not None
+    }
+    bad = np.zeros(found.num_rows, dtype=np.bool_)
+    bad[list(faults)] = True
+    sizes = enumerate(found.column("sizes").to_pylist())
+    table = SampleTable(
+        shards=tuple(ShardStamp(*shard) for shard in facts["shards"]),
+        shard_starts=np.asarray(facts["shard_starts"], dtype=np.int64),
+        source_starts=np.asarray(facts["source_starts"], dtype=np.int64),
+        **{
+            name: np.ascontiguousarray(found.column(name).to_numpy(), dtype=np.int64)
+            for name in _NUMBERS
+        },
+        bad=bad,
+        keys=found.column("key"),
+        faults=faults,
+        shrunk={n: tuple((w, h) for w, h in each) for n, each in sizes if each is not None},
+    )
+    dropped = enumerate(found.column("dropped").to_pylist())
+    return Fitted(
+        table,
+        np.asarray(found.column("eligible").to_numpy(zero_copy_only=False), dtype=np.bool_),
+        tuple(Dropped(number, reason) for number, reason in dropped if reason is not None),
+    )
+
+
+def _listed(sizes: tuple[tuple[int, int], ...] | None) -> list[list[int]] | None:
+    return None if sizes is None else [list(size) for size in sizes]

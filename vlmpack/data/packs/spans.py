@@ -1,0 +1,188 @@
+"""One pack as it lies in a tar of the folder: its tokens as safetensors, its images as files.
+
+    000000012.safetensors     of n samples, T tokens, A position axes, M image tokens, int32:
+        input_ids (T), labels (T), position_ids (A, T), lengths (n), media_positions (M; counted
+        from each sample's start), num_media_tokens (n), num_images (n), resized (n)
+    000000012.0000.png        the images in sample order, in kind `shards`
+
+A sample that could not be encoded has length 0. The tar is one that any reader of WebDataset reads:
+a pack is a sample of it. Its bytes depend on the samples alone, so any process writes the same.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from vlmpack.data.shards.tar import read_span
+from vlmpack.data.shards.tar_header import BLOCK_BYTES, padded_size
+from vlmpack.errors import DataError
+from vlmpack.packing.batch import EncodedSample
+
+ARCHIVE_END = bytes(2 * BLOCK_BYTES)
+_TOKENS = "safetensors"
+_COLUMNS = ("input_ids", "labels", "position_ids", "lengths", "media_positions")
+_COUNTS = ("num_media_tokens", "num_images", "resized")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSample:
+    """A sample as a pack keeps it.
+
+    Args:
+        key: of the sample.
+        input_ids, labels: (s,) int64.
+        position_ids: (A, s) int64.
+        media_positions: (m,) int64, of its image tokens.
+        num_images: that it has.
+        images: their files, where the pack holds them.
+        resized: whether these are of the final size already.
+    """
+
+    key: str
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    media_positions: Tensor
+    num_images: int
+    images: tuple[bytes, ...] = ()
+    resized: bool = False
+
+    @classmethod
+    def of(
+        cls, encoded: EncodedSample, images: tuple[bytes, ...] = (), *, resized: bool = False
+    ) -> SavedSample:
+        """From an encoded sample; its pixels are left out."""
+        return cls(
+            encoded.key,
+            encoded.input_ids,
+            encoded.labels,
+            encoded.position_ids,
+            encoded.media_positions,
+            0 if encoded.media is None else encoded.media.num_images,
+            images,
+            resized,
+        )
+
+
+def write_span(pack: int, samples: Sequence[SavedSample | None], num_axes: int) -> bytes:
+    """The members of a pack, headers and padding included.
+
+    Args:
+        pack: its number.
+        samples: in row order; None for one that could not be encoded.
+        num_axes: A.
+    """
+    there = [sample for sample in samples if sample is not None]
+    none = torch.zeros(0, dtype=torch.int64)
+
+    def joined(pieces: list[Tensor], empty: Tensor) -> Tensor:
+        return (torch.cat(pieces, dim=-1) if pieces else empty).to(torch.int32).contiguous()
+
+    def counts(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    tensors = {
+        "input_ids": joined([s.input_ids for s in there], none),
+        "labels": joined([s.labels for s in there], none),
+        "position_ids": joined([s.position_ids for s in there], none.expand(num_axes, 0)),
+        "media_positions": joined([s.media_positions for s in there], none),
+        "lengths": counts([0 if s is None else len(s.input_ids) for s in samples]),
+        "num_media_tokens": counts([0 if s is None else len(s.media_positions) for s in samples]),
+        "num_images": counts([0 if s is None else s.num_images for s in samples]),
+        "resized": counts([0 if s is None else int(s.resized) for s in samples]),
+    }
+    keys = json.dumps([None if s is None else s.key for s in samples])
+    members = [_member(f"{pack:09d}.{_TOKENS}", save(tensors, {"keys": keys}))]
+    images = [image for sample in there for image in sample.images]
+    members += [
+        _member(f"{pack:09d}.{place:04d}.{_ending(image)}", image)
+        for place, image in enumerate(images)
+    ]
+    return b"".join(members)
+
+
+def read_pack(span: bytes, *, shard: str, offset: int) -> list[SavedSample | None]:
+    """The samples of a pack, with its images where it holds any.
+
+    Args:
+        span: its members, verified.
+        shard, offset: where it lies, for messages.
+
+    Raises:
+        DataError: class `integrity`: not such a span.
+    """
+    found = read_span(
+        io.BytesIO(span), len(span), shard=shard, base=offset, max_member_bytes=len(span)
+    )
+    members = list(found)
+
+    def damaged(why: str) -> DataError:
+        return DataError(
+            f"the pack at byte {offset} of {shard} {why}; it was not written by this version of "
+            "`vlmpack pack`",
+            error_class="integrity",
+        )
+
+    if not members or members[0].field != _TOKENS or members[0].data is None:
+        raise damaged("does not begin with its tokens")
+    try:
+        tensors = load(members[0].data)
+    except SafetensorError as error:
+        raise damaged(f"has tokens that cannot be read ({error})") from error
+    if missing := [name for name in (*_COLUMNS, *_COUNTS) if name not in tensors]:
+        raise damaged(f"has no {missing[0]}")
+    images = [member.data or b"" for member in members[1:]]
+    if len(images) not in (0, int(tensors["num_images"].sum())):
+        raise damaged(f"has {len(images)} images for {int(tensors['num_images'].sum())}")
+    return _split(tensors, images, key=members[0].key)
+
+
+def _split(tensors: dict[str, Tensor], images: list[bytes], key: str) -> list[SavedSample | None]:
+    lengths, media = tensors["lengths"].tolist(), tensors["num_media_tokens"].tolist()
+    resized = tensors["resized"].tolist()
+    ids, labels = (tensors[name].long().split(lengths) for name in ("input_ids", "labels"))
+    positions = tensors["position_ids"].long().split(lengths, dim=1)
+    media_positions = tensors["media_positions"].long().split(media)
+    samples: list[SavedSample | None] = []
+    first = 0
+    for place, count in enumerate(tensors["num_images"].tolist()):
+        mine = tuple(images[first : first + count])
+        first += count
+        if not lengths[place]:
+            samples.append(None)
+            continue
+        samples.append(
+            SavedSample(
+                f"{key}/{place}",
+                ids[place],
+                labels[place],
+                positions[place],
+                media_positions[place],
+                count,
+                mine,
+                bool(resized[place]),
+            )
+        )
+    return samples
+
+
+def _member(name: str, data: bytes) -> bytes:
+    entry = tarfile.TarInfo(name)
+    entry.size = len(data)
+    gap = padded_size(len(data)) - len(data)
+    return entry.tobuf(tarfile.USTAR_FORMAT) + data + bytes(gap)
+
+
+def _ending(image: bytes) -> str:
+    if image.startswith(b"\x89PNG"):
+        return "png"
+    return "webp" if image[8:12] == b"WEBP" else "jpg"

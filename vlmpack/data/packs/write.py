@@ -1,0 +1,290 @@
+"""`vlmpack pack`: a folder of packs. pack.json comes last, by one rename: until then nothing there
+looks whole, and the same command goes on where it was stopped."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vlmpack.data.config import DataConfig
+from vlmpack.data.index.overlong import Fitted
+from vlmpack.data.index.parts import Progress
+from vlmpack.data.index.shard_pool import each_shard
+from vlmpack.data.loading.loader import BinDataset
+from vlmpack.data.packs.arrays import ARRAYS, PackSpans, save_arrays
+from vlmpack.data.packs.choose import choose_packs
+from vlmpack.data.packs.compare import flat_differences, index_identity
+from vlmpack.data.packs.manifest import (
+    MANIFEST,
+    UNFINISHED,
+    Kind,
+    Manifest,
+    MediaForm,
+    Planner,
+    digest,
+    write_file,
+)
+from vlmpack.data.packs.parts import PartFacts, PartJob, WritePart, facts_path, read_facts, tar_name
+from vlmpack.data.packs.samples import SAMPLES, save_samples
+from vlmpack.data.plan.packers import BudgetPacker
+from vlmpack.data.plan.packs import PackArrays
+from vlmpack.data.splits.building import build_settings, make_builder
+from vlmpack.data.splits.prepare import PreparedSplit, prepare_split
+from vlmpack.data.splits.split import Split
+from vlmpack.data.splits.survey import survey_split
+from vlmpack.errors import PacksError
+
+HOLES = "holes.json"
+PRELOAD = ("vlmpack.data.packs.parts",)
+
+PART_BYTES = 256 << 20
+"""About what one tar holds."""
+PART_PACKS = 1024
+"""Packs in a tar at most."""
+TOKEN_BYTES = 24
+"""Of a saved token, three position axes included."""
+
+OnPacks = Callable[[int, int, int], None]
+"""(packs done now, packs in all, bytes they take)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackOrder:
+    """What to make.
+
+    Args:
+        kind, planner, media: see Manifest.
+        processes: that encode at once.
+        on_index: told about index parts.
+        on_packs: told about packs.
+    """
+
+    kind: Kind = "plan"
+    planner: Planner = "stream"
+    media: MediaForm = "original"
+    processes: int = 1
+    on_index: Progress | None = None
+    on_packs: OnPacks | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PackSource:
+    """What packs are made from: a split, opened in mode `online`.
+
+    Args:
+        config: of the split.
+        split: its plan.
+        dataset: reads and encodes its samples.
+    """
+
+    config: DataConfig
+    split: Split
+    dataset: BinDataset
+
+
+def make_packs(source: PackSource, folder: Path, order: PackOrder) -> Manifest:
+    """Packs a split into a folder.
+
+    Raises:
+        PacksError: the folder is not empty, is in use, or holds unfinished packs of other settings.
+        DataError: a sample that cannot be encoded and may not be left out.
+    """
+    with _claimed(folder):
+        source.split.index_all()
+        prepared = _prepared(source, order)
+        packer = source.split.plan.packer
+        assert isinstance(packer, BudgetPacker)
+        arrays = choose_packs(source.split, prepared.fitted, order.planner, packer.budget)
+        manifest = _manifest(source, order, prepared, arrays)
+        _begin(folder, manifest)
+        facts: list[PartFacts] = []
+        if order.kind != "plan":
+            facts = _write_parts(source, folder, order, _jobs(prepared.fitted, arrays))
+        return _finish(folder, manifest, prepared.fitted, arrays, facts)
+
+
+@contextmanager
+def _claimed(folder: Path) -> Iterator[None]:
+    """The folder, made, looked at, and locked while it is worked on."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise PacksError(f"-o {folder}: {error.strerror or error}") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise PacksError(f"-o {folder}: another process packs into it") from None
+        names = sorted(path.name for path in folder.iterdir())
+        if MANIFEST in names:
+            raise PacksError(
+                f"-o {folder}: holds finished packs ({MANIFEST}); choose another folder, or delete "
+                "this one"
+            )
+        if names and UNFINISHED not in names and not all(_is_scrap(name) for name in names):
+            shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+            raise PacksError(f"-o {folder}: is not empty ({shown}); choose a new folder")
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_scrap(name: str) -> bool:
+    """What a process that was killed leaves of a file it had begun."""
+    return name.startswith(".") and name.endswith(".tmp")
+
+
+def _prepared(source: PackSource, order: PackOrder) -> PreparedSplit:
+    """The split's samples in index order, whichever way it is planned."""
+    config = replace(source.config, shuffle="global")
+    encoder, fetcher = source.dataset.encoder, source.dataset.reader.fetcher
+    return prepare_split(
+        config,
+        survey_split(config, encoder, fetcher),
+        make_builder(config, encoder, fetcher),
+        build_settings(config, order.on_index),
+    )
+
+
+def _manifest(
+    source: PackSource, order: PackOrder, prepared: PreparedSplit, arrays: PackArrays
+) -> Manifest:
+    config, packer = source.config, source.split.plan.packer
+    encoder: Any = source.dataset.encoder
+    assert isinstance(packer, BudgetPacker)
+    return Manifest(
+        kind=order.kind,
+        planner=order.planner,
+        media=order.media if order.kind == "shards" else None,
+        budget=packer.budget,
+        seq_length=config.seq_length,
+        seed=config.seed,
+        shuffle=str(source.split.identity["data.shuffle"]),
+        global_batch_size=config.global_batch_size,
+        num_samples=int(arrays.numbers.shape[0]),
+        num_packs=arrays.num_packs,
+        num_tokens=int(prepared.fitted.table.num_tokens[arrays.numbers].sum()),
+        encoder=dict(encoder.fingerprint_parts),
+        data=index_identity(prepared.identity, config.key),
+        plan=arrays.fingerprint,
+        files={},
+    )
+
+
+def _begin(folder: Path, manifest: Manifest) -> None:
+    """Says what is being made, or finds that the same was begun before."""
+    path = folder / UNFINISHED
+    if path.is_file():
+        try:
+            begun = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise PacksError(f"-o {folder}: {path.name} cannot be read: {error}") from error
+        if lines := flat_differences(begun, json.loads(manifest.to_json())):
+            raise PacksError(
+                "\n".join(
+                    [
+                        f"-o {folder}: holds unfinished packs that were begun with other settings:",
+                        *(f"  {line}" for line in lines),
+                        "Choose another folder, or delete this one.",
+                    ]
+                )
+            )
+    else:
+        write_file(path, manifest.to_json().encode())
+    for scrap in folder.iterdir():
+        if _is_scrap(scrap.name):
+            scrap.unlink()
+
+
+def _jobs(fitted: Fitted, arrays: PackArrays) -> list[PartJob]:
+    """The packs in stretches of about PART_BYTES: by the index, so the same in any process."""
+    table, numbers = fitted.table, arrays.numbers
+    sizes = table.lengths[numbers] + TOKEN_BYTES * table.num_tokens[numbers]
+    before = np.concatenate(([0], np.cumsum(sizes)))
+    jobs: list[PartJob] = []
+    first = 0
+    while first < arrays.num_packs:
+        full = before[arrays.starts[first]] + PART_BYTES
+        reached = int(np.searchsorted(before[arrays.starts], full, side="right")) - 1
+        stop = min(max(first + 1, reached), first + PART_PACKS, arrays.num_packs)
+        packs = tuple(
+            tuple(table.ref(number) for number in arrays.members(pack))
+            for pack in range(first, stop)
+        )
+        jobs.append(PartJob(len(jobs), first, packs))
+        first = stop
+    return jobs
+
+
+def _write_parts(
+    source: PackSource, folder: Path, order: PackOrder, jobs: Sequence[PartJob]
+) -> list[PartFacts]:
+    encoder: Any = source.dataset.encoder
+    work = WritePart(
+        folder=folder,
+        dataset=source.dataset,
+        kind=order.kind,
+        media=order.media,
+        num_axes=encoder.num_position_axes,
+        maker=os.getpid(),
+    )
+    total = sum(len(job.packs) for job in jobs)
+    preload = (*PRELOAD, *source.config.loader.preload)
+    for facts in each_shard(work, jobs, processes=order.processes, preload=preload, in_order=False):
+        if order.on_packs is not None:
+            order.on_packs(facts.num_packs, total, facts.num_bytes)
+    found = [read_facts(folder, job.number) for job in jobs]
+    assert all(facts is not None for facts in found)
+    return [facts for facts in found if facts is not None]
+
+
+def _finish(
+    folder: Path,
+    manifest: Manifest,
+    fitted: Fitted,
+    arrays: PackArrays,
+    facts: Sequence[PartFacts],
+) -> Manifest:
+    """The small files, then pack.json; what was needed to go on is removed behind it."""
+    spans = None
+    files: dict[str, str | int] = {tar_name(part.number): part.num_bytes for part in facts}
+    small: dict[str, bytes] = {}
+    holes = {number: hole for part in facts for number, hole in part.holes.items()}
+    if manifest.kind != "plan":
+        spans = PackSpans(
+            files=np.repeat([part.number for part in facts], [part.num_packs for part in facts]),
+            offsets=_joined([part.offsets for part in facts]),
+            lengths=_joined([part.lengths for part in facts]),
+            crc32s=_joined([part.crc32s for part in facts]),
+        )
+        small[HOLES] = json.dumps(holes, sort_keys=True).encode()
+    if manifest.kind == "shards":
+        small[SAMPLES] = save_samples(fitted)
+    small[ARRAYS] = save_arrays(arrays, spans)
+    for name, data in small.items():
+        write_file(folder / name, data)
+        files[name] = digest(data)
+    whole = replace(
+        manifest,
+        files=files,
+        num_holes=len(holes),
+        num_kept_original=sum(part.num_kept_original for part in facts),
+    )
+    write_file(folder / MANIFEST, whole.to_json().encode())
+    for part in facts:
+        facts_path(folder, part.number).unlink()
+    (folder / UNFINISHED).unlink()
+    return whole
+
+
+def _joined(columns: Sequence[Sequence[int]]) -> Any:
+    return np.asarray([value for column in columns for value in column], dtype=np.int64)

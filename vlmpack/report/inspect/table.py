@@ -1,0 +1,90 @@
+"""A row's figures as text: one line a segment, and the totals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from vlmpack.report.inspect.row import Row, Segment
+
+COLUMNS = ("", "key", "shard", "tokens", "image", "loss", "logical", "physical", "positions")
+"""Of the segments; numbers but for key and shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """One figure of the whole row."""
+
+    name: str
+    value: str
+
+
+def table_rows(row: Row) -> list[tuple[str, ...]]:
+    """One line a segment, as COLUMNS; ranges are first and last slot."""
+    return [_cells(row, segment) for segment in row.segments]
+
+
+def _cells(row: Row, segment: Segment) -> tuple[str, ...]:
+    sample = segment.sample
+    begin, end = segment.logical
+    return (
+        str(segment.number),
+        segment.name,
+        PurePosixPath(sample.shard).name if sample is not None else "",
+        f"{segment.length:,}",
+        f"{num_image_tokens(segment):,}",
+        f"{sample.num_labels:,}" if sample is not None else "0",
+        f"{begin:,}-{end - 1:,}" if end > begin else "none",
+        f"{segment.start:,}-{segment.end - 1:,}" if segment.slots else "none",
+        ", ".join(dict.fromkeys(f"{low}-{high:,}" for low, high in row.position_range(segment))),
+    )
+
+
+def num_image_tokens(segment: Segment) -> int:
+    """Placeholder tokens of a segment."""
+    runs = segment.sample.runs if segment.sample is not None else ()
+    return sum(run.num_tokens for run in runs if run.kind == "image")
+
+
+def totals(row: Row) -> list[Total]:
+    """The row's figures."""
+    batch, segments = row.batch, row.segments
+    gaps = sum(s.slots - s.length for s in segments if s.sample is not None)
+    tail = sum(s.slots for s in segments if s.sample is None)
+    media = batch.media
+    found = [
+        Total("samples", f"{len(row.shown.samples):,}"),
+        Total("tokens", f"{batch.num_tokens:,} in {batch.num_slots:,} slots"),
+        Total("fill", _fill(row)),
+        Total("padding", f"{gaps + tail:,} slots ({_parts(row, gaps, tail)})"),
+        Total("loss tokens", f"{batch.num_label_tokens:,}"),
+    ]
+    if media is not None:
+        patches = sum(t * h * w for t, h, w in media.grid_thw)
+        tokens = sum(media.num_tokens)
+        found.append(
+            Total("images", f"{media.num_images:,}: {tokens:,} tokens, {patches:,} patches")
+        )
+    squares = sum(length * length for length in batch.lengths)
+    found.append(Total("attention cost", f"{squares:,} (sum of squared lengths)"))
+    if row.rules.context > 1:
+        each = batch.num_slots // row.rules.context
+        found.append(Total("CP", f"{row.rules.context} ranks, {each:,} slots each"))
+    if row.shown.holes:
+        found.append(Total("left out", f"{len(row.shown.holes)} bad samples"))
+    return found
+
+
+def _fill(row: Row) -> str:
+    batch = row.batch
+    fill = f"{batch.num_tokens / max(1, batch.num_slots):.1%}"
+    budget = row.rules.budget
+    if budget is None:
+        return fill
+    return f"{fill}; {batch.num_tokens / budget.max_tokens:.1%} of the budget {budget.max_tokens:,}"
+
+
+def _parts(row: Row, gaps: int, tail: int) -> str:
+    if row.is_padded:
+        return f"rows of {row.num_slots // row.num_rows:,}"
+    return f"{gaps:,} in alignment gaps, {tail:,} in the tail"
