@@ -55,6 +55,11 @@ def is_reference(text: str) -> bool:
     return _REFERENCE.fullmatch(text) is not None
 
 
+def unset_references(text: str) -> list[str]:
+    """The variables that a text refers to and that are not set here."""
+    return [name for name in _REFERENCE.findall(text) if name not in os.environ]
+
+
 def without_references(text: str) -> str:
     """The text without its `${env:NAME}`."""
     return _REFERENCE.sub("", text)
@@ -66,6 +71,11 @@ def secret_in(address: str) -> str | None:
     if match is None:
         return None
     if without_references(match["authority"].rpartition("@")[0]).strip(":"):
+        if scheme_of(address) in OBJECT_SCHEMES:
+            return (
+                "holds a user name or password; write the address without them, and name the "
+                "environment variables that hold them in data.storage.credentials"
+            )
         return (
             "holds a user name or password; put each into an environment variable and write "
             "'${env:NAME}' in its place"

@@ -319,8 +319,34 @@ def test_a_full_disk_costs_the_cache_only(
     cached.read(stamp, 0, 10)
     (tmp_path / "cache" / "incoming").rmdir()
     (tmp_path / "cache" / "incoming").write_text("a file where the folder was")
-    assert cached.read(stamp, 3 * BLOCK, 10) == store.read(stamp, 3 * BLOCK, 10)
-    assert "cannot keep a block" in caplog.text
+    for block in (3, 4, 5):
+        assert cached.read(stamp, block * BLOCK, 10) == store.read(stamp, block * BLOCK, 10)
+    assert caplog.text.count("cannot keep a block") == 1, "said once, not for every block"
+
+
+@pytest.mark.parametrize(
+    ("given", "file_mode", "folder_mode"),
+    [(None, 0o600, 0o700), (0o755, 0o600, 0o700), (0o2770, 0o660, 0o770)],
+)
+def test_a_cache_is_its_users_own_or_its_groups(
+    store: FolderStore, tmp_path: Path, given: int | None, file_mode: int, folder_mode: int
+) -> None:
+    """Given: the mode of a folder that was there before."""
+    place, before = tmp_path / "cache", os.umask(0)
+    try:
+        if given is not None:
+            place.mkdir()
+            place.chmod(given)
+        cached = CachedFetcher(store, config(tmp_path))
+        cached.read(store.head(f"{BUCKET}/s.tar"), 0, 10)
+    finally:
+        os.umask(before)
+    if given is None:
+        assert place.stat().st_mode & 0o777 == 0o700
+    made = [path for path in place.rglob("*") if path.is_file()]
+    assert len(made) > 2 and {path.stat().st_mode & 0o777 for path in made} == {file_mode}
+    folders = {path.stat().st_mode & 0o777 for path in place.rglob("*") if path.is_dir()}
+    assert folders == {folder_mode}
 
 
 def test_a_folder_that_cannot_be_used_is_said_at_the_start(

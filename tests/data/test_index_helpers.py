@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from shard_fakes import config_for
+from shard_fakes import config_for, open_data, write_shards
 
 from vlmpack.data.cache.cached import CacheConfig, CachedFetcher
 from vlmpack.data.index.parts import BuildSettings
@@ -55,3 +55,21 @@ def test_closing_a_book_stops_what_is_fetched_ahead(tmp_path: Path) -> None:
     settings = BuildSettings(directory=tmp_path)
     ShardBook(config_for("s-*.tar", tmp_path), [], builder, settings).close()
     assert stopped == [True]
+
+
+@pytest.mark.parametrize(("cores", "order"), [(2, ["indexed", "server"]), (8, ["server"])])
+def test_with_few_cores_the_first_window_comes_before_the_server(
+    cores: int, order: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its imports would take the core that the first batch waits for."""
+    paths, index, seen = write_shards(tmp_path / "d", 12, per_shard=4), tmp_path / "i", []
+
+    def start_server(preload: tuple[str, ...]) -> None:
+        seen.extend(["indexed"] if list(index.glob("*.index.parquet")) else [])
+        seen.append("server")
+
+    monkeypatch.setattr("vlmpack.data.splits.streamed.start_server", start_server)
+    monkeypatch.setattr("vlmpack.data.splits.streamed.HELPER_MIN_BYTES", 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(cores)))
+    open_data(paths, index, shuffle="window").split.close()
+    assert seen[: len(order)] == order

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -105,3 +106,41 @@ def test_no_process_and_no_thread_stays(tmp_path: Path) -> None:
     assert time.monotonic() - begin < 5
     assert not multiprocessing.active_children()
     assert not [t for t in threading.enumerate() if t.name == "vlmpack-workers"]
+
+
+FAILING = """
+import sys
+from pathlib import Path
+from shard_fakes import open_data
+from vlmpack.data.loading.loader import LoaderSettings
+
+def main():
+    loader = LoaderSettings(num_workers=1, timeout_seconds=600)
+    folder = Path(sys.argv[1])
+    data = open_data(str(folder / "s-*.tar"), folder / "i", num_probed=0, loader=loader)
+    steps = data.batches(data.start(), rank=0, dp=1, max_steps=100)
+    next(steps)
+    raise RuntimeError("another process was lost")
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_ends_by_an_error_ends(tmp_path: Path) -> None:
+    """Its workers block SIGTERM, so Python's own way to end them at exit would wait for ever."""
+    write_shards(tmp_path, 37, per_shard=10)
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    search = os.pathsep.join([*map(str, Path(__file__).parents[:2]), *sys.path])
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": search},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "another process was lost" in done.stderr

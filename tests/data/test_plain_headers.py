@@ -77,6 +77,10 @@ def jpegs() -> Iterator[bytes]:
     yield head + b"junk" + rest
     yield head + b"\xff\xd0" + rest
     yield head + segment(0xDA, b"\1\1\0\0\x3f\0") + rest
+    frame, scan = plain.index(b"\xff\xc0"), plain.index(b"\xff\xda")
+    longer = segment(0xC0, plain[frame + 4 : frame + 19] + b"\1")
+    yield plain[:frame] + longer + plain[frame + 19 :]
+    yield from (plain[:end] for end in range(scan, scan + 16))
 
 
 def pngs() -> Iterator[bytes]:

@@ -232,6 +232,38 @@ def test_what_belongs_to_no_sample_does_not_split_one() -> None:
     assert parse_span(span, shard="s", offset=sample.offset, caps=CAPS).fields == ("json", "jpg")
 
 
+def test_a_verified_span_is_read_without_checksums(
+    shard: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with them, and with every other check."""
+    samples = scan(shard)
+    spans = [shard[sample.offset : sample.offset + sample.length] for sample in samples]
+    sums = [zlib.crc32(span) for span in spans]
+
+    def read(span: bytes, offset: int, verified: int) -> RawSample:
+        return parse_span(span, shard="s.tar", offset=offset, caps=CAPS, verified=verified)
+
+    with monkeypatch.context() as patched:
+        for name in ("crc32", "adler32"):
+            patched.delattr(f"zlib.{name}")
+        found = [
+            read(span, sample.offset, verified)
+            for span, sample, verified in zip(spans, samples, sums, strict=True)
+        ]
+    assert [sample.crc32 for sample in found] == sums == [sample.crc32 for sample in samples]
+    for one, other in zip(found, samples, strict=True):
+        assert one.key == other.key
+        assert [m._replace(crc32=0) for m in one.members] == [
+            m._replace(crc32=0) for m in other.members
+        ]
+    first, two = samples[0], spans[0] + spans[1]
+    with pytest.raises(DataError, match="2 samples instead of 1"):
+        read(two, first.offset, zlib.crc32(two))
+    cut = spans[0][:-512]
+    with pytest.raises(DataError, match="ends inside"):
+        read(cut, first.offset, zlib.crc32(cut))
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [

@@ -163,13 +163,12 @@ def test_planning_needs_no_torch():
     code = (
         "import sys; from vlmpack.packing import CostModel, StreamPacker, balance, plan_packs;"
         "plan_packs([3, 4], 8, second=[1, 0], second_budget=2); StreamPacker(8).push(3);"
-        "balance([1.0, 2.0], 2); print(sorted({'torch', 'transformers'} & set(sys.modules)));"
-        "from vlmpack.packing import PackedBatch; print('torch' in sys.modules)"
+        "balance([1.0, 2.0], 2); print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.split("\n")[:2] == ["[]", "True"]
+    assert done.stdout == "[]\n"
 
 
 def test_every_public_name_of_packing_resolves():

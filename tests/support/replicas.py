@@ -30,6 +30,7 @@ from vlmpack.families import Encoder
 from vlmpack.packing import EncodedSample, PackCollator
 from vlmpack.training.checkpoint import Saver, load_checkpoint, step_folder
 from vlmpack.training.step import Stepper
+from vlmpack.training.vlm_step import forward_step
 
 STEPS = 5
 STEPS_AFTER = 3
@@ -105,8 +106,12 @@ def round_trip(
 ) -> dict[str, Any]:
     """Save, load into a fresh stepper, save that; train on with both.
 
-    The first is saved in the background and published after a step, so it must hold a copy.
+    The first is saved in the background and published after a step, so it must hold a copy. It is
+    saved right after a pass without backward, as after a validation.
     """
+    stepper.engine.forward_backward(
+        forward_step, iter([COLLATE(samples)]), num_microbatches=1, forward_only=True
+    )
     ranks, roots = stepper.ranks, [folder / f"{sharding}{suffix}" for suffix in ("", "-again")]
     saver = Saver(roots[0], ranks, keep=1)
     saver.save_in_background(content_of(stepper.engine, STEPS), stepper.engine.owned_slices)

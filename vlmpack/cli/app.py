@@ -13,6 +13,8 @@ from vlmpack.cli.data import app as data_app
 from vlmpack.cli.generate import generate
 from vlmpack.cli.index import index
 from vlmpack.cli.inspect import inspect
+from vlmpack.cli.pack import pack
+from vlmpack.cli.plan import plan
 from vlmpack.cli.recipe import app as recipe_app
 from vlmpack.errors import VlmpackError
 
@@ -26,7 +28,9 @@ app.add_typer(recipe_app, name="recipe")
 app.add_typer(data_app, name="data")
 app.command()(generate)
 app.command()(index)
+app.command()(pack)
 app.command()(inspect)
+app.command()(plan)
 
 
 @app.command()

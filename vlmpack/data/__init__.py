@@ -7,11 +7,12 @@ splits      survey (which shards, which shuffle), split (the interface), prepare
             first), streamed on shard_book and helpers (ahead of use), summary, building
 config      what the data layer is told
 loading     read, loader, global_step: a planned bin -> a micro-batch; ledger (the holes)
-plan        batches (all known), windows on streams (known as the run goes on), packs (saved), blend;
-            state and segments (where a run stands)
+plan        batches (all known), windows on streams (known as the run goes on), packs (made before),
+            blend; state and segments (where a run stands)
 index       shard_index, lengths, parts (one file a shard), building, shard_pool; table (all rows at
             once), overlong
-shards      tar, tar_header, naming, raw, schemas, images, caps; energon (its index, compared)
+shards      tar, tar_header, naming, raw, schemas, images, image_headers, caps; energon (its index,
+            compared)
 cache       cached on blocks, block_store and background: pieces of remote shards on a local disk
 stores      fetch (the interface, local files), sources (patterns -> shards), s3, gs, az, hf, http
 

@@ -166,7 +166,7 @@ class TrainData:
         Under a token budget that takes a plan of them all, and an index of every shard.
         """
         plan = self.plan
-        if plan.packer.num_batches(1) is None:
+        if isinstance(plan, PackPlan) or plan.packer.num_batches(1) is None:
             return plan.steps_until(epochs, state.position, state.cursors)
         per_window = plan.packer.num_batches(plan.window) or 0
         begun = state.window * per_window + state.batch

@@ -2,7 +2,8 @@
 
 from vlmpack.families.base import Family, ImageRule, ModulePaths
 from vlmpack.families.decode import decode_image
-from vlmpack.families.encoder import PROCESSOR_FILES, Encoder, SampleLength
+from vlmpack.families.encoder import Encoder, SampleLength
+from vlmpack.families.fingerprint import PROCESSOR_FILES
 from vlmpack.families.registry import family_of, model_types
 from vlmpack.families.sample import ImagePart, Message, TextPart, VLMSample
 

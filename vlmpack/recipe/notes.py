@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vlmpack.addresses import unset_references
 from vlmpack.recipe.derived import derive
 from vlmpack.recipe.model_rules import read_model_config
 from vlmpack.recipe.schema import (
@@ -32,6 +33,7 @@ def notes(recipe: Recipe, world_size: int = 1) -> list[str]:
         *_idle_distributed_optimizer(recipe.model, recipe.parallelism),
         *_idle_stages(recipe, world_size),
         *_unchecked_model(recipe.model),
+        *_unset_variables(recipe.data),
     ]
     if recipe.parallelism.sharding == "fsdp" and world_size == 1:
         found.append("parallelism.sharding: fsdp shards nothing on one process")
@@ -48,6 +50,20 @@ def _unchecked_model(model: ModelSection) -> list[str]:
     if model.attention == "transformer_engine":
         found.append("model.attention: transformer_engine is looked for at launch, with its GPU")
     return found
+
+
+def _unset_variables(data: DataSection) -> list[str]:
+    """No error: a recipe may be checked on another machine than it runs on."""
+    values = data.storage.credentials.model_dump()
+    texts = {f"data.storage.credentials.{name}": text for name, text in values.items() if text}
+    for split in ("train", "validation", "test"):
+        for source in getattr(data, split) or ():
+            texts[f"data.{split}.{source.name}"] = source.path
+    return [
+        f"{key} refers to the environment variable {name}, which is not set here"
+        for key, text in texts.items()
+        for name in unset_references(text)
+    ]
 
 
 def _unread_splits(data: DataSection, evaluation: EvaluationSection) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vlmpack.alignment import round_up
-from vlmpack.recipe.derived import plan_alignment, plans_rows, row_tokens
+from vlmpack.recipe.derived import multiples, plan_alignment, plans_rows, row_tokens
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import PackingSection, ParallelismSection, TrainingSection
 
@@ -96,6 +96,22 @@ def fixed_boundaries_need_fixed_rows(packing: PackingSection) -> list[Problem]:
         return []
     message = "true, but packing.pad_to_max_length is false; set both for rows of fixed shape"
     return [Problem(("packing", "pad_cu_seqlens"), message)]
+
+
+def fixed_rows_fit_the_layout(
+    packing: PackingSection, training: TrainingSection, parallelism: ParallelismSection
+) -> list[Problem]:
+    """A row of fixed width has no tail that could be rounded up any more."""
+    if not packing.pad_to_max_length or not plans_rows(packing):
+        return []
+    width, multiple = row_tokens(packing, training, parallelism), multiples(parallelism).row
+    if width % multiple == 0:
+        return []
+    message = (
+        f"true, but rows of {width} tokens (packing.max_tokens) are no multiple of {multiple}, as "
+        f"parallelism needs; set packing.max_tokens: {round_up(width, multiple)}"
+    )
+    return [Problem(("packing", "pad_to_max_length"), message)]
 
 
 def alignment_splits_over_context(

@@ -29,6 +29,7 @@ from vlmpack.recipe.mcore_rules import (
 from vlmpack.recipe.packing_rules import (
     alignment_splits_over_context,
     fixed_boundaries_need_fixed_rows,
+    fixed_rows_fit_the_layout,
     in_batch_needs_two_samples,
     offline_has_packs,
     offline_settles_the_scope,
@@ -154,6 +155,7 @@ RULES: tuple[Rule, ...] = (
     Rule(offline_has_packs, ("packing",)),
     Rule(row_fields_need_rows, ("packing",)),
     Rule(fixed_boundaries_need_fixed_rows, ("packing",)),
+    Rule(fixed_rows_fit_the_layout, ("packing", "training", "parallelism")),
     Rule(offline_settles_the_scope, ("packing",)),
     Rule(mcore_is_installed, ("model",)),
     Rule(transformer_engine_needs_mcore, ("model",)),

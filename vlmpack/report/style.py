@@ -61,8 +61,8 @@ _STYLE: dict[str, Any] = {
 
 
 @contextmanager
-def figure(height_inches: float) -> Iterator[Any]:
-    """A matplotlib Figure of README width in the report's style, without any global state.
+def figure(height_inches: float, width_inches: float = WIDTH_INCHES) -> Iterator[Any]:
+    """A matplotlib Figure, of README width, in the report's style, without any global state.
 
     Raises:
         CapabilityError: matplotlib is not installed.
@@ -77,7 +77,7 @@ def figure(height_inches: float) -> Iterator[Any]:
         ) from error
     style: Any = _STYLE  # its keys are a literal type in some versions
     with matplotlib.rc_context(style):
-        yield Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DPI)
+        yield Figure(figsize=(width_inches, height_inches), dpi=DPI)
 
 
 def save_png(drawing: Any, path: Path) -> None:

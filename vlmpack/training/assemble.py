@@ -18,25 +18,25 @@ from vlmpack.data.cache.cached import (
     CachedFetcher,
     default_block_dir,
 )
-from vlmpack.data.config import DataConfig, SourceConfig
+from vlmpack.data.config import DataConfig, PacksConfig, SourceConfig
 from vlmpack.data.index.parts import Progress
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import LoaderSettings
 from vlmpack.data.loading.read import ErrorPolicy
+from vlmpack.data.packs.open import survey_data
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.packers import RowBudget
 from vlmpack.data.plan.state import DataState
 from vlmpack.data.shards.caps import SampleCaps
-from vlmpack.data.splits.survey import DataLaunch, survey_split
+from vlmpack.data.splits.survey import DataLaunch
 from vlmpack.data.stores import RoutingFetcher, StorageConfig
 from vlmpack.data.stores.fetch import Fetcher
 from vlmpack.distributed import Ranks
-from vlmpack.errors import CapabilityError
 from vlmpack.families import Encoder
-from vlmpack.packing import PackCollator, PadCollator, round_up
+from vlmpack.packing import FixedShape, PackCollator, PadCollator, round_up
 from vlmpack.packing.cost import CostModel
 from vlmpack.recipe import Derived, Recipe, Source
-from vlmpack.recipe.derived import multiples, plan_alignment
+from vlmpack.recipe.derived import multiples, plan_alignment, row_tokens
 from vlmpack.training.optim import Schedule
 from vlmpack.training.step import Stepper
 from vlmpack.training.trainer import TrainerConfig
@@ -63,9 +63,9 @@ def build_encoder(recipe: Recipe) -> Encoder:
 
 
 def build_collator(
-    recipe: Recipe, encoder: Encoder, derived: Derived
+    recipe: Recipe, encoder: Encoder, derived: Derived, key: str = "data.train"
 ) -> PackCollator | PadCollator:
-    """What turns a bin into a batch."""
+    """What turns a bin of a split into a batch."""
     if recipe.packing.mode == "none":
         return PadCollator(
             pad_token_id=encoder.pad_token_id,
@@ -77,6 +77,18 @@ def build_collator(
         num_position_axes=encoder.num_position_axes,
         pad_to_multiple_of=derived.sequence_multiple,
         total_multiple_of=derived.row_multiple,
+        fixed=_fixed_shape(recipe) if key == "data.train" else None,
+    )
+
+
+def _fixed_shape(recipe: Recipe) -> FixedShape | None:
+    """The shape of all planned rows, where the recipe fixes it."""
+    packing = recipe.packing
+    if not packing.pad_to_max_length:
+        return None
+    return FixedShape(
+        row_tokens=row_tokens(packing, recipe.training, recipe.parallelism),
+        max_sequences=packing.max_sequences if packing.pad_cu_seqlens else None,
     )
 
 
@@ -112,6 +124,20 @@ def _row_budget(recipe: Recipe, resume: DataState | None) -> RowBudget:
     )
 
 
+def _packs_config(recipe: Recipe) -> PacksConfig:
+    """What the recipe says of packs that were made before."""
+    packing = recipe.packing
+    assert packing.path is not None  # the recipe's rules see to it
+    return PacksConfig(
+        path=Path(packing.path),
+        max_tokens=row_tokens(packing, recipe.training, recipe.parallelism),
+        max_patches=packing.max_vision_patches,
+        max_sequences=None if packing.max_sequences == "auto" else packing.max_sequences,
+        alignment=packing.alignment,
+        sequence_multiple=multiples(recipe.parallelism).sequence,
+    )
+
+
 def _data_config(
     recipe: Recipe,
     key: str,
@@ -123,11 +149,13 @@ def _data_config(
 ) -> DataConfig:
     data = recipe.data
     mode = recipe.packing.mode
-    if mode == "offline":
-        raise CapabilityError("packing.mode: offline is not in this version; use online")
-    budget = None
-    if mode == "online" and key == "data.train":
+    budget = packs = None
+    if key != "data.train":
+        mode = "none" if mode == "none" else "in_batch"
+    elif mode == "online":
         budget = _row_budget(recipe, resume)
+    elif mode == "offline":
+        packs = _packs_config(recipe)
     return DataConfig(
         key=key,
         sources=tuple(
@@ -135,8 +163,9 @@ def _data_config(
             for source in sources
         ),
         seq_length=recipe.training.seq_length,
-        mode="in_batch" if mode == "online" and budget is None else mode,
+        mode=mode,
         budget=budget,
+        packs=packs,
         scope=recipe.packing.scope,
         balance=recipe.packing.balance,
         micro_batch_size=micro,
@@ -226,13 +255,13 @@ def open_split(
     return TrainData.open(
         config,
         encoder,
-        build_collator(recipe, encoder, derived),
+        build_collator(recipe, encoder, derived, key),
         ledger=ledger,
         fetcher=fetcher,
         list_dropped=ranks.is_main,
         progress=progress,
         launch=DataLaunch(
-            survey=ranks.on_main(lambda: survey_split(config, encoder, fetcher, resume)),
+            survey=ranks.on_main(lambda: survey_data(config, encoder, fetcher, resume)),
             resume=resume,
             share=ranks.rank,
             shares=ranks.world_size,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from vlmpack.data.index.parts import Progress
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.batches import PlannedBatch
@@ -57,8 +58,11 @@ def open_train(path: Path, overrides: Sequence[str] = ()) -> tuple[TrainData, En
     return open_recipe(read_recipe(path, overrides))
 
 
-def open_recipe(recipe: Recipe) -> tuple[TrainData, Encoder]:
+def open_recipe(recipe: Recipe, progress: Progress | None = None) -> tuple[TrainData, Encoder]:
     """`data.train` as a run would open it, and its encoder.
+
+    Args:
+        progress: told about index and lengths parts.
 
     Raises:
         VlmpackError: what is wrong with model folder or data.
@@ -69,7 +73,15 @@ def open_recipe(recipe: Recipe) -> tuple[TrainData, Encoder]:
         rank=0, world_size=1, local_rank=0, dp_rank=0, dp_size=1, device=torch.device("cpu")
     )
     encoder = build_encoder(recipe)
-    train = open_split(recipe, "data.train", encoder, derived, ranks=ranks, ledger=Ledger(None))
+    train = open_split(
+        recipe,
+        "data.train",
+        encoder,
+        derived,
+        ranks=ranks,
+        ledger=Ledger(None),
+        progress=progress,
+    )
     assert train is not None  # data.train is required
     return train, encoder
 

@@ -126,7 +126,7 @@ class HFEngine:
     ) -> list[dict[str, Tensor]]:
         """Run the micro-batches of one optimizer step."""
         self._module.train(not forward_only)
-        return forward_backward_no_pipelining(
+        reports = forward_backward_no_pipelining(
             forward_step,
             data_iterator,
             self._module,
@@ -135,6 +135,12 @@ class HFEngine:
             synchronise=self._synchronise,
             autocast=self._autocast,
         )
+        if self.sharded and forward_only:
+            # FSDP2 keeps the root's weights gathered for a backward pass that does not come; its
+            # parameters would then be others than those that the optimizer has moments of.
+            module: Any = self.vlm
+            module.reshard()
+        return reports
 
     def _autocast(self) -> AbstractContextManager[object]:
         """bfloat16 matmuls over float32 weights; FSDP2 gathers its weights in bfloat16 instead."""

@@ -14,28 +14,30 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import itertools
 import logging
 import os
 import socket
-import struct
+import stat
 import time
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vlmpack.data.cache.block_file import read_checked, read_sums, tail_of, write_all
 from vlmpack.data.cache.blocks import Bytes
 
 logger = logging.getLogger("vlmpack")
 
-CHUNK_BYTES = 8 << 10
 STALE_SECONDS = 3600.0
 KEPT_AFTER_EVICTION = 0.9
 SIZE_LOCK_SECONDS = 10.0
+MAX_SUMS = 256
+"""Blocks whose checksums stay in memory; 2 KiB each at 4 MiB a block."""
+PRIVATE, SHARED = 0o700, 0o770
+"""Modes of folders; files are not executable. Shards may be private, so a cache is its user's own,
+unless it was put in a folder that a group may write to."""
 _LOCK_FILES = 1024
-_SEAL_BYTES = 16
 
 
 @dataclass(slots=True)
@@ -53,7 +55,11 @@ class BlockStore:
     damaged: int = field(default=0, init=False)
     """Blocks that this process found damaged and removed."""
     _ready: bool = field(default=False, init=False, repr=False)
+    _told: bool = field(default=False, init=False, repr=False)
+    _mode: int = field(default=PRIVATE, init=False, repr=False)
     _serial: Iterator[int] = field(default_factory=itertools.count, init=False, repr=False)
+    _sums: dict[str, bytes] = field(default_factory=dict, init=False, repr=False)
+    """Packed checksums of blocks whose seal was found good."""
 
     def read(self, name: str, size: int, begin: int, end: int) -> bytes | None:
         """Bytes `begin` to `end` of a block, verified; None where it is missing or damaged.
@@ -68,7 +74,7 @@ class BlockStore:
         except OSError:
             return None
         try:
-            found = _read_verified(descriptor, name, size, begin, end)
+            found = self._read_verified(descriptor, name, size, begin, end)
         except OSError as error:
             logger.warning("the cached block %s cannot be read: %s", path, error)
             found = None
@@ -82,6 +88,18 @@ class BlockStore:
             self._drop_damaged(path)
         return found
 
+    def _read_verified(
+        self, descriptor: int, name: str, size: int, begin: int, end: int
+    ) -> bytes | None:
+        """The bytes, or None where a length or a checksum is wrong."""
+        sums = self._sums.get(name) or read_sums(descriptor, name, size)
+        if sums is None:
+            return None
+        if len(self._sums) >= MAX_SUMS:
+            self._sums.pop(next(iter(self._sums)), None)
+        self._sums[name] = sums
+        return read_checked(descriptor, sums, size, begin, end)
+
     def has(self, name: str) -> bool:
         """Whether there is a file for the block, good or not."""
         return os.path.exists(self._path(name))  # noqa: PTH110
@@ -92,7 +110,7 @@ class BlockStore:
         Returns:
             False where it could not be kept: the disk is full or gone. Training goes on without.
         """
-        tail = _tail(name, data)
+        tail = tail_of(name, data)
         if len(data) + len(tail) > self.max_bytes:
             return False
         path = Path(self._path(name))
@@ -100,13 +118,25 @@ class BlockStore:
         temporary = self.directory / "incoming" / f"{name}.{writer}"
         try:
             self._prepare()
-            path.parent.mkdir(exist_ok=True)
-            with temporary.open("wb", buffering=0) as stream:
-                _write_all(stream.fileno(), data, tail)
+            path.parent.mkdir(mode=self._mode, exist_ok=True)
+            descriptor = os.open(
+                temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, self._mode & 0o666
+            )
+            try:
+                write_all(descriptor, data, tail)
+            finally:
+                os.close(descriptor)
             with self._size_lock() as total:
                 self._publish(temporary, path, total)
         except OSError as error:
-            logger.warning("cannot keep a block in %s: %s", self.directory, error)
+            if not self._told:
+                self._told = True
+                logger.warning(
+                    "cannot keep a block in %s: %s; what does not fit is fetched again each time, "
+                    "and this is said once",
+                    self.directory,
+                    error,
+                )
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
             return False
@@ -127,7 +157,7 @@ class BlockStore:
                 path = self.directory / "locks" / f"{place:04d}"
                 with contextlib.suppress(OSError):  # no directory, no locks: fetched all the same
                     self._prepare()
-                    held.enter_context(_locked(path, deadline))
+                    held.enter_context(_locked(path, deadline, self._mode))
             yield
 
     def total_bytes(self) -> int:
@@ -141,8 +171,10 @@ class BlockStore:
         """Makes the folders, and sweeps up what killed processes left; once per process."""
         if self._ready:
             return
+        make_folder(self.directory)
+        self._mode = SHARED if self.directory.stat().st_mode & stat.S_IWGRP else PRIVATE
         for folder in ("blocks", "incoming", "locks"):
-            (self.directory / folder).mkdir(parents=True, exist_ok=True)
+            (self.directory / folder).mkdir(mode=self._mode, exist_ok=True)
         oldest = time.time() - STALE_SECONDS
         for entry in list(os.scandir(self.directory / "incoming")):
             with contextlib.suppress(OSError):
@@ -187,6 +219,7 @@ class BlockStore:
 
     def _drop_damaged(self, path: str) -> None:
         self.damaged += 1
+        self._sums.pop(path.rpartition("/")[2], None)
         logger.warning("the cached block %s was damaged; it is fetched again", path)
         with contextlib.suppress(OSError):
             Path(path).unlink()
@@ -194,7 +227,7 @@ class BlockStore:
     @contextlib.contextmanager
     def _size_lock(self) -> Iterator[_Total]:
         path = self.directory / "locks" / "size"
-        with _locked(path, time.monotonic() + SIZE_LOCK_SECONDS) as descriptor:
+        with _locked(path, time.monotonic() + SIZE_LOCK_SECONDS, self._mode) as descriptor:
             yield _Total(descriptor)
 
     def __getstate__(self) -> tuple[Path, int]:
@@ -222,14 +255,20 @@ class _Total:
         os.pwrite(self.descriptor, f"{max(0, total):<31d}\n".encode(), 0)
 
 
+def make_folder(folder: Path) -> None:
+    """Makes a cache's folder, if it is missing, for this user alone."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=PRIVATE, exist_ok=True)
+
+
 @contextlib.contextmanager
-def _locked(path: Path, deadline: float) -> Iterator[int]:
+def _locked(path: Path, deadline: float, mode: int) -> Iterator[int]:
     """Holds a lock file, or gives up waiting at the deadline. Yields its descriptor.
 
     Raises:
         OSError: it cannot be opened.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, mode & 0o666)
     pause = 0.001
     try:
         while True:
@@ -246,46 +285,3 @@ def _locked(path: Path, deadline: float) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _write_all(descriptor: int, data: Bytes, tail: bytes) -> None:
-    done, left = 0, len(data) + len(tail)
-    while done < left:
-        rest = [memoryview(data)[done:], memoryview(tail)[max(0, done - len(data)) :]]
-        done += os.writev(descriptor, rest)
-
-
-def _tail(name: str, data: Bytes) -> bytes:
-    """What follows a block's bytes in its file."""
-    view = memoryview(data)
-    sums = [zlib.crc32(view[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES)]
-    packed = struct.pack(f"<{len(sums)}I", *sums)
-    return packed + _seal(name, len(data), packed)
-
-
-def _seal(name: str, size: int, packed: bytes) -> bytes:
-    """Ties the checksums to the block's name, so that a file under a wrong name is no block."""
-    text = f"{name}|{size}|{zlib.crc32(packed)}".encode()
-    return hashlib.blake2b(text, digest_size=_SEAL_BYTES).digest()
-
-
-def _read_verified(descriptor: int, name: str, size: int, begin: int, end: int) -> bytes | None:
-    """The bytes, or None where a length or a checksum is wrong."""
-    num_chunks = -(-size // CHUNK_BYTES)
-    tail_bytes = 4 * num_chunks + _SEAL_BYTES
-    if os.fstat(descriptor).st_size != size + tail_bytes:
-        return None
-    tail = os.pread(descriptor, tail_bytes, size)
-    packed = tail[:-_SEAL_BYTES]
-    if len(tail) != tail_bytes or tail[-_SEAL_BYTES:] != _seal(name, size, packed):
-        return None
-    first, last = begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)
-    start, stop = first * CHUNK_BYTES, min(last * CHUNK_BYTES, size)
-    data = os.pread(descriptor, stop - start, start)
-    if len(data) != stop - start:
-        return None
-    view = memoryview(data)
-    for place, expected in enumerate(struct.unpack_from(f"<{last - first}I", packed, 4 * first)):
-        if zlib.crc32(view[place * CHUNK_BYTES : (place + 1) * CHUNK_BYTES]) != expected:
-            return None
-    return data[begin - start : end - start]

@@ -24,7 +24,7 @@ from typing import BinaryIO, cast
 
 from vlmpack.addresses import is_remote
 from vlmpack.data.cache.background import BackgroundFetch
-from vlmpack.data.cache.block_store import BlockStore
+from vlmpack.data.cache.block_store import BlockStore, make_folder
 from vlmpack.data.cache.blocks import BlockStream, Bytes, ShardBlocks, Span, runs
 from vlmpack.data.folders import default_cache_dir
 from vlmpack.data.stores.fetch import Fetcher, ShardStamp
@@ -294,7 +294,7 @@ def _is_cached(stamp: ShardStamp) -> bool:
 def _check_writable(directory: Path) -> None:
     reason = "it is not writable"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_folder(directory)
         if os.access(directory, os.W_OK | os.X_OK):
             return
     except OSError as error:

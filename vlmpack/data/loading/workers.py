@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from multiprocessing import connection
+from multiprocessing import connection, util
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -69,6 +69,9 @@ class WorkerWatch:
         self._thread = threading.Thread(target=self._watch, name="vlmpack-workers", daemon=True)
         if self.workers:
             self._thread.start()
+        # Python ends what is left of its children by SIGTERM, which is blocked in these, and waits:
+        # a run that ends by an error would hang there. This comes before.
+        self._at_exit = util.Finalize(self, _kill, args=(self.workers,), exitpriority=10)
 
     def close(self) -> None:
         """Ends the workers now, not whenever the garbage collector comes by."""
@@ -78,7 +81,7 @@ class WorkerWatch:
         if self.workers:
             self._thread.join()
         self._stopped.close()
-        self.kill()
+        self._at_exit()
 
     def _watch(self) -> None:
         # Only waits: the exit code lies in the sentinel once, and the training thread reads it.
@@ -107,9 +110,13 @@ class WorkerWatch:
 
     def kill(self) -> None:
         """Ends them at once; SIGTERM is blocked in them."""
-        for worker in self.workers:
-            if worker.is_alive():
-                worker.kill()
+        _kill(self.workers)
+
+
+def _kill(workers: Sequence[BaseProcess]) -> None:
+    for worker in workers:
+        if worker.is_alive():
+            worker.kill()
 
 
 def _how(exitcode: int) -> str:

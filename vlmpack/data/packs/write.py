@@ -45,10 +45,10 @@ from vlmpack.errors import PacksError
 HOLES = "holes.json"
 PRELOAD = ("vlmpack.data.packs.parts",)
 
-PART_BYTES = 256 << 20
+PART_BYTES = 64 << 20
 """About what one tar holds."""
 PART_PACKS = 1024
-"""Packs in a tar at most."""
+"""Packs in a tar at most, unless told otherwise."""
 TOKEN_BYTES = 24
 """Of a saved token, three position axes included."""
 
@@ -63,6 +63,7 @@ class PackOrder:
     Args:
         kind, planner, media: see Manifest.
         processes: that encode at once.
+        part_packs: packs in a tar at most.
         on_index: told about index parts.
         on_packs: told about packs.
     """
@@ -71,6 +72,7 @@ class PackOrder:
     planner: Planner = "stream"
     media: MediaForm = "original"
     processes: int = 1
+    part_packs: int = PART_PACKS
     on_index: Progress | None = None
     on_packs: OnPacks | None = None
 
@@ -107,7 +109,9 @@ def make_packs(source: PackSource, folder: Path, order: PackOrder) -> Manifest:
         _begin(folder, manifest)
         facts: list[PartFacts] = []
         if order.kind != "plan":
-            facts = _write_parts(source, folder, order, _jobs(prepared.fitted, arrays))
+            facts = _write_parts(
+                source, folder, order, _jobs(prepared.fitted, arrays, order.part_packs)
+            )
         return _finish(folder, manifest, prepared.fitted, arrays, facts)
 
 
@@ -205,7 +209,7 @@ def _begin(folder: Path, manifest: Manifest) -> None:
             scrap.unlink()
 
 
-def _jobs(fitted: Fitted, arrays: PackArrays) -> list[PartJob]:
+def _jobs(fitted: Fitted, arrays: PackArrays, part_packs: int) -> list[PartJob]:
     """The packs in stretches of about PART_BYTES: by the index, so the same in any process."""
     table, numbers = fitted.table, arrays.numbers
     sizes = table.lengths[numbers] + TOKEN_BYTES * table.num_tokens[numbers]
@@ -215,7 +219,7 @@ def _jobs(fitted: Fitted, arrays: PackArrays) -> list[PartJob]:
     while first < arrays.num_packs:
         full = before[arrays.starts[first]] + PART_BYTES
         reached = int(np.searchsorted(before[arrays.starts], full, side="right")) - 1
-        stop = min(max(first + 1, reached), first + PART_PACKS, arrays.num_packs)
+        stop = min(max(first + 1, reached), first + part_packs, arrays.num_packs)
         packs = tuple(
             tuple(table.ref(number) for number in arrays.members(pack))
             for pack in range(first, stop)

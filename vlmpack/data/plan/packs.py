@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -152,7 +153,7 @@ class PackPlan:
         cuts = [self._first_pack(start.epoch, step) for step in range(first, last + 1)]
         return [
             tuple(self.arrays.members(pack) for pack in order[a:b].tolist())
-            for a, b in zip(cuts, cuts[1:], strict=False)
+            for a, b in pairwise(cuts)
         ]
 
     def walk(self, start: Position, cursors: Cursors = ()) -> Iterator[PlannedBatch]:

@@ -180,7 +180,7 @@ class _Scanner:
         try:
             return parse_header(block, verified=self.verified is not None)
         except ValueError as error:
-            hint = "; this is no tar file" if self.base + at == 0 else ""
+            hint = _what_else(block) if self.base + at == 0 else ""
             raise self.fault(f"{error}{hint}", at=at) from None
 
     def finish(self, header: Header, extended: _Extended, *, at: int) -> TarMember | None:
@@ -298,3 +298,18 @@ class _Scanner:
                     at=first,
                 )
             rest -= len(block)
+
+
+def _what_else(block: bytes) -> str:
+    """What a file that begins with this block is, since it is no tar."""
+    text = block.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if text.startswith((b"<!doctype html", b"<html")):
+        return (
+            "; this is an HTML page, no tar file: a login or error page, or the address of a page "
+            "about the file"
+        )
+    if text.startswith(b"version https://git-lfs"):
+        return "; this is a Git LFS pointer, no tar file"
+    if block.startswith(b"\x1f\x8b"):
+        return "; this is gzip, and compressed shards are not read: decompress them"
+    return "; this is no tar file"

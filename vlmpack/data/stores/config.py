@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from vlmpack.addresses import (
     CREDENTIALS,
     credential_problem,
     endpoint_problem,
     resolve_references,
+    scheme_of,
 )
 from vlmpack.errors import RecipeError
+
+
+ENDPOINT_VARIABLES = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+"""Where object stores take an endpoint from that the recipe does not name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +77,24 @@ class StorageConfig:
         ]
         if problems:
             raise RecipeError(problems)
+
+    def endpoint_of(self, scheme: str) -> str | None:
+        """The address of an object store: the configured one, else the environment's, as the
+        store's own client would take it; None for the cloud's."""
+        found = (os.environ.get(name) for name in ENDPOINT_VARIABLES.get(scheme, ()))
+        return self.endpoint or next((value for value in found if value), None)
+
+    def place_of(self, path: str) -> str:
+        """Whom a request for a shard goes to, for messages; no login, no query. Empty where the
+        shard's address says it."""
+        scheme = scheme_of(path)
+        if scheme not in ENDPOINT_VARIABLES:
+            return ""
+        endpoint = self.endpoint_of(scheme)
+        if endpoint is None:
+            return f"{scheme}'s own endpoint" + (f" in {self.region}" if self.region else "")
+        parts = urlsplit(endpoint)
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
 
     def secrets(self, scheme: str) -> dict[str, str]:
         """The credentials that a scheme knows, resolved now.

@@ -6,14 +6,21 @@ server's, which may hold secrets. `Tries` turns them into waits, and at last int
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 
+from vlmpack.addresses import without_secrets
 from vlmpack.data.stores.config import StorageConfig
 from vlmpack.errors import DataError
 
+logger = logging.getLogger("vlmpack")
+
 FIRST_WAIT_SECONDS = 0.1
 MAX_WAIT_SECONDS = 15.0
+NOTICE_SECONDS = 5.0
+"""Of tries without success, before a line says so."""
+NOTICE_AGAIN_SECONDS = 300.0
 PROGRESS_BYTES = 1 << 20
 """A body that went on for so long after a fault has its tries back."""
 
@@ -52,17 +59,41 @@ class Changed(StoreFault):
     """The shard is not the version that was asked for."""
 
 
+class SlowNotice:
+    """Says once that a store keeps a run waiting, and again when it does so much later."""
+
+    def __init__(self) -> None:
+        self._said = float("-inf")
+
+    def say(self, shard: str, place: str, text: str) -> None:
+        """One line.
+
+        Args:
+            shard: that is waited for.
+            place: that was asked, if the shard's address does not say it.
+            text: what is known.
+        """
+        now = time.monotonic()
+        if now - self._said < NOTICE_AGAIN_SECONDS:
+            return
+        self._said = now
+        asked = f", asked at {place}," if place else ""
+        logger.warning("%s%s keeps this process waiting: %s", without_secrets(shard), asked, text)
+
+
 class Tries:
     """The tries of one request.
 
     Args:
         shard: for the error.
         config: how many, how long.
+        notice: told when the tries take long.
     """
 
-    def __init__(self, shard: str, config: StorageConfig) -> None:
+    def __init__(self, shard: str, config: StorageConfig, notice: SlowNotice | None = None) -> None:
         self.shard = shard
         self.config = config
+        self.notice = notice
         self._restart()
 
     def progressed(self, count: int) -> None:
@@ -81,7 +112,9 @@ class Tries:
         if isinstance(fault, Changed):
             raise DataError(fault.reason, error_class="integrity", shard=self.shard) from None
         if not isinstance(fault, Transient):
-            raise DataError(fault.reason, error_class="transport", shard=self.shard) from None
+            raise DataError(
+                f"{fault.reason}{self._asked}", error_class="transport", shard=self.shard
+            ) from None
         self.failed += 1
         self.since_fault = 0
         longest = min(FIRST_WAIT_SECONDS * 2 ** (self.failed - 1), MAX_WAIT_SECONDS)
@@ -89,13 +122,26 @@ class Tries:
         spent = time.monotonic() - self.began
         if self.failed >= self.config.max_tries or spent + wait > self.config.retry_seconds:
             raise DataError(
-                f"{fault.reason}; gave up after {self.failed} tries in {spent:.1f} s "
+                f"{fault.reason}{self._asked}; gave up after {self.failed} tries in {spent:.1f} s "
                 f"(data.storage.max_tries {self.config.max_tries}, retry_seconds "
                 f"{self.config.retry_seconds:g})",
                 error_class="transport",
                 shard=self.shard,
             ) from None
+        if self.notice is not None and spent >= NOTICE_SECONDS:
+            self.notice.say(
+                self.shard,
+                self.config.place_of(self.shard),
+                f"{fault.reason}; try {self.failed + 1} of {self.config.max_tries} follows, for "
+                f"up to {self.config.retry_seconds:g} s in all (data.storage.max_tries, "
+                "retry_seconds)",
+            )
         time.sleep(wait)
+
+    @property
+    def _asked(self) -> str:
+        place = self.config.place_of(self.shard)
+        return f" (asked {place})" if place else ""
 
     def _restart(self) -> None:
         self.failed = 0

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from vlmpack.addresses import scheme_of
 from vlmpack.data.stores.config import StorageConfig
 from vlmpack.data.stores.faults import Changed, Refused, StoreFault, Transient
 from vlmpack.data.stores.fetch import ShardStamp
@@ -34,11 +35,6 @@ CHUNK_BYTES = 1 << 20
 CREDENTIAL_TRIES = 3
 """Before anything was answered: on a machine without credentials the next try fails as well."""
 
-_ENDPOINT_VARIABLES = {
-    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
-    "gs": ("GOOGLE_BASE_URL",),
-    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
-}
 _ENDPOINT_KEY = {"s3": "endpoint", "gs": "base_url", "az": "endpoint"}
 _CREDENTIAL_KEY = {
     "s3": {},
@@ -126,7 +122,14 @@ class ObjectTransport:
                 for item in chunk
             ]
         except Exception as error:
-            raise self._fault(error) from None
+            fault = self._fault(error)
+            if isinstance(fault, Refused) and "404" in fault.reason:
+                bucket = prefix[len(f"{scheme_of(prefix)}://") :].partition("/")[0]
+                raise Refused(
+                    f"there is no bucket {bucket!r} (404); check its name, data.storage.endpoint "
+                    "and data.storage.region"
+                ) from None
+            raise fault from None
 
     def close(self) -> None:
         """See Transport."""
@@ -164,7 +167,7 @@ class ObjectTransport:
         }
         if config.anonymous:
             options["skip_signature"] = True
-        endpoint = config.endpoint or _endpoint_from_environment(scheme)
+        endpoint = config.endpoint_of(scheme)  # the environment's too, so that the guard sees it
         if endpoint is not None:
             options[_ENDPOINT_KEY[scheme]] = endpoint
         if scheme == "s3" and config.region is not None:
@@ -221,12 +224,6 @@ class ObjectTransport:
 def _stamp(path: str, meta: Any) -> ShardStamp:
     version = meta["e_tag"] or meta["last_modified"].isoformat()
     return ShardStamp(path, int(meta["size"]), str(version))
-
-
-def _endpoint_from_environment(scheme: str) -> str | None:
-    """What obstore would take from there by itself; taken here, so that the guard sees it."""
-    found = (os.environ.get(name) for name in _ENDPOINT_VARIABLES[scheme])
-    return next((value for value in found if value), None)
 
 
 def _profile() -> Any:

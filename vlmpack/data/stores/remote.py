@@ -17,7 +17,13 @@ from operator import itemgetter
 from typing import BinaryIO, TypeVar, cast
 
 from vlmpack.data.stores.config import StorageConfig
-from vlmpack.data.stores.faults import StoreFault, Transient, Tries
+from vlmpack.data.stores.faults import (
+    NOTICE_SECONDS,
+    SlowNotice,
+    StoreFault,
+    Transient,
+    Tries,
+)
 from vlmpack.data.stores.fetch import READ_BUFFER_BYTES, ShardStamp
 from vlmpack.data.stores.transport import Transport
 from vlmpack.errors import CapabilityError, DataError
@@ -54,7 +60,15 @@ class RemoteFetcher:
     def list_shards(self, prefix: str) -> list[ShardStamp]:
         """See Fetcher."""
         transport = self._transport()
-        return self._tried(prefix, lambda: transport.list_shards(prefix))
+        # A store's client may try a listing again by itself, without a word.
+        place, text = self.config.place_of(prefix), "its shards are being listed"
+        timer = threading.Timer(NOTICE_SECONDS, self._notice.say, (prefix, place, text))
+        timer.daemon = True
+        timer.start()
+        try:
+            return self._tried(prefix, lambda: transport.list_shards(prefix))
+        finally:
+            timer.cancel()
 
     def open(self, stamp: ShardStamp) -> BinaryIO:
         """See Fetcher."""
@@ -103,7 +117,8 @@ class RemoteFetcher:
 
     def _resumed(self, stamp: ShardStamp, start: int, stop: int) -> Iterator[bytes]:
         """The bytes of a range; what is missing of a body that broke off is asked for again."""
-        transport, tries = self._transport(), Tries(stamp.path, self.config)
+        transport = self._transport()
+        tries = Tries(stamp.path, self.config, self._notice)
         while start < stop:
             try:
                 for chunk in transport.body(stamp, start, stop):
@@ -117,7 +132,7 @@ class RemoteFetcher:
         assert start == stop, "a transport sent more than was asked for"
 
     def _tried(self, path: str, request: Callable[[], T]) -> T:
-        tries = Tries(path, self.config)
+        tries = Tries(path, self.config, self._notice)
         while True:
             try:
                 return request()
@@ -158,6 +173,7 @@ class RemoteFetcher:
         self._make = make
         self.config = config
         self._live = None
+        self._notice = SlowNotice()
         self._slots = threading.BoundedSemaphore(config.max_concurrent_reads)
 
 

@@ -12,6 +12,10 @@ from vlmpack.data.stores.faults import Changed, Refused
 from vlmpack.data.stores.fetch import ShardStamp
 from vlmpack.data.stores.http import Answer, HttpClient
 
+NO_RANGES = (
+    "the server answers a range with the whole shard, so samples cannot be read from it; use a "
+    "server that supports ranges, or copy the shards"
+)
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 
@@ -46,18 +50,22 @@ class HttpTransport:
         self.client = HttpClient(config)
 
     def head(self, path: str) -> ShardStamp:
-        """See Transport. Servers that refuse HEAD are asked for the first byte instead."""
+        """See Transport. Servers that refuse HEAD, or do not say that they know ranges, are asked
+        for the first byte instead."""
         url = self.url(path)
         try:
             answer = self.client.request("HEAD", url, {})
             size = answer.headers.get("content-length", "")
+            ranges = answer.headers.get("accept-ranges", "").strip().lower() == "bytes"
             answer.close(reusable=True)
-            if size.isdecimal():
+            if size == "0" or (size.isdecimal() and ranges):
                 return ShardStamp(path, int(size), version_of(answer.headers))
         except Refused:
             pass  # a signed address is often good for GET alone; GET says what is wrong
         answer = self.client.request("GET", url, {"Range": "bytes=0-0"})
         answer.close()
+        if answer.status == 200 and total_size(answer.headers) > 1:
+            raise Refused(NO_RANGES)
         return ShardStamp(path, total_size(answer.headers), version_of(answer.headers))
 
     def body(self, stamp: ShardStamp, start: int, stop: int) -> Iterator[bytes]:
@@ -125,10 +133,7 @@ def check_range(answer: Answer, start: int, stop: int, size: int) -> None:
     """
     if answer.status == 200:
         if start:
-            raise Refused(
-                "the server answers a range with the whole shard, so samples cannot be read from "
-                "it; use a server that supports ranges, or copy the shards"
-            )
+            raise Refused(NO_RANGES)
         length = answer.headers.get("content-length")
         if length is not None and int(length) != size:
             raise Changed(f"the shard has {length} bytes, {size} when it was indexed")

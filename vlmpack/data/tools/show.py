@@ -16,6 +16,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import pyarrow.compute as pc
 import torch
@@ -26,7 +27,7 @@ from vlmpack.data.index.table import SampleRef
 from vlmpack.data.loading.loader import BinRequest, MicroBatch
 from vlmpack.data.loading.read import SkippedSample
 from vlmpack.data.pipeline import TrainData
-from vlmpack.errors import VlmpackError
+from vlmpack.errors import DataError, VlmpackError
 from vlmpack.families import Encoder, VLMSample
 from vlmpack.packing.batch import IGNORE_INDEX, GridTHW, Media, PackedBatch, PaddedBatch
 
@@ -54,7 +55,7 @@ class ShownSample:
 
     Args:
         key, shard: its name.
-        roles: of its turns.
+        roles: of its turns; empty where the tokens come from saved packs.
         row: of the batch; 0 where it is packed.
         start: its first slot in the row.
         num_tokens: its own slots.
@@ -116,7 +117,8 @@ class ShownBin:
                 f"{last}: {sample.num_tokens} tokens, {sample.num_padding} of padding; "
                 f"{sample.num_labels} labels"
             )
-            yield f"  roles   {', '.join(sample.roles)}"
+            if sample.roles:
+                yield f"  roles   {', '.join(sample.roles)}"
             for run in sample.runs:
                 text = run.text if run.kind == "image" else json.dumps(run.text, ensure_ascii=False)
                 yield f"  {run.kind:<7} {text}"
@@ -139,7 +141,8 @@ def show_bin(
         DataError: a bad sample whose class is not skipped.
     """
     loaded = load_bin(train, samples)
-    return take_apart(loaded, read_again(train, loaded, samples), encoder, title)
+    read = read_again(train, refs_of(loaded, samples))
+    return take_apart(loaded, read, encoder, title)
 
 
 def load_bin(train: TrainData, samples: Sequence[SampleRef]) -> MicroBatch:
@@ -154,30 +157,31 @@ def load_bin(train: TrainData, samples: Sequence[SampleRef]) -> MicroBatch:
     return loaded
 
 
-def read_again(
-    train: TrainData, loaded: MicroBatch, samples: Sequence[SampleRef]
-) -> list[VLMSample]:
-    """The conversations of the samples that are in a batch, in its order.
+def refs_of(loaded: MicroBatch, samples: Sequence[SampleRef]) -> list[SampleRef]:
+    """Those of a bin's samples that are in its batch, in the batch's order."""
+    refs = {(ref.shard, ref.number): ref for ref in samples}
+    return [refs[name.shard, name.number] for name in loaded.samples]
 
-    Args:
-        loaded: the batch.
-        samples: of its bin.
+
+def read_again(train: TrainData, refs: Sequence[SampleRef]) -> list[Any]:
+    """What training reads of samples: a VLMSample, or tokens where packs were saved.
 
     Raises:
         DataError: a sample that cannot be read any more.
     """
-    refs = {(ref.shard, ref.number): ref for ref in samples}
-    return [train.dataset.reader.read(refs[name.shard, name.number]) for name in loaded.samples]
+    found = train.dataset.read(BinRequest(tuple(refs)))
+    for item in found:
+        if isinstance(item, DataError):
+            raise item
+    return list(found)
 
 
-def take_apart(
-    loaded: MicroBatch, read: Sequence[VLMSample], encoder: Encoder, title: str
-) -> ShownBin:
+def take_apart(loaded: MicroBatch, read: Sequence[Any], encoder: Encoder, title: str) -> ShownBin:
     """What a batch holds, sample by sample.
 
     Args:
         loaded: the batch.
-        read: the conversations of its samples, in its order.
+        read: what was read of its samples, in its order; see `read_again`.
         encoder: that made it.
         title: for the reader.
     """
@@ -195,7 +199,7 @@ def take_apart(
             ShownSample(
                 key=name.key,
                 shard=name.shard,
-                roles=tuple(message.role for message in read[place].messages),
+                roles=_roles(read[place]),
                 row=row,
                 start=start,
                 num_tokens=length,
@@ -267,6 +271,10 @@ def _media_of_samples(
                 num_tokens=batch.media.num_tokens[first:image],
             )
     return found
+
+
+def _roles(item: Any) -> tuple[str, ...]:
+    return tuple(m.role for m in item.messages) if isinstance(item, VLMSample) else ()
 
 
 def _runs(ids: Tensor, labels: Tensor, encoder: Encoder, media: Media | None) -> Iterator[TokenRun]:

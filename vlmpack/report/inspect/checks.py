@@ -128,8 +128,8 @@ def _labels(row: Row) -> str:
 
 def _positions(row: Row) -> str:
     axes = row.batch.position_ids.flatten(1).tolist()
-    for (key, start, length), alone in zip(_starts(row), row.alone, strict=True):
-        wanted = alone.position_ids.tolist()
+    for (key, start, length), positions in zip(_starts(row), row.positions, strict=True):
+        wanted = positions.tolist()
         if len(wanted) != len(axes):
             raise _Broken(f"{len(axes)} axes; {key} alone has {len(wanted)}")
         for axis, (found, own) in enumerate(zip(axes, wanted, strict=True)):
@@ -143,7 +143,7 @@ def _positions(row: Row) -> str:
                     f"has {own[slot]}"
                 )
     many = "1 axis" if len(axes) == 1 else f"{len(axes)} axes"
-    return f"{many}, from 0 in each sample, equal to those it has alone"
+    return f"{many}, from 0 in each sample, as its family counts them alone"
 
 
 def _ne(pair: tuple[int, int]) -> bool:

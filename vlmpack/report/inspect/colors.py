@@ -16,7 +16,7 @@ PAD, PAD_LINES = "#f3f4f6", "#8b96a3"
 TEXT_TOKENS, IMAGE_TOKENS = "#d9dee4", "#5b4a8a"
 LOSS, NO_LOSS = "#d55e00", "#f3f4f6"
 AXES = ("#1f2933", "#0072b2", "#d55e00", "#009e73")
-AXIS_NAMES = ("temporal", "height", "width")
+AXIS_NAMES = ("temporal position", "height position", "width position")
 RANKS = ("#f0e68c", "#7ad151", "#22a884", "#2a788e", "#414487", "#2c0d44")
 """Viridis from light to dark: zigzag shows as light to dark and back to light."""
 

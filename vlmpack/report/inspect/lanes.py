@@ -225,7 +225,7 @@ def _rank(canvas: Canvas, line: Line, piece: tuple[int, int, int], size: int) ->
     tip = f"rank {rank}: slots {begin} to {end - 1}"
     y = canvas.height
     canvas.add(Rect(x=x, y=y, width=wide, height=RANK_HEIGHT, fill=fill, tip=tip))
-    if text_width(str(rank), 9) + 3 <= wide:
+    if text_width(str(rank), 9) + 6 <= wide:
         middle, base = x + wide / 2, y + RANK_HEIGHT - 3
         canvas.add(Text(x=middle, y=base, text=str(rank), size=9, color=ink, anchor="middle"))
 

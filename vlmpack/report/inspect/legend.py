@@ -23,14 +23,14 @@ def draw_legend(canvas: Canvas, row: Row) -> None:
     """What the colours mean, in as many lines as it takes."""
     has_images = row.batch.media is not None
     axes = int(row.batch.position_ids.shape[0])
-    names = AXIS_NAMES if axes == len(AXIS_NAMES) else tuple(f"axis {k}" for k in range(axes))
+    names: tuple[str, ...] = ("position",) if axes == 1 else AXIS_NAMES[:axes]
     entries: list[tuple[str, str | None, str]] = [
         (segment_color(0)[0], None, "a sample: number, key, tokens"),
         (PAD, PAD_LINES, "padding"),
         (TEXT_TOKENS, None, "text tokens"),
         *([(IMAGE_TOKENS, None, "image tokens")] if has_images else []),
         (LOSS, None, "slots with loss: their next token is learnt"),
-        *((AXES[k % len(AXES)], "line", f"{name} position") for k, name in enumerate(names)),
+        *((AXES[k % len(AXES)], "line", name) for k, name in enumerate(names)),
         (INK, "line", "segment ends (dashed: its sample does)"),
     ]
     x, y = GUTTER, canvas.height + 14

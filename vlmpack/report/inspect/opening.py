@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vlmpack.data.index.table import SampleRef
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.plan.packers import Bin
+from vlmpack.data.plan.packers import Bin, BudgetPacker
 from vlmpack.data.tools.show import find_samples
 from vlmpack.errors import RecipeError, VlmpackError
 from vlmpack.families import Encoder
@@ -16,6 +16,7 @@ from vlmpack.recipe import Recipe
 from vlmpack.recipe.derived import multiples
 from vlmpack.recipe.packing_rules import alignment_splits_over_context, rows_hold_a_sample
 from vlmpack.report.inspect.row import Row, RowRules, load_row
+from vlmpack.training.assemble import build_cost_model
 from vlmpack.training.reopen import open_recipe, planned_batch, read_recipe
 
 
@@ -90,13 +91,15 @@ def open_row(
     train, encoder = open_recipe(values)
     try:
         found = find_bin(train, wanted)
+        packer = train.plan.packer
         rules = RowRules(
             mode=values.packing.mode,
             context=values.parallelism.context,
             multiples=multiples(values.parallelism),
-            budget=train.config.budget,
+            budget=packer.budget if isinstance(packer, BudgetPacker) else None,
             placeholder_id=encoder.placeholder_id,
             pad_token_id=encoder.pad_token_id,
+            cost=build_cost_model(encoder),
         )
         row = load_row(train, encoder, found.samples, found.title, rules)
     finally:

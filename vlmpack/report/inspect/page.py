@@ -59,9 +59,11 @@ th {{ font-weight: 600; color: #5f6b78; }} td.n, th.n {{ text-align: right; whit
 td.w {{ min-width: 6rem; max-width: 24rem; }}
 .swatch {{ display: inline-block; width: .8rem; height: .8rem; margin-right: .5rem; }}
 .tail {{ background: repeating-linear-gradient(45deg, #8b96a3 0 1px, #f3f4f6 1px 4px); }}
-section {{ border-left: 5px solid; padding: .1rem 0 .1rem .8rem; margin: 1.1rem 0; }}
+.texts {{ display: grid; gap: 1.2rem 2rem; align-items: start;
+  grid-template-columns: repeat(auto-fill, minmax(min(100%, 27rem), 1fr)); }}
+section {{ border-left: 5px solid; padding: .1rem 0 .1rem .8rem; min-width: 0; }}
 section h3 {{ font-size: 1rem; margin: 0 0 .3rem; }} h3 span {{ font-weight: 400; color: #5f6b78; }}
-.text {{ white-space: pre-wrap; overflow-wrap: anywhere; max-height: 24rem; overflow-y: auto;
+.text {{ white-space: pre-wrap; overflow-wrap: anywhere; max-height: 60rem; overflow-y: auto;
   font: 13px/1.6 ui-monospace, "DejaVu Sans Mono", monospace; unicode-bidi: isolate; }}
 mark {{ background: #fbe0cc; color: inherit; box-shadow: inset 0 -2px {BAD}; }}
 .special {{ color: #6b5aa8; font-size: .85em; }}
@@ -98,7 +100,9 @@ def render_page(row: Row, checks: Sequence[Check], encoder: Encoder, source: str
         "<h2>What the model reads</h2>",
         '<p class="from"><mark>Marked text</mark> is learnt; <span class="special">special '
         "tokens</span> are spelt out.</p>",
+        '<div class="texts">',
         *_texts(row, encoder),
+        "</div>",
     ]
     body = "\n".join(part for part in parts if part)
     return (

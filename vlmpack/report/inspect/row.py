@@ -8,16 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
+
+import numpy as np
+from torch import Tensor
 
 from vlmpack.alignment import Alignment
 from vlmpack.data.index.table import SampleRef
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.packers import RowBudget
-from vlmpack.data.tools.show import ShownBin, ShownSample, load_bin, read_again, take_apart
+from vlmpack.data.tools.show import (
+    ShownBin,
+    ShownSample,
+    load_bin,
+    read_again,
+    refs_of,
+    take_apart,
+)
 from vlmpack.errors import PackingError
 from vlmpack.families import Encoder
-from vlmpack.packing import EncodedSample, PackedBatch, PaddedBatch
+from vlmpack.packing import CostModel, EncodedSample, PackedBatch, PaddedBatch
 from vlmpack.packing.batch import ContextSlice
 from vlmpack.packing.context import padded_as_row, slice_for_context
 
@@ -32,6 +42,7 @@ class RowRules:
         multiples: of segments and of the row, in tokens.
         budget: of a planned row; None where no budget plans it.
         placeholder_id, pad_token_id: of the encoder.
+        cost: FLOPs of the model at hand.
     """
 
     mode: str
@@ -40,6 +51,7 @@ class RowRules:
     budget: RowBudget | None
     placeholder_id: int
     pad_token_id: int
+    cost: CostModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +93,7 @@ class Row:
         shown: the batch taken apart.
         batch: its tensors, as one row.
         alone: its samples, each encoded alone again, in row order.
+        positions: (A, s) of each, by the model family's rule.
         planned: keys of the bin's samples, holes included, in the plan's order.
         slices: what each context-parallel rank holds; or why the row cannot be cut.
         rules: what it was made by.
@@ -90,6 +103,7 @@ class Row:
     shown: ShownBin
     batch: PackedBatch
     alone: tuple[EncodedSample, ...]
+    positions: tuple[Tensor, ...]
     planned: tuple[str, ...]
     slices: tuple[ContextSlice, ...] | str
     rules: RowRules
@@ -133,6 +147,20 @@ class Row:
             )
         return found
 
+    def flops(self) -> tuple[float, float]:
+        """Of a training step on this row, padding included: language model, vision tower."""
+        batch = self.batch
+        grids = batch.media.grid_thw if batch.media is not None else ()
+        patches = [t * h * w for t, h, w in grids]
+        found = self.rules.cost(
+            np.array([batch.num_slots]),
+            np.array([sum(length**2 for length in batch.segment_lengths)]),
+            np.array([sum(patches)]),
+            patch_squares=np.array([sum(count**2 for count in patches)]),
+            labels=np.array([batch.num_label_tokens]),
+        )
+        return float(found[0, 0]), float(found[0, 1])
+
     def position_range(self, segment: Segment) -> list[tuple[int, int]]:
         """(least, largest) position of a segment's sample, by axis; empty for a tail."""
         if not segment.length:
@@ -172,11 +200,10 @@ def load_row(
         DataError: a bad sample whose class is not skipped.
     """
     loaded = load_bin(train, samples)
-    read = read_again(train, loaded, samples)
-    refs = {(ref.shard, ref.number): ref for ref in samples}
+    refs = refs_of(loaded, samples)
+    read = read_again(train, refs)
     alone = tuple(
-        encoder.encode(sample, refs[name.shard, name.number].sizes)
-        for name, sample in zip(loaded.samples, read, strict=True)
+        train.dataset.encode(ref, item) for ref, item in zip(refs, read, strict=True)
     )
     shown = take_apart(loaded, read, encoder, title)
     batch = loaded.batch
@@ -190,11 +217,22 @@ def load_row(
         shown=shown,
         batch=batch,
         alone=alone,
+        positions=tuple(_own_positions(encoder, item) for item in alone),
         planned=tuple(ref.key for ref in samples),
         slices=_slices(batch, rules.context),
         rules=rules,
         num_rows=num_rows,
     )
+
+
+def _own_positions(encoder: Encoder, item: EncodedSample) -> Tensor:
+    """(A, s) positions of a sample, from its length and its images alone."""
+    media = item.media
+    places = item.media_positions.tolist()
+    counts = media.num_tokens if media is not None else ()
+    starts = [places[at] for at in accumulate((0, *counts[:-1]))] if counts else []
+    grids = media.grid_thw if media is not None else ()
+    return encoder.family.positions(len(item.input_ids), starts, grids)
 
 
 def _slices(batch: PackedBatch, size: int) -> tuple[ContextSlice, ...] | str:

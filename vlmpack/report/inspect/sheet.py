@@ -65,7 +65,7 @@ def _head(canvas: Canvas, row: Row, source: str) -> None:
     canvas.add(Text(x=0, y=18, text=fitted(title, 18, canvas.width), size=18, bold=True))
     about = f"{source}, packing.mode {row.rules.mode}"
     canvas.add(Text(x=0, y=38, text=fitted(about, 12, canvas.width), size=12, color=MUTED))
-    canvas.height = 46
+    canvas.height = 46.0
     x, y = 0.0, canvas.height + 12
     for total in totals(row):
         name, value = f"{total.name} ", total.value

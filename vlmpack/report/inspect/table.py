@@ -65,14 +65,25 @@ def totals(row: Row) -> list[Total]:
         found.append(
             Total("images", f"{media.num_images:,}: {tokens:,} tokens, {patches:,} patches")
         )
-    squares = sum(length * length for length in batch.lengths)
-    found.append(Total("attention cost", f"{squares:,} (sum of squared lengths)"))
+    language, vision = row.flops()
+    cost = f"{_flops(language + vision)} a training step"
+    if vision:
+        cost += f", {vision / (language + vision):.0%} of it vision"
+    found.append(Total("cost", cost))
     if row.rules.context > 1:
         each = batch.num_slots // row.rules.context
         found.append(Total("CP", f"{row.rules.context} ranks, {each:,} slots each"))
     if row.shown.holes:
         found.append(Total("left out", f"{len(row.shown.holes)} bad samples"))
     return found
+
+
+def _flops(count: float) -> str:
+    """12.3 GFLOP."""
+    for size, name in ((1e15, "P"), (1e12, "T"), (1e9, "G")):
+        if count >= size:
+            return f"{count / size:.3g} {name}FLOP"
+    return f"{count / 1e6:.3g} MFLOP"
 
 
 def _fill(row: Row) -> str:

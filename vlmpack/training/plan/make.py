@@ -135,6 +135,7 @@ def _all_modes(planner: ModePlanner, split: Split, *, offline: bool) -> list[Pla
     micro = max(2, round(float(bins.mean())) if bins.size else 2)
     if own.budget is None:
         micro = max(2, own.micro_batch_size)
+    micro = min(micro, max(2, planner.config.global_batch_size))
     none = own if own.name == "none" else planner.fixed("none", micro)
     in_batch = own if own.name == "in_batch" else planner.fixed("in_batch", micro)
     packed = replace(planner.offline(stream.layout), is_recipes=offline)
@@ -191,7 +192,7 @@ def _run_steps(inputs: PlanInputs, own: PlannedMode, progress: Progress) -> int:
     if epochs == 1 or plan.packer.num_batches(1) is not None or own.name.startswith("offline"):
         return epochs * first
     if isinstance(plan, WindowPlan):
-        return plan.steps_until(epochs, Position(), inputs.split.start())
+        return int(plan.steps_until(epochs, Position(), inputs.split.start()))
     later = counted(range(1, epochs), "packing: later epochs", epochs - 1, progress)
     return first + sum(plan.num_steps(epoch) for epoch in later)
 
@@ -201,7 +202,8 @@ def _notes(inputs: PlanInputs, own: PlannedMode, micro: int) -> tuple[str, ...]:
     if own.budget is not None:
         notes.append(
             f"none and in_batch are shown with micro-batches of {micro} samples, about as many as "
-            f"a planned row holds; training.micro_batch_size is {own.micro_batch_size}"
+            "a planned row or a global batch holds; training.micro_batch_size is "
+            f"{own.micro_batch_size}"
         )
     elif micro != own.micro_batch_size:
         notes.append(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -19,7 +20,6 @@ from vlmpack.data.index.table import Int64s
 from vlmpack.data.plan.batches import Plan, Position
 from vlmpack.data.plan.packers import Bin, RowBudget, Scope
 from vlmpack.data.plan.shares import RowCost
-from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.prepare import make_plan
 from vlmpack.data.splits.split import Split
 from vlmpack.packing import plan_packs
@@ -78,22 +78,17 @@ class ModePlanner:
     def own(self, split: Split) -> PlannedMode:
         """The recipe's mode, as the run plans it."""
         config, plan = self.config, split.plan
-        name = config.mode
+        name: str = config.mode
         if config.mode == "online":
             name = STREAM if config.scope == "stream" else BATCH
         budget = None if config.budget is None else getattr(plan.packer, "budget", config.budget)
-        windows: Windows
-        if isinstance(plan, WindowPlan):
-            windows = _stream_windows(plan, split)
-        else:
-            windows = _windows(plan)
+        windows = _windows(plan) if isinstance(plan, Plan) else _walked(split)
         total = plan.num_windows if isinstance(plan, Plan) else None
         layout = layout_of(counted(windows, f"packing: {name}", total, self.progress), split.sizes)
         return self._mode(name, layout, budget, config.micro_batch_size, config.scope, own=True)
 
-    def fixed(self, mode: str, micro: int) -> PlannedMode:
-        """Modes `none` and `in_batch`: `micro` samples to a micro-batch."""
-        assert mode in ("none", "in_batch")
+    def fixed(self, mode: Literal["none", "in_batch"], micro: int) -> PlannedMode:
+        """Modes without a budget: `micro` samples to a micro-batch."""
         config = replace(self.config, mode=mode, budget=None, micro_batch_size=micro)
         return self._mode(mode, self._layout(config, mode), None, micro, "batch")
 
@@ -209,11 +204,11 @@ def _windows(plan: Plan) -> Windows:
         yield plan.packed(Position(0, window))
 
 
-def _stream_windows(plan: WindowPlan, split: Split) -> Windows:
-    """The first epoch of shards that are indexed as a run goes on."""
-    cursors, position = split.start(), Position()
-    while position.epoch == 0:
-        window = plan.plan_window(0, position.window, cursors)
-        yield plan.packer(window.order)
-        cursors = window.cursors
-        position = Position(1) if window.ended else Position(0, position.window + 1)
+def _walked(split: Split) -> Windows:
+    """The first epoch of a plan that is not known beforehand, global batch by global batch."""
+    for batch in split.plan.walk(Position(), split.start()):
+        if batch.position.epoch:
+            return
+        yield [batch.bins]
+        if batch.following.epoch:
+            return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.distributed import Ranks
 from vlmpack.recipe import Recipe, check_world, derive, load_recipe
-from vlmpack.training.assemble import build_encoder, open_split
+from vlmpack.training.assemble import build_cost_model, build_encoder, open_split
 from vlmpack.training.plan.figures import RunPlan
 from vlmpack.training.plan.make import PlanInputs, plan_figures
 from vlmpack.training.plan.parameters import read_sizes
@@ -54,7 +55,7 @@ def plan_recipe(recipe: Recipe, *, world_size: int, progress: Progress = silent)
             train.split.index_all()
         inputs = PlanInputs(
             recipe=recipe,
-            config=train.config,
+            config=replace(train.config, row_cost=build_cost_model(encoder)),
             split=train.split,
             sizes=sizes,
             world_size=world_size,

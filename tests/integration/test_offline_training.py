@@ -1,0 +1,192 @@
+"""Runs on saved packs: bit for bit the online run, whatever was saved; stopped, damaged, refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.recipes import changed, rows
+from test_audited_runs import audited
+from test_resume import run_until
+
+from vlmpack.api import resolve, run_recipe
+from vlmpack.data.packs.manifest import Manifest
+from vlmpack.data.packs.write import PackOrder
+from vlmpack.errors import PacksError
+from vlmpack.recipe import load_recipe
+from vlmpack.training.packs import pack_recipe
+
+SAME = ("step", "epoch", "num_tokens", "num_label_tokens", "num_samples", "num_rows", "num_slots")
+BITS = (*SAME, "loss", "grad_norm")
+
+
+@pytest.fixture
+def online(settings: dict[str, Any]) -> dict[str, Any]:
+    """Rows of up to 256 tokens, two a step, one epoch."""
+    return changed(
+        settings,
+        packing__mode="online",
+        training__seq_length=256,
+        training__micro_batch_size=1,
+        training__global_batch_size=2,
+        training__max_steps=None,
+        training__num_epochs=1,
+    )
+
+
+def packed(settings: dict[str, Any], folder: Path, **order: Any) -> Manifest:
+    return pack_recipe(load_recipe(settings), folder, PackOrder(**order))
+
+
+def offline(settings: dict[str, Any], folder: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
+    return changed(
+        settings,
+        packing__mode="offline",
+        packing__path=str(folder),
+        run_dir=str(run_dir),
+        **changes,
+    )
+
+
+def run(settings: dict[str, Any]) -> Path:
+    run_recipe(resolve(settings, {}))
+    return Path(settings["run_dir"])
+
+
+@pytest.mark.slow
+def test_every_kind_trains_what_the_online_run_trains_bit_for_bit(
+    online: dict[str, Any], tmp_path: Path, shard: Path
+) -> None:
+    expected = rows(run(changed(online, run_dir=str(tmp_path / "online"))), *BITS)
+    assert len(expected) == 3 and expected[-1][5] == 1, "the last batch should be short"
+    kinds: dict[str, dict[str, Any]] = {
+        "plan": {"kind": "plan"},
+        "tokens": {"kind": "tokens"},
+        "shards": {"kind": "shards"},
+        "resized": {"kind": "shards", "media": "resized"},
+    }
+    for name, order in kinds.items():
+        manifest = packed(online, tmp_path / name, **order)
+        assert not manifest.num_holes and not manifest.num_kept_original
+    for name in kinds:
+        if kinds[name]["kind"] == "shards":  # the original shards are needed no more
+            shard.rename(shard.with_suffix(".gone")) if shard.exists() else None
+        found = run(offline(online, tmp_path / name, tmp_path / f"run-{name}"))
+        assert rows(found, *BITS) == expected, name
+        assert audited(found).passed, name
+    shard.with_suffix(".gone").rename(shard)
+    other = packed(online, tmp_path / "bfd", planner="bfd")
+    assert other.num_samples == manifest.num_samples
+    found = run(offline(online, tmp_path / "bfd", tmp_path / "run-bfd"))
+    assert rows(found, *BITS) != expected, "any packs would have passed"
+    assert sum(n for (n,) in rows(found, "num_samples")) == other.num_samples
+    assert audited(found).passed
+
+
+@pytest.mark.slow
+def test_a_stopped_run_on_packs_goes_on_bit_for_bit_and_later_epochs_permute(
+    online: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed(online, tmp_path / "packs", kind="tokens")
+    settings = offline(online, tmp_path / "packs", tmp_path / "unbroken", training__num_epochs=3)
+    unbroken = run(settings)
+    total = len(rows(unbroken, "step"))
+    by_epoch = {
+        epoch: [n for e, n in rows(unbroken, "epoch", "num_tokens") if e == epoch]
+        for epoch in range(3)
+    }
+    assert len({tuple(tokens) for tokens in by_epoch.values()}) == 3, "the order is the same"
+    assert len({sum(tokens) for tokens in by_epoch.values()}) == 1
+    broken = changed(settings, run_dir=str(tmp_path / "broken"))
+    for stop_after in (2, total // 2 + 1):
+        run_until(broken, stop_after, monkeypatch, total=total)
+    run_until(broken, None, monkeypatch)
+    assert rows(tmp_path / "broken", *BITS) == rows(unbroken, *BITS)
+    assert audited(unbroken).passed and audited(tmp_path / "broken").passed
+
+
+@pytest.mark.slow
+def test_a_damaged_pack_leaves_holes_in_the_ledger(online: dict[str, Any], tmp_path: Path) -> None:
+    packed(online, tmp_path / "packs", kind="shards")
+    tar = tmp_path / "packs/packs-000000.tar"
+    data = bytearray(tar.read_bytes())
+    data[2000] ^= 0xFF
+    tar.write_bytes(data)
+    found = run(offline(online, tmp_path / "packs", tmp_path / "run"))
+    lines = [json.loads(line) for line in (found / "data-errors.jsonl").read_text().splitlines()]
+    assert lines and {line["class"] for line in lines} == {"integrity"}
+    assert all("packs-000000.tar" in line["reason"] for line in lines)
+    assert all(line["shard"].endswith("train-000000.tar") for line in lines)
+    result = audited(found)
+    assert result.passed and sum(epoch.skipped for epoch in result.epochs) == len(lines)
+    trained = sum(n for (n,) in rows(found, "num_samples"))
+    assert trained == 22 - len(lines) > 0
+
+
+@pytest.mark.slow
+def test_fixed_shapes_change_no_loss(online: dict[str, Any], tmp_path: Path) -> None:
+    free = run(changed(online, run_dir=str(tmp_path / "free")))
+    fixed = run(
+        changed(
+            online,
+            run_dir=str(tmp_path / "fixed"),
+            packing__pad_to_max_length=True,
+            packing__pad_cu_seqlens=True,
+        )
+    )
+    widths = {slots / count for slots, count in rows(fixed, "num_slots", "num_rows")}
+    assert widths == {256.0}
+    assert len({slots / count for slots, count in rows(free, "num_slots", "num_rows")}) > 1
+    for ours, theirs in zip(
+        rows(fixed, "loss", "grad_norm"), rows(free, "loss", "grad_norm"), strict=True
+    ):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_packs_of_something_else_are_refused_with_every_difference(
+    online: dict[str, Any], tmp_path: Path, shard: Path
+) -> None:
+    from vlmpack.training.reopen import open_recipe
+
+    packed(online, tmp_path / "plan")
+    packed(online, tmp_path / "shards", kind="shards")
+
+    def refusal(folder: str, **changes: Any) -> str:
+        settings = offline(online, tmp_path / folder, tmp_path / "run", **changes)
+        with pytest.raises(PacksError) as error:
+            open_recipe(load_recipe(settings))
+        return str(error.value)
+
+    model = tmp_path / "model"
+    shutil.copytree(online["model"]["path"], model)
+    template = model / "chat_template.jinja"
+    template.write_text(template.read_text() + "\n")
+    message = refusal("shards", model__path=str(model))
+    assert "the chat template in model.path: " in message and "tokenizer" not in message
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["version"] = "2.0"
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    processor = json.loads((model / "preprocessor_config.json").read_text())
+    processor["image_mean"] = [0.1, 0.2, 0.3]
+    (model / "preprocessor_config.json").write_text(json.dumps(processor))
+    tokenizer["version"] = "1.0"
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    message = refusal("plan", model__path=str(model))
+    for part in ("tokenizer", "chat template", "image processor"):
+        assert f"the {part} in model.path: " in message
+    message = refusal("shards", training__seq_length=240)
+    assert "training.seq_length: 256 in the packs, 240 in the recipe" in message
+    assert "packing.max_tokens: 256 in the packs, 240 in the recipe" in message
+    message = refusal("plan", packing__max_vision_patches=4000, packing__alignment=16)
+    assert "packing.max_vision_patches: absent in the packs, 4000 in the recipe" in message
+    assert "packing.alignment: 8 in the packs, 16 in the recipe" in message
+
+    from support.recipes import rewrite
+
+    rewrite(shard, lambda name, data: data.replace(b"hat", b"had") if "json" in name else data)
+    message = refusal("plan")
+    assert "  data.train.train" in message and message.count("1 shards, 22 samples") == 2
+    open_recipe(load_recipe(offline(online, tmp_path / "shards", tmp_path / "run")))

@@ -1,0 +1,161 @@
+"""`vlmpack plan`: what a run would do, before anything is paid for."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vlmpack.cli.progress import BytesBar
+from vlmpack.errors import VlmpackError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from vlmpack.recipe import Recipe
+    from vlmpack.report.plan import Section
+
+
+def plan(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Path of a YAML recipe.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, e.g. packing.mode=online."),
+    ] = None,
+    world_size: Annotated[
+        int | None,
+        typer.Option(
+            "--world-size",
+            envvar="WORLD_SIZE",
+            min=1,
+            help="Number of processes the run will have.",
+            show_default="one model copy",
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a page with pictures, too."),
+    ] = None,
+    as_json: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write every figure; - for standard output."),
+    ] = None,
+) -> None:
+    """Show what a run would do: steps, padding under every packing mode, samples in a row, balance
+    across ranks, batch and memory. No GPU; indexes what is not indexed yet."""
+    from vlmpack.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    for file in (html, as_json):
+        if file is not None and str(file) != "-" and not file.absolute().parent.is_dir():
+            raise VlmpackError(f"{file}: the folder {file.absolute().parent} does not exist")
+    processes = world_size if world_size is not None else _one_copy(loaded)
+    from vlmpack.report.plan import as_json as to_json
+    from vlmpack.report.plan import sections, write_page
+    from vlmpack.training.plan.open import plan_recipe
+
+    with PlanBar() as bar:
+        made = plan_recipe(loaded, world_size=processes, progress=bar)
+    content = json.dumps(to_json(made), indent=1)
+    if str(as_json) == "-":
+        typer.echo(content)
+    else:
+        print_sections(sections(made))
+    if as_json is not None and str(as_json) != "-":
+        _write(as_json, content + "\n")
+        typer.echo(f"json: {as_json}", err=True)
+    if html is not None:
+        try:
+            write_page(made, html, title=recipe)
+        except OSError as error:
+            raise VlmpackError(f"{html} cannot be written: {error.strerror or error}") from error
+        typer.echo(f"page: {html}", err=True)
+
+
+def _one_copy(recipe: Recipe) -> int:
+    split = recipe.parallelism
+    return split.tensor * split.pipeline * split.context
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise VlmpackError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+class PlanBar:
+    """A bar for what is being done now: index, lengths, packing of each mode."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._bar: BytesBar | None = None
+        self._what: str | None = None
+        self._done = 0
+
+    def __enter__(self) -> PlanBar:
+        return self
+
+    def __call__(self, what: str, done: int, total: int | None) -> None:
+        """So much is done; a new word begins a new bar."""
+        if what != self._what:
+            self._stack.close()
+            self._bar = self._stack.enter_context(BytesBar(what, total))
+            self._what, self._done = what, 0
+        assert self._bar is not None
+        if done > self._done:
+            self._bar.advance(units=done - self._done)
+            self._done = done
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+def print_sections(page: Sequence[Section], console: Console | None = None) -> None:
+    """The page as tables, as wide as the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    # Without a terminal rich takes 80 columns; files and pipes have room for the tables.
+    piped = not os.isatty(1) and "COLUMNS" not in os.environ
+    console = console or Console(width=100 if piped else None, highlight=False)
+    for number, section in enumerate(page):
+        if number:
+            console.print()
+        console.print(Text(section.title, style="bold"))
+        if section.rows:
+            table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+            table.add_column("", width=1)
+            for column in section.columns:
+                table.add_column(
+                    Text(column.name),
+                    justify="left" if column.is_text else "right",
+                    no_wrap=column is not section.columns[0] or len(section.columns) < 10,
+                    overflow="fold",
+                    vertical="bottom",
+                )
+            for place, row in enumerate(section.rows):
+                marked = place in section.marked
+                table.add_row(
+                    "*" if marked else "", *map(Text, row), style="bold" if marked else None
+                )
+            console.print(table)
+        for line in section.lines:
+            console.print(_hanging(line, console.width), soft_wrap=False)
+    if any(section.marked for section in page):
+        console.print(Text("\n* what the recipe has", style="dim"))
+
+
+def _hanging(line: str, width: int) -> str:
+    """A sentence wrapped under its first word."""
+    from textwrap import fill
+
+    from rich.markup import escape
+
+    return escape(fill(line, max(40, width - 1), initial_indent="  ", subsequent_indent="    "))

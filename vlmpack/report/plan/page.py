@@ -1,0 +1,135 @@
+"""One HTML file: the pictures, then every table. It needs nothing beside it; text is escaped."""
+
+from __future__ import annotations
+
+import base64
+from html import escape
+from pathlib import Path
+
+from vlmpack.report.plan.numbers import compact, share
+from vlmpack.report.plan.pictures import Picture, draw_pictures
+from vlmpack.report.plan.sections import Section, sections
+from vlmpack.training.plan.figures import RunPlan
+from vlmpack.training.run_dir import write_atomically
+
+_CSS = """
+body { margin: 2.5rem auto; max-width: 64rem; padding: 0 1rem; color: #1f2933;
+       font: 16px/1.5 system-ui, sans-serif; background: #fff; }
+h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2.5rem 0 .5rem; }
+p.from { color: #6b7785; margin: .2rem 0 1.5rem; overflow-wrap: anywhere; }
+.figures { display: flex; flex-wrap: wrap; gap: 1.2rem 2.2rem; margin: 0; }
+.figures div { min-width: 8rem; } .figures dd { margin: 0; }
+.figures dt, .figures .note { color: #6b7785; font-size: .85rem; }
+.figures .value { font-size: 1.7rem; font-weight: 650; line-height: 1.2; }
+.pictures { display: grid; gap: 0 2rem;
+            grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }
+figure { margin: 2rem 0 0; max-width: 34rem; } img { width: 100%; height: auto; display: block; }
+figure h2 { margin: 0 0 .3rem; } figcaption { color: #6b7785; font-size: .85rem; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; min-width: 100%; font-size: .92rem; }
+th, td { text-align: right; padding: .3rem 0 .3rem 1rem; border-bottom: 1px solid #e4e7eb;
+         white-space: nowrap; font-variant-numeric: tabular-nums; }
+th { font-weight: 600; } th.t, td.t { text-align: left; padding: .3rem 1rem .3rem 0; }
+th:first-child, td:first-child { padding-left: 0; }
+tr.m td { background: #eef4fa; font-weight: 600; }
+p.line { color: #4a5663; font-size: .9rem; margin: .5rem 0 0; overflow-wrap: anywhere; }
+"""
+
+MAX_SOURCES = 1000
+
+
+def write_page(plan: RunPlan, path: Path, *, title: str) -> None:
+    """Draw the pictures and write the page.
+
+    Raises:
+        CapabilityError: matplotlib is not installed.
+        OSError: the file cannot be written.
+    """
+    write_atomically(path, render_page(plan, draw_pictures(plan), title=title))
+
+
+def render_page(plan: RunPlan, pictures: list[Picture], *, title: str) -> str:
+    """The page as HTML."""
+    tables = [_table(section) for section in sections(plan, max_sources=MAX_SOURCES)]
+    body = "\n".join(
+        [_head(plan, title), _figures(plan), _pictures(pictures), *tables, _left(plan)]
+    )
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)} - plan - vlmpack</title>\n<style>{_CSS}</style>\n</head>\n"
+        f"<body>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def _head(plan: RunPlan, title: str) -> str:
+    return (
+        f"<h1>{escape(title)}</h1>\n"
+        f'<p class="from">plan of {escape(plan.model)}, packing.mode {escape(plan.mode.name)}, '
+        f"{plan.world_size} processes</p>"
+    )
+
+
+def _figures(plan: RunPlan) -> str:
+    mode, none = plan.mode, plan.modes[0]
+    shown = [
+        ("samples", compact(plan.total.num_usable), f"{compact(plan.total.num_tokens)} tokens"),
+        ("steps", f"{plan.run_steps:,}", f"{plan.steps_per_epoch:,} an epoch"),
+        ("padding", share(mode.padding), f"{share(none.padding)} unpacked"),
+        (
+            "samples a step",
+            compact(plan.batch.samples),
+            f"{compact(plan.batch.tokens)} tokens",
+        ),
+    ]
+    items = "\n".join(
+        f'<div><dt>{name}</dt><dd class="value">{value}</dd><dd class="note">{note}</dd></div>'
+        for name, value, note in shown
+    )
+    return f'<dl class="figures">\n{items}\n</dl>'
+
+
+def _pictures(pictures: list[Picture]) -> str:
+    items = "\n".join(
+        f"<figure><h2>{escape(one.title)}</h2>"
+        f'<img src="data:image/png;base64,{base64.b64encode(one.png).decode("ascii")}" '
+        f'alt="{escape(one.caption)}"><figcaption>{escape(one.caption)}.</figcaption></figure>'
+        for one in pictures
+    )
+    return f'<div class="pictures">\n{items}\n</div>'
+
+
+def _table(section: Section) -> str:
+    lines = "\n".join(f'<p class="line">{escape(line)}</p>' for line in section.lines)
+    table = ""
+    if section.rows:
+        kinds = [' class="t"' if column.is_text else "" for column in section.columns]
+        head = "".join(
+            f"<th{kind}>{escape(' '.join(column.name.split()))}</th>"
+            for kind, column in zip(kinds, section.columns, strict=True)
+        )
+        rows = "\n".join(
+            ('<tr class="m">' if place in section.marked else "<tr>")
+            + "".join(
+                f"<td{kind}>{escape(cell)}</td>" for kind, cell in zip(kinds, row, strict=True)
+            )
+            + "</tr>"
+            for place, row in enumerate(section.rows)
+        )
+        table = f'<div class="wide"><table>\n<tr>{head}</tr>\n{rows}\n</table></div>\n'
+    return f"<h2>{escape(section.title)}</h2>\n{table}{lines}"
+
+
+def _left(plan: RunPlan) -> str:
+    if not plan.left_out:
+        return ""
+    rows = "\n".join(
+        f'<tr><td class="t">{escape(one.key)}</td><td class="t">{escape(one.shard)}</td>'
+        f'<td class="t">{escape(one.reason)}</td></tr>'
+        for one in plan.left_out
+    )
+    return (
+        f"<h2>Not trained, the first {len(plan.left_out)}</h2>\n"
+        '<div class="wide"><table>\n<tr><th class="t">key</th><th class="t">shard</th>'
+        f'<th class="t">why</th></tr>\n{rows}\n</table></div>'
+    )

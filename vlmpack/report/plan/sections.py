@@ -1,0 +1,285 @@
+"""The plan as titled tables of text, in the order of the page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vlmpack.report.plan.numbers import compact, gib, share, times
+from vlmpack.report.style import one_line
+from vlmpack.training.plan.figures import MemoryFigures, RunPlan, SourceFigures
+
+MAX_SOURCES = 12
+"""Sources with a row of their own; the page and the JSON have more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column's heading, one or two lines, and whether it holds words (left) or figures."""
+
+    name: str
+    is_text: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A table.
+
+    Args:
+        title: above it.
+        columns: of the table.
+        rows: as many texts each.
+        marked: places of rows that stand out: what the recipe has.
+        lines: sentences below.
+    """
+
+    title: str
+    columns: tuple[Column, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    marked: tuple[int, ...] = ()
+    lines: tuple[str, ...] = field(default=())
+
+
+def sections(plan: RunPlan, *, max_sources: int = MAX_SOURCES) -> tuple[Section, ...]:
+    """All of them; what a plan lacks is left out."""
+    made = [
+        _data(plan, max_sources),
+        _modes(plan),
+        _sequences(plan),
+        _imbalance(plan),
+        _batch(plan),
+    ]
+    if plan.memory is not None:
+        made.append(_memory(plan.memory))
+    made.append(Section(title="Notes", lines=plan.notes))
+    return tuple(made)
+
+
+def _data(plan: RunPlan, max_sources: int) -> Section:
+    shown = list(plan.sources[:max_sources])
+    rows = [_source(source, one_line(source.name)) for source in shown]
+    if len(plan.sources) > 1:
+        rows.append(_source(plan.total, "total"))
+    lines = ["loss, vision: shares of the tokens; p5 to max: tokens of a sample"]
+    lines += [
+        f"{count:,} more sources are in the page (--html) and in the JSON"
+        for count in [len(plan.sources) - len(shown)]
+        if count
+    ]
+    for reason, count in plan.total.num_dropped.items():
+        lines.append(f"{_samples(count)} dropped: {reason}")
+    if plan.total.num_shrunk:
+        lines.append(f"{_samples(plan.total.num_shrunk)} with images made smaller to fit")
+    for kind, count in plan.total.num_bad.items():
+        lines.append(f"{_samples(count)} bad ({kind}): skipped as holes")
+    if plan.left_out:
+        first = plan.left_out[0]
+        lines.append(f"the first of them: {one_line(first.key)} in {first.shard}: {first.reason}")
+    else:
+        lines.append("nothing is dropped, shrunk or known to be bad")
+    return Section(
+        title="Data",
+        columns=(
+            Column("source", is_text=True),
+            Column("samples"),
+            Column("usable"),
+            Column("tokens"),
+            Column("loss"),
+            Column("vision"),
+            *(Column(name) for name in ("p5", "p50", "p95", "p99", "max")),
+        ),
+        rows=tuple(rows),
+        lines=tuple(lines),
+    )
+
+
+def _source(source: SourceFigures, name: str) -> tuple[str, ...]:
+    lengths = source.length_percentiles
+    return (
+        name,
+        compact(source.num_samples),
+        compact(source.num_usable),
+        compact(source.num_tokens),
+        share(source.label_share, 0),
+        share(source.vision_share, 0),
+        *(compact(lengths[p]) if lengths else "" for p in (5, 50, 95, 99, 100)),
+    )
+
+
+def _modes(plan: RunPlan) -> Section:
+    rows = []
+    for mode in plan.modes:
+        full = mode.row_fill
+        rows.append(
+            (
+                mode.name,
+                compact(mode.rows),
+                compact(mode.slots),
+                share(mode.padding),
+                "" if full is None else share(full),
+                f"{mode.steps:,}",
+                compact(mode.mean_batch_samples),
+                f"{mode.compute:.2f}",
+            )
+        )
+    run = f"the run: {plan.run_steps:,} steps, {plan.epochs:.3g} epochs"
+    row_tokens = max(mode.row_tokens for mode in plan.modes)
+    return Section(
+        title="One epoch under every packing mode",
+        columns=(
+            Column("mode", is_text=True),
+            Column("rows"),
+            Column("slots"),
+            Column("padding"),
+            Column("row\nfull"),
+            Column("steps"),
+            Column("samples\na step"),
+            Column("compute"),
+        ),
+        rows=tuple(rows),
+        marked=tuple(i for i, mode in enumerate(plan.modes) if mode.is_recipes),
+        lines=(
+            f"recipe: {plan.mode.name}, {plan.steps_per_epoch:,} steps an epoch, on "
+            f"{_count(plan.data_parallel, 'model copy', 'model copies')} of "
+            f"{_count(plan.world_size, 'process', 'processes')}; {run}",
+            "slots: tokens and padding that are computed; row full: tokens of the "
+            f"{row_tokens:,} that a planned row may hold; compute: FLOPs relative to none",
+        ),
+    )
+
+
+def _sequences(plan: RunPlan) -> Section:
+    figures = plan.sequences
+    listed = ", ".join(f"{name} {value}" for name, value in figures.percentiles.items())
+    return Section(
+        title="Samples in a row, and MAX_SEQS for CUDA graphs",
+        columns=(
+            Column("max\nsequences"),
+            Column("from", is_text=True),
+            Column("rows\ncovered"),
+            Column("eager\ninstead"),
+            Column("rows more\nif enforced"),
+        ),
+        rows=tuple(
+            (
+                str(choice.max_sequences),
+                choice.basis,
+                share(choice.covered, 2),
+                share(1 - choice.covered, 2),
+                share(choice.extra_rows, 2),
+            )
+            for choice in figures.choices
+        ),
+        marked=tuple(i for i, choice in enumerate(figures.choices) if choice.is_recipes),
+        lines=(
+            f"{figures.mode}: {figures.mean:.1f} on average, {listed}",
+            "choices are percentiles rounded up to 8, from rows without a bound over the first "
+            f"{figures.dry_run_samples:,} samples: enforce one by packing.max_sequences, or let "
+            "the rows above it run eagerly",
+        ),
+    )
+
+
+def _imbalance(plan: RunPlan) -> Section:
+    if not plan.imbalance:
+        return Section(
+            title="Imbalance across data-parallel ranks",
+            lines=("a global batch is one micro-batch: there is nothing to share out",),
+        )
+    steps = max(one.steps for one in plan.imbalance)
+    return Section(
+        title="Imbalance across data-parallel ranks",
+        columns=(
+            Column("ranks"),
+            Column("bins\neach"),
+            Column("total,\nin turn"),
+            Column("\nby cost"),
+            Column("vision,\nin turn"),
+            Column("\nby cost"),
+        ),
+        rows=tuple(
+            (
+                str(one.data_parallel),
+                str(one.micro_batches),
+                times(one.total_dealt),
+                times(one.total_balanced),
+                times(one.vision_dealt),
+                times(one.vision_balanced),
+            )
+            for one in plan.imbalance
+        ),
+        marked=tuple(i for i, one in enumerate(plan.imbalance) if one.is_recipes),
+        lines=(
+            f"largest cost of a rank over the mean, averaged over {steps} steps: 1.10 means that a "
+            "step waits 10% for its slowest rank; cost is FLOPs, and in turn is packing.balance: "
+            "none",
+        ),
+    )
+
+
+def _batch(plan: RunPlan) -> Section:
+    batch = plan.batch
+    unit = "rows" if batch.counts_rows else "samples"
+    wanted = (
+        f"to keep the unpacked run's {batch.global_batch_size} samples a step in planned rows: "
+        f"new_GBS = GBS / samples per row = {batch.global_batch_size} / "
+        f"{batch.samples_per_row:.1f} = {batch.keeping_size}"
+    )
+    if plan.data_parallel > 1:
+        wanted += f" (a multiple of the {plan.data_parallel} model copies)"
+    if batch.scaled_learning_rate is None:
+        rate = f"learning rate: {batch.learning_rate:g} stays, a step trains as many samples"
+    else:
+        rate = (
+            f"learning rate, a hint: the batch is {batch.growth:.3g} times the unpacked one, and "
+            f"AdamW's square-root rule (Malladi et al., 2205.10287) makes {batch.learning_rate:g} "
+            f"-> {batch.scaled_learning_rate:.3g}"
+        )
+    return Section(
+        title="Effective batch",
+        columns=(Column("a step trains", is_text=True), Column("samples"), Column("tokens")),
+        rows=(
+            (
+                f"{plan.mode.name} ({batch.global_batch_size} {unit})",
+                compact(batch.samples),
+                compact(batch.tokens),
+            ),
+            (
+                f"unpacked ({batch.global_batch_size} samples)",
+                compact(batch.unpacked_samples),
+                compact(batch.unpacked_tokens),
+            ),
+        ),
+        marked=(0,),
+        lines=(wanted, rate),
+    )
+
+
+def _memory(memory: MemoryFigures) -> Section:
+    parts = (
+        ("weights", memory.weights),
+        ("gradients", memory.gradients),
+        ("optimizer", memory.optimizer),
+        ("activations", memory.activations),
+        ("logits", memory.logits),
+        ("total", memory.total),
+    )
+    flight = f", {memory.rows_in_flight} in flight" if memory.rows_in_flight > 1 else ""
+    return Section(
+        title=f"Memory of a rank, an estimate ({memory.where}, {memory.dtype})",
+        columns=tuple(Column(name) for name, _ in parts),
+        rows=(tuple(gib(size) for _, size in parts),),
+        lines=(
+            f"{compact(memory.parameters)} parameters, {compact(memory.tower_parameters)} of them "
+            f"in the vision tower, from {memory.counted_from}; micro-batch of "
+            f"{memory.row_tokens:,} slots and {memory.row_patches:,} patches{flight}",
+            *memory.formula,
+        ),
+    )
+
+
+def _samples(count: int) -> str:
+    return _count(count, "sample", "samples")
+
+
+def _count(count: int, one: str, many: str) -> str:
+    return f"{count:,} {one if count == 1 else many}"

@@ -1,0 +1,45 @@
+"""`vlmpack pack`: a recipe's training split, opened as mode `online` plans it, into a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vlmpack.data.packs.manifest import Manifest
+from vlmpack.data.packs.write import PackOrder, PackSource, make_packs
+from vlmpack.errors import RecipeError
+from vlmpack.recipe import Recipe, load_recipe
+from vlmpack.training.reopen import open_recipe
+
+
+def pack_recipe(recipe: Recipe, folder: Path, order: PackOrder) -> Manifest:
+    """Packs what a recipe trains on, once.
+
+    Args:
+        recipe: in mode `online` or `offline`; both pack alike.
+        folder: to be made.
+        order: what to make.
+
+    Raises:
+        RecipeError: a recipe without planned rows.
+        PacksError: the folder cannot be used.
+        ModelError, DataError, EmptyDataError: what is wrong with model folder or data.
+    """
+    if recipe.packing.mode not in ("online", "offline"):
+        raise RecipeError(
+            [
+                f"packing.mode: {recipe.packing.mode} plans no rows that could be saved; set "
+                "packing.mode: offline (with training.micro_batch_size: 1)"
+            ]
+        )
+    if recipe.packing.scope != "stream":
+        raise RecipeError(
+            [
+                f"packing.scope: {recipe.packing.scope} fills rows inside fixed sets of samples, "
+                "which saved packs do not have; use packing.scope: stream"
+            ]
+        )
+    train, _ = open_recipe(load_recipe(recipe, {"packing.mode": "online"}), order.on_index)
+    try:
+        return make_packs(PackSource(train.config, train.split, train.dataset), folder, order)
+    finally:
+        train.split.close()
