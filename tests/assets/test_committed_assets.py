@@ -12,8 +12,12 @@ import numpy as np
 import pytest
 from support.shards import ROOT, read_shard
 
+from vlmpack.families import Encoder, Message, TextPart, VLMSample
+
 DIGITS = ROOT / "assets" / "digits"
 MODEL = ROOT / "assets" / "tiny-qwen2_5_vl"
+TEXT = ROOT / "assets" / "text"
+TEXT_MODEL = ROOT / "assets" / "tiny-qwen3"
 
 
 @pytest.fixture(scope="module")
@@ -21,10 +25,10 @@ def manifest():
     return json.loads((DIGITS / "manifest.json").read_text())["splits"]
 
 
-def shard_documents(split):
+def shard_documents(split, folder=DIGITS):
     """(key, JSON document, number of images) of every sample of a split."""
     found = []
-    for path in sorted(DIGITS.glob(f"{split}-*.tar")):
+    for path in sorted(folder.glob(f"{split}-*.tar")):
         documents, images = {}, Counter()
         with tarfile.open(path) as tar:
             for entry in tar:
@@ -43,6 +47,8 @@ def test_sizes_are_within_their_limits():
         return sum(path.stat().st_size for path in files)
 
     assert size(MODEL) <= 6 * 2**20
+    assert size(TEXT_MODEL) <= 0.4 * 2**20
+    assert size(TEXT) <= 0.3 * 2**20
     assert size(ROOT / "assets") <= 15 * 2**20
 
 
@@ -97,7 +103,6 @@ def test_lengths_of_training_samples_differ_by_a_factor_of_six(encoder):
 def test_every_shard_passes_the_strict_reader(split, tmp_path):
     from vlmpack.data.config import DataConfig, SourceConfig
     from vlmpack.data.pipeline import TrainData
-    from vlmpack.families import Encoder
     from vlmpack.packing import PackCollator
 
     encoder = Encoder(MODEL)
@@ -112,3 +117,68 @@ def test_every_shard_passes_the_strict_reader(split, tmp_path):
     summary = TrainData.open(config, encoder, collator).summary()
     assert summary.num_usable == summary.num_samples > 100
     assert not summary.num_bad
+
+
+# Text without images
+
+
+def text_documents():
+    """All conversations of all splits."""
+    manifest = json.loads((TEXT / "manifest.json").read_text())["splits"]
+    found = {}
+    for split, said in manifest.items():
+        documents = shard_documents(split, TEXT)
+        assert len(documents) == said["samples"] > 0
+        assert not any(images for _, _, images in documents)
+        for name, expected in said["shards"].items():
+            data = (TEXT / name).read_bytes()
+            assert hashlib.sha256(data).hexdigest() == expected["sha256"]
+        found[split] = [document for _, document, _ in documents]
+    return found
+
+
+def result_of(question):
+    """The right answer, read off the question alone."""
+    digits = [int(word.strip(".?")) for word in question.split() if word.strip(".?").isdigit()]
+    verb = question.split()[0]
+    if verb in ("Which", "How", "Add"):
+        return str({"Which": max, "How": len, "Add": sum}[verb](digits))
+    order = {"Repeat": digits, "Reverse": digits[::-1], "Sort": sorted(digits)}[verb]
+    return " ".join(map(str, order))
+
+
+def test_text_answers_are_right_and_follow_the_system_prompt():
+    documents = [document for split in text_documents().values() for document in split]
+    styles = Counter()
+    for document in documents:
+        messages = document["messages"]
+        has_system = messages[0]["role"] == "system"
+        styles[messages[0]["content"] if has_system else None] += 1
+        turns = messages[1:] if has_system else messages
+        assert [m["role"] for m in turns] == ["user", "assistant"] * (len(turns) // 2)
+        for asked, said in zip(turns[::2], turns[1::2], strict=True):
+            result, answer = result_of(asked["content"]), said["content"]
+            if "sentence" in str(messages[0]["content"]) and has_system:
+                assert answer == f"The answer is {result}."
+            elif "first" in messages[0]["content"] and has_system:
+                assert answer.endswith(f": {result}")
+            else:
+                assert answer == result
+    assert len(styles) == 4
+    assert min(styles.values()) > 10
+    assert set(Counter(document["task"] for document in documents).values()) != {0}
+
+
+def test_text_lengths_have_a_long_tail():
+    encoder = Encoder(TEXT_MODEL)
+    lengths = []
+    for document in text_documents()["train"]:
+        messages = tuple(
+            Message(m["role"], (TextPart(m["content"]),)) for m in document["messages"]
+        )
+        sample = VLMSample(key="", url="", messages=messages)
+        lengths.append(encoder.length(sample, ()).num_tokens)
+    low, middle, high = np.percentile(lengths, [5, 50, 95])
+    assert high > 8 * low
+    assert np.mean(lengths) > 1.25 * middle
+    assert max(lengths) < 1024, "recipes/text-sft.yaml takes them all"

@@ -235,6 +235,28 @@ def test_every_flipped_or_cut_file_is_found(store: FolderStore, tmp_path: Path) 
             assert path.read_bytes() == good
 
 
+def test_damage_is_found_after_the_checksums_were_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stay in memory: the second read of a block does not look at the file's end."""
+    cache, name, data = BlockStore(tmp_path, 1 << 20), "ab" * 16, random.Random(3).randbytes(BLOCK)
+    assert cache.write(name, data)
+    reads, pread = [], os.pread
+    monkeypatch.setattr("os.pread", lambda *place: reads.append(place) or pread(*place))
+    for count in (2, 3):
+        assert cache.read(name, BLOCK, 100, 900) == data[100:900]
+        assert len(reads) == count
+    (path,) = tmp_path.glob("blocks/*/*")
+    content = path.read_bytes()
+    for damaged in (content[:500] + b"?!" + content[502:], content[:700]):
+        path.write_bytes(damaged)
+        assert cache.read(name, BLOCK, 100, 900) is None
+        assert not path.exists()
+        path.write_bytes(content)
+        assert cache.read(name, BLOCK, 100, 900) == data[100:900]
+    assert cache.damaged == 2
+
+
 def test_a_block_under_anothers_name_is_no_block(store: FolderStore, tmp_path: Path) -> None:
     stamp = store.head(f"{BUCKET}/s.tar")
     cached = CachedFetcher(store, config(tmp_path))

@@ -154,6 +154,11 @@ def test_the_command_shows_bins_keys_and_draws(
     ("arguments", "message"),
     [
         (("--batch", 1, "--bin", 2), "--bin 2: batch 1 has 2 bins"),
+        (("--batch", 3), "--batch 3: the run takes 3 steps (training.max_steps 3), so its last"),
+        (
+            ("--batch", 12, "training.max_steps=null", "training.num_epochs=2"),
+            "(training.num_epochs 2), so its last global batch is",
+        ),
         (("--key", "nobody"), "no sample 'nobody'"),
         ((), "expected one of --batch N and --key KEY"),
         (("--key", "x", "--bin", 1), "--bin goes with --batch"),

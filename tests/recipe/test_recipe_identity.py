@@ -89,6 +89,16 @@ def test_fields_of_planned_rows_are_no_part_of_other_runs(minimal):
     }
 
 
+WEIGHTED = "data.train={path: data/train-*.tar, weight: 2.0}"
+
+
+def test_what_weights_count_is_identity_where_it_is_not_the_default(minimal):
+    old = identity(load_recipe(minimal, [WEIGHTED]))
+    new = identity(load_recipe(minimal, [WEIGHTED, "data.weights=tokens"]))
+    assert "data.weights" not in old, "a run folder of a version without it stays resumable"
+    assert len(identity_differences(old, new)) == 1
+
+
 @pytest.mark.parametrize("override", REFUSED)
 def test_changes_of_objective_or_order_are_refused(minimal, override):
     old, new = identity(load_recipe(minimal)), identity(load_recipe(minimal, [override]))
@@ -106,6 +116,7 @@ def test_every_key_is_either_identity_or_free(minimal):
     """A new key has to be put on one side here."""
     recipe = load_recipe(minimal)
     texts = REFUSED + ALLOWED + ROWS_REFUSED + ROWS_ALLOWED + ["packing.pad_cu_seqlens=true"]
+    texts.append("data.weights=tokens")
     decided = {text.split("=")[0] for text in texts}
     leaves = {
         f"{section}.{key}"

@@ -167,6 +167,15 @@ def test_derived_table_has_every_derived_value(minimal):
         (["data.num_workers=0", "data.prefetch_batches=9"], "data.prefetch_batches has no effect"),
         (["parallelism.sharding=fsdp"], "shards nothing on one process"),
         (
+            ["data.storage.credentials.access_key_id=${env:NOT_SET_ANYWHERE}"],
+            "data.storage.credentials.access_key_id refers to the environment variable "
+            "NOT_SET_ANYWHERE, which is not set here",
+        ),
+        (
+            ["data.validation={path: 'https://host/v.tar?${env:NOT_SET_ANYWHERE}', name: v}"],
+            "data.validation.v refers to the environment variable NOT_SET_ANYWHERE",
+        ),
+        (
             ["parallelism.distributed_optimizer=false"],
             "parallelism.distributed_optimizer has no effect with model.backend: hf",
         ),

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from vlmpack.distributed import Ranks, start_process_group, stop_process_group
 from vlmpack.families import Encoder
-from vlmpack.packing import EncodedSample, PackCollator, PackedBatch, alignment
+from vlmpack.packing import EncodedSample, FixedShape, PackCollator, PackedBatch, alignment
 from vlmpack.training.step import Stepper
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -40,6 +40,9 @@ OPTIMIZERS = ("adamw", "sgd")
 
 SGD_LR = 0.002
 """Large enough that five steps move every weight well beyond rounding."""
+
+FIXED = FixedShape(row_tokens=512, max_sequences=6)
+"""Wider than every bin, so that each row has a ghost segment and boundaries that are repeated."""
 
 TOLERANCES = {"loss": 1e-5, "gradient norm": 1e-5, "weights": 1e-5, "updates": 1e-3}
 """Relative. 1e-5 is the stated bound of the project. Some weights move by 1e-5 of themselves in
@@ -56,6 +59,7 @@ class Layout:
         distributed: shard the optimizer.
         recompute: activation checkpointing.
         expert: EP, of the processes above.
+        fixed: give every row one width and one number of boundaries.
     """
 
     tensor: int = 1
@@ -66,6 +70,7 @@ class Layout:
     distributed: bool = False
     recompute: bool = False
     expert: int = 1
+    fixed: bool = False
 
     @property
     def sizes(self) -> Any:
@@ -91,6 +96,7 @@ LAYOUTS = {
     "tp2": Layout(tensor=2),
     "tp2-sp": Layout(tensor=2, sequence=True, recompute=True),
     "cp2": Layout(context=2, distributed=True),
+    "cp2-fixed": Layout(context=2, fixed=True),
     "pp2": Layout(pipeline=2),
     "dp2": Layout(dp=2, distributed=True),
     "tp2-cp2": Layout(tensor=2, context=2, sequence=True),
@@ -137,6 +143,7 @@ def collator(layout: Layout, axes: int = 3) -> PackCollator:
         num_position_axes=axes,
         pad_to_multiple_of=multiples.sequence,
         total_multiple_of=multiples.row,
+        fixed=FIXED if layout.fixed else None,
     )
 
 

@@ -122,7 +122,13 @@ def show(
 ) -> None:
     """Rebuild what the model sees of a global batch, or of one sample, as text and as a picture."""
     from vlmpack.data.tools.show import find_samples, show_bin
-    from vlmpack.training.reopen import open_train, planned_batch, trained_in
+    from vlmpack.training.reopen import (
+        check_batch,
+        open_recipe,
+        planned_batch,
+        read_recipe,
+        trained_in,
+    )
     from vlmpack.training.run_dir import RunDir
 
     if (batch is None) == (key is None):
@@ -130,12 +136,14 @@ def show(
     if (bin_ is not None and batch is None) or (shard is not None and key is None):
         raise VlmpackError("--bin goes with --batch, --shard with --key")
     run_dir = RunDir(recipe) if recipe.is_dir() else None
-    train, encoder = open_train(recipe, overrides or ())
+    values = read_recipe(recipe, overrides or ())
+    train, encoder = open_recipe(values)
     if key is not None:
         found = find_samples(train, key, shard)
         shown = [show_bin(train, encoder, (ref,), f"sample {key} alone") for ref in found]
     else:
         assert batch is not None
+        check_batch(values, train, batch, run_dir)
         planned = planned_batch(train, batch, run_dir)
         bins = list(enumerate(planned.bins))
         if bin_ is not None and bin_ >= len(bins):

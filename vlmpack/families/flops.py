@@ -8,7 +8,7 @@ activations, rotations and the embedding table are left out, as in PaLM's formul
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vlmpack.errors import ModelError
@@ -59,17 +59,17 @@ def cost_model(config: Config, tower: Tower | None = None) -> CostModel:
     heads = size(text, "num_attention_heads")
     inner = heads * (text.get("head_dim") or width // heads)
     head = width * size(text, "vocab_size")
-    language = {
-        "per_token": STEP * 2.0 * _decoder_weights(text),
-        "per_squared_length": STEP * 2.0 * layers * inner,
-        "per_label_token": STEP * 2.0 * head,
-    }
+    language = CostModel(
+        per_token=STEP * 2.0 * _decoder_weights(text),
+        per_squared_length=STEP * 2.0 * layers * inner,
+        per_label_token=STEP * 2.0 * head,
+    )
     if tower is None:
-        return CostModel(**language)
+        return language
     windows = 4.0 * tower.width * tower.window_layers * tower.window_patches
     merger = 2.0 * tower.merger_weights / tower.patches_per_token
-    return CostModel(
-        **language,
+    return replace(
+        language,
         per_patch=STEP * (2.0 * tower.weights + windows + merger),
         per_squared_patches=STEP * 4.0 * tower.width * tower.full_layers,
     )

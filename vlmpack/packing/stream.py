@@ -121,7 +121,7 @@ class StreamPacker:
         limits, units, second = self._limits, self._units, self._second
         room = limits.units - units[0]
         slots = len(units) if limits.max_sequences is None else limits.max_sequences - 1
-        places = range(1, len(units))
+        places: Sequence[int] = range(1, len(units))
         if limits.second_budget is None:
             return [0, *bounded(places, units, room, None, 0, slots)]
         free = limits.second_budget - second[0]

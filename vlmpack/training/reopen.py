@@ -21,6 +21,7 @@ from vlmpack.training.assemble import build_encoder, open_split
 from vlmpack.training.record import read_launches
 from vlmpack.training.recorded import standing_batches
 from vlmpack.training.run_dir import RunDir
+from vlmpack.training.run_length import total_steps
 
 
 def recipe_file(path: Path) -> Path:
@@ -106,6 +107,28 @@ def planned_batch(train: TrainData, number: int, run_dir: RunDir | None) -> Plan
             "a batch that was planned from what there is now"
         )
     return next(islice(train.planned(begin, None), number - begin.batches, None))
+
+
+def check_batch(recipe: Recipe, train: TrainData, number: int, run_dir: RunDir | None) -> None:
+    """Refuses a batch behind the run's last one.
+
+    Args:
+        number: counted from 0.
+        run_dir: of the run, if there is one.
+
+    Raises:
+        VlmpackError: with the number of the last batch.
+    """
+    launches = read_launches(run_dir.samples)[-1:] if run_dir is not None else []
+    saved = next((DataState.from_json(launch.state) for launch in launches), None)
+    total = total_steps(recipe, train, saved)
+    if number >= total:
+        epochs = recipe.training.num_epochs
+        by = f"max_steps {total}" if epochs is None else f"num_epochs {epochs}"
+        raise VlmpackError(
+            f"--batch {number}: the run takes {total} steps (training.{by}), so its last global "
+            f"batch is {total - 1}, counted from 0"
+        )
 
 
 def trained_in(run_dir: RunDir, key: str) -> Iterator[tuple[int, int, str]]:

@@ -117,7 +117,9 @@ def flat_differences(
 
 def shown(value: object) -> str:
     """A value in a message."""
-    return "absent" if value is None else str(value)
+    if value is None:
+        return "absent"
+    return repr(value) if isinstance(value, str) and "," in value else str(value)
 
 
 def _refuse(folder: Path, lines: list[str]) -> None:

@@ -51,7 +51,9 @@ def is_data_change(saved: Identity, current: Identity, *, key: str) -> bool:
         key: the split's, such as "data.train".
     """
     names = {name for name in saved.keys() | current.keys() if saved.get(name) != current.get(name)}
-    settled = ("lengths", "data.epoch_size", "packing.alignment", "packing.max_sequences", "window")
+    # Where the recipe leaves them open; what it says of rows is part of the run's own identity.
+    rows = ("packing.alignment", "packing.max_tokens", "packing.max_sequences", "window")
+    settled = ("lengths", "data.epoch_size", *rows)
     return bool(names) and all(
         name in (*settled, key) or name.startswith(f"{key}.") for name in names
     )

@@ -221,11 +221,11 @@ def open_streamed(
     )
     draws: Sequence[int | None] = [None] * len(survey.sources)
     if config.weighted:
-        contents = None
+        held = None
         if config.weights == "tokens":
-            contents = _contents(config, book, [len(shards) for shards in survey.sources])
+            held = _samples_and_tokens(config, book, [len(shards) for shards in survey.sources])
         size = config.epoch_size or _count_all(config, book)
-        draws = blended_draws(config, size, contents)
+        draws = blended_draws(config, size, held)
     sources, first = [], 0
     for source, shards, count in zip(config.sources, survey.sources, draws, strict=True):
         sizes = tuple(max(1, stamp.size) for stamp in shards)
@@ -276,7 +276,7 @@ def _count_all(config: DataConfig, book: ShardBook) -> int:
     return sum(book.exact_count(shard) for shard in range(len(book.stamps)))
 
 
-def _contents(
+def _samples_and_tokens(
     config: DataConfig, book: ShardBook, num_shards: Sequence[int]
 ) -> list[tuple[int, int]]:
     """(usable samples, their tokens) of each source.

@@ -16,7 +16,6 @@ from vlmpack.addresses import (
 )
 from vlmpack.errors import RecipeError
 
-
 ENDPOINT_VARIABLES = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
     "gs": ("GOOGLE_BASE_URL",),

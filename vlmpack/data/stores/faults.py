@@ -10,7 +10,7 @@ import logging
 import random
 import time
 
-from vlmpack.addresses import without_secrets
+from vlmpack.addresses import redacted
 from vlmpack.data.stores.config import StorageConfig
 from vlmpack.errors import DataError
 
@@ -78,7 +78,7 @@ class SlowNotice:
             return
         self._said = now
         asked = f", asked at {place}," if place else ""
-        logger.warning("%s%s keeps this process waiting: %s", without_secrets(shard), asked, text)
+        logger.warning("%s%s keeps this process waiting: %s", redacted(shard), asked, text)
 
 
 class Tries:

@@ -116,7 +116,7 @@ class Canvas:
 
 def text_width(text: str, size: float) -> float:
     """About how wide a line is, rather too wide than too narrow."""
-    return WIDER * _font(size).getlength(text)
+    return WIDER * font(size).getlength(text)
 
 
 def fitted(text: str, size: float, room: float) -> str:
@@ -134,5 +134,6 @@ def fitted(text: str, size: float, room: float) -> str:
 
 
 @lru_cache(maxsize=32)
-def _font(size: float) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+def font(size: float) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """Pillow's own font."""
     return ImageFont.load_default(size)

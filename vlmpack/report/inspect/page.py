@@ -183,9 +183,9 @@ def _texts(row: Row, encoder: Encoder) -> Iterator[str]:
         sample = segment.sample
         if sample is None:
             continue
-        about = (
-            f"{segment.length:,} tokens, {sample.num_labels:,} learnt; {', '.join(sample.roles)}"
-        )
+        about = f"{segment.length:,} tokens, {sample.num_labels:,} learnt"
+        if sample.roles:
+            about += f"; {', '.join(sample.roles)}"
         yield (
             f'<section style="border-color:{segment_color(segment.number)[0]}"><h3>'
             f"{segment.number}&ensp;{visible(segment.name)} <span>{visible(about)}</span></h3>"

@@ -8,9 +8,9 @@ from io import BytesIO
 from itertools import pairwise
 from pathlib import Path as FilePath
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
-from vlmpack.report.inspect.canvas import Canvas, Path, Rect, Text
+from vlmpack.report.inspect.canvas import Canvas, Path, Rect, Text, font
 
 SCALE = 2
 HATCH_STEP = 4.0
@@ -34,10 +34,16 @@ def draw_png(canvas: Canvas, images: Sequence[Image.Image]) -> Image.Image:
         elif isinstance(shape, Path):
             _path(pen, shape)
         elif isinstance(shape, Text):
-            font = ImageFont.load_default(shape.size * SCALE)
             at = (shape.x * SCALE, shape.y * SCALE)
             thick = 0.5 if shape.bold else 0
-            pen.text(at, shape.text, shape.color, font, ANCHORS[shape.anchor], stroke_width=thick)
+            pen.text(
+                at,
+                shape.text,
+                shape.color,
+                font(shape.size * SCALE),
+                ANCHORS[shape.anchor],
+                stroke_width=thick,
+            )
         else:
             box = _box(shape.x, shape.y, shape.width, shape.height)
             width, height = box[2] - box[0], box[3] - box[1]
@@ -48,7 +54,7 @@ def draw_png(canvas: Canvas, images: Sequence[Image.Image]) -> Image.Image:
 def write_png(image: Image.Image, path: FilePath) -> None:
     """Write an image; the file appears whole or not at all."""
     data = BytesIO()
-    image.save(data, "PNG", optimize=True)
+    image.save(data, "PNG")
     partial = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     partial.write_bytes(data.getvalue())
     partial.replace(path)

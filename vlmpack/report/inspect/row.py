@@ -202,9 +202,7 @@ def load_row(
     loaded = load_bin(train, samples)
     refs = refs_of(loaded, samples)
     read = read_again(train, refs)
-    alone = tuple(
-        train.dataset.encode(ref, item) for ref, item in zip(refs, read, strict=True)
-    )
+    alone = tuple(train.dataset.encode(ref, item) for ref, item in zip(refs, read, strict=True))
     shown = take_apart(loaded, read, encoder, title)
     batch = loaded.batch
     num_rows = int(batch.input_ids.shape[0])
@@ -219,7 +217,7 @@ def load_row(
         alone=alone,
         positions=tuple(_own_positions(encoder, item) for item in alone),
         planned=tuple(ref.key for ref in samples),
-        slices=_slices(batch, rules.context),
+        slices=cut_row(batch, rules.context),
         rules=rules,
         num_rows=num_rows,
     )
@@ -235,7 +233,8 @@ def _own_positions(encoder: Encoder, item: EncodedSample) -> Tensor:
     return encoder.family.positions(len(item.input_ids), starts, grids)
 
 
-def _slices(batch: PackedBatch, size: int) -> tuple[ContextSlice, ...] | str:
+def cut_row(batch: PackedBatch, size: int) -> tuple[ContextSlice, ...] | str:
+    """What each of `size` context-parallel ranks holds; or why the row cannot be cut."""
     found = []
     for rank in range(size):
         try:

@@ -10,7 +10,12 @@ def compact(value: float) -> str:
         return f"{whole:,}" if abs(value - whole) < 0.05 or abs(value) >= 100 else f"{value:.1f}"
     unit = next((unit for unit in range(3) if abs(value) < 999.5 * 1000 ** (unit + 1)), 3)
     value /= 1000 ** (unit + 1)
-    return (f"{value:.1f}" if abs(value) >= 100 else f"{value:.3g}") + "kMGT"[unit]
+    return f"{value:.{4 if abs(value) >= 100 else 3}g}" + "kMGT"[unit]
+
+
+def counted(count: int, one: str, many: str) -> str:
+    """1 sample, 1,234 samples."""
+    return f"{count:,} {one if count == 1 else many}"
 
 
 def share(value: float, digits: int = 1) -> str:

@@ -6,7 +6,7 @@ import base64
 from html import escape
 from pathlib import Path
 
-from vlmpack.report.plan.numbers import compact, share
+from vlmpack.report.plan.numbers import compact, counted, share
 from vlmpack.report.plan.pictures import Picture, draw_pictures
 from vlmpack.report.plan.sections import Section, sections
 from vlmpack.training.plan.figures import RunPlan
@@ -29,7 +29,7 @@ figure h2 { margin: 0 0 .3rem; } figcaption { color: #6b7785; font-size: .85rem;
 table { border-collapse: collapse; min-width: 100%; font-size: .92rem; }
 th, td { text-align: right; padding: .3rem 0 .3rem 1rem; border-bottom: 1px solid #e4e7eb;
          white-space: nowrap; font-variant-numeric: tabular-nums; }
-th { font-weight: 600; } th.t, td.t { text-align: left; padding: .3rem 1rem .3rem 0; }
+th { font-weight: 600; } th.t, td.t { text-align: left; padding-right: 1rem; }
 th:first-child, td:first-child { padding-left: 0; }
 tr.m td { background: #eef4fa; font-weight: 600; }
 p.line { color: #4a5663; font-size: .9rem; margin: .5rem 0 0; overflow-wrap: anywhere; }
@@ -66,7 +66,7 @@ def _head(plan: RunPlan, title: str) -> str:
     return (
         f"<h1>{escape(title)}</h1>\n"
         f'<p class="from">plan of {escape(plan.model)}, packing.mode {escape(plan.mode.name)}, '
-        f"{plan.world_size} processes</p>"
+        f"{counted(plan.world_size, 'process', 'processes')}</p>"
     )
 
 

@@ -130,14 +130,13 @@ def _lengths(axes: Any, sources: Sequence[SourceFigures]) -> None:
 def _modes(axes: Any, plan: RunPlan) -> None:
     most = max(mode.slots for mode in plan.modes)
     for place, mode in enumerate(plan.modes):
-        axes.barh(-place, mode.slots, height=0.62, color=PADDING, linewidth=0)
-        axes.barh(-place, mode.tokens, height=0.62, color=BLUE, linewidth=0)
-        inside = mode.tokens > 0.6 * most
+        axes.barh(-place, mode.slots, height=0.46, color=PADDING, linewidth=0)
+        axes.barh(-place, mode.tokens, height=0.46, color=BLUE, linewidth=0)
         axes.text(
-            (0.02 * most) if inside else mode.slots + 0.02 * most, -place,
-            f"{share(mode.padding)} padding, {mode.steps:,} steps", va="center", fontsize=SMALL,
-            color="white" if inside else INK,
+            0, 0.26 - place, f"{share(mode.padding)} padding, {mode.steps:,} steps",
+            va="bottom", fontsize=SMALL, color=INK,
         )  # fmt: skip
+    axes.set_ylim(0.35 - len(plan.modes), 0.65)
     axes.set_yticks(
         [-place for place in range(len(plan.modes))], [mode.name for mode in plan.modes]
     )
@@ -157,7 +156,7 @@ def _sequences(axes: Any, plan: RunPlan) -> None:
         width=0.9, color=BLUE, linewidth=0,
     )  # fmt: skip
     top = max((rows for _, rows in figures.histogram), default=1)
-    axes.set_ylim(0, 1.2 * top)
+    axes.set_ylim(0, 1.5 * top)  # room for what the bounds say
     last = max([*(size for size, _ in figures.histogram), 1])
     for choice in figures.choices:
         last = max(last, choice.max_sequences)

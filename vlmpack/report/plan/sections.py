@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vlmpack.report.plan.numbers import compact, gib, share, times
+from vlmpack.report.plan.numbers import compact, counted, gib, share, times
 from vlmpack.report.style import one_line
 from vlmpack.training.plan.figures import MemoryFigures, RunPlan, SourceFigures
 
@@ -139,8 +139,8 @@ def _modes(plan: RunPlan) -> Section:
         marked=tuple(i for i, mode in enumerate(plan.modes) if mode.is_recipes),
         lines=(
             f"recipe: {plan.mode.name}, {plan.steps_per_epoch:,} steps an epoch, on "
-            f"{_count(plan.data_parallel, 'model copy', 'model copies')} of "
-            f"{_count(plan.world_size, 'process', 'processes')}; {run}",
+            f"{counted(plan.data_parallel, 'model copy', 'model copies')} of "
+            f"{counted(plan.world_size, 'process', 'processes')}; {run}",
             "slots: tokens and padding that are computed; row full: tokens of the "
             f"{row_tokens:,} that a planned row may hold; compute: FLOPs relative to none",
         ),
@@ -278,8 +278,4 @@ def _memory(memory: MemoryFigures) -> Section:
 
 
 def _samples(count: int) -> str:
-    return _count(count, "sample", "samples")
-
-
-def _count(count: int, one: str, many: str) -> str:
-    return f"{count:,} {one if count == 1 else many}"
+    return counted(count, "sample", "samples")

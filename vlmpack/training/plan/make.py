@@ -74,7 +74,7 @@ def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
         width=width,
         progress=progress,
     )
-    planned = _all_modes(planner, split, offline=recipe.packing.mode == "offline")
+    planned = _all_modes(planner, split, offline=recipe.packing.mode == "offline", copies=copies)
     by_name = {mode.name: mode for mode in planned}
     own = next(mode for mode in planned if mode.is_recipes)
     rows = own if own.budget is not None else by_name[STREAM]
@@ -126,20 +126,27 @@ def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
     )
 
 
-def _all_modes(planner: ModePlanner, split: Split, *, offline: bool) -> list[PlannedMode]:
+def _all_modes(
+    planner: ModePlanner, split: Split, *, offline: bool, copies: int
+) -> list[PlannedMode]:
     """In the order of the table; the recipe's own as the run plans it."""
     own = replace(planner.own(split), is_recipes=not offline)
     stream = own if own.name == STREAM else planner.online("stream")
     batch = own if own.budget is not None and own.name != STREAM else planner.online("batch")
-    bins = stream.layout.bins
-    micro = max(2, round(float(bins.mean())) if bins.size else 2)
-    if own.budget is None:
-        micro = max(2, own.micro_batch_size)
-    micro = min(micro, max(2, planner.config.global_batch_size))
+    micro = own.micro_batch_size
+    if own.budget is not None or micro < 2:
+        bins = stream.layout.bins
+        wanted = max(2, round(float(bins.mean())) if bins.size else 2)
+        micro = _dividing(planner.config.global_batch_size // copies, wanted)
     none = own if own.name == "none" else planner.fixed("none", micro)
     in_batch = own if own.name == "in_batch" else planner.fixed("in_batch", micro)
     packed = replace(planner.offline(stream.layout), is_recipes=offline)
     return [none, in_batch, stream, batch, packed]
+
+
+def _dividing(whole: int, wanted: int) -> int:
+    """The largest divisor of `whole` up to `wanted`."""
+    return max(size for size in range(1, wanted + 1) if max(1, whole) % size == 0)
 
 
 def default_budget(recipe: Recipe) -> RowBudget:

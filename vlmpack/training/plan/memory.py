@@ -6,7 +6,7 @@ that a token passes, e the bytes of a number:
     hf       weights 4, gradients 4, AdamW's moments 8 bytes a parameter, over all ranks with fsdp;
              bfloat16 adds a 2-byte copy of the weights (fsdp: of two blocks and of what lies
              outside the blocks)
-    mcore    weights e, gradients 4, main weights and moments 12 bytes (8 in float32), these over the
+    mcore    weights e, gradients 4, main weights and moments 12 bytes (8 in float32), these over
              data- and context-parallel ranks with the distributed optimizer; matrices of decoder
              layers, embedding and head are cut by tensor, layers by pipeline, experts by expert;
              the tower is whole on the first stage

@@ -1,0 +1,182 @@
+"""What `vlmpack plan` predicts is what the data layer then does, to the last slot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shard_fakes import FakeEncoder, config_for, write_shards
+from support.shards import TINY_MODEL
+
+from vlmpack.data.loading.read import ErrorPolicy
+from vlmpack.data.pipeline import TrainData
+from vlmpack.data.plan.packers import RowBudget
+from vlmpack.packing import PackCollator, PadCollator
+from vlmpack.recipe import Recipe, load_recipe
+from vlmpack.recipe.derived import multiples
+from vlmpack.training.plan.figures import ModeFigures, RunPlan
+from vlmpack.training.plan.make import PlanInputs, default_budget, plan_figures
+
+COUNT = 203
+MODES = ("none", "in_batch", "online, stream", "online, batch")
+SEQ = 20
+"""Tokens: some samples are longer, and dropped."""
+SKIP = ErrorPolicy(schema="skip")
+
+
+def recipe_for(name: str, world_size: int = 1, **changes: Any) -> Recipe:
+    mode, _, scope = name.partition(", ")
+    planned = mode == "online"
+    packing = {"mode": mode} | ({"scope": scope, "max_tokens": 40} if planned else {})
+    settings = {
+        "model": {"path": str(TINY_MODEL), "backend": "mcore"},
+        "data": {"train": "unused.tar"},
+        "packing": packing,
+        "parallelism": {"context": 2 if world_size > 2 else 1},
+        "training": {
+            "micro_batch_size": 1 if planned else 4,
+            "global_batch_size": 8,
+            "seq_length": SEQ,
+            "num_epochs": 2,
+        },
+        "optim": {"lr": 1e-3},
+        "run_dir": "unused",
+    }
+    return load_recipe(load_recipe(settings), changes, world_size=world_size)
+
+
+def open_as(
+    recipe: Recipe, shards: str, index: Path, shuffle: str = "global", **changes: Any
+) -> TrainData:
+    """The split with the collator that such a run has."""
+    wanted = multiples(recipe.parallelism)
+    collator: PackCollator | PadCollator
+    if recipe.packing.mode == "none":
+        collator = PadCollator(pad_token_id=0, num_position_axes=1, pad_to_multiple_of=wanted.row)
+    else:
+        collator = PackCollator(
+            pad_token_id=0,
+            num_position_axes=1,
+            pad_to_multiple_of=wanted.sequence,
+            total_multiple_of=wanted.row,
+        )
+    budget: RowBudget | None = None
+    if recipe.packing.mode == "online":
+        budget = default_budget(recipe)
+    config = config_for(
+        shards,
+        index,
+        mode=recipe.packing.mode,
+        budget=budget,
+        scope=recipe.packing.scope,
+        micro_batch_size=recipe.training.micro_batch_size,
+        global_batch_size=recipe.training.global_batch_size,
+        seq_length=SEQ,
+        over_long="drop",
+        shuffle=shuffle,
+        **changes,
+    )
+    return TrainData.open(config, FakeEncoder(refuse=frozenset({"q31 ", "q77 "})), collator)
+
+
+def planned(recipe: Recipe, data: TrainData, world_size: int) -> RunPlan:
+    return plan_figures(
+        PlanInputs(
+            recipe=recipe,
+            config=data.config,
+            split=data.split,
+            sizes=None,
+            world_size=world_size,
+        )
+    )
+
+
+def done(data: TrainData, dp: int, steps: int) -> dict[str, float]:
+    """What a run of one epoch computes on all its ranks."""
+    ranks = [
+        list(data.batches(data.start(), rank=rank, dp=dp, max_steps=steps)) for rank in range(dp)
+    ]
+    batches = [m.batch for steps in ranks for step in steps for m in step.micro_batches]
+    assert {step.epoch for steps in ranks for step in steps} == {0}, "the epoch is shorter"
+    assert ranks[0][-1].state.epoch == 1, "the epoch goes on"
+    return {
+        "steps": len(ranks[0]),
+        "samples": sum(len(batch.keys) for batch in batches),
+        "tokens": sum(batch.num_tokens for batch in batches),
+        "slots": sum(batch.num_slots for batch in batches),
+        "empty_rows": sum(not m.samples for steps in ranks for step in steps
+                          for m in step.micro_batches),
+        "holes": sum(len(step.skipped) for steps in ranks for step in steps),
+        "max_row_slots": max(batch.num_slots for batch in batches),
+        "rows": sum(batch.input_ids.shape[0] for batch in batches),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    folder = tmp_path_factory.mktemp("plan")
+    return write_shards(folder, COUNT, per_shard=50), folder / "index"
+
+
+@pytest.mark.parametrize("world_size", [1, 6], ids=["1 process", "dp 3 x cp 2"])
+@pytest.mark.parametrize("name", MODES)
+def test_the_plan_is_what_the_run_does(
+    shards: tuple[str, Path], name: str, world_size: int
+) -> None:
+    copies = 3 if world_size > 1 else 1
+    changes = {"training.global_batch_size": 24} if world_size > 1 else {}
+    recipe = recipe_for(name, world_size, **changes)
+    data = open_as(recipe, *shards, on_error=SKIP)
+    plan = planned(recipe, data, world_size)
+    own = plan.mode
+    assert own.name == name
+    found = done(data, copies, plan.steps_per_epoch)
+    predicted = {key: getattr(own, key) for key in found.keys() - {"holes", "rows"}}
+    assert predicted == {key: found[key] for key in predicted}
+    assert own.rows + own.empty_rows == found["rows"]
+    assert sum(plan.total.num_bad.values()) == found["holes"] == 2
+    dropped = sum(plan.total.num_dropped.values())
+    assert dropped == len(data.fitted.dropped) > 5
+    assert plan.total.num_usable == own.samples == COUNT - dropped - 2
+    assert plan.run_steps == data.steps_until(2, data.start()) > plan.steps_per_epoch
+    if name == "none":
+        assert own.padding > 0.1, "nothing to predict"
+    if world_size > 1:
+        assert own.empty_rows, "no step is short"
+
+
+@pytest.mark.parametrize("name", ["in_batch", "online, stream"])
+def test_shards_that_are_indexed_as_the_run_goes_on(
+    shards: tuple[str, Path], tmp_path: Path, name: str
+) -> None:
+    recipe = recipe_for(name)
+    data = open_as(recipe, shards[0], tmp_path / "index", shuffle="window", on_error=SKIP)
+    data.split.index_all()
+    plan = planned(recipe, data, 1)
+    found = done(data, 1, plan.steps_per_epoch)
+    for key in ("steps", "samples", "tokens", "slots"):
+        assert getattr(plan.mode, key) == found[key], key
+    assert plan.run_steps == data.steps_until(2, data.start())
+    assert any("data.shuffle is window" in note for note in plan.notes)
+
+
+def test_other_modes_are_what_their_own_recipes_predict(shards: tuple[str, Path]) -> None:
+    """The table's row of a mode is that mode's run, as far as the micro-batch is the same."""
+
+    def comparable(mode: ModeFigures) -> ModeFigures:
+        return replace(mode, is_recipes=False)
+
+    plans = {}
+    for name in MODES:
+        recipe = recipe_for(name)
+        plans[name] = planned(recipe, open_as(recipe, *shards, on_error=SKIP), 1)
+    tables = {
+        name: {mode.name: comparable(mode) for mode in plan.modes} for name, plan in plans.items()
+    }
+    assert tables["online, stream"]["online, batch"] == tables["online, batch"]["online, batch"]
+    assert tables["online, batch"]["online, stream"] == tables["online, stream"]["online, stream"]
+    assert tables["none"]["in_batch"] == tables["in_batch"]["in_batch"]
+    assert tables["in_batch"]["none"] == tables["none"]["none"]
+    assert len({mode.steps for mode in tables["none"].values()}) > 1

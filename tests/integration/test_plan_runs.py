@@ -1,0 +1,61 @@
+"""`vlmpack plan` beside the metrics.jsonl of a run of the same recipe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.recipes import changed, rows, write_recipe
+from typer.testing import CliRunner
+
+from vlmpack import finetune
+from vlmpack.cli.app import app
+
+MODES: dict[str, dict[str, Any]] = {
+    "none": {"packing__mode": "none"},
+    "in_batch": {},
+    "online, stream": {"packing__mode": "online", "training__micro_batch_size": 1},
+    "online, batch": {
+        "packing__mode": "online",
+        "packing__scope": "batch",
+        "training__micro_batch_size": 1,
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODES)
+def test_a_run_of_one_epoch_does_what_its_plan_says(
+    tmp_path: Path, settings: dict[str, Any], name: str
+) -> None:
+    settings = changed(
+        settings,
+        **{
+            "training__max_steps": None,
+            "training__num_epochs": 1,
+            "training__seq_length": 100,
+            "data__over_long": "drop",
+            **MODES[name],
+        },
+    )
+    recipe, out = write_recipe(tmp_path / "recipe.yaml", settings), tmp_path / "plan.json"
+    ran = CliRunner().invoke(app, ["plan", str(recipe), "--json", str(out)])
+    assert ran.exit_code == 0, ran.output
+    plan = json.loads(out.read_text())
+    (own,) = [mode for mode in plan["modes"] if mode["is_recipes"]]
+    assert own["name"] == name
+    result = finetune(recipe)
+    names = ("num_tokens", "num_slots", "num_samples", "num_label_tokens", "num_skipped")
+    tokens, slots, samples, labels, skipped = (
+        sum(column) for column in zip(*rows(result.run_dir, *names), strict=True)
+    )
+    assert result.steps == plan["run_steps"] == own["steps"] > 1
+    assert (tokens, slots, samples) == (own["tokens"], own["slots"], own["samples"])
+    assert tokens / slots == own["fill"]
+    assert labels == plan["total"]["num_label_tokens"]
+    assert skipped == sum(plan["total"]["num_bad"].values()) == 0
+    summary = json.loads((Path(result.run_dir) / "data-summary.json").read_text())["summary"]
+    assert summary["num_dropped"] == sum(plan["total"]["num_dropped"].values()) > 0
+    assert name != "none" or own["padding"] > 0.1
