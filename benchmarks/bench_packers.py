@@ -7,7 +7,8 @@ named is reported as absent:
 - VLMPACK_BRIDGE_WHEEL: a wheel of megatron-bridge, of whose files one is loaded; it runs in the
   interpreter above if that is named (it needs numpy and tqdm), else in this one.
 
-Every packer runs in a process of its own on the same lengths, in turn; ratios are of medians.
+Every packer runs in a process of its own on the same lengths, in turn; ratios are of medians. All
+times are CPU seconds of one thread: what an idle core takes, whatever else runs on the machine.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def _wikipedia() -> dict[str, object]:
 
 
 def _bench_stream(rounds: int) -> dict[str, object]:
-    """20,000 samples; the last buffer's packs are left out of the fill."""
+    """Packs of 20,000 samples; the last buffer's packs are left out of the fill."""
     figures: dict[str, object] = {}
     for capacity in (4096, 8192, 16384):
         lengths, _ = mixed_lengths(20_000, capacity)
@@ -153,9 +154,9 @@ def _bench_stream(rounds: int) -> dict[str, object]:
             seconds, packs = [], []
             for _ in range(rounds):
                 packer = StreamPacker(capacity, alignment=alignment)
-                started = time.perf_counter()
+                started = time.process_time()
                 packs = [pack for length in lengths.tolist() for pack in packer.push(length)]
-                seconds.append(time.perf_counter() - started)
+                seconds.append(time.process_time() - started)
             held = -(-lengths // alignment) * alignment
             name = f"stream_{capacity}_alignment_{alignment}"
             full = sum(int(held[pack].sum()) for pack in packs) / (capacity * len(packs))
@@ -176,9 +177,9 @@ def _bench_balance() -> dict[str, object]:
     seconds, balanced, in_order = [], [], []
     for start in range(0, len(costs) - 255, 256):
         step = costs[start : start + 256]
-        started = time.perf_counter()
+        started = time.process_time()
         dealt = balance(step, 64)
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.process_time() - started)
         balanced.append(_spread(step[dealt].sum(axis=1)))
         in_order.append(_spread(step.reshape(64, 4, 2).sum(axis=1)))
     return {

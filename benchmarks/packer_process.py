@@ -1,11 +1,11 @@
-"""One packer in a process of its own: each line on stdin is one run, answered by its seconds.
+"""One packer in a process of its own: each line on stdin is one run, answered by its CPU seconds.
 
     python packer_process.py {vlmpack,trl,bridge} LENGTHS.npy CAPACITY [BRIDGE_WHEEL]
 
 The first answer, before any line, is the packer's version. What is timed is the choice of packs
 from lengths alone: of TRL's packer, which packs a table, the time inside pyarrow.compute (reading
 lengths, moving rows) is subtracted; of Megatron-Bridge the one file that packs is loaded from its
-wheel.
+wheel. Each packs in one thread, so CPU seconds are its seconds on an idle core.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class _Timed:
         function = getattr(self._module, name)
 
         def timed(*arguments: object, **options: object) -> object:
-            started = time.perf_counter()
+            started = time.process_time()
             result = function(*arguments, **options)
-            self.seconds += time.perf_counter() - started
+            self.seconds += time.process_time() - started
             return result
 
         return timed
@@ -90,9 +90,9 @@ def main() -> None:
     version, pack = makers[name](np.load(path), int(capacity), *wheel)
     print(json.dumps({"version": version}), flush=True)
     for _ in sys.stdin:
-        started = time.perf_counter()
+        started = time.process_time()
         packs, apart = pack()
-        seconds = time.perf_counter() - started - apart
+        seconds = time.process_time() - started - apart
         print(json.dumps({"seconds": seconds, "packs": packs}), flush=True)
 
 

@@ -44,6 +44,7 @@ class Kill:
         launcher: torchrun starts it, and one process alone is killed.
         asynchronous: checkpoints are written in the background.
         starting: it is killed at a random moment of its start, not while it trains.
+        saved: it is killed after a checkpoint of its own at the earliest.
     """
 
     processes: int
@@ -51,6 +52,7 @@ class Kill:
     launcher: bool = False
     asynchronous: bool = False
     starting: bool = False
+    saved: bool = True
 
 
 def drawn(count: int, seed: int) -> list[Kill]:
@@ -63,6 +65,7 @@ def drawn(count: int, seed: int) -> list[Kill]:
             launcher=shape[0] > 1 and draw.random() < 0.4,
             asynchronous=draw.random() < 0.5,
             starting=draw.random() < 0.2,
+            saved=draw.random() < 0.7,
         )
         for shape in shapes
     ]
@@ -152,19 +155,26 @@ def steps_of_launch(run_dir: RunDir, number: int) -> int:
     return path.read_text().count(f'{{"launch":{number},') if path.exists() else 0
 
 
+def checkpoints(run_dir: RunDir) -> set[str]:
+    """The finished ones."""
+    return {path.parent.name for path in run_dir.checkpoints.glob("step-*/COMPLETE")}
+
+
 def wait_and_kill(
     recipe: Path, run_dir: RunDir, kill: Kill, log: Path, draw: random.Random
 ) -> bool:
     """A launch that is killed; whether it was at work."""
     number = max((launch.number for launch in read_launches(run_dir.samples)), default=0) + 1
-    wanted = draw.randint(3, STEPS_PER_KILL - 1)  # a checkpoint or two
+    wanted, saved = draw.randint(1, STEPS_PER_KILL - 1), checkpoints(run_dir)
     processes = start(recipe, kill, log)
     try:
         if kill.starting:
             time.sleep(draw.random() * 5)
         else:
             deadline = time.monotonic() + WAIT_SECONDS
-            while steps_of_launch(run_dir, number) < wanted:
+            while steps_of_launch(run_dir, number) < wanted or (
+                kill.saved and checkpoints(run_dir) <= saved
+            ):
                 assert time.monotonic() < deadline, f"no step: {log.read_text()[-3000:]}"
                 assert processes[0].poll() is None, log.read_text()[-3000:]
                 time.sleep(0.01)

@@ -18,6 +18,7 @@ from vlmpack.recipe.schema import PackingSection, ParallelismSection, TrainingSe
 
 MCORE = {"model.backend": "mcore"}
 CP2 = MCORE | {"parallelism.context": 2}
+SP2 = MCORE | {"parallelism.tensor": 2, "parallelism.sequence": True}
 
 ONLINE = {
     "packing.mode": "online",
@@ -91,6 +92,13 @@ CASES = [
         ONLINE | {"packing.pad_cu_seqlens": True},
         "packing.pad_cu_seqlens: true, but packing.pad_to_max_length is false",
         ONLINE | {"packing.pad_cu_seqlens": True, "packing.pad_to_max_length": True},
+    ),
+    (
+        "fixed_rows_fit_the_layout",
+        ONLINE | SP2 | {"packing.pad_to_max_length": True, "packing.max_tokens": 1025},
+        "packing.pad_to_max_length: true, but rows of 1025 tokens (packing.max_tokens) are no "
+        "multiple of 2, as parallelism needs; set packing.max_tokens: 1026",
+        ONLINE | SP2 | {"packing.pad_to_max_length": True, "packing.max_tokens": 1026},
     ),
     (
         "global_batch_is_whole",

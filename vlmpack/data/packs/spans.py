@@ -11,7 +11,6 @@ a pack is a sample of it. Its bytes depend on the samples alone, so any process 
 
 from __future__ import annotations
 
-import io
 import json
 import tarfile
 from collections.abc import Sequence
@@ -120,9 +119,7 @@ def read_pack(span: bytes, *, shard: str, offset: int) -> list[SavedSample | Non
     Raises:
         DataError: class `integrity`: not such a span.
     """
-    found = read_span(
-        io.BytesIO(span), len(span), shard=shard, base=offset, max_member_bytes=len(span)
-    )
+    found = read_span(span, shard=shard, base=offset, max_member_bytes=len(span))
     members = list(found)
 
     def damaged(why: str) -> DataError:

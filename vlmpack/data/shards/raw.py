@@ -8,7 +8,6 @@ the index, which sees the whole shard.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -98,8 +97,7 @@ def parse_span(
         DataError: class `integrity`, where the span is not one sample.
     """
     members = read_span(
-        io.BytesIO(span),
-        len(span),
+        span,
         shard=shard,
         base=offset,
         max_member_bytes=caps.max_member_bytes,

@@ -12,6 +12,7 @@ checked one by one when the shard was indexed.
 
 from __future__ import annotations
 
+import io
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -77,19 +78,13 @@ def read_members(
     Raises:
         DataError: class `integrity`, with the offset of the fault.
     """
-    scanner = _Scanner(stream, size, shard=shard, base=0, max_member_bytes=max_member_bytes)
+    scanner = _Scanner(stream, size, shard, 0, max_member_bytes)
     yield from scanner.members()
     scanner.check_end()
 
 
 def read_span(
-    stream: BinaryIO,
-    size: int,
-    *,
-    shard: str,
-    base: int,
-    max_member_bytes: int,
-    verified: int | None = None,
+    span: bytes, *, shard: str, base: int, max_member_bytes: int, verified: int | None = None
 ) -> Iterator[TarMember]:
     """The members of a span that holds whole members only, without an archive's end.
 
@@ -97,9 +92,8 @@ def read_span(
         base: the span's offset in the shard; the members' offsets count from the shard's start.
         verified: the span's CRC-32, where the caller has found it to be right.
     """
-    scanner = _Scanner(
-        stream, size, shard=shard, base=base, max_member_bytes=max_member_bytes, verified=verified
-    )
+    stream, size = io.BytesIO(span), len(span)
+    scanner = _Scanner(stream, size, shard, base, max_member_bytes, verified)
     yield from scanner.members()
     if scanner.position != size:
         raise scanner.fault("a zero block inside the sample", at=scanner.position - BLOCK_BYTES)
@@ -115,31 +109,22 @@ class _Extended:
     size: int | None = None
 
 
+@dataclass(slots=True)
 class _Scanner:
     """Reads forward through one stream; `position` counts from the stream's start."""
 
-    def __init__(
-        self,
-        stream: BinaryIO,
-        size: int,
-        *,
-        shard: str,
-        base: int,
-        max_member_bytes: int,
-        verified: int | None = None,
-    ) -> None:
-        self.stream = stream
-        self.size = size
-        self.shard = shard
-        self.base = base
-        self.max_member_bytes = max_member_bytes
-        self.verified = verified
-        self.position = 0
-        # The running checksum of the current sample. What belongs to no sample (folders, `._1.jpg`)
-        # is carried along: between two members of a sample it is part of the span.
-        self._key: str | None = None
-        self._end = 0
-        self._crc32 = 0
+    stream: BinaryIO
+    size: int
+    shard: str
+    base: int
+    max_member_bytes: int
+    verified: int | None = None
+    position: int = 0
+    # The running checksum of the current sample. What belongs to no sample (folders, `._1.jpg`)
+    # is carried along: between two members of a sample it is part of the span.
+    _key: str | None = None
+    _end: int = 0
+    _crc32: int = 0
 
     def sum_up(self, data: bytes, start: int = 0) -> int:
         """The checksum of `data` behind what has the checksum `start`."""
@@ -207,13 +192,12 @@ class _Scanner:
         if place is None:
             return None
         self._key = place.key
-        base = self.base
         return TarMember(
             key=place.key,
             field=place.field,
-            offset=base + extended.start,
-            end=base + self.position,
-            data_offset=base + data_at,
+            offset=self.base + extended.start,
+            end=self.base + self.position,
+            data_offset=self.base + data_at,
             size=size,
             data=data,
             crc32=crc32,

@@ -6,14 +6,13 @@ says where it failed first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
+from vlmpack.report.inspect.findings import NO_LOSS, Broken, many
 from vlmpack.report.inspect.row import Row
-
-NO_LOSS = -100
-"""The label of a slot without loss: said here again, so that a wrong constant elsewhere shows."""
+from vlmpack.report.inspect.slices_check import check_slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +28,6 @@ class Check:
     name: str
     holds: bool
     detail: str
-
-
-class _Broken(Exception):
-    """What was found, as text."""
 
 
 def check_row(row: Row) -> list[Check]:
@@ -54,14 +49,14 @@ def check_row(row: Row) -> list[Check]:
     if row.rules.budget is not None:
         checks.append(("inside the budget", _budget))
     if row.rules.context > 1:
-        checks.append((f"CP {row.rules.context} holds each token once", _context))
+        checks.append((f"CP {row.rules.context} holds each token once", check_slices))
     return [_run(row, name, check) for name, check in checks]
 
 
 def _run(row: Row, name: str, check: Callable[[Row], str]) -> Check:
     try:
         return Check(name, True, check(row))
-    except _Broken as found:
+    except Broken as found:
         return Check(name, False, str(found))
 
 
@@ -69,7 +64,7 @@ def _starts(row: Row) -> list[tuple[str, int, int]]:
     """(key, first slot, length when encoded alone) of each sample that should be in the row."""
     starts = row.boundaries
     if len(starts) <= len(row.alone):
-        raise _Broken(f"{len(row.alone)} samples, but {len(starts)} boundaries")
+        raise Broken(f"{len(row.alone)} samples, but {len(starts)} boundaries")
     return [
         (item.key, start, len(item.input_ids))
         for item, start in zip(row.alone, starts, strict=False)
@@ -82,7 +77,7 @@ def _owners(row: Row) -> list[int]:
     for number, (key, start, length) in enumerate(_starts(row)):
         for slot in range(start, start + length):
             if not 0 <= slot < len(owner) or owner[slot] != -1:
-                raise _Broken(f"{key} at slots {start} to {start + length - 1} is not alone there")
+                raise Broken(f"{key} at slots {start} to {start + length - 1} is not alone there")
             owner[slot] = number
     return owner
 
@@ -91,17 +86,17 @@ def _samples(row: Row) -> str:
     holes = [hole.key for hole in row.shown.holes]
     keys = list(row.batch.keys)
     if sorted([*keys, *holes]) != sorted(row.planned):
-        raise _Broken(f"planned are {_some(row.planned)}; the row holds {_some(keys)}")
+        raise Broken(f"planned are {_some(row.planned)}; the row holds {_some(keys)}")
     ids = row.batch.input_ids.flatten().tolist()
     for place, ((key, start, length), alone) in enumerate(
         zip(_starts(row), row.alone, strict=True)
     ):
         if keys[place] != key:
-            raise _Broken(f"segment {place} is named {keys[place]}, but comes from {key}")
+            raise Broken(f"segment {place} is named {keys[place]}, but comes from {key}")
         if ids[start : start + length] != alone.input_ids.tolist():
-            raise _Broken(f"{key}: its slots do not hold the tokens it has alone")
+            raise Broken(f"{key}: its slots do not hold the tokens it has alone")
     missing = f"; {len(holes)} left out as bad" if holes else ""
-    return f"{len(keys)} samples with the tokens they have alone{missing}"
+    return f"{many(len(keys), 'sample')} with the tokens of each alone{missing}"
 
 
 def _labels(row: Row) -> str:
@@ -114,16 +109,16 @@ def _labels(row: Row) -> str:
             continue
         count += 1
         if owner[slot] == -1:
-            raise _Broken(f"slot {slot} has the label {label}, but belongs to no sample")
+            raise Broken(f"slot {slot} has the label {label}, but belongs to no sample")
         key = row.alone[owner[slot]].key
         if owner[slot + 1] != owner[slot]:
-            raise _Broken(f"slot {slot}, the last of {key}, learns a token that is not its own")
+            raise Broken(f"slot {slot}, the last of {key}, learns a token that is not its own")
         if ids[slot + 1] != label:
-            raise _Broken(f"slot {slot} of {key} learns {label}; its next token is {ids[slot + 1]}")
+            raise Broken(f"slot {slot} of {key} learns {label}; its next token is {ids[slot + 1]}")
     for (key, start, length), alone in zip(_starts(row), row.alone, strict=True):
         if labels[start : start + length] != alone.labels.tolist():
-            raise _Broken(f"{key}: its labels are not those it has alone")
-    return f"{count:,} labels, each the next token of its own sample"
+            raise Broken(f"{key}: its labels are not those it has alone")
+    return f"{many(count, 'label')}, each the next token of its own sample"
 
 
 def _positions(row: Row) -> str:
@@ -131,19 +126,19 @@ def _positions(row: Row) -> str:
     for (key, start, length), positions in zip(_starts(row), row.positions, strict=True):
         wanted = positions.tolist()
         if len(wanted) != len(axes):
-            raise _Broken(f"{len(axes)} axes; {key} alone has {len(wanted)}")
+            raise Broken(f"{len(axes)} axes; {key} alone has {len(wanted)}")
         for axis, (found, own) in enumerate(zip(axes, wanted, strict=True)):
             part = found[start : start + length]
             if part[:1] != [0]:
-                raise _Broken(f"{key} begins at position {part[:1]} on axis {axis}, not at 0")
+                raise Broken(f"{key} begins at position {part[:1]} on axis {axis}, not at 0")
             if part != own:
                 slot = next(i for i, pair in enumerate(zip(part, own, strict=False)) if _ne(pair))
-                raise _Broken(
+                raise Broken(
                     f"slot {start + slot} of {key}: position {part[slot]} on axis {axis}, alone it "
                     f"has {own[slot]}"
                 )
-    many = "1 axis" if len(axes) == 1 else f"{len(axes)} axes"
-    return f"{many}, from 0 in each sample, as its family counts them alone"
+    count = "1 axis" if len(axes) == 1 else f"{len(axes)} axes"
+    return f"{count}, from 0 in each sample, as its family counts them alone"
 
 
 def _ne(pair: tuple[int, int]) -> bool:
@@ -154,21 +149,21 @@ def _boundaries(row: Row) -> str:
     physical, logical = row.boundaries, row.batch.cu_seqlens.tolist()
     multiple, total = row.rules.multiples.sequence, row.rules.multiples.row
     if physical[0] != 0 or physical[-1] != row.num_slots:
-        raise _Broken(f"they run from {physical[0]} to {physical[-1]}, the row has {row.num_slots}")
+        raise Broken(f"they run from {physical[0]} to {physical[-1]}, the row has {row.num_slots}")
     for place, (start, end) in enumerate(pairwise(physical)):
         if end < start:
-            raise _Broken(f"segment {place} ends at {end}, before its start {start}")
+            raise Broken(f"segment {place} ends at {end}, before its start {start}")
         if end % multiple:
-            raise _Broken(f"boundary {end} is no multiple of {multiple}{_why(row)}")
+            raise Broken(f"boundary {end} is no multiple of {multiple}{_why(row)}")
     if row.num_slots % total:
-        raise _Broken(f"the row has {row.num_slots} slots, no multiple of {total}")
+        raise Broken(f"the row has {row.num_slots} slots, no multiple of {total}")
     if not row.is_padded:
         _logical(row, logical)
     lengths = [end - start for start, end in pairwise(physical)]
     if list(row.batch.segment_lengths) != lengths[: len(row.batch.segment_lengths)]:
-        raise _Broken("segment_lengths are not the differences of the boundaries")
+        raise Broken("segment_lengths are not the differences of the boundaries")
     if any(lengths[len(row.batch.segment_lengths) :]):
-        raise _Broken("segment_lengths stop before the row does")
+        raise Broken("segment_lengths stop before the row does")
     return f"{len(physical)} of them, all multiples of {multiple}{_why(row)}, 0 to {physical[-1]:,}"
 
 
@@ -179,16 +174,16 @@ def _why(row: Row) -> str:
 def _logical(row: Row, logical: list[int]) -> None:
     for (key, _, length), begin, end in zip(_starts(row), logical, logical[1:], strict=False):
         if end - begin != length:
-            raise _Broken(f"cu_seqlens gives {key} {end - begin} tokens, it has {length}")
+            raise Broken(f"cu_seqlens gives {key} {end - begin} tokens, it has {length}")
     gaps = [
         (key, end - start - length)
         for (key, start, length), end in zip(_starts(row), row.boundaries[1:], strict=False)
     ]
     for key, gap in gaps:
         if not 0 <= gap < row.rules.multiples.sequence:
-            raise _Broken(f"{key} is followed by {gap} slots of alignment")
+            raise Broken(f"{key} is followed by {gap} slots of alignment")
     if row.batch.cu_seqlens_padded is not None and logical == row.boundaries:
-        raise _Broken("cu_seqlens_padded repeats cu_seqlens: kernels take a slower path for it")
+        raise Broken("cu_seqlens_padded repeats cu_seqlens: kernels take a slower path for it")
 
 
 def _loss_mask(row: Row) -> str:
@@ -196,10 +191,10 @@ def _loss_mask(row: Row) -> str:
     labels = row.batch.labels.flatten().tolist()
     for slot, (learns, label) in enumerate(zip(mask, labels, strict=True)):
         if bool(learns) != (label != NO_LOSS):
-            raise _Broken(f"slot {slot}: loss_mask is {learns}, the label {label}")
+            raise Broken(f"slot {slot}: loss_mask is {learns}, the label {label}")
     listed = row.batch.label_positions.tolist()
     if listed != [slot for slot, learns in enumerate(mask) if learns]:
-        raise _Broken("label_positions are not the slots of loss_mask")
+        raise Broken("label_positions are not the slots of loss_mask")
     return f"loss_mask == (labels != {NO_LOSS}) in all {len(mask):,} slots"
 
 
@@ -208,7 +203,7 @@ def _padding(row: Row) -> str:
     free = [slot for slot, number in enumerate(_owners(row)) if number == -1]
     for slot in free:
         if ids[slot] != row.rules.pad_token_id or labels[slot] != NO_LOSS:
-            raise _Broken(f"slot {slot} of no sample: token {ids[slot]}, label {labels[slot]}")
+            raise Broken(f"slot {slot} of no sample: token {ids[slot]}, label {labels[slot]}")
     return f"{len(free):,} of {row.num_slots:,} slots, all of them the fill token without loss"
 
 
@@ -218,25 +213,25 @@ def _images(row: Row) -> str:
     media = row.batch.media
     features = sum(media.num_tokens) if media is not None else 0
     if len(found) != features:
-        raise _Broken(f"{len(found)} placeholders, but the images give {features} features")
+        raise Broken(f"{len(found)} placeholders, but the images give {features} features")
     if row.batch.media_positions.tolist() != found:
-        raise _Broken("media_positions are not the slots of the placeholders")
+        raise Broken("media_positions are not the slots of the placeholders")
     owner = _owners(row)
     counts = [0] * len(row.alone)
     for slot in found:
         if owner[slot] == -1:
-            raise _Broken(f"slot {slot} is a placeholder of no sample")
+            raise Broken(f"slot {slot} is a placeholder of no sample")
         counts[owner[slot]] += 1
     for item, count in zip(row.alone, counts, strict=True):
         own = sum(item.media.num_tokens) if item.media is not None else 0
         if own != count:
-            raise _Broken(f"{item.key} has {count} placeholders, its images give {own} features")
+            raise Broken(f"{item.key} has {count} placeholders, its images give {own} features")
     grids = media.grid_thw if media is not None else ()
     patches = sum(t * h * w for t, h, w in grids)
     rows = int(media.pixel_values.shape[0]) if media is not None else 0
     if patches != rows:
-        raise _Broken(f"pixel_values has {rows} patches, the grids {patches}")
-    return f"{features:,} placeholders, {features:,} features of {len(grids)} images"
+        raise Broken(f"pixel_values has {rows} patches, the grids {patches}")
+    return f"{many(features, 'placeholder')} and as many features of {many(len(grids), 'image')}"
 
 
 def _budget(row: Row) -> str:
@@ -252,48 +247,8 @@ def _budget(row: Row) -> str:
     )
     for name, found, bound in bounds:
         if bound is not None and found > bound:
-            raise _Broken(f"{found:,} {name}, allowed are {bound:,}")
+            raise Broken(f"{found:,} {name}, allowed are {bound:,}")
     return ", ".join(f"{found:,} of {bound:,} {name}" for name, found, bound in bounds if bound)
-
-
-def _context(row: Row) -> str:
-    if isinstance(row.slices, str):
-        raise _Broken(row.slices)
-    size = row.rules.context
-    held: dict[int, int] = {}
-    for part in row.slices:
-        for slot in part.row_index.tolist():
-            if slot in held:
-                raise _Broken(f"slot {slot} is on ranks {held[slot]} and {part.rank}")
-            held[slot] = part.rank
-    for slot, rank in _zigzag(row):
-        if slot not in held:
-            raise _Broken(f"slot {slot} is on no rank")
-        if held[slot] != rank:
-            raise _Broken(f"slot {slot} is on rank {held[slot]}, zigzag puts it on {rank}")
-    if len(held) != row.num_slots:
-        raise _Broken(f"the ranks hold {len(held)} slots, the row has {row.num_slots}")
-    labels = row.batch.labels.flatten().tolist()
-    learnt = 0
-    for part in row.slices:
-        own = part.row_index.tolist()
-        slots = [own[place] for place in part.label_positions.tolist()]
-        if [labels[slot] for slot in slots] != part.targets.tolist():
-            raise _Broken(f"rank {part.rank}: its targets are not the labels of its slots")
-        learnt += len(slots)
-    if learnt != sum(label != NO_LOSS for label in labels):
-        raise _Broken(f"the ranks learn {learnt} labels, the row has {row.batch.num_label_tokens}")
-    return f"{row.num_slots // size:,} slots on each of {size} ranks, zigzag in every segment"
-
-
-def _zigzag(row: Row) -> Iterator[tuple[int, int]]:
-    """(slot, rank): chunk c of the 2*CP of a segment is rank min(c, 2*CP - 1 - c)'s."""
-    chunks = 2 * row.rules.context
-    for start, end in zip(row.boundaries, row.boundaries[1:], strict=False):
-        length = end - start
-        for offset in range(length):
-            chunk = offset * chunks // length
-            yield start + offset, min(chunk, chunks - 1 - chunk)
 
 
 def _some(keys: tuple[str, ...] | list[str]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from io import BytesIO
 
-from PIL.Image import Image
+from PIL.Image import Image, Resampling
 
 from vlmpack.data.tools.show import ShownSample
 from vlmpack.families import Encoder
@@ -28,6 +28,10 @@ LAYOUTS = (("wide", 1480.0), ("medium", 860.0), ("narrow", 372.0))
 
 WORDS = ("key", "shard")
 """Columns of words; the others hold numbers."""
+
+MAX_SIDE = 640
+MAX_PNG_PIXELS = 1 << 16
+"""Of an image in the page."""
 
 MIN_SIDE = 96
 """Smaller images are enlarged by a whole factor."""
@@ -86,7 +90,8 @@ def render_page(row: Row, checks: Sequence[Check], encoder: Encoder, source: str
         encoder: that made it: its special tokens are marked in the texts.
         source: the recipe, for the head.
     """
-    images = [image for sample in row.shown.samples for image in sample.images]
+    images = [_stored(image) for sample in row.shown.samples for image in sample.images]
+    sizes = [image.size for image in images]
     title = row.shown.title[:1].upper() + row.shown.title[1:]
     parts = [
         _store(images),
@@ -94,14 +99,14 @@ def render_page(row: Row, checks: Sequence[Check], encoder: Encoder, source: str
         f'<p class="from">{visible(source)}, packing.mode {escape(row.rules.mode)}</p>',
         _checks(checks),
         _totals(totals(row)),
-        *_drawings(row, [image.size for image in images]),
+        *_drawings(row, sizes),
         "<h2>Segments</h2>",
         _table(row),
         "<h2>What the model reads</h2>",
         '<p class="from"><mark>Marked text</mark> is learnt; <span class="special">special '
         "tokens</span> are spelt out.</p>",
         '<div class="texts">',
-        *_texts(row, encoder),
+        *_texts(row, encoder, sizes),
         "</div>",
     ]
     body = "\n".join(part for part in parts if part)
@@ -122,10 +127,20 @@ def _store(images: Sequence[Image]) -> str:
     return f'<svg class="store" aria-hidden="true">{symbols}</svg>'
 
 
+def _stored(image: Image) -> Image:
+    """As it is, or smaller where the page would grow too large."""
+    small = image.convert("RGB")
+    small.thumbnail((MAX_SIDE, MAX_SIDE), Resampling.LANCZOS)
+    return small
+
+
 def _data_url(image: Image) -> str:
+    """Photos as JPEG; small images keep every pixel."""
     data = BytesIO()
-    image.convert("RGB").save(data, "PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode("ascii")
+    kind = "JPEG" if image.width * image.height > MAX_PNG_PIXELS else "PNG"
+    image.save(data, kind, quality=85)
+    encoded = base64.b64encode(data.getvalue()).decode("ascii")
+    return f"data:image/{kind.lower()};base64,{encoded}"
 
 
 def _checks(checks: Sequence[Check]) -> str:
@@ -176,7 +191,7 @@ def _table(row: Row) -> str:
     return f'<div class="scroll"><table>\n<tr>{head}</tr>\n{body}\n</table></div>'
 
 
-def _texts(row: Row, encoder: Encoder) -> Iterator[str]:
+def _texts(row: Row, encoder: Encoder, sizes: Sequence[tuple[int, int]]) -> Iterator[str]:
     special = special_pattern(encoder)
     image = 0
     for segment in row.segments:
@@ -189,7 +204,7 @@ def _texts(row: Row, encoder: Encoder) -> Iterator[str]:
         yield (
             f'<section style="border-color:{segment_color(segment.number)[0]}"><h3>'
             f"{segment.number}&ensp;{visible(segment.name)} <span>{visible(about)}</span></h3>"
-            f'<div class="text">{_text(sample, special, image)}</div></section>'
+            f'<div class="text">{_text(sample, special, image, sizes)}</div></section>'
         )
         image += len(sample.images)
     for hole in row.shown.holes:
@@ -206,20 +221,23 @@ def special_pattern(encoder: Encoder) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")
 
 
-def _text(sample: ShownSample, special: re.Pattern[str], first: int) -> str:
+def _text(
+    sample: ShownSample, special: re.Pattern[str], first: int, sizes: Sequence[tuple[int, int]]
+) -> str:
     """The runs of a sample: learnt ones marked, images in their place.
 
     Args:
         sample: one of the row's.
         special: finds special tokens.
         first: number of its first image in the row.
+        sizes: of the row's images.
     """
     parts, image = [], 0
     for run in sample.runs:
         if run.kind == "image":
             parts.append(f'<span class="grid">[{escape(run.text)}]</span>')
             if image < len(sample.images):
-                parts.append(_inline(sample.images[image].size, first + image))
+                parts.append(_inline(sizes[first + image], first + image))
             image += 1
             continue
         shown = _marked(run.text[:MAX_TEXT], special)

@@ -12,7 +12,7 @@ from vlmpack.report.inspect.row import Row
 
 HEIGHT = 40.0
 MIN_SHRINK = 0.25
-MIN_WIDTH, MAX_WIDTH = 26.0, 130.0
+MIN_WIDTH, MAX_WIDTH = 44.0, 130.0
 """Of an image at full height: it ends where the next one begins, if these let it."""
 SPACE = 2.0
 LEAD = 7.0
