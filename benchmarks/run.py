@@ -85,6 +85,8 @@ def main() -> None:
         RESULTS.mkdir(exist_ok=True)
         part = f"-{'-'.join(arguments.only.split())}" if arguments.only else ""
         command = f"python benchmarks/run.py --only {arguments.only!r}" if part else "make bench"
+        if arguments.rounds != parser.get_default("rounds"):
+            command += f" --rounds {arguments.rounds}"
         path = RESULTS / f"cpu-{time.strftime('%Y-%m-%d')}{part}.json"
         content = {"command": command, "hardware": _hardware(), "results": results}
         path.write_text(json.dumps(content, indent=2) + "\n")

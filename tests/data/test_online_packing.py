@@ -261,7 +261,9 @@ def test_ranks_get_equal_numbers_and_the_members_stay(dp: int) -> None:
                 bins,
                 dp,
                 sizes=packer.sizes,
-                row_cost=lambda t, s, p: np.stack([t + s / 4096, 2.0 * p], axis=1),
+                row_cost=lambda t, s, p, *, patch_squares: np.stack(
+                    [t + s / 4096, 2.0 * p], axis=1
+                ),
                 balanced=balanced,
             )
             assert len({len(share) for share in shares.bins}) == 1
@@ -281,14 +283,14 @@ def test_ranks_get_equal_numbers_and_the_members_stay(dp: int) -> None:
 def test_costs_are_sums_over_a_bin() -> None:
     tokens, patches = np.array([3, 5, 7]), np.array([0, 4, 1])
 
-    def row_cost(total: Any, squares: Any, vision: Any) -> Any:
-        return np.stack([total, squares, vision], axis=1).astype(np.float64)
+    def row_cost(total: Any, squares: Any, vision: Any, *, patch_squares: Any) -> Any:
+        return np.stack([total, squares, vision, patch_squares], axis=1).astype(np.float64)
 
     costs = bin_costs(
         [(0, 2), (), (1,)], lambda numbers: (tokens[numbers], patches[numbers]), row_cost
     )
-    assert costs.tolist() == [[10, 58, 1], [0, 0, 0], [5, 25, 4]]
-    assert token_cost(tokens, tokens, tokens).tolist() == [[3], [5], [7]]
+    assert costs.tolist() == [[10, 58, 1, 1], [0, 0, 0, 0], [5, 25, 4, 16]]
+    assert token_cost(tokens, tokens, tokens, patch_squares=tokens).tolist() == [[3], [5], [7]]
 
 
 def test_rows_are_those_of_the_packer_alone() -> None:

@@ -22,6 +22,7 @@ from shard_fakes import (
     open_data,
     write_shards,
 )
+from test_audit import launch
 
 from vlmpack.data.config import PacksConfig, SourceConfig
 from vlmpack.data.loading.ledger import Ledger
@@ -36,6 +37,8 @@ from vlmpack.data.plan.state import DataState
 from vlmpack.errors import DataError, PacksError
 from vlmpack.families.sample import Message, TextPart, VLMSample
 from vlmpack.packing.batch import Media
+from vlmpack.training.audit import audit_run
+from vlmpack.training.run_dir import RunDir
 
 COUNT = 61
 BUDGET = RowBudget(max_tokens=64, alignment=4)
@@ -256,6 +259,33 @@ def test_with_weights_a_bin_is_read_from_its_own_pack(tmp_path: Path) -> None:
             assert [place.place for place in places if place is not None] == list(
                 range(len(samples))
             )
+
+
+def test_the_audit_counts_weighted_packs_epoch_by_epoch(tmp_path: Path) -> None:
+    write_shards(tmp_path / "a", 5, per_shard=5)
+    write_shards(tmp_path / "b", 20, per_shard=10, start=100)
+    sources = tuple(
+        SourceConfig(name=n, paths=(str(tmp_path / n / "s-*.tar"),), weight=w)
+        for n, w in (("a", 2.0), ("b", 3.0))
+    )
+    pack(online(tmp_path, tmp_path / "i", sources=sources), tmp_path / "packs")
+    ledger = Ledger(tmp_path / "run/data-errors.jsonl")
+    data = offline(tmp_path, tmp_path / "packs", tmp_path / "i", sources=sources, ledger=ledger)
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.prepare()
+    launch(run_dir, data, data.start(), stop=data.steps_until(3, data.start()), dp=1)
+    found = audit_run(run_dir, data)
+    assert found.problems == [] and len(found.epochs) == 3
+    draws = Counter(
+        s
+        for batch in data.planned(data.start(), data.steps_per_epoch())
+        for samples in batch.bins
+        for s in samples
+    )
+    assert {n: draws[n] for n in range(25)} != dict.fromkeys(range(25), 1), "nothing drawn twice"
+    numbers = data.split.plan.arrays.numbers
+    numbers[0] = next(n for n in range(25) if draws[n] == 2)
+    assert audit_run(run_dir, data).problems != []
 
 
 def test_a_sample_that_cannot_be_encoded_is_the_same_hole_every_time(

@@ -78,7 +78,7 @@ def storage(endpoint: str) -> dict[str, Any]:
         "endpoint": endpoint,
         "region": "us-east-1",
         "allow_private": True,
-        "read_timeout_seconds": 0.5,
+        "read_timeout_seconds": 1.0,
         "credentials": {
             "access_key_id": "${env:DIGITS_KEY}",
             "secret_access_key": "${env:DIGITS_SECRET}",

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.recipes import changed, rows
+from support.recipes import changed, copy_samples, rewrite, rows, write_recipe
+from support.shards import ROOT
 from test_audited_runs import audited
 from test_resume import run_until
 
 from vlmpack.api import resolve, run_recipe
-from vlmpack.data.packs.manifest import Manifest
+from vlmpack.data.packs.manifest import Manifest, read_manifest
 from vlmpack.data.packs.write import PackOrder
-from vlmpack.errors import PacksError
+from vlmpack.errors import PacksError, RecipeError
 from vlmpack.recipe import load_recipe
 from vlmpack.training.packs import pack_recipe
+from vlmpack.training.reopen import open_recipe
 
 SAME = ("step", "epoch", "num_tokens", "num_label_tokens", "num_samples", "num_rows", "num_slots")
 BITS = (*SAME, "loss", "grad_norm")
@@ -150,8 +155,6 @@ def test_fixed_shapes_change_no_loss(online: dict[str, Any], tmp_path: Path) -> 
 def test_packs_of_something_else_are_refused_with_every_difference(
     online: dict[str, Any], tmp_path: Path, shard: Path
 ) -> None:
-    from vlmpack.training.reopen import open_recipe
-
     packed(online, tmp_path / "plan")
     packed(online, tmp_path / "shards", kind="shards")
 
@@ -185,9 +188,65 @@ def test_packs_of_something_else_are_refused_with_every_difference(
     assert "packing.max_vision_patches: absent in the packs, 4000 in the recipe" in message
     assert "packing.alignment: 8 in the packs, 16 in the recipe" in message
 
-    from support.recipes import rewrite
-
     rewrite(shard, lambda name, data: data.replace(b"hat", b"had") if "json" in name else data)
     message = refusal("plan")
     assert "  data.train.test_packs" in message and message.count("'1 shards, 22 samples, ") == 2
     open_recipe(load_recipe(offline(online, tmp_path / "shards", tmp_path / "run")))
+
+
+def children(pid: int) -> list[int]:
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [child for own in map(int, listed) for child in (own, *children(own))]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_a_killed_command_leaves_nothing_that_looks_whole_and_no_process(
+    online: dict[str, Any], tmp_path: Path
+) -> None:
+    copy_samples(ROOT / "assets/digits/train-000001.tar", tmp_path / "more.tar", 400)
+    settings = changed(online, data__train=str(tmp_path / "more.tar"))
+    recipe = str(write_recipe(tmp_path / "recipe.yaml", settings))
+    # so few packs in a tar that many are made, by several processes
+    cut = "from vlmpack.data.packs import write; write.PackOrder.__init__.__kwdefaults__"
+    script = f"{cut}['part_packs'] = 1\nfrom vlmpack.__main__ import main; main()"
+    arguments = [recipe, "-o", str(tmp_path / "packs"), "--kind", "shards", "--processes", "2"]
+    process = subprocess.Popen([sys.executable, "-c", script, "pack", *arguments])
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "packs").glob("packs-*.json")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    workers = children(process.pid)
+    process.kill()
+    process.wait()
+    assert len(workers) >= 2
+    with pytest.raises(PacksError, match=r"packing was stopped before its end; run the same"):
+        read_manifest(tmp_path / "packs")
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "packs").glob("packs-*.json")}
+    while any(map(is_running, workers)):
+        assert time.monotonic() < deadline, "processes stay behind"
+        time.sleep(0.1)
+    packed(settings, tmp_path / "packs", kind="shards", part_packs=1)
+    manifest = read_manifest(tmp_path / "packs")
+    tars = sorted((tmp_path / "packs").glob("packs-*.tar"))
+    assert manifest.num_samples == 400 and len(tars) == manifest.num_packs > 40
+    assert all(path.with_suffix(".tar").stat().st_mtime_ns <= when for path, when in kept.items())
+    assert not list((tmp_path / "packs").glob(".*"))
+
+
+def test_bad_input_is_named(online: dict[str, Any], tmp_path: Path) -> None:
+    for changes, words in (
+        ({"packing__mode": "in_batch", "training__micro_batch_size": 2}, "in_batch plans no rows"),
+        ({"packing__scope": "batch"}, "packing.scope: batch fills rows inside fixed sets"),
+    ):
+        with pytest.raises(RecipeError, match=words):
+            packed(changed(online, **changes), tmp_path / "packs")
+        assert not (tmp_path / "packs").exists()
+    with pytest.raises(PacksError, match=r"holds no finished packs: no such folder"):
+        run(offline(online, tmp_path / "packs", tmp_path / "run"))

@@ -40,6 +40,7 @@ def test_64_ranks_of_4_packs_are_even(capacity):
     costs = packs_of_the_mix(capacity)
     steps = [costs[start : start + 256] for start in range(0, len(costs) - 255, 256)]
     assert len(steps) >= 7
+    steps = steps[:7]
     for step in steps:
         dealt = balance(step, 64)
         assert dealt.shape == (64, 4)

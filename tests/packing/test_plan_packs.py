@@ -56,7 +56,7 @@ def each_once(packs, count):
     return np.array_equal(np.sort(np.concatenate(packs)), np.arange(count))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(25))
 def test_the_histogram_gives_the_packs_of_the_plain_rule(seed):
     random = np.random.default_rng(seed)
     capacity = int(random.integers(10, 400))
@@ -67,7 +67,7 @@ def test_the_histogram_gives_the_packs_of_the_plain_rule(seed):
     assert 1 < len(loads) < 300
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(25))
 def test_two_budgets_give_the_packs_of_the_plain_rule(seed):
     random = np.random.default_rng(seed)
     capacity, budget = int(random.integers(20, 200)), int(random.integers(5, 200))
@@ -83,7 +83,15 @@ def test_two_budgets_give_the_packs_of_the_plain_rule(seed):
     assert sorted(loads) == expected
 
 
-@pytest.mark.parametrize(("median", "sigma"), [(250, 0.9), (512, 0.8), (665, 1.0), (1000, 1.0)])
+@pytest.mark.parametrize(
+    ("median", "sigma"),
+    [
+        (250, 0.9),
+        (512, 0.8),
+        pytest.param(665, 1.0, marks=pytest.mark.slow),
+        pytest.param(1000, 1.0, marks=pytest.mark.slow),
+    ],
+)
 def test_lognormal_lengths_take_one_pack_above_the_bound_at_most(median, sigma):
     random = np.random.default_rng(7)
     lengths = np.clip(random.lognormal(np.log(median), sigma, 200_000), 1, 8192).astype(np.int64)
@@ -139,13 +147,13 @@ def test_wikipedia_at_512_tokens():
 @pytest.mark.parametrize("most", [None, 5, 16])
 @pytest.mark.parametrize("budget", [None, 12_288])
 def test_no_bound_is_broken(alignment, most, budget):
-    lengths, patches = mixed_lengths(5000, 8192, seed=4)
+    lengths, patches = mixed_lengths(2000, 8192, seed=4)
     patches = np.minimum(patches, 12_288)
     options = {"alignment": alignment, "max_sequences": most}
     if budget is not None:
         options |= {"second": patches, "second_budget": budget}
     packs = plan_packs(lengths, 8192, **options)
-    assert each_once(packs, 5000)
+    assert each_once(packs, 2000)
     rounded = -(-lengths // alignment) * alignment
     assert max(rounded[pack].sum() for pack in packs) <= 8192
     assert most is None or max(map(len, packs)) <= most

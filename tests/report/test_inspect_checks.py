@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from vlmpack.alignment import Alignment
+from vlmpack.data.loading.loader import MicroBatch, TrainedSample
+from vlmpack.data.tools.show import take_apart
 from vlmpack.packing.batch import IGNORE_INDEX, PackedBatch
 from vlmpack.report.inspect.checks import check_row
+from vlmpack.report.inspect.page import render_page
 from vlmpack.report.inspect.row import Row, cut_row
 
 SAMPLES, LABELS, POSITIONS = (
@@ -235,6 +238,29 @@ def test_each_break_shows_its_cross(
 def test_a_moved_boundary_shows(row: Row) -> None:
     """Everything behind it is misplaced, too, and still nothing raises."""
     assert {BOUNDARIES, SAMPLES, CONTEXT} <= failed(moved_boundary(row))
+
+
+@pytest.mark.parametrize(
+    "broken", [lost_patches, lost_placeholder, shifted_media, moved_boundary, wrong_host_lengths]
+)
+def test_a_broken_batch_can_still_be_shown(opened_row: Any, broken: Callable[[Row], Row]) -> None:
+    """What is wrong with a row must be seen, not hidden by an error on the way to the page."""
+    row, found, encoder = opened_row
+    batch = broken(row).batch
+    names = [TrainedSample(ref.number, ref.key, ref.shard) for ref in found.samples]
+    loaded = MicroBatch(
+        batch=batch,
+        samples=tuple(names),
+        skipped=(),
+        num_images=0,
+        read_seconds=0.0,
+        encode_seconds=0.0,
+    )
+    shown = take_apart(loaded, [None] * len(names), encoder, "it")
+    drawn = replace(row, shown=shown, batch=batch, slices=cut_row(batch, 2))
+    checks = check_row(drawn)
+    assert not all(check.holds for check in checks)
+    assert "&#10007;" in render_page(drawn, checks, encoder, "r")
 
 
 def test_every_check_has_a_control() -> None:

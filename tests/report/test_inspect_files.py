@@ -23,7 +23,7 @@ from vlmpack.packing import collate
 from vlmpack.report.inspect import write
 from vlmpack.report.inspect.canvas import Canvas, Rect, Text, Thumb, fitted, text_width
 from vlmpack.report.inspect.checks import check_row
-from vlmpack.report.inspect.colors import LOSS, PAD, rank_color, segment_color
+from vlmpack.report.inspect.colors import IMAGE_TOKENS, LOSS, PAD, rank_color, segment_color
 from vlmpack.report.inspect.lanes import RANK_HEIGHT, SAMPLE_HEIGHT, STRIP_HEIGHT, draw_lanes
 from vlmpack.report.inspect.lines import GUTTER, row_lines
 from vlmpack.report.inspect.page import LAYOUTS, render_page
@@ -55,14 +55,25 @@ def boxes(canvas: Canvas, height: float, fill: str) -> list[Rect]:
     ]
 
 
-def slots(shapes: list[Rect], scale: float) -> float:
-    return sum(shape.width for shape in shapes) / scale
+def slots(row: Row, width: float, shapes: list[Rect]) -> list[int]:
+    """The slots that some boxes of one lane cover; each line of the row has a lane of its own."""
+    canvas, lines = drawn(row, width), row_lines(row, width)
+    axis = [s.y for s in canvas.shapes if isinstance(s, Text) and s.text == "slot"]
+    assert len(axis) == len(lines)
+    found = []
+    for shape in shapes:
+        line = lines[max(k for k, y in enumerate(axis) if y < shape.y)]
+        first = line.begin + (shape.x - line.left) / line.scale
+        last = first + shape.width / line.scale
+        assert abs(first - round(first)) < 0.01 and abs(last - round(last)) < 0.01
+        found += range(round(first), round(last))
+    return sorted(found)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_everything_is_drawn_to_scale(row: Row, width: float) -> None:
-    """As many slots in each colour as the tensors have, and every image once."""
-    canvas, scale = drawn(row, width), row_lines(row, width)[0].scale
+    """The slots of each colour are those that the tensors say; every image is there once."""
+    canvas = drawn(row, width)
     samples = [s for s in row.segments if s.sample is not None]
     assert len(samples) >= 4
     for segment in samples:
@@ -72,12 +83,15 @@ def test_everything_is_drawn_to_scale(row: Row, width: float) -> None:
             if isinstance(s, Rect) and s.tip.startswith(f"{segment.number}: {segment.name},")
         ]
         assert {s.fill for s in own} == {segment_color(segment.number)[0]}
-        assert slots(own, scale) == pytest.approx(segment.length)
-    num_labels = int((row.batch.labels != -100).sum())
-    assert slots(boxes(canvas, STRIP_HEIGHT, LOSS), scale) == pytest.approx(num_labels)
-    for rank in range(2):
-        held = boxes(canvas, RANK_HEIGHT, rank_color(rank, 2)[0])
-        assert slots(held, scale) == pytest.approx(row.num_slots / 2)
+        assert slots(row, width, own) == list(range(segment.start, segment.start + segment.length))
+    learnt = (row.batch.labels[0] != -100).nonzero().flatten().tolist()
+    assert slots(row, width, boxes(canvas, STRIP_HEIGHT, LOSS)) == learnt
+    placeholders = row.batch.media_positions.tolist()
+    assert slots(row, width, boxes(canvas, STRIP_HEIGHT, IMAGE_TOKENS)) == placeholders
+    for part in row.slices:
+        assert not isinstance(part, str)
+        held = boxes(canvas, RANK_HEIGHT, rank_color(part.rank, 2)[0])
+        assert slots(row, width, held) == sorted(part.row_index.tolist())
     thumbs = [s for s in canvas.shapes if isinstance(s, Thumb)]
     assert sorted(s.image for s in thumbs) == list(range(len(thumbs)))
     assert len(thumbs) == row.batch.media.num_images > 2  # type: ignore[union-attr]

@@ -22,7 +22,6 @@ PROCESSOR_FILES = (
 """What decides the tokens of a sample; their bytes make the fingerprint, and exports copy them."""
 
 
-
 def processor_parts(folder: Path) -> dict[str, str]:
     """A digest each of a model folder's tokenizer, template and image processor.
 

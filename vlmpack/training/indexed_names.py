@@ -9,6 +9,7 @@ from typing import Any
 
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.batches import PlanSource
+from vlmpack.data.plan.packs import PackPlan
 from vlmpack.data.plan.streams import StreamSource
 from vlmpack.training.findings import Audit, listed
 from vlmpack.training.record import SampleName
@@ -60,11 +61,14 @@ class IndexedNames:
                     f"epoch {epoch}: {source.name}: {found} samples are planned since the start, "
                     f"expected {draws}"
                 )
-            least, most = draws // max(1, size), -(-draws // max(1, size))
+            # A plan goes on in an epoch where the one before stopped; saved packs begin anew.
+            times = epoch + 1 if isinstance(self.train.plan, PackPlan) else 1
+            part = draws // times
+            least, most = times * (part // max(1, size)), times * -(-part // max(1, size))
             odd = [
                 name
-                for name, times in names.items()
-                if not least * times <= planned.get(name, 0) <= most * times
+                for name, copies in names.items()
+                if not least * copies <= planned.get(name, 0) <= most * copies
             ]
             if odd:
                 audit.fault(

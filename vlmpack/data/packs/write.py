@@ -106,7 +106,7 @@ def make_packs(source: PackSource, folder: Path, order: PackOrder) -> Manifest:
         assert isinstance(packer, BudgetPacker)
         arrays = choose_packs(source.split, prepared.fitted, order.planner, packer.budget)
         manifest = _manifest(source, order, prepared, arrays)
-        _begin(folder, manifest)
+        _begin(folder, manifest, order.part_packs)
         facts: list[PartFacts] = []
         if order.kind != "plan":
             facts = _write_parts(
@@ -184,15 +184,16 @@ def _manifest(
     )
 
 
-def _begin(folder: Path, manifest: Manifest) -> None:
+def _begin(folder: Path, manifest: Manifest, part_packs: int) -> None:
     """Says what is being made, or finds that the same was begun before."""
     path = folder / UNFINISHED
+    making = json.loads(manifest.to_json()) | {"cut": f"{PART_BYTES} bytes, {part_packs} packs"}
     if path.is_file():
         try:
             begun = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise PacksError(f"-o {folder}: {path.name} cannot be read: {error}") from error
-        if lines := flat_differences(begun, json.loads(manifest.to_json())):
+        if lines := flat_differences(begun, making):
             raise PacksError(
                 "\n".join(
                     [
@@ -203,7 +204,7 @@ def _begin(folder: Path, manifest: Manifest) -> None:
                 )
             )
     else:
-        write_file(path, manifest.to_json().encode())
+        write_file(path, json.dumps(making).encode())
     for scrap in folder.iterdir():
         if _is_scrap(scrap.name):
             scrap.unlink()

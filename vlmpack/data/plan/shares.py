@@ -7,8 +7,9 @@ alone: its tokens, the sum of its squared sample lengths, its vision patches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +20,22 @@ from vlmpack.packing.balance import balance
 
 Floats = npt.NDArray[np.float64]
 
-RowCost = Callable[[Int64s, Int64s, Int64s], Floats]
-"""(n,) tokens, sums of squared sample lengths and vision patches -> (n, k) costs of k phases."""
+
+class RowCost(Protocol):
+    """What rows cost on a model, phase by phase (language, vision)."""
+
+    def __call__(
+        self, tokens: Int64s, squares: Int64s, patches: Int64s, *, patch_squares: Int64s
+    ) -> Floats:
+        """(n, k) costs.
+
+        Args:
+            tokens: (n,) tokens of each row.
+            squares: (n,) sums of the squared lengths of its samples.
+            patches: (n,) its vision patches.
+            patch_squares: (n,) sums of the squared patches of its samples: what attention inside an
+                image costs, exact where a sample has one image, else an upper bound.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +51,9 @@ class Shares:
     imbalance: float
 
 
-def token_cost(tokens: Int64s, squares: Int64s, patches: Int64s) -> Floats:
+def token_cost(
+    tokens: Int64s, squares: Int64s, patches: Int64s, *, patch_squares: Int64s
+) -> Floats:
     """(n, 1) tokens: the cost where nothing is known of the model."""
     return tokens.astype(np.float64)[:, None]
 
@@ -56,7 +73,12 @@ def bin_costs(bins: Sequence[Bin], sizes: Sizes, row_cost: RowCost) -> Floats:
     def summed(values: Int64s) -> Int64s:
         return np.bincount(owner, weights=values, minlength=len(bins)).astype(np.int64)
 
-    costs = row_cost(summed(tokens), summed(tokens * tokens), summed(patches))
+    costs = row_cost(
+        summed(tokens),
+        summed(tokens * tokens),
+        summed(patches),
+        patch_squares=summed(patches * patches),
+    )
     return np.where(counts[:, None] > 0, costs, 0.0)
 
 

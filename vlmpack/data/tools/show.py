@@ -255,7 +255,10 @@ def _media_of_samples(
     found: list[Media | None] = [None] * count
     if batch.media is None:
         return found
-    patches = batch.media.pixel_values.split([t * h * w for t, h, w in batch.media.grid_thw])
+    counts = [t * h * w for t, h, w in batch.media.grid_thw]
+    if sum(counts) != batch.media.pixel_values.shape[0]:
+        return found  # nobody can say whose they are
+    patches = batch.media.pixel_values.split(counts)
     image = 0
     for place, (row, start, slots) in zip(range(count), _places(batch), strict=False):
         ids = batch.input_ids[row, start : start + slots]

@@ -11,6 +11,7 @@ from vlmpack.report.inspect.colors import (
     PAD,
     PAD_LINES,
     TEXT_TOKENS,
+    rank_color,
     segment_color,
 )
 from vlmpack.report.inspect.lines import GUTTER
@@ -24,6 +25,8 @@ def draw_legend(canvas: Canvas, row: Row) -> None:
     has_images = row.batch.media is not None
     axes = int(row.batch.position_ids.shape[0])
     names: tuple[str, ...] = ("position",) if axes == 1 else AXIS_NAMES[:axes]
+    size = row.rules.context
+    ranks = (0, size - 1) if size > 1 else ()
     entries: list[tuple[str, str | None, str]] = [
         (segment_color(0)[0], None, "a sample: number, key, tokens"),
         (PAD, PAD_LINES, "padding"),
@@ -32,6 +35,7 @@ def draw_legend(canvas: Canvas, row: Row) -> None:
         (LOSS, None, "slots with loss: their next token is learnt"),
         *((AXES[k % len(AXES)], "line", name) for k, name in enumerate(names)),
         (INK, "line", "segment ends (dashed: its sample does)"),
+        *((rank_color(rank, size)[0], None, f"CP rank {rank}") for rank in ranks),
     ]
     x, y = GUTTER, canvas.height + 14
     for color, kind, text in entries:

@@ -107,21 +107,24 @@ def _source(source: SourceFigures, name: str) -> tuple[str, ...]:
 
 def _modes(plan: RunPlan) -> Section:
     rows = []
+    estimated = False
     for mode in plan.modes:
-        full = mode.row_fill
+        full, about = mode.row_fill, "~" if mode.is_estimated else ""
+        estimated = estimated or mode.is_estimated
         rows.append(
             (
                 mode.name,
-                compact(mode.rows),
-                compact(mode.slots),
+                about + compact(mode.rows),
+                about + compact(mode.slots),
                 share(mode.padding),
                 "" if full is None else share(full),
-                f"{mode.steps:,}",
+                f"{about if mode.counts_rows else ''}{mode.steps:,}",
                 compact(mode.mean_batch_samples),
                 f"{mode.compute:.2f}",
             )
         )
-    run = f"the run: {plan.run_steps:,} steps, {plan.epochs:.3g} epochs"
+    epochs = "1 epoch" if plan.epochs == 1 else f"{plan.epochs:.3g} epochs"
+    run = f"the run: {counted(plan.run_steps, 'step', 'steps')}, {epochs}"
     row_tokens = max(mode.row_tokens for mode in plan.modes)
     return Section(
         title="One epoch under every packing mode",
@@ -143,6 +146,11 @@ def _modes(plan: RunPlan) -> Section:
             f"{counted(plan.world_size, 'process', 'processes')}; {run}",
             "slots: tokens and padding that are computed; row full: tokens of the "
             f"{row_tokens:,} that a planned row may hold; compute: FLOPs relative to none",
+            *(
+                ["~: packed from a part of the samples; as the recipe's mode it is exact"]
+                if estimated
+                else []
+            ),
         ),
     )
 

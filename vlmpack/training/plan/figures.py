@@ -67,6 +67,7 @@ class ModeFigures:
     Args:
         name: of the mode, with scope or planner.
         is_recipes: whether the recipe says so; its figures are then those of the run.
+        is_estimated: whether it was packed from a part of the samples and carried over.
         micro_batch_size: samples in a micro-batch; 1 row where rows are planned.
         steps: optimizer steps of the epoch at the recipe's `training.global_batch_size`.
         counts_rows: whether that size counts rows.
@@ -84,6 +85,7 @@ class ModeFigures:
 
     name: str
     is_recipes: bool
+    is_estimated: bool
     micro_batch_size: int
     steps: int
     counts_rows: bool

@@ -34,7 +34,10 @@ def imbalance_figures(
     if not layout.steps.size:
         return ()
     costs = row_cost(
-        layout.by_bin(layout.tokens), layout.by_bin(layout.tokens**2), layout.by_bin(layout.patches)
+        layout.by_bin(layout.tokens),
+        layout.by_bin(layout.tokens**2),
+        layout.by_bin(layout.patches),
+        patch_squares=layout.by_bin(layout.patches**2),
     )
     whole = int(np.median(layout.steps))
     sizes = [2**k for k in range(1, 20) if 2**k <= min(whole, MAX_RANKS)]

@@ -140,7 +140,7 @@ def _all_modes(
         micro = _dividing(planner.config.global_batch_size // copies, wanted)
     none = own if own.name == "none" else planner.fixed("none", micro)
     in_batch = own if own.name == "in_batch" else planner.fixed("in_batch", micro)
-    packed = replace(planner.offline(stream.layout), is_recipes=offline)
+    packed = planner.offline(own.layout, is_recipes=offline)
     return [none, in_batch, stream, batch, packed]
 
 
@@ -166,6 +166,7 @@ def _dry_run(inputs: PlanInputs) -> tuple[Int64s, Int64s]:
     if isinstance(plan, WindowPlan):
         window = plan.plan_window(0, 0, inputs.split.start())
         return inputs.split.sizes(window.order)
+    assert isinstance(plan, Plan)  # saved packs are planned anew
     sources: list[PlanSource] = list(plan.sources)
     dry = Plan(
         sources,

@@ -14,8 +14,8 @@ that a token passes, e the bytes of a number:
              two norms keep (24 in float32, 20 under autocast, 16 with fsdp in bfloat16, 4 e with
              mcore); with experts 3 h e more for each expert that a token is sent to. The tower's
              blocks likewise, by patches; a plain MLP keeps 2 f. With activation checkpointing: e h
-             a layer, and one layer or block whole. (After Korthikanti et al., 2205.05198, section 4, without
-             the attention scores, which varlen kernels do not keep, and without dropout.)
+             a layer, and one layer or block whole. (After Korthikanti et al., 2205.05198, section
+             4, without attention scores, which varlen kernels do not keep, and without dropout.)
     logits   one chunk in float32, three times (values, gradient, exponentials)
 
 Compared with what autograd keeps of the tiny model (hf, CPU): it keeps 1.2 times the activations in

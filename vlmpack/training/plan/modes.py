@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
+from math import ceil
 from typing import Literal
 
 import numpy as np
@@ -29,6 +31,9 @@ from vlmpack.training.plan.progress import Progress, counted
 
 Windows = Iterator[Sequence[tuple[Bin, ...]]]
 
+MAX_PACKED = 262_144
+"""Samples from which a mode that the recipe does not have is packed; beyond, it is carried over."""
+
 STREAM, BATCH, OFFLINE = "online, stream", "online, batch", "offline, bfd"
 
 
@@ -44,6 +49,7 @@ class PlannedMode:
         budget: of a row, where rows are planned.
         counts_rows: whether a global batch is so many rows.
         is_recipes: whether the run does this.
+        is_part: whether the layout is only the beginning of the epoch.
     """
 
     name: str
@@ -53,6 +59,7 @@ class PlannedMode:
     budget: RowBudget | None
     counts_rows: bool
     is_recipes: bool = False
+    is_part: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +97,8 @@ class ModePlanner:
     def fixed(self, mode: Literal["none", "in_batch"], micro: int) -> PlannedMode:
         """Modes without a budget: `micro` samples to a micro-batch."""
         config = replace(self.config, mode=mode, budget=None, micro_batch_size=micro)
-        return self._mode(mode, self._layout(config, mode), None, micro, "batch")
+        layout, _ = self._layout(config, mode, None)
+        return self._mode(mode, layout, None, micro, "batch")
 
     def online(self, scope: Scope) -> PlannedMode:
         """Mode `online`."""
@@ -98,11 +106,14 @@ class ModePlanner:
             self.config, mode="online", budget=self.budget, scope=scope, micro_batch_size=1
         )
         name = STREAM if scope == "stream" else BATCH
-        return self._mode(name, self._layout(config, name), self.budget, 1, scope)
+        layout, is_part = self._layout(config, name, MAX_PACKED)
+        return replace(self._mode(name, layout, self.budget, 1, scope), is_part=is_part)
 
-    def offline(self, samples: Layout) -> PlannedMode:
+    def offline(self, samples: Layout, *, is_recipes: bool) -> PlannedMode:
         """Mode `offline` with the planner `bfd`: as `vlmpack.data.packs.choose` has it."""
-        budget, order = self.budget, np.argsort(samples.numbers, kind="stable")
+        budget, size = self.budget, samples.numbers.size
+        most = size if is_recipes else MAX_PACKED
+        order = np.argsort(samples.numbers[:most], kind="stable")
         tokens, patches = samples.tokens[order], samples.patches[order]
         packs = plan_packs(
             np.maximum(tokens, 1),
@@ -119,17 +130,23 @@ class ModePlanner:
         if len(packs) % whole:
             steps[-1] = len(packs) % whole
         layout = Layout(samples.numbers[order], tokens[order], patches[order], bins, steps)
-        return self._mode(OFFLINE, layout, budget, 1, "stream")
+        mode = self._mode(OFFLINE, layout, budget, 1, "stream")
+        return replace(mode, is_part=size > most, is_recipes=is_recipes)
 
-    def _layout(self, config: DataConfig, name: str) -> Layout:
+    def _layout(self, config: DataConfig, name: str, most: int | None) -> tuple[Layout, bool]:
+        """An epoch's global batches; whole windows of about `most` samples, and True, if it has
+        more."""
         plan, _ = make_plan(config, self.fitted, "global")
         table = self.fitted.table
 
         def sizes(order: Int64s) -> tuple[Int64s, Int64s]:
             return table.num_tokens[order], table.num_patches[order]
 
-        windows = counted(_windows(plan), f"packing: {name}", plan.num_windows, self.progress)
-        return layout_of(windows, sizes)
+        count = plan.num_windows
+        if most is not None:
+            count = min(count, -(-most // plan.window))
+        windows = counted(islice(_windows(plan), count), f"packing: {name}", count, self.progress)
+        return layout_of(windows, sizes), count < plan.num_windows
 
     def _mode(
         self,
@@ -166,26 +183,30 @@ def mode_figures(
     Args:
         copies: of the model.
         costs: of the model.
-        unpacked: mode `none` over the same samples.
+        unpacked: mode `none` over all samples of the epoch.
     """
-    layout, rows = mode.layout, mode.rows
+    layout, rows, whole = mode.layout, mode.rows, unpacked.layout
     empty = empty_bins(layout, copies)
-    steps, samples = int(layout.steps.size), int(layout.trained.sum())
-    tokens = int(layout.tokens.sum())
+    tokens, samples = int(whole.tokens.sum()), int(whole.trained.sum())
+    scale = tokens / max(1, int(layout.tokens.sum())) if mode.is_part else 1.0
+    # Only where rows are counted does the number of steps depend on the packing.
+    steps = ceil(layout.steps.size * scale) if mode.counts_rows else int(whole.steps.size)
+    slots = int(rows.slots.sum()) + empty * rows.empty_slots
     return ModeFigures(
         name=mode.name,
         is_recipes=mode.is_recipes,
+        is_estimated=mode.is_part,
         micro_batch_size=mode.micro_batch_size,
         steps=steps,
         counts_rows=mode.counts_rows,
         samples=samples,
-        rows=int(rows.rows.sum()),
+        rows=round(int(rows.rows.sum()) * scale),
         tokens=tokens,
-        slots=int(rows.slots.sum()) + empty * rows.empty_slots,
-        empty_rows=empty,
+        slots=round(slots * scale),
+        empty_rows=round(empty * scale),
         row_tokens=0 if mode.budget is None else mode.budget.max_tokens,
-        vision_patches=int(layout.patches.sum()),
-        compute=_epoch_cost(mode, costs) / max(1e-9, _epoch_cost(unpacked, costs)),
+        vision_patches=int(whole.patches.sum()),
+        compute=_epoch_cost(mode, costs) * scale / max(1e-9, _epoch_cost(unpacked, costs)),
         max_row_slots=int(rows.slots.max(initial=0)),
         max_row_patches=int(layout.by_bin(layout.patches).max(initial=0)),
         mean_batch_samples=samples / max(1, steps),
@@ -196,7 +217,11 @@ def mode_figures(
 def _epoch_cost(mode: PlannedMode, costs: RowCost) -> float:
     rows, layout = mode.rows, mode.layout
     patches = layout.by_bin(layout.patches)
-    return float(costs(rows.slots, rows.squares, patches).sum())
+    return float(
+        costs(
+            rows.slots, rows.squares, patches, patch_squares=layout.by_bin(layout.patches**2)
+        ).sum()
+    )
 
 
 def _windows(plan: Plan) -> Windows:

@@ -1,0 +1,181 @@
+"""The plan as a page for the terminal, as HTML and as JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from vlmpack.cli.plan import print_sections
+from vlmpack.report.plan import as_json, sections, write_page
+from vlmpack.report.plan.numbers import compact, counted, gib, share
+from vlmpack.training.plan.figures import (
+    BatchFigures,
+    BoundChoice,
+    ImbalanceFigures,
+    LeftOut,
+    MemoryFigures,
+    ModeFigures,
+    RunPlan,
+    SequenceFigures,
+    SourceFigures,
+)
+
+
+def source(name: str, count: int = 123_456) -> SourceFigures:
+    return SourceFigures(
+        name=name,
+        num_samples=count,
+        num_usable=count - 3,
+        num_drawn=count,
+        num_dropped={"longer than training.seq_length 8192": 2},
+        num_shrunk=5,
+        num_bad={"decode": 1},
+        num_tokens=987_654_321,
+        num_image_tokens=700_000_000,
+        num_label_tokens=90_000_000,
+        num_patches=2_800_000_000,
+        length_percentiles={0: 3, 5: 40, 25: 400, 50: 1200, 75: 2500, 90: 4000, 95: 6543, 99: 8001,
+                            100: 8192},
+        length_histogram=((2048, 100), (4096, 50), (6144, 20), (8192, 4)),
+    )  # fmt: skip
+
+
+def mode(name: str, **values: object) -> ModeFigures:
+    given = {
+        "is_recipes": False, "is_estimated": False, "micro_batch_size": 4, "steps": 123_456,
+        "counts_rows": False, "samples": 987_654, "rows": 1_234_567, "tokens": 987_654_321,
+        "slots": 1_987_654_321, "empty_rows": 12, "row_tokens": 0, "vision_patches": 3,
+        "compute": 0.4321, "max_row_slots": 8192, "max_row_patches": 16_000,
+        "mean_batch_samples": 1023.9, "mean_batch_tokens": 1_048_576.5,
+    }  # fmt: skip
+    return ModeFigures(name=name, **{**given, **values})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def plan() -> RunPlan:
+    """A large run, so that every figure is as wide as it gets."""
+    sources = tuple(source(f"<b>a source of documents {n}</b>") for n in range(14))
+    choices = ((8, "p50"), (16, "p90"), (24, "p99"), (32, "p99.9"), (40, "max"))
+    return RunPlan(
+        model="models/<m>",
+        world_size=64,
+        data_parallel=16,
+        sources=sources,
+        total=source("total", 14 * 123_456),
+        left_out=(LeftOut(key="k<1>", shard="a.tar", reason="9000 tokens <too many>"),),
+        steps_per_epoch=123_456,
+        epochs=3.0,
+        run_steps=370_368,
+        modes=(
+            mode("none"),
+            mode("in_batch"),
+            mode("online, stream", is_recipes=True, row_tokens=16_384, counts_rows=True),
+            mode("online, batch", row_tokens=16_384, is_estimated=True),
+            mode("offline, bfd", row_tokens=16_384, is_estimated=True),
+        ),
+        sequences=SequenceFigures(
+            mode="online, stream",
+            mean=12.3,
+            percentiles={"p50": 12, "p90": 16, "p99": 22, "p99.9": 30, "max": 40},
+            histogram=tuple((n, 1000 - 20 * n) for n in range(1, 41)),
+            dry_run_samples=65_536,
+            choices=tuple(
+                BoundChoice(
+                    basis=basis, max_sequences=n, covered=1 - 1e-6 * (40 - n), extra_rows=0.00001,
+                    is_recipes=n == 32,
+                )
+                for n, basis in choices
+            ),
+        ),
+        imbalance=tuple(
+            ImbalanceFigures(
+                data_parallel=n, micro_batches=64 // n, steps=64, total_dealt=1 + n / 100,
+                vision_dealt=1 + n / 50, total_balanced=1.01, vision_balanced=1.02,
+                is_recipes=n == 16,
+            )
+            for n in (2, 4, 8, 16, 32)
+        ),
+        batch=BatchFigures(
+            global_batch_size=1024, counts_rows=True, samples=12_595.2, tokens=16_777_216.0,
+            unpacked_samples=1024.0, unpacked_tokens=1_364_001.0, samples_per_row=12.3,
+            keeping_size=80, learning_rate=1e-5, scaled_learning_rate=3.5e-5,
+        ),
+        memory=MemoryFigures(
+            parameters=7_000_000_000, tower_parameters=600_000_000, counted_from="5 headers",
+            rank_parameters=2_000_000_000, where="first pipeline stage", dtype="bfloat16",
+            weights=4 << 30, gradients=8 << 30, optimizer=1 << 29, activations=30 << 30, logits=0,
+            row_tokens=16_384, row_patches=64_000, rows_in_flight=4, formula=("a formula",),
+        ),
+        notes=("a note",),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_page_fits_the_terminal(plan: RunPlan, width: int) -> None:
+    out = io.StringIO()
+    print_sections(sections(plan), Console(file=out, width=width, highlight=False))
+    lines = out.getvalue().splitlines()
+    assert len(lines) > 60
+    assert max(map(len, lines)) <= width
+    assert "\u2026" not in out.getvalue(), "a figure was cut"
+    words = re.sub(r"\s+", " ", out.getvalue())
+    for text in ("online, stream", "370,368 steps", "1.160", "new_GBS", "2205.10287", "42.5 GiB"):
+        assert text in words, text
+    assert sum(line.startswith("*") for line in lines) == 5  # what the recipe has, and the legend
+    assert "2 more sources" in words
+
+
+def test_html_has_the_pictures_and_escapes_names(plan: RunPlan, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    write_page(plan, page, title="recipes/<x>.yaml")
+    text = page.read_text()
+    assert text.count("data:image/png;base64,iVBOR") == 4
+    assert "recipes/&lt;x&gt;.yaml" in text
+    for raw in ("<x>", "<b>", "<m>", "k<1>", "<too many>"):
+        assert raw not in text
+    assert "source of documents 13" in text, "all sources are in the page"
+    assert not re.findall(r"(?:src|href)=\"(?!data:)", text), "needs nothing beside it"
+    (other,) = {len(re.findall("<figure>", text))}
+    assert other == 4
+
+
+def test_without_balance_there_is_no_picture_of_it(plan: RunPlan, tmp_path: Path) -> None:
+    bare = replace(plan, imbalance=(), memory=None, left_out=(), sources=plan.sources[:1])
+    write_page(bare, tmp_path / "p.html", title="r")
+    assert (tmp_path / "p.html").read_text().count("<figure>") == 3
+    titles = [section.title for section in sections(bare)]
+    assert not [title for title in titles if title.startswith("Memory")]
+    assert any("nothing to share out" in line for s in sections(bare) for line in s.lines)
+
+
+def test_json_has_every_figure(plan: RunPlan) -> None:
+    content = json.loads(json.dumps(as_json(plan)))
+    assert content["version"] == 1
+    (own,) = [one for one in content["modes"] if one["is_recipes"]]
+    assert own["fill"] == pytest.approx(987_654_321 / 1_987_654_321)
+    assert own["padding"] == pytest.approx(1 - own["fill"])
+    assert own["row_fill"] == pytest.approx(987_654_321 / (1_234_567 * 16_384))
+    assert content["memory"]["total"] == plan.memory.total  # type: ignore[union-attr]
+    assert content["batch"]["growth"] == plan.batch.growth
+    assert content["total"]["vision_share"] == plan.total.vision_share
+    assert len(content["sources"]) == 14
+    assert content["sequences"]["choices"][3]["basis"] == "p99.9"
+
+
+def test_numbers_are_short_and_never_lie() -> None:
+    assert [compact(n) for n in (7, 999.6, 1234, 9999, 10_000, 179_816, 1_234_567, 2.5e9)] == [
+        "7", "1,000", "1,234", "9,999", "10k", "179.8k", "1.23M", "2.5G",
+    ]  # fmt: skip
+    assert compact(15.93) == "15.9"
+    assert compact(999_960) == "1M"
+    assert [share(v) for v in (0, 1, 0.5, 0.0001, 0.99999)] == [
+        "0.0%", "100.0%", "50.0%", "<0.1%", ">99.9%",
+    ]  # fmt: skip
+    assert gib(0) == "0" and gib(1 << 29) == "512.0 MiB" and gib(3 << 30) == "3.0 GiB"
+    assert counted(1, "copy", "copies") == "1 copy" and counted(2, "copy", "copies") == "2 copies"

@@ -1,0 +1,233 @@
+"""The parts of `vlmpack plan`, each against a count of its own."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.shards import ROOT, TINY_MODEL
+
+from vlmpack.data.plan.packers import RowBudget, pack_in_order
+from vlmpack.data.plan.shares import share_out, token_cost
+from vlmpack.errors import ModelError
+from vlmpack.packing.cost import CostModel
+from vlmpack.recipe import load_recipe
+from vlmpack.training.plan.batch import batch_figures
+from vlmpack.training.plan.figures import ModeFigures
+from vlmpack.training.plan.imbalance import imbalance_figures
+from vlmpack.training.plan.layout import RowShape, lay_out, layout_of
+from vlmpack.training.plan.memory import memory_figures
+from vlmpack.training.plan.modes import PlannedMode
+from vlmpack.training.plan.parameters import read_shapes, read_sizes
+from vlmpack.training.plan.sequences import bound_choices
+
+COSTS = CostModel(per_token=10.0, per_squared_length=0.01, per_patch=6.0)
+
+
+def mode_of(**values: Any) -> ModeFigures:
+    given = {
+        "name": "in_batch", "is_recipes": True, "is_estimated": False, "micro_batch_size": 16,
+        "steps": 10, "counts_rows": False, "samples": 160, "rows": 10, "tokens": 9000,
+        "slots": 9000, "empty_rows": 0, "row_tokens": 0, "vision_patches": 100, "compute": 1.0,
+        "max_row_slots": 1000, "max_row_patches": 500, "mean_batch_samples": 16.0,
+        "mean_batch_tokens": 900.0,
+    }  # fmt: skip
+    return ModeFigures(**{**given, **values})
+
+
+def test_slots_of_rows_by_hand() -> None:
+    lengths = np.asarray([5, 7, 3, 0, 9, 0])
+    layout = layout_of([[((0, 1), (2, 3))], [((4,), (5,))]], lambda n: (lengths[n], 2 * lengths[n]))
+    assert layout.bins.tolist() == [2, 2, 1, 1]
+    assert layout.steps.tolist() == [2, 2]
+    assert layout.trained.tolist() == [2, 1, 1, 0]
+    padded = lay_out(layout, RowShape(padded=True, row_multiple=2))
+    assert padded.slots.tolist() == [2 * 8, 4, 10, 2]
+    assert padded.rows.tolist() == [2, 1, 1, 1]
+    assert padded.squares.tolist() == [2 * 64, 16, 100, 4]
+    packed = lay_out(layout, RowShape(sequence_multiple=4, row_multiple=8))
+    assert packed.slots.tolist() == [16, 8, 16, 8]
+    assert packed.squares.tolist() == [64 + 64, 16 + 16, 144 + 16, 64]
+    assert lay_out(layout, RowShape(width=20)).slots.tolist() == [20] * 4
+
+
+def test_a_bound_covers_and_costs_what_packing_says() -> None:
+    rng = np.random.default_rng(3)
+    tokens = np.clip(rng.lognormal(3, 1.6, 4000), 1, 512).astype(np.int64)
+    patches = np.zeros_like(tokens)
+    open_budget = RowBudget(max_tokens=512, alignment=8)
+    budget = replace(open_budget, max_sequences=8)
+    free = [len(row) for row in pack_in_order(tokens, patches, open_budget)]
+    choices = bound_choices(budget, tokens, patches)
+    assert [choice.max_sequences for choice in choices if choice.is_recipes] == [8]
+    assert choices[-1].covered == 1.0 and choices[-1].extra_rows == 0.0
+    assert choices[-1].max_sequences - 8 < max(free) <= choices[-1].max_sequences
+    assert len(choices) >= 3
+    for choice in choices:
+        enforced = replace(open_budget, max_sequences=choice.max_sequences)
+        bounded = pack_in_order(tokens, patches, enforced)
+        assert choice.extra_rows == pytest.approx(len(bounded) / len(free) - 1)
+        assert choice.covered == np.mean(np.asarray(free) <= choice.max_sequences)
+    assert choices[0].covered < 0.9 and choices[0].extra_rows > 0
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_imbalance_is_what_the_pipeline_deals(ranks: int) -> None:
+    rng = np.random.default_rng(5)
+    tokens = rng.integers(50, 2000, 8 * 12)
+    patches = np.where(rng.random(96) < 0.5, 2 * tokens, 0)
+    batches = [tuple((n,) for n in range(at, at + 12)) for at in range(0, 96, 12)]
+
+    def sizes(numbers: Any) -> Any:
+        return tokens[numbers], patches[numbers]
+
+    layout = layout_of([batches], sizes)
+    mode = PlannedMode(
+        name="x", layout=layout, rows=lay_out(layout, RowShape()), micro_batch_size=1, budget=None,
+        counts_rows=True, is_recipes=True,
+    )  # fmt: skip
+    figures = {one.data_parallel: one for one in imbalance_figures(mode, ranks, COSTS)}
+    found = figures[ranks]
+    assert found.is_recipes and found.steps == 8 and found.micro_batches == 12 // ranks
+    for balanced, value in ((False, found.total_dealt), (True, found.total_balanced)):
+        shares = [
+            share_out(batch, ranks, sizes=sizes, row_cost=COSTS, balanced=balanced).imbalance
+            for batch in batches
+        ]
+        assert value == pytest.approx(np.mean(shares))
+    assert 1 < found.total_balanced < found.total_dealt
+    assert 1 < found.vision_balanced < found.vision_dealt
+    (plain,) = [i for i in imbalance_figures(mode, ranks, token_cost) if i.is_recipes]
+    assert plain.vision_dealt == 1.0, "no vision phase, no vision figure"
+
+
+def test_hints_of_batch_and_learning_rate() -> None:
+    recipe = load_recipe(
+        ROOT / "recipes/digits-demo.yaml", {"model.path": str(TINY_MODEL), "optim.lr": 1e-4}
+    )
+    rows = mode_of(name="online, stream", counts_rows=True, mean_batch_samples=64.0)
+    unpacked = mode_of(name="none")
+    grown = batch_figures(recipe, rows, unpacked, samples_per_row=4.0, copies=1)
+    assert grown.keeping_size == 4  # 16 samples in rows of 4
+    assert grown.growth == 4.0
+    assert grown.scaled_learning_rate == pytest.approx(2e-4)
+    same = batch_figures(recipe, unpacked, unpacked, samples_per_row=4.0, copies=8)
+    assert same.keeping_size == 8 and same.scaled_learning_rate is None
+
+
+def test_parameters_are_counted_from_headers() -> None:
+    from safetensors import safe_open
+
+    with safe_open(str(TINY_MODEL / "model.safetensors"), "np") as file:
+        names = list(file.keys())
+        counts = {n: int(np.prod(file.get_slice(n).get_shape())) for n in names}
+    sizes = read_sizes(TINY_MODEL)
+    assert sizes is not None
+    assert sizes.parameters == sum(counts.values()) > 1_000_000
+    assert sizes.tower == sum(n for name, n in counts.items() if "visual." in name)
+    assert sizes.vision is not None and sizes.vision.blocks == 4
+    assert (sizes.query, sizes.key, sizes.intermediate) == (128, 64, 384)
+    assert not sizes.experts
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", struct.pack("<Q", 4) + b"nope"])
+def test_a_damaged_header_is_named(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(ModelError, match=r"model\.safetensors is no safetensors file"):
+        read_shapes(tmp_path / "model.safetensors")
+    assert read_sizes(tmp_path / "nowhere") is None
+
+
+def write_model(folder: Path, shapes: dict[str, tuple[int, ...]], text: dict[str, Any]) -> Path:
+    """A folder with headers alone: nobody reads a weight."""
+    folder.mkdir()
+    header = json.dumps(
+        {name: {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]}
+         for name, shape in shapes.items()}
+    ).encode()  # fmt: skip
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    (folder / "config.json").write_text(json.dumps(text))
+    return folder
+
+
+def test_what_a_rank_holds_under_each_sharding(tmp_path: Path) -> None:
+    text = {
+        "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "num_hidden_layers": 4, "intermediate_size": 256, "vocab_size": 1000,
+    }  # fmt: skip
+    layers = {f"model.layers.{i}.mlp.up_proj.weight": (256, 64) for i in range(4)}
+    shapes = {"model.embed_tokens.weight": (1000, 64), "lm_head.weight": (1000, 64), **layers}
+    sizes = read_sizes(write_model(tmp_path / "m", shapes, text))
+    assert sizes is not None
+    count, layer = 2 * 64_000 + 4 * 16_384, 16_384
+    assert sizes.parameters == count and sizes.largest_block == layer
+
+    def memory(world_size: int, copies: int, **changes: Any) -> Any:
+        values = {"model.path": str(TINY_MODEL), "model.dtype": "bfloat16"}
+        values |= {key.replace("__", "."): value for key, value in changes.items()}
+        recipe = load_recipe(ROOT / "recipes/digits-demo.yaml", values)
+        return memory_figures(recipe, sizes, mode_of(), copies=copies, world_size=world_size)
+
+    plain = memory(4, 4)
+    assert (plain.weights, plain.gradients, plain.optimizer) == (6 * count, 4 * count, 8 * count)
+    sharded = memory(4, 4, parallelism__sharding="fsdp")
+    assert sharded.optimizer == 2 * count
+    assert sharded.weights == count + 2 * (128_000 + 2 * layer)
+    whole = memory(4, 4, model__backend="mcore")
+    assert (whole.weights, whole.gradients, whole.optimizer) == (2 * count, 4 * count, 3 * count)
+    kept = memory(4, 4, model__backend="mcore", parallelism__distributed_optimizer=False)
+    assert kept.optimizer == 12 * count
+    cut = memory(4, 2, model__backend="mcore", parallelism__tensor=2)
+    assert cut.rank_parameters == count // 2 and cut.weights == count
+    staged = memory(4, 2, model__backend="mcore", parallelism__pipeline=2)
+    assert staged.rank_parameters == 64_000 + 2 * layer
+    assert staged.activations < plain.activations
+    lean = memory(4, 4, model__activation_checkpointing=True)
+    assert lean.activations < plain.activations / 2
+    assert plain.activations == 1000 * 4 * (20 * 64 + 2 * (2 * 64 + 2 * 32 + 4 * 256))
+
+
+@pytest.mark.slow
+def test_activations_beside_what_autograd_keeps() -> None:
+    """The segment loop of the CPU keeps its outputs twice, so a little more than the formula."""
+    import torch
+    from support.engines import make_engine
+    from support.shards import read_shard
+
+    from vlmpack.families import Encoder
+    from vlmpack.packing import pack_batch_sequences
+
+    encoder = Encoder(TINY_MODEL)
+    engine = make_engine(TINY_MODEL, encoder)
+    batch = pack_batch_sequences(
+        [encoder.encode(sample.cooked()) for sample in read_shard(limit=40)],
+        pad_to_multiple_of=1,
+        pad_token_id=encoder.pad_token_id,
+    )
+    weights = {p.untyped_storage().data_ptr() for p in engine.vlm.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        engine.module(batch, batch.packed_seq_params()).sum()
+    measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    assert batch.media is not None
+    patches = sum(t * h * w for t, h, w in batch.media.grid_thw)
+    recipe = load_recipe(
+        ROOT / "recipes/digits-demo.yaml",
+        {"model.path": str(TINY_MODEL), "model.dtype": "float32"},
+    )
+    sizes = read_sizes(TINY_MODEL)
+    assert sizes is not None
+    mode = mode_of(max_row_slots=batch.num_slots, max_row_patches=patches)
+    estimate = memory_figures(recipe, sizes, mode, copies=1, world_size=1).activations
+    assert 1.0 < measured / estimate < 1.3
