@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from vlmpack import finetune
 from vlmpack.cli.app import app
+from vlmpack.errors import RecipeError, VlmpackError
 
 MODES: dict[str, dict[str, Any]] = {
     "none": {"packing__mode": "none"},
@@ -59,3 +60,36 @@ def test_a_run_of_one_epoch_does_what_its_plan_says(
     summary = json.loads((Path(result.run_dir) / "data-summary.json").read_text())["summary"]
     assert summary["num_dropped"] == sum(plan["total"]["num_dropped"].values()) > 0
     assert name != "none" or own["padding"] > 0.1
+
+
+@pytest.mark.slow
+def test_a_world_size_says_how_many_ranks_share_a_batch(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    settings = changed(settings, training__micro_batch_size=2, training__global_batch_size=8)
+    recipe, page = write_recipe(tmp_path / "recipe.yaml", settings), tmp_path / "plan.html"
+    command = ["plan", str(recipe), "--world-size", "2", "--json", "-", "--html", str(page)]
+    ran = CliRunner().invoke(app, command)
+    assert ran.exit_code == 0, ran.output
+    plan = json.loads(ran.stdout)
+    (own,) = [one for one in plan["imbalance"] if one["is_recipes"]]
+    assert (own["data_parallel"], own["micro_batches"]) == (2, 2)
+    assert 1 <= own["total_balanced"] < own["total_dealt"]
+    assert plan["memory"]["parameters"] > 1_000_000
+    assert page.read_text().count("<figure>") == 4
+    assert not (tmp_path / "run").exists(), "a plan leaves no run behind"
+
+
+def test_mistakes_are_named_before_anything_is_read(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    recipe = write_recipe(tmp_path / "recipe.yaml", settings)
+    nowhere = tmp_path / "nowhere" / "page.html"
+    ran = CliRunner().invoke(app, ["plan", str(recipe), "--html", str(nowhere)])
+    assert isinstance(ran.exception, VlmpackError)
+    assert f"the folder {nowhere.parent} does not exist" in str(ran.exception)
+    odd = write_recipe(tmp_path / "odd.yaml", changed(settings, training__global_batch_size=6))
+    ran = CliRunner().invoke(app, ["plan", str(odd), "--world-size", "4"])
+    assert isinstance(ran.exception, RecipeError)
+    assert "global_batch_size" in str(ran.exception)
+    assert not (tmp_path / "index").exists()

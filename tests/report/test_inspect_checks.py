@@ -235,6 +235,12 @@ def test_each_break_shows_its_cross(
     assert failed(broken(row)) == expected
 
 
+def test_a_leak_into_the_next_sample_is_called_one(row: Row) -> None:
+    found = next(check for check in check_row(leaking_label(row)) if not check.holds)
+    key, last = row.alone[0].key, row.batch.lengths[0] - 1
+    assert found.detail == f"slot {last}, the last of {key}, learns a token that is not its own"
+
+
 def test_a_moved_boundary_shows(row: Row) -> None:
     """Everything behind it is misplaced, too, and still nothing raises."""
     assert {BOUNDARIES, SAMPLES, CONTEXT} <= failed(moved_boundary(row))

@@ -19,7 +19,7 @@ from vlmpack.alignment import Alignment
 from vlmpack.data.config import DataConfig
 from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.table import Int64s
-from vlmpack.data.plan.batches import Plan, Position
+from vlmpack.data.plan.batches import Plan, Position, seeded_order
 from vlmpack.data.plan.packers import Bin, RowBudget, Scope
 from vlmpack.data.plan.shares import RowCost
 from vlmpack.data.splits.prepare import make_plan
@@ -123,6 +123,8 @@ class ModePlanner:
             alignment=budget.alignment,
             max_sequences=budget.max_sequences,
         )
+        # Neighbours of best-fit-decreasing are alike; a run permutes the packs.
+        packs = [packs[n] for n in seeded_order(len(packs), self.config.seed, "packs").tolist()]
         order = np.concatenate([np.empty(0, np.int64), *packs])
         bins = np.fromiter(map(len, packs), np.int64, len(packs))
         whole = self.config.global_batch_size
