@@ -105,7 +105,7 @@ class DataConfig:
     """Processes that make the index, where there are many shards."""
     index_timeout_seconds: float = 1800.0
     """The longest wait for another process that makes the index, without a new part."""
-    num_probed: int = 16
+    num_probed: int = 256
     """Samples that are encoded at start to check the predicted lengths."""
 
     def __post_init__(self) -> None:

@@ -21,6 +21,7 @@ from vlmpack.data.plan.streams import StreamSource
 from vlmpack.data.plan.windows import WINDOW_RULE, WindowPlan
 from vlmpack.data.splits.blending import blended_draws
 from vlmpack.data.splits.prepare import (
+    MIN_PROBED,
     check_not_empty,
     prepare_split,
     short_digest,
@@ -148,7 +149,8 @@ class StreamedSplit:
         return np.concatenate([one.table.num_tokens[one.eligible] for one in kept])
 
     def probed(self, count: int, state: DataState) -> list[SampleRef]:
-        """See Split: of the window that the run begins with, which is indexed first.
+        """See Split: of the window that the run begins with, which is indexed first; at most
+        MIN_PROBED of them, since their bytes are not here yet.
 
         Raises:
             EmptyDataError: that window needs every shard, and none has a usable sample.
@@ -160,7 +162,9 @@ class StreamedSplit:
         kept = self.book.kept()
         if len(kept) == len(self.book.stamps):  # else there may be usable samples further on
             check_not_empty(kept, self.config)
-        places = np.linspace(0, order.size - 1, num=min(count, order.size)).astype(np.int64)
+        places = np.linspace(0, order.size - 1, num=min(count, MIN_PROBED, order.size)).astype(
+            np.int64
+        )
         refs = [self.ref(number) for number in sorted(order[places].tolist())]
         return [ref for ref in refs if ref.reason is None]
 
