@@ -180,3 +180,16 @@ def test_other_modes_are_what_their_own_recipes_predict(shards: tuple[str, Path]
     assert tables["none"]["in_batch"] == tables["in_batch"]["in_batch"]
     assert tables["in_batch"]["none"] == tables["none"]["none"]
     assert len({mode.steps for mode in tables["none"].values()}) > 1
+
+
+def test_every_epoch_is_packed_to_count_the_steps_of_the_run(shards: tuple[str, Path]) -> None:
+    """Rows of another epoch are other rows, and not always as many."""
+    changes = {"training.global_batch_size": 1, "training.num_epochs": 8}
+    recipe = recipe_for("online, stream", **changes)
+    data = open_as(recipe, *shards, on_error=SKIP)
+    plan = planned(recipe, data, 1)
+    assert plan.run_steps == data.steps_until(8, data.start())
+    assert plan.run_steps != 8 * plan.steps_per_epoch, "all epochs have as many rows here"
+    fixed = recipe_for("none")
+    data = open_as(fixed, *shards, on_error=SKIP)
+    assert planned(fixed, data, 1).run_steps == 2 * planned(fixed, data, 1).steps_per_epoch

@@ -82,6 +82,18 @@ def test_probe_names_the_first_sample_that_differs(tmp_path: Path) -> None:
     assert caught.value.key == "00004"
 
 
+def test_the_probe_looks_at_hundreds_and_ends_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pattern = write_shards(tmp_path, 300, per_shard=100)
+    wrong = FakeEncoder(fingerprint="w", wrong=frozenset({"q199 "}))
+    with pytest.raises(DataError, match=r"predicted \d+ tokens") as caught:
+        open_data(pattern, tmp_path / "i", encoder=wrong, num_probed=300)
+    assert caught.value.key == "00199"
+    monkeypatch.setattr("vlmpack.data.splits.prepare.PROBE_SECONDS", -1.0)
+    open_data(pattern, tmp_path / "i", encoder=wrong, num_probed=300)  # 16 of them, not this one
+
+
 def test_a_wrong_length_at_run_time_is_a_data_error(tmp_path: Path) -> None:
     pattern = write_shards(tmp_path, 9, per_shard=3)
     wrong = FakeEncoder(fingerprint="w", wrong=frozenset({"q6 "}))

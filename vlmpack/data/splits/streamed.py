@@ -162,9 +162,8 @@ class StreamedSplit:
         kept = self.book.kept()
         if len(kept) == len(self.book.stamps):  # else there may be usable samples further on
             check_not_empty(kept, self.config)
-        places = np.linspace(0, order.size - 1, num=min(count, MIN_PROBED, order.size)).astype(
-            np.int64
-        )
+        count = min(count, MIN_PROBED, order.size)
+        places = np.linspace(0, order.size - 1, num=count).astype(np.int64)
         refs = [self.ref(number) for number in sorted(order[places].tolist())]
         return [ref for ref in refs if ref.reason is None]
 
