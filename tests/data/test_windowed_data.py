@@ -37,7 +37,7 @@ from vlmpack.data.splits.shard_book import SHARD_STRIDE
 from vlmpack.data.splits.survey import DataLaunch, settle_shuffle
 from vlmpack.data.stores.fetch import ShardStamp
 from vlmpack.errors import DataError, EmptyDataError, RecipeError, RunIdentityError
-from vlmpack.training.session import _summary
+from vlmpack.training.data_figures import data_summary
 
 COUNT = 61  # windows of 16 over shards of 7, the last of 5; eight global batches, the last short
 
@@ -315,7 +315,7 @@ def test_the_reports_examples_are_the_launchs_next_bins(
         index_dir = tmp_path / str(count)
         data = open_data(pattern, index_dir, shuffle=shuffle, resume=state)
         figures, before = data.summary(), num_indexed(index_dir)
-        drawn = _summary(recipe, data, state, figures)["example_micro_batches"]
+        drawn = data_summary(recipe, data, state, figures)["example_micro_batches"]
         assert num_indexed(index_dir) == before, "other ranks wait for this"
         planned = islice(data.plan.walk(state.position, state.cursors), 2)
         bins = [bin for batch in planned for bin in batch.bins]

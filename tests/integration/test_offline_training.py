@@ -17,6 +17,7 @@ from test_audited_runs import audited
 from test_resume import run_until
 
 from vlmpack.api import resolve, run_recipe
+from vlmpack.cli import pack as cli
 from vlmpack.data.packs.manifest import Manifest, read_manifest
 from vlmpack.data.packs.write import PackOrder
 from vlmpack.errors import PacksError, RecipeError
@@ -250,3 +251,16 @@ def test_bad_input_is_named(online: dict[str, Any], tmp_path: Path) -> None:
         assert not (tmp_path / "packs").exists()
     with pytest.raises(PacksError, match=r"holds no finished packs: no such folder"):
         run(offline(online, tmp_path / "packs", tmp_path / "run"))
+
+
+def test_the_command_says_what_it_made(
+    online: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_recipe(tmp_path / "recipe.yaml", online)
+    kind = cli.KindOption.tokens
+    cli.pack(str(recipe), tmp_path / "packs", ["packing.max_tokens=512"], kind=kind, processes=1)
+    printed = capsys.readouterr().out
+    manifest = read_manifest(tmp_path / "packs")
+    assert manifest.kind == "tokens" and manifest.budget.max_tokens == 512
+    for words in (f"{manifest.num_packs} of up to 512 tokens", "22 (", f"{manifest.fill:.2%}"):
+        assert words in printed

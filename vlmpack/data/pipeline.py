@@ -23,8 +23,9 @@ from vlmpack.data.loading.global_step import GlobalStep
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import BinDataset, BinRequest, MicroBatch, load_bins
 from vlmpack.data.loading.read import SampleReader, SkippedSample
-from vlmpack.data.packs.open import PackedSplit, open_packed, survey_data
+from vlmpack.data.packs.open import open_packed, survey_data
 from vlmpack.data.packs.restore import SavedBins
+from vlmpack.data.packs.split import PackedSplit
 from vlmpack.data.plan.batches import Plan, PlannedBatch
 from vlmpack.data.plan.packers import Bin, BudgetPacker
 from vlmpack.data.plan.packs import PackPlan

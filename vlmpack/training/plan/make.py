@@ -23,7 +23,15 @@ from vlmpack.training.plan.batch import batch_figures
 from vlmpack.training.plan.figures import RunPlan
 from vlmpack.training.plan.imbalance import imbalance_figures
 from vlmpack.training.plan.memory import memory_figures
-from vlmpack.training.plan.modes import STREAM, ModePlanner, PlannedMode, mode_figures
+from vlmpack.training.plan.modes import (
+    BATCH,
+    OFFLINE,
+    SAVED,
+    STREAM,
+    ModePlanner,
+    PlannedMode,
+    mode_figures,
+)
 from vlmpack.training.plan.parameters import ModelSizes
 from vlmpack.training.plan.progress import Progress, counted, silent
 from vlmpack.training.plan.sequences import sequence_figures
@@ -130,9 +138,11 @@ def _all_modes(
     planner: ModePlanner, split: Split, *, offline: bool, copies: int
 ) -> list[PlannedMode]:
     """In the order of the table; the recipe's own as the run plans it."""
-    own = replace(planner.own(split), is_recipes=not offline)
+    own = planner.own(split)
+    offline = offline and own.name != SAVED  # planned anew: `own` stands in for it
+    own = replace(own, is_recipes=not offline)
     stream = own if own.name == STREAM else planner.online("stream")
-    batch = own if own.budget is not None and own.name != STREAM else planner.online("batch")
+    batch = own if own.name == BATCH else planner.online("batch")
     micro = own.micro_batch_size
     if own.budget is not None or micro < 2:
         bins = stream.layout.bins
@@ -140,7 +150,9 @@ def _all_modes(
         micro = _dividing(planner.config.global_batch_size // copies, wanted)
     none = own if own.name == "none" else planner.fixed("none", micro)
     in_batch = own if own.name == "in_batch" else planner.fixed("in_batch", micro)
-    packed = planner.offline(own.layout, is_recipes=offline)
+    packed = own
+    if own.name != SAVED:
+        packed = planner.offline(own.layout, is_recipes=offline)
     return [none, in_batch, stream, batch, packed]
 
 
@@ -171,7 +183,7 @@ def _dry_run(inputs: PlanInputs) -> tuple[Int64s, Int64s]:
     dry = Plan(
         sources,
         seed=config.seed,
-        shuffle=plan.shuffle,
+        shuffle=plan.shuffle if isinstance(plan, Plan) else "global",
         window=DRY_RUN_SAMPLES,
         packer=FixedPacker(1, 1),
     )
@@ -197,7 +209,7 @@ def _run_steps(inputs: PlanInputs, own: PlannedMode, progress: Progress) -> int:
         return training.max_steps
     epochs, first = training.num_epochs, int(own.layout.steps.size)
     assert epochs is not None  # one of the two is set, the recipe's rules see to it
-    if epochs == 1 or plan.packer.num_batches(1) is not None or own.name.startswith("offline"):
+    if epochs == 1 or plan.packer.num_batches(1) is not None or own.name == OFFLINE:
         return epochs * first
     if isinstance(plan, WindowPlan):
         return int(plan.steps_until(epochs, Position(), inputs.split.start()))
@@ -229,9 +241,9 @@ def _notes(inputs: PlanInputs, own: PlannedMode, micro: int) -> tuple[str, ...]:
             "data.shuffle is window: the recipe's mode is planned by it, the other modes by a "
             "shuffle over all samples"
         )
-    if own.name.startswith("offline"):
+    if own.name == OFFLINE:
         notes.append(
-            "offline is planned anew, by best-fit-decreasing; packs that were made before, or with "
-            "--planner stream, have the figures of the latter's row"
+            "packing.path holds no packs yet, so offline is planned by best-fit-decreasing; with "
+            "--planner stream it has the figures of online, stream"
         )
     return tuple(notes)

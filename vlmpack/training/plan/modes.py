@@ -20,7 +20,9 @@ from vlmpack.data.config import DataConfig
 from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.plan.batches import Plan, Position, seeded_order
-from vlmpack.data.plan.packers import Bin, RowBudget, Scope
+from vlmpack.data.plan.packers import Bin, BudgetPacker, RowBudget, Scope
+from vlmpack.data.plan.packs import PackPlan
+from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.plan.shares import RowCost
 from vlmpack.data.splits.prepare import make_plan
 from vlmpack.data.splits.split import Split
@@ -34,7 +36,8 @@ Windows = Iterator[Sequence[tuple[Bin, ...]]]
 MAX_PACKED = 262_144
 """Samples from which a mode that the recipe does not have is packed; beyond, it is carried over."""
 
-STREAM, BATCH, OFFLINE = "online, stream", "online, batch", "offline, bfd"
+STREAM, BATCH = "online, stream", "online, batch"
+OFFLINE, SAVED = "offline, bfd", "offline, saved"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,22 +91,29 @@ class ModePlanner:
         name: str = config.mode
         if config.mode == "online":
             name = STREAM if config.scope == "stream" else BATCH
-        budget = None if config.budget is None else getattr(plan.packer, "budget", config.budget)
-        windows = _windows(plan) if isinstance(plan, Plan) else _walked(split)
-        total = plan.num_windows if isinstance(plan, Plan) else None
+        elif config.mode == "offline":
+            name = SAVED
+        budget = plan.packer.budget if isinstance(plan.packer, BudgetPacker) else None
+        windows = _walked(split) if isinstance(plan, WindowPlan) else _windows(plan)
+        total = None if isinstance(plan, WindowPlan) else plan.num_windows
         layout = layout_of(counted(windows, f"packing: {name}", total, self.progress), split.sizes)
         return self._mode(name, layout, budget, config.micro_batch_size, config.scope, own=True)
 
     def fixed(self, mode: Literal["none", "in_batch"], micro: int) -> PlannedMode:
         """Modes without a budget: `micro` samples to a micro-batch."""
-        config = replace(self.config, mode=mode, budget=None, micro_batch_size=micro)
+        config = replace(self.config, mode=mode, budget=None, packs=None, micro_batch_size=micro)
         layout, _ = self._layout(config, mode, None)
         return self._mode(mode, layout, None, micro, "batch")
 
     def online(self, scope: Scope) -> PlannedMode:
         """Mode `online`."""
         config = replace(
-            self.config, mode="online", budget=self.budget, scope=scope, micro_batch_size=1
+            self.config,
+            mode="online",
+            budget=self.budget,
+            packs=None,
+            scope=scope,
+            micro_batch_size=1,
         )
         name = STREAM if scope == "stream" else BATCH
         layout, is_part = self._layout(config, name, MAX_PACKED)
@@ -226,7 +236,7 @@ def _epoch_cost(mode: PlannedMode, costs: RowCost) -> float:
     )
 
 
-def _windows(plan: Plan) -> Windows:
+def _windows(plan: Plan | PackPlan) -> Windows:
     for window in range(plan.num_windows):
         yield plan.packed(Position(0, window))
 

@@ -37,11 +37,11 @@ def plan_recipe(recipe: Recipe, *, world_size: int, progress: Progress = silent)
     ranks = Ranks(
         rank=0, world_size=1, local_rank=0, dp_rank=0, dp_size=1, device=torch.device("cpu")
     )
-    online = recipe
-    if recipe.packing.mode == "offline":  # planned anew, whatever packs there are
-        online = load_recipe(recipe, {"packing.mode": "online"})
+    opened, packs = recipe, recipe.packing.path
+    if recipe.packing.mode == "offline" and not (packs and (Path(packs) / PACK_FILE).is_file()):
+        opened = load_recipe(recipe, {"packing.mode": "online"})
     train = open_split(
-        online,
+        opened,
         "data.train",
         encoder,
         derive(recipe, world_size),

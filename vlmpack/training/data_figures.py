@@ -1,0 +1,83 @@
+"""What a launch says of its data: a few lines in the log, and data-summary.json for the report."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+from vlmpack.data.pipeline import TrainData
+from vlmpack.data.plan.state import DataState
+from vlmpack.data.splits.summary import DataSummary
+from vlmpack.recipe import Recipe
+from vlmpack.recipe.derived import plans_rows, row_tokens
+
+logger = logging.getLogger("vlmpack")
+
+EXAMPLE_MICRO_BATCHES = 12
+"""Micro-batches of a launch's first steps that the report draws to scale."""
+
+
+def data_summary(
+    recipe: Recipe, train: TrainData, state: DataState, summary: DataSummary
+) -> dict[str, Any]:
+    """data-summary.json: what the report draws, from lengths alone.
+
+    Args:
+        state: where the launch begins; the examples are its first micro-batches, fewer where its
+            window has fewer: other ranks wait, and no further shard is indexed for them.
+    """
+    usable = train.split.usable_tokens().tolist()
+    window = train.plan.packed(state.position, state.cursors)[state.batch :]
+    bins = [samples for batch in window for samples in batch][:EXAMPLE_MICRO_BATCHES]
+    examples = [[train.ref(number).num_tokens for number in samples] for samples in bins]
+    return {
+        "packing_mode": recipe.packing.mode,
+        "length_histogram": {str(n): count for n, count in sorted(Counter(usable).items())},
+        "padded_tokens_none": summary.padded_slots,
+        "packed_tokens": summary.packed_slots,
+        "real_tokens": summary.epoch_tokens,
+        "example_micro_batches": examples,
+        "summary": asdict(summary),
+    }
+
+
+def log_data(recipe: Recipe, summary: DataSummary) -> None:
+    """What the packing mode does to this data, in one line."""
+    saved = summary.padding_removed / max(1, summary.padded_slots)
+    lengths = summary.length_percentiles
+    left_out = summary.num_samples - summary.num_usable
+    logger.info(
+        "%-14s %d samples%s, %d to %d tokens (median %d), %s%d steps an epoch",
+        "data",
+        summary.num_usable,
+        f" ({left_out} of {summary.num_samples} left out)" if left_out else "",
+        lengths[0],
+        lengths[100],
+        lengths[50],
+        "" if summary.epoch_is_exact else "about ",
+        summary.epoch_steps,
+    )
+    if summary.num_indexed < summary.num_shards:
+        logger.info(
+            "%-14s %d of %d shards are read so far, and these figures are theirs; the others are "
+            "indexed ahead of use",
+            "index",
+            summary.num_indexed,
+            summary.num_shards,
+        )
+    if recipe.packing.mode == "none":
+        what = f"rows are padded: {saved:.0%} of the slots of an epoch hold no token"
+    elif plans_rows(recipe.packing):
+        capacity = row_tokens(recipe.packing, recipe.training, recipe.parallelism)
+        what = (
+            f"rows of up to {capacity} tokens, {summary.row_samples / summary.num_rows:.1f} "
+            f"samples each, {summary.epoch_tokens / (summary.num_rows * capacity):.1%} full"
+        )
+    else:
+        what = (
+            f"each micro-batch of {recipe.training.micro_batch_size} samples is one row; "
+            f"{saved:.0%} of the slots that padded rows would take are gone"
+        )
+    logger.info("%-14s %s: %s", "packing", recipe.packing.mode, what)
