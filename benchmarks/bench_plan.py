@@ -1,17 +1,23 @@
 """`vlmpack plan` on a million samples: seconds and peak memory of a process of its own.
 
-The samples are a table of random lengths (the mix of ALGORITHMS: text, images, long and very long
-samples) in two sources; every figure of the page is computed from it, all packing modes included.
-Opening an index of real shards comes on top.
+- the figures alone: a table of random lengths (text, images, long and very long samples) in two
+  sources; every figure of the page is computed from it, all packing modes included.
+- the command: 100 shards of 10,000 samples that are indexed already. One is made of the digits and
+  indexed; the others are links to it, and their index is its copy under their names.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
 import resource
+import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
 from pathlib import Path
 
@@ -33,7 +39,90 @@ def bench_plan() -> dict[str, object]:
         command = [sys.executable, str(Path(__file__).resolve()), "--mode", mode]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         found |= {f"{mode}: {k}": v for k, v in json.loads(done.stdout.splitlines()[-1]).items()}
-    return found
+    with tempfile.TemporaryDirectory(prefix="vlmpack-bench-") as folder:
+        return found | bench_command(Path(folder))
+
+
+def bench_command(folder: Path) -> dict[str, object]:
+    """`vlmpack plan` from its launch to its last line, the index of its shards being there."""
+    settings = [
+        f"data.train={folder}/train-*.tar",
+        f"data.index_dir={folder}/index",
+        "data.shuffle=global",
+        "packing.mode=online",
+        "training.micro_batch_size=1",
+        "training.max_steps=null",
+        "training.num_epochs=1",
+    ]
+    write_index(folder)
+    out = folder / "plan.json"
+    command = [sys.executable, "-m", "vlmpack", "plan", "recipes/digits-demo.yaml", *settings]
+    begin = time.perf_counter()
+    process = subprocess.Popen([*command, "--json", str(out)], cwd=ROOT, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - begin
+    if status:
+        raise RuntimeError(f"vlmpack plan ended with status {status}")
+    plan = json.loads(out.read_text())
+    return {
+        "command: samples": plan["total"]["num_samples"],
+        "command: seconds": seconds,
+        "command: processor seconds": usage.ru_utime + usage.ru_stime,
+        "command: peak memory, MiB": usage.ru_maxrss / 1024,
+    }
+
+
+def write_index(folder: Path, *, shards: int = 100, samples: int = 10_000) -> None:
+    """Shards that share their bytes, and the index of all of them."""
+    from vlmpack.data.config import DataConfig, SourceConfig
+    from vlmpack.data.index.parts import part_for
+    from vlmpack.data.splits.building import make_builder
+    from vlmpack.data.stores.fetch import LocalFetcher
+    from vlmpack.families import Encoder
+
+    first = folder / "train-0000.tar"
+    _repeat_samples(ROOT / "assets/digits/train-000000.tar", first, samples)
+    encoder, fetcher = Encoder(ROOT / "assets/tiny-qwen2_5_vl"), LocalFetcher()
+    index = folder / "index"
+    index.mkdir()
+    config = DataConfig(
+        sources=(SourceConfig(name="x", paths=(str(first),)),),
+        seq_length=1024,
+        micro_batch_size=1,
+        global_batch_size=1,
+        index_dir=index,
+    )
+    builder = make_builder(config, encoder, fetcher)
+    rules = (builder.index.rule, builder.lengths.rule)
+    made = [part_for(index, fetcher.head(str(first)), rule) for rule in rules]
+    builder.index(made[0])
+    builder.lengths(made[1])
+    for number in range(1, shards):
+        path = folder / f"train-{number:04d}.tar"
+        os.link(first, path)
+        for part, rule in zip(made, rules, strict=True):
+            shutil.copy(part.path, part_for(index, fetcher.head(str(path)), rule).path)
+
+
+def _repeat_samples(source: Path, target: Path, count: int) -> None:
+    """The samples of a shard again and again, under new keys."""
+    with tarfile.open(source) as tar:
+        members = [(entry.name, tar.extractfile(entry).read()) for entry in tar]
+    keys = list(dict.fromkeys(name.partition(".")[0] for name, _ in members))
+    with tarfile.open(target, "w") as out:
+        for number in range(count):
+            key = keys[number % len(keys)]
+            for name, data in members[_first(members, key) :]:
+                stem, _, suffix = name.partition(".")
+                if stem != key:
+                    break
+                entry = tarfile.TarInfo(f"{number:06d}.{suffix}")
+                entry.size = len(data)
+                out.addfile(entry, io.BytesIO(data))
+
+
+def _first(members: list[tuple[str, bytes]], key: str) -> int:
+    return next(i for i, (name, _) in enumerate(members) if name.partition(".")[0] == key)
 
 
 def mixed_lengths(count: int, capacity: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -134,7 +134,7 @@ def rows_of(steps: list[list[MicroBatch]]) -> list[list[tuple[str, ...]]]:
     return [[tuple(s.key for s in m.samples) for m in step] for step in steps]
 
 
-QUICK = (("plan", "window"), ("tokens", "global"), ("shards", "window"))
+QUICK = (("tokens", "global"), ("shards", "window"))
 
 
 @pytest.mark.parametrize(
@@ -376,6 +376,23 @@ def held(tmp_path: Path) -> Iterator[Path]:
     os.close(descriptor)
 
 
+def test_a_full_disk_is_named_and_the_packing_goes_on_later(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = online(folder, tmp_path / "i")
+
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("vlmpack.data.packs.parts.write_file", full)
+        with pytest.raises(PacksError, match=r"cannot be written: .*No space left.*packs-000000"):
+            pack(data, tmp_path / "packs", kind="tokens")
+    with pytest.raises(PacksError, match="was stopped before its end"):
+        read_manifest(tmp_path / "packs")
+    assert pack(data, tmp_path / "packs", kind="tokens").num_samples == COUNT
+
+
 def test_a_folder_in_use_is_refused(folder: Path, tmp_path: Path, held: Path) -> None:
     data = online(folder, tmp_path / "i")
     pack(data, tmp_path / "packs")
@@ -459,10 +476,15 @@ def test_other_processors_lengths_and_sources_are_refused(folder: Path, tmp_path
         PacksError, match=r"max_sequences: \d+ in the packs, 3 in the recipe\n.*: 4"
     ):
         offline(*arguments, packs=both)
-    with pytest.raises(
-        PacksError, match=r"data.shuffle: global in the packs, window in the recipe"
-    ):
+    with pytest.raises(PacksError, match=r"data.shuffle: global in the packs, window in the rec"):
         offline(*arguments, shuffle="window")
+    with pytest.raises(PacksError, match=r"data.over_long: error in the packs, drop in the recipe"):
+        offline(*arguments, over_long="drop")
+    weighed = (SourceConfig(name="one", paths=(str(folder / "s-*.tar"),), weight=2.0),)
+    with pytest.raises(PacksError, match=r"data.train.one.weight: absent in the packs, 2.0 in the"):
+        offline(*arguments, sources=weighed)
+    with pytest.raises(PacksError, match=r"sources of data.train: 1 in the packs, 2 in the recipe"):
+        offline(*arguments, sources=(*weighed, replace(weighed[0], name="two")))
     fewer = (SourceConfig(name="one", paths=(str(folder / "s-000[0-3].tar"),)),)
     with pytest.raises(PacksError, match=r"'9 shards, 61 samples, .*' in the packs, '4 shards, 28"):
         offline(*arguments, sources=fewer)

@@ -274,6 +274,12 @@ CASES = [
         {"data.index_dir": "index"},
     ),
     (
+        "packs_are_local",
+        OFFLINE | {"packing.path": "s3://bucket/packs"},
+        "packing.path: 's3://' addresses are for shards alone",
+        OFFLINE,
+    ),
+    (
         "run_dir_is_local",
         {"run_dir": "~/runs"},
         "run_dir: '~' is not expanded",

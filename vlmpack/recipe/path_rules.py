@@ -23,7 +23,7 @@ from vlmpack.addresses import (
     without_references,
 )
 from vlmpack.recipe.problems import KeyPath, Problem
-from vlmpack.recipe.schema import DataSection, ModelSection, Recipe
+from vlmpack.recipe.schema import DataSection, ModelSection, PackingSection, Recipe
 from vlmpack.recipe.sources import Source
 
 _SPLITS = ("train", "validation", "test")
@@ -81,6 +81,11 @@ def index_dir_is_local(data: DataSection) -> list[Problem]:
     ]
 
 
+def packs_are_local(packing: PackingSection) -> list[Problem]:
+    """Packs are read from this machine."""
+    return _not_local(("packing", "path"), packing.path or "")
+
+
 def run_dir_is_local(run_dir: str) -> list[Problem]:
     """A run writes to this machine."""
     return _not_local(("run_dir",), run_dir)
@@ -119,7 +124,7 @@ def anchored(recipe: Recipe, base_dir: str | os.PathLike[str]) -> Recipe:
             for source in sources
         )
 
-    model, data, cache = recipe.model, recipe.data, recipe.data.cache
+    model, data, cache, packs = recipe.model, recipe.data, recipe.data.cache, recipe.packing.path
     places = {
         "train": moved(data.train),
         "validation": moved(data.validation),
@@ -133,6 +138,9 @@ def anchored(recipe: Recipe, base_dir: str | os.PathLike[str]) -> Recipe:
         update={
             "model": model.model_copy(update={"path": join(model.path)}),
             "data": data.model_copy(update=places),
+            "packing": recipe.packing.model_copy(
+                update={"path": None if packs is None else join(packs)}
+            ),
             "run_dir": join(recipe.run_dir),
         }
     )

@@ -41,6 +41,7 @@ from vlmpack.recipe.path_rules import (
     index_dir_is_local,
     model_is_local,
     one_endpoint,
+    packs_are_local,
     run_dir_is_local,
     sources_are_readable,
 )
@@ -177,6 +178,7 @@ RULES: tuple[Rule, ...] = (
     Rule(sources_are_readable, ("data",)),
     Rule(one_endpoint, ("data",)),
     Rule(index_dir_is_local, ("data",)),
+    Rule(packs_are_local, ("packing",)),
     Rule(run_dir_is_local, ("run_dir",)),
 )
 

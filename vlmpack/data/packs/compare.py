@@ -41,7 +41,12 @@ def check_packs(manifest: Manifest, folder: Path, config: DataConfig, encoder: E
         PacksError: with every difference.
     """
     _refuse(
-        folder, [*encoder_differences(manifest, encoder), *budget_differences(manifest, config)]
+        folder,
+        [
+            *encoder_differences(manifest, encoder),
+            *budget_differences(manifest, config),
+            *source_differences(manifest, config),
+        ],
     )
 
 
@@ -97,6 +102,25 @@ def budget_differences(manifest: Manifest, config: DataConfig) -> list[str]:
             f"multiple of {wanted.sequence_multiple}"
         )
     return lines
+
+
+def source_differences(manifest: Manifest, config: DataConfig) -> list[str]:
+    """One line for each setting of the sources that packs have built in. Paths may change."""
+    pairs: list[tuple[str, object, object]] = [
+        ("data.over_long", manifest.data["data.over_long"], config.over_long),
+        ("data.epoch_size", manifest.data["data.epoch_size"], config.epoch_size),
+        (f"sources of {config.key}", len(manifest.sources), len(config.sources)),
+    ]
+    if len(manifest.sources) == len(config.sources):
+        pairs += [
+            (f"{config.key}.{source.name}.weight", weight, source.weight)
+            for (_, weight), source in zip(manifest.sources, config.sources, strict=True)
+        ]
+    return [
+        f"{name}: {shown(before)} in the packs, {shown(now)} in the recipe"
+        for name, before, now in pairs
+        if before != now
+    ]
 
 
 def flat_differences(

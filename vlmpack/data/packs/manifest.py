@@ -43,6 +43,7 @@ class Manifest:
             saved copy would not give the same pixels.
         encoder: part -> fingerprint of what makes tokens and pixels.
         data: what the samples are: shard contents, lengths, the policy for over-long ones.
+        sources: name and weight of each source of the split, in order.
         files: name -> blake2b of the folder's small files; bytes of the large ones.
     """
 
@@ -61,6 +62,7 @@ class Manifest:
     num_kept_original: int = 0
     encoder: Mapping[str, str]
     data: Mapping[str, IdentityValue]
+    sources: tuple[tuple[str, float | None], ...]
     plan: str
     files: Mapping[str, str | int]
 
@@ -112,7 +114,9 @@ def read_manifest(folder: Path) -> Manifest:
 def _from_json(value: dict[str, Any]) -> Manifest:
     for derived in ("fill", "fingerprints"):
         del value[derived]
-    return Manifest(**{**value, "budget": RowBudget(**value["budget"])})
+    budget = RowBudget(**value.pop("budget"))
+    sources = tuple((str(name), weight) for name, weight in value.pop("sources"))
+    return Manifest(**value, budget=budget, sources=sources)
 
 
 def digest(data: bytes) -> str:

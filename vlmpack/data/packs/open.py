@@ -125,11 +125,6 @@ def _identity(config: DataConfig, manifest: Manifest) -> Identity:
 def _sources(config: DataConfig, fitted: Fitted, arrays: PackArrays) -> list[PlanSource]:
     """The split's sources with the draws that the packs hold of each."""
     starts = fitted.table.source_starts
-    if len(starts) - 1 != len(config.sources):
-        raise PacksError(
-            f"packing.path: the packs were made from {len(starts) - 1} sources, {config.key} has "
-            f"{len(config.sources)}; restore these, or pack again"
-        )
     owner = np.searchsorted(starts[1:], arrays.numbers, side="right")
     draws = np.bincount(owner, minlength=len(starts) - 1)
     return [

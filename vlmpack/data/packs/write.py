@@ -47,7 +47,7 @@ PRELOAD = ("vlmpack.data.packs.parts",)
 
 PART_BYTES = 64 << 20
 """About what one tar holds."""
-PART_PACKS = 1024
+PART_PACKS = 256
 """Packs in a tar at most, unless told otherwise."""
 TOKEN_BYTES = 24
 """Of a saved token, three position axes included."""
@@ -96,7 +96,8 @@ def make_packs(source: PackSource, folder: Path, order: PackOrder) -> Manifest:
     """Packs a split into a folder.
 
     Raises:
-        PacksError: the folder is not empty, is in use, or holds unfinished packs of other settings.
+        PacksError: the folder is not empty, is in use, cannot be written, or holds unfinished packs
+            of other settings.
         DataError: a sample that cannot be encoded and may not be left out.
     """
     with _claimed(folder):
@@ -106,13 +107,15 @@ def make_packs(source: PackSource, folder: Path, order: PackOrder) -> Manifest:
         assert isinstance(packer, BudgetPacker)
         arrays = choose_packs(source.split, prepared.fitted, order.planner, packer.budget)
         manifest = _manifest(source, order, prepared, arrays)
-        _begin(folder, manifest, order.part_packs)
-        facts: list[PartFacts] = []
-        if order.kind != "plan":
-            facts = _write_parts(
-                source, folder, order, _jobs(prepared.fitted, arrays, order.part_packs)
-            )
-        return _finish(folder, manifest, prepared.fitted, arrays, facts)
+        try:
+            _begin(folder, manifest, order.part_packs)
+            facts: list[PartFacts] = []
+            if order.kind != "plan":
+                jobs = _jobs(prepared.fitted, arrays, order.part_packs)
+                facts = _write_parts(source, folder, order, jobs)
+            return _finish(folder, manifest, prepared.fitted, arrays, facts)
+        except OSError as error:
+            raise PacksError(f"-o {folder}: cannot be written: {error}") from error
 
 
 @contextmanager
@@ -179,6 +182,7 @@ def _manifest(
         num_tokens=int(prepared.fitted.table.num_tokens[arrays.numbers].sum()),
         encoder=dict(encoder.fingerprint_parts),
         data=index_identity(prepared.identity, config.key),
+        sources=tuple((source.name, source.weight) for source in config.sources),
         plan=arrays.fingerprint,
         files={},
     )
@@ -213,6 +217,7 @@ def _begin(folder: Path, manifest: Manifest, part_packs: int) -> None:
 def _jobs(fitted: Fitted, arrays: PackArrays, part_packs: int) -> list[PartJob]:
     """The packs in stretches of about PART_BYTES: by the index, so the same in any process."""
     table, numbers = fitted.table, arrays.numbers
+    table = replace(table, keys=table.keys.combine_chunks())  # no search through the shards'
     sizes = table.lengths[numbers] + TOKEN_BYTES * table.num_tokens[numbers]
     before = np.concatenate(([0], np.cumsum(sizes)))
     jobs: list[PartJob] = []

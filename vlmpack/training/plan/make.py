@@ -178,7 +178,6 @@ def _dry_run(inputs: PlanInputs) -> tuple[Int64s, Int64s]:
     if isinstance(plan, WindowPlan):
         window = plan.plan_window(0, 0, inputs.split.start())
         return inputs.split.sizes(window.order)
-    assert isinstance(plan, Plan)  # saved packs are planned anew
     sources: list[PlanSource] = list(plan.sources)
     dry = Plan(
         sources,

@@ -22,8 +22,8 @@ from vlmpack.data.index.table import Int64s
 from vlmpack.data.plan.batches import Plan, Position, seeded_order
 from vlmpack.data.plan.packers import Bin, BudgetPacker, RowBudget, Scope
 from vlmpack.data.plan.packs import PackPlan
-from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.plan.shares import RowCost
+from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.prepare import make_plan
 from vlmpack.data.splits.split import Split
 from vlmpack.packing import plan_packs
@@ -33,7 +33,7 @@ from vlmpack.training.plan.progress import Progress, counted
 
 Windows = Iterator[Sequence[tuple[Bin, ...]]]
 
-MAX_PACKED = 262_144
+MAX_PACKED = 131_072
 """Samples from which a mode that the recipe does not have is packed; beyond, it is carried over."""
 
 STREAM, BATCH = "online, stream", "online, batch"

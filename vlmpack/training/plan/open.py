@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from vlmpack.data.loading.ledger import Ledger
+from vlmpack.data.packs.manifest import MANIFEST
 from vlmpack.distributed import Ranks
 from vlmpack.recipe import Recipe, check_world, derive, load_recipe
 from vlmpack.training.assemble import build_cost_model, build_encoder, open_split
@@ -38,7 +39,7 @@ def plan_recipe(recipe: Recipe, *, world_size: int, progress: Progress = silent)
         rank=0, world_size=1, local_rank=0, dp_rank=0, dp_size=1, device=torch.device("cpu")
     )
     opened, packs = recipe, recipe.packing.path
-    if recipe.packing.mode == "offline" and not (packs and (Path(packs) / PACK_FILE).is_file()):
+    if recipe.packing.mode == "offline" and not (packs and (Path(packs) / MANIFEST).is_file()):
         opened = load_recipe(recipe, {"packing.mode": "online"})
     train = open_split(
         opened,
@@ -51,8 +52,7 @@ def plan_recipe(recipe: Recipe, *, world_size: int, progress: Progress = silent)
     )
     assert train is not None  # data.train is required
     try:
-        if not train.epoch_length().exact:
-            train.split.index_all()
+        train.split.index_all()
         inputs = PlanInputs(
             recipe=recipe,
             config=replace(train.config, row_cost=build_cost_model(encoder)),
