@@ -93,7 +93,8 @@ def test_the_progress_line_shows_what_matters(capsys):
     lines = capsys.readouterr().err.splitlines()
     assert [line.split("  ")[0] for line in lines] == ["step 1/10", "step 5/10", "step 10/10"]
     assert lines[0].endswith(
-        "loss 1.5000  150 real tokens/s  fill 75%  8 samples  imbalance 1.25  data wait 25%  ETA 0:18"
+        "loss 1.5000  150 real tokens/s  fill 75%  8 samples  imbalance 1.25  "
+        "data wait 25%  ETA 0:18"
     )
     assert "imbalance" not in progress.line(row(2, imbalance=1.0)), "one replica has none"
 

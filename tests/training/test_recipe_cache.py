@@ -11,7 +11,7 @@ from vlmpack.data.cache.cached import READ_AHEAD_BYTES, CachedFetcher, default_b
 from vlmpack.data.stores import RoutingFetcher
 from vlmpack.errors import RecipeError
 from vlmpack.recipe import Recipe, load_recipe
-from vlmpack.training.assemble import build_fetcher
+from vlmpack.training.recipe_data import build_fetcher
 
 
 def recipe(path: str, **data: Any) -> Recipe:

@@ -63,7 +63,7 @@ def lint(
     encoder = None
     preload: tuple[str, ...] = ()
     if model is not None:
-        from vlmpack.training.assemble import WORKER_PRELOAD
+        from vlmpack.training.recipe_data import WORKER_PRELOAD
 
         preload = WORKER_PRELOAD
         encoder = Encoder(model, max_image_pixels=reading.caps.max_image_pixels)

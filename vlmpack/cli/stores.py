@@ -64,7 +64,7 @@ def open_reading(
     fetcher: Fetcher
     if recipe is not None:
         from vlmpack.recipe import load_recipe
-        from vlmpack.training.assemble import build_fetcher
+        from vlmpack.training.recipe_data import build_fetcher
         from vlmpack.training.reopen import recipe_file
 
         items = [f"data.storage.{item}" for item in storage or ()]

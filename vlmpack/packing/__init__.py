@@ -30,18 +30,14 @@ if TYPE_CHECKING:
         pin_batch,
     )
     from vlmpack.packing.bridge import pack_padded_batch
-    from vlmpack.packing.collate import (
-        PackCollator,
-        PadCollator,
-        pack_batch_sequences,
-        pad_batch_sequences,
-    )
+    from vlmpack.packing.collate import PackCollator, pack_batch_sequences
     from vlmpack.packing.context import (
         padded_as_row,
         padding_mask,
         slice_for_context,
         zigzag_index,
     )
+    from vlmpack.packing.padded import PadCollator, pad_batch_sequences
     from vlmpack.packing.row_layout import FixedShape
     from vlmpack.packing.sharing import share_media
 
@@ -61,8 +57,9 @@ _HOMES = {
         "pin_batch",
     ),
     "bridge": ("pack_padded_batch",),
-    "collate": ("PackCollator", "PadCollator", "pack_batch_sequences", "pad_batch_sequences"),
+    "collate": ("PackCollator", "pack_batch_sequences"),
     "context": ("padded_as_row", "padding_mask", "slice_for_context", "zigzag_index"),
+    "padded": ("PadCollator", "pad_batch_sequences"),
     "row_layout": ("FixedShape",),
     "sharing": ("share_media",),
 }

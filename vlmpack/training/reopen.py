@@ -17,7 +17,7 @@ from vlmpack.distributed import Ranks
 from vlmpack.errors import VlmpackError
 from vlmpack.families import Encoder
 from vlmpack.recipe import Recipe, derive, load_recipe
-from vlmpack.training.assemble import build_encoder, open_split
+from vlmpack.training.recipe_data import build_encoder, open_split
 from vlmpack.training.record import read_launches
 from vlmpack.training.recorded import standing_batches
 from vlmpack.training.run_dir import RunDir

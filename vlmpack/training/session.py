@@ -16,15 +16,10 @@ from vlmpack.families import Encoder
 from vlmpack.packing import Batch
 from vlmpack.recipe import Recipe, derive, identity
 from vlmpack.recipe.derived import counts_rows
-from vlmpack.training.assemble import (
-    build_encoder,
-    build_engine,
-    build_stepper,
-    open_split,
-    trainer_config,
-)
+from vlmpack.training.assemble import build_engine, build_stepper, trainer_config
 from vlmpack.training.data_figures import data_summary, log_data
 from vlmpack.training.metrics import MetricsLog, Progress, Trackers
+from vlmpack.training.recipe_data import build_encoder, open_split
 from vlmpack.training.record import StepSamples, open_record
 from vlmpack.training.recorded import take_back
 from vlmpack.training.resume_point import choose_checkpoint, saved_state

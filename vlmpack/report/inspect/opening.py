@@ -16,7 +16,7 @@ from vlmpack.recipe import Recipe
 from vlmpack.recipe.derived import multiples
 from vlmpack.recipe.packing_rules import alignment_splits_over_context, rows_hold_a_sample
 from vlmpack.report.inspect.row import Row, RowRules, load_row
-from vlmpack.training.assemble import build_cost_model
+from vlmpack.training.recipe_data import build_cost_model
 from vlmpack.training.reopen import open_recipe, planned_batch, read_recipe
 
 

@@ -11,11 +11,11 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.packs.manifest import MANIFEST
 from vlmpack.distributed import Ranks
 from vlmpack.recipe import Recipe, check_world, derive, load_recipe
-from vlmpack.training.assemble import build_cost_model, build_encoder, open_split
 from vlmpack.training.plan.figures import RunPlan
 from vlmpack.training.plan.make import PlanInputs, plan_figures
 from vlmpack.training.plan.parameters import read_sizes
 from vlmpack.training.plan.progress import Progress, silent
+from vlmpack.training.recipe_data import build_cost_model, build_encoder, open_split
 
 
 def plan_recipe(recipe: Recipe, *, world_size: int, progress: Progress = silent) -> RunPlan:

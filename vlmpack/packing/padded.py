@@ -1,0 +1,97 @@
+"""Samples of one bin -> padded rows: mode `none`, the baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vlmpack.alignment import round_up
+from vlmpack.errors import PackingError
+from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, PaddedBatch
+from vlmpack.packing.collate import check_sample, concatenate_media
+
+
+def pad_batch_sequences(
+    samples: Sequence[EncodedSample], *, pad_token_id: int, pad_to_multiple_of: int = 1
+) -> PaddedBatch:
+    """Pad samples at the right to one width: mode `none`.
+
+    Args:
+        samples: at least one; each with its labels already shifted.
+        pad_token_id: the id that fills rows.
+        pad_to_multiple_of: the width S becomes a multiple of this.
+
+    Returns:
+        (B, S) rows, S being the longest sample rounded up.
+
+    Raises:
+        PackingError: as `pack_batch_sequences`.
+    """
+    if not samples:
+        raise PackingError("nothing to pad: the list of samples is empty")
+    for sample in samples:
+        check_sample(sample)
+    width = round_up(max(sample.length for sample in samples), pad_to_multiple_of)
+
+    def rows(pieces: list[Tensor], fill: int) -> Tensor:
+        out = pieces[0].new_full((*pieces[0].shape[:-1], len(pieces), width), fill)
+        for row, piece in enumerate(pieces):
+            out[..., row, : piece.shape[-1]] = piece
+        return out
+
+    labels = rows([s.labels for s in samples], IGNORE_INDEX)
+    loss_mask = labels != IGNORE_INDEX
+    return PaddedBatch(
+        input_ids=rows([s.input_ids for s in samples], pad_token_id),
+        labels=labels,
+        loss_mask=loss_mask,
+        position_ids=rows([s.position_ids for s in samples], 0),
+        label_positions=loss_mask.flatten().nonzero().squeeze(1),
+        media=concatenate_media(samples),
+        media_positions=torch.cat(
+            [s.media_positions + row * width for row, s in enumerate(samples)]
+        ),
+        keys=tuple(s.key for s in samples),
+        lengths=tuple(s.length for s in samples),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PadCollator:
+    """Mode `none`: the samples of one bin become rows of one width.
+
+    Args:
+        pad_token_id: fills rows.
+        num_position_axes: A, for empty bins.
+        pad_to_multiple_of: multiple of the width.
+    """
+
+    pad_token_id: int
+    num_position_axes: int
+    pad_to_multiple_of: int = 1
+
+    def __call__(self, samples: Sequence[EncodedSample]) -> PaddedBatch:
+        """Pad one bin; an empty one becomes `empty()`."""
+        if not samples:
+            return self.empty()
+        return pad_batch_sequences(
+            samples, pad_token_id=self.pad_token_id, pad_to_multiple_of=self.pad_to_multiple_of
+        )
+
+    def empty(self) -> PaddedBatch:
+        """One row of padding without a label, so that collectives stay aligned."""
+        width = self.pad_to_multiple_of
+        return PaddedBatch(
+            input_ids=torch.full((1, width), self.pad_token_id),
+            labels=torch.full((1, width), IGNORE_INDEX),
+            loss_mask=torch.zeros(1, width, dtype=torch.bool),
+            position_ids=torch.zeros(self.num_position_axes, 1, width, dtype=torch.int64),
+            label_positions=torch.empty(0, dtype=torch.int64),
+            media=None,
+            media_positions=torch.empty(0, dtype=torch.int64),
+            keys=(),
+            lengths=(),
+        )
