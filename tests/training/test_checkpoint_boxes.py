@@ -363,7 +363,9 @@ def extra_memory(root, action, layout):
     """Peak resident bytes beyond a share of 64 tensors of 4 MB, in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(MEMORY), str(root), action, layout],
-        env=os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
+        # A fixed threshold: glibc's own grows, and what was freed then stays in its heap or not.
+        env=os.environ
+        | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "131072"},
         cwd=TESTS.parent,
         capture_output=True,
         text=True,
@@ -380,4 +382,4 @@ def test_saving_and_loading_need_one_tensor_beyond_the_share(tmp_path, layout):
     """The share is 256 MB; one tensor is 4 MB, and so is a chunk of a file."""
     extra = {action: extra_memory(tmp_path, action, layout) for action in ("save", "load")}
     print(f"\n{layout}: " + ", ".join(f"{a} {n / MEGABYTE:.1f} MB" for a, n in extra.items()))
-    assert max(extra.values()) < 24 * MEGABYTE
+    assert max(extra.values()) < 12 * MEGABYTE
