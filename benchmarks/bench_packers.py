@@ -183,12 +183,31 @@ def _bench_balance() -> dict[str, object]:
         balanced.append(_spread(step[dealt].sum(axis=1)))
         in_order.append(_spread(step.reshape(64, 4, 2).sum(axis=1)))
     return {
+        **_bench_skewed(),
         "balance_steps": len(seconds),
         "balance_milliseconds": 1e3 * statistics.median(seconds),
         "balance_total_max_over_mean": max(total for total, _ in balanced),
         "balance_vision_max_over_mean": max(vision for _, vision in balanced),
         "in_order_total_max_over_mean": max(total for total, _ in in_order),
         "in_order_vision_max_over_mean": max(vision for _, vision in in_order),
+    }
+
+
+def _bench_skewed() -> dict[str, object]:
+    """8 ranks, 256 rows each, 5% of the rows with vision of a long tail."""
+    random = np.random.default_rng(0)
+    seconds, balanced = [], []
+    for _ in range(5):
+        vision = np.where(random.random(2048) < 0.05, random.lognormal(0, 1.2, 2048), 0.0)
+        step = np.stack([random.normal(1, 0.1, 2048).clip(0.5), vision.clip(0, 20)], axis=1)
+        started = time.process_time()
+        dealt = balance(step, 8)
+        seconds.append(time.process_time() - started)
+        balanced.append(_spread(step[dealt].sum(axis=1)))
+    return {
+        "skewed_balance_milliseconds": 1e3 * statistics.median(seconds),
+        "skewed_balance_total_max_over_mean": max(total for total, _ in balanced),
+        "skewed_balance_vision_max_over_mean": max(vision for _, vision in balanced),
     }
 
 

@@ -23,6 +23,7 @@ from vlmpack.recipe import (
     dump_recipe,
     identity,
     identity_differences,
+    identity_hint,
     identity_notes,
     load_recipe,
     notes,
@@ -119,7 +120,7 @@ def run_recipe(recipe: Recipe) -> FinetuneResult:
         world_size_from_environment,
     )
     from vlmpack.training.run_dir import RunDir
-    from vlmpack.training.stop import StopFlag, stop_on_sigterm
+    from vlmpack.training.stop import StopFlag, interrupt_told, stop_on_sigterm
 
     check_world(recipe, world_size=world_size_from_environment())
     split = recipe.parallelism
@@ -134,7 +135,8 @@ def run_recipe(recipe: Recipe) -> FinetuneResult:
             if ranks.on_main(lambda: _is_finished(recipe, run_dir)):
                 logger.info("this run is finished; delete %s to train again", run_dir.path)
             else:
-                _train(recipe, ranks, run_dir, stop)
+                with interrupt_told(run_dir):
+                    _train(recipe, ranks, run_dir, stop)
             return _result(run_dir)
     finally:
         stop_process_group()
@@ -145,14 +147,14 @@ def _record_recipe(recipe: Recipe, run_dir: RunDir) -> None:
     from vlmpack.training.run_dir import write_atomically
 
     current = identity(recipe)
-    for note in identity_notes(run_dir.recorded_identity() or current, current):
+    recorded = run_dir.recorded_identity() or current
+    for note in identity_notes(recorded, current):
         logger.warning("note: %s", note)
     new_segment = recipe.checkpoint.on_data_change == "new_segment"
     run_dir.check_identity(
         current,
         partial(identity_differences, new_segment=new_segment),
-        hint=" Where only data.train or data.epoch_size differ, checkpoint.on_data_change: "
-        "new_segment goes on with the new data.",
+        hint=identity_hint(recorded, current),
     )
     write_atomically(run_dir.recipe, dump_recipe(recipe))
 

@@ -56,6 +56,7 @@ class DataError(VlmpackError):
         key: the sample's key, where one is known.
         shard: the shard's path or URL, where one is known.
         offset: byte offset of the sample in the shard, where one is known.
+        file: what is damaged, where that is not the shard: the tar of a saved pack.
     """
 
     def __init__(
@@ -66,12 +67,14 @@ class DataError(VlmpackError):
         key: str | None = None,
         shard: str | None = None,
         offset: int | None = None,
+        file: str | None = None,
     ) -> None:
         self.reason = reason
         self.error_class = error_class
         self.key = key
         self.shard = shard
         self.offset = offset
+        self.file = file
         where = ", ".join(
             text
             for text in (
@@ -87,7 +90,15 @@ class DataError(VlmpackError):
         # DataLoader workers pickle exceptions; keyword-only arguments need their own recipe.
         return (
             _rebuild_data_error,
-            (type(self), self.reason, self.error_class, self.key, self.shard, self.offset),
+            (
+                type(self),
+                self.reason,
+                self.error_class,
+                self.key,
+                self.shard,
+                self.offset,
+                self.file,
+            ),
         )
 
     def located(
@@ -100,6 +111,7 @@ class DataError(VlmpackError):
             key=self.key if self.key is not None else key,
             shard=self.shard if self.shard is not None else shard,
             offset=self.offset if self.offset is not None else offset,
+            file=self.file,
         )
 
 
@@ -110,8 +122,9 @@ def _rebuild_data_error(
     key: str | None,
     shard: str | None,
     offset: int | None,
+    file: str | None,
 ) -> DataError:
-    return cls(reason, error_class=error_class, key=key, shard=shard, offset=offset)
+    return cls(reason, error_class=error_class, key=key, shard=shard, offset=offset, file=file)
 
 
 class DataLimitError(VlmpackError):

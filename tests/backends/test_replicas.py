@@ -28,7 +28,9 @@ UPDATE_TOLERANCE = 1e-3
 gradient element that is rounding noise may move the other way."""
 QUICK = ("one each", "image-less rank, empty bin")
 ONE_ROW = [[[0, 1, 2, 3, 4, 5]]]
-SLOW = tuple(name for name in replicas.DEALS if name not in QUICK)
+SLOW = ("three uneven", "empty rank")
+SOAK = ("image-less rank", "empty bin")
+"""Together in one of the quick deals."""
 
 
 def torchrun(folder, deals):
@@ -62,6 +64,11 @@ def quick_results(tmp_path_factory, one_process_checkpoint):
 @pytest.fixture(scope="module")
 def slow_results(tmp_path_factory):
     return torchrun(tmp_path_factory.mktemp("replicas-slow"), SLOW)
+
+
+@pytest.fixture(scope="module")
+def soak_results(tmp_path_factory):
+    return torchrun(tmp_path_factory.mktemp("replicas-soak"), SOAK)
 
 
 @pytest.fixture(scope="module")
@@ -113,13 +120,23 @@ def test_two_replicas_take_the_steps_of_one_process(
 @pytest.mark.slow
 @pytest.mark.parametrize("deal", SLOW)
 @pytest.mark.parametrize(("sharding", "processes"), [("none", "2 (DDP)"), ("fsdp", "2 (FSDP2)")])
-def test_two_replicas_take_the_steps_of_one_process_for_every_deal(
+def test_two_replicas_take_the_steps_of_one_process_for_more_deals(
     slow_results, one_process, sharding, processes, deal
 ):
     assert_same_steps(slow_results, sharding, deal, one_process, processes)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("deal", SOAK)
+@pytest.mark.parametrize(("sharding", "processes"), [("none", "2 (DDP)"), ("fsdp", "2 (FSDP2)")])
+def test_two_replicas_take_the_steps_of_one_process_for_every_deal(
+    soak_results, one_process, sharding, processes, deal
+):
+    assert_same_steps(soak_results, sharding, deal, one_process, processes)
+
+
 def test_the_deals_are_what_they_say(mixed):
+    assert {*QUICK, *SLOW, *SOAK} == replicas.DEALS.keys()
     texts = {index for index, sample in enumerate(mixed) if not sample.images}
     for name in ("image-less rank, empty bin", "image-less rank"):
         assert {index for bin_ in replicas.DEALS[name][1] for index in bin_} == texts

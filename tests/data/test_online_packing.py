@@ -134,6 +134,53 @@ def test_a_run_goes_on_from_every_state(
         assert again.steps_until(2, state) == total - state.batches
 
 
+class CountedRows:
+    """How many samples are packed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.samples = 0
+        rows = BudgetPacker.rows
+
+        def counted(packer: BudgetPacker, order: Any) -> Any:
+            self.samples += len(order)
+            return rows(packer, order)
+
+        monkeypatch.setattr(BudgetPacker, "rows", counted)
+
+
+def test_an_epoch_is_packed_once_for_its_figures_and_its_steps(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh = online(folder, tmp_path, shuffle="global").steps_per_epoch()
+    counted = CountedRows(monkeypatch)
+    data = online(folder, tmp_path, shuffle="global")
+    summary = data.summary()
+    assert counted.samples == COUNT
+    assert data.steps_until(1, data.start()) == summary.epoch_steps == fresh
+    assert counted.samples == COUNT, "no window is packed again to count it"
+    data.steps_until(2, data.start())
+    assert counted.samples == 2 * COUNT
+
+
+def test_a_long_epoch_is_summed_up_by_its_first_window(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = online(folder, tmp_path, shuffle="global").summary()
+    monkeypatch.setattr("vlmpack.data.splits.indexed.SUMMARY_SAMPLES", COUNT - 1)
+    counted = CountedRows(monkeypatch)
+    data = online(folder, tmp_path, shuffle="global")
+    summary = data.summary()
+    assert counted.samples == summary.row_samples < COUNT
+    assert (summary.epoch_is_exact, whole.epoch_is_exact) == (False, True)
+    assert summary.epoch_samples == whole.epoch_samples == COUNT
+    assert abs(summary.epoch_steps - whole.epoch_steps) <= 3
+    exact = data.epoch_length()
+    assert (exact.num_steps, exact.exact) == (whole.epoch_steps, True), "asked for, it is counted"
+    assert counted.samples == COUNT, "the first window only once"
+    sets = online(folder, tmp_path, shuffle="global", scope="batch", global_batch_size=8).summary()
+    assert (sets.epoch_steps, sets.epoch_is_exact) == (8, True), "follows from the samples alone"
+
+
 def test_scope_batch_keeps_the_sets_of_the_unpacked_run(folder: Path, tmp_path: Path) -> None:
     packed = epoch_of(online(folder, tmp_path, scope="batch", global_batch_size=8))
     plain = epoch_of(
@@ -176,7 +223,7 @@ def test_a_sample_above_the_vision_budget_is_over_long(
         return set().union(*rows_of(epoch_of(data)))
 
     if over_long == "error":
-        with pytest.raises(DataError, match=r"longer than packing.max_vision_patches 3 vision"):
+        with pytest.raises(DataError, match=r"have more vision patches than packing.max_vision_patches 3; the largest"):
             keys()
     elif over_long == "drop":
         kept = keys()

@@ -491,6 +491,20 @@ def test_other_processors_lengths_and_sources_are_refused(folder: Path, tmp_path
     offline(*arguments)
 
 
+@pytest.mark.parametrize("kind", ["plan", "shards"])
+def test_weights_of_another_kind_are_refused(folder: Path, tmp_path: Path, kind: Any) -> None:
+    weighed = (SourceConfig(name="one", paths=(str(folder / "s-*.tar"),), weight=1.0),)
+    pack(online(folder, tmp_path / "i", sources=weighed), tmp_path / "packs", kind=kind)
+    arguments = (folder, tmp_path / "packs", tmp_path / "i")
+    offline(*arguments, sources=weighed)
+    with pytest.raises(PacksError, match=r"data.weights: samples in the packs, tokens in the rec"):
+        offline(*arguments, sources=weighed, weights="tokens")
+    manifest = json.loads((tmp_path / "packs/pack.json").read_text())
+    assert manifest.pop("weights") == "samples"
+    (tmp_path / "packs/pack.json").write_text(json.dumps(manifest))
+    offline(*arguments, sources=weighed)  # an older folder
+
+
 @pytest.mark.slow
 def test_any_number_of_processes_writes_the_same_bytes(folder: Path, tmp_path: Path) -> None:
     loader = LoaderSettings(num_workers=1)

@@ -116,7 +116,8 @@ def test_the_orders_differ(local: Callable[[str], Losses]) -> None:
     assert local("window") != local("global")
 
 
-@pytest.mark.parametrize("shuffle", ["window", pytest.param("global", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("shuffle", ["window", "global"])
 def test_losses_from_moto_are_those_from_disk(
     served: Path, tmp_path: Path, local: Callable[[str], Losses], shuffle: str
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 from support.recipes import changed, rows, write_recipe
 from support.shards import ROOT
+
+from vlmpack.api import resolve, run_recipe
 
 TIMEOUT = 280
 
@@ -90,21 +93,15 @@ def test_resume_on_another_number_of_processes(settings: dict[str, Any], tmp_pat
         training__max_steps=9,
         optim__schedule="constant",
     )
-    one = write_recipe(tmp_path / "one.yaml", changed(base, run_dir=str(tmp_path / "one")))
-    assert launch(one).returncode == 0
-    mixed = write_recipe(tmp_path / "mixed.yaml", changed(base, run_dir=str(tmp_path / "mixed")))
-    for steps, processes, sharding in (
-        (3, 2, "none"),
-        (5, 1, "none"),
-        (7, 2, "fsdp"),
-        (9, 1, "none"),
-    ):
-        done = launch(
-            mixed,
-            f"training.max_steps={steps}",
-            f"parallelism.sharding={sharding}",
-            processes=processes,
-        )
+    run_recipe(resolve(changed(base, run_dir=str(tmp_path / "one")), {}))
+    mixed = changed(base, run_dir=str(tmp_path / "mixed"))
+    file = write_recipe(tmp_path / "mixed.yaml", mixed)
+    for steps, sharding in ((3, "none"), (5, None), (7, "fsdp"), (9, None)):
+        if sharding is None:  # one process: this one
+            run_recipe(resolve(changed(mixed, training__max_steps=steps), {}))
+            continue
+        length, kind = f"training.max_steps={steps}", f"parallelism.sharding={sharding}"
+        done = launch(file, length, kind, processes=2)
         assert done.returncode == 0, done.stderr
     assert_same_steps(tmp_path / "mixed", tmp_path / "one", 9)
 
@@ -158,17 +155,9 @@ def test_the_documented_example_runs_and_its_model_answers(
     """docs/examples/finetune_digits.py, then the exported folder in stock transformers."""
     monkeypatch.chdir(ROOT)
     example = ROOT / "docs" / "examples" / "finetune_digits.py"
-    done = subprocess.run(
-        [sys.executable, str(example), str(tmp_path / "run"), "3"],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "3 steps" in done.stdout
+    monkeypatch.setattr(sys, "argv", [str(example), str(tmp_path / "run"), "3"])
+    runpy.run_path(str(example), run_name="__main__")
+    assert "3 steps" in capsys.readouterr().out
     run = tmp_path / "run"
     result = json.loads((run / "result.json").read_text())
     assert result["real_tokens"] < result["padded_tokens"]

@@ -184,7 +184,9 @@ def test_packs_of_something_else_are_refused_with_every_difference(
         assert f"the {part} in model.path: " in message
     message = refusal("shards", training__seq_length=240)
     assert "training.seq_length: 256 in the packs, 240 in the recipe" in message
-    assert "packing.max_tokens: 256 in the packs, 240 in the recipe" in message
+    assert "packing.max_tokens" not in message, "the recipe leaves it open"
+    message = refusal("shards", packing__max_tokens=512)
+    assert "packing.max_tokens: 256 in the packs, 512 in the recipe" in message
     message = refusal("plan", packing__max_vision_patches=4000, packing__alignment=16)
     assert "packing.max_vision_patches: absent in the packs, 4000 in the recipe" in message
     assert "packing.alignment: 8 in the packs, 16 in the recipe" in message
@@ -193,6 +195,19 @@ def test_packs_of_something_else_are_refused_with_every_difference(
     message = refusal("plan")
     assert "  data.train.test_packs" in message and message.count("'1 shards, 22 samples, ") == 2
     open_recipe(load_recipe(offline(online, tmp_path / "shards", tmp_path / "run")))
+
+
+def test_packs_bring_their_alignment_and_their_width(
+    online: dict[str, Any], tmp_path: Path
+) -> None:
+    """Made with rows of 256 tokens where this layout, left alone, would plan 248."""
+    short = changed(online, training__seq_length=248)
+    packed(changed(short, packing__alignment=16), tmp_path / "plan")
+    settings = offline(short, tmp_path / "plan", tmp_path / "run", packing__pad_to_max_length=True)
+    train, _ = open_recipe(load_recipe(settings))
+    (step,) = train.batches(train.start(), rank=0, dp=1, max_steps=1)
+    assert {micro_batch.batch.num_slots for micro_batch in step.micro_batches} == {256}
+    assert train.identity["packing.alignment"] == 16
 
 
 def children(pid: int) -> list[int]:
@@ -211,7 +226,7 @@ def is_running(pid: int) -> bool:
 def test_a_killed_command_leaves_nothing_that_looks_whole_and_no_process(
     online: dict[str, Any], tmp_path: Path
 ) -> None:
-    copy_samples(ROOT / "assets/digits/train-000001.tar", tmp_path / "more.tar", 80)
+    copy_samples(ROOT / "assets/digits/train-000001.tar", tmp_path / "more.tar", 40)
     settings = changed(online, data__train=str(tmp_path / "more.tar"))
     recipe = str(write_recipe(tmp_path / "recipe.yaml", settings))
     # so few packs in a tar that many are made, by several processes
@@ -236,7 +251,7 @@ def test_a_killed_command_leaves_nothing_that_looks_whole_and_no_process(
     packed(settings, tmp_path / "packs", kind="shards", part_packs=1)
     manifest = read_manifest(tmp_path / "packs")
     tars = sorted((tmp_path / "packs").glob("packs-*.tar"))
-    assert manifest.num_samples == 80 and len(tars) == manifest.num_packs > 10
+    assert manifest.num_samples == 40 and len(tars) == manifest.num_packs > 5
     assert all(path.with_suffix(".tar").stat().st_mtime_ns <= when for path, when in kept.items())
     assert not list((tmp_path / "packs").glob(".*"))
 

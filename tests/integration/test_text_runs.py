@@ -15,7 +15,10 @@ from support.stock import load_stock
 from typer.testing import CliRunner
 
 import vlmpack
+from vlmpack.api import resolve
 from vlmpack.cli.app import app
+from vlmpack.data.packs.write import PackOrder
+from vlmpack.training.packs import pack_recipe
 from vlmpack.training.scoring import PREDICTIONS_AFTER, read_predictions
 
 RECIPE = ROOT / "recipes" / "text-sft.yaml"
@@ -68,6 +71,26 @@ def test_the_recipe_lowers_the_loss_answers_and_exports(tmp_path: Path) -> None:
         assert error < 2**-8, (name, "beyond the rounding of bfloat16")
     said = CliRunner().invoke(app, ["generate", "--model", str(result.export), "Repeat 4 2."])
     assert said.exit_code == 0, said.output
+
+
+@pytest.mark.slow
+def test_packs_of_the_recipe_train_what_the_online_run_trains(tmp_path: Path) -> None:
+    settings = {
+        "packing__mode": "online",
+        "training__micro_batch_size": 1,
+        "training__global_batch_size": 4,
+        "training__max_steps": 5,
+        "evaluation__generate": False,
+    }
+    online = rows(run(tmp_path / "online", **settings).run_dir, *COLUMNS, "num_rows", "num_slots")
+    assert len({loss for _, loss, *_ in online}) == 5
+    recipe = resolve(RECIPE, settings | {"data__index_dir": str(tmp_path / "index")})
+    manifest = pack_recipe(recipe, tmp_path / "packs", PackOrder(kind="tokens"))
+    assert manifest.num_packs > 5 * 4, "one epoch"
+    assert min(samples for *_, samples, count, _ in online if count == 4) > 4, "packed"
+    settings |= {"packing__mode": "offline", "packing__path": str(tmp_path / "packs")}
+    offline = run(tmp_path / "offline", **settings).run_dir
+    assert rows(offline, *COLUMNS, "num_rows", "num_slots") == online
 
 
 @pytest.mark.slow

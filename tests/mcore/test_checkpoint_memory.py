@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
     return made
 
 
-@pytest.fixture(scope="module", params=["tp2", "dp2"])
+@pytest.fixture(scope="module", params=["tp2", pytest.param("dp2", marks=pytest.mark.soak)])
 def facts(folder, request):
     """By rank."""
     script = TESTS / "support" / "checkpoint_memory.py"

@@ -2,7 +2,7 @@
 
 As `test_layouts.py` has it for Qwen2.5-VL: same weights, same bins, float32; here DeepStack, norms
 of queries and keys, interleaved rotary sections, and experts with expert parallelism. By default
-experts shared out over two processes; the other layouts are slow tests.
+experts shared out over two processes; the other layouts are slow tests, some left to `make soak`.
 """
 
 from __future__ import annotations
@@ -38,40 +38,49 @@ AUX = ("ep2", "tp2", "cp2", "pp2")
 """Compared with one process: the hf engine has no auxiliary loss."""
 
 
-def train_jobs(*families):
-    """In more than one process, but for those of the quick launch."""
+SOAK = {("qwen2_vl", "cp2"), ("qwen2_vl", "dp2"), ("qwen3_vl", "dp2"), (MOE, "cp2"), (MOE, "dp2")}
+"""Close to others: in Qwen2-VL the layers are Qwen2.5-VL's, replicas share nothing out but samples,
+and there is context parallelism with the experts shared out."""
+
+
+def train_jobs(*families, soak=False):
+    """In two processes, but for those of the quick launch."""
     return [
         f"train:{family}:{name}"
         for family in families
         for name in BY_FAMILY[family]
-        if name not in ("one", "ep2")
+        if name not in ("one", "ep2") and ((family, name) in SOAK) == soak
     ]
 
 
 LAUNCHES = {
-    "one": [*(f"train:{f}:one" for f in BY_FAMILY if "one" in BY_FAMILY[f]), f"aux:{MOE}:one"],
     "experts": [f"train:{MOE}:ep2", f"aux:{MOE}:ep2", f"export:{MOE}:ep2"],
-    "dense layouts": [
+    "experts in one": [f"train:{MOE}:one", f"aux:{MOE}:one"],
+    "layouts": [
+        f"save:{MOE}:ep2",
         "travel:qwen3_vl:pp2",
         "shared:qwen3_vl:pp2",
-        *train_jobs("qwen2_vl", "qwen3_vl"),
-    ],
-    "layouts with experts": [
-        f"save:{MOE}:ep2",
-        *train_jobs(MOE),
+        *train_jobs(*FAMILIES),
         *(f"aux:{MOE}:{name}" for name in AUX if name != "ep2"),
+        *(f"export:{family}:{BY_FAMILY[family][0]}" for family in TEXT),
     ],
-    "without images": [*train_jobs(*TEXT), *(f"export:{family}:tp2" for family in TEXT)],
-    "back to one": [f"resume:{MOE}:one"],
+    "more layouts": train_jobs(*FAMILIES, soak=True),
+    "one": ["train:qwen2_vl:one", "train:qwen3_vl:one", f"resume:{MOE}:one"],
 }
 """Jobs that share processes. The last one needs what is saved with experts."""
-QUICK = ("experts",)
+MARKS = {
+    "experts": (),
+    "experts in one": (),
+    "layouts": pytest.mark.slow,
+    "more layouts": pytest.mark.soak,
+    "one": pytest.mark.slow,
+}
 LAUNCH_OF = {job: launch for launch, jobs in LAUNCHES.items() for job in jobs}
 
 
 def marked(job, *values):
-    """A slow test where the job's launch is."""
-    return pytest.param(*values, marks=() if LAUNCH_OF[job] in QUICK else pytest.mark.slow)
+    """A test as slow as its job's launch."""
+    return pytest.param(*values, marks=MARKS[LAUNCH_OF[job]])
 
 
 PAIRS = [
@@ -97,6 +106,8 @@ def done(folder):
     @cache
     def launch(name):
         jobs = LAUNCHES[name]
+        if name == "one" and (problem := launch("layouts")) is not None:
+            return problem
         processes = worker.FAMILY_LAYOUTS[jobs[0].rsplit(":", 1)[1]].processes
         script = layouts.TESTS / "support" / "family_layouts.py"
         try:
@@ -224,7 +235,7 @@ def test_the_exported_experts_have_the_bits_of_the_original(done, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", TEXT)
 def test_a_language_model_exports_the_bits_it_was_read_from(done, folder, family):
-    exported = load_stock(done(f"export:{family}:tp2")).state_dict()
+    exported = load_stock(done(f"export:{family}:{BY_FAMILY[family][0]}")).state_dict()
     original = load_stock(folder / family).state_dict()
     assert exported.keys() == original.keys()
     assert ("lm_head.weight" in exported) and not any("visual" in name for name in exported)

@@ -1,7 +1,8 @@
 """The main claim: every parallel layout takes the optimizer steps of the hf engine in one process.
 
 Same weights, same bins, float32; with AdamW and clipping, and with SGD, which compares gradients.
-Two processes by default; the layouts of four and eight are slow tests.
+Two processes by default; the layouts of one, four and eight are slow tests, and those that the
+layout of eight contains besides are left to `make soak`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,17 @@ import pytest
 from support import layouts
 from support.layouts import BINS, LAYOUTS, OPTIMIZERS, STEPS
 
-BY_PROCESSES = {
-    count: [name for name, layout in LAYOUTS.items() if layout.processes == count]
-    for count in (1, 2, 4, 8)
-}
-SLOW = [*BY_PROCESSES[1], *BY_PROCESSES[4], *BY_PROCESSES[8]]
-NAMES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAYOUTS]
+SOAK = ("cp2-pp2", "tp2-pp2")
+
+
+def launch_of(name):
+    """Layouts with the same number of processes and the same mark share a launch."""
+    processes = LAYOUTS[name].processes
+    return processes, "soak" if name in SOAK else "quick" if processes == 2 else "slow"
+
+
+MARKS = {"quick": (), "slow": pytest.mark.slow, "soak": pytest.mark.soak}
+NAMES = [pytest.param(name, marks=MARKS[launch_of(name)[1]]) for name in LAYOUTS]
 
 
 @pytest.fixture(scope="module")
@@ -30,19 +36,20 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(folder):
-    """Launches all layouts of one world size at once, when the first of them is asked for."""
+    """Runs all layouts of one launch at once, when the first of them is asked for."""
 
     @cache
-    def launch(count):
+    def launch(processes, mark):
         script = layouts.TESTS / "support" / "layouts.py"
+        names = [name for name in LAYOUTS if launch_of(name) == (processes, mark)]
         try:
-            layouts.torchrun(script, count, str(folder), ",".join(BY_PROCESSES[count]))
+            layouts.torchrun(script, processes, str(folder), ",".join(names))
         except AssertionError as error:
             return error
         return None
 
     def load(name):
-        problem = launch(LAYOUTS[name].processes)
+        problem = launch(*launch_of(name))
         if problem is not None:
             raise problem
         facts = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -11,6 +12,9 @@ import pytest
 from safetensors.torch import load_file
 from support.recipes import rows
 from support.shards import ROOT
+
+from vlmpack.api import run_recipe
+from vlmpack.recipe import load_recipe
 
 pytestmark = pytest.mark.slow
 
@@ -33,10 +37,7 @@ FLOAT32_NOISE = 1e-6
 
 
 def finetune(recipe, run_dir, processes, **overrides):
-    """`vlmpack finetune`, small: a short validation, no generated answers."""
-    head = [sys.executable]
-    if processes > 1:
-        head += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    """As `vlmpack finetune` does, small: a short validation, no generated answers."""
     settings = {
         "run_dir": run_dir,
         "training.max_steps": STEPS,
@@ -45,10 +46,21 @@ def finetune(recipe, run_dir, processes, **overrides):
         "evaluation.generate": "false",
         "logging.progress": "none",
     } | overrides
+    values = [f"{name}={value}" for name, value in settings.items()]
+    if processes == 1:  # this one
+        run_recipe(load_recipe(ROOT / "recipes" / f"{recipe}.yaml", values))
+    else:
+        torchrun(recipe, processes, values)
+    return json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
+
+
+def torchrun(recipe, processes, values):
+    """The command under the launcher."""
     done = subprocess.run(
         [
-            *(*head, "-m", "vlmpack", "finetune", f"recipes/{recipe}.yaml"),
-            *(f"{name}={value}" for name, value in settings.items()),
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *(f"--nproc-per-node={processes}", "-m", "vlmpack", "finetune"),
+            *(f"recipes/{recipe}.yaml", *values),
         ],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
@@ -58,7 +70,13 @@ def finetune(recipe, run_dir, processes, **overrides):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-6000:]
-    return json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def at_the_root():
+    """The recipes' paths start there."""
+    with contextlib.chdir(ROOT):
+        yield
 
 
 def exported(run_dir):
@@ -116,11 +134,19 @@ def test_a_recipe_takes_the_steps_of_the_demo(demo, name):
     assert flipped < 1e-4 * total
 
 
-def test_a_run_goes_on_with_another_layout_and_on_the_other_engine(demo):
-    """One run folder: TP 2, then PP 2, then the hf engine in one process; warmup all along."""
-    run_dir = demo.parent / "moved"
-    finetune("digits-tp2", run_dir, 2, **{"training.max_steps": 2})
-    finetune("digits-pp2", run_dir, 2, **{"training.max_steps": 3})
+@pytest.mark.parametrize(
+    "stages",
+    [
+        [("digits-tp2", 2)],
+        pytest.param([("digits-tp2", 2), ("digits-pp2", 3)], marks=pytest.mark.soak),
+    ],
+    ids=["tp2", "tp2, pp2"],
+)
+def test_a_run_goes_on_with_another_layout_and_on_the_other_engine(demo, stages):
+    """One run folder: layouts of two processes, then the hf engine in one; warmup all along."""
+    run_dir = demo.parent / f"moved-{len(stages)}"
+    for recipe, steps in stages:
+        finetune(recipe, run_dir, 2, **{"training.max_steps": steps})
     result = finetune("digits-demo", run_dir, 1)
     assert result["engine"]["engine"].startswith("hf")
     assert result["steps"] == STEPS

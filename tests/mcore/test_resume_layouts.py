@@ -1,4 +1,8 @@
-"""A run goes on with another layout, and on the other engine, and back again."""
+"""A run goes on with another layout, and on the other engine, and back again.
+
+What is saved and what goes on from it are computed in different processes, those of a kind
+together; the hf engine's in the test's own.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,12 @@ import json
 from typing import Any
 
 import pytest
-from support.layouts import STEPS, TESTS, torchrun
-from support.relayout import STEPS_BEFORE, layout_of
+from support.engines import make_engine, make_stepper
+from support.layouts import LAYOUTS, STEPS, TESTS, torchrun
+from support.relayout import STEPS_BEFORE, file_of, run_job
+from support.shards import TINY_MODEL
+
+from vlmpack.families import Encoder
 
 WORKER = TESTS / "support" / "relayout.py"
 
@@ -16,26 +24,31 @@ pytestmark = pytest.mark.slow
 TOLERANCE = 1e-5
 """Relative, of losses and gradient norms: the stated bound of the project."""
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Checkpoints and losses of all tests here."""
-    return tmp_path_factory.mktemp("relayout")
-
-
-def run(folder: Any, mode: str, layout: str, *sources: str) -> None:
-    """The worker in as many processes as the layout has."""
-    torchrun(WORKER, layout_of(layout).processes, mode, str(folder), layout, *sources)
+SAVED = ("tp2", "cp2", "pp2")
+"""With a sharded optimizer, in two processes."""
+FROM_TP2 = ("cp2", "pp2", "dp2", "tp2")
+TO_TP2 = ("hf", "cp2", "pp2")
 
 
-def rows(folder: Any, layout: str, source: str) -> list[list[float]]:
+def run(folder: Any, processes: int, *jobs: str) -> None:
+    """The worker's jobs, one after another."""
+    torchrun(WORKER, processes, str(folder), *jobs)
+
+
+def run_hf(folder: Any, job: str) -> None:
+    """A job on the hf engine, here."""
+    engine = make_engine(TINY_MODEL, Encoder(TINY_MODEL))
+    run_job(folder, job, make_stepper(engine), LAYOUTS["one"], engine.ranks)
+
+
+def rows(folder: Any, job: str) -> list[list[float]]:
     """(loss, gradient norm) of the steps after the checkpoint."""
-    return json.loads((folder / f"{layout}-from-{source}.json").read_text())
+    return json.loads(file_of(folder, job).read_text())
 
 
 def assert_goes_on(folder: Any, layout: str, source: str) -> None:
     """The same losses and gradient norms as the unbroken run."""
-    unbroken, resumed = rows(folder, source, source), rows(folder, layout, source)
+    unbroken, resumed = rows(folder, f"save:{source}"), rows(folder, f"resume:{layout}:{source}")
     assert len(unbroken) == STEPS
     assert abs(unbroken[-1][0] - unbroken[0][0]) > 100 * TOLERANCE * unbroken[0][0], "nothing moved"
     for before, after in zip(unbroken, resumed, strict=True):
@@ -43,38 +56,47 @@ def assert_goes_on(folder: Any, layout: str, source: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved_at_tp2(folder):
-    """Written by two tensor-parallel processes with a sharded optimizer."""
-    run(folder, "save", "tp2")
+def saved(tmp_path_factory):
+    """Checkpoints and losses of all tests here; saved by either engine."""
+    folder = tmp_path_factory.mktemp("relayout")
+    run(folder, 2, *(f"save:{name}" for name in SAVED))
+    run_hf(folder, "save:hf")
     return folder
 
 
-def test_tensor_parallel_to_hf(saved_at_tp2):
-    run(saved_at_tp2, "resume", "hf", "tp2")
-    assert_goes_on(saved_at_tp2, "hf", "tp2")
+@pytest.fixture(scope="module")
+def resumed(saved):
+    """Gone on in two processes."""
+    jobs = [f"resume:{name}:tp2" for name in FROM_TP2]
+    run(saved, 2, *jobs, *(f"resume:tp2:{name}" for name in TO_TP2))
+    return saved
 
 
-def test_both_processes_wrote(saved_at_tp2):
-    files = sorted((saved_at_tp2 / "tp2" / f"step-{STEPS_BEFORE:08d}").glob("*-of-*.safetensors"))
+def test_both_processes_wrote(saved):
+    files = sorted((saved / "tp2" / f"step-{STEPS_BEFORE:08d}").glob("*-of-*.safetensors"))
     assert [file.name.split("-")[:2] for file in files] == [
         [kind, number] for kind in ("model", "optimizer") for number in ("00000", "00001")
     ]
 
 
-@pytest.mark.parametrize("layout", ["cp2", "pp2", "dp2", "one", "tp2"])
-def test_tensor_parallel_to(layout, saved_at_tp2):
-    if layout != "tp2":
-        run(saved_at_tp2, "resume", layout, "tp2")
-        assert_goes_on(saved_at_tp2, layout, "tp2")
-    else:
-        unbroken = rows(saved_at_tp2, "tp2", "tp2")
-        run(saved_at_tp2, "resume", "tp2", "tp2")
-        assert rows(saved_at_tp2, "tp2", "tp2") == unbroken, "the same layout goes on bit by bit"
+def test_tensor_parallel_to_hf(saved):
+    run_hf(saved, "resume:hf:tp2")
+    assert_goes_on(saved, "hf", "tp2")
 
 
-def test_the_way_back(folder):
-    for layout in ("hf", "cp2", "pp2"):
-        run(folder, "save", layout)
-    run(folder, "resume", "tp2", "hf,cp2,pp2")
-    for source in ("hf", "cp2", "pp2"):
-        assert_goes_on(folder, "tp2", source)
+def test_tensor_parallel_to_one_process(saved):
+    run(saved, 1, "resume:one:tp2")
+    assert_goes_on(saved, "one", "tp2")
+
+
+@pytest.mark.parametrize("layout", FROM_TP2)
+def test_tensor_parallel_to(resumed, layout):
+    assert_goes_on(resumed, layout, "tp2")
+    if layout == "tp2":
+        unbroken, again = rows(resumed, "save:tp2"), rows(resumed, "resume:tp2:tp2")
+        assert again == unbroken, "the same layout goes on bit by bit"
+
+
+@pytest.mark.parametrize("source", TO_TP2)
+def test_the_way_back(resumed, source):
+    assert_goes_on(resumed, "tp2", source)

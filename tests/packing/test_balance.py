@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 
 import numpy as np
 import pytest
@@ -89,6 +90,44 @@ def test_swapping_ends_at_the_tolerance():
     loose = spread(rows(costs, balance(costs, 16, tolerance=0.1))).max()
     tight = spread(rows(costs, balance(costs, 16, tolerance=0.0))).max()
     assert tight < loose <= 1.1
+
+
+def heavy_vision(count, seed):
+    """(n, 2): language within 10%, vision in 5% of the items and of a long tail."""
+    random = np.random.default_rng(seed)
+    vision = np.where(random.random(count) < 0.05, random.lognormal(0, 1.2, count), 0.0)
+    return np.stack([random.normal(1, 0.1, count).clip(0.5), vision.clip(0, 20)], axis=1)
+
+
+@pytest.mark.parametrize(("ranks", "each"), [(8, 256), (4, 512), (512, 4)])
+def test_the_pairs_tried_are_bounded(ranks, each, monkeypatch):
+    """Counted, not timed: all pairs of 8 ranks x 256 would be 458,752 for every swap."""
+    module = sys.modules[balance.__module__]
+    candidates, tried = module._candidates, []
+
+    def counted(*arguments):
+        some = candidates(*arguments)
+        tried.append(len(some.mine) * some.theirs.size)
+        return some
+
+    monkeypatch.setattr(module, "_candidates", counted)
+    count = ranks * each
+    skewed, plain = heavy_vision(count, seed=4), np.random.default_rng(4).random((count, 2))
+    costs = skewed if each > 4 else plain
+    dealt = balance(costs, ranks, tolerance=0.0)
+    assert sorted(dealt.ravel().tolist()) == list(range(count))
+    assert len(tried) > 4, "there was something to swap"
+    assert max(tried) <= module.PAIRS_A_SWAP
+    assert sum(tried) <= 1 << 20
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_skewed_vision_is_even_over_8_ranks_of_256_items(seed):
+    costs = heavy_vision(8 * 256, seed)
+    dealt = balance(costs, 8)
+    assert spread(rows(costs, dealt)).max() <= 1.011
+    assert spread(rows(costs, balance(costs, 8, max_swaps=0))).max() > 1.02, "swaps are needed"
+    assert dealt.tolist() == balance(costs, 8).tolist()
 
 
 def test_a_deal_is_a_function_of_the_costs():

@@ -48,12 +48,6 @@ def test_a_pack_costs_what_its_samples_do():
     assert samples.sum() > 0
 
 
-def test_a_frozen_tower_only_runs_forward():
-    frozen = MODEL.with_frozen_vision()
-    ones = column(1)
-    assert frozen(ones, ones, ones)[0].tolist() == pytest.approx([12.0, (5 + 2) / 3])
-
-
 def counted(folder):
     """FLOPs that torch counts in one forward pass: of the decoder for 64 tokens, of the head for
     one, of the tower for one image of 8 x 16 patches and for two of 8 x 8."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -52,9 +53,11 @@ def test_every_row_has_the_same_shapes(lengths: tuple[int, ...], multiple: int) 
     assert batch.input_ids.shape == (1, 24) and batch.cu_seqlens.shape == (3 + 2,)
     assert batch.max_seqlen == batch.packed_seq_params().max_seqlen_q == 24
     assert sum(batch.segment_lengths) == 24 and len(batch.segment_lengths) == 4
-    assert (batch.cu_seqlens_padded is not None) == any(n % multiple for n in lengths)
+    assert (batch.cu_seqlens_padded is None) == (other.cu_seqlens_padded is None) == (multiple == 1)
     if batch.cu_seqlens_padded is not None:
         assert batch.cu_seqlens_padded.shape == (5,) and batch.cu_seqlens_padded[-1] == 24
+        ends = [0, *accumulate(batch.segment_lengths)]
+        assert batch.cu_seqlens_padded.tolist() == ends, "a row without gaps has the same tensors"
     assert batch.num_label_tokens == sum(length - 1 for length in lengths)
 
 
@@ -76,6 +79,12 @@ def test_the_ghost_is_a_segment_of_its_own_and_the_rest_repeats_the_last_boundar
     assert row().segment_lengths == (24, 0, 0, 0)
 
 
+def test_aligned_rows_of_free_width_repeat_no_boundaries() -> None:
+    assert row(8, 4, fixed=None, multiple=4).cu_seqlens_padded is None
+    assert row(8, 3, fixed=None, multiple=4).cu_seqlens_padded is not None
+    assert row(fixed=None, multiple=4).cu_seqlens_padded is None
+
+
 def test_rows_that_do_not_fit_are_refused() -> None:
     with pytest.raises(PackingError, match=r"3 samples take 25 tokens, .* fixed to 24; .*max_tok"):
         row(8, 8, 9)
@@ -89,6 +98,10 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         collator([sample(2)])
     assert collator.settled(3)([sample(2)]).cu_seqlens.shape == (5,)
     assert PackCollator(pad_token_id=0, num_position_axes=3).settled(3).fixed is None
+    assert collator.settled(3).fixed == FIXED
+    assert collator.settled(3, row_tokens=32)([sample(2)]).num_slots == 32
+    named = replace(collator, fixed=FIXED).settled(9, row_tokens=32)
+    assert named.fixed == FixedShape(row_tokens=32, max_sequences=3), "3 was asked for"
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

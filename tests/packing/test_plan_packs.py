@@ -247,3 +247,18 @@ def test_bad_lengths_are_named(arguments, message):
 def test_bad_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         plan_packs([5, 8], 8, **options)
+
+
+@pytest.mark.parametrize("budget", [2**50, 2**62])
+def test_a_second_budget_that_never_binds_may_be_huge(budget):
+    lengths = np.random.default_rng(8).integers(1, 32768, 200)
+    packs = plan_packs(lengths, 32768, second=lengths * 4, second_budget=budget)
+    assert sorted(np.concatenate(packs).tolist()) == list(range(200))
+    assert max(int(lengths[pack].sum()) for pack in packs) <= 32768
+    alone = plan_packs(lengths, 32768)
+    assert len(packs) <= len(alone) + 1
+
+
+def test_second_quantities_that_cannot_be_counted_are_refused():
+    with pytest.raises(PackingError, match=r"second_budget is .* in larger units"):
+        plan_packs([1, 2], 32768, second=[2**50, 2**50], second_budget=2**51)

@@ -70,6 +70,12 @@ CASES = [
         OFFLINE,
     ),
     (
+        "packs_need_offline",
+        {"packing.path": "packs/x"},
+        "packing.path: 'packs/x', but packing.mode 'in_batch' reads no saved packs; use",
+        OFFLINE,
+    ),
+    (
         "row_fields_need_rows",
         {"packing.max_vision_patches": 100},
         "packing.max_vision_patches: 100, but packing.mode 'in_batch' plans no rows",

@@ -196,6 +196,23 @@ def test_a_pipeline_without_enough_micro_batches_is_noted(minimal, tmp_path):
     assert "parallelism.pipeline 2 is more than the 1 micro-batch(es) per optimizer step" in found
 
 
+def test_steps_of_a_fixed_set_of_samples_have_no_number_of_micro_batches(minimal, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    minimal["model"]["path"] = str(tmp_path)
+    minimal["training"] |= {"micro_batch_size": 1, "global_batch_size": 6}
+    changes = ["packing.mode=online", "model.backend=mcore", "parallelism.pipeline=2"]
+    batch = load_recipe(minimal, [*changes, "packing.scope=batch"], world_size=16)
+    table = {row.name: row for row in derived_rows(batch, 16)}
+    assert table["gradient accumulation"].value == "varies"
+    assert table["gradient accumulation"].formula == "the rows of each step's 6 samples / 8"
+    assert derive(batch, 16).gradient_accumulation_steps is None
+    assert not [note for note in notes(batch, 16) if "micro-batch" in note]
+    stream = load_recipe(minimal, [*changes, "training.global_batch_size=8"], world_size=16)
+    table = {row.name: row for row in derived_rows(stream, 16)}
+    assert table["gradient accumulation"].value == 1
+    assert [note for note in notes(stream, 16) if "more than the 1 micro-batch(es)" in note]
+
+
 def test_sizes_of_a_megatron_run(minimal):
     split = ["tensor=2", "sequence=true", "context=2", "pipeline=2"]
     recipe = load_recipe(

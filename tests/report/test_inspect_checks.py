@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from vlmpack.data.loading.loader import MicroBatch, TrainedSample
 from vlmpack.data.tools.show import take_apart
 from vlmpack.packing.batch import IGNORE_INDEX, PackedBatch
 from vlmpack.report.inspect.checks import check_row
+from vlmpack.report.inspect.opening import Wanted, open_row
 from vlmpack.report.inspect.page import render_page
 from vlmpack.report.inspect.row import Row, cut_row
+from vlmpack.training.reopen import open_train
 
 SAMPLES, LABELS, POSITIONS = (
     "every sample whole, once",
@@ -233,6 +236,19 @@ def test_each_break_shows_its_cross(
 ) -> None:
     """And no other: a cross says where to look."""
     assert failed(broken(row)) == expected
+
+
+def test_rows_of_one_shape_may_repeat_their_boundaries(inspect_recipe: Path) -> None:
+    """A row without a gap has physical boundaries where all rows have the same tensors."""
+    train, _ = open_train(inspect_recipe)
+    wanted = next(n for n, tokens in enumerate(train.fitted.table.num_tokens) if tokens % 4 == 0)
+    alone = ["packing.max_sequences=1", "packing.pad_to_max_length=true"]
+    key = Wanted(key=train.ref(wanted).key)
+    fixed, _, _ = open_row(inspect_recipe, key, overrides=alone, context=2)
+    assert fixed.batch.cu_seqlens_padded is not None and len(fixed.alone) == 1
+    assert torch.equal(fixed.batch.cu_seqlens_padded, fixed.batch.cu_seqlens)
+    assert failed(fixed) == set()
+    assert failed(with_batch(fixed, fixed_shape=False)) == {BOUNDARIES}
 
 
 def test_a_leak_into_the_next_sample_is_called_one(row: Row) -> None:

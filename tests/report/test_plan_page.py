@@ -131,6 +131,21 @@ def test_the_page_fits_the_terminal(plan: RunPlan, width: int) -> None:
     assert "2 more sources" in words
 
 
+def test_the_hint_for_a_batch_in_rows(plan: RunPlan) -> None:
+    """80 rows of 12.3 samples are 984, not 1,024; 83 are 1,021; other modes need no hint."""
+
+    def lines(keeping: int | None) -> str:
+        batch = replace(plan.batch, keeping_size=keeping)
+        found = sections(replace(plan, batch=batch))
+        return " ".join(next(s for s in found if s.title == "Effective batch").lines)
+
+    assert "= 80 (a multiple of the 16 model copies; rounded, so a step would train 984" in lines(
+        80
+    )
+    assert "= 83 (a multiple of the 16 model copies)" in lines(83)
+    assert "new_GBS" not in lines(None) and "learning rate" in lines(None)
+
+
 def test_html_has_the_pictures_and_escapes_names(plan: RunPlan, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     write_page(plan, page, title="recipes/<x>.yaml")

@@ -191,40 +191,48 @@ from vlmpack.training.generation import answer_over_ranks
 from vlmpack.training.scoring import Question
 from dataclasses import replace
 
-out, sharding = Path(sys.argv[1]), sys.argv[2]
+out = Path(sys.argv[1])
 ranks = start_process_group()
 encoder = Encoder(TINY_MODEL)
-engine = make_engine(TINY_MODEL, encoder, ranks=ranks, sharding=sharding)
 questions = [Question.from_sample(s.cooked()) for s in read_shard(limit=7)]
 first = next(i for i, q in enumerate(questions) if q.images)
 questions[first] = replace(questions[first], images=(b"x",) * len(questions[first].images))
-bad = []
-answers = answer_over_ranks(engine, encoder, questions, ranks=ranks, batch_size=2,
-                            max_new_tokens=5, on_bad_sample=lambda e: bad.append(e.key))
-try:
-    answer_over_ranks(engine, encoder, questions, ranks=ranks, batch_size=2, max_new_tokens=2)
-    raised = False
-except DataError:
-    raised = True
-(out / f"{sharding}-{ranks.rank}.json").write_text(
-    json.dumps({"answers": answers, "bad": bad, "raised": raised, "sharded": engine.sharded}))
+for sharding in ("none", "fsdp"):
+    engine = make_engine(TINY_MODEL, encoder, ranks=ranks, sharding=sharding)
+    bad = []
+    answers = answer_over_ranks(engine, encoder, questions, ranks=ranks, batch_size=2,
+                                max_new_tokens=5, on_bad_sample=lambda e: bad.append(e.key))
+    try:
+        answer_over_ranks(engine, encoder, questions, ranks=ranks, batch_size=2, max_new_tokens=2)
+        raised = False
+    except DataError:
+        raised = True
+    (out / f"{sharding}-{ranks.rank}.json").write_text(
+        json.dumps({"answers": answers, "bad": bad, "raised": raised, "sharded": engine.sharded}))
 stop_process_group()
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["none", "fsdp"])
-def test_two_ranks_give_the_answers_of_one(sharding: str, tmp_path, loaded) -> None:
-    script = tmp_path / "worker.py"
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> Path:
+    """The answers of two ranks, with whole weights and with sharded ones."""
+    folder = tmp_path_factory.mktemp("ranks")
+    script = folder / "worker.py"
     script.write_text(WORKER)
     tests = Path(__file__).resolve().parents[1]
     path = os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")])
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        str(script), str(tmp_path), sharding,
+        str(script), str(folder),
     ]  # fmt: skip
     subprocess.run(command, check=True, timeout=240, env={**os.environ, "PYTHONPATH": path})
-    results = [json.loads((tmp_path / f"{sharding}-{rank}.json").read_text()) for rank in (0, 1)]
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", "fsdp"])
+def test_two_ranks_give_the_answers_of_one(sharding: str, two_ranks: Path, loaded) -> None:
+    results = [json.loads((two_ranks / f"{sharding}-{rank}.json").read_text()) for rank in (0, 1)]
     assert results[0] == results[1]
     assert results[0]["sharded"] == (sharding == "fsdp")
     assert len(results[0]["bad"]) == 1

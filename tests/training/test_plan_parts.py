@@ -118,6 +118,12 @@ def test_hints_of_batch_and_learning_rate() -> None:
     assert grown.scaled_learning_rate == pytest.approx(2e-4)
     same = batch_figures(recipe, unpacked, unpacked, samples_per_row=4.0, copies=8)
     assert same.keeping_size == 8 and same.scaled_learning_rate is None
+    assert (grown.kept_samples, same.kept_samples) == (16, 32)
+    scoped = recipe.model_copy(
+        update={"packing": recipe.packing.model_copy(update={"mode": "online", "scope": "batch"})}
+    )
+    kept = batch_figures(scoped, unpacked, unpacked, samples_per_row=4.0, copies=1)
+    assert kept.keeping_size is None, "a step has the unpacked run's samples already"
 
 
 def test_parameters_are_counted_from_headers() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
+from pathlib import Path
+
+import pytest
 
 from vlmpack.errors import Preempted
-from vlmpack.training.stop import StopFlag, stop_on_sigterm
+from vlmpack.training.run_dir import RunDir
+from vlmpack.training.stop import StopFlag, interrupt_told, stop_on_sigterm
 
 
 def test_sigterm_sets_the_flag_and_nothing_else():
@@ -54,3 +59,26 @@ def test_the_flag_can_be_set_by_hand():
 
 def test_being_preempted_has_an_exit_code_of_its_own():
     assert Preempted.exit_code == 75
+
+
+@pytest.mark.parametrize(
+    ("steps", "saved", "expected"),
+    [
+        ((1, 2, 3), ("step-00000002",), "step 3; the last checkpoint is step 2, the same command"),
+        ((), (), "step 0; the last checkpoint is none, the same command starts again"),
+    ],
+)
+def test_an_interrupt_says_what_is_saved_and_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: tuple[int, ...], saved: tuple[str, ...],
+    expected: str,
+) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.metrics.write_text("".join(f'{{"step": {step}}}\n' for step in steps))
+    for name in saved:
+        (run_dir.checkpoints / name).mkdir(parents=True)
+    with caplog.at_level(logging.WARNING, "vlmpack"):
+        with pytest.raises(KeyboardInterrupt), interrupt_told(run_dir):
+            os.kill(os.getpid(), signal.SIGINT)
+            signal.pause()
+    (line,) = caplog.messages
+    assert line.startswith(f"interrupted at {expected}")

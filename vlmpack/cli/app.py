@@ -65,7 +65,8 @@ def _rank() -> int:
 
 
 def main() -> None:
-    """Run the command line; exit code 0, 1 (error), 2 (recipe or usage), 75 (preempted)."""
+    """Run the command line; exit code 0, 1 (error), 2 (recipe or usage), 75 (preempted),
+    130 (interrupted)."""
     logging.basicConfig(format="%(message)s", stream=sys.stderr, level=logging.WARNING)
     logging.getLogger("vlmpack").setLevel(logging.INFO if _rank() == 0 else logging.ERROR)
     try:

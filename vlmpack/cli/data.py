@@ -124,20 +124,21 @@ def show(
     from vlmpack.data.tools.show import find_samples, show_bin
     from vlmpack.training.reopen import (
         check_batch,
+        last_state,
         open_recipe,
         planned_batch,
         read_recipe,
+        run_folder,
         trained_in,
     )
-    from vlmpack.training.run_dir import RunDir
 
     if (batch is None) == (key is None):
         raise VlmpackError("expected one of --batch N and --key KEY")
     if (bin_ is not None and batch is None) or (shard is not None and key is None):
         raise VlmpackError("--bin goes with --batch, --shard with --key")
-    run_dir = RunDir(recipe) if recipe.is_dir() else None
+    run_dir = run_folder(recipe)
     values = read_recipe(recipe, overrides or ())
-    train, encoder = open_recipe(values)
+    train, encoder = open_recipe(values, begun=last_state(run_dir))
     if key is not None:
         found = find_samples(train, key, shard)
         shown = [show_bin(train, encoder, (ref,), f"sample {key} alone") for ref in found]
@@ -210,5 +211,5 @@ def _print_audit(found: Audit) -> None:
     typer.echo(
         f"NOT PROVEN: {found.num_problems} problems in {what}"
         if found.num_problems
-        else f"proven: {what}; every sample of an epoch is there once, or accounted for"
+        else f"proven: {what}; every draw of an epoch is there once, or accounted for"
     )

@@ -40,6 +40,10 @@ def check(recipe: RecipePath, overrides: Overrides = None, world_size: WorldSize
     console.print(table)
     for note in notes(loaded, world_size):
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+    unopened = (
+        "not checked: model folder and data, which a launch opens; `vlmpack plan` opens them now"
+    )
+    console.print(unopened, highlight=False, soft_wrap=True)
 
 
 @app.command()

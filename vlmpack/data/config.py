@@ -37,8 +37,8 @@ class PacksConfig:
 
     path: Path
     """The folder that `vlmpack pack` wrote."""
-    max_tokens: int
-    """Tokens in a row at most."""
+    max_tokens: int | None = None
+    """Tokens in a row at most; None: as the packs have it."""
     max_patches: int | None = None
     """Vision patches in a row at most; None for no bound."""
     max_sequences: int | None = None

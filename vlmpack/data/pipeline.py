@@ -343,9 +343,9 @@ class TrainData:
 
 
 def _with_settled_shape(collator: Collator, split: Split) -> Collator:
-    """The collator, with boundaries of the size that the packer settled on where that was left to
-    it."""
+    """The collator, with rows of the packer's width, and boundaries of the size that it settled on
+    where that was left to it."""
     packer = split.plan.packer
     if not isinstance(collator, PackCollator) or not isinstance(packer, BudgetPacker):
         return collator
-    return collator.settled(packer.budget.max_sequences)
+    return collator.settled(packer.budget.max_sequences, row_tokens=packer.budget.max_tokens)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import isqrt
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,13 @@ from vlmpack.packing.limits import Integers, positive
 
 Floats = npt.NDArray[np.float64]
 
+PAIRS_A_SWAP = 4096
+"""Pairs of items that are tried for a swap at most: 0.05 to 0.1 ms."""
+MIN_PARTNERS = 4
+"""Ranks among which the other item is sought, at least."""
+MAX_MISSES = 4
+"""Turns without a better pair, where only some are tried, after which swapping ends."""
+
 
 def balance(
     costs: npt.ArrayLike, num_ranks: int, *, tolerance: float = 0.01, max_swaps: int = 256
@@ -21,13 +30,14 @@ def balance(
     Every cost component of a rank is measured in shares of its mean over ranks; what is made small
     is the largest share of any rank and component. Longest first: an item goes to the rank, of
     those with room, whose largest share stays smallest. Then items of the worst rank are swapped
-    with others while that helps. A pure function of its arguments.
+    with others while that helps; of very many pairs only some are tried (PAIRS_A_SWAP), so that the
+    work grows with n and no faster. A pure function of its arguments.
 
     Args:
         costs: (n,) or (n, k), finite and at least 0: k costs of each item, in any units.
         num_ranks: n must be a multiple of it; fill with items of no cost.
         tolerance: swapping ends once no load is more than this share above its mean.
-        max_swaps: most swaps.
+        max_swaps: most swaps, and attempts at one.
 
     Returns:
         (num_ranks, n / num_ranks) int64: the items of each rank, ascending.
@@ -74,35 +84,100 @@ def _deal(shares: Floats, ranks: int) -> Integers:
     """(R, n / R) items, longest first."""
     each = len(shares) // ranks
     dealt = np.zeros((ranks, each), np.int64)
-    filled = np.zeros(ranks, np.int64)
-    loads = np.zeros((ranks, shares.shape[1]))
+    filled = [0] * ranks
+    loads = np.zeros((shares.shape[1], ranks))  # of a rank without room: without end
     for item in np.argsort(-shares.sum(axis=1), kind="stable").tolist():
-        after = (loads + shares[item]).max(axis=1)
-        after[filled == each] = np.inf
-        rank = int(after.argmin())
+        after = loads + shares[item][:, None]
+        rank = int(after.max(axis=0).argmin())
         dealt[rank, filled[rank]] = item
         filled[rank] += 1
-        loads[rank] += shares[item]
+        loads[:, rank] = after[:, rank] if filled[rank] < each else np.inf
     return dealt
 
 
 def _swap(shares: Floats, dealt: Integers, goal: float, max_swaps: int) -> None:
     """Swap an item of the worst rank with one of another while the larger of the two falls."""
-    loads = shares[dealt].sum(axis=1)
-    for _ in range(max_swaps):
-        worst = int(loads.max(axis=1).argmax())
-        if loads[worst].max() <= goal:
+    loads = np.ascontiguousarray(shares[dealt].sum(axis=1).T)  # (k, R)
+    misses = 0
+    for turn in range(max_swaps):
+        largest = loads.max(axis=0)
+        worst = int(largest.argmax())
+        if largest[worst] <= goal:
             return
-        mine, theirs = shares[dealt[worst]], shares[dealt]
-        moved = theirs[None] - mine[:, None, None]  # (m, R, m, k): what the worst rank gains
-        pair = np.maximum(
-            (loads[worst] + moved).max(axis=-1), (loads[:, None] - moved).max(axis=-1)
-        )
-        pair[:, worst] = np.inf
-        i, rank, j = np.unravel_index(int(pair.argmin()), pair.shape)
-        if pair[i, rank, j] >= loads[worst].max() * (1 - 1e-9):
-            return
-        change = moved[i, rank, j].copy()
-        loads[worst] += change
-        loads[rank] -= change
-        dealt[worst, i], dealt[rank, j] = dealt[rank, j], dealt[worst, i]
+        some = _candidates(shares, dealt, loads, worst, turn, misses)
+        after = _after(shares, dealt, loads, worst, some)
+        i, r, j = np.unravel_index(int(after.argmin()), after.shape)
+        if after[i, r, j] >= largest[worst] * (1 - 1e-9):
+            misses += 1
+            if some.is_all or misses == MAX_MISSES:
+                return
+            continue
+        misses = 0
+        mine, rank, theirs = some.mine[i], some.ranks[r], some.theirs[r, j]
+        change = shares[dealt[rank, theirs]] - shares[dealt[worst, mine]]
+        loads[:, worst] += change
+        loads[:, rank] -= change
+        dealt[worst, mine], dealt[rank, theirs] = dealt[rank, theirs], dealt[worst, mine]
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """Pairs of items to try.
+
+    Args:
+        mine: (A,) places in the worst rank.
+        ranks: (P,) other ranks.
+        theirs: (P, B) places in each of these.
+        is_all: whether there are no other pairs.
+    """
+
+    mine: Integers
+    ranks: Integers
+    theirs: Integers
+    is_all: bool
+
+
+def _candidates(
+    shares: Floats, dealt: Integers, loads: Floats, worst: int, turn: int, misses: int
+) -> _Candidates:
+    """All pairs where they are few; else those of the least loaded ranks (after a miss, of the next
+    ones), and of each rank items that lie evenly in the order of what the worst has most of, other
+    ones every turn.
+
+    Args:
+        shares: (n, k) of the items.
+        dealt: (R, m) items.
+        loads: (k, R).
+        worst: the rank to relieve.
+        turn: 0, 1, 2, ...
+        misses: turns since the last swap.
+    """
+    ranks, each = dealt.shape
+    count = min(ranks - 1, max(MIN_PARTNERS, PAIRS_A_SWAP // each**2))
+    side = min(each, isqrt(PAIRS_A_SWAP // count))
+    order = np.argsort(loads.max(axis=0), kind="stable")
+    places = np.arange(count) + misses * count
+    partners = np.sort(order[order != worst].take(places, mode="wrap"))
+    if side == each:
+        every = np.arange(each)
+        theirs = np.broadcast_to(every, (count, each))
+        return _Candidates(every, partners, theirs, count == ranks - 1)
+    most = shares[:, int(loads[:, worst].argmax())]
+    picked = (np.arange(side) * each + turn * each // MAX_MISSES % each) // side
+    mine = np.argsort(most[dealt[worst]], kind="stable")[picked]
+    theirs = np.argsort(most[dealt[partners]], axis=1, kind="stable")[:, picked]
+    return _Candidates(mine, partners, theirs, False)
+
+
+def _after(shares: Floats, dealt: Integers, loads: Floats, worst: int, some: _Candidates) -> Floats:
+    """(A, P, B) the largest share of the two ranks once each pair were swapped."""
+    mine = shares[dealt[worst, some.mine]].T  # (k, A)
+    theirs = np.moveaxis(shares[dealt[some.ranks[:, None], some.theirs]], -1, 0)  # (k, P, B)
+    shape = some.theirs.shape
+    after = np.full((mine.shape[1], *shape), -np.inf)
+    for have, other, load in zip(mine, theirs, loads, strict=True):
+        gain = other - have[:, None, None]
+        np.maximum(after, load[worst] + gain, out=after)
+        # Whole, not broadcast: rows of a few numbers are slow.
+        np.maximum(after, np.repeat(load[some.ranks], shape[1]).reshape(shape) - gain, out=after)
+    return after

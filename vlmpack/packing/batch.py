@@ -158,7 +158,8 @@ class PackedBatch:
         loss_mask: (1, T) bool, always `labels != IGNORE_INDEX`.
         position_ids: (A, 1, T) int64, each sample's own.
         cu_seqlens: (N + 1,) int32, cumulative logical lengths.
-        cu_seqlens_padded: (N + 1,) int32, cumulative physical lengths; None where equal.
+        cu_seqlens_padded: (N + 1,) int32, cumulative physical lengths; None where equal,
+            but in rows of one shape whose segments are aligned: all of those have it.
         segment_lengths: N physical lengths, host integers.
         label_positions: (L,) int64, indices into the flattened row that carry a label.
         media: the images of the row in sample order, or None.

@@ -185,7 +185,7 @@ def pack_rows(
     ]
     logical_cu = torch.tensor((0, *accumulate((*layout.lengths, *fillers))), dtype=torch.int32)
     padded_cu = None
-    if physical != layout.lengths:
+    if physical != layout.lengths or layout.shows_physical:
         padded_cu = torch.tensor((0, *accumulate((*physical, *fillers))), dtype=torch.int32)
     return PackedBatch(
         input_ids=_with_gaps(input_ids, layout, pad_token_id)[None],
@@ -224,15 +224,22 @@ class PackCollator:
     total_multiple_of: int = 1
     fixed: FixedShape | None = None
 
-    def settled(self, max_sequences: int | None) -> PackCollator:
-        """The same, with boundaries of the size that the packer settled on where it was left open.
+    def settled(self, max_sequences: int | None, *, row_tokens: int | None = None) -> PackCollator:
+        """The same, with the shape that the packer settled on: of a run that goes on, or of packs,
+        it need not be what the recipe alone says.
 
         Args:
-            max_sequences: samples that a row holds at most.
+            max_sequences: samples that a row holds at most; counts where it was left open.
+            row_tokens: tokens that a row holds at most; None keeps the width.
         """
-        if self.fixed is None or self.fixed.max_sequences != "auto" or max_sequences is None:
+        fixed = self.fixed
+        if fixed is None:
             return self
-        return replace(self, fixed=replace(self.fixed, max_sequences=max_sequences))
+        if fixed.max_sequences == "auto" and max_sequences is not None:
+            fixed = replace(fixed, max_sequences=max_sequences)
+        if row_tokens is not None:
+            fixed = replace(fixed, row_tokens=row_tokens)
+        return replace(self, fixed=fixed)
 
     def __call__(self, samples: Sequence[EncodedSample]) -> PackedBatch:
         """Pack one bin; an empty one becomes `empty()`."""
@@ -250,6 +257,7 @@ class PackCollator:
         """A row without samples: one tail segment, no label, so that collectives stay aligned."""
         length = max(self.pad_to_multiple_of, self.total_multiple_of)
         segments: tuple[int, ...] = (length,)
+        shows_physical = False
         if self.fixed is not None:
             layout = RowLayout(
                 lengths=(),
@@ -259,13 +267,15 @@ class PackCollator:
             )
             layout.check()
             length, segments = self.fixed.row_tokens, layout.fillers
+            shows_physical = layout.shows_physical
+        boundaries = torch.tensor((0, *accumulate(segments)), dtype=torch.int32)
         return PackedBatch(
             input_ids=torch.full((1, length), self.pad_token_id),
             labels=torch.full((1, length), IGNORE_INDEX),
             loss_mask=torch.zeros(1, length, dtype=torch.bool),
             position_ids=torch.zeros(self.num_position_axes, 1, length, dtype=torch.int64),
-            cu_seqlens=torch.tensor((0, *accumulate(segments)), dtype=torch.int32),
-            cu_seqlens_padded=None,
+            cu_seqlens=boundaries,
+            cu_seqlens_padded=boundaries.clone() if shows_physical else None,
             segment_lengths=segments,
             label_positions=torch.empty(0, dtype=torch.int64),
             media=None,

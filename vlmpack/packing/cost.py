@@ -10,7 +10,7 @@ Both are linear in sums over samples, so the cost of a pack is the sum of its sa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -67,11 +67,3 @@ class CostModel:
             language = language + self.per_label_token * labels
         vision = self.per_patch * patches + self.per_squared_patches * patch_squares
         return np.stack([language, vision], axis=1).astype(np.float64)
-
-    def with_frozen_vision(self) -> CostModel:
-        """The same with a tower that only runs forward: a third of a step."""
-        return replace(
-            self,
-            per_patch=self.per_patch / 3,
-            per_squared_patches=self.per_squared_patches / 3,
-        )

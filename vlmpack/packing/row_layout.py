@@ -61,6 +61,12 @@ class RowLayout:
         return tuple(round_up(length, self.pad_to_multiple_of) for length in self.lengths)
 
     @property
+    def shows_physical(self) -> bool:
+        """Whether the row has physical boundaries even where they repeat the logical ones: rows of
+        one shape have the same tensors, whether or not a sample leaves a gap."""
+        return self.fixed is not None and self.pad_to_multiple_of > 1
+
+    @property
     def tail(self) -> int:
         """Length of the tail segment; 0 where none is needed."""
         total = sum(self.physical)

@@ -11,6 +11,7 @@ from bisect import insort
 
 import numpy as np
 
+from vlmpack.errors import PackingError
 from vlmpack.packing.limits import Integers, PackLimits
 
 
@@ -22,9 +23,11 @@ def place_pairs(units: Integers, second: Integers, limits: PackLimits, slots: in
         second: (n,) the other quantity, at most `limits.second_budget`.
         limits: bounds of a pack.
         slots: most samples in a pack.
+
+    Raises:
+        PackingError: numbers so large that an int64 does not hold their products.
     """
-    budget = limits.second_budget
-    assert budget is not None
+    budget = _second_budget(second, limits)
     pairs, group_of, counts = np.unique(
         units * (budget + 1) + second, return_inverse=True, return_counts=True
     )
@@ -44,6 +47,22 @@ def place_pairs(units: Integers, second: Integers, limits: PackLimits, slots: in
     found = np.empty(len(units), np.int64)
     found[np.argsort(rank[group_of], kind="stable")] = np.concatenate(placed)
     return found
+
+
+def _second_budget(second: Integers, limits: PackLimits) -> int:
+    """The bound to count with: no more than there is of it, where products would be too large."""
+    budget = limits.second_budget
+    assert budget is not None
+    most = int(np.iinfo(np.int64).max) // (limits.units + 1) - 1
+    if budget > most:
+        budget = min(budget, sum(second.tolist()))
+    if budget > most:
+        raise PackingError(
+            f"second_budget is {limits.second_budget} and second adds up to at least {budget}; "
+            f"with a capacity of {limits.capacity} at most {most} can be counted; give second and "
+            "second_budget in larger units"
+        )
+    return budget
 
 
 class _Packs:

@@ -21,8 +21,9 @@ class Derived:
     data_parallel: int
     """Copies of the model, each with its own part of every global batch."""
 
-    gradient_accumulation_steps: int
-    """Micro-batches per optimizer step and process."""
+    gradient_accumulation_steps: int | None
+    """Micro-batches per optimizer step and process; None where each step has its own number of
+    rows (`packing.scope: batch`)."""
 
     alignment: int
     """Planned lengths are rounded up to a multiple of this many tokens."""
@@ -41,7 +42,7 @@ class DerivedRow(NamedTuple):
     """One line of the derived-values table."""
 
     name: str
-    value: int
+    value: int | str
     formula: str
 
 
@@ -86,6 +87,11 @@ def counts_rows(packing: PackingSection) -> bool:
     return plans_rows(packing) and packing.scope == "stream"
 
 
+def varies_in_rows(packing: PackingSection) -> bool:
+    """Whether a step trains a fixed set of samples, in as many rows as they happen to fill."""
+    return plans_rows(packing) and packing.scope == "batch"
+
+
 def derive(recipe: Recipe, world_size: int) -> Derived:
     """The sizes of a run.
 
@@ -103,8 +109,9 @@ def derive(recipe: Recipe, world_size: int) -> Derived:
     return Derived(
         world_size=world_size,
         data_parallel=copies,
-        gradient_accumulation_steps=training.global_batch_size
-        // (training.micro_batch_size * copies),
+        gradient_accumulation_steps=None
+        if varies_in_rows(recipe.packing)
+        else training.global_batch_size // (training.micro_batch_size * copies),
         alignment=plan_alignment(recipe.packing, parallelism),
         sequence_multiple=wanted.sequence,
         row_multiple=wanted.row,
@@ -117,15 +124,28 @@ def derived_rows(recipe: Recipe, world_size: int) -> list[DerivedRow]:
     values, training, split = derive(recipe, world_size), recipe.training, recipe.parallelism
     micro = training.micro_batch_size
     copy = f"{split.tensor} tensor x {split.pipeline} pipeline x {split.context} context"
+    steps = DerivedRow(
+        "gradient accumulation",
+        "varies",
+        f"the rows of each step's {training.global_batch_size} samples / {values.data_parallel}",
+    )
+    if values.gradient_accumulation_steps is not None:
+        steps = steps._replace(
+            value=values.gradient_accumulation_steps,
+            formula=f"global {training.global_batch_size} / (micro {micro} x "
+            f"{values.data_parallel})",
+        )
     return [
         DerivedRow("world size", world_size, "processes"),
         DerivedRow("data parallel", values.data_parallel, f"{world_size} / ({copy})"),
+        steps,
         DerivedRow(
-            "gradient accumulation",
-            values.gradient_accumulation_steps,
-            f"global {training.global_batch_size} / (micro {micro} x {values.data_parallel})",
+            "plan alignment",
+            values.alignment,
+            "tokens, packing.alignment"
+            if recipe.packing.alignment is not None
+            else "tokens, the multiple of 2 x context from 8 up",
         ),
-        DerivedRow("plan alignment", values.alignment, "tokens, from 2 x context"),
         DerivedRow("sequence multiple", values.sequence_multiple, "tokens, from context"),
         DerivedRow("row multiple", values.row_multiple, "tokens, from context and tensor"),
         DerivedRow(

@@ -88,6 +88,22 @@ def _says_which_data(key: str) -> bool:
     return key.startswith("data.train.") or key in ("data.epoch_size", "data.weights")
 
 
+def identity_hint(old: Mapping[str, object], new: Mapping[str, object]) -> str:
+    """What a user can do about differences that are not allowed, behind the list of them."""
+    changed = [key for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
+    hint = ""
+    for key in MAY_GROW:
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, int) and isinstance(after, int) and after < before:
+            hint += f" {key} may only grow: {before} or more."
+    if any(_says_which_data(key) for key in changed):
+        hint += (
+            " Where only data.train or data.epoch_size differ, checkpoint.on_data_change: "
+            "new_segment goes on with the new data."
+        )
+    return hint
+
+
 def identity_notes(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
     """What a user should know about differences that are allowed."""
     if new.get("optim.schedule") == "constant":

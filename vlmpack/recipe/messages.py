@@ -39,7 +39,8 @@ def explain(error: ValidationError, values: object, schema: Node) -> list[Proble
         values: the plain values that it was given; keys are named as they stand there.
         schema: the recipe's JSON schema.
     """
-    return [_explain_one(details, values, schema) for details in error.errors(include_url=False)]
+    found = [_explain_one(details, values, schema) for details in error.errors(include_url=False)]
+    return list(dict.fromkeys(found))  # a union tells of each of its alternatives
 
 
 def _explain_one(details: ErrorDetails, values: object, schema: Node) -> Problem:
@@ -55,6 +56,9 @@ def _explain_one(details: ErrorDetails, values: object, schema: Node) -> Problem
         advice = suggest_key(str(path[-1]), parent, here, all_keys(schema))
         return Problem(path, f"unknown key; {advice}")
     node = node_at(schema, location)
+    if not node and "anyOf" in node_at(schema, location[:-1]):  # one alternative of a union
+        node = node_at(schema, location[:-1])
+        return Problem(path, f"expected {describe(node, schema)}, found {shown(details['input'])}")
     allowed, found = allowed_values(node, schema), details["input"]
     if allowed and kind == "literal_error":
         listed = ", ".join(allowed)
@@ -90,6 +94,8 @@ def describe(node: Node, schema: Node) -> str:
     node = resolved(node, schema)
     if "anyOf" in node:
         return _describe_union(node["anyOf"], schema)
+    if "const" in node:
+        return shown(node["const"])
     if "enum" in node:
         return f"one of {', '.join(map(str, node['enum']))}"
     bounds = " and ".join(f"{sign} {node[name]:g}" for name, sign in _BOUNDS if name in node)

@@ -111,7 +111,7 @@ def _idle_stages(recipe: Recipe, world_size: int) -> list[str]:
     """Megatron's schedule takes any number of micro-batches, so no error."""
     stages = recipe.parallelism.pipeline
     micro_batches = derive(recipe, world_size).gradient_accumulation_steps
-    if micro_batches >= stages:
+    if micro_batches is None or micro_batches >= stages:
         return []
     return [
         f"parallelism.pipeline {stages} is more than the {micro_batches} micro-batch(es) per "

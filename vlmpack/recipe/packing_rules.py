@@ -20,6 +20,14 @@ def in_batch_needs_two_samples(packing: PackingSection, training: TrainingSectio
     return [Problem(("training", "micro_batch_size"), message)]
 
 
+def _what(packing: PackingSection) -> str:
+    """What a global batch counts, and what that means."""
+    if packing.scope == "batch" and packing.mode == "online":
+        return "samples, as in the unpacked run"
+    kept = " (packing.scope: batch counts samples)" if packing.mode == "online" else ""
+    return f"rows of several samples each{kept}; `vlmpack plan` says how many samples that is"
+
+
 def planned_rows_are_micro_batches(
     packing: PackingSection, training: TrainingSection
 ) -> list[Problem]:
@@ -28,7 +36,8 @@ def planned_rows_are_micro_batches(
         return []
     message = (
         f"{training.micro_batch_size}, but packing.mode '{packing.mode}' fills each row by a "
-        "token budget and takes exactly 1 row per micro-batch (in_batch takes any size >= 2)"
+        "token budget and a micro-batch is one row; set it to 1. training.global_batch_size "
+        f"{training.global_batch_size} then counts {_what(packing)}"
     )
     return [Problem(("training", "micro_batch_size"), message)]
 
@@ -60,6 +69,17 @@ def offline_has_packs(packing: PackingSection) -> list[Problem]:
         )
         return [Problem(("packing", "path"), message)]
     return []
+
+
+def packs_need_offline(packing: PackingSection) -> list[Problem]:
+    """Saved packs are read in mode offline alone."""
+    if packing.path is None or packing.mode == "offline":
+        return []
+    message = (
+        f"'{packing.path}', but packing.mode '{packing.mode}' reads no saved packs; use "
+        "packing.mode: offline, or leave it out"
+    )
+    return [Problem(("packing", "path"), message)]
 
 
 def row_fields_need_rows(packing: PackingSection) -> list[Problem]:

@@ -1,4 +1,4 @@
-"""The proof that a run trained what it planned: every sample of an epoch once, or accounted for.
+"""The proof that a run trained what it planned: every draw of an epoch once, or accounted for.
 
 Four accounts of the same run are compared: the plan (made again from recipe and index), the record
 of each replica (`samples/`), the ledger of skipped samples (`data-errors.jsonl`), and the counters

@@ -11,7 +11,7 @@ from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.data.splits.summary import DataSummary
 from vlmpack.recipe import Recipe
-from vlmpack.recipe.derived import plans_rows, row_tokens
+from vlmpack.recipe.derived import counts_rows, plans_rows, row_tokens
 
 logger = logging.getLogger("vlmpack")
 
@@ -71,9 +71,15 @@ def log_data(recipe: Recipe, summary: DataSummary) -> None:
         what = f"rows are padded: {saved:.0%} of the slots of an epoch hold no token"
     elif plans_rows(recipe.packing):
         capacity = row_tokens(recipe.packing, recipe.training, recipe.parallelism)
+        each, whole = summary.row_samples / summary.num_rows, recipe.training.global_batch_size
         what = (
-            f"rows of up to {capacity} tokens, {summary.row_samples / summary.num_rows:.1f} "
-            f"samples each, {summary.epoch_tokens / (summary.num_rows * capacity):.1%} full"
+            f"rows of up to {capacity} tokens, {each:.1f} samples each, "
+            f"{summary.epoch_tokens / (summary.num_rows * capacity):.1%} full; a step trains "
+            + (
+                f"{whole} rows, about {whole * each:.0f} samples"
+                if counts_rows(recipe.packing)
+                else f"{whole} samples"
+            )
         )
     else:
         what = (

@@ -5,9 +5,10 @@ Rows of training steps:
     step, epoch, loss, grad_norm, learning_rate, num_tokens (real), num_slots (computed, padding
     included), num_padded_slots (what mode none computes for the same
     samples), num_label_tokens, num_samples, num_skipped, num_rows (micro-batches that hold a
-    sample), imbalance (the largest planned cost of a replica over the mean), fill, padding (1 -
-    fill), seconds, data_wait_seconds, data_wait_share, read_seconds and encode_seconds (in the
-    loader, beside the training), forward_backward_seconds, optimizer_seconds, tokens_per_second
+    sample), imbalance (the largest planned cost of a replica over the mean; FLOPs, but tokens under
+    packing.balance: none), fill, padding (1 - fill), seconds, data_wait_seconds, data_wait_share,
+    read_seconds and encode_seconds (in the loader, beside the training), forward_backward_seconds,
+    optimizer_seconds, tokens_per_second
 
 Rows of validations: step, validation_loss, validation_label_tokens. Real tokens per second never
 count padding.

@@ -28,7 +28,8 @@ def pack_recipe(recipe: Recipe, folder: Path, order: PackOrder) -> Manifest:
         raise RecipeError(
             [
                 f"packing.mode: {recipe.packing.mode} plans no rows that could be saved; set "
-                "packing.mode: offline (with training.micro_batch_size: 1)"
+                "packing.mode: online and training.micro_batch_size: 1, in the recipe or behind "
+                "the command; training.global_batch_size then counts rows"
             ]
         )
     if recipe.packing.scope != "stream":

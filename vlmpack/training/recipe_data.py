@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,17 +21,21 @@ from vlmpack.data.loading.loader import LoaderSettings
 from vlmpack.data.loading.read import ErrorPolicy
 from vlmpack.data.packs.open import survey_data
 from vlmpack.data.pipeline import TrainData
+from vlmpack.data.plan.shares import RowCost, token_cost
 from vlmpack.data.plan.state import DataState
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.splits.survey import DataLaunch
 from vlmpack.data.stores import RoutingFetcher, StorageConfig
 from vlmpack.data.stores.fetch import Fetcher
 from vlmpack.distributed import Ranks
+from vlmpack.errors import ModelError
 from vlmpack.families import Encoder
 from vlmpack.packing import PackCollator, PadCollator
 from vlmpack.packing.cost import CostModel
 from vlmpack.recipe import Derived, Recipe, Source
 from vlmpack.training.recipe_rows import fixed_shape, packs_config, row_budget
+
+logger = logging.getLogger("vlmpack")
 
 WORKER_PRELOAD = (
     "torch",
@@ -80,6 +85,21 @@ def build_cost_model(encoder: Encoder) -> CostModel:
     """
     config = json.loads((encoder.folder / "config.json").read_text(encoding="utf-8"))
     return encoder.family.cost_model(config)
+
+
+def _row_cost(recipe: Recipe, encoder: Encoder, ranks: Ranks) -> RowCost:
+    """What evens out the ranks of a run: the model's FLOPs, or tokens where config.json leaves out
+    a size that they follow from; that is said once."""
+    if ranks.dp_size == 1 or recipe.packing.balance != "cost":
+        return token_cost
+    try:
+        return build_cost_model(encoder)
+    except ModelError as error:
+        if ranks.is_main:
+            logger.warning(
+                "%-14s packing.balance: cost counts tokens alone, since %s", "data", error
+            )
+        return token_cost
 
 
 def _data_config(
@@ -193,8 +213,8 @@ def open_split(
     if key != "data.train":
         micro = whole = recipe.evaluation.batch_size
     config = _data_config(recipe, key, sources, micro=micro, whole=whole, resume=resume)
-    if ranks.dp_size > 1:
-        config = replace(config, row_cost=build_cost_model(encoder))
+    if key == "data.train":
+        config = replace(config, row_cost=_row_cost(recipe, encoder, ranks))
     fetcher = build_fetcher(recipe)
     return TrainData.open(
         config,

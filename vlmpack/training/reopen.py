@@ -18,6 +18,7 @@ from vlmpack.errors import VlmpackError
 from vlmpack.families import Encoder
 from vlmpack.recipe import Recipe, derive, load_recipe
 from vlmpack.training.recipe_data import build_encoder, open_split
+from vlmpack.training.recipe_rows import keep_alignment
 from vlmpack.training.record import read_launches
 from vlmpack.training.recorded import standing_batches
 from vlmpack.training.run_dir import RunDir
@@ -47,27 +48,43 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         VlmpackError: what is wrong with the recipe.
     """
     recipe = load_recipe(recipe_file(path), overrides)
-    for launch in read_launches(RunDir(path).samples)[-1:] if path.is_dir() else ():
-        shuffle = DataState.from_json(launch.state).identity.get("data.shuffle")
-        if recipe.data.shuffle == "auto" and isinstance(shuffle, str):
-            recipe = load_recipe(recipe, {"data.shuffle": shuffle})
+    begun = last_state(run_folder(path))
+    shuffle = None if begun is None else begun.identity.get("data.shuffle")
+    if recipe.data.shuffle == "auto" and isinstance(shuffle, str):
+        recipe = load_recipe(recipe, {"data.shuffle": shuffle})
     return recipe
+
+
+def run_folder(path: Path) -> RunDir | None:
+    """The run folder at a path; None where it is a recipe."""
+    return RunDir(path) if path.is_dir() else None
+
+
+def last_state(run_dir: RunDir | None) -> DataState | None:
+    """What the newest launch of a run began with; None where there is no run or launch."""
+    launches = read_launches(run_dir.samples)[-1:] if run_dir is not None else []
+    return next((DataState.from_json(launch.state) for launch in launches), None)
 
 
 def open_train(path: Path, overrides: Sequence[str] = ()) -> tuple[TrainData, Encoder]:
     """`open_recipe` of `read_recipe`."""
-    return open_recipe(read_recipe(path, overrides))
+    return open_recipe(read_recipe(path, overrides), begun=last_state(run_folder(path)))
 
 
-def open_recipe(recipe: Recipe, progress: Progress | None = None) -> tuple[TrainData, Encoder]:
+def open_recipe(
+    recipe: Recipe, progress: Progress | None = None, *, begun: DataState | None = None
+) -> tuple[TrainData, Encoder]:
     """`data.train` as a run would open it, and its encoder.
 
     Args:
         progress: told about index and lengths parts.
+        begun: what the run's newest launch began with: rows stay as it planned them where the
+            recipe leaves that open. Other data than its are opened all the same.
 
     Raises:
         VlmpackError: what is wrong with model folder or data.
     """
+    recipe = keep_alignment(recipe, begun)
     split = recipe.parallelism
     derived = derive(recipe, split.tensor * split.pipeline * split.context)
     ranks = Ranks(
@@ -119,9 +136,7 @@ def check_batch(recipe: Recipe, train: TrainData, number: int, run_dir: RunDir |
     Raises:
         VlmpackError: with the number of the last batch.
     """
-    launches = read_launches(run_dir.samples)[-1:] if run_dir is not None else []
-    saved = next((DataState.from_json(launch.state) for launch in launches), None)
-    total = total_steps(recipe, train, saved)
+    total = total_steps(recipe, train, last_state(run_dir))
     if number >= total:
         epochs = recipe.training.num_epochs
         by = f"max_steps {total}" if epochs is None else f"num_epochs {epochs}"

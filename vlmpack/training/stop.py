@@ -1,13 +1,21 @@
 """SIGTERM -> a flag that the trainer reads at step boundaries. The first signal asks, the second
-changes nothing: a checkpoint in progress is never interrupted."""
+changes nothing: a checkpoint in progress is never interrupted. SIGINT stops at once, with a line
+that says what is saved."""
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from vlmpack.training.checkpoint import list_checkpoints
+from vlmpack.training.metrics import read_rows
+from vlmpack.training.run_dir import RunDir
+
+logger = logging.getLogger("vlmpack")
 
 
 class StopFlag:
@@ -41,3 +49,24 @@ def stop_on_sigterm(flag: StopFlag) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
+def interrupt_told(run_dir: RunDir) -> Iterator[None]:
+    """Log where the run stands when a KeyboardInterrupt leaves the block; it goes on upwards."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        logger.warning("%s", _interrupted(run_dir))
+        raise
+
+
+def _interrupted(run_dir: RunDir) -> str:
+    step = max((row["step"] for row in read_rows(run_dir.metrics)), default=0)
+    saved = list_checkpoints(run_dir.checkpoints)
+    last = f"step {int(saved[-1].name.removeprefix('step-'))}" if saved else "none"
+    again = "resumes from it" if saved else "starts again"
+    return (
+        f"interrupted at step {step}; the last checkpoint is {last}, the same command {again}. "
+        "SIGTERM saves one before it stops"
+    )

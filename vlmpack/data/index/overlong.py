@@ -165,17 +165,16 @@ def _drop_reason(table: SampleTable, number: int, policy: OverLong, limits: Samp
 
 def _too_long(table: SampleTable, over: Sequence[int], limits: SampleLimits) -> DataError:
     longer = [number for number in over if table.num_tokens[number] > limits.max_tokens]
-    column, what, knob, limit = table.num_tokens, "tokens", "training.seq_length", limits.max_tokens
+    column, knob = table.num_tokens, "training.seq_length"
+    above, most = f"are longer than {knob} {limits.max_tokens} tokens", "longest"
     if not longer:
-        assert limits.max_patches is not None
-        column, what, limit = table.num_patches, "vision patches", limits.max_patches
-        knob = "packing.max_vision_patches"
+        column, knob = table.num_patches, "packing.max_vision_patches"
+        above, most = f"have more vision patches than {knob} {limits.max_patches}", "largest"
     worst = sorted(longer or over, key=lambda number: (-int(column[number]), number))
     shown = ", ".join(f"{table.key(number)!r} {column[number]}" for number in worst[:5])
     return DataError(
-        f"{len(worst)} of {table.num_samples} samples are longer than {knob} "
-        f"{limit} {what}; the longest: {shown}. Raise {knob}, or set "
-        "data.over_long to drop or shrink_images",
+        f"{len(worst)} of {table.num_samples} samples {above}; the {most}: {shown}. Raise {knob}, "
+        "or set data.over_long to drop or shrink_images",
         error_class="too_long",
         key=table.key(worst[0]) if len(worst) == 1 else None,
         shard=table.shards[table.shard_of(worst[0])].path if len(worst) == 1 else None,

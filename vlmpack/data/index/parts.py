@@ -255,6 +255,7 @@ def _run(
         processes=processes,
         preload=settings.preload,
         in_order=False,
+        remedy="finish the index first, by `vlmpack index --recipe` with fewer --processes",
     )
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
 from vlmpack.data.forkserver import worker_context
+from vlmpack.errors import VlmpackError
 
 Item = TypeVar("Item")
 Report = TypeVar("Report")
@@ -19,6 +21,7 @@ def each_shard(
     processes: int,
     preload: tuple[str, ...],
     in_order: bool,
+    remedy: str,
 ) -> Iterator[Report]:
     """A report of every shard. Where the caller stops early, shards not yet begun are left.
 
@@ -28,6 +31,10 @@ def each_shard(
         processes: how many work at once; with 1 the calling one does.
         preload: modules for the processes to begin with.
         in_order: whether reports come in the order given, not as they finish.
+        remedy: what to do where a process is killed.
+
+    Raises:
+        VlmpackError: a process was killed.
     """
     count = min(processes, len(shards))
     if count < 2:
@@ -38,5 +45,10 @@ def each_shard(
         futures = [pool.submit(work, shard) for shard in shards]
         for future in futures if in_order else as_completed(futures):
             yield future.result()
+    except BrokenProcessPool as error:
+        raise VlmpackError(
+            f"one of the {count} processes that work on the {len(shards)} shards was killed, most "
+            f"likely because the machine ran out of memory: {remedy}"
+        ) from error
     finally:
         pool.shutdown(cancel_futures=True)

@@ -31,8 +31,7 @@ class Ledger:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self._shards: Counter[str] = Counter()
-        self._keys: Counter[str] = Counter()
+        self._lines: list[dict[str, Any]] = []
         self._known: set[tuple[str, str]] | None = None
 
     def record(
@@ -52,9 +51,7 @@ class Ledger:
         for sample in skipped:
             if batch is None and not self._first_time(sample):
                 continue
-            self._shards[sample.shard] += 1
-            self._keys[f"{sample.key} ({sample.shard})"] += 1
-            line = {
+            line: dict[str, Any] = {
                 "class": sample.error_class,
                 "key": sample.key,
                 "shard": sample.shard,
@@ -64,6 +61,10 @@ class Ledger:
                 "batch": batch,
                 "sample": sample.number,
             }
+            if sample.file is not None:
+                line["file"] = sample.file
+            if self.path is None:
+                self._lines.append(line)
             lines.append(json.dumps(line) + "\n")
         if lines and self.path is not None:
             _append(self.path, "".join(lines))
@@ -83,8 +84,11 @@ class Ledger:
         return is_new
 
     def lines(self) -> list[dict[str, Any]]:
-        """What the file holds; a last line cut by a kill is left out."""
-        if self.path is None or not self.path.exists():
+        """What the file holds, of all ranks; a last line cut by a kill is left out. Without a file,
+        what was recorded here."""
+        if self.path is None:
+            return list(self._lines)
+        if not self.path.exists():
             return []
         found = []
         for text in self.path.read_text(encoding="utf-8").splitlines():
@@ -107,15 +111,50 @@ class Ledger:
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         temporary.replace(self.path)
 
-    def worst(self) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-        """The ten shards and the ten keys with most lines, over all ranks where there is a file."""
-        shards, keys = self._shards, self._keys
-        if self.path is not None and self.path.exists():
-            shards, keys = Counter(), Counter()
-            for line in self.lines():
-                shards[line["shard"]] += 1
-                keys[f"{line['key']} ({line['shard']})"] += 1
-        return shards.most_common(WORST_SHOWN), keys.most_common(WORST_SHOWN)
+    def worst(self) -> Worst:
+        """What most lines are about."""
+        files, keys, damaged = Counter[str](), Counter[str](), Counter[tuple[str, bool, str]]()
+        reasons: dict[tuple[str, bool, str], str] = {}
+        for line in self.lines():
+            file = line.get("file", line["shard"])
+            kind = (file, "file" in line, line["class"])
+            files[file] += 1
+            keys[f"{line['key']} ({line['shard']})"] += 1
+            damaged[kind] += 1
+            reasons.setdefault(kind, line["reason"])
+        first = next((kind for kind, _ in damaged.most_common(1)), None)
+        return Worst(
+            files=tuple(files.most_common(WORST_SHOWN)),
+            keys=tuple(keys.most_common(WORST_SHOWN)),
+            reason="" if first is None else reasons[first],
+            advice="" if first is None else _advice(of_pack=first[1], error_class=first[2]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Worst:
+    """What most lines of a ledger are about.
+
+    Args:
+        files: the ten damaged files with most lines, and how many: the shard of the sample, or
+            the tar of the saved pack that it was to be read from.
+        keys: the same of samples.
+        reason: of a line of the most frequent file and class.
+        advice: what to do about it.
+    """
+
+    files: tuple[tuple[str, int], ...]
+    keys: tuple[tuple[str, int], ...]
+    reason: str
+    advice: str
+
+
+def _advice(*, of_pack: bool, error_class: str) -> str:
+    if of_pack:
+        return "Copy the folder of packs again, or run `vlmpack pack` again into a new one."
+    if error_class in ("integrity", "transport"):
+        return "Copy the worst files again from where they are whole."
+    return "Repair these samples, or take them out of the shards."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +181,7 @@ class SkipLimiter:
 
     Args:
         limits: how many may be lost.
-        ledger: names the worst shards and keys in the message.
+        ledger: names the worst files and samples in the message.
     """
 
     def __init__(self, limits: SkipLimits, ledger: Ledger) -> None:
@@ -161,7 +200,7 @@ class SkipLimiter:
             skipped: of these, over all ranks.
 
         Raises:
-            DataLimitError: too many in a row, or in the window; names the worst shards and keys.
+            DataLimitError: too many in a row, or in the window; names the worst files and samples.
         """
         self._consecutive = self._consecutive + skipped if skipped == samples else 0
         self._recent.append((samples, skipped))
@@ -195,11 +234,13 @@ class SkipLimiter:
             self.check(samples=samples_per_batch, skipped=lost[batch])
 
     def _stop(self, reason: str) -> None:
-        shards, keys = self.ledger.worst()
-        lines = [f"the run stops, its data is too damaged: {reason}.", "Worst shards:"]
-        lines += [f"  {count} in {shard}" for shard, count in shards]
+        worst = self.ledger.worst()
+        lines = [f"the run stops, its data is too damaged: {reason}.", "Worst files:"]
+        lines += [f"  {count} in {file}" for file, count in worst.files]
         lines += ["Worst samples:"]
-        lines += [f"  {count} times {key}" for key, count in keys]
+        lines += [f"  {count} times {key}" for key, count in worst.keys]
+        if worst.reason:
+            lines += [f"A typical reason: {worst.reason}", worst.advice]
         if self.ledger.path is not None:
             lines.append(f"All are listed in {self.ledger.path}.")
         raise DataLimitError("\n".join(lines))

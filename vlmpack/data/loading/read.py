@@ -80,6 +80,7 @@ class SkippedSample:
         offset: of its first byte.
         error_class: of the error.
         reason: what was found and what was expected.
+        file: what is damaged, where that is not the shard: the tar of a saved pack.
     """
 
     number: int
@@ -88,11 +89,20 @@ class SkippedSample:
     offset: int
     error_class: ErrorClass
     reason: str
+    file: str | None = None
 
     @classmethod
     def from_error(cls, ref: SampleRef, error: DataError) -> SkippedSample:
         """The hole that an error leaves at a sample's place."""
-        return cls(ref.number, ref.key, ref.shard, ref.offset, error.error_class, error.reason)
+        return cls(
+            ref.number,
+            ref.key,
+            ref.shard,
+            ref.offset,
+            error.error_class,
+            error.reason,
+            error.file,
+        )
 
     def to_error(self) -> DataError:
         """The error, with its place."""
@@ -102,6 +112,7 @@ class SkippedSample:
             key=self.key,
             shard=self.shard,
             offset=self.offset,
+            file=self.file,
         )
 
 

@@ -82,9 +82,10 @@ def budget_differences(manifest: Manifest, config: DataConfig) -> list[str]:
     lines = []
     pairs: list[tuple[str, object, object]] = [
         ("training.seq_length", manifest.seq_length, config.seq_length),
-        ("packing.max_tokens", budget.max_tokens, wanted.max_tokens),
         ("packing.max_vision_patches", budget.max_patches, wanted.max_patches),
     ]
+    if wanted.max_tokens is not None:
+        pairs.append(("packing.max_tokens", budget.max_tokens, wanted.max_tokens))
     if wanted.max_sequences is not None:
         pairs.append(("packing.max_sequences", budget.max_sequences, wanted.max_sequences))
     if wanted.alignment is not None:
@@ -111,6 +112,8 @@ def source_differences(manifest: Manifest, config: DataConfig) -> list[str]:
         ("data.epoch_size", manifest.data["data.epoch_size"], config.epoch_size),
         (f"sources of {config.key}", len(manifest.sources), len(config.sources)),
     ]
+    if manifest.weights is not None:
+        pairs.append(("data.weights", manifest.weights, config.weights))
     if len(manifest.sources) == len(config.sources):
         pairs += [
             (f"{config.key}.{source.name}.weight", weight, source.weight)

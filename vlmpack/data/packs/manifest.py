@@ -44,6 +44,7 @@ class Manifest:
         encoder: part -> fingerprint of what makes tokens and pixels.
         data: what the samples are: shard contents, lengths, the policy for over-long ones.
         sources: name and weight of each source of the split, in order.
+        weights: what the weights are shares of; None in older folders, which do not say.
         files: name -> blake2b of the folder's small files; bytes of the large ones.
     """
 
@@ -63,6 +64,7 @@ class Manifest:
     encoder: Mapping[str, str]
     data: Mapping[str, IdentityValue]
     sources: tuple[tuple[str, float | None], ...]
+    weights: Literal["samples", "tokens"] | None = None
     plan: str
     files: Mapping[str, str | int]
 
@@ -94,9 +96,11 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     if not path.is_file():
-        why = "no such folder" if not folder.is_dir() else f"it has no {MANIFEST}"
+        why = "no such folder; `vlmpack pack` makes it"
+        if folder.is_dir():
+            why = f"it has no {MANIFEST}; copy it again, or run `vlmpack pack` into a new folder"
         if (folder / UNFINISHED).is_file():
-            why = "packing was stopped before its end; run the same `vlmpack pack` again"
+            why = "packing was stopped before its end; run the same `vlmpack pack` again: it goes on"
         raise PacksError(f"packing.path: {folder} holds no finished packs: {why}")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -108,7 +112,10 @@ def read_manifest(folder: Path) -> Manifest:
             )
         return _from_json(value)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PacksError(f"packing.path: {path} cannot be read: {error!r}") from error
+        raise PacksError(
+            f"packing.path: {path} cannot be read: {error!r}. Copy the folder again, or run "
+            "`vlmpack pack` into a new one"
+        ) from error
 
 
 def _from_json(value: dict[str, Any]) -> Manifest:

@@ -129,6 +129,7 @@ def _sample(pack: list[SavedSample | None] | DataError, ref: SampleRef) -> Saved
             key=ref.key,
             shard=ref.shard,
             offset=ref.offset,
+            file=ref.pack.stamp.path,
         )
     saved = pack[ref.pack.place] if ref.pack.place < len(pack) else None
     if saved is None:
@@ -138,6 +139,7 @@ def _sample(pack: list[SavedSample | None] | DataError, ref: SampleRef) -> Saved
             key=ref.key,
             shard=ref.shard,
             offset=ref.offset,
+            file=ref.pack.stamp.path,
         )
     return saved
 

@@ -183,6 +183,7 @@ def _manifest(
         encoder=dict(encoder.fingerprint_parts),
         data=index_identity(prepared.identity, config.key),
         sources=tuple((source.name, source.weight) for source in config.sources),
+        weights=config.weights,
         plan=arrays.fingerprint,
         files={},
     )
@@ -249,7 +250,14 @@ def _write_parts(
     )
     total = sum(len(job.packs) for job in jobs)
     preload = (*PRELOAD, *source.config.loader.preload)
-    for facts in each_shard(work, jobs, processes=order.processes, preload=preload, in_order=False):
+    for facts in each_shard(
+        work,
+        jobs,
+        processes=order.processes,
+        preload=preload,
+        in_order=False,
+        remedy="run `vlmpack pack` again with fewer --processes; it goes on where it was",
+    ):
         if order.on_packs is not None:
             order.on_packs(facts.num_packs, total, facts.num_bytes)
     found = [read_facts(folder, job.number) for job in jobs]

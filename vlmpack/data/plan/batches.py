@@ -151,7 +151,7 @@ class Plan:
         self.packer = packer
         self._starts = window_starts([source.num_draws for source in self.sources], window)
         self._passes: dict[tuple[int, int], Int64s] = {}
-        self._steps: dict[int, tuple[int, ...]] = {}
+        self._steps: dict[tuple[int, int], int] = {}
 
     @property
     def epoch_size(self) -> int:
@@ -189,7 +189,9 @@ class Plan:
             start: any position in it.
             cursors: not needed here.
         """
-        return self.packer(self.window_order(start.epoch, start.window))
+        batches = self.packer(self.window_order(start.epoch, start.window))
+        self._steps[start.epoch, start.window] = len(batches)
+        return batches
 
     def batches_of(self, epoch: int, window: int) -> list[PlannedBatch]:
         """The global batches of one window."""
@@ -205,7 +207,8 @@ class Plan:
         )
 
     def num_steps(self, epoch: int) -> int:
-        """Global batches in an epoch. Under a token budget the whole epoch is packed to know."""
+        """Global batches in an epoch. Under a token budget what of it was not packed yet is, to
+        know."""
         return sum(self._window_steps(epoch))
 
     def steps_until(self, epochs: int, start: Position, cursors: Cursors = ()) -> int:
@@ -215,16 +218,18 @@ class Plan:
         done = sum(self._window_steps(start.epoch)[: start.window]) + start.batch
         return sum(self.num_steps(epoch) for epoch in range(start.epoch, epochs)) - done
 
-    def _window_steps(self, epoch: int) -> tuple[int, ...]:
-        known = self._steps.get(epoch)
-        if known is None:
-            counts = np.diff(self._starts.sum(axis=1)).tolist()
-            closed = [self.packer.num_batches(count) for count in counts]
-            known = self._steps[epoch] = tuple(
-                len(self.packed(Position(epoch, w))) if steps is None else steps
-                for w, steps in enumerate(closed)
-            )
-        return known
+    def _window_steps(self, epoch: int) -> list[int]:
+        """Global batches of each window. What was packed before, for whatever, is not again."""
+        return [
+            self._steps_of(epoch, window, count)
+            for window, count in enumerate(np.diff(self._starts.sum(axis=1)).tolist())
+        ]
+
+    def _steps_of(self, epoch: int, window: int, count: int) -> int:
+        steps = self.packer.num_batches(count)
+        if steps is None:
+            steps = self._steps.get((epoch, window))
+        return len(self.packed(Position(epoch, window))) if steps is None else steps
 
     def walk(self, start: Position, cursors: Cursors = ()) -> Iterator[PlannedBatch]:
         """Global batches from a position on, without end. The plan must not be empty.

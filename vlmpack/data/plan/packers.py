@@ -29,8 +29,9 @@ Scope = Literal["stream", "batch"]
 
 MIN_WINDOW_SAMPLES = 4096
 BATCHES_PER_WINDOW = 64
-"""Rows are counted in global batches, whose last one in a window is short: with so many of them
-that costs less than 1%."""
+"""Rows are counted in global batches, whose last one in a window is short: half a batch on average,
+less than 1% of so many. A window has fewer where its rows hold more samples than was assumed: at 11
+a row instead of STREAMED_SAMPLES_PER_ROW 12 batches, of which half a one is 4%."""
 
 STREAMED_SAMPLES_PER_ROW = 2
 """Assumed where nothing is indexed, for the size of a window."""

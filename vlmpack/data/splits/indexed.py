@@ -10,6 +10,7 @@ from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.table import Int64s, SampleRef
 from vlmpack.data.plan.batches import Cursors, Plan, Position
+from vlmpack.data.plan.packers import BudgetPacker
 from vlmpack.data.plan.state import DataState, Identity
 from vlmpack.data.splits.prepare import (
     dropped_samples,
@@ -20,6 +21,9 @@ from vlmpack.data.splits.prepare import (
 from vlmpack.data.splits.split import OnDropped, planned_rows
 from vlmpack.data.splits.summary import DataSummary, EpochLength, summarise
 from vlmpack.data.splits.survey import Survey
+
+SUMMARY_SAMPLES = 262_144
+"""Samples of an epoch that are packed for its figures at most: some 2 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +76,24 @@ class IndexedSplit:
         return probed_samples(self.fitted, count)
 
     def summary(self) -> DataSummary:
-        """See Split."""
+        """See Split. Rows of a long epoch are those of its first window, and so is the number of
+        steps where it depends on them."""
+        plan = self.plan
+        whole = plan.epoch_size <= SUMMARY_SAMPLES or not isinstance(plan.packer, BudgetPacker)
         order, bins = planned_rows(
-            self.plan.packed(Position(0, w)) for w in range(self.plan.num_windows)
+            plan.packed(Position(0, w)) for w in range(plan.num_windows if whole else 1)
         )
-        tokens = self.fitted.table.num_tokens[order]
+        if whole or plan.packer.num_batches(1) is not None:
+            epoch = self.epoch_length()
+        else:
+            rows = plan.epoch_size * bins.size / order.size
+            steps = max(1, round(rows / self.config.global_batch_size))
+            epoch = EpochLength(plan.epoch_size, steps, exact=False)
         return summarise(
             [self.fitted],
             num_shards=len(self.fitted.table.shards),
-            epoch=self.epoch_length(),
-            tokens=tokens,
+            epoch=epoch,
+            tokens=self.fitted.table.num_tokens[order],
             bins=bins,
         )
 

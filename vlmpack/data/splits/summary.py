@@ -29,10 +29,11 @@ class DataSummary:
         num_tokens, num_image_tokens, num_label_tokens: of the usable samples, once each.
         length_percentiles: percentile -> tokens, of the usable samples; 0 where there is none.
         epoch_samples, epoch_steps: draws and global batches of an epoch.
-        epoch_is_exact: whether these two are counted; else they are estimated from the shards'
-            sizes.
-        num_rows: micro-batches of the first epoch; where not every shard is indexed, here and
-            below, of the first window.
+        epoch_is_exact: whether these two are counted; else the steps of a long epoch are estimated
+            from its first window, and where not every shard is indexed the samples from the
+            shards' sizes.
+        num_rows: micro-batches of the first epoch; where not every shard is indexed or rows of a
+            long epoch are planned, here and below, of the first window.
         row_samples: draws in these.
         epoch_tokens: tokens of these draws.
         padded_slots: slots of the first epoch's micro-batches in mode `none`, each padded to its

@@ -126,7 +126,7 @@ def index_shards(
         preload: modules that an encoder imports late, for the processes to begin with.
 
     Raises:
-        VlmpackError: the folder cannot be written.
+        VlmpackError: the folder cannot be written, or a process was killed.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -134,4 +134,11 @@ def index_shards(
         raise VlmpackError(f"--index-dir {directory}: {error.strerror or error}") from error
     work = IndexOne(builder, directory)
     modules = (*PRELOAD, *preload)
-    yield from each_shard(work, shards, processes=processes, preload=modules, in_order=False)
+    yield from each_shard(
+        work,
+        shards,
+        processes=processes,
+        preload=modules,
+        in_order=False,
+        remedy="run `vlmpack index` again with fewer --processes; finished shards are kept",
+    )

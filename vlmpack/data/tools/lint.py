@@ -158,7 +158,14 @@ def lint_shards(
         preload: modules that an encoder imports late, for the processes to begin with.
     """
     modules = (*PRELOAD, *preload)
-    yield from each_shard(work, shards, processes=processes, preload=modules, in_order=True)
+    yield from each_shard(
+        work,
+        shards,
+        processes=processes,
+        preload=modules,
+        in_order=True,
+        remedy="run `vlmpack data lint` with fewer --processes",
+    )
 
 
 def lint_summary(reports: Sequence[LintReport]) -> dict[str, Any]:

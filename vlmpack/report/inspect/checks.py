@@ -182,7 +182,8 @@ def _logical(row: Row, logical: list[int]) -> None:
     for key, gap in gaps:
         if not 0 <= gap < row.rules.multiples.sequence:
             raise Broken(f"{key} is followed by {gap} slots of alignment")
-    if row.batch.cu_seqlens_padded is not None and logical == row.boundaries:
+    repeats = row.batch.cu_seqlens_padded is not None and logical == row.boundaries
+    if repeats and not row.batch.fixed_shape:  # rows of one shape have it all or none
         raise Broken("cu_seqlens_padded repeats cu_seqlens: kernels take a slower path for it")
 
 

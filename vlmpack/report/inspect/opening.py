@@ -17,7 +17,15 @@ from vlmpack.recipe.derived import multiples
 from vlmpack.recipe.packing_rules import alignment_splits_over_context, rows_hold_a_sample
 from vlmpack.report.inspect.row import Row, RowRules, load_row
 from vlmpack.training.recipe_data import build_cost_model
-from vlmpack.training.reopen import open_recipe, planned_batch, read_recipe
+from vlmpack.training.reopen import (
+    check_batch,
+    last_state,
+    open_recipe,
+    planned_batch,
+    read_recipe,
+    run_folder,
+)
+from vlmpack.training.run_dir import RunDir
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +91,18 @@ def open_row(
         context: CP, in place of the recipe's; the plan is then that of a run with it.
 
     Raises:
-        VlmpackError: what is wrong with the recipe, the model folder or the data, or no such bin.
+        VlmpackError: what is wrong with the recipe, the model folder or the data, no such bin, or
+            a run that trained other rows than can be planned now.
     """
+    run_dir = run_folder(recipe)
     values = read_recipe(recipe, overrides)
     if context is not None:
         values = _with_context(values, context)
-    train, encoder = open_recipe(values)
+    train, encoder = open_recipe(values, begun=last_state(run_dir))
     try:
-        found = find_bin(train, wanted)
+        if wanted.batch is not None:
+            check_batch(values, train, wanted.batch, run_dir)
+        found = find_bin(train, wanted, run_dir)
         packer = train.plan.packer
         rules = RowRules(
             mode=values.packing.mode,
@@ -121,29 +133,49 @@ def _with_context(recipe: Recipe, context: int) -> Recipe:
     return recipe.model_copy(update={"parallelism": parallelism})
 
 
-def find_bin(train: TrainData, wanted: Wanted) -> FoundBin:
+def find_bin(train: TrainData, wanted: Wanted, run_dir: RunDir | None) -> FoundBin:
     """The bin in the plan.
 
+    Args:
+        run_dir: of the run, if there is one: its launches say what a batch was planned from.
+
     Raises:
-        VlmpackError: there is none; the message says what there is.
+        VlmpackError: there is none, and the message says what there is; or the run did not plan it.
     """
+    if wanted.batch is None:
+        found = _in_first_epoch(train, wanted)
+        _check_planned(train, found, run_dir)
+        return found
+    assert wanted.bin is not None
+    planned = planned_batch(train, wanted.batch, run_dir)
+    if wanted.bin >= len(planned.bins):
+        raise VlmpackError(
+            f"--bin {wanted.bin}: batch {wanted.batch} has {len(planned.bins)} bins, counted from 0"
+        )
+    return FoundBin(
+        wanted.bin,
+        wanted.batch,
+        planned.position.epoch,
+        _refs(train, planned.bins[wanted.bin]),
+        f"batch-{wanted.batch}-bin-{wanted.bin}",
+    )
+
+
+def _check_planned(train: TrainData, found: FoundBin, run_dir: RunDir | None) -> None:
+    """Refuses a bin of the first epoch that the run planned otherwise."""
+    if run_dir is None:
+        return
+    planned = planned_batch(train, found.batch, run_dir)
+    if found.samples not in [_refs(train, samples) for samples in planned.bins]:
+        raise VlmpackError(
+            f"{run_dir.path}: {found.title}, is not what the run planned there: its data changed "
+            "on the way. Choose with --batch N --bin N instead, counted from the run's start"
+        )
+
+
+def _in_first_epoch(train: TrainData, wanted: Wanted) -> FoundBin:
     if wanted.key is not None:
         return _holding(train, wanted.key, wanted.shard)
-    assert wanted.bin is not None
-    if wanted.batch is not None:
-        planned = planned_batch(train, wanted.batch, None)
-        if wanted.bin >= len(planned.bins):
-            raise VlmpackError(
-                f"--bin {wanted.bin}: batch {wanted.batch} has {len(planned.bins)} bins, counted "
-                "from 0"
-            )
-        return FoundBin(
-            wanted.bin,
-            wanted.batch,
-            planned.position.epoch,
-            _refs(train, planned.bins[wanted.bin]),
-            f"batch-{wanted.batch}-bin-{wanted.bin}",
-        )
     number = -1
     for number, batch, samples in _first_epoch(train):
         if number == wanted.bin:

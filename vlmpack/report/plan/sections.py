@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from vlmpack.report.plan.numbers import compact, counted, gib, share, times
 from vlmpack.report.style import one_line
-from vlmpack.training.plan.figures import MemoryFigures, RunPlan, SourceFigures
+from vlmpack.training.plan.figures import SAME_BATCH, MemoryFigures, RunPlan, SourceFigures
 
 MAX_SOURCES = 12
 """Sources with a row of their own; the page and the JSON have more."""
@@ -227,13 +227,6 @@ def _imbalance(plan: RunPlan) -> Section:
 def _batch(plan: RunPlan) -> Section:
     batch = plan.batch
     unit = "rows" if batch.counts_rows else "samples"
-    wanted = (
-        f"to keep the unpacked run's {batch.global_batch_size} samples a step in planned rows: "
-        f"new_GBS = GBS / samples per row = {batch.global_batch_size} / "
-        f"{batch.samples_per_row:.1f} = {batch.keeping_size}"
-    )
-    if plan.data_parallel > 1:
-        wanted += f" (a multiple of the {plan.data_parallel} model copies)"
     if batch.scaled_learning_rate is None:
         rate = f"learning rate: {batch.learning_rate:g} stays, a step trains as many samples"
     else:
@@ -258,8 +251,25 @@ def _batch(plan: RunPlan) -> Section:
             ),
         ),
         marked=(0,),
-        lines=(wanted, rate),
+        lines=(*_keeping_size(plan), rate),
     )
+
+
+def _keeping_size(plan: RunPlan) -> tuple[str, ...]:
+    """The hint for a batch in rows; none where the mode keeps the unpacked run's samples anyway."""
+    batch = plan.batch
+    if batch.keeping_size is None:
+        return ()
+    whole, kept = batch.global_batch_size, batch.kept_samples
+    line = (
+        f"to keep the unpacked run's {whole} samples a step in planned rows: "
+        f"new_GBS = GBS / samples per row = {whole} / {batch.samples_per_row:.1f} = "
+        f"{batch.keeping_size}"
+    )
+    why = [f"a multiple of the {plan.data_parallel} model copies"] * (plan.data_parallel > 1)
+    if abs(kept - whole) > SAME_BATCH * whole:
+        why.append(f"rounded, so a step would train {kept:.0f} samples")
+    return (f"{line} ({'; '.join(why)})" if why else line,)
 
 
 def _memory(memory: MemoryFigures) -> Section:

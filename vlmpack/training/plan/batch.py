@@ -10,10 +10,8 @@ from __future__ import annotations
 from math import sqrt
 
 from vlmpack.recipe import Recipe
-from vlmpack.training.plan.figures import BatchFigures, ModeFigures
-
-SAME_BATCH = 0.02
-"""Growth of the batch below which the learning rate need not change: last batches are short."""
+from vlmpack.recipe.derived import varies_in_rows
+from vlmpack.training.plan.figures import SAME_BATCH, BatchFigures, ModeFigures
 
 
 def batch_figures(
@@ -32,7 +30,9 @@ def batch_figures(
         copies: of the model; a global batch in rows is a multiple of it.
     """
     size = recipe.training.global_batch_size
-    wanted = size / max(1.0, samples_per_row)
+    keeping = None  # scope `batch` keeps the samples of a step by itself
+    if not varies_in_rows(recipe.packing):
+        keeping = max(1, round(size / max(1.0, samples_per_row) / copies)) * copies
     growth = own.mean_batch_samples / max(1e-9, unpacked.mean_batch_samples)
     scaled = None if abs(growth - 1) < SAME_BATCH else recipe.optim.lr * sqrt(growth)
     return BatchFigures(
@@ -43,7 +43,7 @@ def batch_figures(
         unpacked_samples=unpacked.mean_batch_samples,
         unpacked_tokens=unpacked.mean_batch_tokens,
         samples_per_row=samples_per_row,
-        keeping_size=max(1, round(wanted / copies)) * copies,
+        keeping_size=keeping,
         learning_rate=recipe.optim.lr,
         scaled_learning_rate=scaled,
     )

@@ -181,6 +181,10 @@ class ImbalanceFigures:
     is_recipes: bool
 
 
+SAME_BATCH = 0.02
+"""Change of the batch below which it counts as the same: last batches are short."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchFigures:
     """What an optimizer step trains, beside the unpacked run's.
@@ -207,6 +211,11 @@ class BatchFigures:
     keeping_size: int | None
     learning_rate: float
     scaled_learning_rate: float | None
+
+    @property
+    def kept_samples(self) -> float:
+        """Samples of a step with `keeping_size` rows: rounding moves it off the unpacked run's."""
+        return (self.keeping_size or 0) * max(1.0, self.samples_per_row)
 
     @property
     def growth(self) -> float:

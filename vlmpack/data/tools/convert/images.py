@@ -58,7 +58,10 @@ class ImageRoot:
             return self._read_regular(path, name)
         except (OSError, ValueError, RuntimeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            raise _refused(f"the image {name!r} cannot be read in {root}: {reason}") from None
+            raise _refused(
+                f"the image {name!r} cannot be read in {root}: {reason}; --images DIR names the "
+                "folder that image paths start at"
+            ) from None
 
     def _read_regular(self, path: Path, name: str) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)

@@ -1,0 +1,122 @@
+"""Rows of a run that goes on are as it began them, to train and to look at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.recipes import SMALL, changed, copy_samples
+from support.shards import ROOT, TINY_MODEL
+from typer.testing import CliRunner
+
+from vlmpack.cli.app import app
+from vlmpack.data.loading.ledger import Ledger
+from vlmpack.data.pipeline import TrainData
+from vlmpack.data.plan.packers import BudgetPacker
+from vlmpack.data.plan.state import DataState
+from vlmpack.distributed import Ranks
+from vlmpack.packing import PackCollator
+from vlmpack.recipe import derive, dump_recipe, load_recipe
+from vlmpack.training.recipe_data import build_encoder, open_split
+from vlmpack.training.record import open_record
+from vlmpack.training.reopen import open_recipe, open_train
+from vlmpack.training.run_dir import RunDir
+
+ONE = Ranks(rank=0, world_size=1, local_rank=0, dp_rank=0, dp_size=1, device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: Any) -> dict[str, Any]:
+    """A recipe whose rows are aligned to 16: 256 tokens, where 248 would do for the default of 8."""
+    root = tmp_path_factory.mktemp("begun")
+    copy_samples(ROOT / "assets/digits/train-000000.tar", root / "train.tar", SMALL)
+    return {
+        "model": {"path": str(TINY_MODEL)},
+        "data": {"train": str(root / "train.tar"), "num_workers": 0, "index_dir": str(root / "i")},
+        "packing": {"mode": "online", "alignment": 16},
+        "training": {
+            "micro_batch_size": 1,
+            "global_batch_size": 1,
+            "seq_length": 248,
+            "max_steps": 3,
+        },
+        "optim": {"lr": 1e-4},
+        "run_dir": str(root / "run"),
+    }
+
+
+@pytest.fixture(scope="module")
+def first(begun: dict[str, Any]) -> TrainData:
+    return open_recipe(load_recipe(begun))[0]
+
+
+@pytest.fixture(scope="module")
+def run(begun: dict[str, Any], first: TrainData) -> RunDir:
+    """Resumed without `packing.alignment`: its recipe.yaml does not name it any more."""
+    run_dir = RunDir(Path(begun["run_dir"]))
+    run_dir.prepare()
+    for start in (0, 1):
+        open_record(run_dir.samples, ONE, start=start, state=first.start().to_json())
+    recipe = load_recipe(changed(begun, packing__alignment=None))
+    run_dir.recipe.write_text(dump_recipe(recipe))
+    return run_dir
+
+
+def bins(train: TrainData) -> list[Any]:
+    return [planned.bins for planned in train.planned(train.start(), 8)]
+
+
+def test_a_run_is_opened_with_the_rows_that_it_inherited(run: RunDir, first: TrainData) -> None:
+    again, _ = open_train(run.path)
+    assert again.identity == first.identity and bins(again) == bins(first)
+    assert again.identity["packing.alignment"] == 16
+    fresh, _ = open_recipe(load_recipe(run.recipe))
+    assert bins(fresh) != bins(first), "any alignment would have done"
+    other, _ = open_train(run.path, ["packing.alignment=8"])
+    assert other.identity == fresh.identity, "what is asked for wins"
+
+
+def test_a_run_that_inherits_its_rows_is_shown(run: RunDir, first: TrainData) -> None:
+    told = CliRunner().invoke(app, ["data", "show", str(run.path), "--batch", "1"])
+    assert told.exit_code == 0, told.exception
+    (samples,) = bins(first)[1]
+    for number in samples:
+        assert first.ref(number).key in told.output
+    other = ["data", "show", str(run.path), "packing.alignment=8", "--batch", "1"]
+    assert "the run has 16, now 8" in str(CliRunner().invoke(app, other).exception)
+
+
+def resumed(settings: dict[str, Any], state: DataState | None) -> TrainData:
+    recipe = load_recipe(settings)
+    train = open_split(
+        recipe,
+        "data.train",
+        build_encoder(recipe),
+        derive(recipe, 1),
+        ranks=ONE,
+        ledger=Ledger(None),
+        resume=state,
+    )
+    assert train is not None
+    return train
+
+
+def test_fixed_rows_have_the_width_that_the_run_began_with(
+    begun: dict[str, Any], first: TrainData
+) -> None:
+    settings = changed(
+        begun,
+        packing__alignment=None,
+        packing__pad_to_max_length=True,
+        packing__pad_cu_seqlens=True,
+    )
+    for state, width in ((first.start(), 256), (None, 248)):
+        train = resumed(settings, state)
+        packer, collator = train.plan.packer, train.dataset.collator
+        assert isinstance(packer, BudgetPacker) and isinstance(collator, PackCollator)
+        assert collator.fixed is not None and collator.fixed.row_tokens == width
+        assert packer.budget.max_tokens == width
+        steps = list(train.batches(train.start(), rank=0, dp=1, max_steps=4))
+        assert {mb.batch.num_slots for step in steps for mb in step.micro_batches} == {width}
