@@ -194,7 +194,7 @@ def test_the_same_input_gives_the_same_bytes_and_an_index(tmp_path: Path, images
         ("sub/../../secret.png", "lies outside the image root"),
         ("/etc/hostname", "lies outside the image root"),
         ("link.png", "lies outside the image root"),
-        ("missing.png", "cannot be read"),
+        ("missing.png", "No such file or directory; --images DIR names the folder"),
         ("pipe.png", "is no regular file"),
         ("sub", "is no regular file"),
         ("http://127.0.0.1/a.png", "is a URL"),

@@ -18,7 +18,8 @@ def doubled(number: int) -> int:
 
 
 def test_a_killed_process_is_named_with_what_to_do() -> None:
-    work = {"processes": 2, "preload": (), "in_order": True, "remedy": "use fewer --processes"}
-    assert list(each_shard(doubled, [1, 2, 3], **work)) == [2, 4, 6]
+    reports = each_shard(
+        doubled, [1, -1, 3], processes=2, preload=(), in_order=True, remedy="use fewer --processes"
+    )
     with pytest.raises(VlmpackError, match=r"2 processes .* 3 shards was killed.*fewer --process"):
-        list(each_shard(doubled, [1, -1, 3], **work))
+        list(reports)

@@ -6,7 +6,13 @@ import json
 
 import pytest
 
-from vlmpack.recipe import identity, identity_differences, identity_notes, load_recipe
+from vlmpack.recipe import (
+    identity,
+    identity_differences,
+    identity_hint,
+    identity_notes,
+    load_recipe,
+)
 
 REFUSED = [
     "model.path=other",
@@ -185,3 +191,12 @@ def test_longer_run_at_a_constant_rate_needs_no_note(minimal):
     longer = {**old, "training.max_steps": 200}
     assert identity_differences(old, longer) == []
     assert identity_notes(old, longer) == []
+
+
+def test_the_advice_fits_what_differs() -> None:
+    run = {"training.max_steps": 60, "training.seed": 1, "data.train.0.path": "a"}
+    shorter = identity_hint(run, {**run, "training.max_steps": 1})
+    assert shorter == " training.max_steps may only grow: 60 or more."
+    other_data = identity_hint(run, {**run, "data.train.0.path": "b"})
+    assert "on_data_change: new_segment" in other_data and "grow" not in other_data
+    assert identity_hint(run, {**run, "training.max_steps": 61, "training.seed": 2}) == ""

@@ -165,8 +165,39 @@ def test_without_balance_there_is_no_picture_of_it(plan: RunPlan, tmp_path: Path
     write_page(bare, tmp_path / "p.html", title="r")
     assert (tmp_path / "p.html").read_text().count("<figure>") == 3
     titles = [section.title for section in sections(bare)]
-    assert not [title for title in titles if title.startswith("Memory")]
+    assert "Memory of a rank" in titles
+    assert any("no estimate: model.path holds no safetensors" in line for line in _lines(bare))
+    assert not any("computes in float32" in line for line in _lines(bare))
+    assert any("computes in float32" in line for line in _lines(plan))
     assert any("nothing to share out" in line for s in sections(bare) for line in s.lines)
+
+
+def _lines(plan: RunPlan) -> list[str]:
+    return [line for section in sections(plan) for line in section.lines]
+
+
+def test_what_weights_draw_is_shown_where_there_are_some(plan: RunPlan) -> None:
+    """100 samples of 10 tokens drawn 300 times, and 1,000 of 2 drawn 500 times: 3 to 1."""
+
+    def table(*drawn: int) -> tuple[list[str], list[tuple[str, ...]]]:
+        sizes = ((100, 1000, drawn[0]), (1000, 2000, drawn[1]))
+        two = tuple(
+            replace(source("s"), num_samples=n, num_usable=n, num_drawn=d, num_tokens=t,
+                    num_bad={}, num_dropped={})
+            for n, t, d in sizes
+        )  # fmt: skip
+        total = replace(two[0], num_samples=1100, num_usable=1100, num_drawn=sum(drawn))
+        data = sections(replace(plan, sources=two, total=total))[0]
+        return [column.name for column in data.columns], list(data.rows)
+
+    names, rows = table(300, 500)
+    place = names.index("drawn")
+    assert names[place + 1] == "share"
+    assert [row[place : place + 2] for row in rows] == [
+        ("300", "75%"), ("500", "25%"), ("800", "100%"),
+    ]  # fmt: skip
+    names, rows = table(100, 1000)
+    assert "drawn" not in names and all(len(row) == len(names) for row in rows)
 
 
 def test_json_has_every_figure(plan: RunPlan) -> None:

@@ -29,7 +29,7 @@ ONE = Ranks(rank=0, world_size=1, local_rank=0, dp_rank=0, dp_size=1, device=tor
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: Any) -> dict[str, Any]:
-    """A recipe whose rows are aligned to 16: 256 tokens, where 248 would do for the default of 8."""
+    """A recipe with rows aligned to 16: 256 tokens, where the default of 8 would give 248."""
     root = tmp_path_factory.mktemp("begun")
     copy_samples(ROOT / "assets/digits/train-000000.tar", root / "train.tar", SMALL)
     return {

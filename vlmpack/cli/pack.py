@@ -78,6 +78,12 @@ def pack(
 
     # The folder is packing.path of the recipes that will train on it.
     loaded = load_recipe(recipe, [*(overrides or ()), f"packing.path={output}"])
+    if media is MediaOption.resized and kind is not KindOption.shards:
+        typer.echo(
+            f"note: --media resized changes nothing in --kind {kind.value}, which saves no images; "
+            "it goes with --kind shards",
+            err=True,
+        )
     from vlmpack.data.packs.write import PackOrder
     from vlmpack.training.packs import pack_recipe
 

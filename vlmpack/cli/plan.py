@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def plan(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Path of a YAML recipe.")],
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE|RUN", help="A recipe or a run folder.")],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, e.g. packing.mode=online."),
@@ -50,7 +50,12 @@ def plan(
     across ranks, batch and memory. No GPU; indexes what is not indexed yet."""
     from vlmpack.recipe import load_recipe
 
-    loaded = load_recipe(recipe, overrides or ())
+    if Path(recipe).is_dir():
+        from vlmpack.training.reopen import read_recipe
+
+        loaded = read_recipe(Path(recipe), overrides or ())
+    else:  # a recipe's problems show without torch
+        loaded = load_recipe(recipe, overrides or ())
     for file in (html, as_json):
         if file is not None and str(file) != "-" and not file.absolute().parent.is_dir():
             raise VlmpackError(f"{file}: the folder {file.absolute().parent} does not exist")

@@ -8,7 +8,12 @@ Needs pydantic and PyYAML only.
 """
 
 from vlmpack.recipe.derived import Derived, DerivedRow, derive, derived_rows
-from vlmpack.recipe.identity import identity, identity_differences, identity_notes
+from vlmpack.recipe.identity import (
+    identity,
+    identity_differences,
+    identity_hint,
+    identity_notes,
+)
 from vlmpack.recipe.load import load_recipe
 from vlmpack.recipe.notes import notes
 from vlmpack.recipe.schema import Recipe
@@ -27,6 +32,7 @@ __all__ = [
     "dump_recipe",
     "identity",
     "identity_differences",
+    "identity_hint",
     "identity_notes",
     "json_schema",
     "load_recipe",

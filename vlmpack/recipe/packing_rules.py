@@ -72,8 +72,8 @@ def offline_has_packs(packing: PackingSection) -> list[Problem]:
 
 
 def packs_need_offline(packing: PackingSection) -> list[Problem]:
-    """Saved packs are read in mode offline alone."""
-    if packing.path is None or packing.mode == "offline":
+    """Saved packs are rows; mode online makes the same rows anew."""
+    if packing.path is None or plans_rows(packing):
         return []
     message = (
         f"'{packing.path}', but packing.mode '{packing.mode}' reads no saved packs; use "

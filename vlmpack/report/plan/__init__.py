@@ -3,6 +3,7 @@
 
 from vlmpack.report.plan.as_json import as_json
 from vlmpack.report.plan.page import write_page
-from vlmpack.report.plan.sections import Column, Section, sections
+from vlmpack.report.plan.section import Column, Section
+from vlmpack.report.plan.sections import sections
 
 __all__ = ["Column", "Section", "as_json", "sections", "write_page"]

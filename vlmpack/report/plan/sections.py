@@ -2,107 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
+from vlmpack.report.plan.data_section import data_section
 from vlmpack.report.plan.numbers import compact, counted, gib, share, times
-from vlmpack.report.style import one_line
-from vlmpack.training.plan.figures import SAME_BATCH, MemoryFigures, RunPlan, SourceFigures
+from vlmpack.report.plan.section import Column, Section
+from vlmpack.training.plan.figures import SAME_BATCH, MemoryFigures, RunPlan
 
 MAX_SOURCES = 12
 """Sources with a row of their own; the page and the JSON have more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column's heading, one or two lines, and whether it holds words (left) or figures."""
-
-    name: str
-    is_text: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
-    """A table.
-
-    Args:
-        title: above it.
-        columns: of the table.
-        rows: as many texts each.
-        marked: places of rows that stand out: what the recipe has.
-        lines: sentences below.
-    """
-
-    title: str
-    columns: tuple[Column, ...] = ()
-    rows: tuple[tuple[str, ...], ...] = ()
-    marked: tuple[int, ...] = ()
-    lines: tuple[str, ...] = field(default=())
+_ON_GPUS = "for GPUs, in bfloat16; on CPU, model.dtype: auto computes in float32 and needs more"
 
 
 def sections(plan: RunPlan, *, max_sources: int = MAX_SOURCES) -> tuple[Section, ...]:
-    """All of them; what a plan lacks is left out."""
+    """All of them."""
     made = [
-        _data(plan, max_sources),
+        data_section(plan, max_sources),
         _modes(plan),
         _sequences(plan),
         _imbalance(plan),
         _batch(plan),
     ]
-    if plan.memory is not None:
-        made.append(_memory(plan.memory))
+    made.append(_memory(plan.memory) if plan.memory is not None else _no_memory())
     made.append(Section(title="Notes", lines=plan.notes))
     return tuple(made)
-
-
-def _data(plan: RunPlan, max_sources: int) -> Section:
-    shown = list(plan.sources[:max_sources])
-    rows = [_source(source, one_line(source.name)) for source in shown]
-    if len(plan.sources) > 1:
-        rows.append(_source(plan.total, "total"))
-    lines = ["loss, vision: shares of the tokens; p5 to max: tokens of a sample"]
-    lines += [
-        f"{count:,} more sources are in the page (--html) and in the JSON"
-        for count in [len(plan.sources) - len(shown)]
-        if count
-    ]
-    for reason, count in plan.total.num_dropped.items():
-        lines.append(f"{_samples(count)} dropped: {reason}")
-    if plan.total.num_shrunk:
-        lines.append(f"{_samples(plan.total.num_shrunk)} with images made smaller to fit")
-    for kind, count in plan.total.num_bad.items():
-        lines.append(f"{_samples(count)} bad ({kind}): skipped as holes")
-    if plan.left_out:
-        first = plan.left_out[0]
-        lines.append(f"the first of them: {one_line(first.key)} in {first.shard}: {first.reason}")
-    else:
-        lines.append("nothing is dropped, shrunk or known to be bad")
-    return Section(
-        title="Data",
-        columns=(
-            Column("source", is_text=True),
-            Column("samples"),
-            Column("usable"),
-            Column("tokens"),
-            Column("loss"),
-            Column("vision"),
-            *(Column(name) for name in ("p5", "p50", "p95", "p99", "max")),
-        ),
-        rows=tuple(rows),
-        lines=tuple(lines),
-    )
-
-
-def _source(source: SourceFigures, name: str) -> tuple[str, ...]:
-    lengths = source.length_percentiles
-    return (
-        name,
-        compact(source.num_samples),
-        compact(source.num_usable),
-        compact(source.num_tokens),
-        share(source.label_share, 0),
-        share(source.vision_share, 0),
-        *(compact(lengths[p]) if lengths else "" for p in (5, 50, 95, 99, 100)),
-    )
 
 
 def _modes(plan: RunPlan) -> Section:
@@ -291,9 +212,11 @@ def _memory(memory: MemoryFigures) -> Section:
             f"in the vision tower, from {memory.counted_from}; micro-batch of "
             f"{memory.row_tokens:,} slots and {memory.row_patches:,} patches{flight}",
             *memory.formula,
+            *([_ON_GPUS] if memory.dtype == "bfloat16" else []),
         ),
     )
 
 
-def _samples(count: int) -> str:
-    return counted(count, "sample", "samples")
+def _no_memory() -> Section:
+    why = "no estimate: model.path holds no safetensors file to count the parameters from"
+    return Section(title="Memory of a rank", lines=(why,))

@@ -16,6 +16,7 @@ from vlmpack.errors import DataError
 SUFFIXES = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
+_CHOOSE_ROOT = "--images DIR names the folder that image paths start at"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +55,14 @@ class ImageRoot:
         try:
             path = (root / name).resolve()
             if not path.is_relative_to(root):
-                raise _refused(f"the image {name!r} lies outside the image root {root}")
+                raise _refused(
+                    f"the image {name!r} lies outside the image root {root}; {_CHOOSE_ROOT}"
+                )
             return self._read_regular(path, name)
         except (OSError, ValueError, RuntimeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise _refused(
-                f"the image {name!r} cannot be read in {root}: {reason}; --images DIR names the "
-                "folder that image paths start at"
+                f"the image {name!r} cannot be read in {root}: {reason}; {_CHOOSE_ROOT}"
             ) from None
 
     def _read_regular(self, path: Path, name: str) -> bytes:
