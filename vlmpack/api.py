@@ -144,11 +144,14 @@ def run_recipe(recipe: Recipe) -> FinetuneResult:
 
 def _record_recipe(recipe: Recipe, run_dir: RunDir) -> None:
     """Check whose run this is, then write down the resolved recipe."""
+    from vlmpack.training.packs import packs_note
     from vlmpack.training.run_dir import write_atomically
 
     current = identity(recipe)
     recorded = run_dir.recorded_identity() or current
     for note in identity_notes(recorded, current):
+        logger.warning("note: %s", note)
+    if note := packs_note(run_dir.recipe, recipe):
         logger.warning("note: %s", note)
     new_segment = recipe.checkpoint.on_data_change == "new_segment"
     run_dir.check_identity(

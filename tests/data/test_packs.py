@@ -454,6 +454,7 @@ def test_a_damaged_pack_is_a_hole_for_each_of_its_samples(folder: Path, tmp_path
         not m.samples for m in rows if m.skipped
     )
     assert all("packs-000001.tar is damaged: its checksum is" in hole.reason for hole in holes)
+    assert {hole.file for hole in holes} == {str(tar)} and str(tar) not in {h.shard for h in holes}
     strict = offline(
         folder, tmp_path / "packs", tmp_path / "i", on_error=ErrorPolicy(integrity="raise")
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
-from vlmpack.data.index.shard_pool import each_shard
+from vlmpack.data.index.shard_pool import AHEAD, each_shard
 from vlmpack.errors import VlmpackError
 
 
@@ -21,5 +22,24 @@ def test_a_killed_process_is_named_with_what_to_do() -> None:
     reports = each_shard(
         doubled, [1, -1, 3], processes=2, preload=(), in_order=True, remedy="use fewer --processes"
     )
-    with pytest.raises(VlmpackError, match=r"2 processes .* 3 shards was killed.*fewer --process"):
+    with pytest.raises(VlmpackError, match=r"2 processes .* was killed.*fewer --process"):
         list(reports)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_few_shards_are_held_at_a_time(in_order: bool) -> None:
+    given: list[int] = []
+
+    def numbers() -> Iterator[int]:
+        for number in range(40):
+            given.append(number)
+            yield number
+
+    reports = each_shard(
+        doubled, numbers(), processes=2, preload=(), in_order=in_order, remedy="none"
+    )
+    first = next(reports)
+    assert len(given) == 2 * AHEAD
+    rest = list(reports)
+    assert sorted([first, *rest]) == [2 * number for number in range(40)]
+    assert not in_order or [first, *rest] == sorted([first, *rest])

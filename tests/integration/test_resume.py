@@ -82,28 +82,24 @@ def test_resumed_runs_are_bit_equal_to_the_unbroken_run(
         assert_same_run(run_dir, unbroken)
 
 
-EPOCH_ENDS = {6, 12, 18}
+EPOCH_ENDS = (6, 12, 18)
 EVERY_STEP = range(1, STEPS)
-SOME_STEPS = sorted(EPOCH_ENDS | set(random.Random(0).sample(EVERY_STEP, STEPS // 10)))
+SOME_STEPS = sorted({*EPOCH_ENDS, *random.Random(0).sample(EVERY_STEP, STEPS // 10)})
 
 
-@pytest.mark.parametrize(
-    "stops",
-    [
-        pytest.param(SOME_STEPS, marks=pytest.mark.slow, id="some steps"),
-        pytest.param(EVERY_STEP, marks=pytest.mark.soak, id="every step"),
-    ],
-)
+STOPS = [
+    pytest.param(SOME_STEPS, marks=pytest.mark.slow, id="some steps"),
+    pytest.param(EVERY_STEP, marks=pytest.mark.soak, id="every step"),
+]
+
+
+@pytest.mark.parametrize("stops", STOPS)
 def test_resume_at_any_step_is_bit_equal(
-    settings: dict[str, Any],
-    tmp_path: Path,
-    unbroken: Path,
-    monkeypatch: Any,
-    stops: Sequence[int],
+    settings: dict[str, Any], tmp_path: Path, unbroken: Path, monkeypatch: Any, stops: Sequence[int]
 ) -> None:
     epochs = dict(rows(unbroken, "step", "epoch"))
-    assert EPOCH_ENDS == {step for step in EVERY_STEP if epochs[step] != epochs[step + 1]}
-    assert EPOCH_ENDS < set(stops)
+    ends = {step for step in EVERY_STEP if epochs[step] != epochs[step + 1]}
+    assert ends == set(EPOCH_ENDS) and ends < set(stops)
     for stop_after in stops:
         run_dir = tmp_path / f"stop-{stop_after}"
         mine = changed(settings, training__max_steps=STEPS, run_dir=str(run_dir))

@@ -68,19 +68,13 @@ LAUNCHES = {
     "one": ["train:qwen2_vl:one", "train:qwen3_vl:one", f"resume:{MOE}:one"],
 }
 """Jobs that share processes. The last one needs what is saved with experts."""
-MARKS = {
-    "experts": (),
-    "experts in one": (),
-    "layouts": pytest.mark.slow,
-    "more layouts": pytest.mark.soak,
-    "one": pytest.mark.slow,
-}
+MARKS = {"layouts": pytest.mark.slow, "more layouts": pytest.mark.soak, "one": pytest.mark.slow}
 LAUNCH_OF = {job: launch for launch, jobs in LAUNCHES.items() for job in jobs}
 
 
 def marked(job, *values):
     """A test as slow as its job's launch."""
-    return pytest.param(*values, marks=MARKS[LAUNCH_OF[job]])
+    return pytest.param(*values, marks=MARKS.get(LAUNCH_OF[job], ()))
 
 
 PAIRS = [

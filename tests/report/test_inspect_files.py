@@ -358,3 +358,20 @@ def test_saved_packs_are_shown_as_the_online_plan(inspect_recipe: Path, tmp_path
     pages = [(tmp_path / name / "bin-1.html").read_text() for name in ("on", "off")]
     bodies = [re.sub(r"mode \w+|; (user|assistant)(, \w+)*", "", page) for page in pages]
     assert bodies[0] == bodies[1] and len(bodies[0]) > 10_000
+
+
+def test_a_bin_without_a_sample_left_is_a_cross(inspect_recipe: Path, tmp_path: Path) -> None:
+    """Every pack is damaged: one reason for all samples of the bin, and exit code 1."""
+    packs = tmp_path / "packs"
+    arguments = ["pack", str(inspect_recipe), "-o", str(packs), "--kind", "tokens"]
+    assert CliRunner().invoke(app, [*arguments, "--processes", "1"]).exit_code == 0
+    for tar in packs.glob("*.tar"):
+        data = bytearray(tar.read_bytes())
+        data[512::512] = bytes(255 - value for value in data[512::512])
+        tar.write_bytes(data)
+    asked = ("--bin", 1, "-o", tmp_path / "i", "packing.mode=offline", f"packing.path={packs}")
+    shown = invoke(inspect_recipe, *asked)
+    assert shown.exit_code == 1, shown.output
+    assert "\u2717 every sample whole, once: none of the" in shown.output
+    assert shown.output.count("left out: ") == 1
+    assert re.search(r"left out: \S+ and \d+ more \(\S*packs-000000.tar\)", shown.output)

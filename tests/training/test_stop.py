@@ -69,16 +69,19 @@ def test_being_preempted_has_an_exit_code_of_its_own():
     ],
 )
 def test_an_interrupt_says_what_is_saved_and_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: tuple[int, ...], saved: tuple[str, ...],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    steps: tuple[int, ...],
+    saved: tuple[str, ...],
     expected: str,
 ) -> None:
     run_dir = RunDir(tmp_path)
     run_dir.metrics.write_text("".join(f'{{"step": {step}}}\n' for step in steps))
     for name in saved:
         (run_dir.checkpoints / name).mkdir(parents=True)
-    with caplog.at_level(logging.WARNING, "vlmpack"):
-        with pytest.raises(KeyboardInterrupt), interrupt_told(run_dir):
-            os.kill(os.getpid(), signal.SIGINT)
-            signal.pause()
+    caplog.set_level(logging.WARNING, "vlmpack")
+    with pytest.raises(KeyboardInterrupt), interrupt_told(run_dir):
+        os.kill(os.getpid(), signal.SIGINT)
+        signal.pause()
     (line,) = caplog.messages
     assert line.startswith(f"interrupted at {expected}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from vlmpack.data.loading.read import SkippedSample
     from vlmpack.report.inspect.checks import Check
     from vlmpack.report.inspect.row import Row
 
@@ -69,6 +70,18 @@ def inspect(
         raise typer.Exit(1)
 
 
+def left_out(holes: Sequence[SkippedSample]) -> list[str]:
+    """A line for each reason, with the first sample that it is said of."""
+    groups: dict[tuple[str, str], list[SkippedSample]] = {}
+    for hole in holes:
+        groups.setdefault((hole.file or hole.shard, hole.reason), []).append(hole)
+    return [
+        f"left out: {group[0].key}{f' and {len(group) - 1} more' if group[1:] else ''} ({file}): "
+        f"{reason}"
+        for (file, reason), group in groups.items()
+    ]
+
+
 def _print_row(row: Row, checks: Sequence[Check]) -> None:
     from rich.console import Console
     from rich.markup import escape
@@ -95,8 +108,8 @@ def _print_row(row: Row, checks: Sequence[Check]) -> None:
     console.print(table)
     if len(rows) > MAX_ROWS:
         console.print(f"and {len(rows) - MAX_ROWS} more")
-    for hole in row.shown.holes:
-        console.print(escape(f"left out: {hole.key} ({hole.shard}): {hole.reason}"))
+    for line in left_out(row.shown.holes):
+        console.print(escape(line))
     console.print("; ".join(f"{total.name} {total.value}" for total in totals(row)), markup=False)
     for check in checks:
         mark, style = ("\u2713", "green") if check.holds else ("\u2717", "bold red")

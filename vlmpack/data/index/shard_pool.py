@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Sized
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
@@ -13,10 +13,13 @@ from vlmpack.errors import VlmpackError
 Item = TypeVar("Item")
 Report = TypeVar("Report")
 
+AHEAD = 4
+"""Shards that wait or are worked on, for each process."""
+
 
 def each_shard(
     work: Callable[[Item], Report],
-    shards: Sequence[Item],
+    shards: Iterable[Item],
     *,
     processes: int,
     preload: tuple[str, ...],
@@ -27,8 +30,8 @@ def each_shard(
 
     Args:
         work: done on one shard; picklable.
-        shards: what it is called with.
-        processes: how many work at once; with 1 the calling one does.
+        shards: what it is called with; of an iterator, few are held at a time.
+        processes: how many work at once; with fewer than 2 the calling one does.
         preload: modules for the processes to begin with.
         in_order: whether reports come in the order given, not as they finish.
         remedy: what to do where a process is killed.
@@ -36,19 +39,33 @@ def each_shard(
     Raises:
         VlmpackError: a process was killed.
     """
-    count = min(processes, len(shards))
+    count = min(processes, len(shards)) if isinstance(shards, Sized) else processes
     if count < 2:
         yield from map(work, shards)
         return
     pool = ProcessPoolExecutor(count, mp_context=worker_context(preload))
     try:
-        futures = [pool.submit(work, shard) for shard in shards]
-        for future in futures if in_order else as_completed(futures):
-            yield future.result()
+        begun: list[Future[Report]] = []
+        for shard in shards:
+            begun.append(pool.submit(work, shard))
+            if len(begun) == AHEAD * count:
+                yield _taken(begun, in_order)
+        while begun:
+            yield _taken(begun, in_order)
     except BrokenProcessPool as error:
         raise VlmpackError(
-            f"one of the {count} processes that work on the {len(shards)} shards was killed, most "
+            f"one of the {count} processes that work on the shards was killed, most "
             f"likely because the machine ran out of memory: {remedy}"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _taken(begun: list[Future[Report]], in_order: bool) -> Report:
+    """The first report, or one that is there; waits for it."""
+    if in_order:
+        return begun.pop(0).result()
+    done, _ = wait(begun, return_when=FIRST_COMPLETED)
+    future = next(one for one in begun if one in done)
+    begun.remove(future)
+    return future.result()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -56,15 +56,13 @@ def _first_epoch(split: Split, fitted: Fitted) -> list[list[tuple[Bin, ...]]]:
     return windows
 
 
-def _batches(split: Split) -> Sequence[PlannedBatch]:
-    found = []
+def _batches(split: Split) -> Iterator[PlannedBatch]:
     for batch in split.plan.walk(Position(), split.start()):
         if batch.position.epoch:
-            break
-        found.append(batch)
+            return
+        yield batch
         if batch.following.epoch:
-            break
-    return found
+            return
 
 
 def _renumbered(split: Split, fitted: Fitted, bins: Sequence[Bin]) -> tuple[Bin, ...]:

@@ -32,7 +32,8 @@ from vlmpack.data.packs.manifest import (
     digest,
     write_file,
 )
-from vlmpack.data.packs.parts import PartFacts, PartJob, WritePart, facts_path, read_facts, tar_name
+from vlmpack.data.packs.part_jobs import PART_BYTES, part_cuts, part_jobs
+from vlmpack.data.packs.parts import PartFacts, WritePart, facts_path, read_facts, tar_name
 from vlmpack.data.packs.samples import SAMPLES, save_samples
 from vlmpack.data.plan.packers import BudgetPacker
 from vlmpack.data.plan.packs import PackArrays
@@ -45,12 +46,8 @@ from vlmpack.errors import PacksError
 HOLES = "holes.json"
 PRELOAD = ("vlmpack.data.packs.parts",)
 
-PART_BYTES = 64 << 20
-"""About what one tar holds."""
 PART_PACKS = 256
 """Packs in a tar at most, unless told otherwise."""
-TOKEN_BYTES = 24
-"""Of a saved token, three position axes included."""
 
 OnPacks = Callable[[int, int, int], None]
 """(packs done now, packs in all, bytes they take)."""
@@ -111,8 +108,7 @@ def make_packs(source: PackSource, folder: Path, order: PackOrder) -> Manifest:
             _begin(folder, manifest, order.part_packs)
             facts: list[PartFacts] = []
             if order.kind != "plan":
-                jobs = _jobs(prepared.fitted, arrays, order.part_packs)
-                facts = _write_parts(source, folder, order, jobs)
+                facts = _write_parts(source, folder, order, prepared.fitted, arrays)
             return _finish(folder, manifest, prepared.fitted, arrays, facts)
         except OSError as error:
             raise PacksError(f"-o {folder}: cannot be written: {error}") from error
@@ -215,29 +211,8 @@ def _begin(folder: Path, manifest: Manifest, part_packs: int) -> None:
             scrap.unlink()
 
 
-def _jobs(fitted: Fitted, arrays: PackArrays, part_packs: int) -> list[PartJob]:
-    """The packs in stretches of about PART_BYTES: by the index, so the same in any process."""
-    table, numbers = fitted.table, arrays.numbers
-    table = replace(table, keys=table.keys.combine_chunks())  # no search through the shards'
-    sizes = table.lengths[numbers] + TOKEN_BYTES * table.num_tokens[numbers]
-    before = np.concatenate(([0], np.cumsum(sizes)))
-    jobs: list[PartJob] = []
-    first = 0
-    while first < arrays.num_packs:
-        full = before[arrays.starts[first]] + PART_BYTES
-        reached = int(np.searchsorted(before[arrays.starts], full, side="right")) - 1
-        stop = min(max(first + 1, reached), first + part_packs, arrays.num_packs)
-        packs = tuple(
-            tuple(table.ref(number) for number in arrays.members(pack))
-            for pack in range(first, stop)
-        )
-        jobs.append(PartJob(len(jobs), first, packs))
-        first = stop
-    return jobs
-
-
 def _write_parts(
-    source: PackSource, folder: Path, order: PackOrder, jobs: Sequence[PartJob]
+    source: PackSource, folder: Path, order: PackOrder, fitted: Fitted, arrays: PackArrays
 ) -> list[PartFacts]:
     encoder: Any = source.dataset.encoder
     work = WritePart(
@@ -248,19 +223,20 @@ def _write_parts(
         num_axes=encoder.num_position_axes,
         maker=os.getpid(),
     )
-    total = sum(len(job.packs) for job in jobs)
+    cuts = part_cuts(fitted.table, arrays, order.part_packs)
+    num_parts = len(cuts) - 1
     preload = (*PRELOAD, *source.config.loader.preload)
     for facts in each_shard(
         work,
-        jobs,
-        processes=order.processes,
+        part_jobs(fitted.table, arrays, cuts),
+        processes=min(order.processes, num_parts),
         preload=preload,
         in_order=False,
         remedy="run `vlmpack pack` again with fewer --processes; it goes on where it was",
     ):
         if order.on_packs is not None:
-            order.on_packs(facts.num_packs, total, facts.num_bytes)
-    found = [read_facts(folder, job.number) for job in jobs]
+            order.on_packs(facts.num_packs, arrays.num_packs, facts.num_bytes)
+    found = [read_facts(folder, number) for number in range(num_parts)]
     assert all(facts is not None for facts in found)
     return [facts for facts in found if facts is not None]
 

@@ -106,11 +106,23 @@ def _cursor(value: object) -> Cursor:
     return (number, place, offset)
 
 
+def _packs(fingerprint: IdentityValue) -> str:
+    if fingerprint is None:
+        return "none"
+    return f"those whose pack.json says fingerprints.plan {str(fingerprint)!r}"
+
+
 def identity_differences(saved: Identity, current: Identity) -> list[str]:
     """One readable line for each difference."""
     lines = []
     for name in sorted(saved.keys() | current.keys()):
         before, now = saved.get(name), current.get(name)
-        if before != now:
+        if before == now:
+            continue
+        if name == "packing.packs":
+            lines.append(
+                f"packing.path: other packs; the run has {_packs(before)}, now {_packs(now)}"
+            )
+        else:
             lines.append(f"{name}: the run has {before!r}, now {now!r}")
     return lines

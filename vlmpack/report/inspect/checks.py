@@ -87,6 +87,8 @@ def _samples(row: Row) -> str:
     keys = list(row.batch.keys)
     if sorted([*keys, *holes]) != sorted(row.planned):
         raise Broken(f"planned are {_some(row.planned)}; the row holds {_some(keys)}")
+    if holes and not keys:
+        raise Broken(f"none of the {many(len(holes), 'planned sample')} could be used")
     ids = row.batch.input_ids.flatten().tolist()
     for place, ((key, start, length), alone) in enumerate(
         zip(_starts(row), row.alone, strict=True)

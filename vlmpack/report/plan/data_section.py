@@ -64,7 +64,7 @@ def _source(
     """A row. `drawn`: tokens of an epoch, where that is not each sample once; `all_tokens`: those
     of this row, where they are known better than by its mean sample."""
     lengths = source.length_percentiles
-    epoch = ()
+    epoch: tuple[str, ...] = ()
     if drawn is not None:
         part = _drawn_tokens(source) if all_tokens is None else all_tokens
         epoch = (compact(source.num_drawn), share(part / max(1.0, drawn), 0))

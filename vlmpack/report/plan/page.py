@@ -8,7 +8,8 @@ from pathlib import Path
 
 from vlmpack.report.plan.numbers import compact, counted, share
 from vlmpack.report.plan.pictures import Picture, draw_pictures
-from vlmpack.report.plan.sections import Section, sections
+from vlmpack.report.plan.section import Section
+from vlmpack.report.plan.sections import sections
 from vlmpack.training.plan.figures import RunPlan
 from vlmpack.training.run_dir import write_atomically
 

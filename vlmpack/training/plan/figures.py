@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 PERCENTILES = (0, 5, 25, 50, 75, 90, 95, 99, 100)
+SAME_BATCH = 0.02  # change of the batch below which it counts as the same: last ones are short
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,10 +180,6 @@ class ImbalanceFigures:
     total_balanced: float
     vision_balanced: float
     is_recipes: bool
-
-
-SAME_BATCH = 0.02
-"""Change of the batch below which it counts as the same: last batches are short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

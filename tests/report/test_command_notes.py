@@ -1,0 +1,63 @@
+"""What commands say about options and folders that are easy to mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner, Result
+
+from vlmpack.cli.app import app
+from vlmpack.recipe import dump_recipe, load_recipe
+from vlmpack.training.packs import packs_note
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def pack(recipe: Path, folder: Path, *options: str) -> Result:
+    done = invoke("pack", recipe, "-o", folder, "--processes", 1, *options)
+    assert done.exit_code == 0, done.output
+    return done
+
+
+def test_other_packs_are_told_apart_by_folder_kind_and_planner(
+    inspect_recipe: Path, tmp_path: Path
+) -> None:
+    one, two, three = (tmp_path / name for name in ("one", "two", "three"))
+    told = pack(inspect_recipe, one, "--media", "resized").stderr
+    assert "--media resized changes nothing in --kind plan" in told
+    assert "--media" not in pack(inspect_recipe, two, "--planner", "bfd").stderr
+    pack(inspect_recipe, three, "--kind", "tokens")
+
+    def recipe(folder: Path) -> object:
+        return load_recipe(inspect_recipe, ["packing.mode=offline", f"packing.path={folder}"])
+
+    recorded = tmp_path / "recipe.yaml"
+    recorded.write_text(dump_recipe(recipe(one)))
+    assert packs_note(recorded, recipe(two)) == (
+        f"packing.path: the run's latest launch had {one} (kind plan, planner stream), the recipe "
+        f"has {two} (kind plan, planner bfd)"
+    )
+    assert packs_note(recorded, recipe(three)) is None, "the same plan"
+    assert packs_note(recorded, recipe(one)) is None
+    assert f"{tmp_path / 'none'} (no packs there)" in packs_note(
+        recorded, recipe(tmp_path / "none")
+    )
+
+
+def test_a_run_folder_is_planned_by_its_recipe(inspect_recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "recipe.yaml").write_text(dump_recipe(load_recipe(inspect_recipe)))
+    plans = []
+    for place in (inspect_recipe, run):
+        out = tmp_path / "plan.json"
+        shown = invoke("plan", place, "--json", out)
+        assert shown.exit_code == 0, shown.output
+        assert "no estimate: model.path holds no safetensors" in " ".join(shown.output.split())
+        plans.append(json.loads(out.read_text()))
+    assert plans[0] == plans[1] and plans[0]["total"]["num_samples"] > 0
+    (run / "recipe.yaml").unlink()
+    assert "a run folder that holds recipe.yaml" in str(invoke("plan", run).exception)
