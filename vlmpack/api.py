@@ -151,8 +151,9 @@ def _record_recipe(recipe: Recipe, run_dir: RunDir) -> None:
     recorded = run_dir.recorded_identity() or current
     for note in identity_notes(recorded, current):
         logger.warning("note: %s", note)
-    if note := packs_note(run_dir.recipe, recipe):
-        logger.warning("note: %s", note)
+    other_packs = packs_note(run_dir.recipe, recipe)
+    if other_packs is not None:
+        logger.warning("note: %s", other_packs)
     new_segment = recipe.checkpoint.on_data_change == "new_segment"
     run_dir.check_identity(
         current,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner, Result
 
 from vlmpack.cli.app import app
@@ -22,6 +23,7 @@ def pack(recipe: Path, folder: Path, *options: str) -> Result:
     return done
 
 
+@pytest.mark.slow
 def test_other_packs_are_told_apart_by_folder_kind_and_planner(
     inspect_recipe: Path, tmp_path: Path
 ) -> None:
