@@ -223,7 +223,10 @@ def test_a_sample_above_the_vision_budget_is_over_long(
         return set().union(*rows_of(epoch_of(data)))
 
     if over_long == "error":
-        with pytest.raises(DataError, match=r"have more vision patches than packing.max_vision_patches 3; the largest"):
+        with pytest.raises(
+            DataError,
+            match=r"have more vision patches than packing.max_vision_patches 3; the largest",
+        ):
             keys()
     elif over_long == "drop":
         kept = keys()
