@@ -100,7 +100,9 @@ def read_manifest(folder: Path) -> Manifest:
         if folder.is_dir():
             why = f"it has no {MANIFEST}; copy it again, or run `vlmpack pack` into a new folder"
         if (folder / UNFINISHED).is_file():
-            why = "packing was stopped before its end; run the same `vlmpack pack` again: it goes on"
+            why = (
+                "packing was stopped before its end; run the same `vlmpack pack` again: it goes on"
+            )
         raise PacksError(f"packing.path: {folder} holds no finished packs: {why}")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
