@@ -30,6 +30,8 @@ def test_an_interrupted_run_says_what_is_saved(settings: dict[str, Any], tmp_pat
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # Where the tests run in the background SIGINT is ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     run = Path(values["run_dir"])
     deadline = time.monotonic() + TIMEOUT

@@ -81,7 +81,6 @@ def test_an_interrupt_says_what_is_saved_and_goes_on(
         (run_dir.checkpoints / name).mkdir(parents=True)
     caplog.set_level(logging.WARNING, "vlmpack")
     with pytest.raises(KeyboardInterrupt), interrupt_told(run_dir):
-        os.kill(os.getpid(), signal.SIGINT)
-        signal.pause()
+        raise KeyboardInterrupt  # no signal: where tests run in the background it is ignored
     (line,) = caplog.messages
     assert line.startswith(f"interrupted at {expected}")
