@@ -34,12 +34,17 @@ def test_an_interrupted_run_says_what_is_saved(settings: dict[str, Any], tmp_pat
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     run = Path(values["run_dir"])
-    deadline = time.monotonic() + TIMEOUT
-    while not (run / "metrics.jsonl").is_file() or len(rows(run, "step")) < 6:
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=TIMEOUT)
+    try:
+        deadline = time.monotonic() + TIMEOUT
+        while not (run / "metrics.jsonl").is_file() or len(rows(run, "step")) < 6:
+            assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=TIMEOUT)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
     assert process.returncode == 130, output
     saved = sorted(int(f.name[5:]) for f in (run / "checkpoints").glob("step-*"))[-1]
     line = f"interrupted at step {len(rows(run, 'step'))}; the last checkpoint is step {saved}, "
