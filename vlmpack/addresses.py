@@ -73,8 +73,8 @@ def secret_in(address: str) -> str | None:
     if without_references(match["authority"].rpartition("@")[0]).strip(":"):
         if scheme_of(address) in OBJECT_SCHEMES:
             return (
-                "holds a user name or password; write the address without them, and name the "
-                "environment variables that hold them in data.storage.credentials"
+                "holds a user name or password; write the address without them, and '${env:NAME}' "
+                "in place of each in data.storage.credentials"
             )
         return (
             "holds a user name or password; put each into an environment variable and write "

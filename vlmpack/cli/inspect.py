@@ -109,8 +109,10 @@ def _print_row(row: Row, checks: Sequence[Check]) -> None:
     if len(rows) > MAX_ROWS:
         console.print(f"and {len(rows) - MAX_ROWS} more")
     for line in left_out(row.shown.holes):
-        console.print(escape(line))
+        console.print(escape(line), soft_wrap=True)
     console.print("; ".join(f"{total.name} {total.value}" for total in totals(row)), markup=False)
     for check in checks:
         mark, style = ("\u2713", "green") if check.holds else ("\u2717", "bold red")
-        console.print(f"[{style}]{mark}[/] {escape(check.name)}: {escape(check.detail)}")
+        console.print(
+            f"[{style}]{mark}[/] {escape(check.name)}: {escape(check.detail)}", soft_wrap=True
+        )
