@@ -33,9 +33,9 @@ def _build(encoder: Encoder, *, width: int | None) -> PackedVLM:
     """The tiny model, or one of its shape with a wider, deeper, untrained language model."""
     model = load_model(MODEL) if width is None else wide_model(width)
     choice = choose_attention("auto", device=torch.device("cpu"), dtype=torch.float32)
-    paths = encoder.family.modules
-    model.get_submodule(paths.language).set_attn_implementation(register_attention(choice))
-    return PackedVLM(model, paths, encoder.image_rule.smallest()).train()
+    language = model.get_submodule(encoder.family.modules.language)
+    language.set_attn_implementation(register_attention(choice))
+    return PackedVLM(model, encoder.family, encoder.image_rule.smallest()).train()
 
 
 def batches_of(encoder: Encoder, mode: str, micro_batch_size: int, count: int) -> list[Batch]:

@@ -122,7 +122,7 @@ def test_an_exported_model_has_bit_equal_logits(exported, mixed):
             arguments = {
                 "input_ids": inputs.input_ids,
                 "mm_token_type_ids": inputs.mm_token_type_ids,
-                **inputs.media(),
+                **inputs.media,
             }
             assert torch.equal(loaded(**arguments).logits, model(**arguments).logits)
             compared += 1

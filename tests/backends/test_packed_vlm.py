@@ -296,7 +296,7 @@ def test_a_head_with_a_bias_is_refused(vlm):
             return torch.nn.Linear(2, 2, bias=True)
 
     with pytest.raises(CapabilityError, match="bias"):
-        PackedVLM(Biased(), vlm.paths, vlm.blank)
+        PackedVLM(Biased(), vlm.family, vlm.blank)
 
 
 def test_varlen_kernels_get_one_dtype_under_autocast(tiny_folder, encoder, encoded):

@@ -225,7 +225,7 @@ def test_a_literal_image_tag_is_text(encoder):
     assert targets(encoder, sample) == "<image>" + END_OF_TURN
 
 
-@pytest.mark.parametrize("token", [PLACEHOLDER, "<|im_end|>", "<|im_start|>", "<|endoftext|>"])
+@pytest.mark.parametrize("token", ["<|vision_end|>", "<|im_end|>", "<|im_start|>", "<|endoftext|>"])
 @pytest.mark.parametrize("role", ["user", "assistant"])
 def test_a_special_token_in_the_text_is_refused(encoder, role, token):
     texts = {"user": "hello", "assistant": "hello"} | {role: f"he{token}llo"}

@@ -19,8 +19,9 @@ from support.families import (
     FAMILIES,
     ROUTED,
     SLOW_FAMILIES,
-    TEXT_CONFIGS,
+    TEXT_FAMILIES,
     VISION_FAMILIES,
+    stock_rules,
     tiny_family_folder,
 )
 from support.images import conversation, file_of, picture
@@ -37,7 +38,14 @@ from support.runs import (
     starts_of,
 )
 from support.shards import RawSample, text_samples
-from support.stock import StockInputs, StockProcessor, load_stock, run_one_by_one, run_padded
+from support.stock import (
+    StockInputs,
+    StockProcessor,
+    load_stock,
+    positions_of,
+    run_one_by_one,
+    run_padded,
+)
 
 from vlmpack.backends.hf.model import MergedInputs
 from vlmpack.families import Encoder, family_of, model_types
@@ -96,7 +104,7 @@ def case_of(tmp_path_factory, mixed):
 
     @cache
     def make(name):
-        samples = text_samples() if name in TEXT_CONFIGS else mixed
+        samples = text_samples() if name in TEXT_FAMILIES else mixed
         return Case(tiny_family_folder(name, tmp_path_factory.mktemp(name)), samples)
 
     return make
@@ -151,7 +159,7 @@ def test_the_family_knows_its_model(case):
     family = family_of(case.folder)
     assert family_type(case) in family.model_types
     modules = family.modules
-    assert (modules.vision is None) == (family_type(case) in TEXT_CONFIGS)
+    assert (modules.vision is None) == (family_type(case) in TEXT_FAMILIES)
     for path in filter(None, (modules.vision, *modules.projectors, modules.language)):
         assert sum(p.numel() for p in case.stock.get_submodule(path).parameters()) > 0, path
 
@@ -307,11 +315,14 @@ def test_ids_labels_and_pixels_are_those_of_the_stock_processor(case):
     for ours, theirs in zip(case.encoded, case.inputs.values(), strict=True):
         assert torch.equal(ours.input_ids, theirs.input_ids[0])
         assert torch.equal(ours.labels[:-1], theirs.labels[0, 1:])
-        assert (ours.media is None) == (theirs.pixel_values is None)
-        if ours.media is not None:
-            assert torch.equal(ours.media.pixel_values, theirs.pixel_values)
-            assert list(map(list, ours.media.grid_thw)) == theirs.image_grid_thw.tolist()
-            assert torch.equal(ours.media_positions, theirs.mm_token_type_ids[0].nonzero()[:, 0])
+        assert torch.equal(ours.media_positions, theirs.is_image[0].nonzero()[:, 0])
+        assert (ours.media is None) == (not theirs.media)
+        if ours.media is None:
+            continue
+        arguments = case.encoder.family.image_arguments(ours.media)
+        assert arguments.keys() == theirs.media.keys()
+        for name, value in theirs.media.items():
+            assert torch.equal(torch.as_tensor(arguments[name]), torch.as_tensor(value)), name
 
 
 def test_the_predicted_length_is_the_actual_one_for_200_image_sizes(vision_case):
@@ -354,14 +365,17 @@ def test_positions_are_those_of_the_stock_model(vision_case, parts):
         images=tuple(file_of(picture(*size)) for size in sizes),
     )
     encoded = vision_case.encoder.encode(sample)
-    is_image = (encoded.input_ids == vision_case.encoder.placeholder_id).int()
-    theirs, _ = vision_case.stock.model.get_rope_index(
-        encoded.input_ids[None],
-        mm_token_type_ids=is_image[None],
-        image_grid_thw=torch.tensor(encoded.media.grid_thw) if sizes else None,
+    is_image = encoded.input_ids == vision_case.encoder.placeholder_id
+    inputs = StockInputs(
+        input_ids=encoded.input_ids[None],
+        labels=encoded.labels[None],
+        is_image=is_image[None],
+        media=vision_case.encoder.family.image_arguments(encoded.media) if sizes else {},
+        rules=stock_rules(vision_case.folder),
     )
-    assert torch.equal(encoded.position_ids, theirs[:, 0])
-    assert bool((encoded.position_ids != encoded.position_ids[:1]).any()) == bool(sizes)
+    assert torch.equal(encoded.position_ids, positions_of(vision_case.stock, inputs))
+    if vision_case.encoder.num_position_axes > 1:
+        assert bool((encoded.position_ids != encoded.position_ids[:1]).any()) == bool(sizes)
 
 
 # Training

@@ -74,7 +74,8 @@ def test_the_tower_returns_features_for_the_first_layers(qwen3):
 
 def test_dropped_deep_features_are_found(qwen3, mixed, monkeypatch):
     vlm, batch, reference = qwen3
-    monkeypatch.setattr(vlm, "paths", replace(vlm.paths, deep_features=False))
+    modules = replace(vlm.paths, deep_features=False)
+    monkeypatch.setattr(vlm, "family", replace(vlm.family, modules=modules))
     broken = find_differences(run_batch(vlm, batch), reference)
     assert losses_found(broken) == keys_with_images(mixed)
     lost = [line for line in broken if "deepstack_merger_list" in line]
@@ -160,4 +161,4 @@ def test_an_auxiliary_loss_that_the_config_asks_for_is_refused(folders):
     model.config.text_config.output_router_logits = True
     encoder = Encoder(folders["qwen3_vl_moe"])
     with pytest.raises(CapabilityError, match="output_router_logits to false"):
-        PackedVLM(model, encoder.family.modules, encoder.image_rule.smallest())
+        PackedVLM(model, encoder.family, encoder.image_rule.smallest())

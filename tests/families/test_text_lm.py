@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.engines import make_engine
-from support.families import SLOW_FAMILIES, TEXT_CONFIGS, tiny_family_folder
+from support.families import SLOW_FAMILIES, TEXT_FAMILIES, tiny_family_folder
 from support.images import conversation, file_of, one_image, picture
 from support.runs import find_differences, pack, run_batch
 from support.shards import text_samples
@@ -65,7 +65,7 @@ TURNS = conversation(
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """model_type -> tiny model folder."""
-    return {name: tiny_family_folder(name, tmp_path_factory.mktemp(name)) for name in TEXT_CONFIGS}
+    return {name: tiny_family_folder(name, tmp_path_factory.mktemp(name)) for name in TEXT_FAMILIES}
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def learnt(encoder, sample):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow) if n in SLOW_FAMILIES else n for n in TEXT_CONFIGS],
+    [pytest.param(n, marks=pytest.mark.slow) if n in SLOW_FAMILIES else n for n in TEXT_FAMILIES],
 )
 def test_no_isolation_is_found(folders, name):
     folder = folders[name]
@@ -146,7 +146,7 @@ def test_rotary_rules_that_look_at_the_whole_row_are_refused(folders, tmp_path):
     path.write_text(json.dumps(config))
     encoder = Encoder(tmp_path / "model")
     with pytest.raises(CapabilityError, match=r"'dynamic'.*the longest sequence"):
-        PackedLM(load_model(encoder.folder), encoder.family.modules)
+        PackedLM(load_model(encoder.folder), encoder.family)
 
 
 # Images

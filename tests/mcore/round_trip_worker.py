@@ -34,7 +34,7 @@ def logits(model: Any) -> Tensor:
             attention_mask=torch.ones_like(inputs.input_ids),
             mm_token_type_ids=inputs.mm_token_type_ids,
             use_cache=False,
-            **inputs.media(),
+            **inputs.media,
         ).logits
 
 

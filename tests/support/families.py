@@ -1,20 +1,20 @@
 """Tiny models of every family: the real transformers classes with seeded random weights.
 
-Tokenizer and chat template are those of the committed tiny model; sizes are small, but no two that
-could be mistaken for one another are equal (a head's width times their number is not the hidden
-size, the tower is not as wide as the language model, experts are not square).
+A family is one `TinyFamily`, with those of its kind in a module of its own or here, and one entry
+of `TINY`.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from support.shards import TINY_MODEL
+from support.stock import StockRules, rope_index
+from support.tiny_family import FIRST_NEW_ID, PLAIN_ROPE, TEXT, TinyFamily
 
 TOKENS = {
     "image_token_id": 574,
@@ -22,23 +22,6 @@ TOKENS = {
     "vision_start_token_id": 571,
     "vision_end_token_id": 572,
 }
-TEXT = {
-    "vocab_size": 576,
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.1,
-    "pad_token_id": 568,
-    "bos_token_id": 568,
-    "eos_token_id": 570,
-}
-"""Ids are those of the committed tokenizer. 0.1 is about the square root of 1 / hidden_size: every
-layer changes its input as much as it carries it, so gradients are no sums of tiny numbers."""
-
-
-PLAIN_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1000.0}
 
 
 def _rope(*sections: int) -> dict[str, Any]:
@@ -154,9 +137,6 @@ def _llama() -> Any:
     )
 
 
-TEXT_CONFIGS: dict[str, Callable[[], Any]] = {"llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3}
-"""Language models without a vision tower."""
-
 TEXT_TEMPLATE = """\
 {%- for message in messages -%}
 {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' -}}
@@ -165,33 +145,65 @@ TEXT_TEMPLATE = """\
 """
 """ChatML as Qwen2 publishes it: content is a string, and a list of parts breaks it."""
 
-_CONFIGS: dict[str, Callable[[], Any]] = {
-    "qwen2_vl": _qwen2_vl,
-    "qwen3_vl": _qwen3_vl,
-    "qwen3_vl_moe": _qwen3_vl_moe,
-    **TEXT_CONFIGS,
+
+def _qwen_images(processor_class: str, patch_size: int, **others: Any) -> dict[str, Any]:
+    """The committed processor's content; its images are rows of digits: enlarged, they have several
+    token rows too."""
+    images = json.loads((TINY_MODEL / "preprocessor_config.json").read_text(encoding="utf-8"))
+    size = {"shortest_edge": 96 * 96, "longest_edge": 512 * 512}
+    return {
+        **images,
+        "patch_size": patch_size,
+        "size": size,
+        "processor_class": processor_class,
+        **others,
+    }
+
+
+def _qwen_written(features: Any, processor: Any) -> str:
+    count = int(features["image_grid_thw"].prod()) // processor.merge_size**2
+    return QWEN_STOCK.placeholder * count
+
+
+QWEN_STOCK = StockRules(
+    placeholder="<|image_pad|>",
+    written=_qwen_written,
+    kinds="mm_token_type_ids",
+    positions=rope_index,
+)
+_QWEN3_IMAGES = _qwen_images(
+    "Qwen3VLProcessor",
+    16,
+    image_processor_type="Qwen2VLImageProcessorFast",
+    image_mean=[0.5, 0.5, 0.5],
+    image_std=[0.5, 0.5, 0.5],
+)
+
+TEXT_FAMILIES = {
+    name: TinyFamily(config=config, stock=StockRules(), template=TEXT_TEMPLATE)
+    for name, config in {"llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3}.items()
+}
+"""Language models without a vision tower."""
+
+TINY: dict[str, TinyFamily] = {
+    "qwen2_vl": TinyFamily(
+        config=_qwen2_vl, stock=QWEN_STOCK, images=_qwen_images("Qwen2VLProcessor", 14)
+    ),
+    "qwen3_vl": TinyFamily(config=_qwen3_vl, stock=QWEN_STOCK, images=_QWEN3_IMAGES),
+    "qwen3_vl_moe": TinyFamily(config=_qwen3_vl_moe, stock=QWEN_STOCK, images=_QWEN3_IMAGES),
+    **TEXT_FAMILIES,
 }
 
-_QWEN3_IMAGES = {
-    "image_processor_type": "Qwen2VLImageProcessorFast",
-    "processor_class": "Qwen3VLProcessor",
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
-}
-_IMAGES: dict[str, dict[str, Any]] = {
-    "qwen2_vl": {"processor_class": "Qwen2VLProcessor"},
-    "qwen3_vl": _QWEN3_IMAGES,
-    "qwen3_vl_moe": _QWEN3_IMAGES,
-}
-"""What the published preprocessor_config.json has beside sizes."""
+COMMITTED = "qwen2_5_vl"
+"""The family of the committed model."""
 
-FAMILIES = ("qwen2_5_vl", *_CONFIGS)
-"""Every `model_type` that can be trained; qwen2_5_vl is the committed model."""
+FAMILIES = (COMMITTED, *TINY)
+"""Every `model_type` that can be trained."""
 
 SLOW_FAMILIES = {"qwen2"}
 """Tested among the slow tests alone: the decoder is that of qwen2_vl and qwen2_5_vl."""
 
-VISION_FAMILIES = tuple(name for name in FAMILIES if name not in TEXT_CONFIGS)
+VISION_FAMILIES = tuple(name for name in FAMILIES if name not in TEXT_FAMILIES)
 
 ROUTED = {"qwen3_vl_moe"}
 """Mixtures of experts: a matmul of an expert has as many rows as tokens chose it, so another sample
@@ -205,32 +217,47 @@ def tiny_family_folder(name: str, tmp: Path) -> Path:
         name: one of `FAMILIES`.
         tmp: an empty folder to write to, where the model is not a committed one.
     """
-    if name not in _CONFIGS:
+    if name not in TINY:
         return TINY_MODEL
-    config = _CONFIGS[name]()
-    _tiny_model(config).save_pretrained(str(tmp))
+    tiny = TINY[name]
+    _tiny_model(tiny).save_pretrained(str(tmp))
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(TINY_MODEL / file, tmp / file)
-    if name in TEXT_CONFIGS:
-        (tmp / "chat_template.jinja").write_text(TEXT_TEMPLATE, encoding="utf-8")
-        return tmp
-    images = json.loads((TINY_MODEL / "preprocessor_config.json").read_text(encoding="utf-8"))
-    images |= {
-        "patch_size": config.vision_config.patch_size,
-        # The committed images are rows of digits: enlarged, they have several token rows too.
-        "size": {"shortest_edge": 96 * 96, "longest_edge": 512 * 512},
-        **_IMAGES.get(name, {}),
-    }
-    (tmp / "preprocessor_config.json").write_text(json.dumps(images), encoding="utf-8")
+    if tiny.tokens:
+        _add_tokens(tmp, tiny.tokens)
+    if tiny.template is not None:
+        (tmp / "chat_template.jinja").write_text(tiny.template, encoding="utf-8")
+    if tiny.images is not None:
+        content = json.dumps(tiny.images)
+        (tmp / "preprocessor_config.json").write_text(content, encoding="utf-8")
+    for file, text in tiny.files.items():
+        (tmp / file).write_text(text, encoding="utf-8")
     return tmp
 
 
-def _tiny_model(config: Any) -> Any:
+def _add_tokens(folder: Path, tokens: tuple[str, ...]) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    added = tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)})
+    assert added == len(tokens), tokens
+    assert tokenizer.convert_tokens_to_ids(tokens[0]) == FIRST_NEW_ID
+    tokenizer.save_pretrained(str(folder))
+
+
+def stock_rules(folder: Path) -> StockRules:
+    """The rules for a model folder, by its model_type."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    name = config["model_type"]
+    return QWEN_STOCK if name == COMMITTED else TINY[name].stock
+
+
+def _tiny_model(tiny: TinyFamily) -> Any:
     """Random weights; norms and biases too, which are ones and zeros by default."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    alone = config.model_type in TEXT_CONFIGS
-    auto = AutoModelForCausalLM if alone else AutoModelForImageTextToText
+    config = tiny.config()
+    auto = AutoModelForCausalLM if tiny.images is None else AutoModelForImageTextToText
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = auto.from_config(config, dtype=torch.float32)

@@ -8,6 +8,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from support.shards import ROOT, TINY_MODEL
+
 SMALL = 22
 """Samples in the small training shard: with 4 a step, 5.5 steps an epoch, so epochs end short."""
 
@@ -22,6 +24,30 @@ def copy_samples(source: Path, target: Path, count: int, *, skip: int = 0) -> No
                 keys.append(key)
             if skip < len(keys) <= skip + count:
                 out.addfile(entry, tar.extractfile(entry))
+
+
+def small_settings(root: Path, **changes: Any) -> dict[str, Any]:
+    """A recipe over the small training shard, which is written; everything lies in `root`.
+
+    Args:
+        changes: see `changed`.
+    """
+    shard = root / "train-000000.tar"
+    copy_samples(ROOT / "assets/digits/train-000000.tar", shard, SMALL)
+    settings = {
+        "model": {"path": str(TINY_MODEL)},
+        "data": {"train": str(shard), "num_workers": 0, "index_dir": str(root / "index")},
+        "packing": {"mode": "in_batch"},
+        "training": {
+            "micro_batch_size": 4,
+            "global_batch_size": 4,
+            "seq_length": 512,
+            "max_steps": 3,
+        },
+        "optim": {"lr": 2e-4},
+        "run_dir": str(root / "run"),
+    }
+    return changed(settings, **changes)
 
 
 def rewrite(path: Path, change: Any) -> None:

@@ -6,7 +6,7 @@ Nothing of vlmpack is used here, neither to encode nor to compute.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -27,8 +27,41 @@ from transformers import (
 )
 
 IGNORED = -100
-PLACEHOLDER = "<|image_pad|>"
-ASSISTANT_TURN = re.compile(r"(?<=<\|im_start\|>assistant\n).*?<\|im_end\|>", re.DOTALL)
+CHATML_ANSWER = re.compile(r"(?<=<\|im_start\|>assistant\n).*?<\|im_end\|>", re.DOTALL)
+
+Media = dict[str, Any]
+"""Image arguments of a forward pass."""
+
+
+def concatenate(media: Sequence[Media]) -> Media:
+    """The images of several samples as one batch, where they lie one after the other."""
+    return {name: torch.cat([item[name] for item in media]) for name in media[0]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StockRules:
+    """What the processor class of a family does with images; for language models the defaults.
+
+    Args:
+        placeholder: the token that an image feature replaces.
+        marker: what the chat template writes for an image; None where it is the placeholder.
+        written: (features of the image processor for one image, that processor) -> the text that
+            the family's processor class puts in place of the marker.
+        media: features of the image processor for all images of a sample -> what the forward takes.
+        kinds: name of the forward's argument that is 1 on placeholders; None for none.
+        join: arguments of several samples -> of their batch.
+        answer: finds the assistant's turns in a rendered conversation.
+        positions: (model, inputs) -> (A, s); None for 0, 1, 2 ...
+    """
+
+    placeholder: str = ""
+    marker: str | None = None
+    written: Callable[[Any, Any], str] | None = None
+    media: Callable[[Any], Media] = dict
+    kinds: str | None = None
+    join: Callable[[Sequence[Media]], Media] = concatenate
+    answer: re.Pattern[str] = CHATML_ANSWER
+    positions: Callable[[Any, StockInputs], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -37,58 +70,81 @@ class StockInputs:
 
     input_ids: Tensor  # (1, s)
     labels: Tensor  # (1, s), not shifted
-    mm_token_type_ids: Tensor  # (1, s), 1 on placeholders
-    pixel_values: Tensor | None  # (P, D)
-    image_grid_thw: Tensor | None  # (I, 3)
-    has_tower: bool = True  # the model's, not the sample's
+    is_image: Tensor  # (1, s) bool, True on placeholders
+    media: Media  # empty for text
+    rules: StockRules
 
-    def media(self) -> dict[str, Tensor]:
-        """The image arguments, none for text."""
-        if self.pixel_values is None:
-            return {}
-        return {"pixel_values": self.pixel_values, "image_grid_thw": self.image_grid_thw}
+    @property
+    def pixel_values(self) -> Tensor | None:
+        """As the forward takes them."""
+        return self.media.get("pixel_values")
+
+    @property
+    def image_grid_thw(self) -> Tensor | None:
+        """(I, 3), for families that have it."""
+        return self.media.get("image_grid_thw")
+
+    @property
+    def mm_token_type_ids(self) -> Tensor:
+        """(1, s), 1 on placeholders."""
+        return self.is_image.int()
+
+    def kinds(self) -> dict[str, Tensor]:
+        """What the forward wants to know about ids."""
+        return {} if self.rules.kinds is None else {self.rules.kinds: self.is_image.int()}
 
     def arguments(self) -> dict[str, Tensor]:
         """All that a forward pass takes."""
-        kinds = {"mm_token_type_ids": self.mm_token_type_ids} if self.has_tower else {}
-        return {"input_ids": self.input_ids, **kinds, **self.media()}
+        return {"input_ids": self.input_ids, **self.kinds(), **self.media}
 
 
 class StockProcessor:
-    """Tokenizer and image processor of a folder, composed as Qwen2_5_VLProcessor does it."""
+    """Tokenizer and image processor of a folder, composed as the family's processor does it."""
 
     def __init__(self, folder: Path, *, loss_on: Literal["assistant", "all"] = "assistant"):
+        from support.families import stock_rules
+
         self.tokenizer = AutoTokenizer.from_pretrained(str(folder))
         self.has_tower = has_tower(folder)
         self.images = AutoImageProcessor.from_pretrained(str(folder)) if self.has_tower else None
+        self.rules = stock_rules(folder)
         self.loss_on = loss_on
 
     def __call__(self, sample: RawSample) -> StockInputs:
+        rules = self.rules
         messages = sample.messages if self.has_tower else with_strings(sample.messages)
         text = self.tokenizer.apply_chat_template(messages, tokenize=False)
-        pixels, grids = None, None
+        media: Media = {}
         if sample.images:
             opened = [Image.open(BytesIO(data)).convert("RGB") for data in sample.images]
-            features = self.images(images=opened, return_tensors="pt")
-            pixels, grids = features["pixel_values"], features["image_grid_thw"]
-            counts = iter((grids.prod(dim=1) // self.images.merge_size**2).tolist())
-            text = re.sub(re.escape(PLACEHOLDER), lambda _: PLACEHOLDER * next(counts), text)
-        encoded = self.tokenizer(text, return_offsets_mapping=True, return_tensors="pt")
+            media = rules.media(self.images(images=opened, return_tensors="pt"))
+            written = iter(
+                [
+                    rules.written(self.images(images=[image], return_tensors="pt"), self.images)
+                    for image in opened
+                ]
+            )
+            marker = rules.placeholder if rules.marker is None else rules.marker
+            text = re.sub(re.escape(marker), lambda _: next(written), text)
+        encoded = self.tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, return_tensors="pt"
+        )
         ids = encoded["input_ids"]
-        is_image = ids == self.tokenizer.convert_tokens_to_ids(PLACEHOLDER)
+        is_image = torch.zeros_like(ids, dtype=torch.bool)
+        if rules.placeholder:
+            is_image = ids == self.tokenizer.convert_tokens_to_ids(rules.placeholder)
         if self.loss_on == "all":
             target = ~is_image
         else:
-            spans = [match.span() for match in ASSISTANT_TURN.finditer(text)]
+            spans = [match.span() for match in rules.answer.finditer(text)]
             starts = encoded["offset_mapping"][0, :, 0].tolist()
             target = torch.tensor([[any(a <= s < b for a, b in spans) for s in starts]])
         return StockInputs(
             input_ids=ids,
             labels=torch.where(target, ids, torch.full_like(ids, IGNORED)),
-            mm_token_type_ids=is_image.int(),
-            pixel_values=pixels,
-            image_grid_thw=grids,
-            has_tower=self.has_tower,
+            is_image=is_image,
+            media=media,
+            rules=rules,
         )
 
 
@@ -128,9 +184,14 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
 
 
 def positions_of(model: Any, inputs: StockInputs) -> Tensor:
-    """(3, s) positions from the stock model's own get_rope_index; (1, s) without a tower."""
-    if not inputs.has_tower:
-        return torch.arange(inputs.input_ids.shape[1])[None]
+    """(A, s) positions that the stock model itself would use."""
+    if inputs.rules.positions is not None:
+        return inputs.rules.positions(model, inputs)
+    return torch.arange(inputs.input_ids.shape[1])[None]
+
+
+def rope_index(model: Any, inputs: StockInputs) -> Tensor:
+    """(3, s) positions from the stock model's own get_rope_index."""
     positions, _ = model.model.get_rope_index(
         inputs.input_ids,
         mm_token_type_ids=inputs.mm_token_type_ids,
@@ -169,13 +230,13 @@ def run_padded(model: Any, samples: dict[str, StockInputs], *, pad_token_id: int
         return torch.cat([F.pad(v, (0, width - v.shape[1]), value=fill) for v in values])
 
     rows = list(samples.values())
+    rules = rows[0].rules
     images: dict[str, Tensor] = {}
-    if rows[0].has_tower:
-        images["mm_token_type_ids"] = padded([row.mm_token_type_ids for row in rows], 0)
-    pixels = [row.pixel_values for row in rows if row.pixel_values is not None]
-    grids = [row.image_grid_thw for row in rows if row.image_grid_thw is not None]
-    if pixels:
-        images |= {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.cat(grids)}
+    if rules.kinds is not None:
+        images[rules.kinds] = padded([row.mm_token_type_ids for row in rows], 0)
+    shown = [row.media for row in rows if row.media]
+    if shown:
+        images |= rules.join(shown)
     output = model(
         input_ids=padded([row.input_ids for row in rows], pad_token_id),
         attention_mask=padded([torch.ones_like(row.input_ids) for row in rows], 0),

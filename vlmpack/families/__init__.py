@@ -1,6 +1,14 @@
 """Model families: what each needs, said once, on CPU."""
 
-from vlmpack.families.base import Family, ImageRule, ModulePaths
+from vlmpack.families.base import (
+    Family,
+    ImageFeatures,
+    ImageLayout,
+    ImageRule,
+    ModulePaths,
+    PixelBudget,
+    stock_arguments,
+)
 from vlmpack.families.decode import decode_image
 from vlmpack.families.encoder import Encoder, SampleLength
 from vlmpack.families.fingerprint import PROCESSOR_FILES
@@ -11,14 +19,18 @@ __all__ = [
     "PROCESSOR_FILES",
     "Encoder",
     "Family",
+    "ImageFeatures",
+    "ImageLayout",
     "ImagePart",
     "ImageRule",
     "Message",
     "ModulePaths",
+    "PixelBudget",
     "SampleLength",
     "TextPart",
     "VLMSample",
     "decode_image",
     "family_of",
     "model_types",
+    "stock_arguments",
 ]

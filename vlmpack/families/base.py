@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from PIL.Image import Image
 from torch import Tensor
 
-from vlmpack.packing import CostModel, GridTHW, Media
+from vlmpack.packing import CostModel, EncodedSample, GridTHW, Media
 
 NO_TOKEN = -1
 """An id that no token has."""
@@ -24,12 +25,12 @@ class ModulePaths:
     """Attribute paths inside the family's transformers model.
 
     Args:
-        vision: the vision tower; called as `tower(pixel_values, grid_thw=...)`. None for a language
-            model alone.
-        projectors: what maps the tower's width to the language model's; may lie inside `vision`.
+        vision: the vision tower. None for a language model alone.
+        projectors: what maps the tower's width to the language model's: modules or parameters, in
+            `vision` or beside it.
         language: the decoder without the head; called with `inputs_embeds`.
-        deep_features: True where the tower's output has `deepstack_features` too, one (M, D) tensor
-            for each of the decoder's first layers, which the decoder takes as
+        deep_features: True where `Family.image_features` has deep ones too, one (M, D) tensor for
+            each of the decoder's first layers, which the decoder takes as
             `deepstack_visual_embeds` beside `visual_pos_masks`.
     """
 
@@ -39,23 +40,74 @@ class ModulePaths:
     deep_features: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PixelBudget:
+    """Bounds on what an image may cost; None leaves the processor's own bound as it is.
+
+    Args:
+        min_pixels: smallest area of a resized image, width x height.
+        max_pixels: largest area of a resized image, width x height.
+        max_tiles: most tiles that an image is cut into, for families that cut.
+    """
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    max_tiles: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageLayout:
+    """What an image of some size becomes.
+
+    Args:
+        grid: patches along (t, h, w); their product is what the image costs in the tower. For
+            families that cut images into tiles t counts tiles.
+        text: what stands in the conversation in place of the template's marker: the feature token
+            once for each run, with the family's own tokens around them.
+        runs: feature tokens of each run.
+    """
+
+    grid: GridTHW
+    text: str
+    runs: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Feature tokens of the image."""
+        return sum(self.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFeatures:
+    """What the vision tower and the projector make of all images of a batch, in order.
+
+    Args:
+        features: (M, D), projected; they replace the placeholders' embeddings.
+        deep: (M, D) for each of the decoder's first layers, added to its output there (DeepStack);
+            empty where the family has none.
+    """
+
+    features: Tensor
+    deep: tuple[Tensor, ...] = ()
+
+
 class ImageRule(Protocol):
     """How one family turns images into patches and placeholder tokens."""
 
-    def grid(self, width: int, height: int) -> GridTHW:
-        """Patches along (t, h, w) for an image of that size in pixels; no decoding.
+    def layout(self, width: int, height: int) -> ImageLayout:
+        """Patches and tokens of an image of that size in pixels; no decoding.
 
         Raises:
             ValueError: a size the family refuses (an extreme aspect ratio, say).
         """
         ...
 
-    def num_tokens(self, grid: GridTHW) -> int:
-        """Placeholder tokens that the image costs."""
-        ...
-
     def preprocess(self, images: Sequence[Image]) -> Media:
-        """Pixels of RGB images, in order, with their grids and token counts."""
+        """Pixels of RGB images, in order, with their grids and token counts.
+
+        Patches lie as rows, (P, channels * side * side), whatever the tower takes: so they can be
+        counted, concatenated and shared out without knowing the family.
+        """
         ...
 
     def smallest(self) -> Media:
@@ -79,12 +131,43 @@ class Family(Protocol):
     rule_version: int
     """Raise it when a length or a position changes: it enters the fingerprint of lengths."""
 
-    def placeholder(self, tokenizer: _TokenIds) -> int:
+    def marker(self, tokenizer: Any) -> str:
+        """What the chat template writes for an image; empty without a tower."""
+        ...
+
+    def placeholder(self, tokenizer: Any) -> int:
         """Id of the token that one image feature replaces; NO_TOKEN without a tower."""
         ...
 
-    def image_rule(self, folder: Path) -> ImageRule | None:
-        """The rule for the processor files of a model folder; None without a tower."""
+    def image_rule(self, folder: Path, budget: PixelBudget) -> ImageRule | None:
+        """The rule for the processor files of a model folder; None without a tower.
+
+        Raises:
+            ValueError: the processor is another one, or a bound of the budget that this family
+                does not have.
+        """
+        ...
+
+    def image_arguments(self, media: Media) -> dict[str, Any]:
+        """Images in the spelling of the transformers class: what its forward and its
+        `get_image_features` take, on the device of the pixels."""
+        ...
+
+    def token_arguments(self, is_image: Tensor) -> dict[str, Tensor]:
+        """What the forward of the transformers class wants to know about its ids beside them.
+
+        Args:
+            is_image: (B, S) bool, True on placeholders.
+        """
+        ...
+
+    def image_features(self, model: Any, media: Media) -> ImageFeatures:
+        """Tower and projector on all images of a batch, in one call.
+
+        Args:
+            model: the transformers model with its head.
+            media: pixels in the tower's dtype and on its device.
+        """
         ...
 
     def auto_class(self) -> Any:
@@ -115,5 +198,24 @@ class Family(Protocol):
         ...
 
 
-class _TokenIds(Protocol):
-    def convert_tokens_to_ids(self, tokens: str) -> int: ...
+def stock_arguments(
+    family: Family, sample: EncodedSample, *, placeholder_id: int
+) -> dict[str, Any]:
+    """One sample as the forward of the family's transformers class takes it, unpacked.
+
+    Args:
+        family: of the model.
+        sample: encoded by the family's rules.
+        placeholder_id: of the family's tokenizer.
+
+    Returns:
+        `input_ids` and `attention_mask`, (1, s), and what the family's images need.
+    """
+    ids = sample.input_ids[None]
+    images = family.image_arguments(sample.media) if sample.media is not None else {}
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        **family.token_arguments(ids == placeholder_id),
+        **images,
+    }

@@ -1,33 +1,42 @@
 """A conversation -> token ids and the tokens that the assistant wrote.
 
 The chat template is the tokenizer's own. Which characters the assistant wrote follows from the
-template itself: the text up to turn i with a generation prompt, and the text with turn i, differ
-by exactly that turn.
+template: see `turns.py`. The image marker in a user's words stays text: see `literals.py`.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from vlmpack.errors import DataError, ModelError
+from vlmpack.families.image_text import Span, WrittenOut, write_out
+from vlmpack.families.literals import hide_literals, put_back, renamed_tokenizer
 from vlmpack.families.sample import ImagePart, Message, TextPart
+from vlmpack.families.turns import AssistantTurns, difference
+
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""A template that marks what the assistant writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTokens:
-    """Token ids of a conversation, one placeholder an image.
+    """Token ids of a conversation, one placeholder for each run of an image.
 
     Args:
         input_ids: the ids.
         from_assistant: for each id, whether it belongs to an assistant turn (its end-of-turn token
-            included): these are the targets of the loss.
+            included) and writes no image: these are the targets of the loss.
+        from_image: for each id, whether it writes an image.
     """
 
     input_ids: list[int]
     from_assistant: list[bool]
+    from_image: list[bool]
 
 
 @dataclass(frozen=True)
@@ -38,10 +47,12 @@ class ChatEncoder:
         tokenizer: a fast tokenizer of transformers with a chat template.
         takes_images: whether the template gets a message as a list of parts. Templates of language
             models get a string: some would write the list itself out, as text.
+        marker: what the template writes for an image; empty where it takes none.
     """
 
     tokenizer: Any
     takes_images: bool = True
+    marker: str = ""
 
     def __post_init__(self) -> None:
         if not self.tokenizer.chat_template:
@@ -52,10 +63,34 @@ class ChatEncoder:
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
+        """Special tokens that no text may spell: all but the image marker."""
         added = self.tokenizer.added_tokens_decoder.values()
         special = {str(token) for token in added if token.special}
         special |= set(self.tokenizer.all_special_tokens)
+        special -= {self.marker}
         return re.compile("|".join(re.escape(token) for token in sorted(special)) or r"(?!)")
+
+    @cached_property
+    def _turns(self) -> AssistantTurns:
+        return AssistantTurns(lambda turns, prompt: self.render(turns, generation_prompt=prompt))
+
+    @cached_property
+    def _around_image(self) -> tuple[str, str]:
+        """What the template writes before and after an image's marker, because of the image."""
+        try:
+            image, text = (
+                self.render((Message("user", (part,)),)) for part in (ImagePart(0), TextPart("x"))
+            )
+        except DataError:  # a template that wants words beside an image
+            return "", ""
+        start, tail = difference(image, text)
+        before, found, after = image[start : len(image) - tail].partition(self.marker)
+        return (before, after) if found else ("", "")
+
+    @cached_property
+    def _with_literals(self) -> Any:
+        """The tokenizer for texts that spell the image marker."""
+        return renamed_tokenizer(self.tokenizer, self.marker)
 
     def render(self, messages: tuple[Message, ...], *, generation_prompt: bool = False) -> str:
         """The template's text for some turns.
@@ -63,19 +98,17 @@ class ChatEncoder:
         Raises:
             DataError: (schema) the template refuses them, or an image for a model without tower.
         """
-        turns = [{"role": message.role, "content": self._content(message)} for message in messages]
-        from jinja2 import TemplateError
-
-        try:
+        with template_faults():
             return str(
                 self.tokenizer.apply_chat_template(
-                    turns, tokenize=False, add_generation_prompt=generation_prompt
+                    self._as_dicts(messages),
+                    tokenize=False,
+                    add_generation_prompt=generation_prompt,
                 )
             )
-        except (TemplateError, ValueError) as error:
-            raise DataError(
-                f"the chat template refuses the conversation: {error}", error_class="schema"
-            ) from error
+
+    def _as_dicts(self, messages: tuple[Message, ...]) -> list[dict[str, Any]]:
+        return [{"role": message.role, "content": self._content(message)} for message in messages]
 
     def _content(self, message: Message) -> str | list[dict[str, str]]:
         images = [isinstance(part, ImagePart) for part in message.parts]
@@ -87,15 +120,19 @@ class ChatEncoder:
             {"type": "image"}
             if isinstance(part, ImagePart)
             else {"type": "text", "text": part.text}
-            for part in message.parts
+            for part in message.parts or (TextPart(""),)
         ]
 
-    def encode(self, messages: tuple[Message, ...]) -> ChatTokens:
+    def encode(self, messages: tuple[Message, ...], images: Sequence[str] = ()) -> ChatTokens:
         """Tokenise a whole conversation.
+
+        Args:
+            messages: its turns.
+            images: what each image is written as, in order (`ImageLayout.text`).
 
         Raises:
             DataError: (schema) a special token spelt in the text, which would turn data into
-                structure; or a template whose turns do not follow from a prefix.
+                structure; or a template whose turns cannot be told apart.
         """
         self._refuse_special(messages)
         if messages and messages[0].role == "assistant":
@@ -103,18 +140,68 @@ class ChatEncoder:
                 "the conversation starts with the assistant; expected a user's turn first",
                 error_class="schema",
             )
-        text = self.render(messages)
-        spans = self._assistant_spans(messages, text)
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        starts = [start for start, _ in encoded["offset_mapping"]]
-        from_assistant = [any(a <= start < b for a, b in spans) for start in starts]
-        return ChatTokens(list(encoded["input_ids"]), from_assistant)
+        shown, has_literals = hide_literals(messages, self.marker)
+        text = self.render(shown)
+        written = write_out(text, self._spans(shown, text), self.marker, images)
+        ids, starts = self._tokenise(written.text, has_literals)
+        from_image, around = _within(starts, written.images), self._around(written)
+        answers = zip(_within(starts, written.spans), _within(starts, around), strict=True)
+        return ChatTokens(
+            input_ids=ids,
+            from_assistant=[answer and not image for answer, image in answers],
+            from_image=from_image,
+        )
 
-    def encode_prompt(self, messages: tuple[Message, ...]) -> list[int]:
-        """Token ids that ask for the next assistant turn."""
+    def encode_prompt(self, messages: tuple[Message, ...], images: Sequence[str] = ()) -> list[int]:
+        """Token ids that ask for the next assistant turn; arguments as of `encode`.
+
+        Where the template has no generation prompt, what it writes before an answer is added.
+        """
         self._refuse_special(messages)
-        text = self.render(messages, generation_prompt=True)
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        shown, has_literals = hide_literals(messages, self.marker)
+        text = self.render(shown, generation_prompt=True) + self._turns.shape.header
+        written = write_out(text, (), self.marker, images)
+        return self._tokenise(written.text, has_literals)[0]
+
+    def _tokenise(self, text: str, has_literals: bool) -> tuple[list[int], list[int]]:
+        """Ids, and the character that each of them starts at."""
+        if has_literals:
+            found = self._with_literals.encode(
+                put_back(text, self.marker), add_special_tokens=False
+            )
+            return list(found.ids), [start for start, _ in found.offsets]
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return list(encoded["input_ids"]), [start for start, _ in encoded["offset_mapping"]]
+
+    def _spans(self, messages: tuple[Message, ...], text: str) -> list[Span]:
+        """Character spans that the assistant wrote: by the template's own `{% generation %}` marks,
+        an end-of-turn token right behind one included; else by its turns."""
+        if not _MARKS.search(str(self.tokenizer.get_chat_template())):
+            return self._turns.spans(messages, text)
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        with template_faults():
+            texts, spans = render_jinja_template(
+                [self._as_dicts(messages)],
+                chat_template=self.tokenizer.get_chat_template(),
+                return_assistant_tokens_mask=True,
+                **self.tokenizer.special_tokens_map,
+            )
+        assert texts == [text]
+        close = self._turns.shape.close
+        return [(a, b + len(close) if text.startswith(close, b) else b) for a, b in spans[0]]
+
+    def _around(self, written: WrittenOut) -> list[Span]:
+        """Images with what the template writes around them."""
+        before, after = self._around_image
+        text = written.text
+        return [
+            (
+                start - len(before) if text.endswith(before, 0, start) else start,
+                end + len(after) if text.startswith(after, end) else end,
+            )
+            for start, end in written.images
+        ]
 
     def _refuse_special(self, messages: tuple[Message, ...]) -> None:
         for message in messages:
@@ -126,43 +213,22 @@ class ChatEncoder:
                     error_class="schema",
                 )
 
-    def _assistant_spans(self, messages: tuple[Message, ...], text: str) -> list[tuple[int, int]]:
-        """Character spans of the assistant's turns, end-of-turn token included."""
-        spans: list[tuple[int, int]] = []
-        for index, message in enumerate(messages):
-            if message.role != "assistant":
-                continue
-            head = self.render(messages[:index], generation_prompt=True)
-            last = index == len(messages) - 1
-            turn = text if last else self.render(messages[: index + 1])
-            if turn.startswith(head) and text.startswith(turn):
-                spans.append((len(head), len(turn.rstrip())))
-                continue
-            end = None if last else self._end_of_turn(messages[: index + 2], head, text)
-            if end is None:
-                raise DataError(
-                    f"the chat template renders turn {index} differently when later turns follow, "
-                    f"so the assistant's tokens cannot be told apart",
-                    error_class="schema",
-                )
-            spans.append((len(head), end))
-        return spans
 
-    def _end_of_turn(self, messages: tuple[Message, ...], head: str, text: str) -> int | None:
-        """Where the last but one turn ends, for templates that write it differently once another
-        follows (Qwen3's drops the empty thoughts of earlier turns).
+@contextmanager
+def template_faults() -> Iterator[None]:
+    """A template that refuses a conversation is a fault of the data."""
+    from jinja2 import TemplateError
 
-        That is after the first special token, since no text spells one; None unless it lies before
-        the next turn's text.
-        """
-        match = self._special.search(text, len(head)) if text.startswith(head) else None
-        if match is None:
-            return None
-        following = messages[-1]
-        other = "y" if following.text.startswith("x") else "x"
-        changed = Message(following.role, (TextPart(other), *following.parts))
-        same = self.render((*messages[:-1], changed)).startswith(text[: match.end()])
-        return match.end() if same else None
+    try:
+        yield
+    except (TemplateError, ValueError) as error:
+        raise DataError(
+            f"the chat template refuses the conversation: {error}", error_class="schema"
+        ) from error
+
+
+def _within(starts: Sequence[int], spans: Sequence[Span]) -> list[bool]:
+    return [any(a <= start < b for a, b in spans) for start in starts]
 
 
 def no_vision_tower() -> DataError:

@@ -6,6 +6,7 @@ Cheap to pickle: workers get the folder and load tokenizer and image processor o
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,13 +17,13 @@ import torch
 from PIL import Image
 
 from vlmpack.errors import CapabilityError, DataError, ModelError
-from vlmpack.families.base import Family, ImageRule
+from vlmpack.families.base import Family, ImageLayout, ImageRule, PixelBudget
 from vlmpack.families.chat import ChatEncoder, no_vision_tower
 from vlmpack.families.decode import decode_image
 from vlmpack.families.fingerprint import PROCESSOR_FILES, digest, processor_parts
 from vlmpack.families.registry import family_of
 from vlmpack.families.sample import VLMSample
-from vlmpack.packing import IGNORE_INDEX, EncodedSample, GridTHW, Media
+from vlmpack.packing import IGNORE_INDEX, EncodedSample, Media
 
 ENCODER_VERSION = 2
 """Raise it when the shared encoding changes lengths, labels or positions."""
@@ -47,18 +48,25 @@ class Encoder:
         folder: model folder in transformers format.
         loss_on: which tokens are targets: the assistant's turns, or every text token.
         max_image_pixels: images with more pixels are refused before they are decoded.
+        budget: bounds on what an image costs, in place of the processor's own.
     """
 
     def __init__(
-        self, folder: Path, *, loss_on: LossOn = "assistant", max_image_pixels: int = 50_000_000
+        self,
+        folder: Path,
+        *,
+        loss_on: LossOn = "assistant",
+        max_image_pixels: int = 50_000_000,
+        budget: PixelBudget | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.loss_on = loss_on
         self.max_image_pixels = max_image_pixels
+        self.budget = budget if budget is not None else PixelBudget()
         self.family: Family = family_of(self.folder)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (self.folder, self.loss_on, self.max_image_pixels))
+        return (_rebuild, (self.folder, self.loss_on, self.max_image_pixels, self.budget))
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -80,7 +88,8 @@ class Encoder:
     @cached_property
     def chat(self) -> ChatEncoder:
         """Template and tokenizer."""
-        return ChatEncoder(self.tokenizer, takes_images=self.takes_images)
+        marker = self.family.marker(self.tokenizer)
+        return ChatEncoder(self.tokenizer, takes_images=self.takes_images, marker=marker)
 
     @property
     def takes_images(self) -> bool:
@@ -105,7 +114,7 @@ class Encoder:
             ModelError: the folder has no usable image processor.
         """
         try:
-            rule = self.family.image_rule(self.folder)
+            rule = self.family.image_rule(self.folder, self.budget)
         except (OSError, ValueError) as error:
             raise ModelError(
                 f"model.path: {self.folder} has no usable image processor "
@@ -137,6 +146,8 @@ class Encoder:
         digest = hashlib.blake2b(digest_size=16)
         digest.update(f"{ENCODER_VERSION}/{self.family.name}/{self.family.rule_version}".encode())
         digest.update(self.loss_on.encode())
+        if self.budget != PixelBudget():
+            digest.update(repr(self.budget).encode())
         for name in PROCESSOR_FILES:
             path = self.folder / name
             digest.update(name.encode() + b"\0")
@@ -161,14 +172,15 @@ class Encoder:
             DataError: (schema) as `encode`.
         """
         self._refuse_images(max(sample.num_images, len(sizes)))
-        ids, supervised = self._tokens(sample, len(sizes))
-        grids = self._grids(sizes)
-        num_image_tokens = sum(self.image_rule.num_tokens(grid) for grid in grids)
+        layouts = self.layouts(sizes)
+        ids, supervised = self._tokens(sample, layouts)
+        num_image_tokens = sum(layout.num_tokens for layout in layouts)
+        num_runs = sum(len(layout.runs) for layout in layouts)
         return SampleLength(
-            num_tokens=len(ids) - len(sizes) + num_image_tokens,
+            num_tokens=len(ids) - num_runs + num_image_tokens,
             num_image_tokens=num_image_tokens,
             num_label_tokens=sum(supervised[1:]),
-            num_patches=sum(t * h * w for t, h, w in grids),
+            num_patches=sum(math.prod(layout.grid) for layout in layouts),
         )
 
     def encode(
@@ -193,10 +205,10 @@ class Encoder:
                 error_class="schema",
             )
         images = self._images(sample.images, sizes)
-        ids, supervised = self._tokens(sample, len(images))
-        self._grids([image.size for image in images])
+        layouts = self.layouts([image.size for image in images])
+        ids, supervised = self._tokens(sample, layouts)
         media = self.image_rule.preprocess(images) if images else None
-        return self._assemble(sample, ids, supervised, media)
+        return self._assemble(sample, ids, supervised, layouts, media)
 
     def pixels(
         self, files: Sequence[bytes], sizes: Sequence[tuple[int, int]] | None = None
@@ -213,7 +225,7 @@ class Encoder:
         """
         self._refuse_images(len(files))
         images = self._images(files, sizes)
-        self._grids([image.size for image in images])
+        self.layouts([image.size for image in images])
         return self.image_rule.preprocess(images) if images else None
 
     def _images(
@@ -229,18 +241,24 @@ class Encoder:
         ]
 
     def _assemble(
-        self, sample: VLMSample, ids: list[int], supervised: list[bool], media: Media | None
+        self,
+        sample: VLMSample,
+        ids: list[int],
+        supervised: list[bool],
+        layouts: Sequence[ImageLayout],
+        media: Media | None,
     ) -> EncodedSample:
         """Expand placeholders, shift labels inside the sample, add positions."""
-        counts = iter(media.num_tokens if media is not None else ())
+        runs = iter([(run, k == 0) for layout in layouts for k, run in enumerate(layout.runs)])
         expanded: list[int] = []
         targets: list[int] = []
         media_starts: list[int] = []
         media_positions: list[int] = []
         for token, is_target in zip(ids, supervised, strict=True):
             if token == self.placeholder_id:
-                count = next(counts)
-                media_starts.append(len(expanded))
+                count, is_first = next(runs)
+                if is_first:
+                    media_starts.append(len(expanded))
                 media_positions.extend(range(len(expanded), len(expanded) + count))
                 expanded.extend([token] * count)
                 targets.extend([IGNORE_INDEX] * count)
@@ -261,27 +279,35 @@ class Encoder:
         if count and not self.takes_images:
             raise no_vision_tower()
 
-    def _tokens(self, sample: VLMSample, num_images: int) -> tuple[list[int], list[bool]]:
-        """Ids with one placeholder an image, and which of them are targets."""
-        tokens = self.chat.encode(sample.messages)
+    def _tokens(
+        self, sample: VLMSample, layouts: Sequence[ImageLayout]
+    ) -> tuple[list[int], list[bool]]:
+        """Ids with one placeholder for each run of an image, and which of them are targets."""
+        tokens = self.chat.encode(sample.messages, [layout.text for layout in layouts])
         ids = tokens.input_ids
-        found = ids.count(self.placeholder_id)
-        if found != num_images:
+        found, wanted = ids.count(self.placeholder_id), sum(len(each.runs) for each in layouts)
+        if found != wanted:
             raise DataError(
-                f"the template made {found} image placeholders, the sample has {num_images} images",
+                f"the text holds {found} image placeholders, the sample's {len(layouts)} images "
+                f"are written with {wanted}",
                 error_class="schema",
             )
         if self.loss_on == "all":
-            supervised = [token != self.placeholder_id for token in ids]
+            supervised = [not of_image for of_image in tokens.from_image]
         else:
             supervised = tokens.from_assistant
         if not any(supervised[1:]):
             raise DataError("no token to learn: the assistant says nothing", error_class="schema")
         return ids, supervised
 
-    def _grids(self, sizes: Sequence[tuple[int, int]]) -> list[GridTHW]:
+    def layouts(self, sizes: Sequence[tuple[int, int]]) -> list[ImageLayout]:
+        """What images of those sizes, (width, height) in pixels, become.
+
+        Raises:
+            DataError: (decode) a size that the family refuses.
+        """
         try:
-            return [self.image_rule.grid(width, height) for width, height in sizes]
+            return [self.image_rule.layout(width, height) for width, height in sizes]
         except ValueError as error:
             raise DataError(str(error), error_class="decode") from error
 
@@ -289,5 +315,5 @@ class Encoder:
         return decode_image(data, index, max_pixels=self.max_image_pixels)
 
 
-def _rebuild(folder: Path, loss_on: LossOn, max_image_pixels: int) -> Encoder:
-    return Encoder(folder, loss_on=loss_on, max_image_pixels=max_image_pixels)
+def _rebuild(folder: Path, loss_on: LossOn, max_image_pixels: int, budget: PixelBudget) -> Encoder:
+    return Encoder(folder, loss_on=loss_on, max_image_pixels=max_image_pixels, budget=budget)

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from vlmpack.errors import ModelError
 from vlmpack.families import flops
-from vlmpack.families.base import ModulePaths
+from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, PixelBudget
 from vlmpack.packing import CostModel, GridTHW, Media
 
 MAX_ASPECT_RATIO = 200
 """Qwen's image processor refuses images that are longer than this many times their width."""
+
+IMAGE_TOKEN = "<|image_pad|>"
 
 MERGE_SIZE = 2
 """Patches along each side of a token; all published Qwen-VL models have 2."""
@@ -47,7 +49,16 @@ class QwenImageRule:
     def _processor(self) -> Any:
         from transformers import AutoImageProcessor
 
-        return AutoImageProcessor.from_pretrained(str(self.folder), local_files_only=True)
+        return AutoImageProcessor.from_pretrained(
+            str(self.folder),
+            local_files_only=True,
+            size={"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels},
+        )
+
+    def layout(self, width: int, height: int) -> ImageLayout:
+        """One run of placeholders."""
+        grid = self.grid(width, height)
+        return ImageLayout(grid=grid, text=IMAGE_TOKEN, runs=(self.num_tokens(grid),))
 
     def grid(self, width: int, height: int) -> GridTHW:
         """Patches of a still image; the rule of `smart_resize` in transformers' Qwen2-VL files."""
@@ -128,13 +139,21 @@ class QwenVL:
     rule_version: int = 1
     gated_tower: bool = False
 
+    def marker(self, tokenizer: Any) -> str:
+        """The placeholder itself."""
+        return IMAGE_TOKEN
+
     def placeholder(self, tokenizer: Any) -> int:
         """The id of <|image_pad|>."""
-        return int(tokenizer.convert_tokens_to_ids("<|image_pad|>"))
+        return int(tokenizer.convert_tokens_to_ids(IMAGE_TOKEN))
 
-    def image_rule(self, folder: Path) -> QwenImageRule:
-        """The rule with the sizes that the folder's image processor was saved with."""
+    def image_rule(self, folder: Path, budget: PixelBudget) -> QwenImageRule:
+        """The rule with the sizes that the folder's image processor was saved with, or the
+        budget's."""
         from transformers import AutoImageProcessor
+
+        if budget.max_tiles is not None:
+            raise ValueError("max_tiles is set, but this family cuts no tiles; use max_pixels")
 
         processor = AutoImageProcessor.from_pretrained(str(folder), local_files_only=True)
         if processor.merge_size != MERGE_SIZE:
@@ -143,9 +162,31 @@ class QwenVL:
             folder=folder,
             patch_size=processor.patch_size,
             merge_size=processor.merge_size,
-            min_pixels=processor.size["shortest_edge"],
-            max_pixels=processor.size["longest_edge"],
+            min_pixels=budget.min_pixels or processor.size["shortest_edge"],
+            max_pixels=budget.max_pixels or processor.size["longest_edge"],
         )
+
+    def image_arguments(self, media: Media) -> dict[str, Any]:
+        """Patches as they are, and their grids."""
+        grids = torch.tensor(media.grid_thw)
+        return {
+            "pixel_values": media.pixel_values,
+            "image_grid_thw": grids.to(media.pixel_values.device, non_blocking=True),
+        }
+
+    def token_arguments(self, is_image: Tensor) -> dict[str, Tensor]:
+        """What `get_rope_index` reads."""
+        return {"mm_token_type_ids": is_image.int()}
+
+    def image_features(self, model: Any, media: Media) -> ImageFeatures:
+        """The tower itself: `get_image_features` reads the grids back on the host."""
+        arguments = self.image_arguments(media)
+        assert self.modules.vision is not None
+        output = model.get_submodule(self.modules.vision)(
+            arguments["pixel_values"], grid_thw=arguments["image_grid_thw"]
+        )
+        deep = tuple(output.deepstack_features) if self.modules.deep_features else ()
+        return ImageFeatures(output.pooler_output, deep)
 
     def auto_class(self) -> Any:
         """A whole vision-language model."""

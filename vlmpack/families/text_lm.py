@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlmpack.errors import CapabilityError
 from vlmpack.families import flops
-from vlmpack.families.base import NO_TOKEN, ModulePaths
-from vlmpack.packing import CostModel, GridTHW
+from vlmpack.families.base import NO_TOKEN, ImageFeatures, ModulePaths, PixelBudget
+from vlmpack.packing import CostModel, GridTHW, Media
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +31,24 @@ class TextLM:
         <|image_pad|> in its text models too."""
         return NO_TOKEN
 
-    def image_rule(self, folder: Path) -> None:
+    def marker(self, tokenizer: Any) -> str:
+        """None is written."""
+        return ""
+
+    def image_rule(self, folder: Path, budget: PixelBudget) -> None:
         """None: there is nothing to show it to."""
+
+    def image_arguments(self, media: Media) -> dict[str, Any]:
+        """Not asked for: `Encoder` refuses images."""
+        raise CapabilityError("a language model takes no images")
+
+    def token_arguments(self, is_image: Tensor) -> dict[str, Tensor]:
+        """Ids are enough."""
+        return {}
+
+    def image_features(self, model: Any, media: Media) -> ImageFeatures:
+        """Not asked for: `Encoder` refuses images."""
+        raise CapabilityError("a language model takes no images")
 
     def auto_class(self) -> Any:
         """A decoder with its head."""

@@ -32,11 +32,14 @@ class Media:
         pixel_values: (P, D) float32, the patches of all images one after the other.
         grid_thw: one (t, h, w) per image, host integers; their products sum to P.
         num_tokens: placeholder tokens of each image, host integers; they sum to M.
+        image_sizes: (width, height) of each image in pixels before it was resized, for families
+            whose feature count follows from it; None for the others.
     """
 
     pixel_values: Tensor
     grid_thw: tuple[GridTHW, ...]
     num_tokens: tuple[int, ...]
+    image_sizes: tuple[tuple[int, int], ...] | None = None
 
     @property
     def num_images(self) -> int:

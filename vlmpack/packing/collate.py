@@ -77,16 +77,25 @@ def _check_media(sample: EncodedSample) -> None:
         )
 
 
-def concatenate_media(samples: Sequence[EncodedSample]) -> Media | None:
+def media_of(samples: Sequence[EncodedSample]) -> Media | None:
     """The images of all samples in sample order, or None where there is none."""
     media = [sample.media for sample in samples if sample.media is not None]
-    if not media:
-        return None
+    return concatenate_media(media) if media else None
+
+
+def concatenate_media(media: Sequence[Media]) -> Media:
+    """Images one after the other; at least one item."""
     return Media(
         pixel_values=torch.cat([item.pixel_values for item in media]),
         grid_thw=tuple(grid for item in media for grid in item.grid_thw),
         num_tokens=tuple(count for item in media for count in item.num_tokens),
+        image_sizes=_image_sizes(media),
     )
+
+
+def _image_sizes(media: Sequence[Media]) -> tuple[tuple[int, int], ...] | None:
+    sizes = [item.image_sizes for item in media if item.image_sizes is not None]
+    return tuple(size for item in sizes for size in item) if len(sizes) == len(media) else None
 
 
 def pack_batch_sequences(
@@ -131,7 +140,7 @@ def pack_batch_sequences(
         ),
         pad_token_id=pad_token_id,
         keys=tuple(s.key for s in samples),
-        media=concatenate_media(samples),
+        media=media_of(samples),
         media_positions=[s.media_positions for s in samples],
     )
 

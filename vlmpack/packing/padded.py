@@ -11,7 +11,7 @@ from torch import Tensor
 from vlmpack.alignment import round_up
 from vlmpack.errors import PackingError
 from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, PaddedBatch
-from vlmpack.packing.collate import check_sample, concatenate_media
+from vlmpack.packing.collate import check_sample, media_of
 
 
 def pad_batch_sequences(
@@ -50,7 +50,7 @@ def pad_batch_sequences(
         loss_mask=loss_mask,
         position_ids=rows([s.position_ids for s in samples], 0),
         label_positions=loss_mask.flatten().nonzero().squeeze(1),
-        media=concatenate_media(samples),
+        media=media_of(samples),
         media_positions=torch.cat(
             [s.media_positions + row * width for row, s in enumerate(samples)]
         ),

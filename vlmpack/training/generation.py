@@ -29,6 +29,7 @@ from vlmpack.distributed import Ranks
 from vlmpack.errors import DataError
 from vlmpack.families import Encoder, decode_image
 from vlmpack.packing import Media
+from vlmpack.packing.collate import concatenate_media
 from vlmpack.training.scoring import Question
 
 Progress = Callable[[int, int], None]
@@ -45,11 +46,12 @@ as one (hidden size 128, batch 64), and used 3 times the CPU time."""
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """A tokenised question, not yet decoded: its place in the input, ids with one placeholder an
-    image, and its length with placeholders expanded."""
+    """A tokenised question, not yet decoded: its place in the input, ids with one placeholder for
+    each run of an image, the lengths of the runs, and its length with placeholders expanded."""
 
     index: int
     ids: list[int]
+    runs: tuple[int, ...]
     num_tokens: int
 
 
@@ -190,24 +192,12 @@ def _placed(question: Question, on_bad_sample: OnBadSample | None) -> Iterator[N
 
 def _tokenise(index: int, question: Question, encoder: Encoder) -> _Prompt:
     """Ids and exact length; image sizes come from the headers, no pixel is decoded."""
-    ids = encoder.chat.encode_prompt(question.messages)
-    found = ids.count(encoder.placeholder_id)
-    if found != len(question.images):
-        raise DataError(
-            f"the template made {found} image placeholders, the question has "
-            f"{len(question.images)} images",
-            error_class="schema",
-        )
     caps = SampleCaps(max_image_pixels=encoder.max_image_pixels)
-    num_tokens = len(ids) - found
-    for number, data in enumerate(question.images):
-        width, height = image_facts(data, str(number), caps).size
-        rule = encoder.image_rule
-        try:
-            num_tokens += rule.num_tokens(rule.grid(width, height))
-        except ValueError as error:
-            raise DataError(str(error), error_class="decode") from error
-    return _Prompt(index, ids, num_tokens)
+    sizes = [image_facts(data, str(n), caps).size for n, data in enumerate(question.images)]
+    layouts = encoder.layouts(sizes)
+    ids = encoder.chat.encode_prompt(question.messages, [layout.text for layout in layouts])
+    runs = tuple(run for layout in layouts for run in layout.runs)
+    return _Prompt(index, ids, runs, len(ids) - len(runs) + sum(runs))
 
 
 def _media(question: Question, encoder: Encoder) -> Media | None:
@@ -241,11 +231,11 @@ def _model_inputs(
     kind  0   0   0   0   1   1       (mm_token_type_ids: the model's own position rule reads it)
     """
     rows: list[list[int]] = []
-    for prompt, media in ready:
-        counts = iter(media.num_tokens if media is not None else ())
+    for prompt, _ in ready:
+        runs = iter(prompt.runs)
         row: list[int] = []
         for token in prompt.ids:
-            row.extend([token] * (next(counts) if token == encoder.placeholder_id else 1))
+            row.extend([token] * (next(runs) if token == encoder.placeholder_id else 1))
         rows.append(row)
     width = max(map(len, rows))
     input_ids = torch.full((len(rows), width), encoder.pad_token_id)
@@ -256,9 +246,8 @@ def _model_inputs(
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
     shown = [media for _, media in ready if media is not None]
     if shown:
-        inputs["mm_token_type_ids"] = (input_ids == encoder.placeholder_id).to(torch.int64)
-        inputs["pixel_values"] = torch.cat([media.pixel_values for media in shown])
-        inputs["image_grid_thw"] = torch.tensor([grid for m in shown for grid in m.grid_thw])
+        inputs |= encoder.family.token_arguments(input_ids == encoder.placeholder_id)
+        inputs |= encoder.family.image_arguments(concatenate_media(shown))
     return inputs
 
 

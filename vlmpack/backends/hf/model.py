@@ -13,7 +13,7 @@ Shapes: T slots of the batch, M placeholder tokens, D width, L label tokens, A p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,25 +21,11 @@ from torch import Tensor, nn
 
 from vlmpack.backends.cross_entropy import linear_cross_entropy
 from vlmpack.errors import CapabilityError
-from vlmpack.families import Encoder, ModulePaths
+from vlmpack.families import Encoder, Family, ImageFeatures
 from vlmpack.packing import Batch, Media, PackedSeqParams, PaddedBatch
 
 ROPE_OF_THE_LONGEST = ("dynamic", "longrope")
 """Rotary rules of transformers that look at the largest position of the whole batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class ImageFeatures:
-    """What the vision tower makes of all images of a batch, in order.
-
-    Args:
-        features: (M, D), projected; they replace the placeholders' embeddings.
-        deep: (M, D) for each of the decoder's first layers, added to its output there (DeepStack);
-            empty where the family has none.
-    """
-
-    features: Tensor
-    deep: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +84,14 @@ class PackedLM(nn.Module):
 
     Args:
         model: a transformers `...ForCausalLM`.
-        paths: where its parts live.
+        family: of the model.
     """
 
-    def __init__(self, model: nn.Module, paths: ModulePaths) -> None:
+    def __init__(self, model: nn.Module, family: Family) -> None:
         super().__init__()
         self.model = model
-        self.paths = paths
+        self.family = family
+        self.paths = family.modules
         head: Any = self.inner.get_output_embeddings()
         if head.bias is not None:
             raise CapabilityError("a language-model head with a bias is not supported")
@@ -190,13 +177,13 @@ class PackedVLM(PackedLM):
 
     Args:
         model: a transformers `...ForConditionalGeneration`.
-        paths: where its parts live.
+        family: of the model.
         blank: the smallest image: batches without images run it through the tower with weight
             zero, so that every rank enters every collective the same number of times.
     """
 
-    def __init__(self, model: nn.Module, paths: ModulePaths, blank: Media) -> None:
-        super().__init__(model, paths)
+    def __init__(self, model: nn.Module, family: Family, blank: Media) -> None:
+        super().__init__(model, family)
         self.blank = blank
 
     @property
@@ -232,16 +219,12 @@ class PackedVLM(PackedLM):
 
     def image_features(self, media: Media, device: torch.device) -> ImageFeatures:
         """Features of all images; one call of the tower."""
-        grid_thw = torch.tensor(media.grid_thw).to(device, non_blocking=True)
         pixels = media.pixel_values.to(device=device, dtype=self.vision.dtype, non_blocking=True)
-        output = self.vision(pixels, grid_thw=grid_thw)
-        deep = tuple(output.deepstack_features) if self.paths.deep_features else ()
-        return ImageFeatures(output.pooler_output, deep)
+        return self.family.image_features(self.model, replace(media, pixel_values=pixels))
 
 
 def packed_model(model: nn.Module, encoder: Encoder) -> PackedLM:
     """The transformers model of the encoder's folder, with or without a vision tower."""
-    paths = encoder.family.modules
     if not encoder.takes_images:
-        return PackedLM(model, paths)
-    return PackedVLM(model, paths, encoder.image_rule.smallest())
+        return PackedLM(model, encoder.family)
+    return PackedVLM(model, encoder.family, encoder.image_rule.smallest())

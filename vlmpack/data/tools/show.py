@@ -259,7 +259,7 @@ def _media_of_samples(
     if sum(counts) != batch.media.pixel_values.shape[0]:
         return found  # nobody can say whose they are
     patches = batch.media.pixel_values.split(counts)
-    image = 0
+    sizes, image = batch.media.image_sizes, 0
     for place, (row, start, slots) in zip(range(count), _places(batch), strict=False):
         ids = batch.input_ids[row, start : start + slots]
         left = int((ids == encoder.placeholder_id).sum())
@@ -272,6 +272,7 @@ def _media_of_samples(
                 pixel_values=torch.cat(patches[first:image]),
                 grid_thw=batch.media.grid_thw[first:image],
                 num_tokens=batch.media.num_tokens[first:image],
+                image_sizes=sizes[first:image] if sizes is not None else None,
             )
     return found
 
@@ -289,6 +290,7 @@ def _runs(ids: Tensor, labels: Tensor, encoder: Encoder, media: Media | None) ->
         for token, target in zip(tokens, learnt, strict=True)
     ]
     image = place = 0
+    seen = 0  # tokens of that image so far: some families write an image in several runs
     for kind, members in groupby(kinds):
         length = sum(1 for _ in members)
         run = tokens[place : place + length]
@@ -301,7 +303,10 @@ def _runs(ids: Tensor, labels: Tensor, encoder: Encoder, media: Media | None) ->
             if media is None or image >= media.num_images:
                 yield TokenRun("image", length, f"{length} tokens, without an image")
                 break
-            count, (t, h, w) = min(length, media.num_tokens[image]), media.grid_thw[image]
-            yield TokenRun("image", count, f"{count} tokens, grid {t} x {h} x {w}")
-            length -= count
-            image += 1
+            total, (t, h, w) = media.num_tokens[image], media.grid_thw[image]
+            count = min(length, total - seen)
+            part = f" of {total}" if count < total else ""
+            yield TokenRun("image", count, f"{count}{part} tokens, grid {t} x {h} x {w}")
+            length, seen = length - count, seen + count
+            if seen == total:
+                image, seen = image + 1, 0

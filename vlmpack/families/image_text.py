@@ -1,0 +1,70 @@
+"""Writing images out in a rendered conversation: the template's marker -> the family's own text.
+
+    "<|im_start|>user\\n" MARKER "What is this?"      what the chat template writes, once an image
+    "...user\\n" "<img><IMG_CONTEXT></img>" "What"    `ImageLayout.text`: one feature token a run
+    ids 7 5 [9] 6 12                                 tokenised
+    ids 7 5 [9 9 ... 9] 6 12                         runs repeated to their true length, as ids
+
+Text is replaced before it is tokenised, so that it merges with its neighbours as the family's
+processor has it; the long runs are repeated after, which costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from vlmpack.errors import DataError
+
+Span = tuple[int, int]
+"""Start and end in characters."""
+
+
+class WrittenOut(NamedTuple):
+    """A conversation with its images written out."""
+
+    text: str
+    spans: list[Span]
+    images: list[Span]
+
+
+def write_out(text: str, spans: Sequence[Span], marker: str, images: Sequence[str]) -> WrittenOut:
+    """Replace each marker by the text of its image.
+
+    Args:
+        text: a rendered conversation.
+        spans: stretches of it.
+        marker: what the template writes for an image; empty where it writes none.
+        images: what each image is written as, in order.
+
+    Returns:
+        The new text, and where the spans and the images lie in it.
+
+    Raises:
+        DataError: (schema) as many markers as images were expected.
+    """
+    pieces = text.split(marker) if marker else [text]
+    if len(pieces) - 1 != len(images):
+        raise DataError(
+            f"the template made {len(pieces) - 1} image placeholders, the sample has "
+            f"{len(images)} images",
+            error_class="schema",
+        )
+    ends: list[int] = []  # of each marker, in the old text
+    grown: list[int] = [0]  # by how much the text up to there has grown
+    new, place = [pieces[0]], len(pieces[0])
+    for image, piece in zip(images, pieces[1:], strict=True):
+        place += len(marker)
+        ends.append(place)
+        grown.append(grown[-1] + len(image) - len(marker))
+        new += [image, piece]
+        place += len(piece)
+
+    def moved(offset: int) -> int:
+        return offset + grown[sum(end <= offset for end in ends)]
+
+    places = [
+        (end + total - len(image), end + total)
+        for end, total, image in zip(ends, grown[1:], images, strict=True)
+    ]
+    return WrittenOut("".join(new), [(moved(a), moved(b)) for a, b in spans], places)
