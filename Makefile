@@ -11,7 +11,7 @@ export MALLOC_MMAP_THRESHOLD_ ?= 1073741824
 export MALLOC_TRIM_THRESHOLD_ ?= 1073741824
 
 
-.PHONY: demo test test-rest test-all soak lint format bench assets clean help
+.PHONY: demo test test-rest test-all soak lint format families bench assets clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -46,6 +46,9 @@ lint: $(STAMP)  ## format, lint, types, layers
 format: $(STAMP)  ## format and fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+families: $(STAMP)  ## write the table of model families into README.md
+	$(BIN)/python -m vlmpack families --into README.md
 
 bench: $(STAMP)  ## packed against padded, attention, collator
 	$(BIN)/python benchmarks/run.py

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lengths import mixed_lengths
 
 from vlmpack.packing import StreamPacker, balance, plan_packs
 
@@ -45,24 +46,6 @@ def lognormal_lengths(count: int) -> np.ndarray:
     """(count,) median 400, sigma 0.9, clipped to the capacity."""
     drawn = np.random.default_rng(0).lognormal(np.log(400), 0.9, count)
     return np.clip(drawn, 1, CAPACITY).astype(np.int64)
-
-
-def mixed_lengths(count: int, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """(count,) tokens and patches: 35% lognormal text (median 250, sigma 0.9), 40% uniform 250 to
-    1800, 18% lognormal (median 3000, sigma 0.5), 7% uniform 3000 to 9000, three quarters of the
-    last three vision tokens of 4 patches."""
-    random = np.random.default_rng(0)
-    kind = random.choice(4, size=count, p=[0.35, 0.40, 0.18, 0.07])
-    drawn = np.stack(
-        [
-            random.lognormal(np.log(250), 0.9, count),
-            random.uniform(250, 1800, count),
-            random.lognormal(np.log(3000), 0.5, count),
-            random.uniform(3000, 9000, count),
-        ]
-    )[kind, np.arange(count)]
-    tokens = np.clip(drawn, 1, capacity).astype(np.int64)
-    return tokens, np.where(kind > 0, tokens * 3 // 4 * 4, 0)
 
 
 class _Process:

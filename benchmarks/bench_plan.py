@@ -23,13 +23,12 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+from lengths import mixed_lengths
 
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLES = 1_000_000
 CAPACITY = 8192
 MODES = ("in_batch", "online")
-MIX = ((0.35, 0.0), (0.40, 0.75), (0.18, 0.75), (0.07, 0.75))
-"""Share of the samples, and of vision in their tokens: text, middle, long, very long."""
 
 
 def bench_plan() -> dict[str, object]:
@@ -125,23 +124,6 @@ def _first(members: list[tuple[str, bytes]], key: str) -> int:
     return next(i for i, (name, _) in enumerate(members) if name.partition(".")[0] == key)
 
 
-def mixed_lengths(count: int, capacity: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(n,) tokens and (n,) image tokens."""
-    rng = np.random.default_rng(seed)
-    kind = rng.choice(len(MIX), size=count, p=[share for share, _ in MIX])
-    drawn = np.stack(
-        [
-            rng.lognormal(np.log(250), 0.9, count),
-            rng.uniform(250, 1800, count),
-            rng.lognormal(np.log(3000), 0.5, count),
-            rng.uniform(3000, 9000, count),
-        ]
-    )
-    tokens = np.clip(drawn[kind, np.arange(count)], 16, capacity).astype(np.int64)
-    vision = np.asarray([share for _, share in MIX])[kind]
-    return tokens, (vision * tokens).astype(np.int64)
-
-
 def synthetic_inputs(count: int, mode: str, **settings: object):
     """What `plan_figures` takes, over a table of that many samples.
 
@@ -154,8 +136,9 @@ def synthetic_inputs(count: int, mode: str, **settings: object):
     from vlmpack.data.splits.indexed import IndexedSplit
     from vlmpack.data.splits.prepare import make_plan
     from vlmpack.recipe import load_recipe
-    from vlmpack.training.plan.make import PlanInputs, default_budget
+    from vlmpack.training.plan.make import PlanInputs
     from vlmpack.training.plan.parameters import read_sizes
+    from vlmpack.training.recipe_rows import row_budget
 
     online = mode == "online"
     recipe = load_recipe(
@@ -176,7 +159,7 @@ def synthetic_inputs(count: int, mode: str, **settings: object):
         sources=(SourceConfig(name="a", paths=("a",)), SourceConfig(name="b", paths=("b",))),
         seq_length=CAPACITY,
         mode=mode,
-        budget=default_budget(recipe) if online else None,
+        budget=row_budget(recipe, None) if online else None,
         scope=recipe.packing.scope,
         micro_batch_size=training.micro_batch_size,
         global_batch_size=training.global_batch_size,
@@ -194,7 +177,8 @@ def synthetic_table(count: int):
     from vlmpack.data.index.table import SampleTable
     from vlmpack.data.stores.fetch import ShardStamp
 
-    tokens, images = mixed_lengths(count, CAPACITY)
+    lengths, patches = mixed_lengths(count, CAPACITY)
+    tokens, images = np.maximum(lengths, 16), patches // 4
     tokens[::997] = CAPACITY + 1
     bad = np.zeros(count, np.bool_)
     bad[500::1000] = True

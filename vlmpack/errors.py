@@ -152,8 +152,16 @@ class RunDirError(VlmpackError):
     """A run folder that cannot be written, or that another process is using."""
 
 
+class VerificationError(VlmpackError):
+    """`training.verify` found that packed samples do not compute what each computes alone."""
+
+
 class NonFiniteError(VlmpackError):
     """A loss or gradient that is not finite; raised before the optimizer step."""
+
+
+class TrainabilityError(VlmpackError):
+    """What the recipe trains gets no gradient, or what it freezes has moved."""
 
 
 class Preempted(VlmpackError):

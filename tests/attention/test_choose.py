@@ -79,3 +79,15 @@ def test_this_torch_has_the_varlen_kernel_that_the_adapter_imports():
     from torch.nn.attention.varlen import varlen_attn
 
     assert {"scale", "window_size"} <= set(signature(varlen_attn).parameters)
+
+
+@pytest.mark.parametrize("name", ["torch_varlen", "flash_attn"])
+def test_image_blocks_take_segments_wherever_they_run(name):
+    options = {"device": CUDA, "dtype": torch.bfloat16, "image_blocks": True}
+    with pytest.raises(
+        CapabilityError, match=rf"attention: {name} cannot run: an image's tokens attend in both"
+    ):
+        choose_attention(name, **options)
+    choice = choose_attention("auto", **options)
+    assert choice.function is segment_attention
+    assert "attend in both directions" in choice.reason

@@ -32,6 +32,9 @@ from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, Media
 from vlmpack.packing.collate import PackCollator
 
 BLOCK = 16
+COUNT = 61
+"""Samples of the small split in `folder` (conftest)."""
+
 Fields = dict[str, bytes]
 
 

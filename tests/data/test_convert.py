@@ -244,6 +244,10 @@ def test_images_that_are_refused(tmp_path: Path, images: Path, name: str, reason
         ({"conversations": TURNS, "image": "a.png"}, "2 places for images in the turns"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "name no image"),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "the type 'video'"),
+        (
+            {"conversations": TURNS[1:], "videos": ["a.mp4"]},
+            "the record has 'videos'; this version",
+        ),
         ({"conversations": [{"from": "gpt", "value": "\ud800"}]}, "half of a surrogate pair"),
     ],
 )

@@ -61,6 +61,48 @@ def test_a_literal_marker_in_chat_text_stays_text() -> None:
     assert sample.num_images == 0
 
 
+IMAGES_ANYWHERE: list[dict[str, Any]] = [
+    chat(
+        ("system", [IMAGE, text("S")]),
+        ("user", [text("a"), IMAGE, text("b"), IMAGE]),
+        ("assistant", [text("c"), IMAGE]),
+        ("user", "d"),
+        ("assistant", "e"),
+    ),
+    llava(
+        ("system", "<image>S"),
+        ("human", "a<image>b<image>"),
+        ("gpt", "c<image>"),
+        ("human", "d"),
+        ("gpt", "e"),
+    ),
+]
+
+
+@pytest.mark.parametrize("document", IMAGES_ANYWHERE, ids=["messages", "conversations"])
+def test_images_stand_in_any_turn_before_between_and_after_text(document: Any) -> None:
+    found = cooked(document, *(f"{n}.jpg" for n in range(4)))
+    parts = [message.parts for message in found.sample.messages]
+    assert parts == [
+        (ImagePart(0), TextPart("S")),
+        (TextPart("a"), ImagePart(1), TextPart("b"), ImagePart(2)),
+        (TextPart("c"), ImagePart(3)),
+        (TextPart("d"),),
+        (TextPart("e"),),
+    ]
+    assert found.image_fields == ("0.jpg", "1.jpg", "2.jpg", "3.jpg")
+
+
+def test_a_video_that_is_not_there_is_none() -> None:
+    found = cooked(llava(("human", "Q"), ("gpt", "A"), video=None, videos=[]))
+    assert found.sample.num_images == 0
+
+
+def test_a_literal_video_marker_in_chat_text_stays_text() -> None:
+    found = cooked(chat(("user", "<video>?"), ("assistant", "a tag")))
+    assert found.sample.messages[0].parts == (TextPart("<video>?"),)
+
+
 def test_named_images_follow_the_text_not_the_file() -> None:
     found = cooked(
         chat(("user", [named("1.jpg"), text("and"), named("0.jpg")]), ("assistant", "A")),
@@ -121,7 +163,28 @@ BAD: list[tuple[Any, tuple[str, ...], str]] = [
     (chat(("user", "Q"), ("tool", "A")), (), r"messages\[1\] has the role 'tool'"),
     (llava(("user", "Q"), ("gpt", "A")), (), "has the from 'user'"),
     (chat(("user", "Q")), (), "none of the 1 turns is the assistant's"),
-    (chat(("user", [{"type": "video"}]), ("assistant", "A")), (), "type 'video'"),
+    (
+        chat(("user", [{"type": "video", "video": "a.mp4"}]), ("assistant", "A")),
+        (),
+        r"messages\[0\].content\[0\] has the type 'video'; this version trains on images .*frames",
+    ),
+    (
+        chat(("user", [{"type": "audio"}]), ("assistant", "A")),
+        (),
+        "type 'audio'; this version trains on images and text: what is said",
+    ),
+    (chat(("user", [{"type": "image_url"}]), ("assistant", "A")), (), "type 'image_url'; expected"),
+    (
+        {**chat(("user", "Q"), ("assistant", "A")), "videos": ["a.mp4"]},
+        (),
+        "the sample has 'videos'; .*frames",
+    ),
+    (llava(("human", "Q"), ("gpt", "A"), video="a.mp4"), (), "the sample has 'video'; .*frames"),
+    (
+        llava(("human", "<video>\nQ"), ("gpt", "A")),
+        (),
+        r"conversations\[0\] marks a video \(<video>\); .*a literal <video> is written in",
+    ),
     (chat(("user", ["words"]), ("assistant", "A")), (), "type None"),
     (chat(("user", 5), ("assistant", "A")), (), "content is a int"),
     (chat(("user", []), ("assistant", "A")), (), "content is an empty list"),

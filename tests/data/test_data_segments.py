@@ -19,9 +19,7 @@ from vlmpack.training.run_length import total_steps
 SHUFFLES = pytest.mark.parametrize("shuffle", ["global", "window"])
 
 
-@pytest.fixture(autouse=True)
-def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlmpack.data.plan.packers.MIN_WINDOW_SAMPLES", 16)
+pytestmark = pytest.mark.usefixtures("small_windows")
 
 
 def keys_of(data: TrainData, state: DataState, steps: int) -> tuple[list[list[str]], DataState]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from shard_fakes import key_of, open_data, sample_fields, write_shard, write_shards
+from shard_fakes import COUNT, key_of, open_data, sample_fields, write_shard
 
 from vlmpack.data.config import SourceConfig
 from vlmpack.data.pipeline import TrainData
@@ -25,21 +25,8 @@ from vlmpack.data.plan.shares import bin_costs, share_out, token_cost
 from vlmpack.data.plan.state import DataState
 from vlmpack.errors import DataError, RunIdentityError
 
-COUNT = 61
+pytestmark = pytest.mark.usefixtures("few_rows")
 BUDGET = RowBudget(max_tokens=64, alignment=4)
-
-
-@pytest.fixture(autouse=True)
-def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlmpack.data.plan.packers.MIN_WINDOW_SAMPLES", 16)
-    monkeypatch.setattr("vlmpack.data.plan.packers.BATCHES_PER_WINDOW", 2)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    write_shards(folder, COUNT, per_shard=7)
-    return folder
 
 
 def online(folder: Path, index_dir: Path, **changes: Any) -> TrainData:

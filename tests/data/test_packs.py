@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from PIL import Image
 from shard_fakes import (
+    COUNT,
     FakeEncoder,
     assert_same_tensors,
     key_of,
@@ -40,7 +41,7 @@ from vlmpack.packing.batch import Media
 from vlmpack.training.audit import audit_run
 from vlmpack.training.run_dir import RunDir
 
-COUNT = 61
+pytestmark = pytest.mark.usefixtures("few_rows")
 BUDGET = RowBudget(max_tokens=64, alignment=4)
 SIZES: dict[str, Any] = {"micro_batch_size": 1, "global_batch_size": 3, "seq_length": 64}
 KINDS: dict[str, dict[str, Any]] = {
@@ -84,20 +85,6 @@ class PackEncoder(FakeEncoder):
         return self.encode(
             VLMSample(key="", url="", messages=messages, images=tuple(files)), sizes
         ).media
-
-
-@pytest.fixture(autouse=True)
-def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlmpack.data.plan.packers.MIN_WINDOW_SAMPLES", 16)
-    monkeypatch.setattr("vlmpack.data.plan.packers.BATCHES_PER_WINDOW", 2)
-    monkeypatch.setattr("vlmpack.data.plan.packs.BATCHES_PER_WINDOW", 2)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    write_shards(folder, COUNT, per_shard=7)
-    return folder
 
 
 def online(folder: Path, index_dir: Path, **changes: Any) -> TrainData:

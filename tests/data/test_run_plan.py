@@ -17,7 +17,8 @@ from vlmpack.packing import PackCollator, PadCollator
 from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.recipe.derived import multiples
 from vlmpack.training.plan.figures import ModeFigures, RunPlan
-from vlmpack.training.plan.make import PlanInputs, default_budget, plan_figures
+from vlmpack.training.plan.make import PlanInputs, plan_figures
+from vlmpack.training.recipe_rows import row_budget
 
 COUNT = 203
 MODES = ("none", "in_batch", "online, stream", "online, batch")
@@ -64,7 +65,7 @@ def open_as(
         )
     budget: RowBudget | None = None
     if recipe.packing.mode == "online":
-        budget = default_budget(recipe)
+        budget = row_budget(recipe, None)
     config = config_for(
         shards,
         index,

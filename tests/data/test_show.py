@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.recipes import SMALL, changed, copy_samples, write_recipe
-from support.shards import ROOT, TINY_MODEL, read_shard
+from support.recipes import changed, small_settings, write_recipe
+from support.shards import read_shard
 from typer.testing import CliRunner, Result
 
 from vlmpack.cli.app import app
@@ -24,25 +24,7 @@ from vlmpack.training.reopen import open_train, planned_batch
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: Any) -> dict[str, Any]:
-    root = tmp_path_factory.mktemp("show")
-    copy_samples(ROOT / "assets/digits/train-000000.tar", root / "train-000000.tar", SMALL)
-    return {
-        "model": {"path": str(TINY_MODEL)},
-        "data": {
-            "train": str(root / "train-000000.tar"),
-            "num_workers": 0,
-            "index_dir": str(root / "index"),
-        },
-        "packing": {"mode": "in_batch"},
-        "training": {
-            "micro_batch_size": 4,
-            "global_batch_size": 8,
-            "seq_length": 512,
-            "max_steps": 3,
-        },
-        "optim": {"lr": 1e-4},
-        "run_dir": str(root / "run"),
-    }
+    return small_settings(tmp_path_factory.mktemp("show"), training__global_batch_size=8)
 
 
 @pytest.fixture(scope="module")

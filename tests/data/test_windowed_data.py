@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from shard_fakes import (
+    COUNT,
     FakeEncoder,
     chat_json,
     collator,
@@ -39,19 +40,8 @@ from vlmpack.data.stores.fetch import ShardStamp
 from vlmpack.errors import DataError, EmptyDataError, RecipeError, RunIdentityError
 from vlmpack.training.data_figures import data_summary
 
-COUNT = 61  # windows of 16 over shards of 7, the last of 5; eight global batches, the last short
-
-
-@pytest.fixture(autouse=True)
-def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlmpack.data.plan.packers.MIN_WINDOW_SAMPLES", 16)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    write_shards(folder, COUNT, per_shard=7)
-    return folder
+# Windows of 16 over the shards of `folder`: eight global batches, the last short.
+pytestmark = pytest.mark.usefixtures("small_windows")
 
 
 def windowed(paths: str | Path, index_dir: Path, **changes: Any) -> TrainData:

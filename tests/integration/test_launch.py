@@ -54,38 +54,39 @@ def assert_same_steps(ours: Path, reference: Path, count: int) -> None:
         assert norm == pytest.approx(norm_ref, rel=1e-5)
 
 
-def test_two_processes_take_the_steps_of_one(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Epochs of 22 samples in batches of 8 end with a bin short, and with ranks without a bin."""
+@pytest.mark.parametrize(
+    ("micro", "sharding"),
+    [
+        pytest.param(2, "none", id="ddp-2"),
+        pytest.param(4, "none", id="ddp-4", marks=pytest.mark.soak),
+        pytest.param(4, "fsdp", id="fsdp-4", marks=pytest.mark.soak),
+    ],
+)
+def test_two_processes_take_the_steps_of_one(
+    settings: dict[str, Any], tmp_path: Path, micro: int, sharding: str
+) -> None:
+    """Epochs of 22 samples in batches of 8 end with a rank without a bin, or with a bin short."""
     base = changed(
         settings,
         training__global_batch_size=8,
         training__micro_batch_size=8,
         training__max_steps=7,
     )
-    one = write_recipe(tmp_path / "one.yaml", changed(base, run_dir=str(tmp_path / "one")))
-    done = launch(one)
+    run_recipe(resolve(changed(base, run_dir=str(tmp_path / "one")), {}))
+    mine = changed(
+        base,
+        run_dir=str(tmp_path / "two"),
+        training__micro_batch_size=micro,
+        parallelism__sharding=sharding,
+    )
+    done = launch(write_recipe(tmp_path / "two.yaml", mine), processes=2)
     assert done.returncode == 0, done.stderr
-    for name, micro, extra in (
-        ("ddp-4", 4, {}),
-        ("ddp-2", 2, {}),
-        ("fsdp-4", 4, {"parallelism__sharding": "fsdp"}),
-    ):
-        recipe = write_recipe(
-            tmp_path / f"{name}.yaml",
-            changed(
-                base,
-                run_dir=str(tmp_path / name),
-                training__micro_batch_size=micro,
-                **extra,
-            ),
-        )
-        done = launch(recipe, processes=2)
-        assert done.returncode == 0, done.stderr
-        assert_same_steps(tmp_path / name, tmp_path / "one", 7)
+    assert_same_steps(tmp_path / "two", tmp_path / "one", 7)
 
 
 @pytest.mark.slow
 def test_resume_on_another_number_of_processes(settings: dict[str, Any], tmp_path: Path) -> None:
+    """With bins of 4, of which every third batch has one short, replicated and sharded."""
     base = changed(
         settings,
         training__global_batch_size=8,

@@ -29,20 +29,6 @@ SAME = ("step", "epoch", "num_tokens", "num_label_tokens", "num_samples", "num_r
 BITS = (*SAME, "loss", "grad_norm")
 
 
-@pytest.fixture
-def online(settings: dict[str, Any]) -> dict[str, Any]:
-    """Rows of up to 256 tokens, two a step, one epoch."""
-    return changed(
-        settings,
-        packing__mode="online",
-        training__seq_length=256,
-        training__micro_batch_size=1,
-        training__global_batch_size=2,
-        training__max_steps=None,
-        training__num_epochs=1,
-    )
-
-
 def packed(settings: dict[str, Any], folder: Path, **order: Any) -> Manifest:
     return pack_recipe(load_recipe(settings), folder, PackOrder(**order))
 

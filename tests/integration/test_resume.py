@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.checkpoints import stored_tensors
-from support.recipes import changed, copy_samples, rows
+from support.recipes import changed, copy_samples, rows, run_settings
 from support.shards import ROOT
 
 from vlmpack.api import resolve, run_recipe
@@ -70,16 +70,25 @@ def unbroken(settings: dict[str, Any], tmp_path: Path) -> Path:
     return run_dir
 
 
-def test_resumed_runs_are_bit_equal_to_the_unbroken_run(
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Six steps with checkpoints at every other; its own run is unbroken, and read-only."""
+    settings = run_settings(
+        tmp_path_factory.mktemp("short"), training__max_steps=6, checkpoint__interval_steps=2
+    )
+    run_recipe(resolve(settings, {}))
+    return settings
+
+
+def test_a_resumed_run_is_bit_equal_to_the_unbroken_run(
     settings: dict[str, Any], tmp_path: Path, unbroken: Path, monkeypatch: Any
 ) -> None:
-    # In the middle of an epoch, twice; then at its very end and in the third epoch.
-    for name, stops in {"a": (2, 9), "b": (6, 7, 14)}.items():
-        run_dir = tmp_path / name
-        mine = changed(settings, training__max_steps=STEPS, run_dir=str(run_dir))
-        for stop_after in (*stops, None):
-            run_until(mine, stop_after, monkeypatch)
-        assert_same_run(run_dir, unbroken)
+    # In the middle of an epoch, at its very end, a step later, in the second and the third.
+    run_dir = tmp_path / "resumed"
+    mine = changed(settings, training__max_steps=STEPS, run_dir=str(run_dir))
+    for stop_after in (2, 6, 7, 9, 14, None):
+        run_until(mine, stop_after, monkeypatch)
+    assert_same_run(run_dir, unbroken)
 
 
 EPOCH_ENDS = (6, 12, 18)
@@ -109,20 +118,18 @@ def test_resume_at_any_step_is_bit_equal(
 
 
 def test_resume_with_workers_and_another_micro_batch_split(
-    settings: dict[str, Any], tmp_path: Path, monkeypatch: Any
+    short: dict[str, Any], tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Neither changes the global batches; the split changes only the rounding of sums."""
-    reference = changed(settings, training__max_steps=8, run_dir=str(tmp_path / "reference"))
-    run_recipe(resolve(reference, {}))
-    mine = changed(settings, training__max_steps=8, run_dir=str(tmp_path / "mine"))
-    run_until(mine, 3, monkeypatch, total=8)
+    mine = changed(short, run_dir=str(tmp_path / "mine"))
+    run_until(mine, 3, monkeypatch, total=6)
     mine = changed(mine, data__num_workers=1, training__micro_batch_size=2)
     run_recipe(resolve(mine, {}))
     ours = rows(tmp_path / "mine", "step", "num_tokens", "num_samples")
-    assert ours == rows(tmp_path / "reference", "step", "num_tokens", "num_samples")
+    assert ours == rows(short["run_dir"], "step", "num_tokens", "num_samples")
     for (a, norm_a), (b, norm_b) in zip(
         rows(tmp_path / "mine", "loss", "grad_norm"),
-        rows(tmp_path / "reference", "loss", "grad_norm"),
+        rows(short["run_dir"], "loss", "grad_norm"),
         strict=True,
     ):
         assert a == pytest.approx(b, rel=1e-5)
@@ -130,11 +137,9 @@ def test_resume_with_workers_and_another_micro_batch_split(
 
 
 def test_a_damaged_checkpoint_is_passed_over(
-    settings: dict[str, Any], tmp_path: Path, monkeypatch: Any
+    short: dict[str, Any], tmp_path: Path, monkeypatch: Any
 ) -> None:
-    mine = changed(settings, training__max_steps=6, checkpoint__interval_steps=2)
-    reference = changed(mine, run_dir=str(tmp_path / "reference"))
-    run_recipe(resolve(reference, {}))
+    mine = changed(short, run_dir=str(tmp_path / "mine"))
     run_until(mine, 5, monkeypatch, total=6)
     folder = Path(mine["run_dir"], "checkpoints", "step-00000005")
     weights = folder / "model-00000-of-00001.safetensors"
@@ -142,7 +147,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     data[-9] ^= 1
     weights.write_bytes(data)
     run_recipe(resolve(mine, {}))
-    assert rows(mine["run_dir"], *COLUMNS) == rows(reference["run_dir"], *COLUMNS)
+    assert rows(mine["run_dir"], *COLUMNS) == rows(short["run_dir"], *COLUMNS)
 
 
 @pytest.mark.slow
@@ -170,12 +175,10 @@ def test_the_length_of_a_run_follows_the_checkpoint_that_is_loaded(
 
 @pytest.mark.parametrize("writing", [False, True], ids=["done at once", "never done"])
 def test_background_checkpoints_are_those_of_a_waiting_run(
-    settings: dict[str, Any], tmp_path: Path, monkeypatch: Any, writing: bool
+    short: dict[str, Any], tmp_path: Path, monkeypatch: Any, writing: bool
 ) -> None:
     """Published at the first step boundary where no rank writes, else before the next save."""
-    base = changed(settings, training__max_steps=6, checkpoint__interval_steps=2)
-    reference = changed(base, run_dir=str(tmp_path / "reference"))
-    run_recipe(resolve(reference, {}))
+    base = changed(short, run_dir=str(tmp_path / "mine"))
     there: dict[int, list[int]] = {}
     original = session_module.Session._steps
 
@@ -193,7 +196,7 @@ def test_background_checkpoints_are_those_of_a_waiting_run(
     assert there == {1: [], 2: [], 3: [], 4: first, 5: [2], 6: second}
     for step in (2, 4, 6):
         mine, theirs = (
-            Path(run["run_dir"], "checkpoints", f"step-{step:08d}") for run in (base, reference)
+            Path(run["run_dir"], "checkpoints", f"step-{step:08d}") for run in (base, short)
         )
         assert find_damage(mine) is None
         for path in theirs.glob("*-of-*.safetensors"):
@@ -211,12 +214,9 @@ class Kill(BaseException):
 
 
 def test_a_run_killed_before_its_checkpoint_is_published_resumes_from_the_one_before(
-    settings: dict[str, Any], tmp_path: Path, monkeypatch: Any
+    short: dict[str, Any], tmp_path: Path, monkeypatch: Any
 ) -> None:
-    mine = changed(settings, training__max_steps=6, checkpoint__interval_steps=2)
-    mine = changed(mine, checkpoint__asynchronous=True)
-    reference = changed(mine, run_dir=str(tmp_path / "reference"))
-    run_recipe(resolve(reference, {}))
+    mine = changed(short, checkpoint__asynchronous=True, run_dir=str(tmp_path / "mine"))
     publish = Saver._publish
 
     def killed(self: Any, folder: Path, content: Any, share: Any) -> None:
@@ -232,7 +232,7 @@ def test_a_run_killed_before_its_checkpoint_is_published_resumes_from_the_one_be
     assert len(list(checkpoints.glob(".tmp-step-00000004-*"))) == 1
     assert newest_checkpoint(checkpoints) == (checkpoints / "step-00000002", [])
     run_recipe(resolve(mine, {}))
-    assert rows(mine["run_dir"], *COLUMNS) == rows(reference["run_dir"], *COLUMNS)
+    assert rows(mine["run_dir"], *COLUMNS) == rows(short["run_dir"], *COLUMNS)
     assert not list(checkpoints.glob(".tmp-*"))
 
 

@@ -54,18 +54,21 @@ def train_jobs(*families, soak=False):
 
 
 LAUNCHES = {
-    "experts": [f"train:{MOE}:ep2", f"aux:{MOE}:ep2", f"export:{MOE}:ep2"],
-    "experts in one": [f"train:{MOE}:one", f"aux:{MOE}:one"],
+    "experts": [f"train:{MOE}:ep2", f"export:{MOE}:ep2"],
     "layouts": [
         f"save:{MOE}:ep2",
         "travel:qwen3_vl:pp2",
         "shared:qwen3_vl:pp2",
         *train_jobs(*FAMILIES),
-        *(f"aux:{MOE}:{name}" for name in AUX if name != "ep2"),
+        *(f"aux:{MOE}:{name}" for name in AUX),
         *(f"export:{family}:{BY_FAMILY[family][0]}" for family in TEXT),
     ],
     "more layouts": train_jobs(*FAMILIES, soak=True),
-    "one": ["train:qwen2_vl:one", "train:qwen3_vl:one", f"resume:{MOE}:one"],
+    "one": [
+        *(f"train:{family}:one" for family in ("qwen2_vl", "qwen3_vl", MOE)),
+        f"aux:{MOE}:one",
+        f"resume:{MOE}:one",
+    ],
 }
 """Jobs that share processes. The last one needs what is saved with experts."""
 MARKS = {"layouts": pytest.mark.slow, "more layouts": pytest.mark.soak, "one": pytest.mark.slow}

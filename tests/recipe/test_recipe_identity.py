@@ -94,6 +94,8 @@ def test_fields_of_planned_rows_are_no_part_of_other_runs(minimal):
     }
 
 
+IMAGES = ["images.min_pixels=900", "images.max_pixels=90000", "images.max_tiles=4"]
+
 WEIGHTED = "data.train={path: data/train-*.tar, weight: 2.0}"
 
 
@@ -102,6 +104,17 @@ def test_what_weights_count_is_identity_where_it_is_not_the_default(minimal):
     new = identity(load_recipe(minimal, [WEIGHTED, "data.weights=tokens"]))
     assert "data.weights" not in old, "a run folder of a version without it stays resumable"
     assert len(identity_differences(old, new)) == 1
+
+
+@pytest.mark.parametrize("override", IMAGES)
+def test_pixel_budgets_are_identity_where_they_are_set(minimal, override):
+    old, new = identity(load_recipe(minimal)), identity(load_recipe(minimal, [override]))
+    assert not [key for key in old if key.startswith("images")], "old run folders stay resumable"
+    key, _, value = override.partition("=")
+    assert identity_differences(old, new) == [
+        f"{key}: absent in the run folder, {value} in the recipe"
+    ]
+    assert len(new) == len(old) + 1
 
 
 @pytest.mark.parametrize("override", REFUSED)
@@ -122,7 +135,7 @@ def test_every_key_is_either_identity_or_free(minimal):
     recipe = load_recipe(minimal)
     texts = REFUSED + ALLOWED + ROWS_REFUSED + ROWS_ALLOWED
     texts += ["packing.path=elsewhere", "packing.pad_cu_seqlens=true"]
-    texts.append("data.weights=tokens")
+    texts += ["data.weights=tokens", *IMAGES]
     decided = {text.split("=")[0] for text in texts}
     leaves = {
         f"{section}.{key}"

@@ -9,8 +9,16 @@ import torch
 
 from vlmpack.backends.adamw import AdamWConfig
 from vlmpack.backends.hf.engine import HFEngine, HFEngineConfig
+from vlmpack.backends.policy import (
+    EVERYTHING,
+    ComponentPolicy,
+    LoraSettings,
+    Mode,
+    TrainingPolicy,
+)
 from vlmpack.distributed import Ranks
 from vlmpack.families import Encoder
+from vlmpack.training.first_step import FirstStepCheck
 from vlmpack.training.optim import Schedule
 from vlmpack.training.step import Stepper
 
@@ -26,15 +34,34 @@ def single_rank() -> Ranks:
 
 
 def make_engine(
-    folder: Path, encoder: Encoder, *, ranks: Ranks | None = None, **options: Any
+    folder: Path,
+    encoder: Encoder,
+    *,
+    ranks: Ranks | None = None,
+    policy: TrainingPolicy = EVERYTHING,
+    **options: Any,
 ) -> HFEngine:
     """A float32 engine with the per-segment attention and the defaults of a recipe's AdamW."""
     config = HFEngineConfig(folder=folder, dtype="float32", attention="segments", **options)
-    return HFEngine(config, encoder, ranks if ranks is not None else single_rank(), ADAMW)
+    return HFEngine(config, encoder, ranks if ranks is not None else single_rank(), ADAMW, policy)
 
 
-def make_stepper(engine: HFEngine, *, max_grad_norm: float | None = 1.0) -> Stepper:
-    """A constant learning rate.
+def policy(
+    vision: Mode = "full", projector: Mode = "full", language: Mode = "full", **lora: Any
+) -> TrainingPolicy:
+    """A policy with one learning rate; adapters of rank 4 unless `lora` says otherwise."""
+    modes = {"vision": vision, "projector": projector, "language": language}
+    settings = LoraSettings(**{"rank": 4, "alpha": 8.0, **lora})
+    return TrainingPolicy(
+        **{name: ComponentPolicy(mode=mode) for name, mode in modes.items()},
+        lora=settings if "lora" in modes.values() else None,
+    )
+
+
+def make_stepper(
+    engine: HFEngine, *, max_grad_norm: float | None = 1.0, check: bool = False
+) -> Stepper:
+    """A constant learning rate; with `check` the first step is looked at, as in a run.
 
     AdamW's first steps are nearly the sign of the gradient: an element whose gradient is nothing
     but rounding moves by the learning rate, one way or the other. The rate is small so that what
@@ -46,4 +73,5 @@ def make_stepper(engine: HFEngine, *, max_grad_norm: float | None = 1.0) -> Step
         schedule=schedule,
         max_grad_norm=max_grad_norm,
         ranks=engine.ranks,
+        check=FirstStepCheck(engine, engine.ranks) if check else None,
     )

@@ -15,6 +15,11 @@ import torch
 from support.shards import TINY_MODEL
 from support.stock import StockRules, rope_index
 from support.tiny_family import FIRST_NEW_ID, PLAIN_ROPE, TEXT, TinyFamily
+from support.tiny_gemma3 import GEMMA3, text_config
+from support.tiny_idefics3 import IDEFICS3, SMOL
+from support.tiny_internvl import INTERNVL
+from support.tiny_llava_onevision import LLAVA_ONEVISION
+from support.tiny_pixtral import LLAVA, MISTRAL3
 
 TOKENS = {
     "image_token_id": 574,
@@ -181,7 +186,12 @@ _QWEN3_IMAGES = _qwen_images(
 
 TEXT_FAMILIES = {
     name: TinyFamily(config=config, stock=StockRules(), template=TEXT_TEMPLATE)
-    for name, config in {"llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3}.items()
+    for name, config in {
+        "llama": _llama,
+        "qwen2": _qwen2,
+        "qwen3": _qwen3,
+        "gemma3_text": text_config,
+    }.items()
 }
 """Language models without a vision tower."""
 
@@ -191,6 +201,13 @@ TINY: dict[str, TinyFamily] = {
     ),
     "qwen3_vl": TinyFamily(config=_qwen3_vl, stock=QWEN_STOCK, images=_QWEN3_IMAGES),
     "qwen3_vl_moe": TinyFamily(config=_qwen3_vl_moe, stock=QWEN_STOCK, images=_QWEN3_IMAGES),
+    "internvl": INTERNVL,
+    "llava_onevision": LLAVA_ONEVISION,
+    "idefics3": IDEFICS3,
+    "smolvlm": SMOL,
+    "mistral3": MISTRAL3,
+    "llava": LLAVA,
+    "gemma3": GEMMA3,
     **TEXT_FAMILIES,
 }
 
@@ -224,7 +241,7 @@ def tiny_family_folder(name: str, tmp: Path) -> Path:
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(TINY_MODEL / file, tmp / file)
     if tiny.tokens:
-        _add_tokens(tmp, tiny.tokens)
+        _add_tokens(tmp, tiny.tokens, tiny.words)
     if tiny.template is not None:
         (tmp / "chat_template.jinja").write_text(tiny.template, encoding="utf-8")
     if tiny.images is not None:
@@ -235,12 +252,13 @@ def tiny_family_folder(name: str, tmp: Path) -> Path:
     return tmp
 
 
-def _add_tokens(folder: Path, tokens: tuple[str, ...]) -> None:
+def _add_tokens(folder: Path, tokens: tuple[str, ...], words: tuple[str, ...]) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
     added = tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)})
     assert added == len(tokens), tokens
+    assert tokenizer.add_tokens(list(words)) == len(words), words
     assert tokenizer.convert_tokens_to_ids(tokens[0]) == FIRST_NEW_ID
     tokenizer.save_pretrained(str(folder))
 
@@ -253,7 +271,7 @@ def stock_rules(folder: Path) -> StockRules:
 
 
 def _tiny_model(tiny: TinyFamily) -> Any:
-    """Random weights; norms and biases too, which are ones and zeros by default."""
+    """Random weights; norms, biases and projections too, which are ones or zeros by default."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = tiny.config()
@@ -263,6 +281,6 @@ def _tiny_model(tiny: TinyFamily) -> Any:
         model = auto.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
-                if parameter.ndim == 1:
+                if parameter.ndim == 1 or not parameter.any():
                     parameter.add_(0.2 * torch.randn_like(parameter))
     return model

@@ -50,6 +50,20 @@ def small_settings(root: Path, **changes: Any) -> dict[str, Any]:
     return changed(settings, **changes)
 
 
+def run_settings(root: Path, **changes: Any) -> dict[str, Any]:
+    """The small recipe for runs: 4 samples a step, every checkpoint kept, nothing around them."""
+    return small_settings(
+        root,
+        training__seed=3,
+        optim__warmup_steps=2,
+        checkpoint__keep=100,
+        logging__trackers=[],
+        logging__progress="none",
+        export__enabled=False,
+        **changes,
+    )
+
+
 def rewrite(path: Path, change: Any) -> None:
     """Pass every member of a shard through `change(name, data) -> data`, or None to drop it."""
     with tarfile.open(path) as tar:

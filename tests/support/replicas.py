@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 replicas.py FOLDER
 
 Writes FOLDER/<sharding>-<deal>.json (rank 0's loss and gradient norm by step) and .safetensors
-(whole parameters afterwards), FOLDER/<sharding>/ (checkpoints) with round-trip-<sharding>.json,
-FOLDER/failed-save-<rank>.json and FOLDER/non-finite-<rank>.json. Resumes from FOLDER/one/, the
-checkpoint of one process, where there is one.
+(whole parameters afterwards). Where there is FOLDER/one/, the checkpoint of one process, it is
+resumed too: FOLDER/<sharding>/ (checkpoints) with round-trip-<sharding>.json,
+FOLDER/failed-save-<rank>.json and FOLDER/non-finite-<rank>.json.
 """
 
 from __future__ import annotations
@@ -126,9 +126,8 @@ def round_trip(
         "steps": steps,
         "steps_again": train_on(again, deal, samples),
     }
-    if (folder / "one").is_dir():
-        other = resumed(sharding, step_folder(folder / "one", STEPS), ranks)
-        result["steps_from_one"] = train_on(other, deal, samples)
+    other = resumed(sharding, step_folder(folder / "one", STEPS), ranks)
+    result["steps_from_one"] = train_on(other, deal, samples)
     return result
 
 
@@ -166,7 +165,7 @@ def non_finite(ranks: Ranks, samples: list[EncodedSample]) -> str:
 
 
 def main(folder: Path, deals: list[str]) -> None:
-    """Every scenario."""
+    """Every deal; the other scenarios where there is a checkpoint to resume."""
     ranks = start_process_group()
     samples = encoded_samples()
     for sharding in ("none", "fsdp"):
@@ -178,13 +177,16 @@ def main(folder: Path, deals: list[str]) -> None:
                 result = {"rows": rows, "processes": stepper.engine.description["processes"]}
                 (folder / f"{sharding}-{name}.json").write_text(json.dumps(result))
                 save_file(model, str(folder / f"{sharding}-{name}.safetensors"))
+        if not (folder / "one").is_dir():
+            continue
         result = round_trip(sharding, stepper, DEALS[deals[-1]], samples, folder)
         if ranks.is_main:
             (folder / f"round-trip-{sharding}.json").write_text(json.dumps(result))
-    message = failed_save(stepper, folder)
-    (folder / f"failed-save-{ranks.rank}.json").write_text(json.dumps(message))
-    message = non_finite(ranks, samples)
-    (folder / f"non-finite-{ranks.rank}.json").write_text(json.dumps(message))
+    if (folder / "one").is_dir():
+        message = failed_save(stepper, folder)
+        (folder / f"failed-save-{ranks.rank}.json").write_text(json.dumps(message))
+        message = non_finite(ranks, samples)
+        (folder / f"non-finite-{ranks.rank}.json").write_text(json.dumps(message))
     stop_process_group()
 
 

@@ -38,6 +38,11 @@ def concatenate(media: Sequence[Media]) -> Media:
     return {name: torch.cat([item[name] for item in media]) for name in media[0]}
 
 
+def call_processor(processor: Any, images: list[Any]) -> Any:
+    """An image processor on the images of a sample, with its own settings."""
+    return processor(images=images, return_tensors="pt")
+
+
 @dataclass(frozen=True, kw_only=True)
 class StockRules:
     """What the processor class of a family does with images; for language models the defaults.
@@ -47,7 +52,12 @@ class StockRules:
         marker: what the chat template writes for an image; None where it is the placeholder.
         written: (features of the image processor for one image, that processor) -> the text that
             the family's processor class puts in place of the marker.
+        written_together: (features for all images of a sample, processor) -> the texts, where one
+            depends on the others; in place of `written`.
+        call: (image processor, images of a sample) -> its features, called as the family's
+            processor class does.
         media: features of the image processor for all images of a sample -> what the forward takes.
+        seen: what the forward takes -> the same without pixels that the tower leaves out.
         kinds: name of the forward's argument that is 1 on placeholders; None for none.
         join: arguments of several samples -> of their batch.
         answer: finds the assistant's turns in a rendered conversation.
@@ -57,7 +67,10 @@ class StockRules:
     placeholder: str = ""
     marker: str | None = None
     written: Callable[[Any, Any], str] | None = None
+    written_together: Callable[[Any, Any], list[str]] | None = None
+    call: Callable[[Any, list[Any]], Any] = call_processor
     media: Callable[[Any], Media] = dict
+    seen: Callable[[Media], Media] = dict
     kinds: str | None = None
     join: Callable[[Sequence[Media]], Media] = concatenate
     answer: re.Pattern[str] = CHATML_ANSWER
@@ -117,13 +130,9 @@ class StockProcessor:
         media: Media = {}
         if sample.images:
             opened = [Image.open(BytesIO(data)).convert("RGB") for data in sample.images]
-            media = rules.media(self.images(images=opened, return_tensors="pt"))
-            written = iter(
-                [
-                    rules.written(self.images(images=[image], return_tensors="pt"), self.images)
-                    for image in opened
-                ]
-            )
+            features = rules.call(self.images, opened)
+            written = iter(self._written(features, opened))
+            media = rules.media(features)
             marker = rules.placeholder if rules.marker is None else rules.marker
             text = re.sub(re.escape(marker), lambda _: next(written), text)
         encoded = self.tokenizer(
@@ -146,6 +155,13 @@ class StockProcessor:
             media=media,
             rules=rules,
         )
+
+    def _written(self, features: Any, images: list[Any]) -> list[str]:
+        """What each image of a sample is written as."""
+        rules = self.rules
+        if rules.written_together is not None:
+            return rules.written_together(features, self.images)
+        return [rules.written(rules.call(self.images, [image]), self.images) for image in images]
 
 
 def with_strings(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -42,16 +42,23 @@ class TinyFamily:
         stock: what the family's processor class does.
         images: the content of preprocessor_config.json; None for a language model.
         tokens: special tokens that the tokenizer gets, from id `FIRST_NEW_ID` on.
+        words: plain tokens that it gets after those.
         template: chat template in place of the committed one.
         files: further files of the model folder.
+        token_counts: 200 image sizes give more token counts than this; few where images are cut
+            into tiles.
+        unused: parts of the names of parameters whose results the class throws away.
     """
 
     config: Callable[[], Any]
     stock: StockRules
     images: Mapping[str, Any] | None = None
     tokens: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
     template: str | None = None
     files: Mapping[str, str] = field(default_factory=dict)
+    token_counts: int = 20
+    unused: tuple[str, ...] = ()
 
 
 FIRST_NEW_ID = 576

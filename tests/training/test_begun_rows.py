@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.recipes import SMALL, changed, copy_samples
-from support.shards import ROOT, TINY_MODEL
+from support.recipes import changed, small_settings
 from typer.testing import CliRunner
 
 from vlmpack.cli.app import app
@@ -30,21 +29,14 @@ ONE = Ranks(rank=0, world_size=1, local_rank=0, dp_rank=0, dp_size=1, device=tor
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: Any) -> dict[str, Any]:
     """A recipe with rows aligned to 16: 256 tokens, where the default of 8 would give 248."""
-    root = tmp_path_factory.mktemp("begun")
-    copy_samples(ROOT / "assets/digits/train-000000.tar", root / "train.tar", SMALL)
-    return {
-        "model": {"path": str(TINY_MODEL)},
-        "data": {"train": str(root / "train.tar"), "num_workers": 0, "index_dir": str(root / "i")},
-        "packing": {"mode": "online", "alignment": 16},
-        "training": {
-            "micro_batch_size": 1,
-            "global_batch_size": 1,
-            "seq_length": 248,
-            "max_steps": 3,
-        },
-        "optim": {"lr": 1e-4},
-        "run_dir": str(root / "run"),
-    }
+    return small_settings(
+        tmp_path_factory.mktemp("begun"),
+        packing__mode="online",
+        packing__alignment=16,
+        training__micro_batch_size=1,
+        training__global_batch_size=1,
+        training__seq_length=248,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,18 @@
 """Varlen attention and rotary positions for packed rows. torch only."""
 
+from vlmpack.attention.blocks import BlockMasks
 from vlmpack.attention.rope import RopeLayout, apply_rope, rope_cos_sin
-from vlmpack.attention.segments import segment_attention
+from vlmpack.attention.segments import dense_attention, segment_attention
 from vlmpack.attention.varlen import AttentionChoice, VarlenAttention, choose_attention
 
 __all__ = [
     "AttentionChoice",
+    "BlockMasks",
     "RopeLayout",
     "VarlenAttention",
     "apply_rope",
     "choose_attention",
+    "dense_attention",
     "rope_cos_sin",
     "segment_attention",
 ]

@@ -8,7 +8,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from vlmpack.attention.blocks import BlockMasks
+from vlmpack.errors import CapabilityError
 from vlmpack.packing.batch import PackedSeqParams
+
+BLOCKS_NEED_MASKS = (
+    "an image's tokens attend in both directions here, which takes a mask; segments has one"
+)
+
+
+def _refuse_masks(name: str, masks: BlockMasks | None) -> None:
+    if masks is not None:
+        raise CapabilityError(f"{name} cannot run: {BLOCKS_NEED_MASKS}")
 
 
 def torch_varlen_attention(
@@ -20,11 +31,13 @@ def torch_varlen_attention(
     causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
+    masks: BlockMasks | None = None,
 ) -> Tensor:
     """`torch.nn.attention.varlen.varlen_attn` (CUDA, bf16 or fp16, torch >= 2.10).
 
-    Arguments and result as `segment_attention`.
+    Arguments and result as `segment_attention`; refuses masks (CapabilityError).
     """
+    _refuse_masks("torch_varlen", masks)
     from torch.nn.attention.varlen import varlen_attn
 
     left = -1 if window is None else window - 1
@@ -58,11 +71,13 @@ def flash_attention(
     causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
+    masks: BlockMasks | None = None,
 ) -> Tensor:
     """`flash_attn.flash_attn_varlen_func` (CUDA, bf16 or fp16; the `flash-attn` extra).
 
-    Arguments and result as `segment_attention`.
+    Arguments and result as `segment_attention`; refuses masks (CapabilityError).
     """
+    _refuse_masks("flash_attn", masks)
     from flash_attn import flash_attn_varlen_func
 
     left = -1 if window is None else window - 1

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from vlmpack.attention.blocks import BlockMasks
 from vlmpack.packing.batch import PackedSeqParams
 
 
@@ -32,6 +33,7 @@ def segment_attention(
     causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
+    masks: BlockMasks | None = None,
 ) -> Tensor:
     """Attention inside each segment of a THD row, never across.
 
@@ -46,19 +48,24 @@ def segment_attention(
         causal: whether a token sees only itself and what came before it in its segment.
         scale: factor on the scores; 1 / sqrt(D) if None.
         window: sliding window in tokens, the token itself included; None for the whole segment.
+        masks: which stretches of the segments attend in both directions; None for none. Segments
+            without one keep the causal kernel.
 
     Returns:
         (T, Hq, D).
 
     Raises:
-        ValueError: bidirectional attention over segments that have alignment gaps.
+        ValueError: bidirectional attention over segments that have alignment gaps, or with `masks`;
+            masks of other segments.
     """
+    if masks is not None and (not causal or masks.lengths != params.segment_lengths):
+        raise ValueError("masks of image blocks go with causal attention over the same segments")
     if not causal and params.cu_seqlens_q_padded is not None:
         raise ValueError("bidirectional attention needs segments without alignment gaps")
-    grouped = query.shape[1] != key.shape[1]
+    blocks = masks.of_segment if masks is not None else ((),) * len(params.segment_lengths)
     outputs: list[Tensor] = []
     start = 0
-    for length, run in groupby(params.segment_lengths):
+    for (length, inside), run in groupby(zip(params.segment_lengths, blocks, strict=True)):
         count = len(list(run))
         if length == 0:
             continue
@@ -68,17 +75,50 @@ def segment_attention(
             for part in (query, key, value)
         )
         mask = None
-        if window is not None and window < length:
+        if masks is not None:
+            mask = masks.mask(length, inside, window)
+        elif window is not None and window < length:
             mask = _window_mask(length, window, causal, query.device)
-        out = scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=causal and mask is None,
-            scale=scale,
-            enable_gqa=grouped,
-        )
+        out = dense_attention(q, k, v, mask=mask, causal=causal, scale=scale)
         outputs.append(out.transpose(1, 2).reshape(count * length, *query.shape[1:]))
         start = stop
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def dense_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """`scaled_dot_product_attention` with grouped queries.
+
+    Keys and values are repeated where there is a mask: of the CUDA kernels that take one, only that
+    which stores all scores has a grouped-query form.
+
+    Args:
+        query: (B, Hq, S, D).
+        key: (B, Hkv, S, D).
+        value: (B, Hkv, S, D).
+        mask: bool, True where a query sees a key, as broadcasts to (B, Hq, S, S); or None.
+        causal: without a mask, whether a token sees nothing behind it.
+        scale: factor on the scores; 1 / sqrt(D) if None.
+
+    Returns:
+        (B, Hq, S, D).
+    """
+    groups = query.shape[1] // key.shape[1]
+    if mask is not None and groups > 1:
+        key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=causal and mask is None,
+        scale=scale,
+        enable_gqa=mask is None and groups > 1,
+    )

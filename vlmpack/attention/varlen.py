@@ -9,7 +9,12 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from vlmpack.attention.kernels import flash_attention, torch_varlen_attention
+from vlmpack.attention.blocks import BlockMasks
+from vlmpack.attention.kernels import (
+    BLOCKS_NEED_MASKS,
+    flash_attention,
+    torch_varlen_attention,
+)
 from vlmpack.attention.segments import segment_attention
 from vlmpack.errors import CapabilityError
 from vlmpack.packing.batch import PackedSeqParams
@@ -30,6 +35,7 @@ class VarlenAttention(Protocol):
         causal: bool = True,
         scale: float | None = None,
         window: int | None = None,
+        masks: BlockMasks | None = None,
     ) -> Tensor: ...
 
 
@@ -55,10 +61,14 @@ _FUNCTIONS: dict[AttentionName, VarlenAttention] = {
 }
 
 
-def why_unavailable(name: AttentionName, device: torch.device, dtype: torch.dtype) -> str | None:
+def why_unavailable(
+    name: AttentionName, device: torch.device, dtype: torch.dtype, *, image_blocks: bool = False
+) -> str | None:
     """Why an implementation cannot run here, or None if it can."""
     if name == "segments":
         return None
+    if image_blocks:
+        return BLOCKS_NEED_MASKS
     if device.type != "cuda":
         return f"{name} needs a CUDA device, this one is {device.type}"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -78,7 +88,11 @@ def _why_not_importable(module: str, function: str, wanted: str) -> str | None:
 
 
 def choose_attention(
-    requested: AttentionName | Literal["auto"], *, device: torch.device, dtype: torch.dtype
+    requested: AttentionName | Literal["auto"],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    image_blocks: bool = False,
 ) -> AttentionChoice:
     """Choose the varlen implementation once, at build time.
 
@@ -87,12 +101,13 @@ def choose_attention(
             flash_attn, torch_varlen, segments.
         device: where the model is.
         dtype: what attention computes in.
+        image_blocks: whether the tokens of an image attend in both directions.
 
     Raises:
         CapabilityError: the requested one cannot run here; the message says why.
     """
     if requested != "auto":
-        why = why_unavailable(requested, device, dtype)
+        why = why_unavailable(requested, device, dtype, image_blocks=image_blocks)
         if why is not None:
             raise CapabilityError(
                 f"model.attention: {requested} cannot run: {why}; use auto or segments"
@@ -101,8 +116,9 @@ def choose_attention(
     refused: list[str] = []
     candidates: tuple[AttentionName, ...] = ("flash_attn", "torch_varlen", "segments")
     for name in candidates:
-        why = why_unavailable(name, device, dtype)
+        why = why_unavailable(name, device, dtype, image_blocks=image_blocks)
         if why is None:
             return AttentionChoice(name, _FUNCTIONS[name], "; ".join(refused) or "first choice")
-        refused.append(why)
+        if why not in refused:
+            refused.append(why)
     raise AssertionError("segments runs everywhere")

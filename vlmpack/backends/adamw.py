@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+
+from vlmpack.backends.policy import ParameterPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +20,7 @@ class AdamWConfig:
         betas: decay rates of the two moments.
         eps: added to the denominator.
         weight_decay: decoupled decay of weights with two or more dimensions; biases and norms have
-            none.
+            none (`vlmpack.backends.policy` says why LoRA matrices do).
     """
 
     betas: tuple[float, float]
@@ -25,22 +28,46 @@ class AdamWConfig:
     weight_decay: float
 
 
+def parameter_alone(name: str, ndim: int) -> ParameterPolicy:
+    """A parameter of a model without components."""
+    return ParameterPolicy(component="language", trains=True, decays=ndim >= 2, lr_scale=1.0)
+
+
 def build_adamw(
-    parameters: Sequence[tuple[str, nn.Parameter]], config: AdamWConfig, *, fused: bool
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    config: AdamWConfig,
+    *,
+    fused: bool,
+    policy_of: Callable[[str, int], ParameterPolicy] = parameter_alone,
 ) -> torch.optim.AdamW:
-    """AdamW with two groups: weights that decay, and biases and norms that do not.
+    """AdamW with two groups a component: weights that decay, and biases and norms that do not.
+
+    A group has `lr_scale` beside torch's own keys; see `set_learning_rate`.
 
     Args:
         parameters: names and parameters.
         config: hyper-parameters; the learning rate is set every step by the schedule.
         fused: one kernel for all tensors; not for sharded parameters.
+        policy_of: what is said of a parameter of that name and number of dimensions.
     """
-    decayed = [p for _, p in parameters if p.ndim >= 2]
-    plain = [p for _, p in parameters if p.ndim < 2]
+    members: dict[ParameterPolicy, list[nn.Parameter]] = {}
+    for name, parameter in parameters:
+        members.setdefault(policy_of(name, parameter.ndim), []).append(parameter)
     groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
+        {
+            "params": members[said],
+            "weight_decay": config.weight_decay if said.decays else 0.0,
+            "lr_scale": said.lr_scale,
+            "component": said.component,
+        }
+        for said in sorted(members, key=lambda said: (said.component, not said.decays))
     ]
     return torch.optim.AdamW(
         groups, lr=0.0, betas=config.betas, eps=config.eps, fused=fused or None
     )
+
+
+def set_learning_rate(groups: Iterable[dict[str, Any]], lr: float) -> None:
+    """That of the schedule, times each group's own factor."""
+    for group in groups:
+        group["lr"] = lr * group["lr_scale"]

@@ -59,35 +59,37 @@ class _LinearCrossEntropy(torch.autograd.Function):
         shard: VocabularyShard | None,
     ) -> Tensor:
         losses = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
-        log_sums = torch.empty_like(losses)
+        # Kept apart: added up, the logits' magnitude would round the small differences away.
+        peaks, log_sums = torch.empty_like(losses), torch.empty_like(losses)
         local, inside = _local_targets(targets, weight.shape[0], shard)
         for start in range(0, hidden.shape[0], rows):
             chunk = slice(start, start + rows)
             logits = (hidden[chunk] @ weight.T).float()
-            picked = logits.gather(1, local[chunk, None]).squeeze(1)
-            if shard is None or inside is None:
-                log_sums[chunk] = logits.logsumexp(dim=-1)
-            else:
-                peak = shard.all_max(logits.amax(dim=-1))
-                total = (logits - peak[:, None]).exp_().sum(dim=-1)
+            peak = logits.amax(dim=-1)
+            if shard is not None:
+                peak = shard.all_max(peak)
+            shifted = logits.sub_(peak[:, None])
+            picked = shifted.gather(1, local[chunk, None]).squeeze(1)
+            total = shifted.exp_().sum(dim=-1)
+            if shard is not None and inside is not None:
                 both = shard.all_sum(torch.stack((total, picked * inside[chunk])))
-                log_sums[chunk] = peak + both[0].log()
-                picked = both[1]
+                total, picked = both[0], both[1]
+            peaks[chunk], log_sums[chunk] = peak, total.log()
             losses[chunk] = log_sums[chunk] - picked
-        ctx.save_for_backward(hidden, weight, local, inside, log_sums)
+        ctx.save_for_backward(hidden, weight, local, inside, peaks, log_sums)
         ctx.rows = rows
         return losses
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None, None]:
-        hidden, weight, local, inside, log_sums = ctx.saved_tensors
+        hidden, weight, local, inside, peaks, log_sums = ctx.saved_tensors
         grad_losses: Tensor = grads[0]
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, hidden.shape[0], ctx.rows):
             chunk = slice(start, start + ctx.rows)
             logits = (hidden[chunk] @ weight.T).float()
-            probabilities = logits.sub_(log_sums[chunk, None]).exp_()
+            probabilities = logits.sub_(peaks[chunk, None]).sub_(log_sums[chunk, None]).exp_()
             hit = probabilities.new_ones(probabilities.shape[0])
             if inside is not None:
                 hit = hit * inside[chunk]

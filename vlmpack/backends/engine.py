@@ -8,7 +8,7 @@ The optimizer is the engine's own, and its state is read and written as boxes of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from vlmpack.backends.policy import Component, ComponentCount, TrainingPolicy
 from vlmpack.backends.slices import Kind, ReadSlice, TensorSlice
 from vlmpack.packing import Batch
 
@@ -35,6 +36,12 @@ class Engine(Protocol):
 
     optimizer_steps: int
     """Optimizer steps taken; AdamW's step count of every parameter."""
+
+    policy: TrainingPolicy
+    """What is trained."""
+
+    components: Sequence[ComponentCount]
+    """What the policy comes to, for each component that the model has."""
 
     @property
     def module(self) -> nn.Module:
@@ -100,8 +107,36 @@ class Engine(Protocol):
         """
         ...
 
+    def component_of(self, name: str) -> Component:
+        """The component of a parameter."""
+        ...
+
+    def gradient_norms(self) -> Tensor:
+        """(components,) float64 on the device: whether any trained element has a gradient.
+
+        Zero only where every element is; otherwise a norm in which an element may count as often
+        as ranks hold it. Between `finish_gradients` and `step`. Collective.
+        """
+        ...
+
+    def frozen_digests(self) -> tuple[list[str], Tensor]:
+        """Names and (F,) int64 digests of what this rank holds of frozen parameters."""
+        ...
+
     def export(self, folder: Path, *, processor_from: Path, dtype: torch.dtype | None) -> None:
         """Write a folder that transformers' `from_pretrained` loads. Collective."""
+        ...
+
+    def export_adapter(self, folder: Path, *, base: str) -> None:
+        """Write the adapters in peft's format. Collective.
+
+        Args:
+            folder: where to.
+            base: the model folder, for the record.
+
+        Raises:
+            CapabilityError: what was trained does not fit into that format.
+        """
         ...
 
     def generation(self) -> AbstractContextManager[Any]:

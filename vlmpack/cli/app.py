@@ -10,12 +10,15 @@ from typing import Annotated
 import typer
 
 from vlmpack.cli.data import app as data_app
+from vlmpack.cli.export import export
+from vlmpack.cli.families import families
 from vlmpack.cli.generate import generate
 from vlmpack.cli.index import index
 from vlmpack.cli.inspect import inspect
 from vlmpack.cli.pack import pack
 from vlmpack.cli.plan import plan
 from vlmpack.cli.recipe import app as recipe_app
+from vlmpack.cli.verify import verify
 from vlmpack.errors import VlmpackError
 
 app = typer.Typer(
@@ -26,11 +29,14 @@ app = typer.Typer(
 )
 app.add_typer(recipe_app, name="recipe")
 app.add_typer(data_app, name="data")
+app.command()(export)
 app.command()(generate)
 app.command()(index)
 app.command()(pack)
 app.command()(inspect)
 app.command()(plan)
+app.command()(verify)
+app.command()(families)
 
 
 @app.command()

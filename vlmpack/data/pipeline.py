@@ -25,7 +25,6 @@ from vlmpack.data.loading.loader import BinDataset, BinRequest, MicroBatch, load
 from vlmpack.data.loading.read import SampleReader, SkippedSample
 from vlmpack.data.packs.open import open_packed, survey_data
 from vlmpack.data.packs.restore import SavedBins
-from vlmpack.data.packs.split import PackedSplit
 from vlmpack.data.plan.batches import Plan, PlannedBatch
 from vlmpack.data.plan.packers import Bin, BudgetPacker
 from vlmpack.data.plan.packs import PackPlan
@@ -153,7 +152,7 @@ class TrainData:
         """How long an epoch is: exact once every shard is indexed, an estimate before."""
         return self.split.epoch_length()
 
-    def steps_per_epoch(self, epoch: int = 0) -> int:
+    def steps_per_epoch(self) -> int:
         """Global batches in an epoch; the last may be short.
 
         The same for every epoch, but under a token budget: there it is the first epoch's. An
@@ -166,12 +165,7 @@ class TrainData:
 
         Under a token budget that takes a plan of them all, and an index of every shard.
         """
-        plan = self.plan
-        if isinstance(plan, PackPlan) or plan.packer.num_batches(1) is None:
-            return plan.steps_until(epochs, state.position, state.cursors)
-        per_window = plan.packer.num_batches(plan.window) or 0
-        begun = state.window * per_window + state.batch
-        return (epochs - state.epoch) * self.steps_per_epoch() - begun
+        return self.split.steps_until(epochs, state)
 
     def summary(self) -> DataSummary:
         """The split's figures, and the padding that packing removes from its first epoch."""
@@ -311,9 +305,7 @@ class TrainData:
 
     def request(self, samples: Bin) -> BinRequest:
         """What a worker needs to load a bin of the plan."""
-        if isinstance(self.split, PackedSplit):
-            return BinRequest(self.split.refs(samples))
-        return BinRequest(tuple(self.split.ref(number) for number in samples))
+        return BinRequest(self.split.refs(samples))
 
     def _step(
         self,

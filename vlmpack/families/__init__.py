@@ -12,6 +12,7 @@ from vlmpack.families.base import (
 from vlmpack.families.decode import decode_image
 from vlmpack.families.encoder import Encoder, SampleLength
 from vlmpack.families.fingerprint import PROCESSOR_FILES
+from vlmpack.families.processor_files import write_budget
 from vlmpack.families.registry import family_of, model_types
 from vlmpack.families.sample import ImagePart, Message, TextPart, VLMSample
 
@@ -33,4 +34,5 @@ __all__ = [
     "family_of",
     "model_types",
     "stock_arguments",
+    "write_budget",
 ]

@@ -32,12 +32,15 @@ class ModulePaths:
         deep_features: True where `Family.image_features` has deep ones too, one (M, D) tensor for
             each of the decoder's first layers, which the decoder takes as
             `deepstack_visual_embeds` beside `visual_pos_masks`.
+        image_blocks: True where the tokens of an image's run attend to one another in both
+            directions; the rule then says so in `Media.blocks`.
     """
 
     vision: str | None
     projectors: tuple[str, ...]
     language: str
     deep_features: bool = False
+    image_blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +97,13 @@ class ImageFeatures:
 class ImageRule(Protocol):
     """How one family turns images into patches and placeholder tokens."""
 
-    def layout(self, width: int, height: int) -> ImageLayout:
+    def layout(self, width: int, height: int, num_images: int = 1) -> ImageLayout:
         """Patches and tokens of an image of that size in pixels; no decoding.
+
+        Args:
+            width: of the image.
+            height: of the image.
+            num_images: that the sample has; LLaVA-OneVision shows one image closer than several.
 
         Raises:
             ValueError: a size the family refuses (an extreme aspect ratio, say).
@@ -114,6 +122,11 @@ class ImageRule(Protocol):
         """A blank image of the smallest size: keeps ranks without images in the collectives."""
         ...
 
+    def settings(self) -> dict[str, Any]:
+        """The keys of preprocessor_config.json that make transformers' own processor of the folder
+        resize and cut images as this rule does; exported folders get them where a budget is set."""
+        ...
+
     def pictures(self, media: Media) -> list[Image]:
         """The RGB images that `preprocess` made patches of: resized, normalisation undone."""
         ...
@@ -130,6 +143,8 @@ class Family(Protocol):
     """1, or 3 where positions are MRoPE (temporal, height, width)."""
     rule_version: int
     """Raise it when a length or a position changes: it enters the fingerprint of lengths."""
+    pixel_knobs: tuple[str, ...]
+    """Fields of `PixelBudget` that the family has; the encoder refuses the others."""
 
     def marker(self, tokenizer: Any) -> str:
         """What the chat template writes for an image; empty without a tower."""
@@ -142,9 +157,13 @@ class Family(Protocol):
     def image_rule(self, folder: Path, budget: PixelBudget) -> ImageRule | None:
         """The rule for the processor files of a model folder; None without a tower.
 
+        Args:
+            folder: model folder.
+            budget: None in it leaves the processor's own bound; others than `pixel_knobs` are None.
+
         Raises:
-            ValueError: the processor is another one, or a bound of the budget that this family
-                does not have.
+            ValueError: the processor is another one.
+            CapabilityError: a bound that this processor cannot keep.
         """
         ...
 

@@ -57,8 +57,9 @@ class ChatEncoder:
     def __post_init__(self) -> None:
         if not self.tokenizer.chat_template:
             raise ModelError(
-                f"{self.tokenizer.name_or_path} has no chat template (chat_template.jinja or "
-                f"tokenizer_config.json); finetuning on conversations needs one"
+                f"model.path: {self.tokenizer.name_or_path} has no chat template "
+                f"(chat_template.jinja or tokenizer_config.json); finetuning on conversations "
+                f"needs one"
             )
 
     @cached_property
@@ -142,6 +143,7 @@ class ChatEncoder:
             )
         shown, has_literals = hide_literals(messages, self.marker)
         text = self.render(shown)
+        _refuse_without_system(shown, text)
         written = write_out(text, self._spans(shown, text), self.marker, images)
         ids, starts = self._tokenise(written.text, has_literals)
         from_image, around = _within(starts, written.images), self._around(written)
@@ -181,12 +183,13 @@ class ChatEncoder:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with template_faults():
-            texts, spans = render_jinja_template(
+            found: Any = render_jinja_template(  # annotated as a string, returns a pair
                 [self._as_dicts(messages)],
                 chat_template=self.tokenizer.get_chat_template(),
                 return_assistant_tokens_mask=True,
                 **self.tokenizer.special_tokens_map,
             )
+        texts, spans = found
         assert texts == [text]
         close = self._turns.shape.close
         return [(a, b + len(close) if text.startswith(close, b) else b) for a, b in spans[0]]
@@ -225,6 +228,20 @@ def template_faults() -> Iterator[None]:
         raise DataError(
             f"the chat template refuses the conversation: {error}", error_class="schema"
         ) from error
+
+
+def _refuse_without_system(messages: tuple[Message, ...], text: str) -> None:
+    """Mistral's templates write a system prompt into a prompt, but into no finished conversation:
+    what is learnt would be said without it."""
+    for message in messages:
+        if message.role == "system" and not all(
+            part.text.strip() in text for part in message.parts if isinstance(part, TextPart)
+        ):
+            raise DataError(
+                "the chat template leaves the system prompt out of a conversation that ends with "
+                "the assistant; put it into the first user's turn, or use another template",
+                error_class="schema",
+            )
 
 
 def _within(starts: Sequence[int], spans: Sequence[Span]) -> list[bool]:

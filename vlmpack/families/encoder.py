@@ -25,7 +25,7 @@ from vlmpack.families.registry import family_of
 from vlmpack.families.sample import VLMSample
 from vlmpack.packing import IGNORE_INDEX, EncodedSample, Media
 
-ENCODER_VERSION = 2
+ENCODER_VERSION = 3
 """Raise it when the shared encoding changes lengths, labels or positions."""
 
 LossOn = Literal["assistant", "all"]
@@ -101,18 +101,21 @@ class Encoder:
 
         Raises:
             ModelError: the folder has no usable tokenizer, chat template or image processor.
+            CapabilityError: a budget that the family cannot keep.
         """
         assert self.chat is not None
+        self._refuse_budget()
         assert not self.takes_images or self.image_rule is not None
 
     @cached_property
     def image_rule(self) -> ImageRule:
-        """The family's rule with this folder's sizes.
+        """The family's rule with this folder's sizes, or the budget's.
 
         Raises:
-            CapabilityError: the model has no vision tower.
+            CapabilityError: the model has no vision tower; or a budget it cannot keep.
             ModelError: the folder has no usable image processor.
         """
+        self._refuse_budget()
         try:
             rule = self.family.image_rule(self.folder, self.budget)
         except (OSError, ValueError) as error:
@@ -157,9 +160,10 @@ class Encoder:
     @cached_property
     def fingerprint_parts(self) -> dict[str, str]:
         """The fingerprint taken apart, so that a difference can be named: tokenizer, template,
-        processor, and the rules of this version."""
+        processor, the rules of this version, and the budget where one is set."""
         rules = f"{ENCODER_VERSION}/{self.family.name}/{self.family.rule_version}/{self.loss_on}"
-        return {"rules": digest(rules.encode()), **processor_parts(self.folder)}
+        images = {} if self.budget == PixelBudget() else {"images": _shown(self.budget)}
+        return {"rules": digest(rules.encode()), **processor_parts(self.folder), **images}
 
     def length(self, sample: VLMSample, sizes: Sequence[tuple[int, int]]) -> SampleLength:
         """Exact length from the messages and the image sizes alone.
@@ -275,6 +279,21 @@ class Encoder:
             media_positions=torch.tensor(media_positions, dtype=torch.int64),
         )
 
+    def _refuse_budget(self) -> None:
+        has = self.family.pixel_knobs
+        for name in ("min_pixels", "max_pixels", "max_tiles"):
+            value = getattr(self.budget, name)
+            if value is None or name in has:
+                continue
+            if not self.takes_images:
+                what = "has no vision tower, so images have no budget; leave it out"
+            elif not has:
+                what = f"is of family {self.family.name}, whose image size is fixed; leave it out"
+            else:
+                knobs = " and ".join(f"images.{knob}" for knob in has)
+                what = f"is of family {self.family.name}, which has {knobs}"
+            raise CapabilityError(f"images.{name}: {value}, but the model in {self.folder} {what}")
+
     def _refuse_images(self, count: int) -> None:
         if count and not self.takes_images:
             raise no_vision_tower()
@@ -301,18 +320,30 @@ class Encoder:
         return ids, supervised
 
     def layouts(self, sizes: Sequence[tuple[int, int]]) -> list[ImageLayout]:
-        """What images of those sizes, (width, height) in pixels, become.
+        """What the images of a sample become.
+
+        Args:
+            sizes: (width, height) in pixels of all of its images.
 
         Raises:
             DataError: (decode) a size that the family refuses.
         """
         try:
-            return [self.image_rule.layout(width, height) for width, height in sizes]
+            return [self.image_rule.layout(*size, num_images=len(sizes)) for size in sizes]
         except ValueError as error:
             raise DataError(str(error), error_class="decode") from error
 
     def _decode(self, data: bytes, index: int) -> Image.Image:
         return decode_image(data, index, max_pixels=self.max_image_pixels)
+
+
+def _shown(budget: PixelBudget) -> str:
+    """The bounds that are set, readable."""
+    return ", ".join(
+        f"{name} {value}"
+        for name in ("min_pixels", "max_pixels", "max_tiles")
+        if (value := getattr(budget, name)) is not None
+    )
 
 
 def _rebuild(folder: Path, loss_on: LossOn, max_image_pixels: int, budget: PixelBudget) -> Encoder:

@@ -26,7 +26,8 @@ class Tower:
 
     Args:
         width: channels of a patch's hidden state.
-        weights: that a patch passes through, all blocks and the patch embedding.
+        weights: that a patch passes through, all blocks and the patch embedding; its share of what
+            a class token passes through included.
         full_layers: blocks whose attention spans a whole image.
         window_layers: blocks whose attention spans a window.
         window_patches: patches in a window.
@@ -35,10 +36,10 @@ class Tower:
     """
 
     width: int
-    weights: int
+    weights: float
     full_layers: int
     window_layers: int = 0
-    window_patches: int = 0
+    window_patches: float = 0
     merger_weights: int = 0
     patches_per_token: int = 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from PIL.Image import Image, fromarray
 from torch import Tensor
 
-from vlmpack.errors import ModelError
+from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, PixelBudget
 from vlmpack.packing import CostModel, GridTHW, Media
@@ -52,10 +52,10 @@ class QwenImageRule:
         return AutoImageProcessor.from_pretrained(
             str(self.folder),
             local_files_only=True,
-            size={"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels},
+            **self.settings(),
         )
 
-    def layout(self, width: int, height: int) -> ImageLayout:
+    def layout(self, width: int, height: int, num_images: int = 1) -> ImageLayout:
         """One run of placeholders."""
         grid = self.grid(width, height)
         return ImageLayout(grid=grid, text=IMAGE_TOKEN, runs=(self.num_tokens(grid),))
@@ -104,6 +104,15 @@ class QwenImageRule:
             num_tokens=(1,),
         )
 
+    def settings(self) -> dict[str, Any]:
+        """The bounds under all the names that files of this line have had: `min_pixels` and
+        `max_pixels`, where a folder has them, win over `size`."""
+        return {
+            "size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels},
+            "min_pixels": self.min_pixels,
+            "max_pixels": self.max_pixels,
+        }
+
     def pictures(self, media: Media) -> list[Image]:
         """Patches put back in their places; a patch holds its still image twice, along time."""
         processor, side, merge = self._processor, self.patch_size, self.merge_size
@@ -137,6 +146,7 @@ class QwenVL:
     modules: ModulePaths
     num_position_axes: int = 3
     rule_version: int = 1
+    pixel_knobs: tuple[str, ...] = ("min_pixels", "max_pixels")
     gated_tower: bool = False
 
     def marker(self, tokenizer: Any) -> str:
@@ -152,19 +162,17 @@ class QwenVL:
         budget's."""
         from transformers import AutoImageProcessor
 
-        if budget.max_tiles is not None:
-            raise ValueError("max_tiles is set, but this family cuts no tiles; use max_pixels")
-
         processor = AutoImageProcessor.from_pretrained(str(folder), local_files_only=True)
         if processor.merge_size != MERGE_SIZE:
             raise ValueError(f"merge_size is {processor.merge_size}, expected {MERGE_SIZE}")
-        return QwenImageRule(
+        rule = QwenImageRule(
             folder=folder,
             patch_size=processor.patch_size,
             merge_size=processor.merge_size,
-            min_pixels=budget.min_pixels or processor.size["shortest_edge"],
-            max_pixels=budget.max_pixels or processor.size["longest_edge"],
+            min_pixels=processor.size["shortest_edge"],
+            max_pixels=processor.size["longest_edge"],
         )
+        return _bounded(rule, budget)
 
     def image_arguments(self, media: Media) -> dict[str, Any]:
         """Patches as they are, and their grids."""
@@ -221,6 +229,34 @@ class QwenVL:
         if not isinstance(vision, Mapping):
             raise ModelError(f"config.json: vision_config is {vision!r}, expected an object")
         return flops.cost_model(config, _tower(vision, gated=self.gated_tower))
+
+
+def _bounded(rule: QwenImageRule, budget: PixelBudget) -> QwenImageRule:
+    """The rule with the bounds that are set.
+
+    Raises:
+        CapabilityError: less than a token's patch, or a bound beyond the processor's other one.
+    """
+    least = (rule.patch_size * rule.merge_size) ** 2
+    if budget.max_pixels is not None and budget.max_pixels < least:
+        raise CapabilityError(
+            f"images.max_pixels: {budget.max_pixels} is less than the patch of one token, "
+            f"{rule.patch_size * rule.merge_size} x {rule.patch_size * rule.merge_size} = {least} "
+            f"pixels; use {least} or more"
+        )
+    low = rule.min_pixels if budget.min_pixels is None else budget.min_pixels
+    high = rule.max_pixels if budget.max_pixels is None else budget.max_pixels
+    if low > high and budget.min_pixels is None:
+        raise CapabilityError(
+            f"images.max_pixels: {high} is less than the {low} pixels that this model's processor "
+            f"enlarges small images to; set images.min_pixels too, to {high} or less"
+        )
+    if low > high:
+        raise CapabilityError(
+            f"images.min_pixels: {low} is more than the {high} pixels that this model's processor "
+            f"shrinks large images to; set images.max_pixels too, to {low} or more"
+        )
+    return replace(rule, min_pixels=low, max_pixels=high)
 
 
 def _tower(vision: Mapping[str, Any], *, gated: bool) -> flops.Tower:

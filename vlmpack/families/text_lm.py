@@ -25,6 +25,7 @@ class TextLM:
     modules: ModulePaths
     num_position_axes: int = 1
     rule_version: int = 1
+    pixel_knobs: tuple[str, ...] = ()
 
     def placeholder(self, tokenizer: Any) -> int:
         """No token stands for an image, whatever the vocabulary has: that of Qwen2.5 holds

@@ -9,6 +9,7 @@ device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,17 @@ def tiles_of(rows: Tensor, height: int, width: int, side: int) -> Tensor:
     """
     blocks = rows.reshape(-1, height, width, rows.shape[1] // side**2, side, side)
     return blocks.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
+
+
+def canvas_of(tiles: Tensor, rows: int, columns: int) -> Tensor:
+    """(C, rows * H, columns * W) of (rows * columns, C, H, W) tiles, row by row."""
+    grid = tiles.unflatten(0, (rows, columns))
+    return grid.permute(2, 0, 3, 1, 4).flatten(3, 4).flatten(1, 2)
+
+
+def patch_side(rows: Tensor) -> int:
+    """Side in pixels of square RGB patches, (P, 3 * side * side)."""
+    return math.isqrt(rows.shape[1] // 3)
 
 
 def flat_features(output: Any) -> ImageFeatures:

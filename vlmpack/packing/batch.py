@@ -23,6 +23,9 @@ IGNORE_INDEX = -100
 GridTHW = tuple[int, int, int]
 """Patches of one image along time, height and width, before the spatial merge."""
 
+Span = tuple[int, int]
+"""Start and end, the end not included."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Media:
@@ -34,12 +37,16 @@ class Media:
         num_tokens: placeholder tokens of each image, host integers; they sum to M.
         image_sizes: (width, height) of each image in pixels before it was resized, for families
             whose feature count follows from it; None for the others.
+        blocks: placeholder tokens of each run of each image, host integers that sum to
+            `num_tokens`, for families whose tokens attend in both directions inside a run; None
+            for the others.
     """
 
     pixel_values: Tensor
     grid_thw: tuple[GridTHW, ...]
     num_tokens: tuple[int, ...]
     image_sizes: tuple[tuple[int, int], ...] | None = None
+    blocks: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def num_images(self) -> int:
@@ -175,6 +182,8 @@ class PackedBatch:
         padding_mask: (1, T) bool, True for slots of no sample; None where nobody asks for it.
         fixed_shape: whether all rows of the run have T slots: `max_seqlen` is then T in each, since
             a CUDA graph keeps the number that it was captured with.
+        image_blocks: where runs of placeholders lie in the flattened row whose tokens attend to one
+            another in both directions, host integers; empty where attention is causal throughout.
     """
 
     input_ids: Tensor
@@ -193,6 +202,7 @@ class PackedBatch:
     media_share: MediaShare | None = None
     padding_mask: Tensor | None = None
     fixed_shape: bool = False
+    image_blocks: tuple[Span, ...] = ()
 
     @property
     def max_seqlen(self) -> int:
@@ -237,8 +247,8 @@ class PackedBatch:
 class PaddedBatch:
     """Rows of one width, padded at the right: mode `none`, the baseline.
 
-    Fields are those of PackedBatch with (B, S) for (1, T); `label_positions` and
-    `media_positions` index the flattened B * S slots.
+    Fields are those of PackedBatch with (B, S) for (1, T); `label_positions`, `media_positions` and
+    `image_blocks` index the flattened B * S slots.
     """
 
     input_ids: Tensor
@@ -250,6 +260,7 @@ class PaddedBatch:
     media_positions: Tensor
     keys: tuple[str, ...]
     lengths: tuple[int, ...]
+    image_blocks: tuple[Span, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from vlmpack.errors import PackingError
 from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, Media, PackedBatch
+from vlmpack.packing.media import check_media, image_blocks, media_of
 from vlmpack.packing.row_layout import FixedShape, RowLayout
 
 
@@ -55,47 +56,7 @@ def check_sample(sample: EncodedSample) -> None:
             f"token has nothing to predict and must be labelled {IGNORE_INDEX}; shift the labels "
             f"inside the sample before packing (labels[i] = input_ids[i + 1])"
         )
-    _check_media(sample)
-
-
-def _check_media(sample: EncodedSample) -> None:
-    num_positions = int(sample.media_positions.shape[0])
-    media = sample.media
-    num_expected = sum(media.num_tokens) if media is not None else 0
-    if num_positions != num_expected:
-        raise PackingError(
-            f"sample {sample.key!r}: {num_positions} placeholder tokens, but its images need "
-            f"{num_expected}; the image features would not fit the row"
-        )
-    if media is None:
-        return
-    num_patches = sum(t * h * w for t, h, w in media.grid_thw)
-    if len(media.num_tokens) != media.num_images or media.pixel_values.shape[0] != num_patches:
-        raise PackingError(
-            f"sample {sample.key!r}: pixel_values hold {media.pixel_values.shape[0]} patches of "
-            f"{len(media.num_tokens)} images, but the {media.num_images} grids sum to {num_patches}"
-        )
-
-
-def media_of(samples: Sequence[EncodedSample]) -> Media | None:
-    """The images of all samples in sample order, or None where there is none."""
-    media = [sample.media for sample in samples if sample.media is not None]
-    return concatenate_media(media) if media else None
-
-
-def concatenate_media(media: Sequence[Media]) -> Media:
-    """Images one after the other; at least one item."""
-    return Media(
-        pixel_values=torch.cat([item.pixel_values for item in media]),
-        grid_thw=tuple(grid for item in media for grid in item.grid_thw),
-        num_tokens=tuple(count for item in media for count in item.num_tokens),
-        image_sizes=_image_sizes(media),
-    )
-
-
-def _image_sizes(media: Sequence[Media]) -> tuple[tuple[int, int], ...] | None:
-    sizes = [item.image_sizes for item in media if item.image_sizes is not None]
-    return tuple(size for item in sizes for size in item) if len(sizes) == len(media) else None
+    check_media(sample)
 
 
 def pack_batch_sequences(
@@ -192,6 +153,7 @@ def pack_rows(
     offset_positions = [
         piece + start for piece, start in zip(media_positions, starts, strict=False)
     ]
+    slots = torch.cat(offset_positions) if offset_positions else torch.empty(0, dtype=torch.int64)
     logical_cu = torch.tensor((0, *accumulate((*layout.lengths, *fillers))), dtype=torch.int32)
     padded_cu = None
     if physical != layout.lengths or layout.shows_physical:
@@ -206,12 +168,11 @@ def pack_rows(
         segment_lengths=(*physical, *fillers),
         label_positions=loss_mask.nonzero().squeeze(1),
         media=media,
-        media_positions=(
-            torch.cat(offset_positions) if offset_positions else torch.empty(0, dtype=torch.int64)
-        ),
+        media_positions=slots,
         keys=keys,
         lengths=layout.lengths,
         fixed_shape=layout.fixed is not None,
+        image_blocks=image_blocks(media, slots),
     )
 
 

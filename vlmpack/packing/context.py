@@ -107,4 +107,5 @@ def padded_as_row(batch: PaddedBatch) -> PackedBatch:
         media_positions=batch.media_positions,
         keys=batch.keys,
         lengths=batch.lengths,
+        image_blocks=batch.image_blocks,
     )

@@ -11,7 +11,8 @@ from torch import Tensor
 from vlmpack.alignment import round_up
 from vlmpack.errors import PackingError
 from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, PaddedBatch
-from vlmpack.packing.collate import check_sample, media_of
+from vlmpack.packing.collate import check_sample
+from vlmpack.packing.media import image_blocks, media_of
 
 
 def pad_batch_sequences(
@@ -44,18 +45,19 @@ def pad_batch_sequences(
 
     labels = rows([s.labels for s in samples], IGNORE_INDEX)
     loss_mask = labels != IGNORE_INDEX
+    media = media_of(samples)
+    slots = torch.cat([s.media_positions + row * width for row, s in enumerate(samples)])
     return PaddedBatch(
         input_ids=rows([s.input_ids for s in samples], pad_token_id),
         labels=labels,
         loss_mask=loss_mask,
         position_ids=rows([s.position_ids for s in samples], 0),
         label_positions=loss_mask.flatten().nonzero().squeeze(1),
-        media=media_of(samples),
-        media_positions=torch.cat(
-            [s.media_positions + row * width for row, s in enumerate(samples)]
-        ),
+        media=media,
+        media_positions=slots,
         keys=tuple(s.key for s in samples),
         lengths=tuple(s.length for s in samples),
+        image_blocks=image_blocks(media, slots),
     )
 
 

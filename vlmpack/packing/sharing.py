@@ -64,10 +64,11 @@ def _select(media: Media, numbers: Sequence[int]) -> Media | None:
         return None
     ends = list(accumulate(t * h * w for t, h, w in media.grid_thw))
     starts = [0, *ends]
-    sizes = media.image_sizes
+    sizes, blocks = media.image_sizes, media.blocks
     return Media(
         pixel_values=torch.cat([media.pixel_values[starts[n] : ends[n]] for n in numbers]),
         grid_thw=tuple(media.grid_thw[n] for n in numbers),
         num_tokens=tuple(media.num_tokens[n] for n in numbers),
         image_sizes=None if sizes is None else tuple(sizes[n] for n in numbers),
+        blocks=None if blocks is None else tuple(blocks[n] for n in numbers),
     )

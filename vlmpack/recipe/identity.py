@@ -1,12 +1,13 @@
 """What makes two launches the same run: the fields that change the objective or the order.
 
 In: the model, its compute type and the weight of its auxiliary loss; the training sources and
-weights, shuffle, epoch size, what happens to over-long or oversized samples; the packing mode, and
-the budgets and scope of planned rows; sequence length, global batch, seed, length of the run; the
-optimizer and its schedule. Out, so free to change on resume: engine, attention and recomputation,
-parallelism, micro-batch size, balance, fixed shapes, workers, the policy for bad samples,
-evaluation, checkpoints, logging, export, folders. Out too: `packing.alignment` and `packing.path`,
-since the plan records the one and the packs' fingerprint.
+weights, shuffle, epoch size, what happens to over-long or oversized samples, what an image may
+cost; the packing mode, and the budgets and scope of planned rows; sequence length, global batch,
+seed, length of the run; what is trained, by which adapters; the optimizer, its learning rates and
+schedule. Out, so free to change on resume: engine, attention and recomputation, parallelism,
+micro-batch size, balance, fixed shapes, workers, the policy for bad samples, evaluation,
+checkpoints, logging, export, folders. Out too: `packing.alignment` and `packing.path`, since the
+plan records the one and the packs' fingerprint.
 
 With `checkpoint.on_data_change: new_segment` the training sources, their weights and the epoch size
 may change as well: the run goes on as a new segment.
@@ -25,6 +26,7 @@ from typing import Any
 from vlmpack.recipe.derived import plans_rows
 from vlmpack.recipe.messages import shown
 from vlmpack.recipe.schema import Recipe
+from vlmpack.recipe.trainable import COMPONENTS, OptimSection, TrainableSection
 
 MAY_GROW = ("training.max_steps", "training.num_epochs")
 """Fields of the identity that may be larger on resume."""
@@ -46,7 +48,6 @@ _INCLUDE: Mapping[str, Any] = {
         "num_epochs": True,
         "seed": True,
     },
-    "optim": True,
 }
 
 _ROW_FIELDS = ("mode", "max_tokens", "max_vision_patches", "max_sequences", "scope")
@@ -59,8 +60,17 @@ def identity(recipe: Recipe) -> dict[str, object]:
     include = dict(_INCLUDE)
     if plans_rows(recipe.packing):
         include["packing"] = _ROWS
+    if recipe.images.set_values():
+        include["images"] = dict.fromkeys(recipe.images.set_values(), True)
     if recipe.data.weights != "samples":
         include["data"] = {**include["data"], "weights": True}
+    include["optim"] = {
+        name for name in OptimSection.model_fields if getattr(recipe.optim, name) is not None
+    } | {"max_grad_norm"}
+    if recipe.trainable != TrainableSection():
+        include["trainable"] = set(COMPONENTS)
+    if recipe.trainable.uses("lora"):
+        include["trainable"] |= {"lora"}
     _flatten("", recipe.model_dump(mode="json", include=include), flat)
     return flat
 

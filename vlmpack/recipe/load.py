@@ -13,6 +13,8 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from vlmpack.errors import RecipeError
+from vlmpack.recipe.capability_rules import broken_capability_rules
+from vlmpack.recipe.images import ImagesSection
 from vlmpack.recipe.messages import explain, shown
 from vlmpack.recipe.model_rules import broken_model_rules
 from vlmpack.recipe.overrides import apply_overrides
@@ -26,22 +28,25 @@ from vlmpack.recipe.schema import (
     ExportSection,
     LoggingSection,
     ModelSection,
-    OptimSection,
     PackingSection,
     ParallelismSection,
     Recipe,
     TrainingSection,
 )
 from vlmpack.recipe.show import json_schema
+from vlmpack.recipe.trainable import OptimSection, TrainableSection
+from vlmpack.recipe.trainable_rules import broken_trainable_rules
 from vlmpack.recipe.world_rules import broken_world_rules
 from vlmpack.recipe.yaml_nodes import parse_yaml
 
 SECTIONS: Mapping[str, type[BaseModel]] = {
     "model": ModelSection,
     "data": DataSection,
+    "images": ImagesSection,
     "packing": PackingSection,
     "parallelism": ParallelismSection,
     "training": TrainingSection,
+    "trainable": TrainableSection,
     "optim": OptimSection,
     "evaluation": EvaluationSection,
     "checkpoint": CheckpointSection,
@@ -76,6 +81,8 @@ def load_recipe(
     for problem in document.problems:
         sections.pop(str(problem.path[0]) if problem.path else "", None)
     broken = broken_rules(sections) + broken_model_rules(sections, base_dir)
+    broken += broken_trainable_rules(sections, base_dir)
+    broken += broken_capability_rules(sections, base_dir)
     if world_size is not None:
         broken += broken_world_rules(sections, world_size)
     problems += [rule._replace(path=as_written(rule.path, document.root)) for rule in broken]

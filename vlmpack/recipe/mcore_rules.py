@@ -5,14 +5,11 @@ megatron-core is looked up, never imported: a recipe is checked where it cannot 
 
 from __future__ import annotations
 
-import re
 from importlib import metadata, util
 
+from vlmpack.capabilities import version_limit
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
-
-LOWEST, BELOW = "0.16.1", "0.17"
-"""The megatron-core versions that the engine is built for, as in pyproject.toml."""
 
 
 def mcore_version() -> str | None:
@@ -32,18 +29,8 @@ def mcore_is_installed(model: ModelSection) -> list[Problem]:
 
 def mcore_version_fits(version: str | None) -> list[Problem]:
     """What keeps `version` of megatron-core, None if absent, from being used."""
-    if version is None:
-        message = (
-            "'mcore' needs megatron-core, which is not installed; pip install 'vlmpack[mcore]'"
-        )
-    elif _release(LOWEST) <= _release(version) < _release(BELOW):
-        return []
-    else:
-        message = (
-            f"'mcore' needs megatron-core >= {LOWEST} and < {BELOW}, found {version}; "
-            "pip install 'vlmpack[mcore]'"
-        )
-    return [Problem(("model", "backend"), message)]
+    limit = version_limit("megatron-core", version)
+    return [] if limit is None else [Problem(("model", "backend"), f"'mcore' {limit}")]
 
 
 def transformer_engine_needs_mcore(model: ModelSection) -> list[Problem]:
@@ -78,9 +65,3 @@ def fsdp_needs_hf(model: ModelSection, parallelism: ParallelismSection) -> list[
         "spread the parameters"
     )
     return [Problem(("parallelism", "sharding"), message)]
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """`0.16.1rc0+cu` -> (0, 16, 1)."""
-    match = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, match[0].split("."))) if match else ()

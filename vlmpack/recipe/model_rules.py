@@ -1,4 +1,4 @@
-"""Rules about the model's own sizes and layers, for the megatron-core engine.
+"""Rules about the model's own sizes, for the megatron-core engine.
 
 They read the model folder's config.json, as JSON. A folder that is missing, or no transformers
 model, breaks none of them: whoever loads the model says so. `rules.py` says what a rule is.
@@ -13,28 +13,11 @@ from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
 
+from vlmpack.capabilities import NO_EXPERTS, language_config
 from vlmpack.recipe.problems import Problem
-from vlmpack.recipe.schema import ModelSection, PackingSection, ParallelismSection
+from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
-_LANGUAGE_MODEL = ("text_config", "llm_config", "language_config")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_layers", "mtp_num_hidden_layers")
-
-UNPACKABLE: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    (
-        "GatedDeltaNet",
-        ("qwen3_next", "qwen3_5", "olmo_hybrid"),
-        "megatron-core 0.18 is the first version that resets it",
-    ),
-    (
-        "Mamba",
-        ("mamba", "falcon_mamba", "falcon_h1", "granitemoehybrid", "nemotron_h"),
-        "megatron-core 0.16 has them in MambaModel only, while the engine builds GPTModel",
-    ),
-    ("short-convolution", ("lfm2",), "megatron-core 0.16 has none"),
-)
-"""Recurrent layers, the starts of the model_types that have them, and why the engine cannot run
-them on packed rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +26,13 @@ class ModelConfig:
 
     Args:
         folder: `model.path`, as the recipe has it.
+        content: all of it.
         values: the keys of the language model, those at the top where it has no section.
-        model_types: of the whole and of the language model.
     """
 
     folder: str
+    content: Mapping[str, object]
     values: Mapping[str, object]
-    model_types: tuple[str, ...]
 
     def size(self, *keys: str) -> int:
         """The first of these keys that is a positive integer; 0 where none is."""
@@ -76,14 +59,8 @@ def read_model_config(
         return None
     if not isinstance(content, dict):
         return None
-    sections = (content.get(key) for key in _LANGUAGE_MODEL)
-    inner: dict[str, object] = next((part for part in sections if isinstance(part, dict)), {})
-    types = (values.get("model_type") for values in (content, inner))
-    return ModelConfig(
-        folder=model.path,
-        values=content | inner,
-        model_types=tuple(name for name in types if isinstance(name, str)),
-    )
+    values = content | dict(language_config(content))
+    return ModelConfig(folder=model.path, content=content, values=values)
 
 
 def layers_split_over_processes(
@@ -126,7 +103,7 @@ def experts_are_there(
             f"{parallelism.tensor}; use true, or tensor: 1"
         )
         return [Problem(("parallelism", "sequence"), message)]
-    none = f"{config.folder} has no experts (its config.json has none of {', '.join(_EXPERTS)})"
+    none = f"{config.folder} {NO_EXPERTS} (its config.json has none of {', '.join(_EXPERTS)})"
     problems = []
     if parallelism.expert > 1:
         problems.append(
@@ -136,34 +113,6 @@ def experts_are_there(
         message = f"{model.router_aux_loss_coef}, but {none}; leave it out"
         problems.append(Problem(("model", "router_aux_loss_coef"), message))
     return problems
-
-
-def prediction_layers_are_not_packed(config: ModelConfig, packing: PackingSection) -> list[Problem]:
-    """Multi-token prediction would look into the next sample of a packed row."""
-    layers = config.size(*_PREDICTION_LAYERS)
-    if layers == 0 or packing.mode == "none":
-        return []
-    key = next(key for key in _PREDICTION_LAYERS if config.size(key))
-    message = (
-        f"'{packing.mode}', but {config.folder} has multi-token prediction ({key} {layers}), whose "
-        "targets this version does not cut at the ends of packed samples; use packing.mode: none"
-    )
-    return [Problem(("packing", "mode"), message)]
-
-
-def layers_can_be_packed(config: ModelConfig) -> list[Problem]:
-    """Every layer knows where samples end. The engine's padded rows are segments of one row too,
-    so this holds in every packing mode."""
-    return [
-        Problem(
-            ("model", "backend"),
-            f"'mcore' cannot run {model_type}: its {layers} layers carry state from sample to "
-            f"sample of a packed row, and {why}; use another model",
-        )
-        for layers, starts, why in UNPACKABLE
-        for model_type in config.model_types[:1]
-        if any(name.startswith(starts) for name in config.model_types)
-    ]
 
 
 def broken_model_rules(
@@ -179,16 +128,11 @@ def broken_model_rules(
     if not isinstance(model, ModelSection) or model.backend != "mcore":
         return []
     config = read_model_config(model, base_dir)
-    parallelism, packing = sections.get("parallelism"), sections.get("packing")
-    problems = []
-    if config is not None:
-        problems += layers_can_be_packed(config)
-    if config is not None and isinstance(parallelism, ParallelismSection):
-        problems += experts_are_there(config, model, parallelism)
-        problems += layers_split_over_processes(config, parallelism)
-    if config is not None and isinstance(packing, PackingSection):
-        problems += prediction_layers_are_not_packed(config, packing)
-    return problems
+    parallelism = sections.get("parallelism")
+    if config is None or not isinstance(parallelism, ParallelismSection):
+        return []
+    problems = experts_are_there(config, model, parallelism)
+    return problems + layers_split_over_processes(config, parallelism)
 
 
 def _divisors(number: int) -> list[int]:

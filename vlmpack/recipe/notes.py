@@ -9,12 +9,12 @@ from vlmpack.recipe.schema import (
     DataSection,
     EvaluationSection,
     ModelSection,
-    OptimSection,
     PackingSection,
     ParallelismSection,
     Recipe,
     TrainingSection,
 )
+from vlmpack.recipe.trainable import OptimSection
 
 
 def notes(recipe: Recipe, world_size: int = 1) -> list[str]:
@@ -41,11 +41,13 @@ def notes(recipe: Recipe, world_size: int = 1) -> list[str]:
 
 
 def _unchecked_model(model: ModelSection) -> list[str]:
-    """What `model_rules` and `mcore_rules` could not look at."""
+    """What `capability_rules`, `model_rules` and `mcore_rules` could not look at."""
     found = []
-    if model.backend == "mcore" and read_model_config(model) is None:
+    if read_model_config(model) is None:
+        sizes = ", and heads, layers and experts," if model.backend == "mcore" else ""
         found.append(
-            f"{model.path} holds no config.json to read, so heads, layers and experts are unchecked"
+            f"{model.path} holds no config.json to read, so what its family can do{sizes} is "
+            "unchecked"
         )
     if model.attention == "transformer_engine":
         found.append("model.attention: transformer_engine is looked for at launch, with its GPU")

@@ -4,7 +4,8 @@ A rule takes the sections that it needs and returns the problems it found, with 
 the knob to turn. `RULES` is the list that `load_recipe` runs; a rule is left out while one of its
 sections has problems of its own. The rules about sources are in `data_rules.py`, about rows in
 `packing_rules.py`, places on disk in `path_rules.py`, about megatron-core in `mcore_rules.py`,
-about the model's own sizes in `model_rules.py`, about the number of processes in `world_rules.py`.
+about the model's own sizes in `model_rules.py`, what its family can do in `capability_rules.py`,
+about what is trained in `trainable_rules.py`, about the number of processes in `world_rules.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from vlmpack.capabilities import ENGINE_LIMITS, Feature
 from vlmpack.recipe.data_rules import (
     epoch_size_needs_weights,
     evaluation_has_data,
@@ -20,6 +22,7 @@ from vlmpack.recipe.data_rules import (
     weights_are_complete,
     weights_are_for_training,
 )
+from vlmpack.recipe.images import pixel_bounds_leave_room
 from vlmpack.recipe.mcore_rules import (
     aux_loss_needs_mcore,
     fsdp_needs_hf,
@@ -53,6 +56,14 @@ from vlmpack.recipe.schema import (
     ParallelismSection,
     TrainingSection,
 )
+from vlmpack.recipe.trainable_rules import (
+    learning_rates_are_used,
+    lora_needs_hf,
+    lora_settings_are_used,
+    quantized_weights_fit,
+    something_is_trained,
+    targets_are_named,
+)
 
 
 def one_length_of_run(training: TrainingSection) -> list[Problem]:
@@ -73,24 +84,24 @@ def hf_is_data_parallel_only(model: ModelSection, parallelism: ParallelismSectio
     """Everything but data parallelism is Megatron's."""
     if model.backend != "hf":
         return []
+    limits = ENGINE_LIMITS["hf"]
+    sizes: tuple[tuple[str, int, Feature], ...] = (
+        ("tensor", parallelism.tensor, "TP"),
+        ("pipeline", parallelism.pipeline, "PP"),
+        ("context", parallelism.context, "CP"),
+        ("expert", parallelism.expert, "EP"),
+    )
     problems = [
         Problem(
             ("parallelism", name),
-            f"{size} needs model.backend: mcore; with 'hf' it is 1, and parallelism.sharding: fsdp "
+            f"{size} {limits[feature]}; with 'hf' it is 1, and parallelism.sharding: fsdp "
             "spreads a model's memory",
         )
-        for name, size in (
-            ("tensor", parallelism.tensor),
-            ("pipeline", parallelism.pipeline),
-            ("context", parallelism.context),
-            ("expert", parallelism.expert),
-        )
+        for name, size, feature in sizes
         if size > 1
     ]
     if parallelism.sequence:
-        message = (
-            "true needs model.backend: mcore, and parallelism.tensor >= 2; with 'hf' it is false"
-        )
+        message = f"true {limits['SP']}, and parallelism.tensor >= 2; with 'hf' it is false"
         problems.append(Problem(("parallelism", "sequence"), message))
     return problems
 
@@ -176,6 +187,13 @@ RULES: tuple[Rule, ...] = (
     Rule(source_names_differ, ("data",)),
     Rule(evaluation_has_data, ("data", "evaluation")),
     Rule(trackers_differ, ("logging",)),
+    Rule(pixel_bounds_leave_room, ("images",)),
+    Rule(something_is_trained, ("trainable",)),
+    Rule(lora_settings_are_used, ("trainable",)),
+    Rule(targets_are_named, ("trainable",)),
+    Rule(lora_needs_hf, ("model", "trainable")),
+    Rule(quantized_weights_fit, ("parallelism", "trainable")),
+    Rule(learning_rates_are_used, ("optim", "trainable")),
     Rule(model_is_local, ("model",)),
     Rule(sources_are_readable, ("data",)),
     Rule(one_endpoint, ("data",)),

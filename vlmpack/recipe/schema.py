@@ -12,12 +12,13 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from vlmpack.recipe.images import ImagesSection
 from vlmpack.recipe.sources import OptionalSources, Section, Sources, as_tuple
 from vlmpack.recipe.storage import StorageSection
+from vlmpack.recipe.trainable import OptimSection, TrainableSection
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
 OnError = Literal["raise", "skip"]
 Tracker = Literal[
     "tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio"
@@ -230,33 +231,9 @@ class TrainingSection(Section):
     seed: int = Field(default=0, ge=0, le=2**32 - 1)
     """Seed of the sample order and of every random number of the run."""
 
-
-class OptimSection(Section):
-    """AdamW and its learning-rate schedule."""
-
-    lr: float = Field(gt=0, examples=[1e-5])
-    """Peak learning rate."""
-
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Learning rate at the last step, as a fraction of `lr`."""
-
-    warmup_steps: CountOrZero = 0
-    """Optimizer steps of linear warm-up from 0 to `lr`."""
-
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Way from `lr` to its minimum after the warm-up; `constant` stays at `lr`."""
-
-    betas: Annotated[tuple[Beta, Beta], BeforeValidator(as_tuple)] = (0.9, 0.95)
-    """AdamW's decay rates of the first and second moment."""
-
-    eps: float = Field(default=1e-8, gt=0)
-    """AdamW's term in the denominator."""
-
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay, per unit of learning rate."""
-
-    max_grad_norm: float | None = Field(default=1.0, gt=0)
-    """Global gradient norm above which gradients are scaled down. Null: no clipping."""
+    verify: bool = False
+    """Before the first step, do what `vlmpack verify` does, on 8 samples in float32, and stop if
+    packed samples do not compute what each computes alone. Loads the model twice more."""
 
 
 class EvaluationSection(Section):
@@ -332,9 +309,11 @@ class Recipe(Section):
 
     model: ModelSection
     data: DataSection
+    images: ImagesSection = ImagesSection()
     packing: PackingSection = PackingSection()
     parallelism: ParallelismSection = ParallelismSection()
     training: TrainingSection
+    trainable: TrainableSection = TrainableSection()
     optim: OptimSection
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()

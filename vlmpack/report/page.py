@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from vlmpack.report.document import SHEET, figure_list, html_document
 from vlmpack.report.run_files import RunFiles
 from vlmpack.report.tables import (
     Figure,
@@ -18,21 +19,12 @@ from vlmpack.report.tables import (
     task_rows,
 )
 
-_CSS = """
-body { margin: 2.5rem auto; max-width: 56rem; padding: 0 1rem; color: #1f2933;
-       font: 16px/1.5 system-ui, sans-serif; background: #fff; }
-h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2.5rem 0 .5rem; }
-p.from { color: #6b7785; margin: .2rem 0 1.5rem; overflow-wrap: anywhere; }
-.figures { display: flex; flex-wrap: wrap; gap: 1.2rem 2.2rem; margin: 0; }
-.figures div { min-width: 9rem; } .figures dd { margin: 0; }
-.figures dt, .figures .note { color: #6b7785; font-size: .85rem; }
-.figures .value { font-size: 1.7rem; font-weight: 650; line-height: 1.2; }
-img { width: 100%; height: auto; } figure { margin: 2.2rem 0 0; }
-table { border-collapse: collapse; width: 100%; font-size: .92rem; }
-th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid #e4e7eb;
-         vertical-align: top; overflow-wrap: anywhere; }
-th { font-weight: 600; } .n { text-align: right; white-space: nowrap;
-font-variant-numeric: tabular-nums; }
+_STYLE = f"""{SHEET}
+body {{ max-width: 56rem; }} .figures div {{ min-width: 9rem; }}
+figure {{ margin: 2.2rem 0 0; }} table {{ width: 100%; }}
+th, td {{ text-align: left; padding: .3rem .8rem .3rem 0;
+         vertical-align: top; overflow-wrap: anywhere; }}
+.n {{ text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }}
 """
 
 PICTURES = (
@@ -59,12 +51,7 @@ def render_page(run: RunFiles, folder: Path) -> str:
         _facts(facts(run.result)),
     ]
     body = "\n".join(part for part in parts if part)
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(run.name)} - vlmpack</title>\n<style>{_CSS}</style>\n</head>\n"
-        f"<body>\n{body}\n</body>\n</html>\n"
-    )
+    return html_document(f"{escape(run.name)} - vlmpack", _STYLE, body)
 
 
 def _head(run: RunFiles) -> str:
@@ -82,12 +69,7 @@ def _head(run: RunFiles) -> str:
 def _figures(figures: Sequence[Figure]) -> str:
     if not figures:
         return ""
-    items = "\n".join(
-        f'<div><dt>{escape(figure.name)}</dt><dd class="value">{escape(figure.value)}</dd>'
-        f'<dd class="note">{escape(figure.note)}</dd></div>'
-        for figure in figures
-    )
-    return f'<dl class="figures">\n{items}\n</dl>'
+    return figure_list((figure.name, figure.value, figure.note) for figure in figures)
 
 
 def _picture(path: Path, text: str) -> str:

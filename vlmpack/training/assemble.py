@@ -12,9 +12,23 @@ from vlmpack.backends.engine import Engine
 from vlmpack.distributed import Ranks
 from vlmpack.families import Encoder
 from vlmpack.recipe import Recipe
+from vlmpack.training.first_step import FirstStepCheck
 from vlmpack.training.optim import Schedule
+from vlmpack.training.policy import policy_of
 from vlmpack.training.step import Stepper
 from vlmpack.training.trainer import TrainerConfig
+
+
+def check_model(recipe: Recipe, ranks: Ranks) -> None:
+    """See that the model folder's weights fit its config.json, before any data is read; only the
+    headers of its files are.
+
+    Raises:
+        ModelError: they do not.
+    """
+    from vlmpack.backends.hf.headers import check_weights
+
+    ranks.on_main(lambda: check_weights(Path(recipe.model.path)))
 
 
 def build_engine(recipe: Recipe, encoder: Encoder, ranks: Ranks) -> Engine:
@@ -43,7 +57,7 @@ def _build_hf(recipe: Recipe, encoder: Encoder, ranks: Ranks, optimizer: AdamWCo
         activation_checkpointing=model.activation_checkpointing,
         sharding=recipe.parallelism.sharding,
     )
-    return HFEngine(config, encoder, ranks, optimizer)
+    return HFEngine(config, encoder, ranks, optimizer, policy_of(recipe))
 
 
 def _build_mcore(recipe: Recipe, encoder: Encoder, ranks: Ranks, optimizer: AdamWConfig) -> Engine:
@@ -67,7 +81,7 @@ def _build_mcore(recipe: Recipe, encoder: Encoder, ranks: Ranks, optimizer: Adam
         activation_checkpointing=model.activation_checkpointing,
         aux_loss=model.router_aux_loss_coef,
     )
-    return MegatronEngine(config, encoder, ranks, optimizer)
+    return MegatronEngine(config, encoder, ranks, optimizer, policy_of(recipe))
 
 
 def build_stepper(recipe: Recipe, engine: Engine, ranks: Ranks, *, total_steps: int) -> Stepper:
@@ -84,6 +98,7 @@ def build_stepper(recipe: Recipe, engine: Engine, ranks: Ranks, *, total_steps: 
         ),
         max_grad_norm=optim.max_grad_norm,
         ranks=ranks,
+        check=FirstStepCheck(engine, ranks),
     )
 
 

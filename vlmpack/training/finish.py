@@ -7,14 +7,16 @@ import logging
 import platform
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from vlmpack.errors import DataError
+from vlmpack.distributed import Ranks
+from vlmpack.errors import CapabilityError, DataError
+from vlmpack.families import write_budget
 from vlmpack.recipe import identity
 from vlmpack.training.generation import answer_over_ranks
 from vlmpack.training.run_dir import write_atomically
@@ -114,31 +116,59 @@ def _skip_or_raise(session: Session, error: DataError) -> None:
 
 
 def export_model(session: Session) -> None:
-    """Write the finetuned model in transformers format, whole or not at all. Collective."""
+    """Write the finetuned model in transformers format, adapters merged, and the adapters in
+    peft's. Collective."""
     recipe = session.recipe
     if not recipe.export.enabled:
         return
-    final = session.run_dir.export
-    partial = final.with_name("export.partial")
-    source = Path(recipe.model.path)
-    if session.ranks.is_main:
-        shutil.rmtree(partial, ignore_errors=True)
-    session.engine.export(
-        partial, processor_from=source, dtype=_export_dtype(recipe.export.dtype, source)
+    engine, source = session.engine, Path(recipe.model.path)
+    dtype = export_dtype(recipe.export.dtype, source)
+    publish_folder(
+        session.run_dir.export,
+        session.ranks,
+        lambda folder: _export_whole(session, folder, dtype),
     )
+    if recipe.trainable.uses("lora"):
+        try:
+            publish_folder(
+                session.run_dir.adapter,
+                session.ranks,
+                lambda folder: engine.export_adapter(folder, base=recipe.model.path),
+            )
+        except CapabilityError as error:
+            logger.warning("no adapter folder: %s", error)
+
+
+def _export_whole(session: Session, folder: Path, dtype: torch.dtype | None) -> None:
+    session.engine.export(folder, processor_from=Path(session.recipe.model.path), dtype=dtype)
+    session.ranks.on_main(lambda: write_budget(session.encoder, folder))
+
+
+def publish_folder(final: Path, ranks: Ranks, write: Callable[[Path], None]) -> None:
+    """Write a folder beside its place, then put it there: whole or not at all. Collective.
+
+    Args:
+        final: the place; what is there is replaced.
+        ranks: who this process is.
+        write: called on every rank with the folder to write to.
+    """
+    partial = final.with_name(f"{final.name}.partial")
+    if ranks.is_main:
+        shutil.rmtree(partial, ignore_errors=True)
+    write(partial)
 
     def publish() -> None:
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
 
-    session.ranks.on_main(publish)
+    ranks.on_main(publish)
 
 
 def _percent(share: float | None) -> str:
     return "none" if share is None else f"{share:.1%}"
 
 
-def _export_dtype(name: str, source: Path) -> torch.dtype:
+def export_dtype(name: str, source: Path) -> torch.dtype:
     """The recipe's dtype; auto is what the pretrained folder was saved in."""
     if name == "auto":
         config = json.loads((source / "config.json").read_text(encoding="utf-8"))

@@ -29,7 +29,7 @@ from vlmpack.distributed import Ranks
 from vlmpack.errors import DataError
 from vlmpack.families import Encoder, decode_image
 from vlmpack.packing import Media
-from vlmpack.packing.collate import concatenate_media
+from vlmpack.packing.media import concatenate_media
 from vlmpack.training.scoring import Question
 
 Progress = Callable[[int, int], None]

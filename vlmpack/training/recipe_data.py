@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from vlmpack.data.stores import RoutingFetcher, StorageConfig
 from vlmpack.data.stores.fetch import Fetcher
 from vlmpack.distributed import Ranks
 from vlmpack.errors import ModelError
-from vlmpack.families import Encoder
+from vlmpack.families import Encoder, PixelBudget
 from vlmpack.packing import PackCollator, PadCollator
 from vlmpack.packing.cost import CostModel
 from vlmpack.recipe import Derived, Recipe, Source
@@ -51,11 +52,40 @@ def build_encoder(recipe: Recipe) -> Encoder:
     """The processor of the recipe's model folder.
 
     Raises:
-        ModelError, CapabilityError: the folder, or a family this version does not know.
+        ModelError, CapabilityError: the folder, a family this version does not know, or a pixel
+            budget that it cannot keep.
     """
-    encoder = Encoder(Path(recipe.model.path), max_image_pixels=recipe.data.max_image_pixels)
+    encoder = Encoder(
+        Path(recipe.model.path),
+        max_image_pixels=recipe.data.max_image_pixels,
+        budget=pixel_budget(recipe),
+    )
     encoder.load()  # now, to fail early
+    _note_long_images(recipe, encoder)
     return encoder
+
+
+def pixel_budget(recipe: Recipe) -> PixelBudget:
+    """The recipe's bounds on what an image may cost; what it does not set is left out."""
+    return PixelBudget(**recipe.images.set_values())
+
+
+def _note_long_images(recipe: Recipe, encoder: Encoder) -> None:
+    """Say where a budget lets one image be longer than a sample may be."""
+    if not recipe.images.set_values():
+        return
+    side = math.isqrt(recipe.data.max_image_pixels)
+    tokens = encoder.image_rule.layout(side, side).num_tokens
+    if tokens > recipe.training.seq_length:
+        knobs = ", ".join(f"images.{name}: {n}" for name, n in recipe.images.set_values().items())
+        logger.warning(
+            "note: a large image takes up to %d tokens with %s, more than training.seq_length %d; "
+            "data.over_long: %s decides about such samples",
+            tokens,
+            knobs,
+            recipe.training.seq_length,
+            recipe.data.over_long,
+        )
 
 
 def build_collator(

@@ -6,9 +6,12 @@ runs/demo/
   run.lock               pid and host while a process works here
   metrics.jsonl          one row a step
   data-errors.jsonl      one row a skipped sample
+  first-sample.txt       what the first sample teaches, token by token
   samples/               which samples each step trained, see vlmpack.training.record
   checkpoints/step-...   see vlmpack.training.checkpoint
+  trainable.json         what is trained: mode, parameters and learning rate by component
   export/                the finetuned model in transformers format
+  adapter/               its adapters in peft's format, where there are some
   result.json, predictions-*.jsonl, report/
 """
 
@@ -53,7 +56,9 @@ class RunDir:
         self.samples = self.path / "samples"
         self.data_summary = self.path / "data-summary.json"
         self.checkpoints = self.path / "checkpoints"
+        self.trainable = self.path / "trainable.json"
         self.export = self.path / "export"
+        self.adapter = self.path / "adapter"
         self.result = self.path / "result.json"
 
     def prepare(self) -> None:

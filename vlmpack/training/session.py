@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from vlmpack.backends.engine import Engine
 from vlmpack.data.loading.ledger import Ledger, SkipLimiter, SkipLimits
+from vlmpack.data.loading.loader import MicroBatch
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.distributed import Ranks, share_iterator
@@ -16,9 +17,11 @@ from vlmpack.families import Encoder
 from vlmpack.packing import Batch
 from vlmpack.recipe import Recipe, derive, identity
 from vlmpack.recipe.derived import counts_rows
-from vlmpack.training.assemble import build_engine, build_stepper, trainer_config
+from vlmpack.training.assemble import build_engine, build_stepper, check_model, trainer_config
 from vlmpack.training.data_figures import data_summary, log_data
+from vlmpack.training.mask_print import show_first_sample
 from vlmpack.training.metrics import MetricsLog, Progress, Trackers
+from vlmpack.training.policy import check_policy, policy_rows, policy_table
 from vlmpack.training.recipe_data import build_encoder, open_split
 from vlmpack.training.record import StepSamples, open_record
 from vlmpack.training.recorded import take_back
@@ -27,6 +30,7 @@ from vlmpack.training.run_dir import RunDir, write_atomically
 from vlmpack.training.run_length import total_steps
 from vlmpack.training.stop import StopFlag
 from vlmpack.training.trainer import Reporting, Totals, Trainer, TrainStep
+from vlmpack.training.verify.at_start import verify_at_start
 
 logger = logging.getLogger("vlmpack")
 
@@ -91,12 +95,14 @@ class Session:
     def _read_steps(self) -> Iterator[TrainStep]:
         text = self.trainer.totals.data_state
         state = DataState.from_json(text) if text is not None else self.train.start()
+        shown = not self.ranks.is_main
         for step in self.train.batches(
             state,
             rank=self.ranks.dp_rank,
             dp=self.ranks.dp_size,
             max_steps=self.trainer.config.total_steps,
         ):
+            shown = shown or self._show_sample(step.micro_batches)
             yield TrainStep(
                 epoch=step.epoch,
                 batches=[micro_batch.batch for micro_batch in step.micro_batches],
@@ -110,17 +116,27 @@ class Session:
                 data_state=step.state.to_json(),
             )
 
+    def _show_sample(self, micro_batches: Sequence[MicroBatch]) -> bool:
+        return show_first_sample(
+            [micro_batch.batch for micro_batch in micro_batches],
+            self.encoder,
+            self.run_dir.path,
+            quiet=self.recipe.logging.progress == "none",
+        )
+
 
 def open_session(recipe: Recipe, ranks: Ranks, run_dir: RunDir, stop: StopFlag) -> Session:
     """Build every part of a run and load the newest checkpoint if the recipe says so.
 
-    The cheap checks come first: model folder, data, then weights.
+    The cheap checks come first: model folder and the names of its weights, data, then weights.
 
     Raises:
         VlmpackError: whatever is wrong, by its class.
     """
     derived = derive(recipe, ranks.world_size)
     encoder = build_encoder(recipe)
+    check_model(recipe, ranks)
+    check_policy(recipe, encoder, ranks)
     ledger = Ledger(run_dir.data_errors)
     saved = ranks.on_main(lambda: saved_state(recipe, run_dir))
     train = open_split(
@@ -133,9 +149,14 @@ def open_session(recipe: Recipe, ranks: Ranks, run_dir: RunDir, stop: StopFlag) 
         test = open_split(recipe, "data.test", encoder, derived, ranks=ranks, ledger=ledger)
     summary = train.summary()
     log_data(recipe, summary)
+    if recipe.training.verify and saved is None:
+        verify_at_start(recipe, ranks, run_dir, encoder, train)
     engine = build_engine(recipe, encoder, ranks)
     for name, value in engine.description.items():
         logger.info("%-14s %s", name, value)
+    trained = policy_rows(engine.components, recipe)
+    for line in policy_table(trained):
+        logger.info("  %s", line)
     checkpoint = ranks.on_main(lambda: choose_checkpoint(recipe, run_dir))
     steps = total_steps(recipe, train, checkpoint.state)
     limiter = SkipLimiter(SkipLimits(), ledger)
@@ -165,6 +186,7 @@ def open_session(recipe: Recipe, ranks: Ranks, run_dir: RunDir, stop: StopFlag) 
     ranks.on_main(lambda: take_back(run_dir, done))
     trainer.record = open_record(run_dir.samples, ranks, start=done, state=state.to_json())
     if ranks.is_main:
+        write_atomically(run_dir.trainable, json.dumps(trained, indent=1) + "\n")
         write_atomically(
             run_dir.data_summary, json.dumps(data_summary(recipe, train, state, summary)) + "\n"
         )

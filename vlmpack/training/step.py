@@ -18,6 +18,7 @@ from vlmpack.backends.engine import Engine
 from vlmpack.distributed import Ranks
 from vlmpack.errors import NonFiniteError
 from vlmpack.packing import Batch
+from vlmpack.training.first_step import FirstStepCheck, count_seen_images
 from vlmpack.training.optim import Schedule
 from vlmpack.training.vlm_step import forward_step
 
@@ -36,6 +37,7 @@ class StepSums:
         num_skipped: samples left out as holes.
         stop_votes: ranks that were asked to stop.
         num_writing: ranks that are still writing a checkpoint.
+        num_seen_images: image tokens that a label comes after; 0 once nobody asks.
         grad_norm: global norm before clipping; 0 without a backward pass.
     """
 
@@ -48,6 +50,7 @@ class StepSums:
     num_skipped: int
     stop_votes: int
     num_writing: int
+    num_seen_images: int = 0
     grad_norm: float = 0.0
 
     @property
@@ -63,8 +66,9 @@ def _local_sums(
     is_lead: bool,
     num_skipped: int = 0,
     votes: tuple[bool, bool] = (False, False),
+    num_seen_images: int = 0,
 ) -> Tensor:
-    """(9,) float64 on the device of the reports: this rank's share of StepSums.
+    """(10,) float64 on the device of the reports: this rank's share of StepSums.
 
     The processes of a replica hold the same batches, so its lead alone counts them; every process
     votes.
@@ -77,6 +81,7 @@ def _local_sums(
         sum(batch.num_padded_slots for batch in batches),
         sum(len(batch.keys) for batch in batches),
         num_skipped,
+        num_seen_images,
     ]
     rest = torch.tensor(
         [*(count if is_lead else 0 for count in counts), *votes], dtype=torch.float64
@@ -85,7 +90,7 @@ def _local_sums(
 
 
 def _named(values: Sequence[float], grad_norm: float = 0.0) -> StepSums:
-    loss, labels, tokens, slots, padded, samples, skipped, stops, writing = values
+    loss, labels, tokens, slots, padded, samples, skipped, seen, stops, writing = values
     return StepSums(
         loss_sum=loss,
         num_label_tokens=int(labels),
@@ -96,6 +101,7 @@ def _named(values: Sequence[float], grad_norm: float = 0.0) -> StepSums:
         num_skipped=int(skipped),
         stop_votes=int(stops),
         num_writing=int(writing),
+        num_seen_images=int(seen),
         grad_norm=grad_norm,
     )
 
@@ -109,12 +115,14 @@ class Stepper:
         schedule: learning rate by step.
         max_grad_norm: global norm to clip to; None for no clipping.
         ranks: who this process is.
+        check: looks at the first step; None for no look.
     """
 
     engine: Engine
     schedule: Schedule
     max_grad_norm: float | None
     ranks: Ranks
+    check: FirstStepCheck | None = None
 
     def train(
         self,
@@ -126,7 +134,7 @@ class Stepper:
         writing: bool = False,
         names: Sequence[Sequence[str]] | None = None,
     ) -> tuple[StepSums, dict[str, float]]:
-        """One optimizer step.
+        """One optimizer step; the first one of a launch is looked at.
 
         Args:
             step: steps taken before this one.
@@ -141,8 +149,10 @@ class Stepper:
 
         Raises:
             NonFiniteError: loss or gradient norm is not finite; no weight has changed.
+            TrainabilityError: what is trained is not what the recipe says.
         """
         started = time.perf_counter()
+        check = self.check if self.check is not None and self.check.pending else None
         self.engine.zero_gradients()
         reports = self.engine.forward_backward(
             forward_step, iter(batches), num_microbatches=len(batches)
@@ -154,6 +164,7 @@ class Stepper:
                 is_lead=self.ranks.is_lead,
                 num_skipped=num_skipped,
                 votes=(stop, writing),
+                num_seen_images=count_seen_images(batches) if check is not None else 0,
             )
         )
         norm = self.engine.finish_gradients(sums[1], self.max_grad_norm)
@@ -165,7 +176,12 @@ class Stepper:
                 step, reports, names or [batch.keys for batch in batches], result
             )
         if result.num_label_tokens:  # a global batch of holes teaches nothing, on every rank alike
-            self.engine.step(self.schedule(step))
+            lr = self.schedule(step)
+            if check is not None:
+                check.before_step(lr=lr, num_seen_images=result.num_seen_images)
+            self.engine.step(lr)
+            if check is not None:
+                check.after_step()
         finished = time.perf_counter()
         return result, {
             "forward_backward_seconds": computed - started,

@@ -14,6 +14,7 @@ from vlmpack.errors import (
     EmptyDataError,
     NonFiniteError,
     Preempted,
+    TrainabilityError,
 )
 from vlmpack.packing import Batch
 from vlmpack.training.checkpoint import (
@@ -194,13 +195,14 @@ class Trainer:
 
         Raises:
             Preempted: SIGTERM was honoured at a step boundary.
-            NonFiniteError, DataError, DataLimitError, CheckpointError: see their classes.
+            NonFiniteError, TrainabilityError, DataError, DataLimitError, CheckpointError: see
+                their classes.
         """
         if reporting is not None:
             reporting.progress.start(self.totals.step)
         try:
             self._run(steps, reporting)
-        except (NonFiniteError, DataLimitError):  # raised on all ranks alike
+        except (NonFiniteError, TrainabilityError, DataLimitError):  # raised on all ranks alike
             self._saver.finish()
             raise
         finally:

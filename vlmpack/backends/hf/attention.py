@@ -13,18 +13,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
-from vlmpack.attention import AttentionChoice, VarlenAttention
+from vlmpack.attention import AttentionChoice, BlockMasks, VarlenAttention, dense_attention
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import PackedSeqParams
 
 
 class _RegisteredAttention:
-    """What transformers calls once per layer."""
+    """What transformers calls once per layer.
 
-    def __init__(self, function: VarlenAttention) -> None:
+    Args:
+        function: the varlen implementation.
+        image_blocks: whether each call must say which tokens attend in both directions.
+    """
+
+    def __init__(self, function: VarlenAttention, *, image_blocks: bool = False) -> None:
         self.function = function
+        self.image_blocks = image_blocks
 
     def __call__(
         self,
@@ -45,7 +50,8 @@ class _RegisteredAttention:
             attention_mask: always None here; anything else means that a caller built a mask that
                 this function would ignore.
             options: scaling, dropout, sliding_window, and what the model's forward was given:
-                `packed_seq_params` for a THD row, or `padded_rows=True`.
+                `packed_seq_params` for a THD row, or `padded_rows=True`; and `image_masks`
+                where an image's tokens attend in both directions.
 
         Returns:
             (B, S, Hq, D) and no weights.
@@ -62,6 +68,12 @@ class _RegisteredAttention:
         scale: float | None = options.get("scaling")
         window: int | None = options.get("sliding_window")
         params: PackedSeqParams | None = options.get("packed_seq_params")
+        masks: BlockMasks | None = options.get("image_masks")
+        if self.image_blocks and masks is None:
+            raise CapabilityError(
+                f"{type(module).__name__} called vlmpack attention without image_masks; causal "
+                f"attention would hide the rest of an image from its first tokens"
+            )
         if params is not None:
             # Under autocast rotary leaves queries and keys in float32 while values are bfloat16;
             # varlen kernels, unlike scaled_dot_product_attention, are not on autocast's list.
@@ -73,6 +85,7 @@ class _RegisteredAttention:
                 causal=True,
                 scale=scale,
                 window=window,
+                masks=masks,
             )
             return output[None], None
         if not options.get("padded_rows"):
@@ -81,38 +94,44 @@ class _RegisteredAttention:
                 f"packed_seq_params nor padded_rows reached it; attending over the whole row "
                 f"would mix samples"
             )
-        return _padded_rows(query, key, value, scale=scale, window=window), None
+        return _padded_rows(query, key, value, scale=scale, window=window, masks=masks), None
 
 
 def _padded_rows(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None,
+    window: int | None,
+    masks: BlockMasks | None,
 ) -> Tensor:
-    """Causal attention over right-padded rows: no real token sees the padding after it."""
+    """Causal attention over right-padded rows, but for image blocks: no real token sees the padding
+    after it."""
     mask = None
     length = query.shape[2]
-    if window is not None and window < length:
+    if masks is not None:
+        mask = masks.rows(window)
+    elif window is not None and window < length:
         ones = torch.ones(length, length, dtype=torch.bool, device=query.device)
         mask = ones.tril().triu(1 - window)
-    output = scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    output = dense_attention(query, key, value, mask=mask, causal=True, scale=scale)
     return output.transpose(1, 2)
 
 
-def register_attention(choice: AttentionChoice) -> str:
+def register_attention(choice: AttentionChoice, *, image_blocks: bool = False) -> str:
     """Make an implementation known to transformers.
+
+    Args:
+        choice: the implementation.
+        image_blocks: whether the tokens of an image attend in both directions.
 
     Returns:
         The name for `set_attn_implementation`.
     """
     from transformers import AttentionInterface
 
-    name = f"vlmpack_{choice.name}"
-    AttentionInterface.register(name, _RegisteredAttention(choice.function))
+    name = f"vlmpack_{choice.name}{'_image_blocks' if image_blocks else ''}"
+    registered = _RegisteredAttention(choice.function, image_blocks=image_blocks)
+    AttentionInterface.register(name, registered)
     return name

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,20 +14,39 @@ from torch.distributed.tensor import DTensor
 
 from vlmpack.attention import choose_attention
 from vlmpack.attention.varlen import AttentionName
-from vlmpack.backends.adamw import AdamWConfig, build_adamw
+from vlmpack.backends.adamw import AdamWConfig, build_adamw, set_learning_rate
+from vlmpack.backends.digests import digests
 from vlmpack.backends.engine import ForwardStep, compute_dtype
 from vlmpack.backends.export import save_model_folder
+from vlmpack.backends.hf.adapters import apply_policy, merged_state, modules_in_full, save_adapter
 from vlmpack.backends.hf.attention import register_attention
+from vlmpack.backends.hf.held import (
+    gradient_squares,
+    load_slices,
+    local_part,
+    owned_slices,
+    whole_shapes,
+    whole_state,
+)
 from vlmpack.backends.hf.load import load_model
 from vlmpack.backends.hf.model import packed_model
+from vlmpack.backends.hf.quantize import check_quantization
 from vlmpack.backends.hf.schedule import forward_backward_no_pipelining
-from vlmpack.backends.hf.sharding import local_slice, shard_model, spread_by_size
+from vlmpack.backends.hf.sharding import shard_model
+from vlmpack.backends.policy import (
+    EVERYTHING,
+    Component,
+    ComponentCount,
+    TrainingPolicy,
+    component_of,
+    count_components,
+    describe_counts,
+)
+from vlmpack.backends.recompute import recompute_layers
 from vlmpack.backends.slices import Kind, ReadSlice, TensorSlice
 from vlmpack.distributed import Ranks
 from vlmpack.families import Encoder
 from vlmpack.packing import Batch
-
-MOMENTS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,30 +77,46 @@ class HFEngine:
         encoder: the model folder's processor.
         ranks: who this process is.
         optimizer: AdamW's hyper-parameters.
+        policy: what is trained.
 
     Raises:
         ModelError: the folder cannot be loaded.
-        CapabilityError: the attention implementation cannot run here.
+        CapabilityError: the attention implementation or the policy cannot run here.
     """
 
     def __init__(
-        self, config: HFEngineConfig, encoder: Encoder, ranks: Ranks, optimizer: AdamWConfig
+        self,
+        config: HFEngineConfig,
+        encoder: Encoder,
+        ranks: Ranks,
+        optimizer: AdamWConfig,
+        policy: TrainingPolicy = EVERYTHING,
     ) -> None:
         from accelerate import Accelerator
 
         self.ranks = ranks
+        self.policy, self.paths = policy, encoder.family.modules
         self.device = ranks.device
         self.compute_dtype = compute_dtype(config.dtype, ranks.device)
-        choice = choose_attention(config.attention, device=ranks.device, dtype=self.compute_dtype)
+        image_blocks = encoder.family.modules.image_blocks
+        choice = choose_attention(
+            config.attention,
+            device=ranks.device,
+            dtype=self.compute_dtype,
+            image_blocks=image_blocks,
+        )
+        if policy.lora is not None and policy.lora.quantize != "none":
+            check_quantization(ranks.device)
         model = load_model(config.folder)
         model.get_submodule(encoder.family.modules.language).set_attn_implementation(
-            register_attention(choice)
+            register_attention(choice, image_blocks=image_blocks)
         )
         if config.activation_checkpointing:
-            with warnings.catch_warnings():
-                # transformers 5.17 has this name alone; newer ones rename it and keep it until 6.
-                warnings.simplefilter("ignore", FutureWarning)
-                model.gradient_checkpointing_enable({"use_reentrant": False})
+            recompute_layers(model)
+        apply_policy(model, self.paths, policy, compute_dtype=self.compute_dtype)
+        self.components: Sequence[ComponentCount] = count_components(
+            whole_shapes(model), policy, self.paths
+        )
         self.vlm = packed_model(model, encoder)
         self.sharded = config.sharding == "fsdp" and ranks.world_size > 1
         self._module: nn.Module = self.vlm
@@ -92,7 +126,12 @@ class HFEngine:
             shard_model(self.vlm, ranks, compute_dtype=self.compute_dtype)
         else:
             self._module = self.accelerator.prepare_model(self.vlm.to(ranks.device))
-        self.optimizer = build_adamw(self.parameters(), optimizer, fused=not self.sharded)
+        self.optimizer = build_adamw(
+            self.parameters(),
+            optimizer,
+            fused=not self.sharded,
+            policy_of=lambda name, ndim: policy.of_parameter(name, ndim, self.paths),
+        )
         self.optimizer_steps = 0
         self.description = {
             "engine": "hf (transformers + accelerate)",
@@ -100,7 +139,8 @@ class HFEngine:
             "device": str(ranks.device),
             "compute dtype": str(self.compute_dtype).removeprefix("torch."),
             "attention": f"{choice.name} ({choice.reason})",
-            "parameters": f"{sum(p.numel() for p in model.parameters()):,}",
+            "parameters": f"{sum(count.parameters for count in self.components):,}",
+            "trained": describe_counts(self.components),
         }
 
     @property
@@ -183,8 +223,7 @@ class HFEngine:
 
     def step(self, lr: float) -> None:
         """One AdamW step."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(self.optimizer.param_groups, lr)
         self.optimizer.step()
         self.optimizer_steps += 1
 
@@ -193,53 +232,61 @@ class HFEngine:
         return {name: tuple(parameter.shape) for name, parameter in self.parameters()}
 
     def owned_slices(self) -> Iterator[tuple[Kind, TensorSlice, Tensor]]:
-        """Shards of this rank, and its part of the parameters that every rank holds."""
-        sizes = {
-            name: parameter.numel()
-            for name, parameter in self.parameters()
-            if not isinstance(parameter, DTensor)
-        }
-        owners = spread_by_size(sizes, self.ranks.world_size)
-        for name, parameter in self.parameters():
-            box = local_slice(name, parameter)
-            if 0 in box.lengths or owners.get(name, self.ranks.rank) != self.ranks.rank:
-                continue
-            yield "model", box, _local(parameter)
-            if self.optimizer_steps:
-                moments = self.optimizer.state.get(parameter, {})
-                for kind in MOMENTS:  # AdamW makes none for a parameter without a gradient
-                    value = moments.get(kind)
-                    yield kind, box, _local(torch.zeros_like(parameter) if value is None else value)
+        """What this rank writes into a checkpoint."""
+        return owned_slices(
+            self.parameters(), self.optimizer, self.ranks, moments=self.optimizer_steps > 0
+        )
 
     def load_slices(self, read: ReadSlice, *, optimizer_steps: int) -> None:
-        """Copy each box into what this rank holds of the parameter."""
-        self.optimizer.state.clear()
-        for name, parameter in self.parameters():
-            box = local_slice(name, parameter)
-            _fill(parameter, read("model", box))
-            if optimizer_steps == 0:
-                continue
-            # A fused AdamW keeps its step count beside the weights, the plain one on the CPU.
-            home = self.device if self.optimizer.defaults["fused"] else "cpu"
-            state: dict[str, Tensor] = {"step": torch.tensor(float(optimizer_steps), device=home)}
-            for kind in MOMENTS:
-                state[kind] = torch.zeros_like(parameter, requires_grad=False)
-                _fill(state[kind], read(kind, box))
-            self.optimizer.state[parameter] = state
+        """Fill this rank's parameters and moments."""
+        load_slices(
+            self.parameters(),
+            self.optimizer,
+            read,
+            optimizer_steps=optimizer_steps,
+            device=self.device,
+        )
         self.optimizer_steps = optimizer_steps
+
+    def component_of(self, name: str) -> Component:
+        """The component of a parameter."""
+        return component_of(name, self.paths)
+
+    def gradient_norms(self) -> Tensor:
+        """By component, over the world; see `vlmpack.backends.engine.Engine`."""
+        squares = gradient_squares(
+            self.vlm.model.named_parameters(), self.components, self.paths, self.device
+        )
+        return self.ranks.sum_over_world(squares).sqrt()
+
+    def frozen_digests(self) -> tuple[list[str], Tensor]:
+        """Names and digests of what this rank holds of frozen parameters."""
+        held = {
+            name: local_part(parameter)
+            for name, parameter in self.vlm.model.named_parameters()
+            if not self.policy.of_parameter(name, parameter.ndim, self.paths).trains
+        }
+        return list(held), digests(held.values(), self.device)
 
     def export(self, folder: Path, *, processor_from: Path, dtype: torch.dtype | None) -> None:
         """Write config, weights and processor files for `from_pretrained`."""
-        state: dict[str, Tensor] = {}
-        for name, value in self.vlm.model.state_dict().items():
-            # Collective for shards: every rank takes part, one keeps it.
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            if self.ranks.is_main:
-                state[name] = whole.detach().to("cpu", copy=True)
+        state = whole_state(self.vlm.model, keep=self.ranks.is_main)
         if self.ranks.is_main:
             save_model_folder(
-                self.vlm.model, state, folder, processor_from=processor_from, dtype=dtype
+                self.vlm.model,
+                merged_state(state, self.policy.lora),
+                folder,
+                processor_from=processor_from,
+                dtype=dtype,
             )
+
+    def export_adapter(self, folder: Path, *, base: str) -> None:
+        """Write the adapters in peft's format."""
+        model = self.vlm.model
+        in_full = modules_in_full(model, self.paths, self.policy)  # raises on every rank, or none
+        state = whole_state(model, keep=self.ranks.is_main)
+        if self.ranks.is_main:
+            save_adapter(model, state, folder, in_full=in_full, base=base)
 
     @contextmanager
     def generation(self) -> Iterator[Any]:
@@ -256,18 +303,6 @@ class HFEngine:
         finally:
             language.set_attn_implementation(ours)
             model.train(was_training)
-
-
-def _local(value: Tensor) -> Tensor:
-    """What this rank holds of a tensor; a view."""
-    data = value.detach()
-    return data.to_local() if isinstance(data, DTensor) else data
-
-
-def _fill(value: Tensor, box: Tensor | None) -> None:
-    """Copy a box into what this rank holds of a tensor; without one it stays as it is."""
-    if box is not None:
-        _local(value).copy_(box)
 
 
 def _replicas(ranks: Ranks, *, sharded: bool) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from vlmpack.backends.hf.headers import raise_misfits, weight_files
 from vlmpack.errors import ModelError
 from vlmpack.families import family_of
 
@@ -19,11 +20,7 @@ def load_model(folder: Path) -> Any:
             shape, or a damaged file.
         CapabilityError: no family serves its model_type.
     """
-    if not any(folder.glob("*.safetensors")):
-        raise ModelError(
-            f"model.path: {folder} has no weights; expected model.safetensors or "
-            f"model-00001-of-*.safetensors beside config.json"
-        )
+    weight_files(folder)
     from safetensors import SafetensorError
 
     try:
@@ -41,15 +38,5 @@ def load_model(folder: Path) -> Any:
         model, info = loaded
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"model.path: {folder} cannot be loaded: {error}") from error
-    problems = [
-        f"{kind.replace('_', ' ')}: {', '.join(map(str, sorted(info[kind])[:5]))}"
-        f"{' ...' if len(info[kind]) > 5 else ''}"
-        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
-        if info.get(kind)
-    ]
-    if problems:
-        raise ModelError(
-            f"model.path: the weights in {folder} do not fit its config.json "
-            f"({'; '.join(problems)})"
-        )
+    raise_misfits(folder, info)
     return model

@@ -13,13 +13,16 @@ Shapes: T slots of the batch, M placeholder tokens, D width, L label tokens, A p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from vlmpack.attention import BlockMasks
 from vlmpack.backends.cross_entropy import linear_cross_entropy
+from vlmpack.capabilities import refusal
 from vlmpack.errors import CapabilityError
 from vlmpack.families import Encoder, Family, ImageFeatures
 from vlmpack.packing import Batch, Media, PackedSeqParams, PaddedBatch
@@ -52,6 +55,13 @@ def transformers_spelling(params: PackedSeqParams) -> dict[str, Any]:
     }
 
 
+def _rope_types(text: Mapping[str, Any]) -> set[str]:
+    """The rotary rules of a decoder: one, or one for each kind of its layers."""
+    rope = text.get("rope_parameters") or {}
+    parts = [part for part in rope.values() if isinstance(part, Mapping)] or [rope]
+    return {part.get("rope_type", "default") for part in parts}
+
+
 def _boundaries(batch: Batch, params: PackedSeqParams | None) -> dict[str, Any]:
     """Keyword arguments that tell our attention where samples end."""
     if isinstance(batch, PaddedBatch):
@@ -65,6 +75,23 @@ def _boundaries(batch: Batch, params: PackedSeqParams | None) -> dict[str, Any]:
             "a packed row needs packed_seq_params; without them samples would mix"
         )
     return {"packed_seq_params": params, **transformers_spelling(params)}
+
+
+def _image_masks(batch: Batch, params: PackedSeqParams | None) -> dict[str, Any]:
+    """Keyword argument that tells our attention which tokens attend in both directions.
+
+    Made from host integers: neither ids nor masks are read.
+    """
+    covered = sum(stop - start for start, stop in batch.image_blocks)
+    if covered != batch.media_positions.shape[0]:
+        raise CapabilityError(
+            f"the batch says of {covered} of its {batch.media_positions.shape[0]} image tokens "
+            f"which of them attend to one another, expected all; without it attention would be "
+            f"causal inside images"
+        )
+    rows, slots = batch.input_ids.shape
+    lengths = params.segment_lengths if params is not None else (slots,) * rows
+    return {"image_masks": BlockMasks(lengths, batch.image_blocks, batch.input_ids.device)}
 
 
 def _deep_arguments(batch: Batch, merged: MergedInputs) -> dict[str, Any]:
@@ -101,12 +128,15 @@ class PackedLM(nn.Module):
                 "config.json asks for the auxiliary loss of a mixture of experts, which the hf "
                 "engine does not add; set output_router_logits to false in its text_config"
             )
-        rope_type = (text.get("rope_parameters") or {}).get("rope_type", "default")
-        if rope_type in ROPE_OF_THE_LONGEST:
+        odd = sorted(_rope_types(text) & set(ROPE_OF_THE_LONGEST))
+        if odd:
             raise CapabilityError(
-                f"config.json has rope_type {rope_type!r}, whose frequencies follow the longest "
+                f"config.json has rope_type {odd[0]!r}, whose frequencies follow the longest "
                 f"sequence of a batch: a sample's loss would depend on the samples beside it"
             )
+        why = refusal(self.inner.config.to_dict())  # with the class's defaults
+        if why is not None:
+            raise CapabilityError(why)
 
     @property
     def inner(self) -> Any:
@@ -157,6 +187,7 @@ class PackedLM(nn.Module):
             use_cache=False,
             **_deep_arguments(batch, merged),
             **_boundaries(batch, packed_seq_params),
+            **(_image_masks(batch, packed_seq_params) if self.paths.image_blocks else {}),
         )
         hidden: Tensor = output.last_hidden_state
         return hidden.flatten(0, 1)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from vlmpack.attention import VarlenAttention, choose_attention, segment_attention
 from vlmpack.attention.varlen import AttentionName
 from vlmpack.backends.adamw import AdamWConfig
+from vlmpack.backends.digests import digests
 from vlmpack.backends.engine import ForwardStep, compute_dtype
 from vlmpack.backends.export import save_model_folder
 from vlmpack.backends.mcore.config import LanguageDims, transformer_config
@@ -34,8 +34,25 @@ from vlmpack.backends.mcore.layout import LocalParameter, WeightLayout, local_pa
 from vlmpack.backends.mcore.model import MegatronVLM, VisionTower
 from vlmpack.backends.mcore.optimizer import MegatronAdamW
 from vlmpack.backends.mcore.pretrained import PretrainedReader
+from vlmpack.backends.mcore.trained import (
+    frozen_tensors,
+    gradient_squares,
+    mark_trained,
+    refuse_adapters,
+)
 from vlmpack.backends.mcore.weights import megatron_family
-from vlmpack.backends.slices import Kind, ReadSlice, TensorSlice
+from vlmpack.backends.policy import (
+    EVERYTHING,
+    Component,
+    ComponentCount,
+    TrainingPolicy,
+    component_of,
+    count_components,
+    describe_counts,
+)
+from vlmpack.backends.recompute import recompute_layers
+from vlmpack.backends.skeleton import model_skeleton
+from vlmpack.backends.slices import Kind, ReadSlice, TensorSlice, whole
 from vlmpack.distributed import Ranks
 from vlmpack.errors import CapabilityError
 from vlmpack.families import Encoder
@@ -84,10 +101,11 @@ class MegatronEngine:
         encoder: the model folder's processor.
         ranks: who this process is, laid out by `start_process_group` with the same sizes.
         optimizer: AdamW's hyper-parameters.
+        policy: what is trained.
 
     Raises:
         ModelError: the folder cannot be loaded.
-        CapabilityError: the model or a size cannot run here.
+        CapabilityError: the model, a size or the policy cannot run here.
     """
 
     def __init__(
@@ -96,21 +114,28 @@ class MegatronEngine:
         encoder: Encoder,
         ranks: Ranks,
         optimizer: AdamWConfig,
+        policy: TrainingPolicy = EVERYTHING,
     ) -> None:
-        self.ranks, self.config = ranks, config
+        refuse_adapters(policy)
+        self.ranks, self.config, self.policy = ranks, config, policy
         self.device = ranks.device
         self.optimizer_steps = 0
         dtype = compute_dtype(config.dtype, ranks.device)
         sizes, family = config.sizes, encoder.family
         self.auto_class = family.auto_class()
-        self.skeleton = _skeleton(self.auto_class, config.folder)
-        known = megatron_family(self.skeleton.config.model_type)
+        self.skeleton = model_skeleton(self.auto_class, config.folder)
+        self.paths = family.modules
+        self.shapes = {name: tuple(p.shape) for name, p in self.skeleton.named_parameters()}
+        self.components: Sequence[ComponentCount] = count_components(
+            self.shapes.items(), policy, self.paths
+        )
+        self.known = known = megatron_family(self.skeleton.config.model_type)
         dims = LanguageDims.from_transformers(self.skeleton.config, known)
         dims.check(sizes)
         reader = PretrainedReader(config.folder, known)
         varlen, attention = _choose_attention(config, ranks.device, dtype)
         with reader, megatron_on_cpu():
-            reader.check(self.parameter_shapes())
+            reader.check(self.shapes)
             groups = start_model_parallel(sizes)
             model_parallel_cuda_manual_seed(0)  # recomputation wants generators; dropout is 0
             self.groups = groups
@@ -133,8 +158,9 @@ class MegatronEngine:
                 pre_process=self.first,
                 post_process=self.last,
             ).to(ranks.device)
-            parameters = local_parameters(self.model, family, self.parameter_shapes())
+            parameters = local_parameters(self.model, family, self.shapes)
             self._check_coverage(parameters)
+            mark_trained(parameters, policy, self.paths)
             self.ddp = DistributedDataParallel(
                 megatron_config,
                 DistributedDataParallelConfig(
@@ -167,7 +193,8 @@ class MegatronEngine:
             "compute dtype": str(dtype).removeprefix("torch."),
             "attention": attention,
             "optimizer": "distributed" if config.distributed_optimizer else "replicated",
-            "parameters": f"{sum(p.numel() for p in self.skeleton.parameters()):,}",
+            "parameters": f"{sum(count.parameters for count in self.components):,}",
+            "trained": describe_counts(self.components),
         }
 
     def _tower(self, encoder: Encoder, dtype: torch.dtype) -> VisionTower | None:
@@ -181,17 +208,14 @@ class MegatronEngine:
         for parameter in tower.parameters():  # buffers stay float32: rotary frequencies
             parameter.data = parameter.data.to(dtype)
         if self.config.activation_checkpointing:
-            with warnings.catch_warnings():
-                # transformers 5.17 has this name alone; newer ones rename it and keep it until 6.
-                warnings.simplefilter("ignore", FutureWarning)
-                tower.gradient_checkpointing_enable({"use_reentrant": False})
+            recompute_layers(tower)
         return VisionTower(tower, encoder.image_rule.smallest())
 
     def _check_coverage(self, parameters: list[LocalParameter]) -> None:
         """Raise CapabilityError, on all ranks alike, for weights that no rank has built."""
         mine = {piece.box.name for local in parameters for piece in local.pieces}
         built = set().union(*self.ranks.gather_objects(mine))
-        missing = sorted(set(self.parameter_shapes()) - built)
+        missing = sorted(set(self.shapes) - built)
         if missing:
             raise CapabilityError(
                 f"the mcore engine builds no place for {len(missing)} tensors of this model: "
@@ -205,8 +229,12 @@ class MegatronEngine:
         return module
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole shapes under transformers' names."""
-        return {name: tuple(p.shape) for name, p in self.skeleton.named_parameters()}
+        """Whole shapes of trained parameters under transformers' names."""
+        return {
+            name: shape
+            for name, shape in self.shapes.items()
+            if self.policy.of_parameter(name, len(shape), self.paths).trains
+        }
 
     def forward_backward(
         self,
@@ -274,17 +302,43 @@ class MegatronEngine:
         self.layout.load(read, optimizer_steps=optimizer_steps)
         self.optimizer_steps = optimizer_steps
 
+    def component_of(self, name: str) -> Component:
+        """The component of a parameter."""
+        return component_of(name, self.paths)
+
+    def gradient_norms(self) -> Tensor:
+        """By component, over the world; see `vlmpack.backends.engine.Engine`."""
+        squares = gradient_squares(
+            self.layout.parameters, self.optimizer, self.components, self.paths, self.device
+        )
+        return self.ranks.sum_over_world(squares).sqrt()
+
+    def frozen_digests(self) -> tuple[list[str], Tensor]:
+        """Names and digests of what this rank holds of frozen parameters."""
+        held = frozen_tensors(self.layout.parameters)
+        return list(held), digests(held.values(), self.device)
+
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every whole parameter, float32, one after the other, on every rank. Collective."""
+        """Every whole parameter, float32, one after the other, on every rank. Collective.
+
+        Frozen ones come from the model folder, which may be more precise than `model.dtype`.
+        """
         mine: dict[str, list[tuple[TensorSlice, Tensor]]] = {}
         for _, box, values in self.layout.owned(moments=False):
             mine.setdefault(box.name, []).append((box, values))
-        for name, shape in self.parameter_shapes().items():
-            tensor = torch.zeros(shape, dtype=torch.float32, device=self.device)
-            for box, values in mine.get(name, ()):
-                tensor[box.index] = values
-            dist.all_reduce(tensor)  # each element was filled in by one rank: the sum is exact
-            yield name, tensor
+        trained = self.parameter_shapes()
+        with PretrainedReader(self.config.folder, self.known) as reader:
+            for name, shape in self.shapes.items():
+                if name not in trained:
+                    frozen = reader("model", whole(name, shape))
+                    assert frozen is not None
+                    yield name, frozen.to(self.device)
+                    continue
+                tensor = torch.zeros(shape, dtype=torch.float32, device=self.device)
+                for box, values in mine.get(name, ()):
+                    tensor[box.index] = values
+                dist.all_reduce(tensor)  # each element was filled in by one rank: the sum is exact
+                yield name, tensor
 
     def export(self, folder: Path, *, processor_from: Path, dtype: torch.dtype | None) -> None:
         """Write config, weights and processor files for `from_pretrained`."""
@@ -296,6 +350,11 @@ class MegatronEngine:
             save_model_folder(
                 self.skeleton, state, folder, processor_from=processor_from, dtype=dtype
             )
+
+    def export_adapter(self, folder: Path, *, base: str) -> None:
+        """There is none; the recipe's rules see to it."""
+        refuse_adapters(self.policy)
+        raise AssertionError("no adapter to write")
 
     @contextmanager
     def generation(self) -> Iterator[Any]:
@@ -325,7 +384,7 @@ def _finalize(
         getattr(parameter, "main_grad")  # noqa: B009 (Megatron's DDP adds it)
         for chunk in model
         for name, parameter in chunk.named_parameters()
-        if ".vision." in f".{name}"
+        if ".vision." in f".{name}" and parameter.requires_grad
     ]
     if not gradients:
         return
@@ -333,15 +392,6 @@ def _finalize(
     dist.all_reduce(flat, group=tp)
     for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(summed.view_as(gradient))
-
-
-def _skeleton(auto_class: Any, folder: Path) -> Any:
-    """The transformers model without storage: names, shapes, classes, config."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
-    with torch.device("meta"):
-        return auto_class.from_config(config, dtype=torch.float32)
 
 
 def _choose_attention(

@@ -124,9 +124,10 @@ class WeightLayout:
     expert_copies: dist.ProcessGroup
 
     def owned(self, *, moments: bool) -> Iterator[tuple[Kind, TensorSlice, Tensor]]:
-        """What this rank writes: each element of a whole tensor is written by one rank."""
+        """What this rank writes of trained parameters: each element of a whole tensor is written
+        by one rank."""
         for local in self.parameters:
-            if not local.owned:
+            if not local.owned or not local.parameter.requires_grad:
                 continue
             for kind, values, offset in self._tensors(local, moments=moments):
                 start, stop = self._share(local, values.numel(), offset)
@@ -136,11 +137,14 @@ class WeightLayout:
                         yield kind, part.box, view.view(part.box.lengths)
 
     def load(self, read: ReadSlice, *, optimizer_steps: int) -> None:
-        """Fill parameters, main weights and moments."""
+        """Fill parameters, main weights and moments; of frozen ones only where `read` has them,
+        which a model folder does and a checkpoint does not."""
         with torch.no_grad():
             for local in self.parameters:
                 for piece in local.pieces:
                     value = read("model", piece.box)
+                    if value is None and not local.parameter.requires_grad:
+                        continue
                     assert value is not None
                     rows = local.parameter[piece.start : piece.stop]
                     rows.copy_(value.view_as(rows))

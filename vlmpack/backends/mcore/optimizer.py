@@ -17,9 +17,13 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import Tensor, nn
 
 from vlmpack.backends.adamw import AdamWConfig
+
+LR_SCALE = "lr_scale"
+"""Attribute of a parameter and key of a group: its learning rate over that of the schedule."""
 
 
 class MainParameter(NamedTuple):
@@ -33,6 +37,18 @@ class MainParameter(NamedTuple):
 
     start: int
     """Index of its first element in the flattened model parameter."""
+
+
+def _learning_rates(ddp: nn.Module) -> dict[ParamKey, Any]:
+    """A group of its own for each factor that `mark_trained` has set, but for 1."""
+
+    def has(scale: float) -> ParamPredicate:
+        return ParamPredicate(
+            name=f"{LR_SCALE}_{scale!r}", fn=lambda p: getattr(p, LR_SCALE, 1.0) == scale
+        )
+
+    scales = {getattr(parameter, LR_SCALE, 1.0) for parameter in ddp.parameters()}
+    return {ParamKey(predicate=has(scale)): {LR_SCALE: scale} for scale in sorted(scales - {1.0})}
 
 
 class MegatronAdamW:
@@ -63,7 +79,8 @@ class MegatronAdamW:
         self.chained = get_megatron_optimizer(
             megatron_config,
             [ddp],
-            get_standard_config_overrides(megatron_config),  # vectors do not decay
+            # Vectors do not decay.
+            get_standard_config_overrides(megatron_config) | _learning_rates(ddp),
             use_gloo_process_groups=False,
         )
         self.distributed = distributed
@@ -106,12 +123,15 @@ class MegatronAdamW:
     def step(self, lr: float) -> None:
         """Update main weights, then the model's, gathered over the ranks that share them."""
         for group in self.chained.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get(LR_SCALE, 1.0)
         for part in self.parts:
             part.step_with_ready_grads()
 
     def main_parameter(self, parameter: nn.Parameter) -> MainParameter | None:
-        """The main weight behind a model parameter; None where other ranks hold all of it."""
+        """The main weight behind a model parameter; None where other ranks hold all of it, and for
+        a frozen one."""
+        if not parameter.requires_grad:
+            return None
         for part in self.parts:
             if self.distributed:
                 if parameter not in part.model_param_group_index_map:

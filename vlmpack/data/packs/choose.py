@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.packs.manifest import Planner
-from vlmpack.data.plan.batches import PlannedBatch, Position
 from vlmpack.data.plan.packers import Bin, RowBudget
 from vlmpack.data.plan.packs import PackArrays
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.shard_book import SHARD_STRIDE
-from vlmpack.data.splits.split import Split
+from vlmpack.data.splits.split import Split, first_epoch
 from vlmpack.packing import plan_packs
 
 
@@ -27,7 +26,7 @@ def choose_packs(split: Split, fitted: Fitted, planner: Planner, budget: RowBudg
         planner: `stream` keeps the epoch's rows and global batches as they are.
         budget: of a pack.
     """
-    windows = _first_epoch(split, fitted)
+    windows = _windows(split, fitted)
     if planner == "stream":
         return PackArrays.of(windows)
     draws = np.sort(PackArrays.of(windows).numbers)
@@ -44,25 +43,16 @@ def choose_packs(split: Split, fitted: Fitted, planner: Planner, budget: RowBudg
     return PackArrays.unordered([draws[places] for places in packs])
 
 
-def _first_epoch(split: Split, fitted: Fitted) -> list[list[tuple[Bin, ...]]]:
+def _windows(split: Split, fitted: Fitted) -> list[list[tuple[Bin, ...]]]:
     """The packs of the global batches of each window of epoch 0."""
     windows: list[list[tuple[Bin, ...]]] = []
     place = -1
-    for batch in _batches(split):
+    for batch in first_epoch(split):
         if batch.position.window != place:
             windows.append([])
             place = batch.position.window
         windows[-1].append(_renumbered(split, fitted, batch.bins))
     return windows
-
-
-def _batches(split: Split) -> Iterator[PlannedBatch]:
-    for batch in split.plan.walk(Position(), split.start()):
-        if batch.position.epoch:
-            return
-        yield batch
-        if batch.following.epoch:
-            return
 
 
 def _renumbered(split: Split, fitted: Fitted, bins: Sequence[Bin]) -> tuple[Bin, ...]:

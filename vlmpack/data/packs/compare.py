@@ -17,6 +17,7 @@ _PARTS = {
     "tokenizer": "the tokenizer in model.path",
     "template": "the chat template in model.path",
     "processor": "the image processor in model.path",
+    "images": "images",
 }
 _INDEX = ("lengths", "data.over_long", "data.epoch_size")
 
@@ -69,9 +70,10 @@ def encoder_differences(manifest: Manifest, encoder: Encoder) -> list[str]:
     parts: Any = encoder
     now = parts.fingerprint_parts
     return [
-        f"{what}: {manifest.encoder.get(part)} in the packs, {now[part]} now"
+        f"{what}: {manifest.encoder.get(part, 'not set')} in the packs, "
+        f"{now.get(part, 'not set')} now"
         for part, what in _PARTS.items()
-        if manifest.encoder.get(part) != now[part]
+        if manifest.encoder.get(part) != now.get(part)
     ]
 
 

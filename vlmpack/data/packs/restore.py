@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
-from vlmpack.data.index.table import SampleRef
+from vlmpack.data.index.table import PackPlace, SampleRef
 from vlmpack.data.loading.loader import BinDataset, BinRequest
 from vlmpack.data.loading.read import ErrorPolicy, SampleReader
 from vlmpack.data.packs.spans import SavedSample, read_pack
@@ -123,25 +124,27 @@ def _sample(pack: list[SavedSample | None] | DataError, ref: SampleRef) -> Saved
         return error
     assert ref.pack is not None
     if isinstance(pack, DataError):
-        return DataError(
-            pack.reason,
-            error_class=pack.error_class,
-            key=ref.key,
-            shard=ref.shard,
-            offset=ref.offset,
-            file=ref.pack.stamp.path,
-        )
+        return _located(pack, ref, ref.pack)
     saved = pack[ref.pack.place] if ref.pack.place < len(pack) else None
     if saved is None:
-        return DataError(
+        missing = DataError(
             f"{ref.pack.stamp.path} has no tokens of it at byte {ref.pack.offset}",
             error_class="integrity",
-            key=ref.key,
-            shard=ref.shard,
-            offset=ref.offset,
-            file=ref.pack.stamp.path,
         )
+        return _located(missing, ref, ref.pack)
     return saved
+
+
+def _located(error: DataError, ref: SampleRef, pack: PackPlace) -> DataError:
+    """What is wrong with a pack, as one of its samples has it."""
+    return DataError(
+        error.reason,
+        error_class=error.error_class,
+        key=ref.key,
+        shard=ref.shard,
+        offset=ref.offset,
+        file=pack.stamp.path,
+    )
 
 
 def _wants_images(item: SavedSample | DataError) -> bool:
@@ -154,13 +157,4 @@ def _with_images(saved: SavedSample, images: tuple[bytes, ...]) -> SavedSample |
             f"the pack was made from {saved.num_images} images, the shard has {len(images)}",
             error_class="integrity",
         )
-    return SavedSample(
-        saved.key,
-        saved.input_ids,
-        saved.labels,
-        saved.position_ids,
-        saved.media_positions,
-        saved.num_images,
-        images,
-        saved.resized,
-    )
+    return replace(saved, images=images)

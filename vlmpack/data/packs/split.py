@@ -64,7 +64,7 @@ class PackedSplit:
         return replace(ref, pack=self._place(int(packs[number]), int(places[number])))
 
     def refs(self, samples: Bin) -> tuple[SampleRef, ...]:
-        """The samples of a bin, all of them in its own pack.
+        """See Split. All of them are in the bin's own pack.
 
         With weights a sample may be in several packs; `ref` knows one of them.
         """
@@ -81,6 +81,10 @@ class PackedSplit:
     def epoch_length(self) -> EpochLength:
         """See Split."""
         return EpochLength(self.plan.epoch_size, self.plan.num_steps(0), exact=True)
+
+    def steps_until(self, epochs: int, state: DataState) -> int:
+        """See Split."""
+        return self.plan.steps_until(epochs, state.position)
 
     def numbers(self) -> list[tuple[str, Int64s]]:
         """See Split."""

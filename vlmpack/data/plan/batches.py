@@ -66,6 +66,10 @@ class Position:
     window: int = 0
     batch: int = 0
 
+    def behind_window(self, *, ends_epoch: bool) -> Position:
+        """Of the first global batch behind this one's window."""
+        return Position(self.epoch + 1) if ends_epoch else Position(self.epoch, self.window + 1)
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedBatch:
@@ -195,12 +199,11 @@ class Plan:
 
     def batches_of(self, epoch: int, window: int) -> list[PlannedBatch]:
         """The global batches of one window."""
-        batches = self.packed(Position(epoch, window))
-        last_window = window + 1 == self.num_windows
-        after = Position(epoch + 1) if last_window else Position(epoch, window + 1)
+        place = Position(epoch, window)
+        after = place.behind_window(ends_epoch=window + 1 == self.num_windows)
         return cut_window(
-            batches,
-            Position(epoch, window),
+            self.packed(place),
+            place,
             after,
             before=self.cursors(epoch, window),
             behind=self.cursors(after.epoch, after.window),

@@ -162,11 +162,7 @@ class PackPlan:
         position = start
         while True:
             is_last = position.window + 1 >= self.windows(position.epoch)
-            after = (
-                Position(position.epoch + 1)
-                if is_last
-                else Position(position.epoch, position.window + 1)
-            )
+            after = position.behind_window(ends_epoch=is_last)
             batches = cut_window(
                 self.packed(position),
                 Position(position.epoch, position.window),

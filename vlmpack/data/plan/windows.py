@@ -169,11 +169,7 @@ class WindowPlan:
             closed = self.packer.num_batches(window.order.shape[0])
             steps += len(self.packer(window.order)) if closed is None else closed
             cursors = window.cursors
-            position = (
-                Position(position.epoch + 1)
-                if window.ended
-                else Position(position.epoch, position.window + 1)
-            )
+            position = position.behind_window(ends_epoch=window.ended)
         return max(0, steps)
 
     def walk(self, start: Position, cursors: Cursors) -> Iterator[PlannedBatch]:
@@ -191,11 +187,7 @@ class WindowPlan:
         position, is_first = start, True
         while True:
             window = self.plan_window(position.epoch, position.window, cursors)
-            after = (
-                Position(position.epoch + 1)
-                if window.ended
-                else Position(position.epoch, position.window + 1)
-            )
+            after = position.behind_window(ends_epoch=window.ended)
             batches = cut_window(
                 self.packer(window.order),
                 Position(position.epoch, position.window),

@@ -7,9 +7,10 @@
                                {"from": "gpt", "value": "A cat."}], "image": "0.jpg"}
 
 The JSON's own keys choose the schema. In `messages` a literal `<image>` is text; in
-`conversations` it marks the place of an image. Images without a name take the sample's image
-members in order: by number where they are numbered, else as they lie in the file. An optional
-"task" groups evaluation figures.
+`conversations` it marks the place of an image. Images may stand in any turn, the system's and the
+assistant's too, before, between and after its text. Those without a name take the sample's image
+members in order: by number where they are numbered, else as they lie in the file. Videos and sounds
+are refused. An optional "task" groups evaluation figures.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from vlmpack.errors import DataError
 from vlmpack.families.sample import ImagePart, Message, Role, TextPart, VLMSample
 
 IMAGE_MARKER = "<image>"
+VIDEO_MARKER = "<video>"
+
+OTHER_MEDIA = ("video", "videos", "audio", "audios")
 
 _CHAT_ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
 _LLAVA_ROLES: dict[str, Role] = {"system": "system", "human": "user", "gpt": "assistant"}
@@ -45,6 +49,12 @@ class CookedText:
     def num_text_bytes(self) -> int:
         """UTF-8 bytes of all text parts."""
         return sum(len(message.text.encode("utf-8")) for message in self.sample.messages)
+
+
+_AS_TEXT = "a literal {} is written in the 'messages' schema, where it is text"
+
+
+_LEAVE_OUT = "; or leave such samples out (data.on_error.schema: skip)"
 
 
 class _SchemaError(Exception):
@@ -111,6 +121,9 @@ def _conversation(value: dict[str, object]) -> tuple[tuple[Message, ...], list[s
             if not schemas
             else "both 'messages' and 'conversations'; expected one of them"
         )
+    for name in OTHER_MEDIA:
+        if value.get(name):
+            raise _SchemaError(f"the sample has {name!r}; {other_media(name)}{_LEAVE_OUT}")
     turns = value[schemas[0]]
     if not isinstance(turns, list) or not turns:
         raise _SchemaError(f"{schemas[0]!r} is {_kind(turns)}; expected a list of turns")
@@ -147,6 +160,10 @@ def _chat_turn(turn: object, place: int, names: list[str | None]) -> Message:
                 )
             parts.append(ImagePart(len(names)))
             names.append(name)
+        elif kind in OTHER_MEDIA:
+            raise _SchemaError(
+                f"{where}.content[{number}] has the type {kind!r}; {other_media(kind)}{_LEAVE_OUT}"
+            )
         else:
             raise _SchemaError(
                 f"{where}.content[{number}] has the type {kind!r}; expected 'text' or 'image'"
@@ -161,6 +178,11 @@ def _llava_turn(turn: object, place: int, names: list[str | None]) -> Message:
     value = turn.get("value")
     if not isinstance(value, str):
         raise _SchemaError(f"{where}.value is {_kind(value)}; expected text")
+    if VIDEO_MARKER in value:
+        raise _SchemaError(
+            f"{where} marks a video ({VIDEO_MARKER}); {other_media('video')}"
+            f"{_LEAVE_OUT}; {_AS_TEXT.format(VIDEO_MARKER)}"
+        )
     parts: list[TextPart | ImagePart] = []
     for number, text in enumerate(value.split(IMAGE_MARKER)):
         if number:
@@ -181,9 +203,23 @@ def _llava_images(value: dict[str, object], num_markers: int) -> list[str | None
     if len(names) != num_markers:
         raise _SchemaError(
             f"{num_markers} {IMAGE_MARKER} markers in the conversation, but {len(names)} images "
-            "are named"
+            f"are named; {_AS_TEXT.format(IMAGE_MARKER)}"
         )
     return list(names)
+
+
+def other_media(kind: str) -> str:
+    """Why videos and sounds are refused, and what would do.
+
+    Args:
+        kind: one of `OTHER_MEDIA`.
+    """
+    instead = (
+        "frames of it, as images, would do"
+        if kind.startswith("video")
+        else "what is said in it, as text, would do"
+    )
+    return f"this version trains on images and text: {instead}"
 
 
 def _resolve(names: Sequence[str | None], members: list[str], key: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.table import Int64s, SampleRef
 from vlmpack.data.plan.batches import Cursors, Plan, Position
-from vlmpack.data.plan.packers import BudgetPacker
+from vlmpack.data.plan.packers import Bin, BudgetPacker
 from vlmpack.data.plan.state import DataState, Identity
 from vlmpack.data.splits.prepare import (
     dropped_samples,
@@ -50,6 +50,10 @@ class IndexedSplit:
         """See Split."""
         return self.fitted.table.ref(number)
 
+    def refs(self, samples: Bin) -> tuple[SampleRef, ...]:
+        """See Split."""
+        return tuple(self.ref(number) for number in samples)
+
     def sizes(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
         """See Split."""
         table = self.fitted.table
@@ -59,6 +63,10 @@ class IndexedSplit:
         """See Split."""
         size = self.plan.epoch_size
         return EpochLength(size, self.plan.num_steps(0), exact=True)
+
+    def steps_until(self, epochs: int, state: DataState) -> int:
+        """See Split."""
+        return self.plan.steps_until(epochs, state.position)
 
     def numbers(self) -> list[tuple[str, Int64s]]:
         """See Split."""

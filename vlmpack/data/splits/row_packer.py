@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
 from vlmpack.data.config import DataConfig
+from vlmpack.data.index.table import Int64s
 from vlmpack.data.plan.batches import Plan, PlanSource, Shuffle
 from vlmpack.data.plan.packers import (
     DEFAULT_MAX_SEQUENCES,
     STREAMED_SAMPLES_PER_ROW,
     BudgetPacker,
     FixedPacker,
+    RowBudget,
     Sizes,
     advised_max_sequences,
     pack_in_order,
@@ -22,6 +25,7 @@ from vlmpack.data.plan.packers import (
 from vlmpack.data.plan.state import IdentityValue
 
 DRY_RUN_SAMPLES = 65_536
+_NO_ROWS = FixedPacker(1, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +60,16 @@ def cut_indexed(
     config: DataConfig, sources: Sequence[PlanSource], shuffle: Shuffle, sizes: Sizes
 ) -> Cutting:
     """For a split whose samples are all known: settled by a dry run over its first samples."""
-    if config.budget is None:
+    budget = config.budget
+    if budget is None:
         return _fixed(config)
+    if config.scope == "batch" and budget.max_sequences is not None:
+        return _budgeted(config, budget, sizes, samples_per_row=0)  # nothing is left to settle
     assert shuffle != "window"
-    dry = Plan(sources, seed=config.seed, shuffle=shuffle, window=DRY_RUN_SAMPLES, packer=_NO_ROWS)
-    order = dry.window_order(0, 0) if dry.num_windows else np.empty(0, np.int64)
-    rows = pack_in_order(*sizes(order), config.budget)
-    most = config.budget.max_sequences
-    if most is None:
-        most = advised_max_sequences([len(row) for row in rows])
+    order = dry_run_order(sources, config.seed, shuffle)
+    rows = pack_in_order(*sizes(order), budget)
     per_row = -(-order.shape[0] // max(1, len(rows)))
-    return _budget(config, sizes, max_sequences=most, samples_per_row=per_row)
+    return _budgeted(config, settled_budget(budget, rows), sizes, samples_per_row=per_row)
 
 
 def cut_streamed(config: DataConfig, sizes: Sizes) -> Cutting:
@@ -74,10 +77,28 @@ def cut_streamed(config: DataConfig, sizes: Sizes) -> Cutting:
     if config.budget is None:
         return _fixed(config)
     most = config.budget.max_sequences or DEFAULT_MAX_SEQUENCES
-    return _budget(config, sizes, max_sequences=most, samples_per_row=STREAMED_SAMPLES_PER_ROW)
+    budget = replace(config.budget, max_sequences=most)
+    return _budgeted(config, budget, sizes, samples_per_row=STREAMED_SAMPLES_PER_ROW)
 
 
-_NO_ROWS = FixedPacker(1, 1)
+def dry_run_order(
+    sources: Sequence[PlanSource], seed: int, shuffle: Literal["global", "none"]
+) -> Int64s:
+    """(n,) the first samples of a plan, at most DRY_RUN_SAMPLES, in the order in which a run packs
+    them."""
+    dry = Plan(sources, seed=seed, shuffle=shuffle, window=DRY_RUN_SAMPLES, packer=_NO_ROWS)
+    return dry.window_order(0, 0) if dry.num_windows else np.empty(0, np.int64)
+
+
+def settled_budget(budget: RowBudget, rows: Sequence[Sequence[int]]) -> RowBudget:
+    """The budget, with the bound on sequences that a dry run advises where it has none.
+
+    Args:
+        rows: of the dry run, by this budget.
+    """
+    if budget.max_sequences is not None:
+        return budget
+    return replace(budget, max_sequences=advised_max_sequences([len(row) for row in rows]))
 
 
 def _fixed(config: DataConfig) -> Cutting:
@@ -85,12 +106,11 @@ def _fixed(config: DataConfig) -> Cutting:
     return Cutting(packer, window_samples(config.global_batch_size))
 
 
-def _budget(
-    config: DataConfig, sizes: Sizes, *, max_sequences: int, samples_per_row: int
+def _budgeted(
+    config: DataConfig, budget: RowBudget, sizes: Sizes, *, samples_per_row: int
 ) -> Cutting:
-    assert config.budget is not None
     packer = BudgetPacker(
-        budget=replace(config.budget, max_sequences=max_sequences),
+        budget=budget,
         global_batch_size=config.global_batch_size,
         scope=config.scope,
         sizes=sizes,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Protocol
 
@@ -11,7 +11,7 @@ import numpy as np
 from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.table import Int64s, SampleRef
 from vlmpack.data.loading.read import SkippedSample
-from vlmpack.data.plan.batches import Cursors, Plan
+from vlmpack.data.plan.batches import Cursors, Plan, PlannedBatch, Position
 from vlmpack.data.plan.packers import Bin
 from vlmpack.data.plan.packs import PackPlan
 from vlmpack.data.plan.state import DataState, Identity
@@ -47,11 +47,18 @@ class Split(Protocol):
     def ref(self, number: int) -> SampleRef:
         """What a worker needs of a sample, by its number in the plan."""
 
+    def refs(self, samples: Bin) -> tuple[SampleRef, ...]:
+        """What a worker needs of the samples of a bin of the plan."""
+
     def sizes(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
         """(n,) tokens and (n,) vision patches of samples."""
 
     def epoch_length(self) -> EpochLength:
         """How long an epoch is, as far as that is known."""
+
+    def steps_until(self, epochs: int, state: DataState) -> int:
+        """Global batches from a state to the end of the last of `epochs` epochs; 0 or less where
+        the state stands behind it."""
 
     def numbers(self) -> list[tuple[str, Int64s]]:
         """(name, usable samples by their number in the plan) of each source, all indexed."""
@@ -74,6 +81,16 @@ class Split(Protocol):
 
     def close(self) -> None:
         """Ends what works in the background."""
+
+
+def first_epoch(split: Split) -> Iterator[PlannedBatch]:
+    """The global batches of epoch 0, planned as they are asked for."""
+    for batch in split.plan.walk(Position(), split.start()):
+        if batch.position.epoch:
+            return
+        yield batch
+        if batch.following.epoch:
+            return
 
 
 def planned_rows(windows: Iterable[Sequence[tuple[Bin, ...]]]) -> tuple[Int64s, Int64s]:

@@ -16,6 +16,7 @@ from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.table import Int64s, SampleRef
 from vlmpack.data.plan.batches import Cursors, Position
+from vlmpack.data.plan.packers import Bin
 from vlmpack.data.plan.state import DataState, Identity
 from vlmpack.data.plan.streams import StreamSource
 from vlmpack.data.plan.windows import WINDOW_RULE, WindowPlan
@@ -78,6 +79,10 @@ class StreamedSplit:
         """See Split."""
         return self.book.ref(number)
 
+    def refs(self, samples: Bin) -> tuple[SampleRef, ...]:
+        """See Split."""
+        return tuple(self.ref(number) for number in samples)
+
     def sizes(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
         """See Split."""
         return self.book.sizes(numbers)
@@ -101,6 +106,15 @@ class StreamedSplit:
         )
         total = max(1, round(rate * num_bytes))
         return self._length_of(total, exact=False)
+
+    def steps_until(self, epochs: int, state: DataState) -> int:
+        """See Split. Without a token budget no window is planned for it."""
+        plan = self.plan
+        per_window = plan.packer.num_batches(plan.window)
+        if per_window is None:
+            return plan.steps_until(epochs, state.position, state.cursors)
+        begun = state.window * per_window + state.batch
+        return (epochs - state.epoch) * self.epoch_length().num_steps - begun
 
     def _length_of(self, num_samples: int, *, exact: bool) -> EpochLength:
         """Under a token budget the steps are those of the first window, carried over, unless the

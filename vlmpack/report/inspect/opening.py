@@ -9,6 +9,7 @@ from pathlib import Path
 from vlmpack.data.index.table import SampleRef
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.packers import Bin, BudgetPacker
+from vlmpack.data.splits.split import first_epoch
 from vlmpack.data.tools.show import find_samples
 from vlmpack.errors import RecipeError, VlmpackError
 from vlmpack.families import Encoder
@@ -177,7 +178,7 @@ def _in_first_epoch(train: TrainData, wanted: Wanted) -> FoundBin:
     if wanted.key is not None:
         return _holding(train, wanted.key, wanted.shard)
     number = -1
-    for number, batch, samples in _first_epoch(train):
+    for number, batch, samples in _first_bins(train):
         if number == wanted.bin:
             return FoundBin(number, batch, 0, _refs(train, samples), f"bin-{number}")
     raise VlmpackError(
@@ -185,19 +186,17 @@ def _in_first_epoch(train: TrainData, wanted: Wanted) -> FoundBin:
     )
 
 
-def _first_epoch(train: TrainData) -> Iterator[tuple[int, int, Bin]]:
-    """(bin over the epoch, global batch, samples)."""
+def _first_bins(train: TrainData) -> Iterator[tuple[int, int, Bin]]:
+    """(bin over the first epoch, global batch, samples)."""
     number = 0
-    for batch, planned in enumerate(train.planned(train.start(), None)):
-        if planned.position.epoch > 0:
-            return
+    for batch, planned in enumerate(first_epoch(train.split)):
         for samples in planned.bins:
             yield number, batch, samples
             number += 1
 
 
 def _refs(train: TrainData, samples: Bin) -> tuple[SampleRef, ...]:
-    return train.request(samples).samples
+    return train.split.refs(samples)
 
 
 def _holding(train: TrainData, key: str, shard: str | None) -> FoundBin:
@@ -209,7 +208,7 @@ def _holding(train: TrainData, key: str, shard: str | None) -> FoundBin:
             "--shard TEXT, a part of its path"
         )
     places = {(ref.shard, ref.offset) for ref in found}
-    for number, batch, samples in _first_epoch(train):
+    for number, batch, samples in _first_bins(train):
         refs = _refs(train, samples)
         if any((ref.shard, ref.offset) in places for ref in refs):
             return FoundBin(number, batch, 0, refs, f"bin-{number}")

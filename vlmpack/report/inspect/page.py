@@ -15,6 +15,7 @@ from PIL.Image import Image, Resampling
 
 from vlmpack.data.tools.show import ShownSample
 from vlmpack.families import Encoder
+from vlmpack.report.document import html_document
 from vlmpack.report.inspect.canvas import BAD, GOOD, Canvas
 from vlmpack.report.inspect.checks import Check
 from vlmpack.report.inspect.colors import segment_color
@@ -110,12 +111,7 @@ def render_page(row: Row, checks: Sequence[Check], encoder: Encoder, source: str
         "</div>",
     ]
     body = "\n".join(part for part in parts if part)
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{visible(title)} - vlmpack</title>\n<style>{_CSS}</style>\n</head>\n"
-        f"<body>\n{body}\n</body>\n</html>\n"
-    )
+    return html_document(f"{visible(title)} - vlmpack", _CSS, body)
 
 
 def _store(images: Sequence[Image]) -> str:

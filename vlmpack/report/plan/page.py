@@ -6,6 +6,7 @@ import base64
 from html import escape
 from pathlib import Path
 
+from vlmpack.report.document import SHEET, figure_list, html_document
 from vlmpack.report.plan.numbers import compact, counted, share
 from vlmpack.report.plan.pictures import Picture, draw_pictures
 from vlmpack.report.plan.section import Section
@@ -13,27 +14,19 @@ from vlmpack.report.plan.sections import sections
 from vlmpack.training.plan.figures import RunPlan
 from vlmpack.training.run_dir import write_atomically
 
-_CSS = """
-body { margin: 2.5rem auto; max-width: 64rem; padding: 0 1rem; color: #1f2933;
-       font: 16px/1.5 system-ui, sans-serif; background: #fff; }
-h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2.5rem 0 .5rem; }
-p.from { color: #6b7785; margin: .2rem 0 1.5rem; overflow-wrap: anywhere; }
-.figures { display: flex; flex-wrap: wrap; gap: 1.2rem 2.2rem; margin: 0; }
-.figures div { min-width: 8rem; } .figures dd { margin: 0; }
-.figures dt, .figures .note { color: #6b7785; font-size: .85rem; }
-.figures .value { font-size: 1.7rem; font-weight: 650; line-height: 1.2; }
-.pictures { display: grid; gap: 0 2rem;
-            grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }
-figure { margin: 2rem 0 0; max-width: 34rem; } img { width: 100%; height: auto; display: block; }
-figure h2 { margin: 0 0 .3rem; } figcaption { color: #6b7785; font-size: .85rem; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; min-width: 100%; font-size: .92rem; }
-th, td { text-align: right; padding: .3rem 0 .3rem 1rem; border-bottom: 1px solid #e4e7eb;
-         white-space: nowrap; font-variant-numeric: tabular-nums; }
-th { font-weight: 600; } th.t, td.t { text-align: left; padding-right: 1rem; }
-th:first-child, td:first-child { padding-left: 0; }
-tr.m td { background: #eef4fa; font-weight: 600; }
-p.line { color: #4a5663; font-size: .9rem; margin: .5rem 0 0; overflow-wrap: anywhere; }
+_STYLE = f"""{SHEET}
+body {{ max-width: 64rem; }} .figures div {{ min-width: 8rem; }}
+.pictures {{ display: grid; gap: 0 2rem;
+            grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }}
+figure {{ margin: 2rem 0 0; max-width: 34rem; }} img {{ display: block; }}
+figure h2 {{ margin: 0 0 .3rem; }} figcaption {{ color: #6b7785; font-size: .85rem; }}
+.wide {{ overflow-x: auto; }} table {{ min-width: 100%; }}
+th, td {{ text-align: right; padding: .3rem 0 .3rem 1rem;
+         white-space: nowrap; font-variant-numeric: tabular-nums; }}
+th.t, td.t {{ text-align: left; padding-right: 1rem; }}
+th:first-child, td:first-child {{ padding-left: 0; }}
+tr.m td {{ background: #eef4fa; font-weight: 600; }}
+p.line {{ color: #4a5663; font-size: .9rem; margin: .5rem 0 0; overflow-wrap: anywhere; }}
 """
 
 MAX_SOURCES = 1000
@@ -55,12 +48,7 @@ def render_page(plan: RunPlan, pictures: list[Picture], *, title: str) -> str:
     body = "\n".join(
         [_head(plan, title), _figures(plan), _pictures(pictures), *tables, _left(plan)]
     )
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)} - plan - vlmpack</title>\n<style>{_CSS}</style>\n</head>\n"
-        f"<body>\n{body}\n</body>\n</html>\n"
-    )
+    return html_document(f"{escape(title)} - plan - vlmpack", _STYLE, body)
 
 
 def _head(plan: RunPlan, title: str) -> str:
@@ -83,11 +71,7 @@ def _figures(plan: RunPlan) -> str:
             f"{compact(plan.batch.tokens)} tokens",
         ),
     ]
-    items = "\n".join(
-        f'<div><dt>{name}</dt><dd class="value">{value}</dd><dd class="note">{note}</dd></div>'
-        for name, value, note in shown
-    )
-    return f'<dl class="figures">\n{items}\n</dl>'
+    return figure_list(shown)
 
 
 def _pictures(pictures: list[Picture]) -> str:

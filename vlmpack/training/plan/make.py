@@ -6,19 +6,13 @@ from dataclasses import dataclass, replace
 
 from vlmpack.data.config import DataConfig
 from vlmpack.data.index.table import Int64s
-from vlmpack.data.plan.batches import Plan, PlanSource, Position
-from vlmpack.data.plan.packers import (
-    BudgetPacker,
-    FixedPacker,
-    RowBudget,
-    advised_max_sequences,
-    pack_in_order,
-)
+from vlmpack.data.plan.batches import Plan, Position
+from vlmpack.data.plan.packers import BudgetPacker, RowBudget, pack_in_order
 from vlmpack.data.plan.windows import WindowPlan
-from vlmpack.data.splits.row_packer import DRY_RUN_SAMPLES
+from vlmpack.data.splits.row_packer import dry_run_order, settled_budget
 from vlmpack.data.splits.split import Split
 from vlmpack.recipe import Recipe, derive
-from vlmpack.recipe.derived import multiples, plan_alignment, row_tokens
+from vlmpack.recipe.derived import multiples
 from vlmpack.training.plan.batch import batch_figures
 from vlmpack.training.plan.figures import RunPlan
 from vlmpack.training.plan.imbalance import imbalance_figures
@@ -36,6 +30,7 @@ from vlmpack.training.plan.parameters import ModelSizes
 from vlmpack.training.plan.progress import Progress, counted, silent
 from vlmpack.training.plan.sequences import sequence_figures
 from vlmpack.training.plan.sources import left_out, source_figures
+from vlmpack.training.recipe_rows import row_budget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,32 +156,13 @@ def _dividing(whole: int, wanted: int) -> int:
     return max(size for size in range(1, wanted + 1) if max(1, whole) % size == 0)
 
 
-def default_budget(recipe: Recipe) -> RowBudget:
-    """What a planned row would hold, whatever the recipe's mode."""
-    packing, parallelism = recipe.packing, recipe.parallelism
-    return RowBudget(
-        max_tokens=row_tokens(packing, recipe.training, parallelism),
-        max_patches=packing.max_vision_patches,
-        max_sequences=None if packing.max_sequences == "auto" else packing.max_sequences,
-        alignment=plan_alignment(packing, parallelism),
-    )
-
-
 def _dry_run(inputs: PlanInputs) -> tuple[Int64s, Int64s]:
     """(n,) tokens and patches of the first samples, in the order in which a run packs them."""
-    config, plan = inputs.config, inputs.split.plan
+    split, plan = inputs.split, inputs.split.plan
     if isinstance(plan, WindowPlan):
-        window = plan.plan_window(0, 0, inputs.split.start())
-        return inputs.split.sizes(window.order)
-    sources: list[PlanSource] = list(plan.sources)
-    dry = Plan(
-        sources,
-        seed=config.seed,
-        shuffle=plan.shuffle if isinstance(plan, Plan) else "global",
-        window=DRY_RUN_SAMPLES,
-        packer=FixedPacker(1, 1),
-    )
-    return inputs.split.sizes(dry.window_order(0, 0))
+        return split.sizes(plan.plan_window(0, 0, split.start()).order)
+    shuffle = plan.shuffle if isinstance(plan, Plan) else "global"
+    return split.sizes(dry_run_order(plan.sources, inputs.config.seed, shuffle))
 
 
 def _settled_budget(inputs: PlanInputs, tokens: Int64s, patches: Int64s) -> RowBudget:
@@ -194,11 +170,10 @@ def _settled_budget(inputs: PlanInputs, tokens: Int64s, patches: Int64s) -> RowB
     packer = inputs.split.plan.packer
     if isinstance(packer, BudgetPacker):
         return packer.budget
-    budget = default_budget(inputs.recipe)
+    budget = row_budget(inputs.recipe, None)
     if budget.max_sequences is not None:
         return budget
-    rows = pack_in_order(tokens, patches, budget)
-    return replace(budget, max_sequences=advised_max_sequences([len(row) for row in rows]))
+    return settled_budget(budget, pack_in_order(tokens, patches, budget))
 
 
 def _run_steps(inputs: PlanInputs, own: PlannedMode, progress: Progress) -> int:

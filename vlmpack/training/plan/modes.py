@@ -25,7 +25,7 @@ from vlmpack.data.plan.packs import PackPlan
 from vlmpack.data.plan.shares import RowCost
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.prepare import make_plan
-from vlmpack.data.splits.split import Split
+from vlmpack.data.splits.split import Split, first_epoch
 from vlmpack.packing import plan_packs
 from vlmpack.training.plan.figures import ModeFigures
 from vlmpack.training.plan.layout import Layout, Rows, RowShape, empty_bins, lay_out, layout_of
@@ -94,7 +94,9 @@ class ModePlanner:
         elif config.mode == "offline":
             name = SAVED
         budget = plan.packer.budget if isinstance(plan.packer, BudgetPacker) else None
-        windows = _walked(split) if isinstance(plan, WindowPlan) else _windows(plan)
+        # A WindowPlan's windows are not known beforehand: global batch by global batch.
+        walked = ([batch.bins] for batch in first_epoch(split))
+        windows = walked if isinstance(plan, WindowPlan) else _windows(plan)
         total = None if isinstance(plan, WindowPlan) else plan.num_windows
         layout = layout_of(counted(windows, f"packing: {name}", total, self.progress), split.sizes)
         return self._mode(name, layout, budget, config.micro_batch_size, config.scope, own=True)
@@ -239,13 +241,3 @@ def _epoch_cost(mode: PlannedMode, costs: RowCost) -> float:
 def _windows(plan: Plan | PackPlan) -> Windows:
     for window in range(plan.num_windows):
         yield plan.packed(Position(0, window))
-
-
-def _walked(split: Split) -> Windows:
-    """The first epoch of a plan that is not known beforehand, global batch by global batch."""
-    for batch in split.plan.walk(Position(), split.start()):
-        if batch.position.epoch:
-            return
-        yield [batch.bins]
-        if batch.following.epoch:
-            return

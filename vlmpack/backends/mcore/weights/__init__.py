@@ -53,6 +53,11 @@ _FAMILIES: dict[str, MegatronFamily] = {
 }
 
 
+def megatron_model_types() -> tuple[str, ...]:
+    """Every `model_type` that the mcore engine runs; `vlmpack.capabilities.SERVED` says so too."""
+    return tuple(sorted(_FAMILIES))
+
+
 def megatron_family(model_type: str) -> MegatronFamily:
     """The entry of a config.json's `model_type`.
 
@@ -74,5 +79,6 @@ __all__ = [
     "QwenLanguageMap",
     "flat_boxes",
     "megatron_family",
+    "megatron_model_types",
     "stack_pieces",
 ]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from vlmpack.data.shards.schemas import IMAGE_MARKER
+from vlmpack.data.shards.schemas import IMAGE_MARKER, OTHER_MEDIA, other_media
 from vlmpack.errors import DataError
 
 ImageSource = str | bytes
@@ -81,6 +81,9 @@ def chat_turns(record: dict[str, Any]) -> ChatTurns:
             raise _fault(f"{schema!r} is text that is no JSON: {error}") from None
     if not isinstance(turns, list) or not turns:
         raise _fault(f"{schema!r} is {_kind(turns)}; expected a list of turns")
+    for name in OTHER_MEDIA:
+        if record.get(name):
+            raise _fault(f"the record has {name!r}; {other_media(name)}")
     named = _named_images(record)
     parts: list[list[str | ImagePlace]] = []
     roles = []
@@ -138,6 +141,8 @@ def _parts(content: object, where: str) -> Iterator[str | ImagePlace]:
             url = part.get("image_url")
             url = url.get("url") if isinstance(url, dict) else url
             yield ImagePlace(_source(url, f"{where}[{number}]"))
+        elif kind in OTHER_MEDIA:
+            raise _fault(f"{where}[{number}] has the type {kind!r}; {other_media(kind)}")
         else:
             raise _fault(
                 f"{where}[{number}] has the type {kind!r}; expected 'text' with a text, 'image' or "

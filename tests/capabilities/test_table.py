@@ -1,0 +1,330 @@
+"""The capability table: its rows, and that each is true of the code that it is about."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import import_module, metadata, util
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from vlmpack.capabilities import (
+    ENGINES,
+    FEATURES,
+    NO_EXPERTS,
+    NOT_ON_MCORE,
+    RANGES,
+    REFUSED,
+    SERVED,
+    TESTED,
+    ServedModel,
+    capabilities,
+    installed_versions,
+    model_types,
+    refusal,
+    version_limit,
+    why_not,
+)
+from vlmpack.capabilities.served import nearest
+from vlmpack.capabilities.text import BEGIN, END, markdown, text_table, with_block
+from vlmpack.cli.app import app
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = Path(util.find_spec("transformers").origin).parent / "models"
+PACKED = ("in_batch", "online", "offline")
+
+
+def cells(model_type, versions=TESTED):
+    (row,) = (row for row in capabilities(versions) if row.model_type == model_type)
+    return row.cells
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_a_line_names_the_file_that_serves_its_model_type(model_type):
+    family = import_module(f"vlmpack.families.{SERVED[model_type].family}").FAMILY
+    assert model_type in family.model_types
+
+
+def test_every_family_has_a_line_for_each_of_its_model_types():
+    files = {path.stem for path in (ROOT / "vlmpack" / "families").glob("*.py")}
+    served = set()
+    for name in files - {"__init__"}:
+        family = getattr(import_module(f"vlmpack.families.{name}"), "FAMILY", None)
+        served |= set(family.model_types) if family is not None else set()
+    assert served == set(SERVED) == set(model_types())
+    assert [row.model_type for row in capabilities(TESTED)] == list(SERVED)
+
+
+def test_mcore_runs_what_it_has_an_entry_for():
+    from vlmpack.backends.mcore.weights import megatron_model_types
+
+    on_mcore = {name for name, model in SERVED.items() if "mcore" in model.engines}
+    assert on_mcore == set(megatron_model_types())
+    assert len(on_mcore) >= 7
+
+
+def test_every_model_type_is_one_of_transformers():
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    refused = [name for row in REFUSED for name in row.model_types]
+    assert len(refused) > 30
+    assert len(set(refused)) == len(refused)
+    assert not set(refused) & set(SERVED)
+    assert set(refused) | set(SERVED) <= set(CONFIG_MAPPING_NAMES)
+
+
+def test_a_mixture_of_experts_is_said_to_be_one():
+    experts = {name for name in SERVED if why_not(SERVED[name], "mcore", "EP", TESTED) is None}
+    assert experts == {"qwen3_vl_moe"}
+    assert cells("qwen3_vl")["mcore"]["EP"] is NO_EXPERTS
+
+
+def test_what_works_with_the_tested_versions():
+    dense = cells("qwen2_5_vl")
+    assert [name for name in FEATURES if dense["hf"][name] is None] == [*PACKED, "LoRA"]
+    assert [name for name in FEATURES if dense["mcore"][name] is None] == [
+        *PACKED,
+        *("CP", "TP", "SP", "PP"),
+    ]
+    for engine in ENGINES:
+        assert "no preference loss is built yet" in str(dense[engine]["DPO"])
+        graphs = str(dense[engine]["CUDA graphs"])
+        assert "no graph is captured yet" in graphs
+        assert "packing.pad_to_max_length" in graphs
+        assert all(limit is None or limit.reason for limit in dense[engine].values())
+
+
+def test_without_packages_the_cells_say_which(monkeypatch):
+    without = cells("qwen2_vl", TESTED | {"megatron-core": None, "peft": None})
+    assert without["hf"]["online"] is None
+    assert "needs peft, which is not installed" in str(without["hf"]["LoRA"])
+    for name in (*PACKED, "CP", "TP", "SP", "PP"):
+        assert "megatron-core, which is not installed; pip install 'vlmpack[mcore]'" in str(
+            without["mcore"][name]
+        )
+    old = cells("qwen2_vl", TESTED | {"transformers": "5.16.2"})
+    assert "needs transformers >= 5.17 and < 6, found 5.16.2" in str(old["hf"]["in_batch"])
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"),
+    [("0.16.1", True), ("0.16.9", True), ("0.16.1rc0+cu", True), ("0.16", False), ("0.17", False)],
+)
+def test_versions_are_compared_by_numbers(version, fits):
+    assert (version_limit("megatron-core", version) is None) is fits
+
+
+def test_an_engine_that_lacks_a_family_says_so():
+    model = ServedModel(title="New", family="new")
+    assert why_not(model, "mcore", "online", TESTED) is NOT_ON_MCORE
+    assert why_not(model, "hf", "online", TESTED) is None
+
+
+def test_the_ranges_are_those_of_the_project_file():
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    extras = project["optional-dependencies"]
+    for name, wanted in RANGES.items():
+        extra = re.search(r"\[(.*)\]", wanted.wanted)
+        asked = extras[extra[1]] if extra else project["dependencies"]
+        assert f"{name}>={wanted.lowest},<{wanted.below}" in asked
+
+
+def test_the_installed_versions_are_looked_up():
+    versions = installed_versions()
+    assert versions["transformers"] == metadata.version("transformers")
+    assert set(versions) == set(TESTED) == set(RANGES)
+    code = "import sys, vlmpack.capabilities as c; c.capabilities(c.installed_versions())"
+    check = "; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'peft')))"
+    subprocess.run([sys.executable, "-c", code + check], check=True)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "near"),
+    [
+        ("qwen2_5_v", "qwen2_5_vl"),
+        ("Qwen2.5-VL", "qwen2_5_vl"),
+        ("qwen3_vl_moe_text", "qwen3_vl_moe"),
+        ("zebra", None),
+    ],
+)
+def test_the_nearest_model_type(model_type, near):
+    assert nearest(model_type) == near
+    message = refusal({"model_type": model_type})
+    assert f"no family of this version serves model_type '{model_type}'" in message
+    assert "`vlmpack families`" in message
+    assert ("did you mean" in message) is (near is not None)
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.title)
+def test_a_refused_family_is_named_with_its_reason(row):
+    for name in row.model_types:
+        for config in (
+            {"model_type": name},
+            {"model_type": "qwen2_vl", "text_config": {"model_type": name}},
+        ):
+            message = refusal(config)
+            assert message.startswith(f"{row.title} (model_type '{name}') cannot be trained: ")
+            assert row.limit.reason in message
+            assert "would do" in message
+
+
+def test_the_named_ones_have_lines_of_their_own():
+    alone = {row.title for row in REFUSED if row.alone}
+    assert alone == {"Qwen3-Next", "Qwen3.5, Qwen3.5-VL", "GLM-4.5", "GLM-4.5V"}
+    lines = dict(text_table(capabilities(TESTED)).refused)
+    assert alone < set(lines)
+
+
+@pytest.mark.parametrize("where", [None, "text_config", "llm_config"])
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"num_nextn_predict_layers": 1}, "multi-token prediction (num_nextn_predict_layers 1)"),
+        ({"num_mtp_layers": 2}, "multi-token prediction (num_mtp_layers 2)"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "of kind linear_attention"),
+        ({"layer_types": ["conv", "full_attention"]}, "of kind conv"),
+        ({"layers_block_type": ["attention", "mamba"]}, "of kind mamba"),
+        ({"layer_types": ["chunked_attention"]}, "of kind chunked_attention"),
+    ],
+)
+def test_layers_are_refused_by_rule_in_a_served_model(where, values, reason):
+    config = {"model_type": "qwen3"} | (values if where is None else {where: values})
+    message = refusal(config)
+    assert message.startswith("the model (model_type 'qwen3') cannot be trained: ")
+    assert reason in message
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"num_nextn_predict_layers": 0},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        {"vision_config": {"layer_types": ["window_attention"], "num_mtp_layers": 1}},
+    ],
+)
+def test_what_can_be_packed_passes_the_rules(values):
+    assert refusal({"model_type": "qwen3"} | values) is None
+
+
+def test_a_class_that_takes_any_language_model_passes_the_tested_ones(monkeypatch):
+    from vlmpack.capabilities import refused
+
+    model = ServedModel(title="Any", family="any", decoders=("qwen2", "llama"))
+    monkeypatch.setattr(refused, "SERVED", {"any": model})
+    assert refusal({"model_type": "any", "text_config": {"model_type": "llama"}}) is None
+    assert refusal({"model_type": "any"}) is None
+    message = refusal({"model_type": "any", "text_config": {"model_type": "gpt_oss"}})
+    assert (
+        "language model of model_type 'gpt_oss' is not served, with qwen2, llama it is" in message
+    )
+
+
+def test_what_is_said_to_be_left_out_on_load_is():
+    """By the patterns in the sources of transformers' classes."""
+    checked = 0
+    for row in REFUSED:
+        said = re.search(r"multi-token prediction .*?\((.*?)\)", row.limit.reason)
+        named = [name for name in row.model_types if not name.endswith("_text")]
+        if said is None:
+            continue
+        source = "".join(
+            path.read_text(encoding="utf-8")
+            for name in named
+            for path in (MODELS / name).glob("modeling_*.py")
+        )
+        if row.title == "Kimi K2.5":  # a vision tower around DeepSeek-V3
+            source = (MODELS / "deepseek_v3" / "modeling_deepseek_v3.py").read_text()
+        patterns = re.findall(r"_keys_to_ignore_on_load_unexpected = \[(.*?)\]", source)
+        for part in said[1].split(" or "):
+            names = [f"{part}.weight", f"{part}.0.weight"]
+            found = re.findall(r'r?"(.*?)"', ",".join(patterns))
+            assert any(re.search(p, name) for p in found for name in names), (row.title, part)
+            checked += 1
+    assert checked >= 12
+
+
+def test_glm_4_5v_has_no_prediction_layers_in_transformers():
+    source = (MODELS / "glm4v_moe" / "modeling_glm4v_moe.py").read_text()
+    assert r'[r"model\.layers\.92.*", r"model\.layers\.46.*"]' in source
+    assert "num_mtp_layers" not in (MODELS / "glm4v_moe" / "configuration_glm4v_moe.py").read_text()
+
+
+@pytest.mark.parametrize("name", ["mamba", "falcon_mamba", "jamba", "zamba", "minimax"])
+def test_layers_that_are_told_no_boundaries(name):
+    """Neither spelling reaches the recurrence: where it is called, no boundaries are passed."""
+    source = (MODELS / name / f"modeling_{name}.py").read_text()
+    calls = re.findall(r"= mamba_selective_scan\((.*?)\n +\)", source, re.DOTALL)
+    assert name == "minimax" or calls
+    assert not any("kwargs" in call or "seq_idx" in call for call in calls)
+    assert "cu_seqlens" not in source
+
+
+@pytest.mark.slow
+def test_a_gated_delta_net_cannot_be_reset_by_torch_code():
+    """Without its kernels transformers refuses boundaries; without boundaries the state leaks."""
+    if util.find_spec("fla") is not None:
+        pytest.skip("flash-linear-attention is installed")
+    import torch
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(1, 8, 2, 4)] * 3 + [(1, 8, 2)] * 2
+    q, k, v, g, beta = (torch.randn(shape, generator=draw) for shape in shapes)
+    values = {"g": -g.abs(), "beta": beta.sigmoid()}
+    with pytest.raises(ValueError, match="can't keep packed sequences apart"):
+        torch_chunk_gated_delta_rule(q, k, v, **values, cu_seqlens=torch.tensor([0, 4, 8]))
+    together = torch_chunk_gated_delta_rule(q, k, v, **values)[0][:, 4:]
+    rest = {name: value[:, 4:] for name, value in values.items()}
+    alone = torch_chunk_gated_delta_rule(q[:, 4:], k[:, 4:], v[:, 4:], **rest)[0]
+    assert (together - alone).abs().max() > 1e-2
+
+
+def test_the_readme_has_the_table():
+    """`make families` writes it."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    result = CliRunner().invoke(app, ["families", "--markdown"])
+    assert result.exit_code == 0
+    assert f"{BEGIN}\n{result.stdout}{END}" in readme
+    assert result.stdout == markdown(text_table(capabilities(TESTED)), TESTED)
+
+
+def test_the_table_is_written_between_the_marks(tmp_path):
+    file = tmp_path / "page.md"
+    file.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    assert CliRunner().invoke(app, ["families", "--into", str(file)]).exit_code == 0
+    text = file.read_text()
+    assert text.startswith(f"before\n{BEGIN}\n| family | in_batch |")
+    assert text.endswith(f"{END}\nafter\n")
+    assert "old" not in text
+    assert with_block("no marks", "table") is None
+    file.write_text("no marks")
+    result = CliRunner().invoke(app, ["families", "--into", str(file)])
+    assert BEGIN in str(result.exception)
+
+
+def test_the_command_lists_every_family_and_reason():
+    text = CliRunner().invoke(app, ["families"]).stdout
+    words = " ".join(text.split())
+    for model in SERVED.values():
+        assert re.search(
+            rf"^{re.escape(model.title)} +both|^{re.escape(model.title)} +hf", text, re.M
+        )
+    for part in ("needs model.backend: mcore", "no preference loss is built yet", "Qwen3-Next"):
+        assert part in words
+
+
+def test_the_command_shows_one_model(tiny_folder, tmp_path):
+    text = CliRunner().invoke(app, ["families", str(tiny_folder)]).stdout
+    assert "Qwen2.5-VL (model_type qwen2_5_vl)" in text
+    assert re.search(r"^CP +no: needs model.backend: mcore +yes", text, re.MULTILINE)
+    assert "Qwen3-Next" not in text
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "lfm2_vl"}))
+    result = CliRunner().invoke(app, ["families", str(tmp_path)])
+    assert "LFM2-VL (model_type 'lfm2_vl') cannot be trained" in str(result.exception)

@@ -1,0 +1,180 @@
+"""What a model's family cannot do is a problem of the recipe, in the capability table's words."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from vlmpack.capabilities import (
+    ENGINE_LIMITS,
+    ENGINES,
+    FEATURES,
+    NO_EXPERTS,
+    SERVED,
+    TESTED,
+    Limit,
+    OnlyAttention,
+    ServedModel,
+    why_not,
+)
+from vlmpack.recipe import capability_rules
+
+ASKS = {
+    "in_batch": {"packing.mode": "in_batch"},
+    "online": {"packing.mode": "online", "training.micro_batch_size": 1},
+    "offline": {
+        "packing.mode": "offline",
+        "packing.path": "packs",
+        "training.micro_batch_size": 1,
+    },
+    "CP": {"parallelism.context": 2},
+    "TP": {"parallelism.tensor": 2},
+    "SP": {"parallelism.tensor": 2, "parallelism.sequence": True},
+    "PP": {"parallelism.pipeline": 2},
+    "EP": {"parallelism.expert": 2},
+    "LoRA": {"trainable.language": "lora"},
+}
+"""What a recipe says to have a feature. There is no key for DPO and for CUDA graphs."""
+
+SIZES = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "intermediate_size": 64,
+}
+
+
+@pytest.fixture(autouse=True)
+def tested_versions(monkeypatch):
+    monkeypatch.setattr(capability_rules, "installed_versions", lambda: TESTED)
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Write a config.json; the override that chooses its folder."""
+
+    def write(model_type: str, **values: object) -> dict:
+        served = SERVED.get(model_type)
+        tower = {"model_type": served.towers[0]} if served and served.towers else {}
+        config = {"model_type": model_type, "vision_config": tower} | SIZES | values
+        (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        return {"model.path": str(tmp_path)}
+
+    return write
+
+
+def test_every_feature_but_those_without_a_key_is_asked_for():
+    assert set(FEATURES) - set(ASKS) == {"DPO", "CUDA graphs"}
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_a_recipe_is_refused_where_the_table_says_no_and_nowhere_else(
+    problems_of, model, model_type
+):
+    """Every engine and every feature: the problem has the cell's own reason."""
+    served = SERVED[model_type]
+    experts = {"num_experts": 4} if served.has_experts else {}
+    chosen = model(model_type, **experts)
+    refused = 0
+    for engine in ENGINES:
+        for feature, asked in ASKS.items():
+            if served.has_experts and feature == "TP":
+                asked = asked | {"parallelism.sequence": True}  # Megatron asks for it
+            limit = why_not(served, engine, feature, TESTED)
+            problems = problems_of(chosen | {"model.backend": engine} | asked)
+            if limit is None:
+                assert problems == [], (engine, feature)
+            else:
+                refused += 1
+                reasons = {limit.reason}
+                if limit is NO_EXPERTS and engine == "hf":  # where no experts are is not looked at
+                    reasons.add(ENGINE_LIMITS[engine][feature].reason)
+                found = [any(reason in problem for reason in reasons) for problem in problems]
+                assert any(found), (engine, feature, problems)
+    assert refused >= 5
+
+
+def test_a_family_that_mcore_does_not_run(problems_of, model, monkeypatch):
+    monkeypatch.setattr(capability_rules, "SERVED", {"qwen3": ServedModel(title="Q", family="q")})
+    chosen = model("qwen3")
+    assert problems_of(chosen) == []
+    (problem,) = problems_of(chosen | {"model.backend": "mcore"})
+    assert problem.endswith(
+        "model.backend: 'mcore', but Q has no weight map to megatron-core yet; "
+        "use model.backend: hf"
+    )
+
+
+def test_a_family_that_one_attention_alone_can_run(problems_of, model, monkeypatch):
+    served = ServedModel(
+        title="Q", family="q", attention=OnlyAttention(("segments",), "images look both ways")
+    )
+    monkeypatch.setattr(capability_rules, "SERVED", {"qwen3": served})
+    chosen = model("qwen3")
+    for name in ("auto", "segments"):
+        assert problems_of(chosen | {"model.attention": name}) == []
+    (problem,) = problems_of(chosen | {"model.attention": "flash_attn"})
+    assert "model.attention: 'flash_attn' cannot run Q: images look both ways; use auto or " in (
+        problem
+    )
+
+
+def test_a_feature_beyond_a_family(problems_of, model, monkeypatch):
+    limits = {"online": Limit("its rows have one length", "use in_batch")}
+    limits["CP"] = Limit("its images are not cut")
+    served = ServedModel(title="Q", family="q", engines=("hf", "mcore"), limits=limits)
+    monkeypatch.setattr(capability_rules, "SERVED", {"qwen3": served})
+    chosen = model("qwen3") | {"model.backend": "mcore"}
+    assert problems_of(chosen) == []
+    both = problems_of(chosen | ASKS["online"] | ASKS["CP"])
+    assert "packing.mode: 'online', but Q cannot: its rows have one length; use in_batch" in (
+        both[0] + both[1]
+    )
+    assert any("parallelism.context: 2, but Q cannot: its images are not cut" in p for p in both)
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+def test_refused_models_are_problems_of_the_recipe(problems_of, model, backend):
+    (problem,) = problems_of(model("qwen3_next") | {"model.backend": backend})
+    assert "model.path: " in problem
+    assert "Qwen3-Next (model_type 'qwen3_next') cannot be trained: its GatedDeltaNet" in problem
+    assert "megatron-core 0.18" in problem
+    (problem,) = problems_of(model("qwen2", num_mtp_layers=1) | {"model.backend": backend})
+    assert "multi-token prediction (num_mtp_layers 1)" in problem
+    (problem,) = problems_of(model("qwen9") | {"model.backend": backend})
+    assert "no family of this version serves model_type 'qwen9'; did you mean 'qwen" in problem
+
+
+def test_adapters_need_peft(problems_of, model, monkeypatch):
+    absent = TESTED | {"peft": None}
+    monkeypatch.setattr(capability_rules, "installed_versions", lambda: absent)
+    chosen = model("qwen2_vl")
+    assert problems_of(chosen) == []
+    (problem,) = problems_of(chosen | ASKS["LoRA"])
+    assert "trainable.language: 'lora' needs peft, which is not installed" in problem
+
+
+def test_a_folder_without_a_model_type_is_left_to_whoever_loads_it(problems_of, model, tmp_path):
+    chosen = model("qwen2")
+    (tmp_path / "config.json").write_text('{"model_type": 3}')
+    assert problems_of(chosen) == []
+    (tmp_path / "config.json").unlink()
+    assert problems_of(chosen) == []
+
+
+def test_all_that_is_wrong_comes_together_with_lines(problems_of, model, write, tmp_path):
+    from vlmpack.errors import RecipeError
+    from vlmpack.recipe import load_recipe
+
+    folder = model("glm4_moe")["model.path"]
+    text = f"model:\n  path: {folder}\n  atention: auto\noptim: {{lr: 1e-3}}\n"
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(write(text))
+    assert not any("GLM" in problem for problem in caught.value.problems)
+    path = write(text.replace("  atention: auto\n", ""))
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path)
+    (named,) = (problem for problem in caught.value.problems if "GLM-4.5" in problem)
+    assert named.startswith(f"{path}:2: model.path: ")
+    assert len(caught.value.problems) > 1

@@ -1,0 +1,89 @@
+"""What is trained has to fit the model, and the packages that are there."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from vlmpack.recipe import load_recipe, trainable_rules
+
+LORA = {"trainable.language": "lora"}
+NF4 = LORA | {"trainable.lora.quantize": "nf4"}
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A model folder with this config.json."""
+
+    def make(**config):
+        folder = tmp_path / "models" / "tiny"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        return tmp_path
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"trainable.vision": "frozen"}, "trainable.vision: 'frozen', but models/tiny is a lang"),
+        ({"trainable.projector": "lora"}, "trainable.projector: 'lora', but models/tiny is"),
+        ({"trainable.language": "frozen"}, "so nothing would be trained"),
+        ({"optim.vision_lr": 1e-4}, "optim.vision_lr: 0.0001, but models/tiny is a language"),
+    ],
+)
+def test_a_language_model_alone_has_one_component(model, problems_of, overrides, message):
+    alone = model(model_type="qwen3")
+    assert [message in problem for problem in problems_of(overrides, base_dir=alone)] == [True]
+    seeing = model(model_type="qwen3_vl", vision_config={})
+    assert problems_of(overrides, base_dir=seeing) == []
+
+
+def test_a_language_model_alone_takes_adapters(model, problems_of):
+    assert problems_of(LORA, base_dir=model(model_type="qwen3")) == []
+
+
+def test_four_bits_need_their_package(problems_of, monkeypatch):
+    monkeypatch.setattr(trainable_rules.util, "find_spec", lambda name: None)
+    assert problems_of(NF4) == [
+        "trainable.lora.quantize: 'nf4' needs bitsandbytes, which is not installed; pip install "
+        "'vlmpack[qlora]' on a machine with a CUDA GPU, or use none"
+    ]
+    monkeypatch.setattr(trainable_rules.util, "find_spec", lambda name: object())
+    assert problems_of(NF4) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"trainable.lora.rank": 0}, "trainable.lora.rank: expected an integer >= 1, found 0"),
+        ({"trainable.lora.dropout": 1.0}, "trainable.lora.dropout: expected a number"),
+        ({"trainable.vision": "freeze"}, "'freeze' is not one of frozen, full, lora"),
+        ({"trainable.tower": "frozen"}, "unknown key"),
+        ({"optim.vision_lr": 0.0}, "optim.vision_lr: expected a number > 0"),
+        (LORA | {"trainable.lora.targets": "linear"}, "trainable.lora.targets: expected"),
+        (LORA | {"trainable.lora.targets": [3]}, "trainable.lora.targets"),
+    ],
+)
+def test_values_that_are_none(problems_of, overrides, message):
+    problems = problems_of(overrides)
+    assert len(problems) == 1
+    assert message in problems[0]
+
+
+def test_a_recipe_with_adapters_survives_its_own_dump(minimal):
+    from vlmpack.recipe import dump_recipe
+    from vlmpack.recipe.yaml_nodes import parse_yaml
+
+    targets = {"trainable.lora.targets": ["q_proj", "self_attn.o_proj"]}
+    recipe = load_recipe(minimal, LORA | targets)
+    assert recipe.trainable.lora.targets == ("q_proj", "self_attn.o_proj")
+    assert recipe.trainable.uses("lora") == ("language",)
+    assert load_recipe(parse_yaml(dump_recipe(recipe), "").root) == recipe
+
+
+def test_learning_rates_of_components(minimal):
+    optim = load_recipe(minimal, {"optim.vision_lr": 1e-5}).optim
+    assert (optim.peak("vision"), optim.peak("projector")) == (1e-5, 1e-3)

@@ -1,0 +1,97 @@
+"""The checks of `vlmpack verify` on samples that tests choose, without a data split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.engines import single_rank
+from support.shards import SHARD, RawSample
+
+from vlmpack.families import Encoder
+from vlmpack.packing import EncodedSample, PackCollator
+from vlmpack.recipe import Recipe, load_recipe
+from vlmpack.training.verify import Check
+from vlmpack.training.verify.engine import as_it_was, verified_recipe
+from vlmpack.training.verify.numbers import ReferenceRuns
+from vlmpack.training.verify.row import make_row
+from vlmpack.training.verify.run import check_rows
+
+
+def recipe_for(folder: Path, **overrides: Any) -> Recipe:
+    """A recipe on a model folder; `trainable__vision="frozen"` sets a field."""
+    settings = {
+        "model": {"path": str(folder), "attention": "segments"},
+        "data": {"train": str(SHARD), "num_workers": 0},
+        "packing": {"mode": "in_batch"},
+        "training": {
+            "micro_batch_size": 2,
+            "global_batch_size": 2,
+            "seq_length": 2048,
+            "max_steps": 1,
+        },
+        "optim": {"lr": 1e-4},
+        "run_dir": "unused",
+    }
+    recipe = load_recipe(settings)
+    return load_recipe(recipe, {name.replace("__", "."): v for name, v in overrides.items()})
+
+
+@dataclass
+class Subject:
+    """A model folder and some samples."""
+
+    folder: Path
+    raw: list[RawSample]
+    dtype: torch.dtype = torch.float32
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """Assistant-only labels."""
+        return Encoder(self.folder)
+
+    @cached_property
+    def samples(self) -> list[EncodedSample]:
+        """Encoded by vlmpack."""
+        return [self.encoder.encode(sample.cooked()) for sample in self.raw]
+
+    @cached_property
+    def reference(self) -> ReferenceRuns:
+        """The stock model's runs."""
+        with as_it_was():
+            return ReferenceRuns.make(
+                self.encoder,
+                self.samples,
+                torch.device("cpu"),
+                dtype=self.dtype,
+                half_weights=False,
+            )
+
+    def collator(self, alignment: int = 8) -> PackCollator:
+        """As a recipe's, with gaps."""
+        return PackCollator(
+            pad_token_id=self.encoder.pad_token_id,
+            num_position_axes=self.encoder.num_position_axes,
+            pad_to_multiple_of=alignment,
+            total_multiple_of=alignment,
+        )
+
+    def checks(self, collator: Any = None, **overrides: Any) -> dict[str, Check]:
+        """Of all samples in one row, by name."""
+        collator = collator if collator is not None else self.collator()
+        recipe = verified_recipe(recipe_for(self.folder, **overrides), self.encoder, self.dtype)
+        row = make_row(collator, self.samples, range(len(self.samples)))
+        with as_it_was():
+            found, _ = check_rows(
+                recipe, single_rank(), self.encoder, collator, [row], self.reference
+            )
+        assert len({check.name for check in found}) == len(found)
+        return {check.name: check for check in found}
+
+
+def failed(checks: dict[str, Check]) -> set[str]:
+    """Names of those that fail."""
+    return {name for name, check in checks.items() if check.fails}

@@ -1,0 +1,48 @@
+"""`vlmpack verify` passes on every registered family's tiny model, and shows every row it should."""
+
+from __future__ import annotations
+
+import pytest
+from support.families import FAMILIES, ROUTED, TEXT_FAMILIES, tiny_family_folder
+from support.shards import mixed_samples, text_samples
+from support.verified import Subject, failed
+
+QUICK = {"qwen2_5_vl", "qwen3"}
+
+ALWAYS = {
+    "boundaries",
+    "labels and loss mask",
+    "positions",
+    "language model: each layer's output",
+    "loss of each sample",
+    "logits of each sample",
+    "gradients: language model",
+    "leak test",
+    "frozen parameters stay",
+    "trained components learn",
+}
+WITH_IMAGES = {
+    "pixels in order",
+    "tower: features",
+    "projector: features",
+    "gradients: tower",
+    "gradients: projector",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in FAMILIES],
+)
+def test_it_passes_on_every_family(name, tmp_path):
+    raw = text_samples()[:3] if name in TEXT_FAMILIES else mixed_samples()[:4]
+    subject = Subject(tiny_family_folder(name, tmp_path), raw)
+    checks = subject.checks()
+    for check in checks.values():
+        print(f"{check.status:<6}{check.name:<40}{check.measured} {check.bound} {check.noise} "
+              f"{check.detail}")
+    assert failed(checks) == set()
+    assert set(checks) == ALWAYS | (set() if name in TEXT_FAMILIES else WITH_IMAGES)
+    assert {check.status for check in checks.values()} == {"pass"}
+    assert (checks["leak test"].bound == 0.0) == (name not in ROUTED)
+    assert checks["gradients: language model"].measured > 0, "two runs, not one compared with itself"

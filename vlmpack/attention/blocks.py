@@ -1,0 +1,112 @@
+"""Masks of segments in which the tokens of an image see one another in both directions.
+
+One segment with a block of three tokens; a row is a query, 1 what it sees:
+
+    a b I I I c             with a window of 3
+    1 . . . . .             1 . . . . .
+    1 1 . . . .             1 1 . . . .
+    1 1 1 1 1 .             1 1 1 1 1 .
+    1 1 1 1 1 .             . 1 1 1 1 .
+    1 1 1 1 1 .             . . 1 1 1 .
+    1 1 1 1 1 1             . . . 1 1 1
+
+A window takes away what lies that many tokens back or more, inside a block too, and nothing that
+lies ahead: window AND (causal OR same block), the rule of `create_masks_for_vision_model` in
+transformers' Gemma 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from vlmpack.packing.batch import Span
+
+
+class BlockMasks:
+    """The masks of one micro-batch, each made when a layer first asks for it and read by the rest.
+
+    Args:
+        segment_lengths: physical lengths of the row's segments, or the widths of padded rows.
+        blocks: where blocks lie in the flattened row, in order.
+        device: of the queries. Masks are made there from host integers; nothing is read back.
+
+    Raises:
+        ValueError: a block that is not inside one segment.
+    """
+
+    def __init__(
+        self, segment_lengths: Sequence[int], blocks: Sequence[Span], device: torch.device
+    ) -> None:
+        self.lengths = tuple(segment_lengths)
+        self.of_segment = _by_segment(self.lengths, blocks)
+        self._device = device
+        self._made: dict[tuple[int, tuple[Span, ...], int | None], Tensor] = {}
+        self._rows: dict[int | None, Tensor | None] = {}
+
+    def mask(self, length: int, blocks: tuple[Span, ...], window: int | None) -> Tensor | None:
+        """(length, length) bool, True where a query (row) sees a key; None where plain causal
+        attention is the same.
+
+        Args:
+            length: of the segment.
+            blocks: an entry of `of_segment`, counted from the segment's start.
+            window: sliding window in tokens, the token itself included; None for none.
+        """
+        if window is not None and window >= length:
+            window = None
+        if not blocks and window is None:
+            return None
+        made = self._made.get((length, blocks, window))
+        if made is None:
+            made = torch.ones(length, length, dtype=torch.bool, device=self._device).tril_()
+            for start, stop in blocks:
+                made[start:stop, start:stop] = True
+            if window is not None:
+                made.triu_(1 - window)
+            self._made[length, blocks, window] = made
+        return made
+
+    def rows(self, window: int | None) -> Tensor | None:
+        """(B, 1, S, S) bool masks of padded rows; None where plain causal attention is the same."""
+        if window not in self._rows:
+            self._rows[window] = self._stacked(window)
+        return self._rows[window]
+
+    def _stacked(self, window: int | None) -> Tensor | None:
+        masks = [
+            self.mask(length, blocks, window)
+            for length, blocks in zip(self.lengths, self.of_segment, strict=True)
+        ]
+        if all(mask is None for mask in masks):
+            return None
+        width = self.lengths[0]
+        causal = torch.ones(width, width, dtype=torch.bool, device=self._device).tril_()
+        return torch.stack([causal if mask is None else mask for mask in masks])[:, None]
+
+
+def _by_segment(lengths: Sequence[int], blocks: Sequence[Span]) -> tuple[tuple[Span, ...], ...]:
+    """The blocks of each segment, counted from its start."""
+    found: list[tuple[Span, ...]] = []
+    place = 0
+    for start, end in zip((0, *accumulate(lengths)), accumulate(lengths), strict=False):
+        inside: list[Span] = []
+        while place < len(blocks) and blocks[place][0] < end:
+            first, stop = blocks[place]
+            if first < start or stop > end:
+                raise ValueError(
+                    f"an image's tokens, slots {first} to {stop - 1}, are not inside one segment: "
+                    f"the nearest is {start} to {end - 1}"
+                )
+            inside.append((first - start, stop - start))
+            place += 1
+        found.append(tuple(inside))
+    if place < len(blocks):
+        raise ValueError(
+            f"an image's tokens start at slot {blocks[place][0]}, behind the row's "
+            f"{sum(lengths)} slots"
+        )
+    return tuple(found)

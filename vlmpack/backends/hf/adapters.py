@@ -1,0 +1,269 @@
+"""Adapters by peft: where they go, what of them is saved, and weights with their update merged.
+
+peft freezes a whole model when it puts adapters into it, so what is trained is settled afterwards,
+for every parameter (`apply_policy`). The model keeps its class and its attribute paths; an adapted
+linear layer `x` becomes `x.base_layer` with `x.lora_A.default` and `x.lora_B.default` beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmpack.backends.policy import COMPONENTS, LoraSettings, TrainingPolicy, component_of
+from vlmpack.errors import CapabilityError
+from vlmpack.families import ModulePaths
+
+ADAPTER = "default"
+"""peft's name for the one adapter of a run."""
+
+BASE = ".base_layer."
+PREFIX = "base_model.model."
+"""In front of every name in an adapter's file: peft's wrapper around a model."""
+
+
+def apply_policy(
+    model: Any, paths: ModulePaths, policy: TrainingPolicy, *, compute_dtype: torch.dtype
+) -> None:
+    """Put adapters into a model, and say of each of its parameters whether it is trained.
+
+    Args:
+        model: transformers', on CPU.
+        paths: where its parts live.
+        policy: what is trained.
+        compute_dtype: that 4-bit weights are unpacked to.
+
+    Raises:
+        CapabilityError: a target that no linear layer answers to, or a component without any.
+    """
+    if policy.lora is not None:
+        add_adapters(model, paths, policy, compute_dtype=compute_dtype)
+    set_trainable(model, paths, policy)  # last: peft has frozen everything
+
+
+def set_trainable(model: nn.Module, paths: ModulePaths, policy: TrainingPolicy) -> None:
+    """`requires_grad` of every parameter."""
+    for name, parameter in model.named_parameters():
+        trains = policy.of_parameter(name, parameter.ndim, paths).trains
+        if parameter.is_floating_point():  # 4-bit weights are bytes
+            parameter.requires_grad_(trains)
+        else:
+            assert not trains
+
+
+def add_adapters(
+    model: Any, paths: ModulePaths, policy: TrainingPolicy, *, compute_dtype: torch.dtype
+) -> None:
+    """Put peft's layers into a model; raises as `apply_policy`."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    lora = policy.lora
+    assert lora is not None
+    targets = adapter_targets(model, paths, policy)
+    if lora.quantize == "nf4":
+        from vlmpack.backends.hf.quantize import quantize_layers
+
+        quantize_layers(model, targets, compute_dtype=compute_dtype)
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft only divides it
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        use_dora=lora.dora,
+        use_rslora=lora.rslora,
+        bias="none",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(lora.seed)  # ranks that shard the model must begin with the same weights
+        inject_adapter_in_model(config, model, ADAPTER)
+
+
+def adapter_targets(model: Any, paths: ModulePaths, policy: TrainingPolicy) -> list[str]:
+    """Names of the linear layers that get adapters.
+
+    The head gets none: its weight goes into the cross entropy without a call of its layer.
+
+    Args:
+        model: with or without storage.
+
+    Raises:
+        CapabilityError: as `apply_policy`.
+    """
+    lora = policy.lora
+    assert lora is not None
+    head = model.get_output_embeddings()
+    # Layers of a derived class are read by their owners without a call (that of
+    # nn.MultiheadAttention is): an adapter beside them would never be asked.
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module is not head
+        if policy.of(component_of(name, paths)).mode == "lora"
+    ]
+    chosen = [name for name in linear if lora.targets is None or _ends_in(name, lora.targets)]
+    for target in lora.targets or ():
+        if not any(_ends_in(name, (target,)) for name in linear):
+            known = sorted({name.rpartition(".")[2] for name in linear})
+            raise CapabilityError(
+                f"trainable.lora.targets: no linear layer with mode lora ends in {target!r}; "
+                f"there are {', '.join(known) or 'none'}"
+            )
+    for component in COMPONENTS:
+        if policy.of(component).mode == "lora" and not any(
+            component_of(name, paths) == component for name in chosen
+        ):
+            raise CapabilityError(
+                f"trainable.{component}: 'lora', but no linear layer of the {component} "
+                f"{'is there' if lora.targets is None else 'is among trainable.lora.targets'}; "
+                f"use full or frozen for it"
+            )
+    return chosen
+
+
+def _ends_in(name: str, targets: Iterable[str]) -> bool:
+    return any(name == target or name.endswith("." + target) for target in targets)
+
+
+def scaling_of(lora: LoraSettings) -> float:
+    """What B A is multiplied by (2312.03732 for the root)."""
+    return lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
+
+
+def merged_weight(
+    weight: Tensor, a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None
+) -> Tensor:
+    """A linear layer's weight with its adapter inside.
+
+    Args:
+        weight: (out, in).
+        a: (rank, in).
+        b: (out, rank).
+        scaling: of the update.
+        magnitude: (out,) of DoRA, which each row's length becomes (2402.09353, equation 5).
+    """
+    merged = weight + scaling * (b @ a)
+    if magnitude is None:
+        return merged
+    length: Tensor = merged.norm(dim=1)
+    return merged * (magnitude / length)[:, None]
+
+
+def merged_state(state: Mapping[str, Tensor], lora: LoraSettings | None) -> dict[str, Tensor]:
+    """Whole tensors under transformers' names, from those of a model with adapters inside.
+
+    Args:
+        state: names and tensors of the model, 4-bit weights unpacked.
+        lora: the adapters' settings; None where there are none.
+    """
+    if lora is None:
+        return dict(state)
+    merged: dict[str, Tensor] = {}
+    for name, value in state.items():
+        layer, base, kind = name.partition(BASE)
+        if not base:
+            if ".lora_" not in name:
+                merged[name] = value
+            continue
+        if kind == "weight":
+            value = merged_weight(
+                value.float(),
+                state[f"{layer}.lora_A.{ADAPTER}.weight"].float(),
+                state[f"{layer}.lora_B.{ADAPTER}.weight"].float(),
+                scaling_of(lora),
+                state.get(f"{layer}.lora_magnitude_vector.{ADAPTER}.weight"),
+            ).to(value.dtype)
+        merged[f"{layer}.{kind}"] = value
+    return merged
+
+
+def save_adapter(
+    model: Any,
+    state: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    in_full: Sequence[str],
+    base: str,
+) -> None:
+    """Write adapter_config.json and adapter_model.safetensors, as peft reads them.
+
+    Components that were trained in full are in there as peft's `modules_to_save`.
+
+    Args:
+        model: with adapters inside.
+        state: its whole tensors.
+        folder: made if missing.
+        in_full: modules that were trained in full, from `modules_in_full`.
+        base: the model folder, for the record.
+    """
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    config = model.peft_config[ADAPTER]
+    tensors = get_peft_model_state_dict(
+        model, state_dict=dict(state), adapter_name=ADAPTER, save_embedding_layers=False
+    )
+    for module in in_full:
+        tensors |= {name: v for name, v in state.items() if name.startswith(module + ".")}
+    written = {PREFIX + name: value.contiguous().clone() for name, value in tensors.items()}
+    fields = {
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "modules_to_save": list(in_full) or None,
+        "target_modules": sorted(config.target_modules),  # a set has no order to write down
+        "auto_mapping": {
+            "base_model_class": type(model).__name__,
+            "parent_library": type(model).__module__,
+        },
+    }
+    was = {name: getattr(config, name) for name in fields}
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        for name, value in fields.items():
+            setattr(config, name, value)
+        config.save_pretrained(str(folder))
+    finally:
+        for name, value in was.items():
+            setattr(config, name, value)
+    save_file(written, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
+
+
+def modules_in_full(model: nn.Module, paths: ModulePaths, policy: TrainingPolicy) -> list[str]:
+    """The largest modules that hold parameters trained in full and no adapter.
+
+    Raises:
+        CapabilityError: such a parameter beside an adapter in one module, which peft's format has
+            no place for.
+    """
+    trained = {
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if ".lora_" not in name and policy.of_parameter(name, parameter.ndim, paths).trains
+    }
+    found: list[str] = []
+
+    def visit(prefix: str, module: nn.Module) -> None:
+        own = {f"{prefix}.{name}" if prefix else name for name, _ in module.named_parameters()}
+        if not own & trained:
+            return
+        holds_adapter = any(".lora_" in name for name in own)
+        can_wrap = not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and prefix
+        if can_wrap and not holds_adapter and own <= trained:
+            found.append(prefix)
+            return
+        for name, _ in module.named_parameters(recurse=False):
+            full = f"{prefix}.{name}" if prefix else name
+            if full in trained:
+                raise CapabilityError(
+                    f"{full} was trained beside adapters of the same module; peft's adapter "
+                    f"format has no place for it. The merged model has: vlmpack export --merge"
+                )
+        for name, child in module.named_children():
+            visit(f"{prefix}.{name}" if prefix else name, child)
+
+    visit("", model)
+    return found

@@ -1,0 +1,133 @@
+"""Whether a folder's weights fit its config.json, from the headers of the files: nothing is read.
+
+transformers itself loads tensors without values (on the meta device), so names that are changed on
+load, tied weights and experts that are fused are judged by what will really load them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from vlmpack.errors import ModelError
+from vlmpack.families import family_of
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def check_weights(folder: Path) -> None:
+    """Raise unless loading the folder will find every weight, in its shape, and no others.
+
+    Raises:
+        ModelError: no weights, a damaged or missing file, a weight that is missing, left over or
+            of the wrong shape.
+        CapabilityError: no family serves its model_type.
+    """
+    from transformers import AutoConfig
+
+    state = {name: tensor for path in weight_files(folder) for name, tensor in _headers(path)}
+    auto = family_of(folder).auto_class()
+    try:
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        model_class = auto._model_mapping[type(config)]
+        with _quiet():
+            loaded: Any = model_class.from_pretrained(
+                None,
+                config=config,
+                state_dict=state,
+                device_map="meta",
+                dtype=torch.float32,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below
+            )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"model.path: {folder} cannot be loaded: {error}") from error
+    except (NotImplementedError, RuntimeError):
+        return  # a conversion that needs values; the load itself will tell
+    raise_misfits(folder, loaded[1])
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that transformers loads.
+
+    Raises:
+        ModelError: there are none, or one that the index lists is missing.
+    """
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    index = folder / INDEX
+    if not index.is_file():
+        raise ModelError(
+            f"model.path: {folder} has no weights; expected {SINGLE}, or {INDEX} and the files "
+            f"that it lists, beside config.json"
+        )
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(f"model.path: {index} is no index of weights: {error!r}") from error
+    absent = sorted(name for name in names if not (folder / name).is_file())
+    if absent:
+        raise ModelError(
+            f"model.path: {folder} lacks {len(absent)} of the {len(names)} weight files that "
+            f"{INDEX} lists: {_first(absent)}"
+        )
+    return sorted(folder / name for name in names)
+
+
+def raise_misfits(folder: Path, info: Mapping[str, Any]) -> None:
+    """Raise ModelError for what transformers says was missing, left over or of another shape."""
+    problems = [
+        f"{kind.replace('_', ' ')}: {_first(sorted(map(str, info[kind])))}"
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        if info.get(kind)
+    ]
+    if problems:
+        raise ModelError(
+            f"model.path: the weights in {folder} do not fit its config.json "
+            f"({'; '.join(problems)})"
+        )
+
+
+def _headers(path: Path) -> list[tuple[str, Tensor]]:
+    """Names and shapes, as tensors without values.
+
+    Raises:
+        ModelError: the file is damaged, cut off, or no safetensors file.
+    """
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            return [
+                (name, torch.empty(file.get_slice(name).get_shape(), device="meta"))
+                for name in file.keys()  # noqa: SIM118
+            ]
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"model.path: {path} is damaged or cut off ({path.stat().st_size:,} bytes): {error}"
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' bar, and its report that missing weights were made up."""
+    from transformers.utils import logging
+
+    verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bar:
+            logging.enable_progress_bar()
+
+
+def _first(names: list[str]) -> str:
+    return f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"

@@ -1,0 +1,123 @@
+"""What a rank holds of parameters and moments: boxes for checkpoints, and whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from vlmpack.backends.hf.sharding import local_slice, spread_by_size
+from vlmpack.backends.policy import ComponentCount, component_of
+from vlmpack.backends.slices import Kind, ReadSlice, TensorSlice
+from vlmpack.distributed import Ranks
+from vlmpack.families import ModulePaths
+
+MOMENTS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")
+
+Named = Sequence[tuple[str, nn.Parameter]]
+
+
+def owned_slices(
+    parameters: Named, optimizer: torch.optim.Optimizer, ranks: Ranks, *, moments: bool
+) -> Iterator[tuple[Kind, TensorSlice, Tensor]]:
+    """Shards of this rank, and its part of the parameters that every rank holds."""
+    sizes = {name: p.numel() for name, p in parameters if not isinstance(p, DTensor)}
+    owners = spread_by_size(sizes, ranks.world_size)
+    for name, parameter in parameters:
+        box = local_slice(name, parameter)
+        if 0 in box.lengths or owners.get(name, ranks.rank) != ranks.rank:
+            continue
+        yield "model", box, local_part(parameter)
+        if moments:
+            held = optimizer.state.get(parameter, {})
+            for kind in MOMENTS:  # AdamW makes none for a parameter without a gradient
+                value = held.get(kind)
+                yield kind, box, local_part(torch.zeros_like(parameter) if value is None else value)
+
+
+def load_slices(
+    parameters: Named,
+    optimizer: torch.optim.Optimizer,
+    read: ReadSlice,
+    *,
+    optimizer_steps: int,
+    device: torch.device,
+) -> None:
+    """Copy each box into what this rank holds of the parameter and its moments."""
+    optimizer.state.clear()
+    for name, parameter in parameters:
+        box = local_slice(name, parameter)
+        _fill(parameter, read("model", box))
+        if optimizer_steps == 0:
+            continue
+        # A fused AdamW keeps its step count beside the weights, the plain one on the CPU.
+        home = device if optimizer.defaults["fused"] else "cpu"
+        state: dict[str, Tensor] = {"step": torch.tensor(float(optimizer_steps), device=home)}
+        for kind in MOMENTS:
+            state[kind] = torch.zeros_like(parameter, requires_grad=False)
+            _fill(state[kind], read(kind, box))
+        optimizer.state[parameter] = state
+
+
+def local_part(value: Tensor) -> Tensor:
+    """What this rank holds of a tensor; a view."""
+    data = value.detach()
+    return data.to_local() if isinstance(data, DTensor) else data
+
+
+def _fill(value: Tensor, box: Tensor | None) -> None:
+    """Copy a box into what this rank holds of a tensor; without one it stays as it is."""
+    if box is not None:
+        local_part(value).copy_(box)
+
+
+def whole_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of all parameters, before they are sharded; of 4-bit ones as they were."""
+    for name, parameter in model.named_parameters():
+        packed = getattr(parameter, "quant_state", None)
+        yield name, tuple(parameter.shape if packed is None else packed.shape)
+
+
+def gradient_squares(
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    counts: Sequence[ComponentCount],
+    paths: ModulePaths,
+    device: torch.device,
+) -> Tensor:
+    """(components,) float64: squares of what this rank holds of gradients."""
+    squares = {
+        count.component: torch.zeros((), dtype=torch.float64, device=device) for count in counts
+    }
+    for name, parameter in parameters:
+        if parameter.grad is not None:
+            component = component_of(name, paths)
+            part = local_part(parameter.grad).double()
+            squares[component] = squares[component] + part.square().sum()
+    return torch.stack(list(squares.values()))
+
+
+def whole_state(model: Any, *, keep: bool) -> dict[str, Tensor]:
+    """Every tensor of a model, whole, on CPU, 4-bit weights unpacked. Collective for shards.
+
+    Args:
+        model: transformers', with adapters of peft or without.
+        keep: whether this rank keeps them; the others get an empty dict.
+    """
+    from vlmpack.backends.hf.quantize import unpacked_weights
+
+    state: dict[str, Tensor] = {}
+    unpacked = unpacked_weights(model)
+    for name, value in model.state_dict().items():
+        layer = name.partition(".base_layer.weight")[0] + ".base_layer.weight"
+        if layer in unpacked and name != layer:
+            continue  # how the packed weight is scaled
+        if name in unpacked:
+            value = unpacked[name]()
+        # Collective for shards: every rank takes part, one keeps it.
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        if keep:
+            state[name] = whole.detach().to("cpu", copy=True)
+    return state

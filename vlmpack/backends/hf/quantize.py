@@ -1,0 +1,79 @@
+"""QLoRA (2305.14314): the frozen weights of adapted layers in 4 bits, by bitsandbytes.
+
+Only layers that get an adapter are quantised; the rest of the model stays as it was. A weight that
+was unpacked again is what training saw, so that is what an adapter is merged into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from importlib import util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmpack.errors import CapabilityError
+
+
+def check_quantization(device: torch.device) -> None:
+    """Raise CapabilityError where 4-bit weights cannot be trained beside."""
+    if device.type != "cuda":
+        raise CapabilityError(
+            f"trainable.lora.quantize: 'nf4' needs a CUDA GPU, this run is on {device}; use none"
+        )
+    if util.find_spec("bitsandbytes") is None:
+        raise CapabilityError(
+            "trainable.lora.quantize: 'nf4' needs bitsandbytes, which is not installed; "
+            "pip install 'vlmpack[qlora]'"
+        )
+
+
+def quantize_layers(model: Any, names: Iterable[str], *, compute_dtype: torch.dtype) -> None:
+    """Replace linear layers by 4-bit ones; they are packed when they are moved to the GPU.
+
+    Args:
+        model: transformers', in float32 on CPU.
+        names: of the layers.
+        compute_dtype: that weights are unpacked to.
+    """
+    import bitsandbytes as bnb
+
+    for name in names:
+        parent, _, leaf = name.rpartition(".")
+        linear = model.get_submodule(name)
+        packed = bnb.nn.Linear4bit(
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            compute_dtype=compute_dtype,
+            compress_statistics=True,  # double quantisation: about 0.4 bits a weight less
+            quant_type="nf4",
+            device="meta",
+        )
+        packed.weight = bnb.nn.Params4bit(
+            linear.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4"
+        )
+        packed.bias = linear.bias
+        setattr(model.get_submodule(parent), leaf, packed)
+    model.is_loaded_in_4bit = True  # what peft looks at
+
+
+def unpacked_weights(model: Any) -> dict[str, Callable[[], Tensor]]:
+    """By the name of each 4-bit weight, a call that makes it (out, in) in float32 again."""
+    if not getattr(model, "is_loaded_in_4bit", False):
+        return {}
+    import bitsandbytes as bnb
+
+    def unpack(weight: Any) -> Callable[[], Tensor]:
+        def make() -> Tensor:
+            whole: Tensor = bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
+            return whole.float()
+
+        return make
+
+    return {
+        f"{name}.weight": unpack(module.weight)
+        for name, module in model.named_modules()
+        if isinstance(module, bnb.nn.Linear4bit)
+    }

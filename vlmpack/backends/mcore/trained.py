@@ -1,0 +1,69 @@
+"""Which of a stage's parameters are trained: the policy, asked by transformers' names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from vlmpack.backends.mcore.layout import LocalParameter
+from vlmpack.backends.mcore.optimizer import LR_SCALE, MegatronAdamW
+from vlmpack.backends.policy import ComponentCount, TrainingPolicy, component_of
+from vlmpack.errors import CapabilityError
+from vlmpack.families import ModulePaths
+
+
+def refuse_adapters(policy: TrainingPolicy) -> None:
+    """Raise CapabilityError for a policy with LoRA."""
+    if policy.lora is not None:
+        raise CapabilityError(
+            "the mcore engine trains whole weights, no adapters; use model.backend: hf for LoRA"
+        )
+
+
+def mark_trained(
+    parameters: Iterable[LocalParameter], policy: TrainingPolicy, paths: ModulePaths
+) -> None:
+    """Set `requires_grad` of a stage's parameters, and their learning rate's factor.
+
+    The pieces of a parameter (queries, keys and values, say) are of one component.
+    """
+    for local in parameters:
+        parameter = local.parameter
+        said = {
+            policy.of_parameter(piece.box.name, parameter.ndim, paths) for piece in local.pieces
+        }
+        assert len(said) == 1
+        (only,) = said
+        parameter.requires_grad_(only.trains)
+        setattr(parameter, LR_SCALE, only.lr_scale)
+
+
+def gradient_squares(
+    parameters: Iterable[LocalParameter],
+    optimizer: MegatronAdamW,
+    counts: Sequence[ComponentCount],
+    paths: ModulePaths,
+    device: torch.device,
+) -> Tensor:
+    """(components,) float64: squares of the gradients that this rank's main weights have."""
+    squares = {
+        count.component: torch.zeros((), dtype=torch.float64, device=device) for count in counts
+    }
+    for local in parameters:
+        held = optimizer.main_parameter(local.parameter)
+        if held is None or held.weight.grad is None:
+            continue
+        component = component_of(local.pieces[0].box.name, paths)
+        squares[component] = squares[component] + held.weight.grad.double().square().sum()
+    return torch.stack(list(squares.values()))
+
+
+def frozen_tensors(parameters: Iterable[LocalParameter]) -> dict[str, Tensor]:
+    """What a stage holds of frozen parameters, by transformers' name of their first piece."""
+    return {
+        local.pieces[0].box.name: local.parameter.detach()
+        for local in parameters
+        if not local.parameter.requires_grad
+    }

@@ -1,0 +1,230 @@
+"""Which parameters are trained, and how: one policy by component, resolved once from names.
+
+A model has three components. The projector may lie inside the vision tower's module, so its paths
+are looked at first; input embeddings, head and whatever else is neither are the language model's.
+
+An engine asks for every parameter by its name and number of dimensions. A parameter of a component
+that gets adapters (`lora`) is trained where it is an adapter's own, and frozen otherwise.
+
+Weight decay: weights with two or more dimensions decay, biases, norms and other vectors do not,
+in every component. A LoRA matrix is such a weight: decay shrinks the update B A, so it pulls the
+merged weight towards the pretrained one, where decay of a full weight pulls towards zero. DoRA's
+magnitudes are as large as the weights themselves, and vectors: they do not decay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from vlmpack.families.base import ModulePaths
+
+Component = Literal["vision", "projector", "language"]
+Mode = Literal["frozen", "full", "lora"]
+
+COMPONENTS: tuple[Component, ...] = ("vision", "projector", "language")
+
+ADAPTER_MARKS = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.")
+"""What peft puts into the names of the parameters that it adds."""
+
+
+def component_of(name: str, paths: ModulePaths) -> Component:
+    """The component that a parameter (or module) belongs to.
+
+    Args:
+        name: transformers' name of it; with adapters of peft inside, peft's.
+        paths: where the family's parts live.
+    """
+    if any(_is_under(name, path) for path in paths.projectors):
+        return "projector"
+    if paths.vision is not None and _is_under(name, paths.vision):
+        return "vision"
+    return "language"
+
+
+def _is_under(name: str, path: str) -> bool:
+    return name == path or name.startswith(path + ".")
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter was added by peft."""
+    return any(mark in name for mark in ADAPTER_MARKS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSettings:
+    """What peft is asked for; the same in every component that gets adapters.
+
+    Args:
+        rank: of the update.
+        alpha: the update is scaled by alpha / rank, with `rslora` by alpha / sqrt(rank).
+        dropout: share of an adapter's input that is zeroed while training.
+        targets: None for every linear layer, or ends of the names of linear layers.
+        dora: decompose weights into magnitude and direction (2402.09353).
+        rslora: scale by the rank's square root (2312.03732).
+        quantize: hold the frozen weights of adapted layers in 4 bits (QLoRA, 2305.14314).
+        seed: of the adapters' first weights; the same on every rank.
+    """
+
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    targets: tuple[str, ...] | None = None
+    dora: bool = False
+    rslora: bool = False
+    quantize: Literal["none", "nf4"] = "none"
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentPolicy:
+    """How one component is trained.
+
+    Args:
+        mode: frozen, full (all its weights), or lora (adapters beside its frozen weights).
+        lr_scale: its learning rate over that of the schedule, at every step.
+    """
+
+    mode: Mode = "full"
+    lr_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterPolicy:
+    """What happens to one parameter.
+
+    Args:
+        component: it belongs to.
+        trains: whether it is updated.
+        decays: whether weight decay applies to it.
+        lr_scale: its learning rate over that of the schedule.
+    """
+
+    component: Component
+    trains: bool
+    decays: bool
+    lr_scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingPolicy:
+    """What is trained.
+
+    Args:
+        vision, projector, language: by component.
+        lora: of the components with adapters; None where there is none.
+    """
+
+    vision: ComponentPolicy = field(default_factory=ComponentPolicy)
+    projector: ComponentPolicy = field(default_factory=ComponentPolicy)
+    language: ComponentPolicy = field(default_factory=ComponentPolicy)
+    lora: LoraSettings | None = None
+
+    def __post_init__(self) -> None:
+        adapts = any(self.of(component).mode == "lora" for component in COMPONENTS)
+        assert adapts == (self.lora is not None)
+
+    def of(self, component: Component) -> ComponentPolicy:
+        """That of a component."""
+        by_name: Mapping[Component, ComponentPolicy] = {
+            "vision": self.vision,
+            "projector": self.projector,
+            "language": self.language,
+        }
+        return by_name[component]
+
+    def trains(self, component: Component) -> bool:
+        """Whether anything of a component is updated."""
+        return self.of(component).mode != "frozen"
+
+    def of_parameter(self, name: str, ndim: int, paths: ModulePaths) -> ParameterPolicy:
+        """That of a parameter.
+
+        Args:
+            name: as in `component_of`.
+            ndim: its dimensions.
+            paths: where the family's parts live.
+        """
+        component = component_of(name, paths)
+        policy = self.of(component)
+        wanted: Mode = "lora" if is_adapter(name) else "full"
+        return ParameterPolicy(
+            component=component,
+            trains=policy.mode == wanted,
+            decays=ndim >= 2 and ".lora_magnitude_vector." not in name,
+            lr_scale=policy.lr_scale,
+        )
+
+
+EVERYTHING = TrainingPolicy()
+"""Every weight is trained, at the learning rate of the schedule."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentCount:
+    """What a policy comes to in one component of a model.
+
+    Args:
+        component: its name.
+        mode: how it is trained.
+        lr_scale: its learning rate over that of the schedule.
+        parameters: elements, those of adapters included.
+        trained: those of them that are updated.
+        tensors: number of updated parameters.
+        decayed: those of the updated elements that decay.
+    """
+
+    component: Component
+    mode: Mode
+    lr_scale: float
+    parameters: int
+    trained: int
+    tensors: int
+    decayed: int
+
+
+def count_components(
+    shapes: Iterable[tuple[str, tuple[int, ...]]], policy: TrainingPolicy, paths: ModulePaths
+) -> list[ComponentCount]:
+    """One entry for each component that the model has.
+
+    Args:
+        shapes: names and whole shapes of all parameters, each once, adapters included.
+        policy: what is trained.
+        paths: where the family's parts live.
+    """
+    totals: dict[Component, list[int]] = {}
+    for name, shape in shapes:
+        said = policy.of_parameter(name, len(shape), paths)
+        size = 1
+        for length in shape:
+            size *= length
+        total = totals.setdefault(said.component, [0, 0, 0, 0])
+        total[0] += size
+        if said.trains:
+            total[1] += size
+            total[2] += 1
+            total[3] += size if said.decays else 0
+    return [
+        ComponentCount(
+            component=component,
+            mode=policy.of(component).mode,
+            lr_scale=policy.of(component).lr_scale,
+            parameters=totals[component][0],
+            trained=totals[component][1],
+            tensors=totals[component][2],
+            decayed=totals[component][3],
+        )
+        for component in COMPONENTS
+        if component in totals
+    ]
+
+
+def describe_counts(counts: Iterable[ComponentCount]) -> str:
+    """One line: `vision frozen, projector full, language lora (r 16); 1,234 of 5,678 trained`."""
+    counts = list(counts)
+    modes = ", ".join(f"{count.component} {count.mode}" for count in counts)
+    trained = sum(count.trained for count in counts)
+    total = sum(count.parameters for count in counts)
+    return f"{modes}; {trained:,} of {total:,} parameters ({trained / max(1, total):.2%})"

@@ -1,0 +1,21 @@
+"""Activation checkpointing of a transformers model."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+
+def recompute_layers(model: Any) -> None:
+    """Recompute each layer in the backward pass.
+
+    transformers then makes the output of every embedding, that of patches too, ask for a gradient,
+    which reentrant checkpoints need. Ours are not, and a frozen tower would be recomputed for
+    nothing: its blocks record no graph as long as nothing in front of them asks for a gradient.
+    """
+    with warnings.catch_warnings():
+        # transformers 5.17 has this name alone; newer ones rename it and keep it until 6.
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if getattr(model, "_require_grads_hook", None) is not None:
+        model.disable_input_require_grads()

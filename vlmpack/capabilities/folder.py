@@ -1,0 +1,50 @@
+"""A model folder -> the line that serves it, from its config.json alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from vlmpack.capabilities.refused import refusal
+from vlmpack.capabilities.served import SERVED
+from vlmpack.errors import CapabilityError, ModelError
+
+
+def served_model_type(folder: Path) -> str:
+    """The model_type of a folder, a key of `SERVED`.
+
+    Raises:
+        ModelError: the folder or its config.json is missing or unreadable.
+        CapabilityError: no family serves it; the message says why.
+    """
+    config = read_config(folder)
+    why = refusal(config)
+    if why is not None:
+        raise CapabilityError(f"model.path: {folder}: {why}")
+    model_type = config["model_type"]
+    assert isinstance(model_type, str) and model_type in SERVED
+    return model_type
+
+
+def read_config(folder: Path) -> Mapping[str, object]:
+    """The content of config.json.
+
+    Raises:
+        ModelError: the folder or its config.json is missing or unreadable.
+    """
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise ModelError(
+            f"model.path: {folder} is not a folder; expected a model in transformers format "
+            f"(config.json, *.safetensors, tokenizer and processor files)"
+        )
+    if not path.is_file():
+        raise ModelError(f"model.path: {folder} has no config.json; it is no transformers model")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.path: {path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"model.path: {path} holds no JSON object, so it names no model_type")
+    return content

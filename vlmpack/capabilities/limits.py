@@ -1,0 +1,74 @@
+"""Features, engines, and what an engine cannot do whatever the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Engine = Literal["hf", "mcore"]
+Feature = Literal[
+    "in_batch", "online", "offline", "CP", "TP", "SP", "PP", "EP", "LoRA", "DPO", "CUDA graphs"
+]
+
+ENGINES: tuple[Engine, ...] = get_args(Engine)
+FEATURES: tuple[Feature, ...] = get_args(Feature)
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Why something cannot be done.
+
+    Args:
+        reason: a phrase.
+        would_do: the knob, package or version with which it can be done; empty where none is known.
+    """
+
+    reason: str
+    would_do: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason}; {self.would_do}" if self.would_do else self.reason
+
+
+@dataclass(frozen=True, slots=True)
+class OnlyAttention:
+    """The implementations of packed attention that can run a model, where not all can.
+
+    Args:
+        names: values of `model.attention`, beside `auto`.
+        reason: why not the others.
+    """
+
+    names: tuple[str, ...]
+    reason: str
+
+
+NO_EXPERTS = Limit("has no experts")
+
+NOT_ON_MCORE = Limit("has no weight map to megatron-core yet", "use model.backend: hf")
+
+_NEEDS_MCORE = Limit("needs model.backend: mcore")
+_NO_DPO = Limit("no preference loss is built yet")
+_NO_GRAPHS = Limit(
+    "no graph is captured yet",
+    "rows of one fixed shape, which a graph needs, are there: packing.pad_to_max_length",
+)
+
+ENGINE_LIMITS: Mapping[Engine, Mapping[Feature, Limit]] = {
+    "hf": {
+        "CP": _NEEDS_MCORE,
+        "TP": _NEEDS_MCORE,
+        "SP": _NEEDS_MCORE,
+        "PP": _NEEDS_MCORE,
+        "EP": _NEEDS_MCORE,
+        "DPO": _NO_DPO,
+        "CUDA graphs": _NO_GRAPHS,
+    },
+    "mcore": {
+        "LoRA": Limit("needs model.backend: hf"),
+        "DPO": _NO_DPO,
+        "CUDA graphs": _NO_GRAPHS,
+    },
+}
+"""What an engine cannot do with any model."""

@@ -1,0 +1,232 @@
+"""Model families that are refused by name, and configs that are refused by rule, with the reason.
+
+What is said of transformers here was read in the sources of 5.23; `tests/families` checks it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vlmpack.capabilities.limits import Limit
+from vlmpack.capabilities.served import SERVED, nearest
+
+LANGUAGE_SECTIONS = ("text_config", "llm_config", "language_config")
+"""Where the config.json of a vision-language model keeps its language model's."""
+
+PREDICTION_LAYERS = (
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "mtp_num_layers",
+    "mtp_num_hidden_layers",
+)
+"""Keys that count the layers of multi-token prediction."""
+
+SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+"""Keys of a tanh on the scores of attention or of the head."""
+
+LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")
+"""Keys that list what each layer of the decoder is."""
+
+PACKABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
+"""Kinds of layers that stop at the ends of packed samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A family that is refused by name.
+
+    Args:
+        title: what people call it.
+        model_types: values of `model_type` in its config.json files.
+        limit: why, and what would do.
+        alone: whether it has a line of its own where families with the same reason share one.
+    """
+
+    title: str
+    model_types: tuple[str, ...]
+    limit: Limit
+    alone: bool = False
+
+
+_STATE = "layers carry state over the ends of packed samples"
+_TORCH = "which the torch code of transformers 5.23 cannot reset"
+_UNTOLD = "and transformers 5.23 does not tell them where samples end"
+_NONE = "no version that would do is known"
+
+_DELTA_KERNELS = (
+    "would do: the CUDA kernels of flash-linear-attention (cu_seqlens) and causal-conv1d (seq_idx)"
+)
+_GATED_DELTA_NET = Limit(
+    f"its GatedDeltaNet {_STATE}, {_TORCH}",
+    f"{_DELTA_KERNELS}, or megatron-core 0.18; vlmpack uses neither yet",
+)
+_KIMI_DELTA = Limit(
+    f"its Kimi Delta Attention {_STATE}, {_TORCH}",
+    f"{_DELTA_KERNELS}; vlmpack does not use them yet",
+)
+_MAMBA = Limit(f"its Mamba {_STATE}, {_UNTOLD}", _NONE)
+_MAMBA_2 = Limit(
+    f"its Mamba-2 {_STATE}, {_TORCH}",
+    "would do: the CUDA kernels of mamba-ssm and causal-conv1d (seq_idx); vlmpack does not use "
+    "them yet",
+)
+_SHORT_CONVOLUTION = Limit(
+    f"its short convolutions reach over the ends of packed samples, {_TORCH}",
+    "would do: the CUDA kernel of causal-conv1d (seq_idx); vlmpack does not use it yet",
+)
+_RECURRENT = Limit(f"its recurrent {_STATE}, {_UNTOLD}", _NONE)
+_CROSS_ATTENTION = Limit(
+    "its text attends to images by cross attention, where vlmpack does not tell the images of one "
+    "packed sample from those of the next",
+    _NONE,
+)
+
+
+def _dropped(what: str) -> Limit:
+    return Limit(
+        f"transformers leaves its multi-token prediction ({what}) out on load, so an export would "
+        "lack it; packed, its targets would cross the ends of samples",
+        _NONE,
+    )
+
+
+def _dropped_too(limit: Limit, what: str) -> Limit:
+    return Limit(
+        f"{limit.reason}; its multi-token prediction ({what}) is left out on load", limit.would_do
+    )
+
+
+_GLM_4_5 = "model.layers.46 or model.layers.92"
+_GLM_4_5V = Limit(
+    f"transformers has no multi-token prediction for it and leaves {_GLM_4_5} out on load, so an "
+    "export would lack what a checkpoint has there",
+    _NONE,
+)
+
+REFUSED: tuple[Refused, ...] = (
+    Refused("Qwen3-Next", ("qwen3_next",), _dropped_too(_GATED_DELTA_NET, "mtp"), alone=True),
+    Refused(
+        "Qwen3.5, Qwen3.5-VL",
+        ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+        _dropped_too(_GATED_DELTA_NET, "mtp"),
+        alone=True,
+    ),
+    Refused("Olmo Hybrid", ("olmo_hybrid",), _dropped_too(_GATED_DELTA_NET, "mtp")),
+    Refused("GLM-4.5", ("glm4_moe",), _dropped(_GLM_4_5), alone=True),
+    Refused("GLM-4.5V", ("glm4v_moe", "glm4v_moe_text"), _GLM_4_5V, alone=True),
+    Refused("GLM-4.7-Flash", ("glm4_moe_lite",), _dropped("model.layers.47")),
+    Refused("DeepSeek-V3", ("deepseek_v3",), _dropped("model.layers.61")),
+    Refused("DeepSeek-V3.2", ("deepseek_v32",), _dropped("model.layers.61")),
+    Refused("Kimi K2.5", ("kimi_k25",), _dropped("model.layers.61")),
+    Refused("MiMo-V2-Flash", ("mimo_v2_flash",), _dropped("model.mtp")),
+    Refused("LongCat-Flash", ("longcat_flash",), _dropped("model.mtp")),
+    Refused("ERNIE 4.5 MoE", ("ernie4_5_moe",), _dropped("mtp")),
+    Refused("Kimi Linear", ("kimi_linear",), _KIMI_DELTA),
+    Refused("Ling 2.5 (hybrid)", ("bailing_hybrid",), _dropped_too(_KIMI_DELTA, "model.layers.42")),
+    Refused("Mamba", ("mamba",), _MAMBA),
+    Refused("Falcon Mamba", ("falcon_mamba",), _MAMBA),
+    Refused("Jamba", ("jamba",), _MAMBA),
+    Refused("Zamba", ("zamba",), _MAMBA),
+    Refused("Mamba-2", ("mamba2",), _MAMBA_2),
+    Refused("Zamba2", ("zamba2",), _MAMBA_2),
+    Refused("Bamba", ("bamba",), _MAMBA_2),
+    Refused("Falcon-H1", ("falcon_h1",), _MAMBA_2),
+    Refused("Nemotron-H", ("nemotron_h", "nemotron_h_omni"), _dropped_too(_MAMBA_2, "mtp")),
+    Refused("Granite 4 (hybrid)", ("granitemoehybrid",), _MAMBA_2),
+    Refused("LFM2", ("lfm2", "lfm2_moe"), _SHORT_CONVOLUTION),
+    Refused("LFM2-VL", ("lfm2_vl",), _SHORT_CONVOLUTION),
+    Refused("LFM3, LFM3-VL", ("lfm3", "lfm3_vl"), _SHORT_CONVOLUTION),
+    Refused("MiniMax-01", ("minimax",), _RECURRENT),
+    Refused("RecurrentGemma", ("recurrent_gemma",), _RECURRENT),
+    Refused("RWKV", ("rwkv",), _RECURRENT),
+    Refused("xLSTM", ("xlstm",), _RECURRENT),
+    Refused("Llama 3.2 Vision", ("mllama", "mllama_text_model"), _CROSS_ATTENTION),
+)
+"""In the order of the page."""
+
+_BY_TYPE: Mapping[str, Refused] = {name: row for row in REFUSED for name in row.model_types}
+
+
+def refusal(config: Mapping[str, object]) -> str | None:
+    """Why no engine can train a model; None where its family serves it.
+
+    Args:
+        config: the content of its config.json.
+    """
+    language = language_config(config)
+    model_type = config.get("model_type")
+    for name in (model_type, language.get("model_type")):
+        if isinstance(name, str) and name in _BY_TYPE:
+            row = _BY_TYPE[name]
+            return f"{row.title} (model_type {name!r}) cannot be trained: {row.limit}"
+    rule = _refused_by_rule(config) or _refused_by_rule(language)
+    if rule is not None:
+        return f"the model (model_type {model_type!r}) cannot be trained: {rule}"
+    if not isinstance(model_type, str) or model_type not in SERVED:
+        near = nearest(model_type) if isinstance(model_type, str) else None
+        meant = f"did you mean {near!r}? " if near else ""
+        return (
+            f"no family of this version serves model_type {model_type!r}; {meant}"
+            f"`vlmpack families` lists what can be trained"
+        )
+    return _other_decoder(model_type, language) or _other_tower(model_type, config)
+
+
+def language_config(config: Mapping[str, object]) -> Mapping[str, object]:
+    """The section of the language model; empty where it has none."""
+    sections = (config.get(key) for key in LANGUAGE_SECTIONS)
+    return next((part for part in sections if isinstance(part, Mapping)), {})
+
+
+def _refused_by_rule(values: Mapping[str, object]) -> Limit | None:
+    """By what its layers are, whatever the model is called."""
+    for key in SOFTCAPS:
+        if values.get(key) is not None:
+            return Limit(f"it caps logits ({key} {values[key]}), which vlmpack does not", _NONE)
+    if values.get("use_bidirectional_attention"):
+        return Limit(
+            "its text attends in both directions (use_bidirectional_attention), so it predicts no "
+            "next token",
+            _NONE,
+        )
+    for key in PREDICTION_LAYERS:
+        count = values.get(key)
+        if isinstance(count, int) and count > 0:
+            return _dropped(f"{key} {count}")
+    for key in LAYER_KINDS:
+        kinds = values.get(key)
+        if not isinstance(kinds, (list, tuple)):
+            continue
+        odd = sorted({str(kind) for kind in kinds} - PACKABLE_LAYERS)
+        if odd:
+            return Limit(
+                f"it has layers of kind {', '.join(odd)} ({key}), and vlmpack cannot tell them "
+                "where a packed sample ends",
+                _NONE,
+            )
+    return None
+
+
+def _other_decoder(model_type: str, language: Mapping[str, object]) -> str | None:
+    """Some classes take any language model; only the tested ones pass."""
+    served = SERVED[model_type]
+    decoder = language.get("model_type")
+    if not served.decoders or not isinstance(decoder, str) or decoder in served.decoders:
+        return None
+    return (
+        f"{served.title} (model_type {model_type!r}) with a language model of model_type "
+        f"{decoder!r} is not served, with {', '.join(served.decoders)} it is"
+    )
+
+
+def _other_tower(model_type: str, config: Mapping[str, object]) -> str | None:
+    """Some classes take any vision tower; only the tested ones pass."""
+    served, vision = SERVED[model_type], config.get("vision_config")
+    tower = vision.get("model_type") if isinstance(vision, Mapping) else None
+    if not served.towers or tower in served.towers:
+        return None
+    return (
+        f"model_type {model_type!r} with a vision tower of model_type {tower!r} is not served, "
+        f"with {', '.join(served.towers)} ({served.title}) it is"
+    )

@@ -1,0 +1,92 @@
+"""Every model_type that can be trained: one line each, which is its registration and its row of
+the capability table at once, so that the two cannot differ.
+
+It lies below the recipe, and apart from the family's file, since a recipe is checked where torch is
+not imported. A family's own limits stand in its line and nowhere else.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from vlmpack.capabilities.limits import Engine, Feature, Limit, OnlyAttention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A model_type that can be trained.
+
+    Args:
+        title: what people call it.
+        family: the file in `vlmpack/families` whose `FAMILY` serves it.
+        engines: what runs it. A model_type with `mcore` has an entry in
+            `vlmpack/backends/mcore/weights/__init__.py` too.
+        has_experts: whether it is a mixture of experts.
+        decoders: values of `text_config.model_type` that are tested, where the class takes any
+            language model; empty: not looked at.
+        towers: values of `vision_config.model_type` that are tested, where the class takes any
+            tower; empty: not looked at.
+        attention: which attention can run it; None: any.
+        limits: features that it cannot have, on any engine.
+    """
+
+    title: str
+    family: str
+    engines: tuple[Engine, ...] = ("hf",)
+    has_experts: bool = False
+    decoders: tuple[str, ...] = ()
+    towers: tuple[str, ...] = ()
+    attention: OnlyAttention | None = None
+    limits: Mapping[Feature, Limit] = field(default_factory=dict)
+
+
+_BOTH_WAYS = "an image's tokens attend in both directions, which only segments does"
+_BOTH: tuple[Engine, ...] = ("hf", "mcore")
+
+SERVED: Mapping[str, ServedModel] = {
+    "llama": ServedModel(title="Llama", family="text_lm", engines=_BOTH),
+    "qwen2": ServedModel(title="Qwen2", family="text_lm", engines=_BOTH),
+    "qwen3": ServedModel(title="Qwen3", family="text_lm", engines=_BOTH),
+    "qwen2_vl": ServedModel(title="Qwen2-VL", family="qwen2_vl", engines=_BOTH),
+    "qwen2_5_vl": ServedModel(title="Qwen2.5-VL", family="qwen2_5_vl", engines=_BOTH),
+    "qwen3_vl": ServedModel(title="Qwen3-VL", family="qwen3_vl", engines=_BOTH),
+    "qwen3_vl_moe": ServedModel(
+        title="Qwen3-VL-MoE", family="qwen3_vl", engines=_BOTH, has_experts=True
+    ),
+    "internvl": ServedModel(
+        title="InternVL", family="internvl", decoders=("qwen2", "qwen3", "llama")
+    ),
+    "llava_onevision": ServedModel(
+        title="LLaVA-OneVision", family="llava_onevision", decoders=("qwen2",)
+    ),
+    "idefics3": ServedModel(title="Idefics3", family="idefics3", decoders=("llama",)),
+    "smolvlm": ServedModel(title="SmolVLM", family="idefics3", decoders=("llama",)),
+    "mistral3": ServedModel(
+        title="Mistral 3", family="mistral3", decoders=("mistral",), towers=("pixtral",)
+    ),
+    "llava": ServedModel(
+        title="Pixtral", family="llava", decoders=("mistral",), towers=("pixtral",)
+    ),
+    "gemma3": ServedModel(
+        title="Gemma 3",
+        family="gemma3",
+        decoders=("gemma3_text",),
+        attention=OnlyAttention(("segments",), _BOTH_WAYS),
+        limits={"CP": Limit(_BOTH_WAYS)},
+    ),
+    "gemma3_text": ServedModel(title="Gemma 3 (text)", family="gemma3_text"),
+}
+"""model_type of a config.json -> its line, in the order of the table."""
+
+
+def model_types() -> tuple[str, ...]:
+    """Every `model_type` of a config.json that some family serves."""
+    return tuple(sorted(SERVED))
+
+
+def nearest(model_type: str) -> str | None:
+    """The served model_type that is spelled most like it; None where none is like it."""
+    wanted = model_type.lower().replace("-", "_").replace(".", "_")
+    return next(iter(difflib.get_close_matches(wanted, SERVED, n=1, cutoff=0.5)), None)

@@ -1,0 +1,74 @@
+"""The capability table: every served model_type x engine x feature, for given package versions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vlmpack.capabilities.limits import (
+    ENGINE_LIMITS,
+    ENGINES,
+    FEATURES,
+    NO_EXPERTS,
+    NOT_ON_MCORE,
+    Engine,
+    Feature,
+    Limit,
+)
+from vlmpack.capabilities.served import SERVED, ServedModel
+from vlmpack.capabilities.versions import version_limit
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What can be done with one model_type.
+
+    Args:
+        model_type: of config.json.
+        model: its line.
+        cells: by engine and feature, why not; None where it can be done.
+    """
+
+    model_type: str
+    model: ServedModel
+    cells: Mapping[Engine, Mapping[Feature, Limit | None]]
+
+
+def capabilities(versions: Mapping[str, str | None]) -> tuple[Row, ...]:
+    """A row for each model_type that can be trained.
+
+    Args:
+        versions: of `transformers`, `megatron-core` and `peft`; None where not installed.
+    """
+    return tuple(
+        Row(
+            model_type,
+            model,
+            {
+                engine: {feature: why_not(model, engine, feature, versions) for feature in FEATURES}
+                for engine in ENGINES
+            },
+        )
+        for model_type, model in SERVED.items()
+    )
+
+
+def why_not(
+    model: ServedModel, engine: Engine, feature: Feature, versions: Mapping[str, str | None]
+) -> Limit | None:
+    """Why a feature cannot be had, the most lasting reason first; None where it can."""
+    if feature == "EP" and not model.has_experts:
+        return NO_EXPERTS
+    if feature in model.limits:
+        return model.limits[feature]
+    if feature in ENGINE_LIMITS[engine]:
+        return ENGINE_LIMITS[engine][feature]
+    if engine not in model.engines:
+        return NOT_ON_MCORE
+    packages = ["transformers"]
+    if engine == "mcore":
+        packages.append("megatron-core")
+    if feature == "LoRA":
+        packages.append("peft")
+    limits = (version_limit(name, versions.get(name)) for name in packages)
+    return next((limit for limit in limits if limit is not None), None)

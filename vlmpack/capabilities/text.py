@@ -1,0 +1,128 @@
+"""The capability table as text: cells with numbered reasons, Markdown, and one model's own page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from vlmpack.capabilities.limits import ENGINES, FEATURES, NO_EXPERTS, Engine, Feature, Limit
+from vlmpack.capabilities.refused import REFUSED
+from vlmpack.capabilities.table import Row
+
+_SUPERSCRIPTS = str.maketrans(
+    "0123456789", "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TextTable:
+    """The table, ready to be printed.
+
+    Args:
+        columns: headings.
+        rows: a family's cells each: the engines that can do it, `no`, or `-` where there is
+            nothing to do.
+        notes: the numbered reasons, and what holds for a family alone.
+        refused: (families, reason) of those that are refused by name.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...]
+    refused: tuple[tuple[str, str], ...]
+
+
+def text_table(rows: Sequence[Row]) -> TextTable:
+    """All families, a line each."""
+    numbers: dict[str, int] = {}
+    lines = tuple(
+        (row.model.title, *(_cell(row, feature, numbers) for feature in FEATURES)) for row in rows
+    )
+    notes = [f"{_mark(number)} {reason}" for reason, number in numbers.items()]
+    notes += [
+        f"{row.model.title}: model.attention {' or '.join(only.names)} alone, since {only.reason}"
+        for row in rows
+        if (only := row.model.attention) is not None
+    ]
+    return TextTable(("family", *FEATURES), lines, tuple(notes), refused_lines())
+
+
+def refused_lines() -> tuple[tuple[str, str], ...]:
+    """(families, reason) of those that are refused by name; one line where a reason is shared."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    for row in REFUSED:
+        shared = row.title if row.alone else ""
+        lines.setdefault((str(row.limit), shared), []).append(row.title)
+    return tuple((", ".join(titles), reason) for (reason, _), titles in lines.items())
+
+
+def markdown(table: TextTable, versions: Mapping[str, str | None]) -> str:
+    """The table for the README."""
+    head = " | ".join(table.columns)
+    lines = [f"| {head} |", "|" + "---|" * len(table.columns)]
+    lines += [f"| {' | '.join(row)} |" for row in table.rows]
+    lines += ["", f"With {versions_text(versions)}. `both`: the engines `hf` and `mcore`."]
+    lines += ["", *(f"- {note}" for note in table.notes)]
+    lines += ["", "Refused by name:", ""]
+    lines += [f"- {row.title}: {row.limit}." for row in REFUSED if row.alone]
+    others = ", ".join(row.title for row in REFUSED if not row.alone)
+    lines += [f"- {others}: for like reasons; `vlmpack families` gives each."]
+    return "\n".join(lines) + "\n"
+
+
+BEGIN, END = "<!-- families -->", "<!-- /families -->"
+"""What stands around the table in a Markdown file."""
+
+
+def with_block(text: str, block: str) -> str | None:
+    """A Markdown text with another table between the marks; None where it has no such marks."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    return f"{before}{begin}\n{block}{end}{after}" if begin and end else None
+
+
+def model_table(row: Row) -> tuple[tuple[str, ...], ...]:
+    """(feature, on hf, on mcore) of one model, with the reasons."""
+    return tuple(
+        (
+            feature,
+            *("yes" if (why := row.cells[e][feature]) is None else f"no: {why}" for e in ENGINES),
+        )
+        for feature in FEATURES
+    )
+
+
+def versions_text(versions: Mapping[str, str | None]) -> str:
+    """`transformers 5.23.0, no peft`."""
+    names = [f"{name} {version}" for name, version in versions.items() if version is not None]
+    absent = [f"no {name}" for name, version in versions.items() if version is None]
+    return ", ".join(names + absent)
+
+
+def _cell(row: Row, feature: Feature, numbers: dict[str, int]) -> str:
+    """The engines that can, and the numbers of the reasons why others cannot."""
+    why = {engine: row.cells[engine][feature] for engine in ENGINES}
+    if set(why.values()) == {NO_EXPERTS}:
+        return "-"
+    can = [engine for engine, limit in why.items() if limit is None]
+    if len(can) == len(ENGINES):
+        return "both"
+    reasons = _reasons(why)
+    marks = sorted(numbers.setdefault(reason, len(numbers) + 1) for reason in reasons)
+    return (can[0] if can else "no") + _mark(*marks)
+
+
+def _reasons(why: Mapping[Engine, Limit | None]) -> tuple[str, ...]:
+    """Each with its engine, unless it is that of all, or names one itself."""
+    limits = {limit for limit in why.values() if limit is not None}
+    if limits == set(why.values()) and len(limits) == 1:
+        return (str(*limits),)
+    return tuple(
+        str(limit) if "model.backend" in str(limit) else f"{engine}: {limit}"
+        for engine, limit in why.items()
+        if limit is not None
+    )
+
+
+def _mark(*numbers: int) -> str:
+    return " ".join(map(str, numbers)).translate(_SUPERSCRIPTS)

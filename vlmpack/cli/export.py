@@ -1,0 +1,42 @@
+"""`vlmpack export`: what a run has trained, from one of its checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    merge: Annotated[
+        bool,
+        typer.Option("--merge", help="The whole model with the adapters merged into its weights."),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIR",
+            help="Folder to write; must not be there yet.",
+            show_default="export-N or adapter-N in the run folder",
+        ),
+    ] = None,
+    checkpoint: Annotated[
+        int | None,
+        typer.Option(
+            "--checkpoint", metavar="N", min=0, help="Its step.", show_default="the newest"
+        ),
+    ] = None,
+) -> None:
+    """Write what a run has trained: its adapters in peft's format, or with --merge (and always
+    where there are none) the whole model in transformers'."""
+    from transformers.utils import logging as transformers_logging
+
+    from vlmpack.training.export_run import export_run
+
+    transformers_logging.disable_progress_bar()
+    folder, source = export_run(run, merge=merge, out=out, step=checkpoint)
+    typer.echo(f"{folder}, from {source}")

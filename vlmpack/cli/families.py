@@ -1,0 +1,115 @@
+"""`vlmpack families`: what can be done with which model, and why not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vlmpack.errors import VlmpackError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PIPED_WIDTH = 120
+
+
+def families(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(metavar="[MODEL_FOLDER]", help="Show the one that serves this model."),
+    ] = None,
+    as_markdown: Annotated[
+        bool,
+        typer.Option("--markdown", help="Print the README's table, for the tested versions."),
+    ] = False,
+    into: Annotated[
+        Path | None,
+        typer.Option("--into", metavar="FILE", help="Write that table between the marks of FILE."),
+    ] = None,
+) -> None:
+    """List the model families, and what each can do with the packages that are installed."""
+    from vlmpack.capabilities import TESTED, capabilities, installed_versions
+    from vlmpack.capabilities.text import markdown, text_table
+
+    if into is not None or as_markdown:
+        block = markdown(text_table(capabilities(TESTED)), TESTED)
+        if into is not None:
+            _write(into, block)
+        else:
+            typer.echo(block, nl=False)
+    elif folder is not None:
+        _print_model(folder, installed_versions())
+    else:
+        _print_table(installed_versions())
+
+
+def _write(path: Path, block: str) -> None:
+    from vlmpack.capabilities.text import BEGIN, END, with_block
+
+    try:
+        text = with_block(path.read_text(encoding="utf-8"), block)
+        if text is None:
+            raise VlmpackError(f"{path} has no lines {BEGIN} and {END} to write between")
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise VlmpackError(f"{path}: {error.strerror or error}") from error
+
+
+def _print_table(versions: Mapping[str, str | None]) -> None:
+    from rich.table import Table
+
+    from vlmpack.capabilities import capabilities
+    from vlmpack.capabilities.text import text_table, versions_text
+
+    console = _console()
+    text = text_table(capabilities(versions))
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    for name in text.columns:
+        table.add_column(name, no_wrap=name == "family")
+    for row in text.rows:
+        table.add_row(*row)
+    console.print(table)
+    console.print(f"\nboth: the engines hf and mcore; here with {versions_text(versions)}")
+    for note in text.notes:
+        console.print(note)
+    refused = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    refused.add_column("refused by name", max_width=28)
+    refused.add_column("why, and what would do")
+    for families_, reason in text.refused:
+        refused.add_row(families_, reason)
+    console.print()
+    console.print(refused)
+
+
+def _print_model(folder: Path, versions: Mapping[str, str | None]) -> None:
+    from rich.table import Table
+
+    from vlmpack.capabilities import ENGINES, capabilities, served_model_type
+    from vlmpack.capabilities.text import model_table, versions_text
+
+    model_type = served_model_type(folder)
+    (row,) = (row for row in capabilities(versions) if row.model_type == model_type)
+    console = _console()
+    console.print(f"{folder}: {row.model.title} (model_type {model_type})", soft_wrap=True)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("", *(f"model.backend: {engine}" for engine in ENGINES)):
+        table.add_column(name)
+    for line in model_table(row):
+        table.add_row(*line)
+    console.print(table)
+    only = row.model.attention
+    if only is not None:
+        console.print(f"model.attention: {' or '.join(only.names)} alone, since {only.reason}")
+    console.print(f"with {versions_text(versions)}")
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = PIPED_WIDTH
+    return console

@@ -1,0 +1,126 @@
+"""`vlmpack verify`: does the packed row compute what each sample computes alone?"""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from vlmpack.recipe import Recipe
+    from vlmpack.training.verify import Verification
+
+PIPED_WIDTH = 160
+"""Columns of the table where no terminal says."""
+
+
+class Dtype(StrEnum):
+    """What the packed run computes in."""
+
+    float32 = "float32"
+    recipe = "recipe"
+
+
+def verify(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE|RUN", help="A recipe or a run folder.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, e.g. packing.mode=online."),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option("--samples", "-k", min=2, help="Samples that share the row.")
+    ] = 8,
+    dtype: Annotated[
+        Dtype,
+        typer.Option("--dtype", help="Compute the packed run in float32, or as the recipe does."),
+    ] = Dtype.float32,
+    tiny: Annotated[
+        bool,
+        typer.Option("--tiny", help="Verify a model of the same architecture with few layers."),
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIR",
+            help="Where verify.json is written.",
+            show_default="RUN_DIR/verify",
+        ),
+    ] = None,
+) -> None:
+    """Show that packed samples compute what each computes alone; exit code 1 if they do not.
+
+    Runs the stock transformers model on each sample alone, the recipe's engine on the packed row,
+    and compares; nothing is trained. Runs under torchrun too, with the recipe's parallelism.
+    """
+    loaded = _load(recipe, overrides or [])
+    folder = output if output is not None else Path(loaded.run_dir) / "verify"
+    from transformers.utils import logging as transformers_logging
+
+    from vlmpack.distributed import start_process_group, stop_process_group
+    from vlmpack.training.verify import VerifyOptions, verify_recipe
+    from vlmpack.training.verify.record import write_verification
+
+    transformers_logging.disable_progress_bar()
+    split = loaded.parallelism
+    ranks = start_process_group(tensor=split.tensor, context=split.context, pipeline=split.pipeline)
+    try:
+        options = VerifyOptions(
+            num_samples=samples, dtype=dtype.value, tiny=tiny, scratch=folder / "scratch"
+        )
+        found = verify_recipe(loaded, ranks, options)
+        path = ranks.on_main(lambda: write_verification(found, folder))
+        if ranks.is_main:
+            _print(found, path)
+    finally:
+        stop_process_group()
+    if not found.passes:
+        raise typer.Exit(1)
+
+
+def _load(recipe: str, overrides: list[str]) -> Recipe:
+    from vlmpack.recipe import check_world, load_recipe
+
+    world = os.environ.get("WORLD_SIZE", "1")
+    # An odd WORLD_SIZE is named when the process group starts.
+    size = int(world) if world.isdigit() else None
+    if not Path(recipe).is_dir():  # a recipe's problems show without torch
+        return load_recipe(recipe, overrides, world_size=size)
+    from vlmpack.training.reopen import read_recipe
+
+    loaded = read_recipe(Path(recipe), overrides)
+    if size is not None:
+        check_world(loaded, size)
+    return loaded
+
+
+def _print(found: Verification, path: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from vlmpack.report.verify import COLUMNS, head, table_rows
+    from vlmpack.training.verify.record import conclusion
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PIPED_WIDTH
+    for line in head(found):
+        console.print(Text(line), soft_wrap=True)
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for name in COLUMNS:
+        number = name in ("found", "bound", "unpacked")
+        table.add_column(
+            name, justify="right" if number else "left", no_wrap=name != "", overflow="fold"
+        )
+    styles = {"pass": "green", "FAIL": "bold red"}
+    for mark, *cells in table_rows(found):
+        table.add_row(Text(mark, style=styles.get(mark, "yellow")), *map(Text, cells))
+    console.print(table)
+    console.print(Text(f"json      {path}"), soft_wrap=True)
+    # The last line is for scripts too: plain, and never broken.
+    typer.echo(conclusion(found))

@@ -1,0 +1,41 @@
+"""config.json with what it leaves out.
+
+Published files name only what differs from the class's defaults (Pixtral-12B's says neither the
+tower's width nor its depth); what is computed from sizes needs all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vlmpack.capabilities import read_config
+from vlmpack.errors import ModelError
+
+
+def whole_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with the defaults of its transformers class filled in, in its sections too.
+
+    Args:
+        config: the content of a config.json.
+
+    Raises:
+        ModelError: transformers does not take it.
+    """
+    from transformers import AutoConfig
+
+    try:
+        content: dict[str, Any] = AutoConfig.for_model(**config).to_dict()
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"config.json: {error}") from error
+    return content
+
+
+def whole_config_of(folder: Path) -> dict[str, Any]:
+    """That of a model folder.
+
+    Raises:
+        ModelError: config.json is missing, unreadable, or transformers does not take it.
+    """
+    return whole_config(read_config(folder))

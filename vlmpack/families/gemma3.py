@@ -1,0 +1,307 @@
+"""Gemma 3: square images, 256 tokens each, which attend to one another in both directions.
+
+    image -> one tile of 896 x 896 pixels (its shape is not kept); with pan-and-scan, crops of long
+             images as further tiles
+    tile  -> SigLIP tower -> 4 x 4 patches averaged -> projector -> 256 tokens: one run, one block
+    text  -> "\\n\\n" <start_of_image> <image_soft_token> x 256 <end_of_image> "\\n\\n"
+
+Inside a run every token sees the whole run, in layers with full attention and, as far back as the
+window reaches, in those with a sliding window (`vlmpack.attention.blocks`). The marker of the chat
+template, <start_of_image>, is a token of the written text too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL.Image import Image, new
+from torch import Tensor
+
+from vlmpack.errors import CapabilityError, ModelError
+from vlmpack.families import flops
+from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, PixelBudget
+from vlmpack.families.configs import whole_config, whole_config_of
+from vlmpack.families.one_axis import OneAxisVLM
+from vlmpack.families.processor_config import processor_setting
+from vlmpack.families.tiles import flat_features, patch_rows, patch_side, rgb, tiles_of
+from vlmpack.packing import CostModel, Media
+
+START, SOFT, END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
+
+PROCESSORS = ("Gemma3ImageProcessor", "Gemma3ImageProcessorPil", "Gemma3ImageProcessorFast")
+
+
+@dataclass(frozen=True, slots=True)
+class PanAndScan:
+    """When a long image is also cut into crops; the defaults are those of Gemma3Processor.
+
+    Args:
+        min_crop_size: least side of a crop in pixels.
+        max_num_crops: most crops of an image.
+        min_ratio: of the longer side to the shorter, from which on an image is cut.
+    """
+
+    min_crop_size: int = 256
+    max_num_crops: int = 4
+    min_ratio: float = 1.2
+
+    def crops(self, width: int, height: int) -> int:
+        """How many crops an image has beside the whole of it; the rule of `pan_and_scan` in
+        transformers' Gemma 3 image processor.
+
+        Raises:
+            ValueError: a size of which that rule makes an empty crop.
+        """
+        long, short = max(width, height), min(width, height)
+        if long / short < self.min_ratio:
+            return 0
+        count = min(long // self.min_crop_size, math.floor(long / short + 0.5))
+        count = min(self.max_num_crops, max(2, count))
+        size = math.ceil(long / count)
+        if min(size, short) < self.min_crop_size:
+            return 0
+        if size * (count - 1) >= long:
+            raise ValueError(
+                f"an image of {width} x {height} pixels in {count} crops of {size}: the last is "
+                f"empty; raise pan_and_scan_min_crop_size in preprocessor_config.json"
+            )
+        return count
+
+    def settings(self) -> dict[str, Any]:
+        """In the names of preprocessor_config.json."""
+        return {
+            "do_pan_and_scan": True,
+            "pan_and_scan_min_crop_size": self.min_crop_size,
+            "pan_and_scan_max_num_crops": self.max_num_crops,
+            "pan_and_scan_min_ratio_to_activate": self.min_ratio,
+        }
+
+
+@dataclass(frozen=True)
+class Gemma3ImageRule:
+    """One tile an image, or several with pan-and-scan.
+
+    Args:
+        folder: model folder with the image processor's files.
+        tile: side of a tile in pixels.
+        patch: side of a patch in pixels.
+        tile_tokens: tokens of a tile.
+        pan_and_scan: None where the folder's processor has it off.
+    """
+
+    folder: Path
+    tile: int
+    patch: int
+    tile_tokens: int
+    pan_and_scan: PanAndScan | None = None
+
+    @cached_property
+    def _processor(self) -> Any:
+        from transformers import AutoImageProcessor
+
+        return AutoImageProcessor.from_pretrained(
+            str(self.folder), local_files_only=True, **self.settings()
+        )
+
+    def layout(self, width: int, height: int, num_images: int = 1) -> ImageLayout:
+        """A run for the whole image and one for each crop."""
+        crops = self.pan_and_scan.crops(width, height) if self.pan_and_scan is not None else 0
+        return self._layout(crops)
+
+    def _layout(self, crops: int) -> ImageLayout:
+        side = self.tile // self.patch
+        run = f"\n\n{START}{SOFT}{END}\n\n"
+        text = run
+        if crops:
+            pieces = " ".join([run] * crops)
+            text = (
+                f"Here is the original image {run} and here are some crops to help you see better "
+                f"{pieces}"
+            )
+        tiles = 1 + crops
+        return ImageLayout(grid=(tiles, side, side), text=text, runs=(self.tile_tokens,) * tiles)
+
+    def preprocess(self, images: Sequence[Image]) -> Media:
+        """transformers' own image processor (the PIL one where torchvision is absent)."""
+        features = self._processor(images=list(images), return_tensors="pt")
+        layouts = [self._layout(int(crops)) for crops in features["num_crops"]]
+        return _media(patch_rows(features["pixel_values"], self.patch), layouts)
+
+    def smallest(self) -> Media:
+        """One tile of zeros; there is none smaller."""
+        layout = self._layout(0)
+        return _media(torch.zeros(math.prod(layout.grid), 3 * self.patch**2), [layout])
+
+    def settings(self) -> dict[str, Any]:
+        """Pan-and-scan, all of it: its values are null in published files."""
+        if self.pan_and_scan is None:
+            return {"do_pan_and_scan": False}
+        return self.pan_and_scan.settings()
+
+    def pictures(self, media: Media) -> list[Image]:
+        """The tile, and its crops to the right of it."""
+        processor, shown = self._processor, []
+        side = self.tile // self.patch
+        tiles = tiles_of(media.pixel_values, side, side, self.patch)
+        mean, std, scale = processor.image_mean, processor.image_std, processor.rescale_factor
+        for image in tiles.split([count for count, _, _ in media.grid_thw]):
+            canvas = new("RGB", (self.tile * len(image), self.tile))
+            for place, tile in enumerate(image):
+                canvas.paste(rgb(tile, mean, std, scale), (place * self.tile, 0))
+            shown.append(canvas)
+        return shown
+
+
+def _media(rows: Tensor, layouts: Sequence[ImageLayout]) -> Media:
+    return Media(
+        pixel_values=rows,
+        grid_thw=tuple(layout.grid for layout in layouts),
+        num_tokens=tuple(layout.num_tokens for layout in layouts),
+        blocks=tuple(layout.runs for layout in layouts),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma3(OneAxisVLM):
+    """The family; see `vlmpack.families.Family`."""
+
+    pixel_knobs: tuple[str, ...] = ("max_tiles",)
+
+    def marker(self, tokenizer: Any) -> str:
+        """The token that opens an image."""
+        return START
+
+    def placeholder(self, tokenizer: Any) -> int:
+        """The id of <image_soft_token>.
+
+        Raises:
+            ModelError: a token of images is none of the tokenizer's special tokens.
+        """
+        missing = {START, SOFT, END} - tokenizer.get_added_vocab().keys()
+        if missing:
+            raise ModelError(
+                f"model.path: the tokenizer has no special token {', '.join(sorted(missing))}, "
+                f"which this family writes for images"
+            )
+        return int(tokenizer.convert_tokens_to_ids(SOFT))
+
+    def image_rule(self, folder: Path, budget: PixelBudget) -> Gemma3ImageRule:
+        """The rule with the sizes that the folder's files have, and the budget's `max_tiles` as the
+        most crops where its processor cuts any.
+
+        Raises:
+            ValueError: sizes that this family does not have, or that contradict one another.
+            CapabilityError: `max_tiles` for a processor that cuts nothing.
+        """
+        from transformers import AutoImageProcessor
+
+        processor = AutoImageProcessor.from_pretrained(str(folder), local_files_only=True)
+        if type(processor).__name__ not in PROCESSORS:
+            raise ValueError(f"it makes a {type(processor).__name__}, expected {PROCESSORS[0]}")
+        config = whole_config_of(folder)
+        tile, patch = (int(config["vision_config"][key]) for key in ("image_size", "patch_size"))
+        size = (processor.size["height"], processor.size["width"])
+        if not processor.do_resize or size != (tile, tile):
+            raise ValueError(
+                f"do_resize is {processor.do_resize} and size {size}, but the tower takes images "
+                f"of {tile} x {tile} pixels"
+            )
+        tokens = _tile_tokens(config, tile // patch)
+        written = processor_setting(folder, "image_seq_length", 256)
+        if written != tokens:
+            raise ValueError(
+                f"processor_config.json writes image_seq_length {written} tokens for an image, the "
+                f"model makes {tokens} (mm_tokens_per_image)"
+            )
+        return Gemma3ImageRule(folder, tile, patch, tokens, _pan_and_scan(processor, budget))
+
+    def image_arguments(self, media: Media) -> dict[str, Any]:
+        """All tiles of all images as one stack."""
+        _, height, width = media.grid_thw[0]
+        pixels = media.pixel_values
+        return {"pixel_values": tiles_of(pixels, height, width, patch_side(pixels))}
+
+    def token_arguments(self, is_image: Tensor) -> dict[str, Tensor]:
+        """From these the class finds its blocks: runs of ones."""
+        return {"token_type_ids": is_image.int()}
+
+    def image_features(self, model: Any, media: Media) -> ImageFeatures:
+        """The class's own: tower and projector, no host reads."""
+        return flat_features(model.model.get_image_features(**self.image_arguments(media)))
+
+    def cost_model(self, config: Mapping[str, Any]) -> CostModel:
+        """The decoder's and the tower's, whose attention stays inside a tile.
+
+        Layers with a sliding window are priced as the others: with a mask attention computes every
+        pair and drops what the window hides.
+        """
+        whole = whole_config(config)
+        return flops.cost_model(whole, _tower(whole))
+
+
+def _tile_tokens(config: Mapping[str, Any], side: int) -> int:
+    """Tokens of a tile of side x side patches, which the projector averages in squares."""
+    tokens = int(config["mm_tokens_per_image"])
+    per_side = math.isqrt(tokens)
+    if per_side**2 != tokens or side % per_side:
+        raise ValueError(
+            f"mm_tokens_per_image is {tokens}, expected a square whose side divides the "
+            f"{side} patches along a tile's side"
+        )
+    return tokens
+
+
+def _pan_and_scan(processor: Any, budget: PixelBudget) -> PanAndScan | None:
+    """What the processor does, nulls filled with Gemma3Processor's defaults."""
+    if not processor.do_pan_and_scan:
+        if budget.max_tiles is not None:
+            raise CapabilityError(
+                f"images.max_tiles: {budget.max_tiles}, but this model's processor cuts no tiles "
+                f"(do_pan_and_scan is off in preprocessor_config.json): each image is resized to "
+                f"one; leave it out"
+            )
+        return None
+    default = PanAndScan()
+    found = PanAndScan(
+        min_crop_size=processor.pan_and_scan_min_crop_size or default.min_crop_size,
+        max_num_crops=processor.pan_and_scan_max_num_crops or default.max_num_crops,
+        min_ratio=processor.pan_and_scan_min_ratio_to_activate or default.min_ratio,
+    )
+    return found if budget.max_tiles is None else replace(found, max_num_crops=budget.max_tiles)
+
+
+def _tower(config: Mapping[str, Any]) -> flops.Tower:
+    """Sizes of the tower and of the projector, which is one matrix."""
+    size, vision = flops.size, config["vision_config"]
+    width, depth, patch = (
+        size(vision, key) for key in ("hidden_size", "num_hidden_layers", "patch_size")
+    )
+    patches = (size(vision, "image_size") // patch) ** 2
+    block = 4 * width**2 + 2 * width * size(vision, "intermediate_size")
+    return flops.Tower(
+        width=width,
+        weights=depth * block + width * 3 * patch**2,
+        full_layers=0,
+        window_layers=depth,
+        window_patches=patches,
+        merger_weights=width * size(config["text_config"], "hidden_size"),
+        patches_per_token=patches // size(config, "mm_tokens_per_image"),
+    )
+
+
+FAMILY = Gemma3(
+    name="gemma3",
+    model_types=("gemma3",),
+    modules=ModulePaths(
+        vision="model.vision_tower",
+        projectors=("model.multi_modal_projector",),
+        language="model.language_model",
+        image_blocks=True,
+    ),
+)

@@ -1,0 +1,267 @@
+"""InternVL in transformers' format: square tiles and a thumbnail, pixel shuffle, several decoders.
+
+    image -> the canvas of columns x rows tiles whose shape is nearest to its own -> tiles, and the
+             whole image once more as a thumbnail where there are several
+    tile  -> tower -> 2 x 2 patches joined (pixel shuffle) -> projector -> the same number of tokens
+    text  -> <img> <IMG_CONTEXT> x (tokens of all tiles, the thumbnail last) </img>
+
+The family's processor class cuts tiles whatever `crop_to_patches` of preprocessor_config.json says
+(the published files say false), and so does this rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL.Image import Image
+
+from vlmpack.errors import ModelError
+from vlmpack.families import flops
+from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, PixelBudget
+from vlmpack.families.configs import whole_config
+from vlmpack.families.one_axis import OneAxisVLM
+from vlmpack.families.processor_config import processor_setting
+from vlmpack.families.tiles import canvas_of, flat_features, patch_rows, patch_side, rgb, tiles_of
+from vlmpack.packing import CostModel, Media
+
+START, CONTEXT, END = "<img>", "<IMG_CONTEXT>", "</img>"
+
+
+@dataclass(frozen=True)
+class InternVLImageRule:
+    """Tiles of one size; their number and arrangement follow from the shape of the image.
+
+    Args:
+        folder: model folder with the image processor's files.
+        tile: side of a tile in pixels.
+        patch: side of a patch in pixels.
+        tile_tokens: tokens of a tile.
+        min_tiles: fewest tiles, the thumbnail not counted.
+        max_tiles: most tiles, the thumbnail not counted.
+    """
+
+    folder: Path
+    tile: int
+    patch: int
+    tile_tokens: int
+    min_tiles: int
+    max_tiles: int
+
+    @cached_property
+    def _processor(self) -> Any:
+        from transformers import AutoImageProcessor
+
+        return AutoImageProcessor.from_pretrained(str(self.folder), local_files_only=True)
+
+    @cached_property
+    def _canvases(self) -> list[tuple[int, int]]:
+        """(columns, rows) by their number of tiles, and by columns where that is equal."""
+        sides = range(1, self.max_tiles + 1)
+        return sorted(
+            ((columns, rows) for columns in sides for rows in sides if self._allows(columns, rows)),
+            key=lambda canvas: canvas[0] * canvas[1],
+        )
+
+    def _allows(self, columns: int, rows: int) -> bool:
+        return self.min_tiles <= columns * rows <= self.max_tiles
+
+    def canvas(self, width: int, height: int) -> tuple[int, int]:
+        """(columns, rows) of tiles; the rule of `get_optimal_tiled_canvas` in the GOT-OCR2
+        files of transformers.
+
+        Of the canvases with the nearest ratio of width to height the later, larger one is taken as
+        long as the image is larger than half of it.
+        """
+        if self.max_tiles == 1:
+            return (1, 1)
+        best, least = (1, 1), float("inf")
+        for columns, rows in self._canvases:
+            difference = abs(width / height - columns / rows)
+            if difference < least:
+                best, least = (columns, rows), difference
+            elif difference == least and width * height > 0.5 * self.tile**2 * columns * rows:
+                best = (columns, rows)
+        return best
+
+    def layout(self, width: int, height: int, num_images: int = 1) -> ImageLayout:
+        """One run between <img> and </img>."""
+        columns, rows = self.canvas(width, height)
+        return self._layout(_with_thumbnail(columns * rows))
+
+    def _layout(self, tiles: int) -> ImageLayout:
+        side = self.tile // self.patch
+        return ImageLayout(
+            grid=(tiles, side, side),
+            text=f"{START}{CONTEXT}{END}",
+            runs=(tiles * self.tile_tokens,),
+        )
+
+    def preprocess(self, images: Sequence[Image]) -> Media:
+        """transformers' own image processor (the PIL one where torchvision is absent), told to
+        cut."""
+        features = self._processor(
+            images=list(images), return_tensors="pt", crop_to_patches=True, **self.settings()
+        )
+        layouts = [self._layout(int(tiles)) for tiles in features["num_patches"]]
+        return Media(
+            pixel_values=patch_rows(features["pixel_values"], self.patch),
+            grid_thw=tuple(layout.grid for layout in layouts),
+            num_tokens=tuple(layout.num_tokens for layout in layouts),
+            image_sizes=tuple(image.size for image in images),
+        )
+
+    def smallest(self) -> Media:
+        """One tile of zeros."""
+        layout = self._layout(1)
+        _, height, width = layout.grid
+        return Media(
+            pixel_values=torch.zeros(height * width, 3 * self.patch**2),
+            grid_thw=(layout.grid,),
+            num_tokens=(layout.num_tokens,),
+            image_sizes=((self.tile, self.tile),),
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """The bounds on tiles, in the names of preprocessor_config.json."""
+        return {"min_patches": self.min_tiles, "max_patches": self.max_tiles}
+
+    def pictures(self, media: Media) -> list[Image]:
+        """The tiles put together; the thumbnail shows the same once more and is left out."""
+        assert media.image_sizes is not None
+        processor, shown = self._processor, []
+        side = self.tile // self.patch
+        tiles = tiles_of(media.pixel_values, side, side, self.patch)
+        counts = [count for count, _, _ in media.grid_thw]
+        for size, image in zip(media.image_sizes, tiles.split(counts), strict=True):
+            columns, rows = self.canvas(*size)
+            canvas = canvas_of(image[: columns * rows], rows, columns)
+            mean, std = processor.image_mean, processor.image_std
+            shown.append(rgb(canvas, mean, std, processor.rescale_factor))
+        return shown
+
+
+def _with_thumbnail(tiles: int) -> int:
+    """Several tiles come with a thumbnail, one is the whole image itself."""
+    return tiles if tiles == 1 else tiles + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class InternVL(OneAxisVLM):
+    """The family; see `vlmpack.families.Family`."""
+
+    pixel_knobs: tuple[str, ...] = ("max_tiles",)
+
+    def marker(self, tokenizer: Any) -> str:
+        """The feature token, without the pair around it."""
+        return CONTEXT
+
+    def placeholder(self, tokenizer: Any) -> int:
+        """The id of <IMG_CONTEXT>.
+
+        Raises:
+            ModelError: a token of images is none of the tokenizer's special tokens.
+        """
+        missing = {START, CONTEXT, END} - tokenizer.get_added_vocab().keys()
+        if missing:
+            raise ModelError(
+                f"model.path: the tokenizer has no special token {', '.join(sorted(missing))}, "
+                f"which this family writes around images"
+            )
+        return int(tokenizer.convert_tokens_to_ids(CONTEXT))
+
+    def image_rule(self, folder: Path, budget: PixelBudget) -> InternVLImageRule:
+        """The rule with the sizes that the folder's files have, or the budget's `max_tiles`.
+
+        Raises:
+            ValueError: sizes that this family does not have, or that contradict one another.
+        """
+        from transformers import AutoConfig, AutoImageProcessor
+
+        processor = AutoImageProcessor.from_pretrained(str(folder), local_files_only=True)
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        size = processor.size
+        if size["height"] is None or size["height"] != size["width"]:
+            raise ValueError(f"size is {dict(size)}, expected a height and a width that are equal")
+        least, most = processor.min_patches, budget.max_tiles or processor.max_patches
+        if least > most:
+            raise ValueError(
+                f"at least {least} tiles (min_patches), but at most {most} (max_tiles)"
+            )
+        patch, tokens = _tile_tokens(config, size["height"])
+        written = processor_setting(folder, "image_seq_length", 256)
+        if written != tokens:
+            raise ValueError(
+                f"processor_config.json writes image_seq_length {written} tokens for a tile, the "
+                f"model makes {tokens} of {size['height']} x {size['height']} pixels"
+            )
+        return InternVLImageRule(folder, size["height"], patch, tokens, least, most)
+
+    def image_arguments(self, media: Media) -> dict[str, Any]:
+        """All tiles of all images as one stack."""
+        _, height, width = media.grid_thw[0]
+        pixels = media.pixel_values
+        return {"pixel_values": tiles_of(pixels, height, width, patch_side(pixels))}
+
+    def image_features(self, model: Any, media: Media) -> ImageFeatures:
+        """The class's own: tower, pixel shuffle and projector, no host reads."""
+        return flat_features(model.model.get_image_features(**self.image_arguments(media)))
+
+    def cost_model(self, config: Mapping[str, Any]) -> CostModel:
+        """The decoder's and the tower's, whose attention stays inside a tile."""
+        whole = whole_config(config)
+        return flops.cost_model(whole, _tower(whole, whole["vision_config"]))
+
+
+def _tile_tokens(config: Any, tile: int) -> tuple[int, int]:
+    """Side of a patch, and tokens of a tile, from a transformers config."""
+    vision = config.vision_config
+    if len({*vision.patch_size}) != 1:
+        raise ValueError(f"patch_size is {vision.patch_size}, expected a square")
+    if config.vision_feature_select_strategy != "default":
+        raise ValueError(
+            f"vision_feature_select_strategy is {config.vision_feature_select_strategy!r}, "
+            f"expected 'default': the class token is no patch of the image"
+        )
+    patch, joined = int(vision.patch_size[0]), round(1 / config.downsample_ratio)
+    if tile % (patch * joined):
+        raise ValueError(
+            f"a tile of {tile} x {tile} pixels is not a whole number of tokens of "
+            f"{patch * joined} x {patch * joined} (patch_size / downsample_ratio)"
+        )
+    return patch, (tile // patch // joined) ** 2
+
+
+def _tower(config: Mapping[str, Any], vision: Mapping[str, Any]) -> flops.Tower:
+    """Sizes of the tower and projector; a tile has a class token beside its patches."""
+    size = flops.size
+    width, depth = size(vision, "hidden_size"), size(vision, "num_hidden_layers")
+    patch, tile = vision["patch_size"][0], vision["image_size"][0]
+    patches = (tile // patch) ** 2
+    joined = round(1 / config["downsample_ratio"]) ** 2
+    block = 4 * width**2 + 2 * width * size(vision, "intermediate_size")
+    out = size(config["text_config"], "hidden_size")
+    return flops.Tower(
+        width=width,
+        weights=depth * block * (patches + 1) / patches + width * 3 * patch**2,
+        full_layers=0,
+        window_layers=depth,
+        window_patches=(patches + 1) ** 2 / patches,
+        merger_weights=joined * width * out + out**2,
+        patches_per_token=joined,
+    )
+
+
+FAMILY = InternVL(
+    name="internvl",
+    model_types=("internvl",),
+    modules=ModulePaths(
+        vision="model.vision_tower",
+        projectors=("model.multi_modal_projector",),
+        language="model.language_model",
+    ),
+)

@@ -1,0 +1,83 @@
+"""The image marker's spelling inside a user's text: it stays text.
+
+    "What does <image> mean?"          a user's words; also the spelling of the image token
+    "What does ####### mean?"          hidden while the chat template is applied
+    "~~~~~~~ What does <image> mean?"  the template's markers renamed, the user's put back
+    [IMG] What does < image > mean ?   by a copy of the tokenizer that calls the token ~~~~~~~
+
+Every spelling is as long as the marker, so places in the text hold throughout. The tokenizer itself
+is never changed, so threads may share it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from vlmpack.errors import DataError
+from vlmpack.families.sample import Message, TextPart
+
+_HIDDEN, _RENAMED = "\U000f1e00", "\U000f1e01"
+"""Private-use characters: no text that is meant to be read has them."""
+
+
+def hide_literals(messages: tuple[Message, ...], marker: str) -> tuple[tuple[Message, ...], bool]:
+    """The messages with the marker's spelling in their texts hidden, and whether there was any.
+
+    Raises:
+        DataError: (schema) a text that spells the marker and has one of our characters too.
+    """
+    texts = [part.text for m in messages for part in m.parts if isinstance(part, TextPart)]
+    if not marker or not any(marker in text for text in texts):
+        return messages, False
+    if any(mark in text for text in texts for mark in (_HIDDEN, _RENAMED)):
+        raise DataError(
+            f"the text spells {marker!r} and holds a character (U+F1E00 or U+F1E01) that is used "
+            f"to tell it from the places of images; remove one of them",
+            error_class="schema",
+        )
+    hidden = _HIDDEN * len(marker)
+    return tuple(
+        Message(
+            message.role,
+            tuple(
+                TextPart(part.text.replace(marker, hidden)) if isinstance(part, TextPart) else part
+                for part in message.parts
+            ),
+        )
+        for message in messages
+    ), True
+
+
+def put_back(text: str, marker: str) -> str:
+    """A rendered text with the user's markers spelt out and the template's renamed."""
+    count = len(marker)
+    return text.replace(marker, _RENAMED * count).replace(_HIDDEN * count, marker)
+
+
+def renamed_tokenizer(tokenizer: Any, marker: str) -> Any:
+    """A copy of a fast tokenizer's backend that knows the marker's token under another name.
+
+    Args:
+        tokenizer: transformers' fast tokenizer.
+        marker: the content of one of its added tokens, or plain text.
+    """
+    from tokenizers import Tokenizer
+
+    backend = tokenizer.backend_tokenizer
+    content = json.loads(backend.to_str())
+    content["truncation"] = content["padding"] = None
+    name = _RENAMED * len(marker)
+    for token in content["added_tokens"]:
+        if token["content"] == marker:
+            token["content"] = name
+    vocabulary = content["model"]["vocab"]
+    if isinstance(vocabulary, list):  # Unigram: [token, score] by id
+        content["model"]["vocab"] = [
+            [name if token == marker else token, score] for token, score in vocabulary
+        ]
+    elif marker in vocabulary:
+        vocabulary[name] = vocabulary.pop(marker)
+    renamed = Tokenizer.from_str(json.dumps(content, ensure_ascii=False))
+    assert renamed.token_to_id(name) == backend.token_to_id(marker)
+    return renamed

@@ -1,0 +1,280 @@
+"""LLaVA-OneVision: any-resolution tiles, unpadded by the image's own shape, a newline a row.
+
+    one image      the whole image as one tile, then the tiles of the grid (one of the model's
+                   `image_grid_pinpoints`) that it fits best, scaled and padded with black to fill
+    several        one padded square tile each
+
+    tile -> SigLIP tower -> projector -> a token for each patch
+    grid of tiles -> one map of tokens without its padding (`anyres`) -> a newline after each row
+
+Tokens of one image are those of the whole image, then those of the map; of one among several those
+of its tile and one newline. Which of the two holds depends on how many images the *sample* has, as
+it does in the family's processor where images are nested by conversation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL.Image import Image
+from torch import Tensor
+from torch.nn.functional import interpolate, pad
+
+from vlmpack.errors import CapabilityError
+from vlmpack.families import flops
+from vlmpack.families.anyres import AnyRes
+from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, PixelBudget
+from vlmpack.families.configs import whole_config
+from vlmpack.families.one_axis import OneAxisVLM
+from vlmpack.families.processor_config import processor_setting
+from vlmpack.families.tiles import canvas_of, patch_rows, patch_side, rgb, tiles_of
+from vlmpack.packing import CostModel, Media
+
+IMAGE_TOKEN = "<image>"
+
+
+@dataclass(frozen=True)
+class OneVisionImageRule:
+    """One image in tiles, several in one tile each.
+
+    Args:
+        folder: model folder with the image processor's files.
+        anyres: sizes of tiles and grids.
+    """
+
+    folder: Path
+    anyres: AnyRes
+
+    @cached_property
+    def _processor(self) -> Any:
+        from transformers import AutoImageProcessor
+
+        return AutoImageProcessor.from_pretrained(str(self.folder), local_files_only=True)
+
+    def layout(self, width: int, height: int, num_images: int = 1) -> ImageLayout:
+        """One run of placeholders."""
+        side = self.anyres.side
+        if num_images > 1:
+            tiles, tokens = 1, side**2 + 1
+        else:
+            tiles = 1 + math.prod(self.anyres.grid(width, height))
+            tokens = side**2 + self.anyres.token_map(width, height).num_tokens
+        return ImageLayout(grid=(tiles, side, side), text=IMAGE_TOKEN, runs=(tokens,))
+
+    def preprocess(self, images: Sequence[Image]) -> Media:
+        """transformers' own image processor, with the images of one conversation.
+
+        The tower's convolution leaves out what is beside whole patches, and so do the rows.
+        """
+        tiles = self._processor(images=[list(images)], return_tensors="pt")["pixel_values"]
+        layouts = [self.layout(*image.size, num_images=len(images)) for image in images]
+        counts = [layout.grid[0] for layout in layouts]
+        seen = self.anyres.side * self.anyres.patch
+        kept = torch.cat([own[:count] for own, count in zip(tiles, counts, strict=True)])
+        return Media(
+            pixel_values=patch_rows(kept[..., :seen, :seen], self.anyres.patch),
+            grid_thw=tuple(layout.grid for layout in layouts),
+            num_tokens=tuple(layout.num_tokens for layout in layouts),
+            image_sizes=tuple(image.size for image in images),
+        )
+
+    def smallest(self) -> Media:
+        """One image of one tile, and the whole once more: a map has newlines."""
+        size = (self.anyres.tile, self.anyres.tile)
+        layout = self.layout(*size)
+        return Media(
+            pixel_values=torch.zeros(math.prod(layout.grid), 3 * self.anyres.patch**2),
+            grid_thw=(layout.grid,),
+            num_tokens=(layout.num_tokens,),
+            image_sizes=(size,),
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """None: the family has no budget."""
+        return {}
+
+    def pictures(self, media: Media) -> list[Image]:
+        """The tiles of the grid put together, padding included; the whole image, which comes before
+        them, is shown where there is no grid."""
+        assert media.image_sizes is not None
+        processor, shown = self._processor, []
+        tiles = tiles_of(
+            media.pixel_values, self.anyres.side, self.anyres.side, self.anyres.patch
+        ).split([count for count, _, _ in media.grid_thw])
+        for size, image in zip(media.image_sizes, tiles, strict=True):
+            whole, grid = image[0], image[1:]
+            pixels = canvas_of(grid, *self.anyres.grid(*size)) if len(grid) else whole
+            mean, std = processor.image_mean, processor.image_std
+            shown.append(rgb(pixels, mean, std, processor.rescale_factor))
+        return shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlavaOneVision(OneAxisVLM):
+    """The family; see `vlmpack.families.Family`."""
+
+    def marker(self, tokenizer: Any) -> str:
+        """The placeholder itself."""
+        return IMAGE_TOKEN
+
+    def placeholder(self, tokenizer: Any) -> int:
+        """The id of <image>."""
+        return int(tokenizer.convert_tokens_to_ids(IMAGE_TOKEN))
+
+    def image_rule(self, folder: Path, budget: PixelBudget) -> OneVisionImageRule:
+        """The rule with the sizes that config.json and the processor's files agree on.
+
+        Raises:
+            ValueError: they do not, or are of another kind than this family's.
+        """
+        from transformers import AutoConfig, AutoImageProcessor
+
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        processor = AutoImageProcessor.from_pretrained(str(folder), local_files_only=True)
+        anyres = AnyRes.of(config)
+        _refuse_other_towers(config)
+        size, tile = processor.size, anyres.tile
+        said = {
+            "size": ((size["height"], size["width"]), (tile, tile)),
+            "image_grid_pinpoints": (_pairs(processor.image_grid_pinpoints), anyres.pinpoints),
+            "num_image_tokens": (
+                processor_setting(folder, "num_image_tokens", anyres.side**2),
+                anyres.side**2,
+            ),
+            "vision_aspect_ratio": (
+                processor_setting(folder, "vision_aspect_ratio", "anyres_max_9"),
+                config.vision_aspect_ratio,
+            ),
+        }
+        for name, (theirs, models) in said.items():
+            if theirs != models:
+                raise ValueError(f"{name} is {theirs}, but config.json makes it {models}")
+        return OneVisionImageRule(folder, anyres)
+
+    def image_arguments(self, media: Media) -> dict[str, Any]:
+        """Tiles filled up to the most that an image has, sizes as (height, width), and how many
+        images each sample has: one tile alone is seen among several.
+
+        Raises:
+            CapabilityError: one tile alone, without others beside it.
+        """
+        tiles, counts = _tiles(media), [count for count, _, _ in media.grid_thw]
+        filled = [pad(own, (0, 0) * 3 + (0, max(counts) - len(own))) for own in tiles.split(counts)]
+        numbers: list[int] = []
+        for is_alone, group in groupby(counts, key=lambda count: count == 1):
+            several = len(list(group))
+            if is_alone and several == 1:
+                raise CapabilityError("an image of one tile stands alone, expected several of them")
+            numbers += [several] if is_alone else [1] * several
+        device = media.pixel_values.device
+        sizes = [(height, width) for width, height in _sizes(media)]
+        return {
+            "pixel_values": torch.stack(filled),
+            "image_sizes": torch.tensor(sizes, device=device),
+            "batch_num_images": torch.tensor(numbers, device=device),
+        }
+
+    def image_features(self, model: Any, media: Media) -> ImageFeatures:
+        """Tower and projector by hand: `get_image_features` reads sizes back on the host."""
+        config, inner = model.config, model.model
+        states = inner.vision_tower(_tiles(media), output_hidden_states=True).hidden_states
+        layers = config.vision_feature_layer
+        picked = [states[layer] for layer in ([layers] if isinstance(layers, int) else layers)]
+        features = inner.multi_modal_projector(torch.cat(picked, dim=-1))
+        counts = [count for count, _, _ in media.grid_thw]
+        anyres, newline = AnyRes.of(config), inner.image_newline
+        parts: list[Tensor] = []
+        for size, image in zip(_sizes(media), features.split(counts), strict=True):
+            parts.append(image[0])
+            if len(image) == 1:
+                parts.append(newline[None].to(image.dtype))
+            else:
+                parts.append(_with_newlines(image[1:], anyres, size, newline))
+        return ImageFeatures(torch.cat(parts))
+
+    def cost_model(self, config: Mapping[str, Any]) -> CostModel:
+        """The decoder's and the tower's, whose attention stays inside a tile."""
+        whole = whole_config(config)
+        return flops.cost_model(whole, _tower(whole, whole["vision_config"]))
+
+
+def _with_newlines(tiles: Tensor, anyres: AnyRes, size: tuple[int, int], newline: Tensor) -> Tensor:
+    """(n, D) tokens of a grid of tiles.
+
+    Args:
+        tiles: (rows * columns, side * side, D).
+        anyres: sizes of tiles and grids.
+        size: (width, height) of the image.
+        newline: (D,).
+    """
+    found, side = anyres.token_map(*size), anyres.side
+    grid = tiles.unflatten(1, (side, side)).permute(0, 3, 1, 2)
+    whole = canvas_of(grid, *anyres.grid(*size))
+    own = whole[:, found.top : found.top + found.rows, found.left : found.left + found.columns]
+    if found.is_smaller:
+        own = interpolate(own[None], [found.height, found.width], mode="bilinear")[0]
+    ends = newline.to(own.dtype)[:, None, None].expand(-1, found.height, 1)
+    return torch.cat([own, ends], dim=2).flatten(1).T
+
+
+def _tiles(media: Media) -> Tensor:
+    """(N, 3, H, W) of all images."""
+    _, height, width = media.grid_thw[0]
+    return tiles_of(media.pixel_values, height, width, patch_side(media.pixel_values))
+
+
+def _sizes(media: Media) -> tuple[tuple[int, int], ...]:
+    assert media.image_sizes is not None, "this family's images need their sizes"
+    return media.image_sizes
+
+
+def _pairs(pinpoints: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    return tuple((int(height), int(width)) for height, width in pinpoints)
+
+
+def _refuse_other_towers(config: Any) -> None:
+    """A tower with a class token would need another rule."""
+    tower, strategy = config.vision_config.model_type, config.vision_feature_select_strategy
+    if (tower, strategy) != ("siglip_vision_model", "full"):
+        raise ValueError(
+            f"the tower is {tower!r} with vision_feature_select_strategy {strategy!r}, expected "
+            f"'siglip_vision_model' with 'full'"
+        )
+
+
+def _tower(config: Mapping[str, Any], vision: Mapping[str, Any]) -> flops.Tower:
+    """Sizes of the tower and projector; every patch of every tile passes through both."""
+    size = flops.size
+    width, depth, patch = (
+        size(vision, key) for key in ("hidden_size", "num_hidden_layers", "patch_size")
+    )
+    layers = config["vision_feature_layer"]
+    read = 1 if isinstance(layers, int) else len(layers)
+    out = size(config["text_config"], "hidden_size")
+    block = 4 * width**2 + 2 * width * size(vision, "intermediate_size")
+    return flops.Tower(
+        width=width,
+        weights=depth * block + width * 3 * patch**2,
+        full_layers=0,
+        window_layers=depth,
+        window_patches=(size(vision, "image_size") // patch) ** 2,
+        merger_weights=read * width * out + out**2,
+    )
+
+
+FAMILY = LlavaOneVision(
+    name="llava_onevision",
+    model_types=("llava_onevision",),
+    modules=ModulePaths(
+        vision="model.vision_tower",
+        projectors=("model.multi_modal_projector", "model.image_newline"),
+        language="model.language_model",
+    ),
+)

@@ -1,0 +1,263 @@
+"""What the families with Pixtral's tower share: images of any size as rows of tokens.
+
+[IMG][IMG]...[IMG_BREAK] [IMG][IMG]...[IMG_BREAK] [IMG][IMG]...[IMG_END]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL.Image import Image
+from torch import Tensor
+
+from vlmpack.errors import CapabilityError
+from vlmpack.families import flops
+from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, PixelBudget
+from vlmpack.families.configs import whole_config, whole_config_of
+from vlmpack.families.one_axis import OneAxisVLM
+from vlmpack.families.pixtral_tower import tower_output
+from vlmpack.families.tiles import patch_rows, patch_side, rgb, tiles_of
+from vlmpack.packing import CostModel, Media
+
+IMAGE_TOKEN = "[IMG]"
+ROW_END, IMAGE_END = "[IMG_BREAK]", "[IMG_END]"
+
+MODULES = ModulePaths(
+    vision="model.vision_tower",
+    projectors=("model.multi_modal_projector",),
+    language="model.language_model",
+)
+
+
+@dataclass(frozen=True)
+class PixtralImageRule:
+    """Shrink to within two edges, then round both up to whole tokens.
+
+    Args:
+        folder: model folder with the image processor's files.
+        patch_size: side of a patch in pixels.
+        merge_size: patches along each side of a token.
+        max_width: of an image after resizing, before it is rounded up.
+        max_height: the same.
+    """
+
+    folder: Path
+    patch_size: int
+    merge_size: int
+    max_width: int
+    max_height: int
+
+    @cached_property
+    def _processor(self) -> Any:
+        from transformers import AutoImageProcessor
+
+        return AutoImageProcessor.from_pretrained(
+            str(self.folder), local_files_only=True, **self.settings()
+        )
+
+    @property
+    def token_size(self) -> int:
+        """Side of a token in pixels."""
+        return self.patch_size * self.merge_size
+
+    def layout(self, width: int, height: int, num_images: int = 1) -> ImageLayout:
+        """One run of placeholders a row; `get_resize_output_image_size` and `replace_image_token`
+        of transformers' Pixtral files."""
+        ratio = max(height / self.max_height, width / self.max_width)
+        if ratio > 1:
+            width, height = math.floor(width / ratio), math.floor(height / ratio)
+        rows, columns = (math.ceil(edge / self.token_size) for edge in (height, width))
+        if not rows or not columns:
+            raise ValueError(
+                f"an image so much longer than wide has no pixel left across when it is shrunk to "
+                f"{self.max_width} x {self.max_height}; this family's processor refuses it"
+            )
+        return ImageLayout(
+            grid=(1, rows * self.merge_size, columns * self.merge_size),
+            text=f"{IMAGE_TOKEN}{ROW_END}" * (rows - 1) + f"{IMAGE_TOKEN}{IMAGE_END}",
+            runs=(columns,) * rows,
+        )
+
+    def preprocess(self, images: Sequence[Image]) -> Media:
+        """transformers' own image processor (the PIL one where torchvision is absent), image by
+        image: together they would be padded to the largest."""
+        layouts = [self.layout(*image.size) for image in images]
+        rows = [
+            patch_rows(
+                self._processor(images=[image], patch_size=self.token_size, return_tensors="pt")[
+                    "pixel_values"
+                ],
+                self.patch_size,
+            )
+            for image in images
+        ]
+        return Media(
+            pixel_values=torch.cat(rows),
+            grid_thw=tuple(layout.grid for layout in layouts),
+            num_tokens=tuple(layout.num_tokens for layout in layouts),
+        )
+
+    def smallest(self) -> Media:
+        """One token's worth of zeros."""
+        return Media(
+            pixel_values=torch.zeros(self.merge_size**2, 3 * self.patch_size**2),
+            grid_thw=((1, self.merge_size, self.merge_size),),
+            num_tokens=(1,),
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """The two edges, as one where they are equal."""
+        if self.max_width == self.max_height:
+            return {"size": {"longest_edge": self.max_width}}
+        return {"size": {"height": self.max_height, "width": self.max_width}}
+
+    def pictures(self, media: Media) -> list[Image]:
+        """Patches put back in their places."""
+        processor = self._processor
+        look = processor.image_mean, processor.image_std, processor.rescale_factor
+        return [rgb(pixels, *look) for pixels in _images(media)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pixtral(OneAxisVLM):
+    """A family with the tower; see `vlmpack.families.Family`.
+
+    Args:
+        merges: whether the projector merges neighbouring patches into a token.
+    """
+
+    modules: ModulePaths = MODULES
+    merges: bool
+    pixel_knobs: tuple[str, ...] = ("max_pixels",)
+
+    def marker(self, tokenizer: Any) -> str:
+        """The placeholder itself."""
+        return IMAGE_TOKEN
+
+    def placeholder(self, tokenizer: Any) -> int:
+        """The id of [IMG]."""
+        return int(tokenizer.convert_tokens_to_ids(IMAGE_TOKEN))
+
+    def image_rule(self, folder: Path, budget: PixelBudget) -> PixtralImageRule:
+        """The rule with the sizes of the folder's image processor and tower.
+
+        Raises:
+            CapabilityError: the config takes the tower's features otherwise than from its end.
+        """
+        from transformers import AutoImageProcessor
+
+        config = whole_config_of(folder)
+        _refuse_other_features(config)
+        processor = AutoImageProcessor.from_pretrained(str(folder), local_files_only=True)
+        if not processor.do_resize or processor.do_center_crop:
+            raise ValueError(
+                f"do_resize is {processor.do_resize} and do_center_crop "
+                f"{processor.do_center_crop}, expected true and false"
+            )
+        size = processor.size
+        rule = PixtralImageRule(
+            folder=folder,
+            patch_size=flops.size(config["vision_config"], "patch_size"),
+            merge_size=self._merge_size(config),
+            max_width=size.get("longest_edge") or size["width"],
+            max_height=size.get("longest_edge") or size["height"],
+        )
+        return _bounded(rule, budget)
+
+    def _merge_size(self, config: Mapping[str, Any]) -> int:
+        return flops.size(config, "spatial_merge_size") if self.merges else 1
+
+    def image_arguments(self, media: Media) -> dict[str, Any]:
+        """Images padded to the largest, as the processor's are, and their sizes."""
+        images = _images(media)
+        height, width = (max(image.shape[axis] for image in images) for axis in (1, 2))
+        padded = [
+            torch.nn.functional.pad(image, (0, width - image.shape[2], 0, height - image.shape[1]))
+            for image in images
+        ]
+        sizes = torch.tensor([image.shape[1:] for image in images])
+        device = media.pixel_values.device
+        return {
+            "pixel_values": torch.stack(padded),
+            "image_sizes": sizes.to(device, non_blocking=True),
+        }
+
+    def image_features(self, model: Any, media: Media) -> ImageFeatures:
+        """The tower's parts on patches as they are, and the projector."""
+        assert self.modules.vision is not None
+        tower = model.get_submodule(self.modules.vision)
+        projector = model.get_submodule(self.modules.projectors[0])
+        hidden = tower_output(tower, media)
+        if not self.merges:
+            return ImageFeatures(projector(hidden))
+        side = tower.patch_size
+        return ImageFeatures(
+            projector(hidden, [(h * side, w * side) for _, h, w in media.grid_thw])
+        )
+
+    def cost_model(self, config: Mapping[str, Any]) -> CostModel:
+        """The decoder's and the tower's."""
+        whole = whole_config(config)
+        vision, out = whole["vision_config"], flops.size(whole["text_config"], "hidden_size")
+        width, layers = flops.size(vision, "hidden_size"), flops.size(vision, "num_hidden_layers")
+        block = 4 * width**2 + 3 * width * flops.size(vision, "intermediate_size")
+        merge = self._merge_size(whole)
+        merger = (merge * width) ** 2 if self.merges else 0
+        tower = flops.Tower(
+            width=width,
+            weights=layers * block + width * 3 * flops.size(vision, "patch_size") ** 2,
+            full_layers=layers,
+            merger_weights=merger + width * out + out**2,
+            patches_per_token=merge**2,
+        )
+        return flops.cost_model(whole, tower)
+
+
+def _images(media: Media) -> list[Tensor]:
+    """(3, H, W) pixels of each image."""
+    side = patch_side(media.pixel_values)
+    rows = media.pixel_values.split([t * h * w for t, h, w in media.grid_thw])
+    return [
+        tiles_of(part, h, w, side)[0] for part, (_, h, w) in zip(rows, media.grid_thw, strict=True)
+    ]
+
+
+def _refuse_other_features(config: Mapping[str, Any]) -> None:
+    """Features of another layer leave later ones without gradients; a first patch cut off is that
+    of a tower with a class token, which Pixtral's has not."""
+    layer = config.get("vision_feature_layer")
+    if layer != -1:
+        raise CapabilityError(
+            f"config.json: vision_feature_layer is {layer}; with Pixtral's tower only the features "
+            f"of the last layer, -1, are served"
+        )
+    strategy = config.get("vision_feature_select_strategy", "full")
+    if strategy != "full":
+        raise CapabilityError(
+            f"config.json: vision_feature_select_strategy is {strategy!r}, which drops a patch of "
+            f"the first image of a batch; Pixtral's tower has no class token: expected 'full'"
+        )
+
+
+def _bounded(rule: PixtralImageRule, budget: PixelBudget) -> PixtralImageRule:
+    """The rule with edges whose square keeps the budget.
+
+    Raises:
+        CapabilityError: less than a token's patch.
+    """
+    if budget.max_pixels is None:
+        return rule
+    side = rule.token_size
+    edge = math.isqrt(budget.max_pixels) // side * side
+    if not edge:
+        raise CapabilityError(
+            f"images.max_pixels: {budget.max_pixels} is less than the patch of one token, {side} x "
+            f"{side} = {side**2} pixels; use {side**2} or more"
+        )
+    return replace(rule, max_width=edge, max_height=edge)

@@ -1,0 +1,93 @@
+"""The images of samples -> those of a row, and where their tokens lie in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from vlmpack.errors import PackingError
+from vlmpack.packing.batch import EncodedSample, Media, Span
+
+ItemT = TypeVar("ItemT")
+
+
+def check_media(sample: EncodedSample) -> None:
+    """Check that a sample's images fit its tokens.
+
+    Raises:
+        PackingError: naming the sample, what was found and what was expected.
+    """
+    num_positions = int(sample.media_positions.shape[0])
+    media = sample.media
+    num_expected = sum(media.num_tokens) if media is not None else 0
+    if num_positions != num_expected:
+        raise PackingError(
+            f"sample {sample.key!r}: {num_positions} placeholder tokens, but its images need "
+            f"{num_expected}; the image features would not fit the row"
+        )
+    if media is None:
+        return
+    num_patches = sum(t * h * w for t, h, w in media.grid_thw)
+    if len(media.num_tokens) != media.num_images or media.pixel_values.shape[0] != num_patches:
+        raise PackingError(
+            f"sample {sample.key!r}: pixel_values hold {media.pixel_values.shape[0]} patches of "
+            f"{len(media.num_tokens)} images, but the {media.num_images} grids sum to {num_patches}"
+        )
+    if media.blocks is not None and tuple(map(sum, media.blocks)) != media.num_tokens:
+        raise PackingError(
+            f"sample {sample.key!r}: its images' blocks {media.blocks} do not sum to their "
+            f"{media.num_tokens} tokens"
+        )
+
+
+def media_of(samples: Sequence[EncodedSample]) -> Media | None:
+    """The images of all samples in sample order, or None where there is none."""
+    media = [sample.media for sample in samples if sample.media is not None]
+    return concatenate_media(media) if media else None
+
+
+def concatenate_media(media: Sequence[Media]) -> Media:
+    """Images one after the other; at least one item."""
+    return Media(
+        pixel_values=torch.cat([item.pixel_values for item in media]),
+        grid_thw=tuple(grid for item in media for grid in item.grid_thw),
+        num_tokens=tuple(count for item in media for count in item.num_tokens),
+        image_sizes=_of_all_images([item.image_sizes for item in media]),
+        blocks=_of_all_images([item.blocks for item in media]),
+    )
+
+
+def _of_all_images(parts: Sequence[tuple[ItemT, ...] | None]) -> tuple[ItemT, ...] | None:
+    """What some families know of each image; None where it is not known of all."""
+    known = [part for part in parts if part is not None]
+    return tuple(item for part in known for item in part) if len(known) == len(parts) else None
+
+
+def image_blocks(media: Media | None, positions: Tensor) -> tuple[Span, ...]:
+    """Where runs of placeholders lie that attend in both directions.
+
+    Args:
+        media: the images of a row, or None.
+        positions: (M,) int64 on CPU, the row's `media_positions`.
+
+    Raises:
+        PackingError: a run with a hole in it.
+    """
+    if media is None or media.blocks is None:
+        return ()
+    runs = [count for image in media.blocks for count in image]
+    slots = positions.tolist()
+    spans: list[Span] = []
+    for count, end in zip(runs, accumulate(runs), strict=True):
+        start, stop = slots[end - count], slots[end - 1] + 1
+        if stop - start != count:
+            raise PackingError(
+                f"a run of {count} image tokens lies in slots {start} to {stop - 1}, with others "
+                f"between them; expected one stretch, since its tokens attend as a block"
+            )
+        spans.append((start, stop))
+    return tuple(spans)

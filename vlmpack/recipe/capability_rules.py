@@ -1,0 +1,117 @@
+"""Rules about what the model's family can do, from its config.json and the capability table.
+
+What an engine cannot do whatever the model is said by the rules about engines (`rules.py`,
+`mcore_rules.py`, `trainable_rules.py`), in the table's own words; here is what depends on the
+family. A folder that is missing, or no transformers model, breaks none of them: whoever loads the
+model says so.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+
+from vlmpack.capabilities import (
+    NOT_ON_MCORE,
+    SERVED,
+    Feature,
+    ServedModel,
+    installed_versions,
+    refusal,
+    version_limit,
+)
+from vlmpack.recipe.model_rules import ModelConfig, read_model_config
+from vlmpack.recipe.problems import KeyPath, Problem
+from vlmpack.recipe.schema import ModelSection, PackingSection, ParallelismSection
+from vlmpack.recipe.trainable import TrainableSection
+
+
+def model_is_served(config: ModelConfig) -> list[Problem]:
+    """Some family trains it."""
+    why = refusal(config.content)
+    return [] if why is None else [Problem(("model", "path"), f"{config.folder}: {why}")]
+
+
+def engine_runs_the_family(model: ModelSection, served: ServedModel) -> list[Problem]:
+    """The engine has the family's layers."""
+    if model.backend in served.engines:
+        return []
+    return [Problem(("model", "backend"), f"{model.backend!r}, but {served.title} {NOT_ON_MCORE}")]
+
+
+def attention_runs_the_family(model: ModelSection, served: ServedModel) -> list[Problem]:
+    """The attention that is asked for by name can run the family."""
+    only = served.attention
+    if only is None or model.attention == "auto" or model.attention in only.names:
+        return []
+    message = (
+        f"{model.attention!r} cannot run {served.title}: {only.reason}; use auto or "
+        f"{' or '.join(only.names)}"
+    )
+    return [Problem(("model", "attention"), message)]
+
+
+def family_has_the_features(sections: Mapping[str, object], served: ServedModel) -> list[Problem]:
+    """No feature that is asked for is beyond the family."""
+    return [
+        Problem(key, f"{value!r}, but {served.title} cannot: {served.limits[feature]}")
+        for key, value, feature in _asked(sections)
+        if feature in served.limits
+    ]
+
+
+def peft_is_installed(trainable: TrainableSection) -> list[Problem]:
+    """Adapters have their package."""
+    limit = version_limit("peft", installed_versions()["peft"])
+    if limit is None:
+        return []
+    return [Problem(("trainable", name), f"'lora' {limit}") for name in trainable.uses("lora")]
+
+
+def broken_capability_rules(
+    sections: Mapping[str, object], base_dir: str | os.PathLike[str] | None
+) -> list[Problem]:
+    """The problems of these rules, as far as their sections are there.
+
+    Args:
+        sections: the top-level keys of a recipe whose own types are right.
+        base_dir: folder that a relative `model.path` starts at. None: the current directory.
+    """
+    model, trainable = sections.get("model"), sections.get("trainable")
+    problems = peft_is_installed(trainable) if isinstance(trainable, TrainableSection) else []
+    if not isinstance(model, ModelSection):
+        return problems
+    config = read_model_config(model, base_dir)
+    model_type = None if config is None else config.content.get("model_type")
+    if config is None or not isinstance(model_type, str):
+        return problems
+    problems += model_is_served(config)
+    served = SERVED.get(model_type)
+    if served is not None:
+        problems += engine_runs_the_family(model, served)
+        problems += attention_runs_the_family(model, served)
+        problems += family_has_the_features(sections, served)
+    return problems
+
+
+def _asked(sections: Mapping[str, object]) -> Iterator[tuple[KeyPath, object, Feature]]:
+    """(key, value, feature) of what a recipe asks for beyond one process and padded rows."""
+    packing, split = sections.get("packing"), sections.get("parallelism")
+    trainable = sections.get("trainable")
+    if isinstance(packing, PackingSection) and packing.mode != "none":
+        yield ("packing", "mode"), packing.mode, packing.mode
+    if isinstance(split, ParallelismSection):
+        sizes: tuple[tuple[str, int, Feature], ...] = (
+            ("tensor", split.tensor, "TP"),
+            ("sequence", 1 + split.sequence, "SP"),
+            ("pipeline", split.pipeline, "PP"),
+            ("context", split.context, "CP"),
+            ("expert", split.expert, "EP"),
+        )
+        yield from (
+            (("parallelism", name), getattr(split, name), feature)
+            for name, size, feature in sizes
+            if size > 1
+        )
+    if isinstance(trainable, TrainableSection):
+        yield from ((("trainable", name), "lora", "LoRA") for name in trainable.uses("lora"))

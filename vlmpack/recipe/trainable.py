@@ -1,0 +1,111 @@
+"""What is trained, by component, and at which learning rates: `trainable` and `optim`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from vlmpack.recipe.sources import Section, as_tuple
+
+Mode = Literal["frozen", "full", "lora"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Name = Annotated[str, Field(min_length=1)]
+
+COMPONENTS = ("vision", "projector", "language")
+
+
+class LoraSection(Section):
+    """Low-rank adapters (LoRA, 2106.09685), by peft: hf engine. The same in every component whose
+    mode is `lora`."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rank of the update of a weight."""
+
+    alpha: float = Field(default=32.0, gt=0)
+    """The update is scaled by alpha / rank; with `rslora` by alpha / sqrt(rank)."""
+
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of an adapter's input that is zeroed while training, token by token."""
+
+    targets: Annotated[
+        Literal["all-linear"] | tuple[Name, ...],
+        Field(examples=[["q_proj", "v_proj"]]),
+        BeforeValidator(as_tuple),
+    ] = "all-linear"
+    """Layers that get an adapter: every linear layer of the components whose mode is `lora`, or
+    those of them whose names end in one of these (`q_proj`, `self_attn.o_proj`)."""
+
+    dora: bool = False
+    """Split weights into magnitude and direction, and train both (DoRA, 2402.09353)."""
+
+    rslora: bool = False
+    """Scale by the square root of the rank (rsLoRA, 2312.03732)."""
+
+    quantize: Literal["none", "nf4"] = "none"
+    """`nf4`: keep the frozen weights of adapted layers in 4 bits (QLoRA, 2305.14314). CUDA, and
+    the extra `vlmpack[qlora]`."""
+
+
+class TrainableSection(Section):
+    """What is trained: `frozen`, `full` (all weights of the component) or `lora` (adapters beside
+    its frozen weights)."""
+
+    vision: Mode = "full"
+    """The vision tower, without its projector."""
+
+    projector: Mode = "full"
+    """What maps the tower's features to the language model's width."""
+
+    language: Mode = "full"
+    """The language model, with input embeddings and head."""
+
+    lora: LoraSection = LoraSection()
+    """Shape of the adapters."""
+
+    def uses(self, mode: Mode) -> tuple[str, ...]:
+        """The components of that mode."""
+        return tuple(name for name in COMPONENTS if getattr(self, name) == mode)
+
+
+class OptimSection(Section):
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = Field(gt=0, examples=[1e-5])
+    """Peak learning rate."""
+
+    vision_lr: float | None = Field(default=None, gt=0)
+    """Peak learning rate of the vision tower, with the same schedule. Null: `lr`."""
+
+    projector_lr: float | None = Field(default=None, gt=0)
+    """Peak learning rate of the projector. Null: `lr`."""
+
+    language_lr: float | None = Field(default=None, gt=0)
+    """Peak learning rate of the language model. Null: `lr`."""
+
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Learning rate at the last step, as a fraction of the peak."""
+
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps of linear warm-up from 0 to the peak."""
+
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Way from the peak to the minimum after the warm-up; `constant` stays at the peak."""
+
+    betas: Annotated[tuple[Beta, Beta], BeforeValidator(as_tuple)] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's term in the denominator."""
+
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay, per unit of learning rate: of weights with two or more dimensions,
+    LoRA matrices included."""
+
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    """Global norm of all trained gradients above which they are scaled down. Null: no clipping."""
+
+    def peak(self, component: str) -> float:
+        """The peak learning rate of a component."""
+        own: float | None = getattr(self, f"{component}_lr")
+        return self.lr if own is None else own

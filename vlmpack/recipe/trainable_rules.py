@@ -1,0 +1,147 @@
+"""Rules about what is trained; `rules.py` says what a rule is and runs them.
+
+Packages are looked up, never imported: a recipe is checked where it cannot run, too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib import util
+
+from vlmpack.capabilities import ENGINE_LIMITS
+from vlmpack.recipe.model_rules import ModelConfig, read_model_config
+from vlmpack.recipe.problems import Problem
+from vlmpack.recipe.schema import ModelSection, ParallelismSection
+from vlmpack.recipe.trainable import COMPONENTS, LoraSection, OptimSection, TrainableSection
+
+
+def something_is_trained(trainable: TrainableSection) -> list[Problem]:
+    """A run without a trained weight is none."""
+    if len(trainable.uses("frozen")) < len(COMPONENTS):
+        return []
+    message = "vision, projector and language are all frozen; set at least one to full or lora"
+    return [Problem(("trainable",), message)]
+
+
+def lora_settings_are_used(trainable: TrainableSection) -> list[Problem]:
+    """Adapters are described for a component that gets some."""
+    lora = trainable.lora
+    if trainable.uses("lora") or lora == LoraSection():
+        return []
+    default = LoraSection()
+    key = next(
+        name for name in LoraSection.model_fields if getattr(lora, name) != getattr(default, name)
+    )
+    message = (
+        f"{getattr(lora, key)!r}, but no component has mode lora (vision: {trainable.vision}, "
+        f"projector: {trainable.projector}, language: {trainable.language}); set one, or leave "
+        "trainable.lora out"
+    )
+    return [Problem(("trainable", "lora", key), message)]
+
+
+def targets_are_named(trainable: TrainableSection) -> list[Problem]:
+    """A list of targets has some, each once."""
+    targets = trainable.lora.targets
+    if targets == "all-linear":
+        return []
+    where = ("trainable", "lora", "targets")
+    if not targets:
+        return [Problem(where, "an empty list; name the layers, or use all-linear")]
+    twice = sorted({name for name in targets if targets.count(name) > 1})
+    return [Problem(where, f"'{name}' is listed more than once") for name in twice]
+
+
+def lora_needs_hf(model: ModelSection, trainable: TrainableSection) -> list[Problem]:
+    """Adapters are peft's, which wraps torch's linear layers."""
+    if model.backend == "hf":
+        return []
+    return [
+        Problem(
+            ("trainable", name),
+            f"'lora' {ENGINE_LIMITS['mcore']['LoRA']}, since peft puts adapters beside torch's "
+            "linear layers, not beside Megatron's fused and tensor-parallel ones; with 'mcore' use "
+            "full or frozen",
+        )
+        for name in trainable.uses("lora")
+    ]
+
+
+def quantized_weights_fit(
+    parallelism: ParallelismSection, trainable: TrainableSection
+) -> list[Problem]:
+    """QLoRA has its package, and whole weights on each process."""
+    if trainable.lora.quantize == "none" or not trainable.uses("lora"):
+        return []
+    problems = []
+    where = ("trainable", "lora", "quantize")
+    if util.find_spec("bitsandbytes") is None:
+        message = (
+            "'nf4' needs bitsandbytes, which is not installed; pip install 'vlmpack[qlora]' on a "
+            "machine with a CUDA GPU, or use none"
+        )
+        problems.append(Problem(where, message))
+    if parallelism.sharding == "fsdp":
+        message = (
+            "'nf4' cannot be sharded, but parallelism.sharding is fsdp; use sharding: none, which "
+            "keeps a copy of the 4-bit weights on each process"
+        )
+        problems.append(Problem(where, message))
+    return problems
+
+
+def learning_rates_are_used(optim: OptimSection, trainable: TrainableSection) -> list[Problem]:
+    """A component with a learning rate of its own is trained."""
+    return [
+        Problem(
+            ("optim", f"{name}_lr"),
+            f"{getattr(optim, f'{name}_lr')}, but trainable.{name} is frozen; leave it out, or "
+            f"train the {name}",
+        )
+        for name in trainable.uses("frozen")
+        if getattr(optim, f"{name}_lr") is not None
+    ]
+
+
+def components_are_there(
+    config: ModelConfig, trainable: TrainableSection, optim: OptimSection | None
+) -> list[Problem]:
+    """A language model alone has neither tower nor projector."""
+    if "vision_config" in config.values:
+        return []
+    alone = f"{config.folder} is a language model alone (its config.json has no vision_config)"
+    problems = [
+        Problem(("trainable", name), f"'{mode}', but {alone}; leave it out")
+        for name, mode in (("vision", trainable.vision), ("projector", trainable.projector))
+        if mode != "full"
+    ]
+    if trainable.language == "frozen" and not problems:
+        message = f"'frozen', but {alone}, so nothing would be trained; use full or lora"
+        problems.append(Problem(("trainable", "language"), message))
+    for name in ("vision_lr", "projector_lr") if optim is not None else ():
+        if getattr(optim, name) is not None:
+            message = f"{getattr(optim, name)}, but {alone}; leave it out"
+            problems.append(Problem(("optim", name), message))
+    return problems
+
+
+def broken_trainable_rules(
+    sections: Mapping[str, object], base_dir: str | os.PathLike[str] | None
+) -> list[Problem]:
+    """The problems of the rules that read the model folder's config.json.
+
+    Args:
+        sections: the top-level keys of a recipe whose own types are right.
+        base_dir: folder that a relative `model.path` starts at. None: the current directory.
+    """
+    model, trainable = sections.get("model"), sections.get("trainable")
+    if not isinstance(model, ModelSection) or not isinstance(trainable, TrainableSection):
+        return []
+    config = read_model_config(model, base_dir)
+    optim = sections.get("optim")
+    if config is None:
+        return []
+    return components_are_there(
+        config, trainable, optim if isinstance(optim, OptimSection) else None
+    )

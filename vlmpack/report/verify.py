@@ -1,0 +1,60 @@
+"""The table of `vlmpack verify`: one line a check, every cell text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vlmpack.training.verify import Check, Verification
+
+COLUMNS = ("", "check", "found", "bound", "unpacked", "")
+"""Heads of the columns; `unpacked` is what the unpacked run differs from itself by."""
+
+MARKS = {"pass": "pass", "fail": "FAIL", "shown": "-", "too few": "too few"}
+
+
+def table_rows(found: Verification) -> list[tuple[str, ...]]:
+    """As many cells as `COLUMNS` a check."""
+    return [
+        (
+            MARKS[check.status],
+            check.name,
+            _figure(check.measured, exact=check.bound == 0.0),
+            _bound(check),
+            _figure(check.noise),
+            check.detail,
+        )
+        for check in found.checks
+    ]
+
+
+def head(found: Verification) -> list[str]:
+    """What was verified, before the table."""
+    facts = found.facts
+    model = f"model     {facts['model']}"
+    if facts.get("tiny"):
+        model += ": A TINY MODEL of its architecture, few layers and random weights"
+    samples: Sequence[dict[str, int]] = facts["samples"]
+    tokens = sum(sample["tokens"] for sample in samples)
+    images = sum(sample["images"] for sample in samples)
+    labels = sum(sample["labels"] for sample in samples)
+    engine = facts["engine"]
+    return [
+        model,
+        f"samples   {len(samples)} of data.train: {tokens:,} tokens, {labels:,} of them labels, "
+        f"{images} images",
+        f"packed    mode {facts['mode']}, {engine['engine']}, {engine['processes']}, "
+        f"{engine['attention']}",
+        f"computed  in {facts['dtype']} on {engine['device']}, {facts['seconds']:.0f} s",
+    ]
+
+
+def _figure(value: float | None, *, exact: bool = False) -> str:
+    if value is None:
+        return ""
+    return "0" if value == 0.0 and exact else f"{value:.1e}"
+
+
+def _bound(check: Check) -> str:
+    if check.bound is None:
+        return ""
+    return "0" if check.bound == 0.0 else f"{check.bound:.2g}"

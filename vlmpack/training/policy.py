@@ -1,0 +1,131 @@
+"""Recipe -> training policy, checked against the model before any data is read; and its table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vlmpack.backends.policy import (
+    ComponentCount,
+    ComponentPolicy,
+    LoraSettings,
+    TrainingPolicy,
+)
+from vlmpack.distributed import Ranks
+from vlmpack.families import Encoder
+from vlmpack.recipe import Recipe
+
+COLUMNS = ("component", "mode", "parameters", "trained", "share", "peak lr", "weight decay")
+
+
+def policy_of(recipe: Recipe) -> TrainingPolicy:
+    """What the recipe's `trainable` and `optim` say."""
+    trainable, optim = recipe.trainable, recipe.optim
+    lora = trainable.lora
+    return TrainingPolicy(
+        **{
+            name: ComponentPolicy(
+                mode=getattr(trainable, name), lr_scale=optim.peak(name) / optim.lr
+            )
+            for name in ("vision", "projector", "language")
+        },
+        lora=LoraSettings(
+            rank=lora.rank,
+            alpha=lora.alpha,
+            dropout=lora.dropout,
+            targets=None if lora.targets == "all-linear" else lora.targets,
+            dora=lora.dora,
+            rslora=lora.rslora,
+            quantize=lora.quantize,
+            seed=recipe.training.seed,
+        )
+        if trainable.uses("lora")
+        else None,
+    )
+
+
+def check_policy(recipe: Recipe, encoder: Encoder, ranks: Ranks) -> None:
+    """See that the model and this machine can be trained like that, without reading a weight.
+
+    Raises:
+        CapabilityError: adapters without a layer to go to, or 4-bit weights without a GPU.
+        ModelError: the model folder's config.json is none that transformers knows.
+    """
+    policy = policy_of(recipe)
+    if policy.lora is None:
+        return
+    from vlmpack.backends.hf.adapters import adapter_targets
+    from vlmpack.backends.hf.quantize import check_quantization
+    from vlmpack.backends.skeleton import model_skeleton
+
+    if policy.lora.quantize != "none":
+        check_quantization(ranks.device)
+    family = encoder.family
+    skeleton = model_skeleton(family.auto_class(), Path(recipe.model.path))
+    adapter_targets(skeleton, family.modules, policy)
+
+
+def policy_rows(counts: Sequence[ComponentCount], recipe: Recipe) -> list[dict[str, Any]]:
+    """The table's rows, as figures; written to `trainable.json`."""
+    lora = recipe.trainable.lora
+    return [
+        {
+            "component": count.component,
+            "mode": count.mode,
+            "parameters": count.parameters,
+            "trained": count.trained,
+            "trained_tensors": count.tensors,
+            "peak_lr": recipe.optim.peak(count.component) if count.trained else None,
+            "weight_decay": recipe.optim.weight_decay if count.trained else None,
+            "decayed": count.decayed,
+            "lora": lora.model_dump(mode="json") if count.mode == "lora" else None,
+        }
+        for count in counts
+    ]
+
+
+def policy_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Lines of text, aligned: one a component, and the sum."""
+    cells = [list(COLUMNS)]
+    for row in rows:
+        trained, total = row["trained"], row["parameters"]
+        cells.append(
+            [
+                row["component"],
+                _mode(row),
+                f"{total:,}",
+                f"{trained:,}",
+                f"{trained / max(1, total):.2%}",
+                f"{row['peak_lr']:.3g}" if trained else "-",
+                _decay(row),
+            ]
+        )
+    trained, total = (sum(row[key] for row in rows) for key in ("trained", "parameters"))
+    share = f"{trained / max(1, total):.2%}"
+    cells.append(["all", "", f"{total:,}", f"{trained:,}", share, "", ""])
+    widths = [max(len(row[column]) for row in cells) for column in range(len(COLUMNS))]
+    return [
+        "  ".join(
+            text.ljust(width) if column < 2 or column == 6 else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
+
+
+def _mode(row: dict[str, Any]) -> str:
+    lora = row["lora"]
+    if lora is None:
+        return str(row["mode"])
+    extra = "".join(f" {name}" for name in ("dora", "rslora") if lora[name])
+    bits = "" if lora["quantize"] == "none" else f" {lora['quantize']}"
+    return f"lora r={lora['rank']} alpha={lora['alpha']:g}{extra}{bits}"
+
+
+def _decay(row: dict[str, Any]) -> str:
+    if not row["trained"]:
+        return "-"
+    if not row["weight_decay"]:
+        return "0"
+    return f"{row['weight_decay']:g} on {row['decayed']:,}"

@@ -1,0 +1,365 @@
+"""Packed numbers against the unpacked reference's: losses, logits, outputs, gradients.
+
+In float32 every figure has a bound, raised where the unpacked model differs from itself by more
+(`with_noise`). In bfloat16 one figure has: the L2 norm of the errors of the label tokens'
+log-probabilities against float32, over the same norm of the unpacked bfloat16 run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vlmpack.backends.policy import component_of
+from vlmpack.families import ModulePaths
+from vlmpack.packing import EncodedSample
+from vlmpack.training.verify.figures import (
+    GRADIENT_BOUND,
+    LOSS_BOUND,
+    OUTPUT_BOUND,
+    Check,
+    bounded,
+    quotient,
+    relative_l2,
+    with_noise,
+    worst,
+)
+from vlmpack.training.verify.outputs import Point
+from vlmpack.training.verify.packed import Packed, SlotLosses
+from vlmpack.training.verify.reference import Unpacked
+from vlmpack.training.verify.row import Row
+
+BFLOAT16_RATIO = 1.1
+"""Of the packed run's error to the unpacked run's, both in bfloat16 against float32."""
+
+FEWEST_LABELS = 1000
+"""Label tokens below which that ratio is mostly chance."""
+
+UNDETERMINED = 1e-3
+"""A parameter whose gradient differs by this much between two unpacked runs is rounding alone (the
+bias of keys, which softmax does not see): it counts in its component and is not looked at alone."""
+
+ISOLATION = "attention isolation: boundaries must reach every attention layer"
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What every comparison needs.
+
+    Args:
+        samples: by number.
+        rows: the micro-batches.
+        reference: unpacked, float32.
+        noise: unpacked again, another way; in bfloat16 where that is what is verified.
+        exact: whether bounds of float32 apply.
+    """
+
+    samples: Sequence[EncodedSample]
+    rows: Sequence[Row]
+    reference: Unpacked
+    noise: Unpacked
+    exact: bool
+
+    def bound(self, stated: float, noise: float) -> float | None:
+        """The bound that applies; None in bfloat16."""
+        return with_noise(stated, noise) if self.exact else None
+
+
+def losses_by_sample(rows: Sequence[Row], losses: SlotLosses) -> dict[int, Tensor]:
+    """(l,) losses of each sample's own slots and the gap behind them, in order."""
+    found: dict[int, Tensor] = {}
+    for place, row in enumerate(rows):
+        values = losses.get(place, {})
+        slots = sorted(values)
+        for number, start, end in zip(row.numbers, row.starts, row.ends, strict=True):
+            found[number] = torch.tensor([values[s] for s in slots if start <= s < end])
+    return found
+
+
+def loss_error(ours: Tensor, theirs: Tensor) -> float:
+    """Relative error of a sample's mean loss; inf for another number of label tokens.
+
+    A loss below one nat counts as one: that of a token that the model is sure of is the difference
+    of two large logits, and keeps their rounding.
+    """
+    if ours.shape != theirs.shape:
+        return math.inf
+    if not len(theirs):
+        return 0.0
+    mean = float(theirs.double().mean())
+    return abs(float(ours.double().mean()) - mean) / max(1.0, mean)
+
+
+def check_losses(compared: Compared, losses: SlotLosses) -> Check:
+    """The loss of every sample."""
+    ours = losses_by_sample(compared.rows, losses)
+    errors = [
+        loss_error(ours[number], theirs) for number, theirs in enumerate(compared.reference.losses)
+    ]
+    noise = worst(
+        loss_error(again, theirs)
+        for again, theirs in zip(compared.noise.losses, compared.reference.losses, strict=True)
+    )
+    at = _where_worst(errors)
+    detail = f"{len(errors)} samples, worst {compared.samples[at].key}"
+    if math.isinf(errors[at]):
+        wanted = len(compared.reference.losses[at])
+        detail = f"{compared.samples[at].key}: {len(ours[at])} label tokens, alone {wanted}"
+    return bounded(
+        "loss of each sample",
+        worst(errors),
+        compared.bound(LOSS_BOUND, noise),
+        noise=noise,
+        detail=detail,
+        look_at="the rows above; if they pass, the cross entropy",
+    )
+
+
+def check_log_probabilities(compared: Compared, losses: SlotLosses) -> Check:
+    """bfloat16: the packed run's errors against those of the unpacked run."""
+    name = "log-probabilities of label tokens"
+    ours = losses_by_sample(compared.rows, losses)
+    theirs = torch.cat(compared.reference.losses).double()
+    found = torch.cat([ours[number] for number in range(len(ours))]).double()
+    if found.shape != theirs.shape:
+        return Check(
+            name=name, status="fail", detail=f"{len(found)} label tokens, alone {len(theirs)}"
+        )
+    error = float((found - theirs).norm())
+    noise = float((torch.cat(compared.noise.losses).double() - theirs).norm())
+    check = bounded(
+        name,
+        quotient(error, noise),
+        BFLOAT16_RATIO,
+        noise=1.0,
+        detail=f"L2 of {len(theirs):,} errors against float32: packed {error:.3g}, unpacked "
+        f"{noise:.3g}",
+        look_at="rerun without --dtype: float32 says where",
+    )
+    if len(theirs) >= FEWEST_LABELS:
+        return check
+    return Check(
+        name=name,
+        status="too few",
+        measured=check.measured,
+        bound=BFLOAT16_RATIO,
+        noise=1.0,
+        detail=f"data.train has {len(theirs):,} label tokens, the bound needs {FEWEST_LABELS:,}; "
+        f"{check.detail}",
+    )
+
+
+def check_logits(compared: Compared, logits: Mapping[int, Tensor]) -> Check:
+    """The logits of every sample.
+
+    Args:
+        logits: (n, V) of the kept slots, by sample.
+    """
+    pairs = list(enumerate(compared.reference.logits))
+    errors = [relative_l2(logits[number], theirs) for number, theirs in pairs]
+    noise = worst(
+        relative_l2(again, theirs)
+        for again, theirs in zip(compared.noise.logits, compared.reference.logits, strict=True)
+    )
+    kept = sum(len(theirs) for _, theirs in pairs)
+    return bounded(
+        "logits of each sample",
+        worst(errors),
+        compared.bound(OUTPUT_BOUND, noise),
+        noise=noise,
+        detail=f"{kept:,} tokens, worst {compared.samples[_where_worst(errors)].key}",
+        look_at=ISOLATION,
+    )
+
+
+def split_outputs(
+    compared: Compared, packed: Packed, point: Point, kept: Sequence[Tensor]
+) -> dict[int, Tensor]:
+    """A point's output of each sample, out of the rows."""
+    found: dict[int, Tensor] = {}
+    for row, outputs in zip(compared.rows, packed.outputs, strict=True):
+        theirs = {n: compared.reference.outputs[n].get(point.path) for n in row.numbers}
+        numbers = [n for n in row.numbers if theirs[n] is not None]
+        if not numbers:  # a row without images: the tower saw the blank one
+            continue
+        if point.kind == "language model":
+            counts = [len(kept[n]) for n in numbers]
+        else:
+            counts = [len(value) for n in numbers if (value := theirs[n]) is not None]
+        value = outputs.get(point.path)
+        if value is None or len(value) != sum(counts):
+            found.update({n: torch.empty(0) for n in numbers})
+            continue
+        found.update(zip(numbers, value.split(counts), strict=True))
+    return found
+
+
+def check_outputs(
+    compared: Compared, packed: Packed, points: Sequence[Point], kept: Sequence[Tensor]
+) -> list[Check]:
+    """What each part of the model puts out, in the order of the forward pass."""
+    checks = []
+    for kind, name in (
+        ("tower", "tower: features"),
+        ("projector", "projector: features"),
+        ("language model", "language model: each layer's output"),
+    ):
+        mine = [point for point in points if point.kind == kind]
+        check = _check_points(name, compared, packed, mine, kept)
+        if check is not None:
+            checks.append(check)
+    return checks
+
+
+def _check_points(
+    name: str,
+    compared: Compared,
+    packed: Packed,
+    points: Sequence[Point],
+    kept: Sequence[Tensor],
+) -> Check | None:
+    """The points of one part: the largest error, and where the first one beyond its bound is."""
+    largest = noise = 0.0
+    bound: float | None = compared.bound(OUTPUT_BOUND, 0.0)
+    first = ""
+    seen = 0
+    for point in points:
+        ours = split_outputs(compared, packed, point, kept)
+        if not ours:
+            continue
+        seen += 1
+        theirs = {n: compared.reference.outputs[n][point.path] for n in ours}
+        errors = {n: relative_l2(value, theirs[n]) for n, value in ours.items()}
+        own = worst(relative_l2(compared.noise.outputs[n][point.path], theirs[n]) for n in theirs)
+        limit = compared.bound(OUTPUT_BOUND, own)
+        largest, noise = worst([largest, *errors.values()]), worst([noise, own])
+        if limit is not None:
+            bound = max(bound or 0.0, limit)
+            if not first and not worst(errors.values()) <= limit:
+                keys = [compared.samples[n].key for n, e in errors.items() if not e <= limit]
+                first = f"first differs: {point}, in {len(keys)} samples, e.g. {keys[0]}"
+    if not seen:
+        return None
+    detail = f"{seen} modules" if seen > 1 else points[0].path
+    check = bounded(name, largest, bound, noise=noise, detail=first or detail)
+    if not first:
+        return check
+    look_at = "the order of images in the row" if points[0].kind != "language model" else ISOLATION
+    if "(recurrent)" in first:
+        look_at = "recurrent layers: their state must be reset at every boundary"
+    return Check(
+        name=name,
+        status="fail",
+        measured=largest,
+        bound=bound,
+        noise=noise,
+        detail=first,
+        look_at=look_at,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GradientError:
+    """Squared norms of one parameter's gradient: of the error, and of the reference."""
+
+    error: float
+    scale: float
+
+    @property
+    def relative(self) -> float:
+        """Relative L2."""
+        return quotient(math.sqrt(self.error), math.sqrt(self.scale))
+
+
+def gradient_errors(
+    reference: Mapping[str, Tensor], ours: Iterable[tuple[str, Tensor]]
+) -> dict[str, GradientError]:
+    """Of each parameter that both have; nothing else is kept of `ours`."""
+    found = {}
+    for name, gradient in ours:
+        theirs = reference.get(name)
+        if theirs is not None:
+            double = theirs.double()
+            error = float((gradient.double() - double).square().sum())
+            found[name] = GradientError(error, float(double.square().sum()))
+    return found
+
+
+def part_of(name: str, paths: ModulePaths, recurrent: Sequence[str]) -> str:
+    """The part of the model that a parameter is reported under.
+
+    Args:
+        recurrent: paths of modules that carry a state along the row.
+    """
+    if any(name.startswith(path + ".") for path in recurrent):
+        return "recurrent layers"
+    component = component_of(name, paths)
+    return {"vision": "tower", "language": "language model"}.get(component, component)
+
+
+def check_gradients(
+    compared: Compared,
+    found: Mapping[str, GradientError],
+    own: Mapping[str, GradientError],
+    parts: Mapping[str, str],
+) -> list[Check]:
+    """The gradients of each part of the model.
+
+    Args:
+        found: errors of the packed run.
+        own: errors of the unpacked run against itself.
+        parts: of each parameter.
+    """
+    names: dict[str, list[str]] = {}
+    for name in found:
+        names.setdefault(parts[name], []).append(name)
+    order = ("tower", "projector", "language model", "recurrent layers", "adapters")
+    return [_check_part(compared, part, names[part], found, own) for part in order if part in names]
+
+
+def _check_part(
+    compared: Compared,
+    part: str,
+    names: Sequence[str],
+    found: Mapping[str, GradientError],
+    own: Mapping[str, GradientError],
+) -> Check:
+    def together(errors: Mapping[str, GradientError]) -> float:
+        total = sum(errors[name].error for name in names)
+        scale = sum(errors[name].scale for name in names)
+        return quotient(math.sqrt(total), math.sqrt(scale))
+
+    noise = together(own)
+    bound = compared.bound(GRADIENT_BOUND, noise)
+    alone = [name for name in names if own[name].relative < UNDETERMINED] or list(names)
+    beyond = [
+        name
+        for name in alone
+        if (limit := compared.bound(GRADIENT_BOUND, own[name].relative)) is not None
+        and not found[name].relative <= limit
+    ]
+    name = max(beyond or alone, key=lambda name: found[name].relative)
+    detail = f"{len(names)} parameters, worst {name} {found[name].relative:.1e}"
+    if beyond:
+        detail += f", {len(beyond)} beyond their bound"
+    check = bounded(f"gradients: {part}", together(found), bound, noise=noise, detail=detail)
+    if not beyond and not check.fails:
+        return check
+    return Check(
+        name=check.name,
+        status="fail",
+        measured=check.measured,
+        bound=bound,
+        noise=noise,
+        detail=detail,
+        look_at="the rows above; if they pass, the backward pass of this part",
+    )
+
+
+def _where_worst(errors: Sequence[float]) -> int:
+    """The index of the largest, nan above all."""
+    return max(range(len(errors)), key=lambda n: math.inf if math.isnan(errors[n]) else errors[n])

@@ -1,0 +1,158 @@
+"""What the parts of a transformers model put out, captured by forward hooks under the same names in
+the packed and in the unpacked model.
+
+The language model's outputs have one row for each slot; of long samples only evenly spaced slots
+are kept. The vision part's are kept whole: their rows are patches or features in image order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from vlmpack.families import ModulePaths
+from vlmpack.packing import EncodedSample
+
+Kind = Literal["tower", "projector", "language model"]
+
+KEPT_NUMBERS = 1 << 27
+"""Numbers that are kept of all samples' outputs together: 512 MiB in float32."""
+
+FEWEST_SLOTS = 8
+"""Slots that are kept of a sample, however large the model is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A module whose output is compared.
+
+    Args:
+        path: in the transformers model.
+        kind: the part it belongs to.
+        recurrent: whether it carries a state along the row.
+    """
+
+    path: str
+    kind: Kind
+    recurrent: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.path} (recurrent)" if self.recurrent else self.path
+
+
+def points_of(model: nn.Module, paths: ModulePaths) -> list[Point]:
+    """The tower, the projectors, the decoder's layers and the decoder itself, in this order."""
+    found: list[Point] = []
+    if paths.vision is not None:
+        found.append(Point(paths.vision, "tower"))
+    modules = dict(model.named_modules())
+    found += [
+        Point(path, "projector")
+        for path in paths.projectors
+        if path in modules and not isinstance(modules[path], nn.ModuleList)
+    ]
+    decoder = model.get_submodule(paths.language)
+    stacks = [
+        (name, stack) for name, stack in decoder.named_modules() if isinstance(stack, nn.ModuleList)
+    ]
+    if stacks:
+        name, layers = max(stacks, key=lambda item: len(item[1]))
+        found += [
+            Point(
+                f"{paths.language}.{name}.{number}",
+                "language model",
+                bool(recurrent_modules(layer)),
+            )
+            for number, layer in enumerate(layers)
+        ]
+    found.append(Point(paths.language, "language model"))
+    return found
+
+
+def recurrent_modules(module: nn.Module) -> list[str]:
+    """Names of the submodules that carry a state from token to token.
+
+    Known by what they hold, not by the model's name: a convolution along the sequence (short
+    convolutions, Mamba, GatedDeltaNet) or the logarithm of a decay (Mamba, GatedDeltaNet).
+    """
+    return [
+        name
+        for name, part in module.named_modules()
+        if any(isinstance(child, nn.Conv1d) for child in part.children())
+        or "A_log" in dict(part.named_parameters(recurse=False))
+    ]
+
+
+def has_experts(module: nn.Module) -> bool:
+    """Whether tokens of all samples share matmuls by expert: their number there depends on what
+    the others chose, and with it how a matmul is blocked."""
+    return any(name.endswith("experts") for name, _ in module.named_modules())
+
+
+def kept_slots(samples: Sequence[EncodedSample], numbers_per_slot: int) -> list[Tensor]:
+    """For each sample (n,) int64 slots, evenly spaced, the first and the last among them."""
+    tokens = sum(sample.length for sample in samples)
+    share = min(1.0, KEPT_NUMBERS / max(1, numbers_per_slot * tokens))
+    found = []
+    for sample in samples:
+        count = min(sample.length, max(FEWEST_SLOTS, int(sample.length * share)))
+        found.append(torch.linspace(0, sample.length - 1, count).round().long().unique())
+    return found
+
+
+class Capture:
+    """Collects the outputs of points while it is `on`.
+
+    Args:
+        model: a transformers model.
+        points: of it.
+    """
+
+    def __init__(self, model: nn.Module, points: Sequence[Point]) -> None:
+        self.on = False
+        self.slots: Tensor | None = None
+        self.found: dict[str, list[Tensor]] = {point.path: [] for point in points}
+        self._hooks = [
+            model.get_submodule(point.path).register_forward_hook(self._keep(point))
+            for point in points
+        ]
+
+    def _keep(self, point: Point) -> Any:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            value = _tensor(output) if self.on else None
+            if value is None:
+                return
+            value = value.detach().flatten(0, -2)
+            if point.kind == "language model":
+                assert self.slots is not None
+                value = value.index_select(0, self.slots.to(value.device))
+            self.found[point.path].append(value.float().cpu())
+
+        return hook
+
+    def take(self) -> dict[str, Tensor]:
+        """(rows, D) of each point that was called since the last time, calls one after another."""
+        taken = {path: torch.cat(values) for path, values in self.found.items() if values}
+        for values in self.found.values():
+            values.clear()
+        return taken
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _tensor(output: Any) -> Tensor | None:
+    """The hidden states in what a module returned; None where there are none."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, dict):  # transformers' outputs are ordered dictionaries
+        output = tuple(output.values())
+    if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
+        return output[0]
+    return None

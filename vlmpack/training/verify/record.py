@@ -1,0 +1,58 @@
+"""What was found, as JSON and as words."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from vlmpack.training.run_dir import write_atomically
+from vlmpack.training.verify.run import Verification
+
+EQUAL = "packed equals unpacked"
+
+
+def as_json(found: Verification) -> dict[str, Any]:
+    """Every figure; numbers that JSON does not have are words."""
+    return {
+        "passes": found.passes,
+        "conclusion": conclusion(found),
+        **found.facts,
+        "checks": [
+            {name: _number(value) for name, value in asdict(check).items()}
+            for check in found.checks
+        ],
+    }
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def write_verification(found: Verification, folder: Path) -> Path:
+    """Write verify.json; the file appears whole.
+
+    Returns:
+        Its path.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "verify.json"
+    write_atomically(path, json.dumps(as_json(found), indent=1) + "\n")
+    return path
+
+
+def conclusion(found: Verification) -> str:
+    """The last line: that packed equals unpacked, or what differs and what to look at."""
+    if found.passes:
+        return EQUAL + (" (of the tiny model)" if found.facts.get("tiny") else "")
+    lines = [
+        f"{check.name} ({check.detail}; look at {check.look_at})"
+        if check.look_at
+        else f"{check.name} ({check.detail})"
+        for check in found.failed
+    ]
+    return f"packed differs from unpacked in {len(lines)} checks: " + "; ".join(lines)

@@ -1,0 +1,294 @@
+"""All checks of a recipe in order, on one process or under torchrun.
+
+The main rank alone runs the reference, then lets go of it; every rank runs the engine. The verdict
+is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlmpack.data.loading.ledger import Ledger
+from vlmpack.data.pipeline import TrainData
+from vlmpack.data.plan.packers import BudgetPacker
+from vlmpack.distributed import Ranks
+from vlmpack.families import Encoder
+from vlmpack.packing import PackCollator, PadCollator
+from vlmpack.recipe import Recipe, derive
+from vlmpack.training.recipe_data import build_encoder, open_split
+from vlmpack.training.verify.engine import (
+    Dtype,
+    as_it_was,
+    build_verified_engine,
+    verified_dtype,
+    verified_recipe,
+)
+from vlmpack.training.verify.figures import Check
+from vlmpack.training.verify.memory import require_memory
+from vlmpack.training.verify.numbers import ReferenceRuns, verify_rows
+from vlmpack.training.verify.row import (
+    Row,
+    check_boundaries,
+    check_labels,
+    check_pixels,
+    check_positions,
+    group_samples,
+    make_row,
+)
+from vlmpack.training.verify.samples import Chosen, choose_samples, labels_of
+from vlmpack.training.verify.tiny import write_tiny_model
+
+logger = logging.getLogger("vlmpack")
+
+LABELS_IN_BFLOAT16 = 1000
+"""Label tokens that the comparison in bfloat16 is made over, if the data has them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyOptions:
+    """What is verified.
+
+    Args:
+        num_samples: samples in the row.
+        dtype: float32, or the recipe's.
+        tiny: verify a tiny model of the same architecture.
+        scratch: folder for the tiny model, on a file system that all ranks see.
+    """
+
+    num_samples: int = 8
+    dtype: Dtype = "float32"
+    tiny: bool = False
+    scratch: Path = Path("verify")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What was found.
+
+    Args:
+        checks: the table, in order.
+        facts: what it was found on: model, samples, dtype, device, versions.
+    """
+
+    checks: tuple[Check, ...]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        """The checks that failed."""
+        return tuple(check for check in self.checks if check.fails)
+
+    @property
+    def passes(self) -> bool:
+        """Whether packed equals unpacked."""
+        return not self.failed
+
+
+def verify_recipe(recipe: Recipe, ranks: Ranks, options: VerifyOptions) -> Verification:
+    """Open a recipe as a run does, and verify it. Collective.
+
+    Raises:
+        VlmpackError: what is wrong with model folder or data, or a model that does not fit.
+    """
+    model = Path(recipe.model.path)
+    if options.tiny:
+        folder = options.scratch / "tiny-model"
+        ranks.on_main(lambda: write_tiny_model(model, folder))
+        recipe = recipe.model_copy(
+            update={"model": recipe.model.model_copy(update={"path": str(folder)})}
+        )
+    encoder = build_encoder(recipe)
+    train = open_split(
+        recipe,
+        "data.train",
+        encoder,
+        derive(recipe, ranks.world_size),
+        ranks=ranks,
+        ledger=Ledger(None),
+    )
+    assert train is not None  # data.train is required
+    try:
+        found = verify_split(recipe, ranks, encoder, train, options)
+    finally:
+        train.split.close()
+    return Verification(
+        checks=found.checks, facts=found.facts | {"model": str(model), "tiny": options.tiny}
+    )
+
+
+def verify_split(
+    recipe: Recipe, ranks: Ranks, encoder: Encoder, train: TrainData, options: VerifyOptions
+) -> Verification:
+    """Verify a recipe whose data are open. Collective; nothing of the run changes.
+
+    Raises:
+        VlmpackError: a model that does not fit, or too few samples.
+    """
+    started = time.perf_counter()
+    dtype = verified_dtype(recipe, options.dtype, ranks.device)
+    split = recipe.parallelism
+    require_memory(encoder.folder, ranks.device, split=split.tensor * split.pipeline)
+    chosen = ranks.on_main(
+        lambda: choose_samples(
+            train,
+            options.num_samples,
+            min_labels=0 if dtype is torch.float32 else LABELS_IN_BFLOAT16,
+        )
+    )
+    with as_it_was():
+        checks, engine_facts = _all_checks(recipe, ranks, encoder, train, (chosen, dtype, options))
+    facts = {
+        "model": recipe.model.path,
+        "tiny": options.tiny,
+        "mode": recipe.packing.mode,
+        "dtype": str(dtype).removeprefix("torch."),
+        "engine": engine_facts,
+        "samples": [
+            {
+                "key": sample.key,
+                "shard": shard,
+                "tokens": sample.length,
+                "labels": labels_of(sample),
+                "images": sample.media.num_images if sample.media is not None else 0,
+            }
+            for sample, shard in zip(chosen.samples, chosen.shards, strict=True)
+        ],
+        "versions": _versions(),
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+    return Verification(checks=tuple(checks), facts=facts)
+
+
+def _all_checks(
+    recipe: Recipe,
+    ranks: Ranks,
+    encoder: Encoder,
+    train: TrainData,
+    what: tuple[Chosen, torch.dtype, VerifyOptions],
+) -> tuple[list[Check], dict[str, str]]:
+    """The checks of every way to lay the samples out, and the engine's description."""
+    chosen, dtype, options = what
+    changed = verified_recipe(recipe, encoder, dtype)
+    held: list[ReferenceRuns] = []  # on the main rank alone: too large to send around
+
+    def run_reference() -> None:
+        logger.info("%-14s %d samples, unpacked, one by one", "reference", len(chosen.samples))
+        held.append(
+            ReferenceRuns.make(
+                encoder,
+                chosen.samples,
+                ranks.device,
+                dtype=dtype,
+                half_weights=recipe.model.backend == "mcore",
+            )
+        )
+
+    ranks.on_main(run_reference)
+    checks: list[Check] = []
+    facts: dict[str, str] = {}
+    for prefix, collator in _layouts(recipe, encoder, train, ranks):
+        groups = group_samples(
+            chosen.samples, options.num_samples, collator, max_tokens=_row_tokens(train)
+        )
+        rows = [
+            make_row(collator, [chosen.samples[n] for n in numbers], numbers) for numbers in groups
+        ]
+        logger.info("%-14s %s", "engine", f"{len(rows)} {prefix or _row_word(recipe)}rows")
+        found, facts = check_rows(
+            changed, ranks, encoder, collator, rows, held[0] if ranks.is_main else None
+        )
+        checks += [replace(check, name=prefix + check.name) for check in found]
+    return checks, facts
+
+
+def check_rows(
+    recipe: Recipe,
+    ranks: Ranks,
+    encoder: Encoder,
+    collator: PackCollator | PadCollator,
+    rows: Sequence[Row],
+    reference: ReferenceRuns | None,
+) -> tuple[list[Check], dict[str, str]]:
+    """Everything about some rows, on an engine that is built for them. Collective.
+
+    Args:
+        recipe: of the engine, see `verified_recipe`.
+        collator: that made the rows.
+        reference: on the main rank.
+
+    Returns:
+        The checks, and the engine's description; on every rank the same.
+    """
+
+    def without_model() -> list[Check]:
+        assert reference is not None
+        pixels = check_pixels(rows, encoder.placeholder_id)
+        return [
+            check_boundaries(rows),
+            check_labels(rows),
+            check_positions(rows, reference.positions, reference.positions_of),
+            *([pixels] if pixels is not None else []),
+        ]
+
+    found = ranks.on_main(without_model)
+    engine = build_verified_engine(recipe, encoder, ranks)
+    found += verify_rows(
+        engine,
+        ranks,
+        rows,
+        collator=collator,
+        reference=reference,
+        encoder=encoder,
+        optim=recipe.optim,
+    )
+    facts = dict(engine.description)
+    del engine
+    gc.collect()
+    return found, facts
+
+
+def _row_word(recipe: Recipe) -> str:
+    return "batches of padded " if recipe.packing.mode == "none" else "packed "
+
+
+def _layouts(
+    recipe: Recipe, encoder: Encoder, train: TrainData, ranks: Ranks
+) -> list[tuple[str, PackCollator | PadCollator]]:
+    """The run's own rows; for padded ones also the packed row that other modes would make."""
+    own: Any = train.dataset.collator
+    if recipe.packing.mode != "none":
+        return [("", own)]
+    derived = derive(recipe, ranks.world_size)
+    packed = PackCollator(
+        pad_token_id=encoder.pad_token_id,
+        num_position_axes=encoder.num_position_axes,
+        pad_to_multiple_of=derived.sequence_multiple,
+        total_multiple_of=derived.row_multiple,
+    )
+    return [("padded: ", own), ("packed: ", packed)]
+
+
+def _row_tokens(train: TrainData) -> int | None:
+    """Tokens that a planned row holds at most; None where rows have no budget."""
+    packer = train.plan.packer
+    return packer.budget.max_tokens if isinstance(packer, BudgetPacker) else None
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("vlmpack", "torch", "transformers", "accelerate", "peft", "megatron-core"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,141 @@
+"""A tiny model of the user's own architecture: their config.json with fewer layers, their tokenizer
+and processor, seeded random weights.
+
+What is cut follows from the names and lengths of entries, not from the model's type: a section with
+a number of layers keeps one period of every kind of layer, and every entry that says something for
+each layer, or names layers by index, is cut with it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlmpack.errors import ModelError
+from vlmpack.families import family_of
+
+DEPTHS = ("num_hidden_layers", "depth", "num_layers", "n_layers", "n_layer")
+"""Entries that count the layers of a section."""
+
+PERIODS = (
+    "full_attention_interval",
+    "sliding_window_pattern",
+    "attn_layer_period",
+    "decoder_sparse_step",
+    "no_rope_layer_interval",
+)
+"""Entries by which one kind of layer comes back every so many."""
+
+FEWEST_LAYERS = 2
+
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth", "*.gguf")
+
+SEED = 0
+
+
+def write_tiny_model(folder: Path, target: Path) -> Path:
+    """The tiny model of a folder.
+
+    Args:
+        folder: model folder in transformers format; its weights are not read.
+        target: made anew.
+
+    Returns:
+        `target`, in transformers format.
+
+    Raises:
+        ModelError: transformers does not build a model from the cut configuration.
+        CapabilityError: no family serves the model.
+    """
+    from transformers import AutoConfig
+
+    auto_class = family_of(folder).auto_class()
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(folder, target, ignore=shutil.ignore_patterns(*WEIGHTS, ".*"))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (target / "config.json").write_text(json.dumps(cut_layers(config), indent=1), encoding="utf-8")
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(SEED)
+            model = auto_class.from_config(
+                AutoConfig.from_pretrained(str(target), local_files_only=True), dtype=torch.float32
+            )
+        model.save_pretrained(str(target))
+    except (ValueError, TypeError, IndexError, RuntimeError, OSError) as error:
+        raise ModelError(
+            f"--tiny: transformers builds no model from {folder / 'config.json'} with fewer "
+            f"layers: {error}"
+        ) from error
+    return target
+
+
+def cut_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with fewer layers in every section that counts some."""
+    cut: dict[str, Any] = {
+        name: cut_layers(value) if isinstance(value, Mapping) else value
+        for name, value in config.items()
+    }
+    for name in DEPTHS:
+        depth = cut.get(name)
+        if isinstance(depth, int) and depth > 0:
+            _cut_section(cut, name, depth)
+    return cut
+
+
+def _cut_section(section: dict[str, Any], name: str, depth: int) -> None:
+    keep = min(depth, _layers_kept(section, depth))
+    section[name] = keep
+    for key, value in section.items():
+        if isinstance(value, list) and value:
+            section[key] = _cut_list(key, value, depth, keep)
+    for key in ("max_window_layers", "first_k_dense_replace"):
+        if isinstance(section.get(key), int):
+            section[key] = min(section[key], keep - 1)
+
+
+def _layers_kept(section: Mapping[str, Any], depth: int) -> int:
+    """Layers that hold one period of every kind."""
+    kept = FEWEST_LAYERS
+    kinds = section.get("layer_types")
+    if isinstance(kinds, list) and len(kinds) == depth:
+        kept = max(kept, _period(kinds))
+    for key in PERIODS:
+        if isinstance(section.get(key), int):
+            kept = max(kept, section[key])
+    for key, value in section.items():  # a kind that is named by its layers: room for one of each
+        if _names_layers(key, value, depth):
+            kept = max(kept, FEWEST_LAYERS + 1)
+    return kept
+
+
+def _period(kinds: list[Any]) -> int:
+    """Layers after which the kinds repeat; those up to the last new kind where they do not."""
+    for period in range(1, len(kinds)):
+        if all(kind == kinds[place % period] for place, kind in enumerate(kinds)):
+            return period
+    return max(kinds.index(kind) for kind in set(kinds)) + 1
+
+
+def _names_layers(key: str, value: Any, depth: int) -> bool:
+    """Whether an entry lists layers by index: `fullatt_block_indexes`, `mlp_only_layers` ..."""
+    return (
+        key.endswith(("_indexes", "_indices", "_layers"))
+        and isinstance(value, list)
+        and bool(value)
+        and all(isinstance(item, int) and 0 <= item < depth for item in value)
+        and len(value) < depth
+    )
+
+
+def _cut_list(key: str, value: list[Any], depth: int, keep: int) -> list[Any]:
+    if len(value) == depth and not key.endswith(("_indexes", "_indices")):
+        return value[:keep]
+    if not _names_layers(key, value, depth):
+        return value
+    inside = [item for item in value if item < keep]
+    return inside or [keep - 1]  # one layer of the kind that the list names
