@@ -18,6 +18,7 @@ from vlmpack.capabilities import (
     FEATURES,
     NO_EXPERTS,
     NOT_ON_MCORE,
+    ONLY_ON_MCORE,
     RANGES,
     REFUSED,
     SERVED,
@@ -123,6 +124,8 @@ def test_an_engine_that_lacks_a_family_says_so():
     model = ServedModel(title="New", family="new")
     assert why_not(model, "mcore", "online", TESTED) is NOT_ON_MCORE
     assert why_not(model, "hf", "online", TESTED) is None
+    for engine in ENGINES:
+        assert why_not(model, engine, "TP", TESTED) is ONLY_ON_MCORE
 
 
 def test_the_ranges_are_those_of_the_project_file():

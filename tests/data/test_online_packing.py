@@ -256,6 +256,26 @@ def test_the_dry_run_settles_the_sequences_and_the_plan_keeps_to_them(
     assert advised_max_sequences([3] * 998 + [9, 17]) == 16, "the 99.9th percentile, rounded up"
 
 
+def test_sets_of_samples_with_a_bound_need_no_dry_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed: list[int] = []
+
+    def counting(tokens: Any, patches: Any, budget: RowBudget) -> list[list[int]]:
+        packed.append(len(tokens))
+        return pack_in_order(tokens, patches, budget)
+
+    monkeypatch.setattr("vlmpack.data.splits.row_packer.pack_in_order", counting)
+    bounded = replace(BUDGET, max_sequences=3)
+    settings: dict[str, Any] = {"shuffle": "global", "global_batch_size": 8}
+    data = online(folder, tmp_path, scope="batch", budget=bounded, **settings)
+    assert data.identity["packing.max_sequences"] == 3 and packed == []
+    online(folder, tmp_path, scope="batch", **settings)
+    stream = online(folder, tmp_path, budget=bounded, **settings)
+    assert packed == [COUNT, COUNT], "to settle the bound; for the size of a window"
+    assert stream.identity["packing.max_sequences"] == 3
+
+
 def test_a_known_bad_sample_leaves_its_hole_in_a_row(folder: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad"
     samples = [(key_of(n), sample_fields(n)) for n in range(20)]

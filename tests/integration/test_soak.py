@@ -20,7 +20,6 @@ from support.stock import StockProcessor, run_one_by_one
 from vlmpack.api import resolve, run_recipe
 
 COLUMNS = ("step", "loss", "grad_norm", "num_tokens", "num_samples")
-STEPS = 60
 
 
 def compare_random_rows(vlm: Any, encoder: Any, stock_model: Any, rounds: int) -> None:
@@ -44,10 +43,10 @@ def compare_random_rows(vlm: Any, encoder: Any, stock_model: Any, rounds: int) -
         assert found == [], [sample.key for sample in chosen]
 
 
-def kill_and_resume(settings: dict[str, Any], tmp_path: Path, rounds: int) -> None:
+def kill_and_resume(settings: dict[str, Any], tmp_path: Path, rounds: int, steps: int) -> None:
     """kill -9 at random moments, also while a checkpoint is written; then finish and compare."""
     base = changed(
-        settings, training__max_steps=STEPS, checkpoint__interval_steps=2, checkpoint__keep=2
+        settings, training__max_steps=steps, checkpoint__interval_steps=2, checkpoint__keep=2
     )
     run_recipe(resolve(changed(base, run_dir=str(tmp_path / "reference")), {}))
     command = [sys.executable, "-m", "vlmpack", "finetune"]
@@ -84,11 +83,11 @@ def test_two_hundred_random_rows_equal_unpacked(vlm: Any, encoder: Any, stock_mo
 
 @pytest.mark.slow
 def test_a_killed_run_ends_as_the_unbroken_run(settings: dict[str, Any], tmp_path: Path) -> None:
-    kill_and_resume(settings, tmp_path, 1)
+    kill_and_resume(settings, tmp_path, 1, steps=30)
 
 
 @pytest.mark.soak
 def test_a_run_killed_twenty_times_ends_as_the_unbroken_run(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    kill_and_resume(settings, tmp_path, 20)
+    kill_and_resume(settings, tmp_path, 20, steps=60)

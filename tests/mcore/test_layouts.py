@@ -1,8 +1,8 @@
 """The main claim: every parallel layout takes the optimizer steps of the hf engine in one process.
 
 Same weights, same bins, float32; with AdamW and clipping, and with SGD, which compares gradients.
-Two processes by default; the layouts of one, four and eight are slow tests, and those that the
-layout of eight contains besides are left to `make soak`.
+Two processes by default; those of one and eight, and replicas of TP, are slow tests. The layouts of
+four processes that the one of eight contains are left to `make soak`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 from support import layouts
 from support.layouts import BINS, LAYOUTS, OPTIMIZERS, STEPS
 
-SOAK = ("cp2-pp2", "tp2-pp2")
+SOAK = ("tp2-cp2", "cp2-pp2", "tp2-pp2")
 
 
 def launch_of(name):

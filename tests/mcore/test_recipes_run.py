@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 from safetensors.torch import load_file
@@ -15,6 +17,7 @@ from support.shards import ROOT
 
 from vlmpack.api import run_recipe
 from vlmpack.recipe import load_recipe
+from vlmpack.training.checkpoint import list_checkpoints, step_folder
 
 pytestmark = pytest.mark.slow
 
@@ -110,10 +113,21 @@ def demo(tmp_path_factory):
     return run_dir
 
 
+@pytest.fixture(scope="module")
+def finetuned(demo):
+    """A recipe's run of two processes, and its result; checkpoints of every second step."""
+
+    @cache
+    def run(name):
+        run_dir = demo.parent / name
+        return run_dir, finetune(f"digits-{name}", run_dir, 2, **{"checkpoint.interval_steps": 2})
+
+    return run
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_recipe_takes_the_steps_of_the_demo(demo, name):
-    run_dir = demo.parent / name
-    result = finetune(f"digits-{name}", run_dir, 2)
+def test_a_recipe_takes_the_steps_of_the_demo(demo, finetuned, name):
+    run_dir, result = finetuned(name)
     assert result["engine"]["engine"].startswith("mcore (megatron-core ")
     assert result["engine"]["processes"] == f"2 ({LAYOUTS[name]})"
     assert_same_steps(run_dir, demo)
@@ -136,15 +150,17 @@ def test_a_recipe_takes_the_steps_of_the_demo(demo, name):
 
 @pytest.mark.parametrize(
     "stages",
-    [
-        [("digits-tp2", 2)],
-        pytest.param([("digits-tp2", 2), ("digits-pp2", 3)], marks=pytest.mark.soak),
-    ],
+    [[], pytest.param([("digits-pp2", 3)], marks=pytest.mark.soak)],
     ids=["tp2", "tp2, pp2"],
 )
-def test_a_run_goes_on_with_another_layout_and_on_the_other_engine(demo, stages):
-    """One run folder: layouts of two processes, then the hf engine in one; warmup all along."""
+def test_a_run_goes_on_with_another_layout_and_on_the_other_engine(demo, finetuned, stages):
+    """One run folder: TP 2 until step 2, as if it was killed later on; then perhaps another layout,
+    then the hf engine in one process; warmup all along."""
     run_dir = demo.parent / f"moved-{len(stages)}"
+    shutil.copytree(finetuned("tp2")[0], run_dir)
+    shutil.rmtree(step_folder(run_dir / "checkpoints", STEPS))
+    (run_dir / "result.json").unlink()
+    assert [path.name for path in list_checkpoints(run_dir / "checkpoints")] == ["step-00000002"]
     for recipe, steps in stages:
         finetune(recipe, run_dir, 2, **{"training.max_steps": steps})
     result = finetune("digits-demo", run_dir, 1)

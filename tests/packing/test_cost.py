@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 from support.families import FAMILIES, tiny_family_folder
+from support.images import picture
 
 from vlmpack.errors import ModelError
-from vlmpack.families import family_of
-from vlmpack.packing import CostModel
+from vlmpack.families import Encoder, family_of
+from vlmpack.packing import CostModel, Media
 
 MODEL = CostModel(
     per_token=10.0,
@@ -48,9 +49,28 @@ def test_a_pack_costs_what_its_samples_do():
     assert samples.sum() > 0
 
 
-def counted(folder):
+def shown(rule, *, any_grid):
+    """Images by name: one of 8 x 16 patches and two of 8 x 8; of families that cut images into
+    tiles, an image as it is cut."""
+    if not any_grid:
+        return {"one image": rule.preprocess([picture(120, 60)])}
+    smallest = rule.smallest()
+    per_token = smallest.pixel_values.shape[0] // sum(smallest.num_tokens)
+    pixels = torch.randn(128, smallest.pixel_values.shape[1])
+    return {
+        name: Media(
+            pixel_values=pixels,
+            grid_thw=grids,
+            num_tokens=tuple(t * h * w // per_token for t, h, w in grids),
+        )
+        for name, grids in (("one image", ((1, 8, 16),)), ("two images", ((1, 8, 8),) * 2))
+    }
+
+
+def counted(folder, *, any_grid):
     """FLOPs that torch counts in one forward pass: of the decoder for 64 tokens, of the head for
-    one, of the tower for one image of 8 x 16 patches and for two of 8 x 8."""
+    one, of the tower and the projector for some images; and those images."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import AutoConfig
 
@@ -65,7 +85,12 @@ def counted(folder):
     width = language.config.hidden_size
 
     def measure(run):
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        # torch counts the matmuls of attention, not its fused kernels for CPU.
+        with (
+            torch.no_grad(),
+            sdpa_kernel(SDPBackend.MATH),
+            FlopCounterMode(display=False) as counter,
+        ):
             run()
         return counter.get_total_flops()
 
@@ -74,14 +99,12 @@ def counted(folder):
         "decoder": measure(lambda: language(inputs_embeds=embeds, use_cache=False)),
         "head": measure(lambda: model.lm_head(embeds[0, :1])),
     }
+    images = {}
     if family.modules.vision is not None:
-        tower = model.get_submodule(family.modules.vision)
-        vision = tower.config
-        pixels = torch.randn(128, 3 * vision.temporal_patch_size * vision.patch_size**2)
-        for name, grids in (("one image", [[1, 8, 16]]), ("two images", [[1, 8, 8]] * 2)):
-            grid = torch.tensor(grids)
-            figures[name] = measure(lambda grid=grid: tower(pixels, grid_thw=grid))
-    return figures
+        images = shown(Encoder(folder).image_rule, any_grid=any_grid)
+    for name, media in images.items():
+        figures[name] = measure(lambda media=media: family.image_features(model, media))
+    return figures, images
 
 
 @pytest.mark.parametrize(
@@ -94,18 +117,20 @@ def counted(folder):
 def test_coefficients_are_what_torch_counts(name, tmp_path):
     folder = tiny_family_folder(name, tmp_path)
     model = family_of(folder).cost_model(json.loads((folder / "config.json").read_text()))
-    flops = counted(folder)
+    flops, shown_images = counted(folder, any_grid=model.per_squared_patches > 0)
     # torch counts every pair of positions; half of them are masked in causal attention.
     assert flops["decoder"] == pytest.approx(
         (model.per_token * 64 + 2 * model.per_squared_length * 64**2) / 3, rel=1e-9
     )
     assert flops["head"] == pytest.approx(model.per_label_token / 3, rel=1e-9)
     assert ("one image" in flops) == (model.per_patch > 0)
-    if "one image" in flops:
-        ones = column(1)
-        for images, squares in (("one image", 128**2), ("two images", 2 * 64**2)):
-            vision = model(ones, ones, column(128), patch_squares=column(squares))[0, 1]
-            assert flops[images] == pytest.approx(vision / 3, rel=1e-9)
+    ones = column(1)
+    for name, media in shown_images.items():
+        patches = [t * h * w for t, h, w in media.grid_thw]
+        squares = sum(count**2 for count in patches)
+        vision = model(ones, ones, column(sum(patches)), patch_squares=column(squares))[0, 1]
+        assert flops[name] == pytest.approx(vision / 3, rel=1e-9)
+    if "two images" in flops:
         assert flops["one image"] > flops["two images"], "whole images attend"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vlmpack.errors import RecipeError
-from vlmpack.recipe import load_recipe, mcore_rules
+from vlmpack.recipe import load_recipe, mcore_rules, trainable_rules
 
 MINIMAL = {
     "model": {"path": "models/tiny"},
@@ -29,6 +29,12 @@ MINIMAL = {
 def mcore_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """megatron-core of the right version, whatever this machine has."""
     monkeypatch.setattr(mcore_rules, "mcore_version", lambda: "0.16.1")
+
+
+@pytest.fixture(autouse=True)
+def bitsandbytes_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bitsandbytes, whatever this machine has."""
+    monkeypatch.setattr(trainable_rules, "has_bitsandbytes", lambda: True)
 
 
 @pytest.fixture

@@ -104,6 +104,8 @@ def test_a_family_that_mcore_does_not_run(problems_of, model, monkeypatch):
         "model.backend: 'mcore', but Q has no weight map to megatron-core yet; "
         "use model.backend: hf"
     )
+    problems = problems_of(chosen | {"parallelism.tensor": 2})
+    assert any("parallelism.tensor: 2, but Q cannot: has no weight map to" in p for p in problems)
 
 
 def test_a_family_that_one_attention_alone_can_run(problems_of, model, monkeypatch):

@@ -96,6 +96,36 @@ def test_fields_of_planned_rows_are_no_part_of_other_runs(minimal):
 
 IMAGES = ["images.min_pixels=900", "images.max_pixels=90000", "images.max_tiles=4"]
 
+TRAINABLE = [
+    "trainable.vision=frozen",
+    "trainable.projector=frozen",
+    "trainable.language=lora",
+    "trainable.lora.rank=8",
+    "optim.vision_lr=1e-4",
+    "optim.projector_lr=1e-4",
+    "optim.language_lr=1e-4",
+]
+
+
+@pytest.mark.parametrize("override", TRAINABLE)
+def test_what_is_trained_is_identity(minimal, override):
+    lora = ["trainable.language=lora"] if ".lora." in override else []
+    old = identity(load_recipe(minimal, lora))
+    new = identity(load_recipe(minimal, [*lora, override]))
+    assert identity_differences(old, new)
+    assert identity_differences(new, old)
+
+
+def test_the_default_policy_is_no_part_of_an_identity(minimal):
+    """A run folder of a version that did not have it stays resumable."""
+    found = identity(load_recipe(minimal))
+    assert not [key for key in found if key.startswith("trainable") or key.endswith("_lr")]
+    assert found["optim.max_grad_norm"] == 1.0
+    assert (
+        identity(load_recipe(minimal, ["optim.max_grad_norm=null"]))["optim.max_grad_norm"] is None
+    )
+
+
 WEIGHTED = "data.train={path: data/train-*.tar, weight: 2.0}"
 
 
@@ -135,7 +165,7 @@ def test_every_key_is_either_identity_or_free(minimal):
     recipe = load_recipe(minimal)
     texts = REFUSED + ALLOWED + ROWS_REFUSED + ROWS_ALLOWED
     texts += ["packing.path=elsewhere", "packing.pad_cu_seqlens=true"]
-    texts += ["data.weights=tokens", *IMAGES]
+    texts += ["data.weights=tokens", *IMAGES, *TRAINABLE]
     decided = {text.split("=")[0] for text in texts}
     leaves = {
         f"{section}.{key}"

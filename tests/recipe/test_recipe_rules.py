@@ -28,7 +28,52 @@ OFFLINE = ONLINE | {"packing.mode": "offline", "packing.path": "packs"}
 TWO = [{"path": "a.tar", "weight": 1.0}, {"path": "b.tar", "weight": 3.0}]
 
 # rule, overrides that break it, key and words of the message, overrides that keep it
+LORA = {"trainable.language": "lora"}
+
 CASES = [
+    (
+        "something_is_trained",
+        {f"trainable.{name}": "frozen" for name in ("vision", "projector", "language")},
+        "trainable: vision, projector and language are all frozen; set at least one",
+        {"trainable.vision": "frozen", "trainable.language": "frozen"},
+    ),
+    (
+        "lora_settings_are_used",
+        {"trainable.lora.rank": 8},
+        "trainable.lora.rank: 8, but no component has mode lora (vision: full, projector: full, "
+        "language: full)",
+        LORA | {"trainable.lora.rank": 8},
+    ),
+    (
+        "targets_are_named",
+        LORA | {"trainable.lora.targets": []},
+        "trainable.lora.targets: an empty list",
+        LORA | {"trainable.lora.targets": ["q_proj"]},
+    ),
+    (
+        "targets_are_named",
+        LORA | {"trainable.lora.targets": ["q_proj", "q_proj"]},
+        "trainable.lora.targets: 'q_proj' is listed more than once",
+        LORA | {"trainable.lora.targets": ["q_proj", "v_proj"]},
+    ),
+    (
+        "lora_needs_hf",
+        MCORE | LORA,
+        "trainable.language: 'lora' needs model.backend: hf",
+        MCORE | {"trainable.language": "frozen"},
+    ),
+    (
+        "four_bits_are_whole",
+        LORA | {"trainable.lora.quantize": "nf4", "parallelism.sharding": "fsdp"},
+        "trainable.lora.quantize: 'nf4' cannot be sharded, but parallelism.sharding is fsdp",
+        LORA | {"parallelism.sharding": "fsdp"},
+    ),
+    (
+        "learning_rates_are_used",
+        {"trainable.vision": "frozen", "optim.vision_lr": 1e-4},
+        "optim.vision_lr: 0.0001, but trainable.vision is frozen",
+        {"optim.vision_lr": 1e-4},
+    ),
     ("one_length_of_run", {"training.max_steps": None}, "training: the length", {}),
     (
         "one_length_of_run",
@@ -309,7 +354,7 @@ def test_rule_refuses_and_its_twin_passes(problems_of, broken, message, kept):
 
 
 # Rules that look at what is installed.
-DIRECT = {"mcore_is_installed"}
+DIRECT = {"four_bits_have_their_package", "mcore_is_installed"}
 
 
 def test_every_rule_has_a_test():

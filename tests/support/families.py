@@ -217,8 +217,9 @@ COMMITTED = "qwen2_5_vl"
 FAMILIES = (COMMITTED, *TINY)
 """Every `model_type` that can be trained."""
 
-SLOW_FAMILIES = {"qwen2"}
-"""Tested among the slow tests alone: the decoder is that of qwen2_vl and qwen2_5_vl."""
+SLOW_FAMILIES = {"qwen2", "gemma3_text", "smolvlm", "llava"}
+"""Tested among the slow tests alone: the decoder is that of qwen2_vl and qwen2_5_vl, or gemma3; the
+tower and the layout are those of idefics3, or mistral3."""
 
 VISION_FAMILIES = tuple(name for name in FAMILIES if name not in TEXT_FAMILIES)
 
@@ -236,7 +237,11 @@ def tiny_family_folder(name: str, tmp: Path) -> Path:
     """
     if name not in TINY:
         return TINY_MODEL
-    tiny = TINY[name]
+    return write_tiny(TINY[name], tmp)
+
+
+def write_tiny(tiny: TinyFamily, tmp: Path) -> Path:
+    """A model folder of a tiny model, in an empty folder."""
     _tiny_model(tiny).save_pretrained(str(tmp))
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(TINY_MODEL / file, tmp / file)

@@ -145,5 +145,6 @@ LLAVA_ONEVISION = TinyFamily(
             }
         )
     },
-    unused=("post_layernorm",),
+    token_counts=5,
+    unused=("vision_tower.post_layernorm.",),
 )

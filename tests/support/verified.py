@@ -42,11 +42,12 @@ def recipe_for(folder: Path, **overrides: Any) -> Recipe:
 
 @dataclass
 class Subject:
-    """A model folder and some samples."""
+    """A model folder and some samples; `recipe_folder` where recipes refuse that folder."""
 
     folder: Path
     raw: list[RawSample]
     dtype: torch.dtype = torch.float32
+    recipe_folder: Path | None = None
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -82,7 +83,8 @@ class Subject:
     def checks(self, collator: Any = None, **overrides: Any) -> dict[str, Check]:
         """Of all samples in one row, by name."""
         collator = collator if collator is not None else self.collator()
-        recipe = verified_recipe(recipe_for(self.folder, **overrides), self.encoder, self.dtype)
+        recipe = recipe_for(self.recipe_folder or self.folder, **overrides)
+        recipe = verified_recipe(recipe, self.encoder, self.dtype)
         row = make_row(collator, self.samples, range(len(self.samples)))
         with as_it_was():
             found, _ = check_rows(

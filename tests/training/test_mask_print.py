@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 
 import pytest
@@ -55,17 +54,14 @@ def test_every_token_is_shown_once_by_its_kind(encoder, batches, kind):
     assert share in sample.title("here")
 
 
-def test_piped_lines_have_brackets_and_no_control_characters(
-    encoder, batches, tmp_path, capsys, caplog
-):
-    with caplog.at_level(logging.INFO, "vlmpack"):
-        assert show_first_sample([batches["empty"], batches["packed"]], encoder, tmp_path)
+def test_piped_lines_have_brackets_and_no_control_characters(encoder, batches, tmp_path, capsys):
+    assert show_first_sample([batches["empty"], batches["packed"]], encoder, tmp_path)
     shown = capsys.readouterr().err
     assert "[[Seven.<|im_end|>]]" in shown
     assert "What\\x1b[31m\\n\n" in shown
     assert "other answer" not in shown, "the second sample"
     assert "\x1b" not in shown
-    assert re.search(r"learnt \d+ of \d+ tokens \(\d+\.\d%\), in \[\[ \]\]", caplog.text)
+    assert re.search(r"learnt \d+ of \d+ tokens \(\d+\.\d%\), in \[\[ \]\]\n", shown)
     file = (tmp_path / "first-sample.txt").read_text(encoding="utf-8")
     assert "[[Seven.<|im_end|>]]" in file
     assert "\x1b" not in file
@@ -90,6 +86,7 @@ def test_a_long_sample_is_abridged_in_the_middle(encoder, tmp_path, capsys):
     )
     show_first_sample([pack([encoded])], encoder, tmp_path)
     lines = capsys.readouterr().err.splitlines()
+    assert lines.pop(0).startswith("first sample   made-up: learnt ")
     assert 10 < len(lines) <= MAX_LINES
     assert "lines ..." in lines[len(lines) // 2]
     assert "user" in lines[0]

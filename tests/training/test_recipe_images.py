@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.recipes import small_settings
+from support.recipes import run_settings, small_settings
 
 from vlmpack.data.packs.compare import encoder_differences
-from vlmpack.errors import CapabilityError
-from vlmpack.families import PixelBudget
+from vlmpack.errors import CapabilityError, RunIdentityError
+from vlmpack.families import Encoder, PixelBudget
 from vlmpack.recipe import load_recipe
 from vlmpack.training.recipe_data import build_encoder
 
@@ -62,3 +64,23 @@ def test_packs_of_another_budget_are_refused_by_name(build):
     assert encoder_differences(older, bound) == [
         "images: not set in the packs, max_pixels 20000 now"
     ]
+
+
+@pytest.mark.slow
+def test_a_run_shows_its_first_sample_and_its_model_resizes_as_it_did(tmp_path, capsys):
+    from vlmpack.api import run_recipe
+
+    shown = {"progress": "plain", "trackers": []}
+    settings = run_settings(tmp_path, training__max_steps=2) | {"export": {}, "logging": shown}
+    recipe = load_recipe(settings | {"images": {"max_pixels": 9_000}})
+    result = run_recipe(recipe)
+    text = (result.run_dir / "first-sample.txt").read_text(encoding="utf-8")
+    assert re.search(r"learnt \d+ of \d+ tokens", text)
+    assert "[[" in text
+    assert "[[" in capsys.readouterr().err
+    exported, trained = Encoder(result.export), build_encoder(recipe)
+    stock = Encoder(Path(recipe.model.path))
+    sizes = [(300, 60), (40, 30), (900, 900)]
+    assert exported.layouts(sizes) == trained.layouts(sizes) != stock.layouts(sizes)
+    with pytest.raises(RunIdentityError, match=r"images\.max_pixels: 9000 in the run folder, abse"):
+        run_recipe(load_recipe(settings))

@@ -48,6 +48,11 @@ NO_EXPERTS = Limit("has no experts")
 
 NOT_ON_MCORE = Limit("has no weight map to megatron-core yet", "use model.backend: hf")
 
+ONLY_ON_MCORE = Limit(NOT_ON_MCORE.reason, "the other engine cannot do this with any model")
+
+MCORE_FEATURES: tuple[Feature, ...] = ("CP", "TP", "SP", "PP", "EP")
+"""What megatron-core alone can do."""
+
 _NEEDS_MCORE = Limit("needs model.backend: mcore")
 _NO_DPO = Limit("no preference loss is built yet")
 _NO_GRAPHS = Limit(
@@ -57,11 +62,7 @@ _NO_GRAPHS = Limit(
 
 ENGINE_LIMITS: Mapping[Engine, Mapping[Feature, Limit]] = {
     "hf": {
-        "CP": _NEEDS_MCORE,
-        "TP": _NEEDS_MCORE,
-        "SP": _NEEDS_MCORE,
-        "PP": _NEEDS_MCORE,
-        "EP": _NEEDS_MCORE,
+        **dict.fromkeys(MCORE_FEATURES, _NEEDS_MCORE),
         "DPO": _NO_DPO,
         "CUDA graphs": _NO_GRAPHS,
     },

@@ -64,7 +64,10 @@ SERVED: Mapping[str, ServedModel] = {
     "idefics3": ServedModel(title="Idefics3", family="idefics3", decoders=("llama",)),
     "smolvlm": ServedModel(title="SmolVLM", family="idefics3", decoders=("llama",)),
     "mistral3": ServedModel(
-        title="Mistral 3", family="mistral3", decoders=("mistral",), towers=("pixtral",)
+        title="Mistral 3",
+        family="mistral3",
+        decoders=("mistral", "ministral3"),
+        towers=("pixtral",),
     ),
     "llava": ServedModel(
         title="Pixtral", family="llava", decoders=("mistral",), towers=("pixtral",)

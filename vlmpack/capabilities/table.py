@@ -9,8 +9,10 @@ from vlmpack.capabilities.limits import (
     ENGINE_LIMITS,
     ENGINES,
     FEATURES,
+    MCORE_FEATURES,
     NO_EXPERTS,
     NOT_ON_MCORE,
+    ONLY_ON_MCORE,
     Engine,
     Feature,
     Limit,
@@ -61,6 +63,8 @@ def why_not(
         return NO_EXPERTS
     if feature in model.limits:
         return model.limits[feature]
+    if feature in MCORE_FEATURES and "mcore" not in model.engines:
+        return ONLY_ON_MCORE
     if feature in ENGINE_LIMITS[engine]:
         return ENGINE_LIMITS[engine][feature]
     if engine not in model.engines:

@@ -116,9 +116,9 @@ class AssistantTurns:
         shape = self.shape
         if shape.lead and text.endswith(shape.lead, 0, start):
             start -= len(shape.lead)
-        if shape.close and text.startswith(shape.close, end):
-            end += len(shape.close)
-        return start, end
+        if not text.startswith(shape.close, end):
+            return None  # nothing would say where the answer stops
+        return start, end + len(shape.close)
 
 
 def _say(role: str, word: str) -> Message:

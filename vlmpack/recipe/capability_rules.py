@@ -12,9 +12,12 @@ import os
 from collections.abc import Iterator, Mapping
 
 from vlmpack.capabilities import (
+    MCORE_FEATURES,
     NOT_ON_MCORE,
+    ONLY_ON_MCORE,
     SERVED,
     Feature,
+    Limit,
     ServedModel,
     installed_versions,
     refusal,
@@ -51,12 +54,18 @@ def attention_runs_the_family(model: ModelSection, served: ServedModel) -> list[
     return [Problem(("model", "attention"), message)]
 
 
-def family_has_the_features(sections: Mapping[str, object], served: ServedModel) -> list[Problem]:
-    """No feature that is asked for is beyond the family."""
+def family_has_the_features(
+    model: ModelSection, served: ServedModel, sections: Mapping[str, object]
+) -> list[Problem]:
+    """No feature that is asked for is beyond the family; that the other engine would have it helps
+    only where it runs the family."""
+    limits: dict[Feature, Limit] = dict(served.limits)
+    if model.backend == "hf" and "mcore" not in served.engines:
+        limits = dict.fromkeys(MCORE_FEATURES, ONLY_ON_MCORE) | limits
     return [
-        Problem(key, f"{value!r}, but {served.title} cannot: {served.limits[feature]}")
+        Problem(key, f"{value!r}, but {served.title} cannot: {limits[feature]}")
         for key, value, feature in _asked(sections)
-        if feature in served.limits
+        if feature in limits
     ]
 
 
@@ -90,7 +99,7 @@ def broken_capability_rules(
     if served is not None:
         problems += engine_runs_the_family(model, served)
         problems += attention_runs_the_family(model, served)
-        problems += family_has_the_features(sections, served)
+        problems += family_has_the_features(model, served, sections)
     return problems
 
 

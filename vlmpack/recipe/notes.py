@@ -41,13 +41,11 @@ def notes(recipe: Recipe, world_size: int = 1) -> list[str]:
 
 
 def _unchecked_model(model: ModelSection) -> list[str]:
-    """What `capability_rules`, `model_rules` and `mcore_rules` could not look at."""
+    """What `model_rules` and `mcore_rules` could not look at."""
     found = []
-    if read_model_config(model) is None:
-        sizes = ", and heads, layers and experts," if model.backend == "mcore" else ""
+    if model.backend == "mcore" and read_model_config(model) is None:
         found.append(
-            f"{model.path} holds no config.json to read, so what its family can do{sizes} is "
-            "unchecked"
+            f"{model.path} holds no config.json to read, so heads, layers and experts are unchecked"
         )
     if model.attention == "transformer_engine":
         found.append("model.attention: transformer_engine is looked for at launch, with its GPU")

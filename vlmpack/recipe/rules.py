@@ -57,10 +57,11 @@ from vlmpack.recipe.schema import (
     TrainingSection,
 )
 from vlmpack.recipe.trainable_rules import (
+    four_bits_are_whole,
+    four_bits_have_their_package,
     learning_rates_are_used,
     lora_needs_hf,
     lora_settings_are_used,
-    quantized_weights_fit,
     something_is_trained,
     targets_are_named,
 )
@@ -192,7 +193,8 @@ RULES: tuple[Rule, ...] = (
     Rule(lora_settings_are_used, ("trainable",)),
     Rule(targets_are_named, ("trainable",)),
     Rule(lora_needs_hf, ("model", "trainable")),
-    Rule(quantized_weights_fit, ("parallelism", "trainable")),
+    Rule(four_bits_have_their_package, ("trainable",)),
+    Rule(four_bits_are_whole, ("parallelism", "trainable")),
     Rule(learning_rates_are_used, ("optim", "trainable")),
     Rule(model_is_local, ("model",)),
     Rule(sources_are_readable, ("data",)),

@@ -68,27 +68,37 @@ def lora_needs_hf(model: ModelSection, trainable: TrainableSection) -> list[Prob
     ]
 
 
-def quantized_weights_fit(
+def has_bitsandbytes() -> bool:
+    """Whether it is installed."""
+    return util.find_spec("bitsandbytes") is not None
+
+
+def four_bits_have_their_package(trainable: TrainableSection) -> list[Problem]:
+    """QLoRA is an extra."""
+    if not _uses_four_bits(trainable) or has_bitsandbytes():
+        return []
+    message = (
+        "'nf4' needs bitsandbytes, which is not installed; pip install 'vlmpack[qlora]' on a "
+        "machine with a CUDA GPU, or use none"
+    )
+    return [Problem(("trainable", "lora", "quantize"), message)]
+
+
+def four_bits_are_whole(
     parallelism: ParallelismSection, trainable: TrainableSection
 ) -> list[Problem]:
-    """QLoRA has its package, and whole weights on each process."""
-    if trainable.lora.quantize == "none" or not trainable.uses("lora"):
+    """Packed weights are not sharded."""
+    if not _uses_four_bits(trainable) or parallelism.sharding == "none":
         return []
-    problems = []
-    where = ("trainable", "lora", "quantize")
-    if util.find_spec("bitsandbytes") is None:
-        message = (
-            "'nf4' needs bitsandbytes, which is not installed; pip install 'vlmpack[qlora]' on a "
-            "machine with a CUDA GPU, or use none"
-        )
-        problems.append(Problem(where, message))
-    if parallelism.sharding == "fsdp":
-        message = (
-            "'nf4' cannot be sharded, but parallelism.sharding is fsdp; use sharding: none, which "
-            "keeps a copy of the 4-bit weights on each process"
-        )
-        problems.append(Problem(where, message))
-    return problems
+    message = (
+        f"'nf4' cannot be sharded, but parallelism.sharding is {parallelism.sharding}; use "
+        "sharding: none, which keeps a copy of the 4-bit weights on each process"
+    )
+    return [Problem(("trainable", "lora", "quantize"), message)]
+
+
+def _uses_four_bits(trainable: TrainableSection) -> bool:
+    return trainable.lora.quantize == "nf4" and bool(trainable.uses("lora"))
 
 
 def learning_rates_are_used(optim: OptimSection, trainable: TrainableSection) -> list[Problem]:

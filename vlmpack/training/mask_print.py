@@ -194,6 +194,8 @@ def _print(sample: ShownSample) -> None:
         half = MAX_LINES // 2
         left_out = Text(f"... {len(lines) - 2 * half + 1} lines ...", "dim italic")
         lines = [*lines[:half], left_out, *lines[len(lines) - half + 1 :]]
-    logger.info("%-14s %s", "first sample", sample.title(how))
+    # Through the console, as the progress bar's own lines: a log line would land inside the bar.
+    title = Text(f"{'first sample':<14} {sample.title(how)}")
+    console.print(title, soft_wrap=True, highlight=False)
     for line in lines:
         console.print(Text("  ").append_text(line), soft_wrap=True, highlight=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -103,7 +102,7 @@ class ReferenceRuns:
             f"{paths.language}.{name}"
             for name in recurrent_modules(reference.model.get_submodule(paths.language))
         ]
-        made = cls(
+        return cls(
             samples=tuple(samples),
             unpacked=unpacked,
             noise=replace(noise, gradients={}),
@@ -116,9 +115,6 @@ class ReferenceRuns:
             shared_matmuls=has_experts(reference.model.get_submodule(paths.language)),
             exact=exact,
         )
-        del reference
-        gc.collect()
-        return made
 
     def compared(self, rows: Sequence[Row]) -> Compared:
         """With the rows that hold the samples."""

@@ -45,9 +45,10 @@ class Point:
 
 
 def points_of(model: nn.Module, paths: ModulePaths) -> list[Point]:
-    """The tower, the projectors, the decoder's layers and the decoder itself, in this order."""
+    """The tower's layers and the tower, the projectors, the decoder's layers and the decoder."""
     found: list[Point] = []
     if paths.vision is not None:
+        found += [Point(path, "tower") for path, _ in _layers(model, paths.vision)]
         found.append(Point(paths.vision, "tower"))
     modules = dict(model.named_modules())
     found += [
@@ -55,22 +56,25 @@ def points_of(model: nn.Module, paths: ModulePaths) -> list[Point]:
         for path in paths.projectors
         if path in modules and not isinstance(modules[path], nn.ModuleList)
     ]
-    decoder = model.get_submodule(paths.language)
-    stacks = [
-        (name, stack) for name, stack in decoder.named_modules() if isinstance(stack, nn.ModuleList)
+    found += [
+        Point(path, "language model", bool(recurrent_modules(layer)))
+        for path, layer in _layers(model, paths.language)
     ]
-    if stacks:
-        name, layers = max(stacks, key=lambda item: len(item[1]))
-        found += [
-            Point(
-                f"{paths.language}.{name}.{number}",
-                "language model",
-                bool(recurrent_modules(layer)),
-            )
-            for number, layer in enumerate(layers)
-        ]
     found.append(Point(paths.language, "language model"))
     return found
+
+
+def _layers(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    """The modules of the longest stack under a path, with their own paths."""
+    stacks = [
+        (name, stack)
+        for name, stack in model.get_submodule(path).named_modules()
+        if isinstance(stack, nn.ModuleList)
+    ]
+    if not stacks:
+        return []
+    name, layers = max(stacks, key=lambda item: len(item[1]))
+    return [(f"{path}.{name}.{number}", layer) for number, layer in enumerate(layers)]
 
 
 def recurrent_modules(module: nn.Module) -> list[str]:

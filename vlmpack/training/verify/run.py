@@ -194,6 +194,7 @@ def _all_checks(
         )
 
     ranks.on_main(run_reference)
+    gc.collect()  # models are cycles; memory is needed for the next one now
     checks: list[Check] = []
     facts: dict[str, str] = {}
     for prefix, collator in _layouts(recipe, encoder, train, ranks):
@@ -207,6 +208,7 @@ def _all_checks(
         found, facts = check_rows(
             changed, ranks, encoder, collator, rows, held[0] if ranks.is_main else None
         )
+        gc.collect()
         checks += [replace(check, name=prefix + check.name) for check in found]
     return checks, facts
 
@@ -251,10 +253,7 @@ def check_rows(
         encoder=encoder,
         optim=recipe.optim,
     )
-    facts = dict(engine.description)
-    del engine
-    gc.collect()
-    return found, facts
+    return found, dict(engine.description)
 
 
 def _row_word(recipe: Recipe) -> str:

@@ -1,0 +1,123 @@
+"""Run under torchrun: policies of what is trained, in layouts of both engines.
+
+    torchrun --nproc-per-node 2 trained_parts.py FOLDER
+
+Writes FOLDER/<case>.json and .safetensors, as `support.layouts.Trained` does: all parameters under
+transformers' names, adapters' own beside them.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from support.engines import ADAMW, make_engine, make_stepper
+from support.layouts import LAYOUTS, Trained, one_layout, train
+from support.shards import TINY_MODEL
+from torch.distributed.tensor import DTensor
+
+from vlmpack.backends.policy import ComponentPolicy, LoraSettings, TrainingPolicy
+from vlmpack.distributed import Ranks, start_process_group, stop_process_group
+from vlmpack.families import Encoder
+
+STEPS = 3
+
+FROZEN = ComponentPolicy(mode="frozen")
+POLICIES = {
+    "no tower": TrainingPolicy(
+        vision=FROZEN,
+        projector=ComponentPolicy(lr_scale=4.0),
+        language=ComponentPolicy(lr_scale=0.5),
+    ),
+    "no language": TrainingPolicy(
+        vision=ComponentPolicy(lr_scale=3.0), projector=FROZEN, language=FROZEN
+    ),
+    "adapters": TrainingPolicy(
+        vision=FROZEN,
+        projector=ComponentPolicy(lr_scale=0.5),
+        language=ComponentPolicy(mode="lora"),
+        lora=LoraSettings(rank=3, alpha=6.0, seed=1),
+    ),
+}
+
+CASES = {
+    "pp2, no language": ("pp2", "no language"),
+    "tp2, no tower": ("tp2", "no tower"),
+    "dp2, no tower": ("dp2", "no tower"),
+    "ddp, adapters": ("none", "adapters"),
+    "fsdp, adapters": ("fsdp", "adapters"),
+}
+"""(layout of the mcore engine, or sharding of the hf engine; policy). In pp2 without the language
+model the last stage trains nothing."""
+
+
+def reference(policy: str) -> tuple[Trained, dict[str, Any]]:
+    """The hf engine in one process, and where it began."""
+    engine = make_engine(TINY_MODEL, Encoder(TINY_MODEL), policy=POLICIES[policy])
+    start = {name: p.detach().clone() for name, p in engine.vlm.model.named_parameters()}
+    rows = train(make_stepper(engine, check=True), LAYOUTS["one"], STEPS)
+    weights = {name: p.detach() for name, p in engine.vlm.model.named_parameters()}
+    return Trained(rows, weights), start
+
+
+def hf_case(sharding: str, policy: str, ranks: Ranks) -> Trained:
+    """Two replicas."""
+    engine = make_engine(
+        TINY_MODEL, Encoder(TINY_MODEL), ranks=ranks, policy=POLICIES[policy], sharding=sharding
+    )
+    rows = train(make_stepper(engine, check=True), LAYOUTS["dp2"], STEPS)
+    weights = {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in engine.vlm.model.named_parameters()
+    }
+    return Trained(rows, weights)
+
+
+def mcore_case(layout: str, policy: str, ranks: Ranks) -> Trained:
+    """Both processes share the model, or hold copies."""
+    from vlmpack.backends.mcore.engine import MegatronEngine, MegatronEngineConfig
+
+    config = MegatronEngineConfig(
+        folder=TINY_MODEL,
+        sizes=LAYOUTS[layout].sizes,
+        distributed_optimizer=LAYOUTS[layout].distributed,
+        dtype="float32",
+        attention="segments",
+    )
+    encoder = Encoder(TINY_MODEL)
+    engine = MegatronEngine(config, encoder, ranks, ADAMW, POLICIES[policy])
+    rows = train(make_stepper(engine, check=True), LAYOUTS[layout], STEPS)
+    assert engine.parameter_shapes().keys() < engine.shapes.keys()
+    written = {box.name for _, box, _ in engine.owned_slices()}
+    assert written <= engine.parameter_shapes().keys()
+    held = {
+        piece.box.name: (local.parameter[piece.start : piece.stop], piece.box)
+        for local in engine.layout.parameters
+        for piece in local.pieces
+        if not local.parameter.requires_grad
+    }
+    files = load_file(str(TINY_MODEL / "model.safetensors"))
+    for name, (rows_held, box) in held.items():  # what was computed with, not what is exported
+        if name in files:
+            assert torch.equal(rows_held.flatten(), files[name][box.index].float().flatten()), name
+    return Trained(rows, {name: value.clone() for name, value in engine.whole_tensors()})
+
+
+def main(folder: Path) -> None:
+    """Every case."""
+    for name, (layout, policy) in CASES.items():
+        is_mcore = layout in LAYOUTS
+        context = one_layout(LAYOUTS[layout]) if is_mcore else nullcontext(start_process_group())
+        with context as ranks:
+            trained = (mcore_case if is_mcore else hf_case)(layout, policy, ranks)
+            if ranks.is_main:
+                trained.save(folder / name)
+    stop_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,239 @@
+"""`vlmpack verify` fails on every known way to pack wrongly, in the rows that are about it.
+
+Each fault is put into what a run uses: the collator, attention, the model, the optimizer. The
+unbroken twin passes (`test_nothing_fails_without_a_fault`, and beside each fault of its own model).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.hybrid import hybrid_folder, reset_convolutions, serve_hybrid
+from support.shards import TINY_MODEL, mixed_samples, same_size_pair, text_samples, with_answer
+from support.verified import Subject, failed
+
+from vlmpack.packing import IGNORE_INDEX
+
+NUMBERS = {
+    "language model: each layer's output",
+    "loss of each sample",
+    "logits of each sample",
+    "gradients: language model",
+}
+WITH_TOWER = NUMBERS | {"gradients: tower", "gradients: projector"}
+
+
+@pytest.fixture(scope="module")
+def subject():
+    """The committed model; three samples of 2, 0 and 1 images."""
+    subject = Subject(TINY_MODEL, mixed_samples()[:3])
+    assert [s.media.num_images if s.media else 0 for s in subject.samples] == [2, 0, 1]
+    return subject
+
+
+class Broken:
+    """A collator whose rows are changed by `fault(row, samples)`."""
+
+    def __init__(self, collator, fault):
+        self.collator, self.fault = collator, fault
+        self.pad_to_multiple_of = collator.pad_to_multiple_of
+
+    def __call__(self, samples):
+        """A row, broken."""
+        return self.fault(self.collator(samples), samples)
+
+
+def test_nothing_fails_without_a_fault(subject):
+    assert failed(subject.checks(Broken(subject.collator(), lambda row, _: row))) == set()
+
+
+def test_attention_without_isolation(subject, monkeypatch):
+    """One segment over the row, inside attention: everything on the outside looks right."""
+    from vlmpack.backends.hf import engine
+
+    register = engine.register_attention
+
+    def register_broken(choice, **blocks):
+        def attend(query, key, value, params, **options):
+            slots = query.shape[0]
+            whole = torch.tensor([0, slots], dtype=torch.int32)
+            params = replace(
+                params,
+                cu_seqlens_q=whole,
+                cu_seqlens_kv=whole,
+                cu_seqlens_q_padded=None,
+                cu_seqlens_kv_padded=None,
+                max_seqlen_q=slots,
+                max_seqlen_kv=slots,
+                segment_lengths=(slots,),
+            )
+            return choice.function(query, key, value, params, **options)
+
+        return register(replace(choice, function=attend), **blocks)
+
+    monkeypatch.setattr(engine, "register_attention", register_broken)
+    checks = subject.checks()
+    assert failed(checks) == WITH_TOWER | {"leak test"}
+    first = checks["language model: each layer's output"]
+    assert "model.language_model.layers.0" in first.detail
+    assert "isolation" in first.look_at
+    assert "moves" in checks["leak test"].detail
+
+
+def test_boundaries_over_the_whole_row(subject):
+    def one_segment(row, _):
+        return replace(
+            row,
+            cu_seqlens=torch.tensor([0, row.num_slots], dtype=torch.int32),
+            cu_seqlens_padded=None,
+            segment_lengths=(row.num_slots,),
+        )
+
+    checks = subject.checks(Broken(subject.collator(), one_segment))
+    assert failed(checks) == WITH_TOWER | {"leak test", "boundaries"}
+    assert "segments" in checks["boundaries"].detail
+
+
+def test_positions_over_the_whole_row(subject):
+    """Each sample shifted by a constant: rotary attention cannot see it, so nothing else can."""
+
+    def counted_on(row, samples):
+        positions, start, shift = row.position_ids.clone(), 0, 0
+        for sample, slots in zip(samples, row.segment_lengths, strict=False):
+            positions[..., start : start + sample.length] += shift
+            shift = int(positions[..., start : start + sample.length].max()) + 1
+            start += slots
+        return replace(row, position_ids=positions)
+
+    checks = subject.checks(Broken(subject.collator(), counted_on))
+    assert "positions" in failed(checks)
+    assert "get_rope_index" in checks["positions"].detail
+    assert subject.samples[1].key in checks["positions"].detail, "the first sample is right"
+
+
+def test_one_dimensional_positions(subject):
+    def arange(row, _):
+        count = torch.arange(row.num_slots).expand(3, 1, -1)
+        return replace(row, position_ids=count)
+
+    checks = subject.checks(Broken(subject.collator(), arange))
+    assert failed(checks) >= {"positions", *NUMBERS}
+
+
+def test_swapped_pixels():
+    pair = [
+        with_answer(sample, answer)
+        for sample, answer in zip(same_size_pair(), ("left", "right"), strict=True)
+    ]
+    subject = Subject(TINY_MODEL, pair)
+    assert len({sample.media.grid_thw for sample in subject.samples}) == 1
+
+    def swap(row, _):
+        first, second = row.media.pixel_values.chunk(2)
+        return replace(row, media=replace(row.media, pixel_values=torch.cat((second, first))))
+
+    assert failed(subject.checks()) == set()
+    checks = subject.checks(Broken(subject.collator(), swap))
+    assert failed(checks) >= {"pixels in order", "tower: features", "projector: features"}
+    assert "leak test" in failed(checks), "each sample sees the other's image"
+    assert {"boundaries", "positions", "labels and loss mask"}.isdisjoint(failed(checks))
+
+
+def test_labels_across_samples(subject):
+    """Shifted after concatenation: the last token of a sample learns the first of the next."""
+
+    def shift_late(row, samples):
+        labels, start = row.labels.clone(), 0
+        for sample, slots, after in zip(samples, row.segment_lengths, samples[1:], strict=False):
+            labels[0, start + sample.length - 1] = int(after.input_ids[0])
+            start += slots
+        mask = labels != IGNORE_INDEX
+        return replace(
+            row,
+            labels=labels,
+            loss_mask=mask,
+            label_positions=mask.flatten().nonzero().squeeze(1),
+        )
+
+    checks = subject.checks(Broken(subject.collator(), shift_late))
+    assert failed(checks) >= {"labels and loss mask", "loss of each sample"}
+    assert "label tokens" in checks["loss of each sample"].detail
+    assert {"boundaries", "positions", "pixels in order", "leak test"}.isdisjoint(failed(checks))
+
+
+def test_a_loss_mask_that_is_not_the_labels(subject):
+    def forget(row, _):
+        return replace(row, loss_mask=torch.ones_like(row.loss_mask))
+
+    assert failed(subject.checks(Broken(subject.collator(), forget))) == {"labels and loss mask"}
+
+
+def test_a_frozen_tower_that_moves(subject, monkeypatch):
+    """Freezing that is undone after the policy was resolved, as adapters did it elsewhere."""
+    from vlmpack.backends.hf import engine
+
+    frozen = {"trainable__vision": "frozen"}
+    right = subject.checks(**frozen)
+    assert failed(right) == set()
+    assert "gradients: tower" not in right, "a frozen part has none"
+    assert "bit by bit" in right["frozen parameters stay"].detail
+
+    apply = engine.apply_policy
+
+    def undone(model, *args, **kwargs):
+        apply(model, *args, **kwargs)
+        model.requires_grad_(True)
+
+    monkeypatch.setattr(engine, "apply_policy", undone)
+    checks = subject.checks(**frozen)
+    assert failed(checks) == {"frozen parameters stay"}
+    assert "model.visual" in checks["frozen parameters stay"].detail
+
+
+def test_a_trained_projector_that_does_not_learn(subject, monkeypatch):
+    from vlmpack.backends.hf import engine
+
+    apply = engine.apply_policy
+
+    def forgotten(model, *args, **kwargs):
+        apply(model, *args, **kwargs)
+        model.model.visual.merger.requires_grad_(False)
+
+    monkeypatch.setattr(engine, "apply_policy", forgotten)
+    checks = subject.checks()
+    assert failed(checks) == {"trained components learn"}
+    assert "projector" in checks["trained components learn"].detail
+
+
+@pytest.fixture
+def hybrid(tmp_path, monkeypatch):
+    """LFM2, short convolutions and attention in turn."""
+    serve_hybrid(monkeypatch)
+    return Subject(hybrid_folder(tmp_path), text_samples()[:3], recipe_folder=TINY_MODEL)
+
+
+def test_a_recurrent_layer_without_reset(hybrid):
+    checks = hybrid.checks(hybrid.collator(alignment=1))
+    assert failed(checks) == {*NUMBERS, "gradients: recurrent layers", "leak test"}
+    first = checks["language model: each layer's output"]
+    assert "model.layers.0 (recurrent)" in first.detail
+    assert "recurrent layers" in first.look_at
+
+
+def test_a_recurrent_layer_without_reset_behind_alignment_gaps(hybrid):
+    """The gaps keep most of it from the label tokens, so that losses alone would say all is well."""
+    checks = hybrid.checks(hybrid.collator(alignment=8))
+    assert failed(checks) == {
+        "language model: each layer's output",
+        "logits of each sample",
+        "leak test",
+    }
+
+
+def test_a_recurrent_layer_with_reset(hybrid, monkeypatch):
+    reset_convolutions(monkeypatch)
+    checks = hybrid.checks(hybrid.collator(alignment=1))
+    assert failed(checks) == set()
+    assert checks["gradients: recurrent layers"].measured > 0
