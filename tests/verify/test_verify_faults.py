@@ -45,6 +45,7 @@ class Broken:
         return self.fault(self.collator(samples), samples)
 
 
+@pytest.mark.slow
 def test_nothing_fails_without_a_fault(subject):
     assert failed(subject.checks(Broken(subject.collator(), lambda row, _: row))) == set()
 
@@ -82,6 +83,7 @@ def test_attention_without_isolation(subject, monkeypatch):
     assert "moves" in checks["leak test"].detail
 
 
+@pytest.mark.slow
 def test_boundaries_over_the_whole_row(subject):
     def one_segment(row, _):
         return replace(
@@ -113,6 +115,7 @@ def test_positions_over_the_whole_row(subject):
     assert subject.samples[1].key in checks["positions"].detail, "the first sample is right"
 
 
+@pytest.mark.slow
 def test_one_dimensional_positions(subject):
     def arange(row, _):
         count = torch.arange(row.num_slots).expand(3, 1, -1)
@@ -163,6 +166,7 @@ def test_labels_across_samples(subject):
     assert {"boundaries", "positions", "pixels in order", "leak test"}.isdisjoint(failed(checks))
 
 
+@pytest.mark.slow
 def test_a_loss_mask_that_is_not_the_labels(subject):
     def forget(row, _):
         return replace(row, loss_mask=torch.ones_like(row.loss_mask))
@@ -192,6 +196,7 @@ def test_a_frozen_tower_that_moves(subject, monkeypatch):
     assert "model.visual" in checks["frozen parameters stay"].detail
 
 
+@pytest.mark.slow
 def test_a_trained_projector_that_does_not_learn(subject, monkeypatch):
     from vlmpack.backends.hf import engine
 
@@ -222,8 +227,9 @@ def test_a_recurrent_layer_without_reset(hybrid):
     assert "recurrent layers" in first.look_at
 
 
+@pytest.mark.slow
 def test_a_recurrent_layer_without_reset_behind_alignment_gaps(hybrid):
-    """The gaps keep most of it from the label tokens, so that losses alone would say all is well."""
+    """The gaps keep it from the label tokens: losses and gradients alone would say all is well."""
     checks = hybrid.checks(hybrid.collator(alignment=8))
     assert failed(checks) == {
         "language model: each layer's output",
@@ -232,6 +238,7 @@ def test_a_recurrent_layer_without_reset_behind_alignment_gaps(hybrid):
     }
 
 
+@pytest.mark.slow
 def test_a_recurrent_layer_with_reset(hybrid, monkeypatch):
     reset_convolutions(monkeypatch)
     checks = hybrid.checks(hybrid.collator(alignment=1))

@@ -67,6 +67,10 @@ class TrainableSection(Section):
         """The components of that mode."""
         return tuple(name for name in COMPONENTS if getattr(self, name) == mode)
 
+    def drops(self) -> bool:
+        """Whether adapters have dropout."""
+        return self.lora.dropout > 0 and bool(self.uses("lora"))
+
 
 class OptimSection(Section):
     """AdamW and its learning-rate schedule."""

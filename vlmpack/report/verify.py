@@ -51,7 +51,9 @@ def head(found: Verification) -> list[str]:
 def _figure(value: float | None, *, exact: bool = False) -> str:
     if value is None:
         return ""
-    return "0" if value == 0.0 and exact else f"{value:.1e}"
+    if value == 0.0 and exact:
+        return "0"
+    return f"{value:.2f}" if 0.1 <= value < 100 else f"{value:.1e}"
 
 
 def _bound(check: Check) -> str:

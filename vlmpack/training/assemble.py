@@ -99,6 +99,7 @@ def build_stepper(recipe: Recipe, engine: Engine, ranks: Ranks, *, total_steps: 
         max_grad_norm=optim.max_grad_norm,
         ranks=ranks,
         check=FirstStepCheck(engine, ranks),
+        dropout_seed=recipe.training.seed if recipe.trainable.drops() else None,
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -194,8 +195,10 @@ def _print(sample: ShownSample) -> None:
         half = MAX_LINES // 2
         left_out = Text(f"... {len(lines) - 2 * half + 1} lines ...", "dim italic")
         lines = [*lines[:half], left_out, *lines[len(lines) - half + 1 :]]
-    # Through the console, as the progress bar's own lines: a log line would land inside the bar.
-    title = Text(f"{'first sample':<14} {sample.title(how)}")
-    console.print(title, soft_wrap=True, highlight=False)
-    for line in lines:
-        console.print(Text("  ").append_text(line), soft_wrap=True, highlight=False)
+    with console.capture() as capture:
+        title = Text(f"{'first sample':<14} {sample.title(how)}")
+        console.print(title, soft_wrap=True, highlight=False)
+        for line in lines:
+            console.print(Text("  ").append_text(line), soft_wrap=True, highlight=False)
+    # While a progress bar is live it stands behind sys.stderr, and lets whole lines pass above it.
+    sys.stderr.write(capture.get())

@@ -6,6 +6,7 @@ over the world and read once, before the optimizer step.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Sequence
@@ -106,6 +107,13 @@ def _named(values: Sequence[float], grad_norm: float = 0.0) -> StepSums:
     )
 
 
+def seed_of_step(seed: int, step: int, replica: int) -> int:
+    """A step's own seed: a resumed run draws what the unbroken one would have drawn, and replicas
+    draw different numbers."""
+    text = f"{seed} {step} {replica}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
+
+
 @dataclass(slots=True, kw_only=True)
 class Stepper:
     """Runs optimizer steps.
@@ -116,6 +124,7 @@ class Stepper:
         max_grad_norm: global norm to clip to; None for no clipping.
         ranks: who this process is.
         check: looks at the first step; None for no look.
+        dropout_seed: of the adapters' dropout; None where they have none.
     """
 
     engine: Engine
@@ -123,6 +132,7 @@ class Stepper:
     max_grad_norm: float | None
     ranks: Ranks
     check: FirstStepCheck | None = None
+    dropout_seed: int | None = None
 
     def train(
         self,
@@ -152,6 +162,8 @@ class Stepper:
             TrainabilityError: what is trained is not what the recipe says.
         """
         started = time.perf_counter()
+        if self.dropout_seed is not None:
+            torch.manual_seed(seed_of_step(self.dropout_seed, step, self.ranks.dp_rank))
         check = self.check if self.check is not None and self.check.pending else None
         self.engine.zero_gradients()
         reports = self.engine.forward_backward(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmpack.errors import ModelError
+from vlmpack.families.configs import whole_config
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
@@ -89,6 +90,8 @@ def read_sizes(folder: Path) -> ModelSizes | None:
     for path in paths:
         shapes.update(read_shapes(path))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if "model_type" in config:
+        config = whole_config(config)
     try:
         return _sizes(shapes, config, f"{len(paths)} safetensors header{'s'[: len(paths) > 1]}")
     except (KeyError, TypeError) as error:
@@ -168,7 +171,7 @@ def _tower(vision: Mapping[str, Any] | None) -> TowerSizes | None:
     # Qwen2-VL calls the width embed_dim, and its hidden_size is the language model's.
     width = vision.get("embed_dim") or vision["hidden_size"]
     return TowerSizes(
-        blocks=vision["depth"],
+        blocks=vision.get("depth") or vision["num_hidden_layers"],
         width=width,
         intermediate=vision.get("intermediate_size") or int(width * vision["mlp_ratio"]),
         gated=vision.get("hidden_act") == "silu",

@@ -35,10 +35,11 @@ def require_memory(folder: Path, device: torch.device, *, split: int = 1) -> Non
         for shape in read_shapes(path).values()
     )
     engine = max(BYTES_PER_PARAMETER // split, 8)
+    free: int | None
     if device.type == "cuda":
         free, needed = torch.cuda.mem_get_info(device)[0], engine * parameters
     else:
-        free, needed = _available(), (engine + KEPT_BYTES_PER_PARAMETER) * parameters
+        free, needed = available_bytes(), (engine + KEPT_BYTES_PER_PARAMETER) * parameters
     if free is not None and needed > free:
         raise CapabilityError(
             f"verify compares {parameters:,} parameters in float32, which takes about "
@@ -48,7 +49,7 @@ def require_memory(folder: Path, device: torch.device, *, split: int = 1) -> Non
         )
 
 
-def _available() -> int | None:
+def available_bytes() -> int | None:
     """Bytes that Linux can hand out; None elsewhere."""
     path = Path("/proc/meminfo")
     if not path.is_file():

@@ -146,7 +146,8 @@ class PackedRun:
         weight = head.weight.detach()
         if isinstance(weight, DTensor):
             weight = weight.full_tensor()
-        return (hidden.to(weight.device, weight.dtype) @ weight.T).float().cpu()
+        logits: Tensor = (hidden.to(weight.device, weight.dtype) @ weight.T).float().cpu()
+        return logits
 
 
 class _Decoder:

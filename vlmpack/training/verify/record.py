@@ -55,4 +55,5 @@ def conclusion(found: Verification) -> str:
         else f"{check.name} ({check.detail})"
         for check in found.failed
     ]
-    return f"packed differs from unpacked in {len(lines)} checks: " + "; ".join(lines)
+    count = f"{len(lines)} check{'s'[: len(lines) > 1]}"
+    return f"packed differs from unpacked in {count}: {'; '.join(lines)}"

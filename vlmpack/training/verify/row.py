@@ -117,9 +117,9 @@ def check_boundaries(rows: Sequence[Row]) -> Check:
         if problem:
             return _broken(LAYOUT, problem, "cu_seqlens and segment_lengths of the row")
     count = sum(len(row.samples) for row in rows)
-    return Check(
-        name=LAYOUT, status="pass", detail=f"cu_seqlens are the lengths of all {count} samples"
-    )
+    packed = isinstance(rows[0].batch, PackedBatch)
+    what = "cu_seqlens are the lengths of" if packed else "a padded row each for"
+    return Check(name=LAYOUT, status="pass", detail=f"{what} all {count} samples")
 
 
 def _segments(row: Row) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import platform
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -121,9 +122,9 @@ def verify_recipe(recipe: Recipe, ranks: Ranks, options: VerifyOptions) -> Verif
         found = verify_split(recipe, ranks, encoder, train, options)
     finally:
         train.split.close()
-    return Verification(
-        checks=found.checks, facts=found.facts | {"model": str(model), "tiny": options.tiny}
-    )
+        if options.tiny:
+            ranks.on_main(lambda: shutil.rmtree(options.scratch, ignore_errors=True))
+    return Verification(checks=found.checks, facts=found.facts | {"model": str(model)})
 
 
 def verify_split(

@@ -1,0 +1,138 @@
+"""Whole runs with frozen components and adapters: what they print, write, resume and export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.recipes import changed, rows, run_settings
+from support.shards import TINY_MODEL
+from typer.testing import CliRunner
+
+from vlmpack.api import resolve, run_recipe
+from vlmpack.cli.app import app
+from vlmpack.errors import CapabilityError, Preempted, RunIdentityError, VlmpackError
+from vlmpack.training import session as session_module
+from vlmpack.training.export_run import export_run
+
+
+def lora_settings(tmp_path: Path) -> dict:
+    """Adapters on the language model, the projector in full at a rate of its own."""
+    return changed(
+        run_settings(tmp_path),
+        training__max_steps=4,
+        trainable__vision="frozen",
+        trainable__language="lora",
+        trainable__lora__rank=4,
+        trainable__lora__dropout=0.1,
+        optim__projector_lr=1e-3,
+        checkpoint__interval_steps=2,
+        checkpoint__keep=3,
+        export__enabled=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of four steps."""
+    settings = lora_settings(tmp_path_factory.mktemp("lora"))
+    run_recipe(resolve(settings, {}))
+    return settings, Path(settings["run_dir"])
+
+
+@pytest.mark.slow
+def test_a_run_leaves_the_merged_model_the_adapters_and_the_table(finished):
+    settings, run = finished
+    table = {row["component"]: row for row in json.loads((run / "trainable.json").read_text())}
+    assert {name: row["mode"] for name, row in table.items()} == {
+        "vision": "frozen",
+        "projector": "full",
+        "language": "lora",
+    }
+    assert table["projector"]["peak_lr"] == 1e-3
+    assert table["language"]["peak_lr"] == settings["optim"]["lr"]
+    assert table["vision"]["peak_lr"] is None
+    figures = json.loads((run / "result.json").read_text())
+    assert figures["engine"]["trained"].startswith("vision frozen, projector full, language lora;")
+    base, export = (
+        load_file(str(folder / "model.safetensors")) for folder in (TINY_MODEL, run / "export")
+    )
+    assert base.keys() == export.keys()
+    changed_ = {name for name in base if not torch.equal(base[name], export[name])}
+    assert changed_ and not any(name.startswith("visual.blocks") for name in changed_)
+    frozen = {n for n in base if "visual" in n and "merger" not in n}
+    assert frozen and not frozen & changed_
+    assert any("q_proj" in name for name in changed_)
+    assert any("merger" in name for name in changed_)
+    held = load_file(str(run / "adapter" / "adapter_model.safetensors"))
+    assert sum(value.numel() for value in held.values()) == sum(
+        row["trained"] for row in table.values()
+    )
+
+
+@pytest.mark.slow
+def test_exports_of_checkpoints(finished, tmp_path):
+    _, run = finished
+    runner = CliRunner()
+    result = runner.invoke(app, ["export", str(run), "--merge", "-o", str(tmp_path / "merged")])
+    assert result.exit_code == 0, result.output
+    assert "step-00000004" in result.output
+    assert same(tmp_path / "merged", run / "export", "model.safetensors")
+    adapter, checkpoint = export_run(run, merge=False, out=tmp_path / "adapter")
+    assert checkpoint.name == "step-00000004"
+    assert same(adapter, run / "adapter", "adapter_model.safetensors")
+    earlier, _ = export_run(run, merge=True, out=tmp_path / "two", step=2)
+    assert not same(earlier, run / "export", "model.safetensors")
+    with pytest.raises(VlmpackError, match=r"no checkpoint of step 3; it has 2, 4"):
+        export_run(run, merge=True, step=3)
+    with pytest.raises(VlmpackError, match="is there already"):
+        export_run(run, merge=True, out=tmp_path / "two")
+    with pytest.raises(VlmpackError, match="expected a run folder"):
+        export_run(tmp_path / "nowhere", merge=True)
+
+
+def same(ours, theirs, name):
+    mine, reference = load_file(str(ours / name)), load_file(str(theirs / name))
+    assert mine.keys() == reference.keys()
+    return all(torch.equal(mine[key], reference[key]) for key in mine)
+
+
+@pytest.mark.slow
+def test_a_run_that_stopped_goes_on_bit_by_bit(finished, tmp_path, monkeypatch):
+    settings, run = finished
+    settings = changed(settings, run_dir=str(tmp_path / "run"))
+    original = session_module.Session._steps
+
+    def stopping(self):
+        for train_step in original(self):
+            if self.trainer.totals.step + 1 == 2:
+                self.trainer.stop.set()
+            yield train_step
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session_module.Session, "_steps", stopping)
+        with pytest.raises(Preempted):
+            run_recipe(resolve(settings, {}))
+    for override in ("trainable__lora__rank=8", "trainable__projector=frozen", "optim__lr=1.0"):
+        name, _, value = override.partition("=")
+        other = changed(settings, **{name: json.loads(value) if value[0].isdigit() else value})
+        if name.endswith("projector"):
+            other = changed(other, optim__projector_lr=None)
+        with pytest.raises(RunIdentityError, match=name.replace("__", ".")):
+            run_recipe(resolve(other, {}))
+    run_recipe(resolve(settings, {}))
+    columns = ("step", "loss", "grad_norm", "num_tokens")
+    assert rows(settings["run_dir"], *columns) == rows(run, *columns)
+    assert same(Path(settings["run_dir"]) / "export", run / "export", "model.safetensors")
+
+
+def test_targets_are_looked_for_before_any_data_is_read(tmp_path, monkeypatch):
+    settings = changed(lora_settings(tmp_path), trainable__lora__targets=["q_poj"])
+    monkeypatch.setattr(
+        session_module, "open_split", lambda *args, **options: pytest.fail("data were read")
+    )
+    with pytest.raises(CapabilityError, match=r"'q_poj'; there are .*q_proj"):
+        run_recipe(resolve(settings, {}))

@@ -1,0 +1,66 @@
+"""Run under torchrun: `vlmpack verify` on the Megatron engine, one parallel layout after another.
+
+    torchrun --nproc-per-node 2 verify_layouts.py RECIPE FOLDER JOB [JOB ...]
+
+A job is a name of `JOBS`; it writes FOLDER/<job>/verify.json.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from support.layouts import Layout, one_layout
+from torch import Tensor
+
+from vlmpack.distributed import stop_process_group
+from vlmpack.recipe import load_recipe
+from vlmpack.training.verify import VerifyOptions, verify_recipe
+from vlmpack.training.verify.record import write_verification
+
+
+def over_the_row(lengths: Any, *, rank: int, size: int) -> Tensor:
+    """Zigzag over the whole stream instead of per sequence."""
+    chunks = torch.arange(sum(lengths)).chunk(2 * size)
+    return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]))
+
+
+def cut_over_the_row() -> AbstractContextManager[Any]:
+    """The fault."""
+    return patch("vlmpack.packing.context.zigzag_index", over_the_row)
+
+
+JOBS: dict[str, tuple[Layout, Any]] = {
+    "tp2": (Layout(tensor=2, sequence=True), nullcontext),
+    "cp2": (Layout(context=2), nullcontext),
+    "pp2": (Layout(pipeline=2), nullcontext),
+    "cp2-over-the-row": (Layout(context=2), cut_over_the_row),
+}
+
+
+def main(recipe: str, folder: Path, jobs: list[str]) -> None:
+    """One job after another."""
+    for job in jobs:
+        layout, fault = JOBS[job]
+        loaded = load_recipe(
+            recipe,
+            {
+                "model.backend": "mcore",
+                "parallelism.tensor": layout.tensor,
+                "parallelism.context": layout.context,
+                "parallelism.pipeline": layout.pipeline,
+                "parallelism.sequence": layout.sequence,
+            },
+        )
+        with one_layout(layout) as ranks, fault():
+            found = verify_recipe(loaded, ranks, VerifyOptions(num_samples=3))
+            ranks.on_main(lambda found=found, job=job: write_verification(found, folder / job))
+    stop_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

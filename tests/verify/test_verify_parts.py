@@ -1,0 +1,201 @@
+"""The pieces of `vlmpack verify`: bounds, cut configurations, perturbation, grouping, words."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from support.shards import TINY_MODEL, mixed_samples
+
+from vlmpack.errors import CapabilityError
+from vlmpack.families import Encoder
+from vlmpack.packing import FixedShape, PackCollator
+from vlmpack.report.verify import table_rows
+from vlmpack.training.verify import Check, Verification, memory
+from vlmpack.training.verify.compare import Compared, check_log_probabilities, loss_error
+from vlmpack.training.verify.figures import bounded, relative_l2, with_noise, worst
+from vlmpack.training.verify.leak import Perturbation
+from vlmpack.training.verify.outputs import FEWEST_SLOTS, KEPT_NUMBERS, kept_slots
+from vlmpack.training.verify.record import as_json, conclusion
+from vlmpack.training.verify.reference import Unpacked
+from vlmpack.training.verify.row import group_samples, make_row
+from vlmpack.training.verify.tiny import cut_layers
+
+
+@pytest.fixture(scope="module")
+def samples():
+    encoder = Encoder(TINY_MODEL)
+    return [encoder.encode(sample.cooked()) for sample in mixed_samples()]
+
+
+# Figures
+
+
+@pytest.mark.parametrize(
+    ("noise", "bound"),
+    [(0.0, 1e-6), (4e-7, 1e-6), (3e-6, 6e-6), (1.0, 1e-4), (math.inf, 1e-6), (math.nan, 1e-6)],
+)
+def test_a_bound_follows_the_unpacked_noise_within_limits(noise, bound):
+    assert with_noise(1e-6, noise) == pytest.approx(bound)
+
+
+@pytest.mark.parametrize("measured", [math.nan, math.inf, 2e-5])
+def test_what_is_not_below_its_bound_fails(measured):
+    assert bounded("x", measured, 1e-5).fails
+    assert bounded("x", measured, None).fails == (not math.isfinite(measured))
+    assert not bounded("x", 1e-5, 1e-5).fails
+
+
+def test_nan_is_the_worst_of_all():
+    assert math.isnan(worst([1.0, math.nan, math.inf]))
+    assert worst([]) == 0.0
+    assert relative_l2(torch.ones(2), torch.ones(3)) == math.inf
+    assert relative_l2(torch.zeros(2), torch.zeros(2)) == 0.0
+    assert loss_error(torch.ones(2), torch.ones(3)) == math.inf
+
+
+# bfloat16
+
+
+def bfloat16(errors, noise, samples):
+    """A comparison over as many label tokens as there are errors, split over two rows."""
+    count = len(errors)
+    row = make_row(PackCollator(pad_token_id=0, num_position_axes=3), samples[:1], [0])
+    wide = type(row)(row.samples, (0,), row.batch, (0,), (count,))
+    none = Unpacked([torch.zeros(count)], [], [], {})
+    compared = Compared(samples[:1], [wide], none, Unpacked([noise], [], [], {}), exact=False)
+    return check_log_probabilities(compared, {0: dict(enumerate(errors.tolist()))})
+
+
+def test_bfloat16_is_held_to_the_unpacked_errors(samples):
+    noise = torch.full((1000,), 0.01)
+    assert bfloat16(1.05 * noise, noise, samples).status == "pass"
+    worse = bfloat16(1.15 * noise, noise, samples)
+    assert worse.status == "fail"
+    assert worse.measured == pytest.approx(1.15, rel=1e-4)
+
+
+def test_few_labels_are_said_and_not_judged(samples):
+    noise = torch.full((999,), 0.01)
+    check = bfloat16(3 * noise, noise, samples)
+    assert check.status == "too few"
+    assert "999 label tokens" in check.detail
+    assert "1,000" in check.detail
+
+
+# Tiny models
+
+
+def test_layers_are_cut_to_one_period_of_every_kind():
+    config = {
+        "text_config": {
+            "num_hidden_layers": 48,
+            "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 12,
+            "mlp_only_layers": [0, 20],
+            "max_window_layers": 48,
+            "hidden_size": 48,
+        },
+        "vision_config": {"depth": 32, "fullatt_block_indexes": [7, 15, 23, 31]},
+    }
+    cut = cut_layers(config)
+    text, vision = cut["text_config"], cut["vision_config"]
+    assert text["num_hidden_layers"] == len(text["layer_types"]) == 4
+    assert set(text["layer_types"]) == {"linear_attention", "full_attention"}
+    assert text["mlp_only_layers"] == [0]
+    assert text["max_window_layers"] == 3
+    assert text["hidden_size"] == 48
+    assert vision == {"depth": 3, "fullatt_block_indexes": [2]}
+    assert config["vision_config"]["depth"] == 32, "the argument is left alone"
+
+
+def test_deep_features_stay_in_a_cut_tower():
+    cut = cut_layers({"vision_config": {"depth": 27, "deepstack_visual_indexes": [8, 16, 24]}})
+    assert cut["vision_config"] == {"depth": 3, "deepstack_visual_indexes": [2]}
+
+
+def test_kinds_without_a_period_are_all_kept():
+    kinds = ["conv", "conv", "full_attention", "conv", "conv", "full_attention", "conv"]
+    cut = cut_layers({"num_hidden_layers": 7, "layer_types": kinds})
+    assert cut["layer_types"] == kinds[:3]
+    kinds = ["a", "a", "b", "a", "b", "b"]
+    assert cut_layers({"num_hidden_layers": 6, "layer_types": kinds})["layer_types"] == kinds[:3]
+
+
+def test_a_model_that_is_small_already_stays(tmp_path):
+    config = {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}
+    assert cut_layers(config) == config
+
+
+def test_too_little_memory_names_both_numbers_and_tiny(monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1 << 20)
+    with pytest.raises(CapabilityError, match=r"GiB free. Add --tiny"):
+        memory.require_memory(TINY_MODEL, torch.device("cpu"))
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1 << 40)
+    memory.require_memory(TINY_MODEL, torch.device("cpu"))
+
+
+# Samples
+
+
+def test_a_perturbed_sample_differs_in_ordinary_tokens_and_pixels_alone(samples):
+    encoder = Encoder(TINY_MODEL)
+    special = [*encoder.tokenizer.all_special_ids, encoder.placeholder_id]
+    perturbation = Perturbation.of(samples, special)
+    for sample in samples:
+        changed = perturbation.changed(sample)
+        differs = changed.input_ids != sample.input_ids
+        assert differs.any()
+        is_special = torch.isin(sample.input_ids, torch.tensor(special))
+        assert torch.equal(differs, ~is_special)
+        assert not torch.isin(changed.input_ids[differs], torch.tensor(special)).any()
+        assert torch.equal(changed.labels, sample.labels)
+        if sample.media is not None:
+            assert changed.media.grid_thw == sample.media.grid_thw
+            assert not torch.equal(changed.media.pixel_values, sample.media.pixel_values)
+
+
+def test_samples_are_grouped_by_count_and_by_room(samples):
+    collator = PackCollator(pad_token_id=0, num_position_axes=3, pad_to_multiple_of=8)
+    assert group_samples(samples, 4, collator, max_tokens=None) == [[0, 1, 2, 3], [4, 5]]
+    two = -(-samples[0].length // 8) * 8 + -(-samples[1].length // 8) * 8
+    groups = group_samples(samples, 6, collator, max_tokens=two)
+    assert groups[0] == [0, 1]
+    assert sum(groups, []) == list(range(6))
+    fixed = PackCollator(
+        pad_token_id=0,
+        num_position_axes=3,
+        fixed=FixedShape(row_tokens=4096, max_sequences=2),
+    )
+    assert group_samples(samples, 6, fixed, max_tokens=4096) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_few_slots_are_kept_of_a_large_model(samples):
+    everything = kept_slots(samples, 10)
+    assert [len(slots) for slots in everything] == [sample.length for sample in samples]
+    few = kept_slots(samples, KEPT_NUMBERS)
+    assert {len(slots) for slots in few} == {FEWEST_SLOTS}
+    for slots, sample in zip(few, samples, strict=True):
+        assert (slots[0], slots[-1]) == (0, sample.length - 1)
+
+
+# Words
+
+
+def test_the_last_line_says_what_to_look_at():
+    passing = Check(name="positions", status="pass")
+    failing = Check(
+        name="leak test", status="fail", measured=math.inf, detail="a moves b", look_at="attention"
+    )
+    assert conclusion(Verification(checks=(passing,))) == "packed equals unpacked"
+    tiny = Verification(checks=(passing,), facts={"tiny": True})
+    assert conclusion(tiny) == "packed equals unpacked (of the tiny model)"
+    found = Verification(checks=(passing, failing))
+    assert not found.passes
+    assert conclusion(found) == (
+        "packed differs from unpacked in 1 check: leak test (a moves b; look at attention)"
+    )
+    written = json.loads(json.dumps(as_json(found), allow_nan=False))
+    assert written["checks"][1]["measured"] == "inf"
+    assert [row[0] for row in table_rows(found)] == ["pass", "FAIL"]

@@ -1,0 +1,147 @@
+"""`vlmpack verify` as a command, in a run (`training.verify`), on tiny models and under torchrun."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from support import layouts
+from support.families import tiny_family_folder
+from support.recipes import changed, rows, run_settings, write_recipe
+from support.verified import recipe_for
+from typer.testing import CliRunner
+
+import vlmpack
+from vlmpack.cli.app import app
+from vlmpack.errors import RecipeError, VerificationError
+from vlmpack.packing import PackCollator
+from vlmpack.training.verify.tiny import write_tiny_model
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """22 small samples, four a step, on the committed model."""
+    return write_recipe(tmp_path / "recipe.yaml", run_settings(tmp_path))
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["verify", *map(str, arguments)])
+
+
+def break_labels(monkeypatch):
+    """Every row learns one token that is not its sample's."""
+    pack = PackCollator.__call__
+
+    def broken(self, samples):
+        row = pack(self, samples)
+        labels = row.labels.clone()
+        labels[0, row.label_positions[0]] += 1
+        return replace(row, labels=labels)
+
+    monkeypatch.setattr(PackCollator, "__call__", broken)
+
+
+def test_the_command_says_that_packed_equals_unpacked(recipe, tmp_path):
+    done = run(recipe, "-k", 3, "-o", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "packed equals unpacked"
+    assert sum(line.startswith("pass") for line in lines) == 15
+    found = json.loads((tmp_path / "out" / "verify.json").read_text())
+    assert found["passes"]
+    assert [check["status"] for check in found["checks"]] == ["pass"] * 15
+    assert [sample["images"] > 0 for sample in found["samples"]].count(False) >= 1
+    assert max(sample["images"] for sample in found["samples"]) >= 2
+    assert found["dtype"] == "float32"
+    assert not found["tiny"]
+    assert {"torch", "transformers", "vlmpack"} <= found["versions"].keys()
+
+
+def test_a_difference_ends_with_exit_code_1(recipe, tmp_path, monkeypatch):
+    break_labels(monkeypatch)
+    done = run(recipe, "-k", 3)
+    assert done.exit_code == 1
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("packed differs from unpacked in ")
+    assert "labels and loss mask" in last
+    settings = json.loads(recipe.read_text())
+    found = json.loads((Path(settings["run_dir"]) / "verify" / "verify.json").read_text())
+    assert not found["passes"]
+
+
+def test_a_wrong_recipe_is_named_before_anything_is_loaded(recipe):
+    done = run(recipe, "packing.mode=pack")
+    assert isinstance(done.exception, RecipeError)
+    assert done.exception.exit_code == 2
+
+
+# Before the first step of a run
+
+
+@pytest.mark.slow
+def test_a_verified_run_trains_the_same_bits(tmp_path):
+    settings = run_settings(tmp_path)
+    losses = {}
+    for verify in (False, True):
+        folder = str(tmp_path / f"run-{verify}")
+        vlmpack.finetune(
+            changed(settings, run_dir=folder, training__verify=verify, training__max_steps=3)
+        )
+        losses[verify] = rows(folder, "loss", "grad_norm")
+        assert (Path(folder) / "verify" / "verify.json").is_file() == verify
+    assert len(losses[True]) == 3
+    assert losses[True] == losses[False]
+
+
+def test_a_run_that_fails_to_verify_trains_nothing(tmp_path, monkeypatch):
+    break_labels(monkeypatch)
+    settings = run_settings(tmp_path, training__verify=True, training__max_steps=3)
+    with pytest.raises(VerificationError, match="labels and loss mask"):
+        vlmpack.finetune(settings)
+    run_dir = Path(settings["run_dir"])
+    assert (run_dir / "verify" / "verify.json").is_file()
+    assert not (run_dir / "metrics.jsonl").exists()
+
+
+# Tiny models
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "idefics3"])
+def test_a_tiny_model_of_a_family_verifies(name, tmp_path):
+    folder = tiny_family_folder(name, tmp_path / "whole")
+    tiny = write_tiny_model(folder, tmp_path / "tiny")
+    before, after = (json.loads((f / "config.json").read_text()) for f in (folder, tiny))
+    assert after["text_config"]["num_hidden_layers"] <= before["text_config"]["num_hidden_layers"]
+    recipe = recipe_for(folder, run_dir=str(tmp_path / "run"), packing__mode="none")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(recipe.model_dump(mode="json", exclude_defaults=True)))
+    done = run(path, "-k", 2, "--tiny")
+    assert done.exit_code == 0, done.output
+    assert "TINY MODEL" in done.stdout
+    assert done.stdout.splitlines()[-1] == "packed equals unpacked (of the tiny model)"
+    assert "padded: leak test" in done.stdout
+    assert "packed: leak test" in done.stdout
+    assert not (tmp_path / "run" / "verify" / "scratch").exists()
+
+
+# Parallel layouts
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("megatron"), reason="needs megatron-core")
+def test_parallel_layouts_are_compared_with_the_stock_model(recipe, tmp_path):
+    jobs = ("tp2", "cp2", "pp2", "cp2-over-the-row")
+    script = layouts.TESTS / "support" / "verify_layouts.py"
+    layouts.torchrun(script, 2, str(recipe), str(tmp_path), *jobs)
+    found = {job: json.loads((tmp_path / job / "verify.json").read_text()) for job in jobs}
+    for job in jobs[:3]:
+        assert found[job]["passes"], job
+        names = {check["name"] for check in found[job]["checks"]}
+        assert names >= {"loss of each sample", "gradients: tower", "leak test", "positions"}
+        assert job.upper().replace("2", " 2") in found[job]["engine"]["processes"]
+    failing = {c["name"] for c in found["cp2-over-the-row"]["checks"] if c["status"] == "fail"}
+    assert failing >= {"loss of each sample", "gradients: language model"}
