@@ -317,3 +317,58 @@ def test_a_tokenizer_without_the_image_tokens_is_named(gemma, tiny_folder, tmp_p
         shutil.copyfile(tiny_folder / name, tmp_path / "model" / name)
     with pytest.raises(ModelError, match="<end_of_image>, <image_soft_token>, <start_of_image>"):
         _ = Encoder(tmp_path / "model").placeholder_id
+
+
+# Sizes
+
+PUBLISHED_4B = {
+    "model_type": "gemma3",
+    "mm_tokens_per_image": 256,
+    "text_config": {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 1152,
+        "image_size": 896,
+        "intermediate_size": 4304,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "patch_size": 14,
+        "vision_use_head": False,
+    },
+}
+"""Gemma 3 4B as it is published: heads and vocabulary are the class's defaults."""
+
+
+def test_the_cost_of_the_published_4b_model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED_4B))
+    model = family_of(tmp_path).cost_model(PUBLISHED_4B)
+    attention, mlp = 2 * 2560 * 256 * (8 + 4), 3 * 2560 * 10240
+    assert model.per_token == 6 * 34 * (attention + mlp)
+    assert model.per_label_token == 6 * 2560 * 262208
+    block, pixels = 4 * 1152**2 + 2 * 1152 * 4304, 3 * 14**2 * 1152
+    pairs, projector = 4 * 1152 * 27 * 64**2, 2 * 1152 * 2560 / 16
+    assert model.per_patch == 3 * (2 * (27 * block + pixels) + pairs + projector)
+    assert model.per_squared_patches == 0, "every tile has as many patches"
+    text = {**PUBLISHED_4B["text_config"], "architectures": ["Gemma3ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    assert family_of(tmp_path).cost_model(text).per_token == model.per_token
+    with pytest.raises(ModelError, match=r"config\.json: .*hidden_size"):
+        family_of(tmp_path).cost_model({**text, "hidden_size": "wide"})
+
+
+def test_memory_is_estimated_from_the_folder(gemma):
+    from vlmpack.training.plan.parameters import read_sizes
+
+    sizes = read_sizes(gemma.folder)
+    count = sum(p.numel() for p in gemma.vlm.model.parameters())
+    assert sizes.parameters == count
+    assert sizes.tower == sum(p.numel() for p in gemma.vlm.vision.parameters())
+    assert (sizes.vision.blocks, sizes.vision.gated) == (2, False)
+    assert (sizes.query, sizes.key) == (4 * 24, 2 * 24)

@@ -89,8 +89,8 @@ def test_ids_and_pixels_are_those_of_the_processor_class(folder, mixed, monkeypa
     assert len(counts) > 2
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
-def test_other_decoders_pack_as_well(folder, tmp_path, mixed, model_type):
+@pytest.mark.parametrize(("model_type", "layer"), [("qwen3", -1), ("llama", -2)])
+def test_other_decoders_and_layers_pack_as_well(folder, tmp_path, mixed, model_type, layer):
     from transformers import AutoModelForImageTextToText
 
     for path in folder.iterdir():
@@ -98,7 +98,8 @@ def test_other_decoders_pack_as_well(folder, tmp_path, mixed, model_type):
             (tmp_path / path.name).symlink_to(path)
     torch.manual_seed(1)
     text = decoder(model_type, head_dim=24)
-    AutoModelForImageTextToText.from_config(config(text)).save_pretrained(str(tmp_path))
+    changed = config(text, vision_feature_layer=layer)
+    AutoModelForImageTextToText.from_config(changed).save_pretrained(str(tmp_path))
     encoder, stock, processor = Encoder(tmp_path), load_stock(tmp_path), StockProcessor(tmp_path)
     assert type(stock.model.language_model).__name__.lower() == f"{model_type}model"
     some = mixed[:4]
@@ -148,6 +149,7 @@ def test_a_budget_in_pixels_is_refused(folder, knob):
         ),
         ("preprocessor_config.json", {"min_patches": 13}, "at least 13 tiles"),
         ("config.json", {"vision_feature_select_strategy": "full"}, "class token"),
+        ("config.json", {"vision_feature_layer": [-2, -1]}, "expected False and one layer"),
     ],
 )
 def test_folders_that_contradict_themselves_are_refused(folder, tmp_path, file, changes, message):

@@ -34,7 +34,7 @@ POLICIES = {
         language=ComponentPolicy(lr_scale=0.5),
     ),
     "no language": TrainingPolicy(
-        vision=ComponentPolicy(lr_scale=3.0), projector=FROZEN, language=FROZEN
+        vision=ComponentPolicy(lr_scale=0.5), projector=FROZEN, language=FROZEN
     ),
     "adapters": TrainingPolicy(
         vision=FROZEN,

@@ -197,7 +197,7 @@ def test_a_frozen_tower_that_moves(subject, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_trained_projector_that_does_not_learn(subject, monkeypatch):
+def test_trained_weights_that_do_not_learn(subject, monkeypatch):
     from vlmpack.backends.hf import engine
 
     apply = engine.apply_policy
@@ -205,11 +205,17 @@ def test_a_trained_projector_that_does_not_learn(subject, monkeypatch):
     def forgotten(model, *args, **kwargs):
         apply(model, *args, **kwargs)
         model.model.visual.merger.requires_grad_(False)
+        model.model.language_model.norm.requires_grad_(False)
 
     monkeypatch.setattr(engine, "apply_policy", forgotten)
     checks = subject.checks()
-    assert failed(checks) == {"trained components learn"}
+    assert failed(checks) == {
+        "trained components learn",
+        "gradients: projector",
+        "gradients: language model",
+    }
     assert "projector" in checks["trained components learn"].detail
+    assert "model.language_model.norm.weight" in checks["gradients: language model"].detail
 
 
 @pytest.fixture

@@ -162,7 +162,7 @@ def test_samples_are_grouped_by_count_and_by_room(samples):
     two = -(-samples[0].length // 8) * 8 + -(-samples[1].length // 8) * 8
     groups = group_samples(samples, 6, collator, max_tokens=two)
     assert groups[0] == [0, 1]
-    assert sum(groups, []) == list(range(6))
+    assert [number for group in groups for number in group] == list(range(6))
     fixed = PackCollator(
         pad_token_id=0,
         num_position_axes=3,

@@ -1,4 +1,4 @@
-"""`vlmpack verify` as a command, in a run (`training.verify`), on tiny models and under torchrun."""
+"""`vlmpack verify` as a command, before a run, on tiny models and under torchrun."""
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ def test_the_command_says_that_packed_equals_unpacked(recipe, tmp_path):
     assert {"torch", "transformers", "vlmpack"} <= found["versions"].keys()
 
 
+@pytest.mark.slow
 def test_a_difference_ends_with_exit_code_1(recipe, tmp_path, monkeypatch):
     break_labels(monkeypatch)
     done = run(recipe, "-k", 3)
@@ -88,14 +89,15 @@ def test_a_verified_run_trains_the_same_bits(tmp_path):
     for verify in (False, True):
         folder = str(tmp_path / f"run-{verify}")
         vlmpack.finetune(
-            changed(settings, run_dir=folder, training__verify=verify, training__max_steps=3)
+            changed(settings, run_dir=folder, training__verify=verify, training__max_steps=2)
         )
         losses[verify] = rows(folder, "loss", "grad_norm")
         assert (Path(folder) / "verify" / "verify.json").is_file() == verify
-    assert len(losses[True]) == 3
+    assert len(losses[True]) == 2
     assert losses[True] == losses[False]
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_to_verify_trains_nothing(tmp_path, monkeypatch):
     break_labels(monkeypatch)
     settings = run_settings(tmp_path, training__verify=True, training__max_steps=3)
@@ -131,17 +133,24 @@ def test_a_tiny_model_of_a_family_verifies(name, tmp_path):
 # Parallel layouts
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not find_spec("megatron"), reason="needs megatron-core")
-def test_parallel_layouts_are_compared_with_the_stock_model(recipe, tmp_path):
-    jobs = ("tp2", "cp2", "pp2", "cp2-over-the-row")
+@pytest.mark.parametrize(
+    "jobs",
+    [
+        pytest.param(("tp2", "cp2", "cp2-over-the-row"), marks=pytest.mark.slow),
+        pytest.param(("pp2",), marks=pytest.mark.soak),
+    ],
+)
+def test_parallel_layouts_are_compared_with_the_stock_model(recipe, tmp_path, jobs):
     script = layouts.TESTS / "support" / "verify_layouts.py"
     layouts.torchrun(script, 2, str(recipe), str(tmp_path), *jobs)
     found = {job: json.loads((tmp_path / job / "verify.json").read_text()) for job in jobs}
-    for job in jobs[:3]:
-        assert found[job]["passes"], job
-        names = {check["name"] for check in found[job]["checks"]}
+    for job, said in found.items():
+        failing = {check["name"] for check in said["checks"] if check["status"] == "fail"}
+        names = {check["name"] for check in said["checks"]}
         assert names >= {"loss of each sample", "gradients: tower", "leak test", "positions"}
-        assert job.upper().replace("2", " 2") in found[job]["engine"]["processes"]
-    failing = {c["name"] for c in found["cp2-over-the-row"]["checks"] if c["status"] == "fail"}
-    assert failing >= {"loss of each sample", "gradients: language model"}
+        assert job[:3].upper().replace("2", " 2") in said["engine"]["processes"]
+        if job == "cp2-over-the-row":
+            assert failing >= {"loss of each sample", "gradients: language model"}
+        else:
+            assert failing == set()

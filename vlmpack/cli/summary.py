@@ -27,7 +27,13 @@ def print_result(result: FinetuneResult) -> None:
         table.add_row("exact answers", f"{before}{result.exact_match_after:.1%} on the test split")
     if result.digit_accuracy_after is not None:
         table.add_row("digits read", f"{result.digit_accuracy_after:.1%}")
-    for name, path in (("model", result.export), ("report", result.report)):
+    adapter = result.run_dir / "adapter"
+    places = (
+        ("model", result.export),
+        ("adapter", adapter if adapter.is_dir() else None),
+        ("report", result.report),
+    )
+    for name, path in places:
         if path is not None:
             table.add_row(name, str(path))
     table.add_row("run", str(result.run_dir))

@@ -23,11 +23,12 @@ def whole_config(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ModelError: transformers does not take it.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         content: dict[str, Any] = AutoConfig.for_model(**config).to_dict()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, StrictDataclassError) as error:
         raise ModelError(f"config.json: {error}") from error
     return content
 

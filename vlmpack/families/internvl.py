@@ -26,7 +26,15 @@ from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, Pixel
 from vlmpack.families.configs import whole_config
 from vlmpack.families.one_axis import OneAxisVLM
 from vlmpack.families.processor_config import processor_setting
-from vlmpack.families.tiles import canvas_of, flat_features, patch_rows, patch_side, rgb, tiles_of
+from vlmpack.families.tiles import (
+    canvas_of,
+    flat_features,
+    patch_rows,
+    patch_side,
+    rgb,
+    tiles_of,
+    whole_tower,
+)
 from vlmpack.packing import CostModel, Media
 
 START, CONTEXT, END = "<img>", "<IMG_CONTEXT>", "</img>"
@@ -209,7 +217,11 @@ class InternVL(OneAxisVLM):
 
     def image_features(self, model: Any, media: Media) -> ImageFeatures:
         """The class's own: tower, pixel shuffle and projector, no host reads."""
-        return flat_features(model.model.get_image_features(**self.image_arguments(media)))
+        output = model.model.get_image_features(**self.image_arguments(media))
+        images = flat_features(output)
+        if model.config.vision_feature_layer == -1:
+            return images
+        return ImageFeatures(whole_tower(images.features, output))
 
     def cost_model(self, config: Mapping[str, Any]) -> CostModel:
         """The decoder's and the tower's, whose attention stays inside a tile."""
@@ -226,6 +238,11 @@ def _tile_tokens(config: Any, tile: int) -> tuple[int, int]:
         raise ValueError(
             f"vision_feature_select_strategy is {config.vision_feature_select_strategy!r}, "
             f"expected 'default': the class token is no patch of the image"
+        )
+    if vision.use_mask_token or not isinstance(config.vision_feature_layer, int):
+        raise ValueError(
+            f"use_mask_token is {vision.use_mask_token} and vision_feature_layer "
+            f"{config.vision_feature_layer}, expected False and one layer"
         )
     patch, joined = int(vision.patch_size[0]), round(1 / config.downsample_ratio)
     if tile % (patch * joined):

@@ -34,7 +34,7 @@ from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, Pixel
 from vlmpack.families.configs import whole_config
 from vlmpack.families.one_axis import OneAxisVLM
 from vlmpack.families.processor_config import processor_setting
-from vlmpack.families.tiles import canvas_of, patch_rows, patch_side, rgb, tiles_of
+from vlmpack.families.tiles import canvas_of, patch_rows, patch_side, rgb, tiles_of, whole_tower
 from vlmpack.packing import CostModel, Media
 
 IMAGE_TOKEN = "<image>"
@@ -184,10 +184,10 @@ class LlavaOneVision(OneAxisVLM):
     def image_features(self, model: Any, media: Media) -> ImageFeatures:
         """Tower and projector by hand: `get_image_features` reads sizes back on the host."""
         config, inner = model.config, model.model
-        states = inner.vision_tower(_tiles(media), output_hidden_states=True).hidden_states
-        layers = config.vision_feature_layer
+        output = inner.vision_tower(_tiles(media), output_hidden_states=True)
+        states, layers = output.hidden_states, config.vision_feature_layer
         picked = [states[layer] for layer in ([layers] if isinstance(layers, int) else layers)]
-        features = inner.multi_modal_projector(torch.cat(picked, dim=-1))
+        features = inner.multi_modal_projector(whole_tower(torch.cat(picked, dim=-1), output))
         counts = [count for count, _, _ in media.grid_thw]
         anyres, newline = AnyRes.of(config), inner.image_newline
         parts: list[Tensor] = []

@@ -57,9 +57,9 @@ def images_attention(
             "vision_config to 0 in the model's config.json"
         )
     # Rotary leaves queries and keys in float32 under autocast; kernels want one dtype.
-    parts = [part[0].transpose(0, 1).to(value.dtype) for part in (query, key, value)]
+    q, k, v = (part[0].transpose(0, 1).to(value.dtype) for part in (query, key, value))
     function = _best_attention(value.device, value.dtype)
-    output = function(*parts, image_params, causal=False, scale=options.get("scaling"))
+    output = function(q, k, v, image_params, causal=False, scale=options.get("scaling"))
     return output[None], None
 
 

@@ -44,7 +44,7 @@ def tiles_of(rows: Tensor, height: int, width: int, side: int) -> Tensor:
 
 def canvas_of(tiles: Tensor, rows: int, columns: int) -> Tensor:
     """(C, rows * H, columns * W) of (rows * columns, C, H, W) tiles, row by row."""
-    grid = tiles.unflatten(0, (rows, columns))
+    grid = tiles.reshape(rows, columns, *tiles.shape[1:])
     return grid.permute(2, 0, 3, 1, 4).flatten(3, 4).flatten(1, 2)
 
 
@@ -59,6 +59,22 @@ def flat_features(output: Any) -> ImageFeatures:
     features = output.pooler_output
     parts: Sequence[Tensor] = [features] if isinstance(features, Tensor) else list(features)
     return ImageFeatures(torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]))
+
+
+def whole_tower(features: Tensor, output: Any) -> Tensor:
+    """The features, with the rest of a tower in their graph.
+
+    Some classes read an inner layer: what comes after it (SigLIP's last norm) has no gradient then,
+    and replicas that wait for one of every parameter would fail. It gets one of zero.
+
+    Args:
+        features: made of some of the tower's hidden states.
+        output: of the tower.
+    """
+    for rest in (output.last_hidden_state, output.pooler_output):
+        if rest is not None:
+            features = features + 0.0 * rest.sum()
+    return features
 
 
 def rgb(pixels: Tensor, mean: Sequence[float], std: Sequence[float], scale: float) -> Image:

@@ -42,8 +42,9 @@ def head(found: Verification) -> list[str]:
         model,
         f"samples   {len(samples)} of data.train: {tokens:,} tokens, {labels:,} of them labels, "
         f"{images} images",
+        f"unpacked  {engine['reference']}, one sample at a time",
         f"packed    mode {facts['mode']}, {engine['engine']}, {engine['processes']}, "
-        f"{engine['attention']}",
+        f"attention {engine['attention'].partition(' (')[0]}",
         f"computed  in {facts['dtype']} on {engine['device']}, {facts['seconds']:.0f} s",
     ]
 

@@ -113,9 +113,7 @@ def _write(recipe: Recipe, checkpoint: Path, folder: Path, *, adapter: bool) -> 
         check_quantization(device)
     model = load_model(source)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    apply_policy(model, paths, policy, compute_dtype=dtype)
-    if packed:  # 4-bit weights are packed on the way to the GPU
-        model = model.to(device)
+    apply_policy(model, paths, policy, device=device, compute_dtype=dtype)
     read_parameters(model, checkpoint)
     if adapter:
         in_full = modules_in_full(model, paths, policy)

@@ -28,7 +28,12 @@ PREFIX = "base_model.model."
 
 
 def apply_policy(
-    model: Any, paths: ModulePaths, policy: TrainingPolicy, *, compute_dtype: torch.dtype
+    model: Any,
+    paths: ModulePaths,
+    policy: TrainingPolicy,
+    *,
+    device: torch.device,
+    compute_dtype: torch.dtype,
 ) -> None:
     """Put adapters into a model, and say of each of its parameters whether it is trained.
 
@@ -36,13 +41,14 @@ def apply_policy(
         model: transformers', on CPU.
         paths: where its parts live.
         policy: what is trained.
+        device: where 4-bit weights go.
         compute_dtype: that 4-bit weights are unpacked to.
 
     Raises:
         CapabilityError: a target that no linear layer answers to, or a component without any.
     """
     if policy.lora is not None:
-        add_adapters(model, paths, policy, compute_dtype=compute_dtype)
+        add_adapters(model, paths, policy, device=device, compute_dtype=compute_dtype)
     set_trainable(model, paths, policy)  # last: peft has frozen everything
 
 
@@ -57,7 +63,12 @@ def set_trainable(model: nn.Module, paths: ModulePaths, policy: TrainingPolicy) 
 
 
 def add_adapters(
-    model: Any, paths: ModulePaths, policy: TrainingPolicy, *, compute_dtype: torch.dtype
+    model: Any,
+    paths: ModulePaths,
+    policy: TrainingPolicy,
+    *,
+    device: torch.device,
+    compute_dtype: torch.dtype,
 ) -> None:
     """Put peft's layers into a model; raises as `apply_policy`."""
     from peft import LoraConfig, inject_adapter_in_model
@@ -68,7 +79,7 @@ def add_adapters(
     if lora.quantize == "nf4":
         from vlmpack.backends.hf.quantize import quantize_layers
 
-        quantize_layers(model, targets, compute_dtype=compute_dtype)
+        quantize_layers(model, targets, device=device, compute_dtype=compute_dtype)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft only divides it

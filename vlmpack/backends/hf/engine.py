@@ -113,7 +113,9 @@ class HFEngine:
         )
         if config.activation_checkpointing:
             recompute_layers(model)
-        apply_policy(model, self.paths, policy, compute_dtype=self.compute_dtype)
+        apply_policy(
+            model, self.paths, policy, device=ranks.device, compute_dtype=self.compute_dtype
+        )
         self.components: Sequence[ComponentCount] = count_components(
             whole_shapes(model), policy, self.paths
         )

@@ -29,12 +29,15 @@ def check_quantization(device: torch.device) -> None:
         )
 
 
-def quantize_layers(model: Any, names: Iterable[str], *, compute_dtype: torch.dtype) -> None:
-    """Replace linear layers by 4-bit ones; they are packed when they are moved to the GPU.
+def quantize_layers(
+    model: Any, names: Iterable[str], *, device: torch.device, compute_dtype: torch.dtype
+) -> None:
+    """Replace linear layers by 4-bit ones, one by one.
 
     Args:
         model: transformers', in float32 on CPU.
         names: of the layers.
+        device: a GPU, where the packed weights go; the rest of the model stays.
         compute_dtype: that weights are unpacked to.
     """
     import bitsandbytes as bnb
@@ -55,7 +58,7 @@ def quantize_layers(model: Any, names: Iterable[str], *, compute_dtype: torch.dt
             linear.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4"
         )
         packed.bias = linear.bias
-        setattr(model.get_submodule(parent), leaf, packed)
+        setattr(model.get_submodule(parent), leaf, packed.to(device))  # packs it
     model.is_loaded_in_4bit = True  # what peft looks at
 
 

@@ -1,4 +1,4 @@
-"""Packed numbers against the unpacked reference's: losses, logits, outputs, gradients.
+"""Packed numbers against the unpacked reference's: losses, logits, outputs of each part.
 
 In float32 every figure has a bound, raised where the unpacked model differs from itself by more
 (`with_noise`). In bfloat16 one figure has: the L2 norm of the errors of the label tokens'
@@ -8,17 +8,14 @@ log-probabilities against float32, over the same norm of the unpacked bfloat16 r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from vlmpack.backends.policy import component_of
-from vlmpack.families import ModulePaths
 from vlmpack.packing import EncodedSample
 from vlmpack.training.verify.figures import (
-    GRADIENT_BOUND,
     LOSS_BOUND,
     OUTPUT_BOUND,
     Check,
@@ -38,10 +35,6 @@ BFLOAT16_RATIO = 1.1
 
 FEWEST_LABELS = 1000
 """Label tokens below which that ratio is mostly chance."""
-
-UNDETERMINED = 1e-3
-"""A parameter whose gradient differs by this much between two unpacked runs is rounding alone (the
-bias of keys, which softmax does not see): it counts in its component and is not looked at alone."""
 
 ISOLATION = "attention isolation: boundaries must reach every attention layer"
 
@@ -266,104 +259,6 @@ def _check_points(
         noise=noise,
         detail=first,
         look_at=look_at,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class GradientError:
-    """Squared norms of one parameter's gradient: of the error, and of the reference."""
-
-    error: float
-    scale: float
-
-    @property
-    def relative(self) -> float:
-        """Relative L2."""
-        return quotient(math.sqrt(self.error), math.sqrt(self.scale))
-
-
-def gradient_errors(
-    reference: Mapping[str, Tensor], ours: Iterable[tuple[str, Tensor]]
-) -> dict[str, GradientError]:
-    """Of each parameter that both have; nothing else is kept of `ours`."""
-    found = {}
-    for name, gradient in ours:
-        theirs = reference.get(name)
-        if theirs is not None:
-            double = theirs.double()
-            error = float((gradient.double() - double).square().sum())
-            found[name] = GradientError(error, float(double.square().sum()))
-    return found
-
-
-def part_of(name: str, paths: ModulePaths, recurrent: Sequence[str]) -> str:
-    """The part of the model that a parameter is reported under.
-
-    Args:
-        recurrent: paths of modules that carry a state along the row.
-    """
-    if any(name.startswith(path + ".") for path in recurrent):
-        return "recurrent layers"
-    component = component_of(name, paths)
-    return {"vision": "tower", "language": "language model"}.get(component, component)
-
-
-def check_gradients(
-    compared: Compared,
-    found: Mapping[str, GradientError],
-    own: Mapping[str, GradientError],
-    parts: Mapping[str, str],
-) -> list[Check]:
-    """The gradients of each part of the model.
-
-    Args:
-        found: errors of the packed run.
-        own: errors of the unpacked run against itself.
-        parts: of each parameter.
-    """
-    names: dict[str, list[str]] = {}
-    for name in found:
-        names.setdefault(parts[name], []).append(name)
-    order = ("tower", "projector", "language model", "recurrent layers", "adapters")
-    return [_check_part(compared, part, names[part], found, own) for part in order if part in names]
-
-
-def _check_part(
-    compared: Compared,
-    part: str,
-    names: Sequence[str],
-    found: Mapping[str, GradientError],
-    own: Mapping[str, GradientError],
-) -> Check:
-    def together(errors: Mapping[str, GradientError]) -> float:
-        total = sum(errors[name].error for name in names)
-        scale = sum(errors[name].scale for name in names)
-        return quotient(math.sqrt(total), math.sqrt(scale))
-
-    noise = together(own)
-    bound = compared.bound(GRADIENT_BOUND, noise)
-    alone = [name for name in names if own[name].relative < UNDETERMINED] or list(names)
-    beyond = [
-        name
-        for name in alone
-        if (limit := compared.bound(GRADIENT_BOUND, own[name].relative)) is not None
-        and not found[name].relative <= limit
-    ]
-    name = max(beyond or alone, key=lambda name: found[name].relative)
-    detail = f"{len(names)} parameters, worst {name} {found[name].relative:.1e}"
-    if beyond:
-        detail += f", {len(beyond)} beyond their bound"
-    check = bounded(f"gradients: {part}", together(found), bound, noise=noise, detail=detail)
-    if not beyond and not check.fails:
-        return check
-    return Check(
-        name=check.name,
-        status="fail",
-        measured=check.measured,
-        bound=bound,
-        noise=noise,
-        detail=detail,
-        look_at="the rows above; if they pass, the backward pass of this part",
     )
 
 

@@ -70,7 +70,7 @@ def check_leaks(
     Args:
         run: the engine.
         collator: that made the rows.
-        rows: with two samples or more.
+        rows: each with two samples or more.
         perturbation: how.
         shared_matmuls: whether samples share matmuls, so that the last bit may differ.
     """
@@ -80,8 +80,6 @@ def check_leaks(
     largest = 0.0
     tested = 0
     for row in rows:
-        if len(row.samples) < 2:
-            continue
         before = run.run([row], backward=False)
         for place, sample in enumerate(row.samples):
             samples = list(row.samples)
@@ -96,6 +94,10 @@ def check_leaks(
                     largest = worst([largest, error])
                     if not error <= bound:
                         leaks.append(f"{sample.key} moves {row.samples[other].key}")
+    if not tested:
+        return Check(
+            name=NAME, status="too few", detail="no row has room for two samples: nothing can leak"
+        )
     if unmoved:
         return Check(
             name=NAME,

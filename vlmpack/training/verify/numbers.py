@@ -4,34 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from vlmpack.backends.engine import Engine
 from vlmpack.distributed import Ranks
 from vlmpack.families import Encoder
 from vlmpack.packing import EncodedSample, PackCollator, PadCollator
 from vlmpack.recipe.trainable import OptimSection
+from vlmpack.training.verify.adapters import (
+    adapter_gradients,
+    check_adapters,
+    held_gradients,
+)
 from vlmpack.training.verify.compare import (
     Compared,
-    GradientError,
-    check_gradients,
     check_log_probabilities,
     check_logits,
     check_losses,
     check_outputs,
-    gradient_errors,
-    part_of,
 )
 from vlmpack.training.verify.figures import Check
+from vlmpack.training.verify.gradients import (
+    GradientError,
+    check_gradients,
+    gradient_errors,
+    part_of,
+    with_missing,
+)
 from vlmpack.training.verify.leak import Perturbation, check_leaks
 from vlmpack.training.verify.outputs import Point, has_experts, recurrent_modules
 from vlmpack.training.verify.packed import Packed, PackedRun
 from vlmpack.training.verify.reference import How, Reference, Unpacked
-from vlmpack.training.verify.row import Row, make_row
+from vlmpack.training.verify.row import Row
 from vlmpack.training.verify.trained import BeforeStep, check_trained
 
 TOKENS_TOGETHER = 8192
@@ -51,6 +57,7 @@ class ReferenceRuns:
         positions, positions_of: of each sample, and what counted them.
         points, kept: whose outputs are compared, and at which slots.
         shared_matmuls: whether samples share the experts' matmuls.
+        stock: the class and its attention.
         exact: whether the packed run computes in float32.
     """
 
@@ -64,6 +71,7 @@ class ReferenceRuns:
     points: list[Point]
     kept: list[Tensor]
     shared_matmuls: bool
+    stock: str
     exact: bool
 
     @classmethod
@@ -98,6 +106,7 @@ class ReferenceRuns:
         noise = reference.run(how)
         positions, source = reference.positions()
         paths = encoder.family.modules
+        attention = reference.model.config._attn_implementation
         recurrent = [
             f"{paths.language}.{name}"
             for name in recurrent_modules(reference.model.get_submodule(paths.language))
@@ -113,6 +122,7 @@ class ReferenceRuns:
             points=reference.points,
             kept=reference.kept,
             shared_matmuls=has_experts(reference.model.get_submodule(paths.language)),
+            stock=f"{type(reference.model).__name__} ({attention})",
             exact=exact,
         )
 
@@ -145,38 +155,92 @@ def verify_rows(
     Returns:
         On every rank the same.
     """
-    points, kept, shared = ranks.broadcast_object(
-        (reference.points, reference.kept, reference.shared_matmuls) if reference else None
+    points, kept, shared, exact = ranks.broadcast_object(
+        (reference.points, reference.kept, reference.shared_matmuls, reference.exact)
+        if reference is not None
+        else None
     )
     run = PackedRun(engine, ranks, points, kept)
     samples = [sample for row in rows for sample in row.samples]
     special = {*encoder.tokenizer.all_special_ids, encoder.placeholder_id}
+    shared_rows = [row for row in rows if len(row.samples) > 1]
     leak = check_leaks(
         run,
         collator,
-        rows[:1],
+        shared_rows if exact else shared_rows[:1],  # bfloat16 has many
         Perturbation.of(samples, sorted(special)),
         shared_matmuls=shared,
     )
+    checks: list[Check] = []
+    stepped = _one_step(run, collator, rows, reference, optim)
+    trained = check_trained(engine, ranks, stepped.before)
+    if reference is not None:
+        expected = _trained_names(engine, encoder, reference)
+        errors = with_missing(stepped.errors, reference.unpacked.gradients, expected)
+        checks = _numeric(reference, rows, stepped.packed, stepped.logits, errors)
+        checks += check_adapters(reference.compared(rows), stepped.adapters_alone, stepped.adapters)
+    return [*ranks.broadcast_object(checks), leak, *trained]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stepped:
+    """What an optimizer step left behind.
+
+    Args:
+        packed: of the forward pass.
+        logits: of the kept slots of each sample, before the step.
+        errors: of the gradients that the stock model has too; empty but on the main rank.
+        adapters_alone, adapters: gradients that it has not: of rows of one sample, and of the rows.
+        before: the step.
+    """
+
+    packed: Packed
+    logits: dict[int, Tensor]
+    errors: dict[str, GradientError]
+    adapters_alone: dict[str, Tensor]
+    adapters: dict[str, Tensor]
+    before: BeforeStep
+
+
+def _one_step(
+    run: PackedRun,
+    collator: PackCollator | PadCollator,
+    rows: Sequence[Row],
+    reference: ReferenceRuns | None,
+    optim: OptimSection,
+) -> _Stepped:
+    """Forward, backward, and one step of the optimizer. Collective."""
+    engine = run.engine
     num_labels = sum(row.batch.num_label_tokens for row in rows)
-    count = torch.tensor(float(num_labels * ranks.dp_size), device=engine.device)
-    singles = _adapter_gradients(run, collator, rows, count)
+    count = torch.tensor(float(num_labels * run.ranks.dp_size), device=engine.device)
+    alone = adapter_gradients(run, collator, rows, count)
     engine.zero_gradients()
     packed = run.run(rows, backward=True)
     logits = _logits(run, rows, packed)
     engine.finish_gradients(count, None)
-    adapters = _held_gradients(run, singles)
+    adapters = held_gradients(run, alone)
     before = BeforeStep.of(engine)
     engine.step(optim.lr)
-    # Collective: every rank walks through all of them, the main one compares.
+    # Every rank walks through all gradients, the main one compares.
     theirs = reference.unpacked.gradients if reference is not None else {}
-    errors = gradient_errors(theirs, run.gradients(optim.betas[0]))
-    trained = check_trained(engine, ranks, before)
-    checks: list[Check] = []
-    if reference is not None:
-        checks = _numeric(reference, rows, packed, logits, errors)
-        checks += _check_adapters(reference, rows, singles, adapters)
-    return [*ranks.broadcast_object(checks), leak, *trained]
+    return _Stepped(
+        packed=packed,
+        logits=logits,
+        errors=gradient_errors(theirs, run.gradients(optim.betas[0])),
+        adapters_alone=alone,
+        adapters=adapters,
+        before=before,
+    )
+
+
+def _trained_names(engine: Engine, encoder: Encoder, reference: ReferenceRuns) -> list[str]:
+    """The stock model's parameters that the recipe trains."""
+    paths = encoder.family.modules
+    return [
+        name
+        for name, gradient in reference.unpacked.gradients.items()
+        if engine.policy.of_parameter(name, gradient.ndim, paths).trains
+    ]
 
 
 def _logits(run: PackedRun, rows: Sequence[Row], packed: Packed) -> dict[int, Tensor]:
@@ -208,63 +272,3 @@ def _numeric(
         checks.append(check_logits(compared, logits))
     own = reference.noise_gradients
     return [*checks, *check_gradients(compared, errors, own, reference.parts)]
-
-
-def _adapter_names(run: PackedRun) -> list[str]:
-    """Trained parameters that the stock model does not have."""
-    from vlmpack.backends.policy import is_adapter
-
-    model: Any = run.model
-    if model is None:
-        return []
-    return [n for n, p in model.named_parameters() if p.requires_grad and is_adapter(n)]
-
-
-def _adapter_gradients(
-    run: PackedRun,
-    collator: PackCollator | PadCollator,
-    rows: Sequence[Row],
-    count: Tensor,
-) -> dict[str, Tensor]:
-    """Gradients of adapters from rows of one sample each: the stock model has no adapters."""
-    names = _adapter_names(run)
-    if not names:
-        return {}
-    alone = [
-        make_row(collator, [sample], [number])
-        for row in rows
-        for sample, number in zip(row.samples, row.numbers, strict=True)
-    ]
-    run.engine.zero_gradients()
-    run.run(alone, backward=True)
-    run.engine.finish_gradients(count, None)
-    return _held_gradients(run, dict.fromkeys(names, torch.empty(0)))
-
-
-def _held_gradients(run: PackedRun, names: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on CPU of the gradients of some parameters; zeros where there is none."""
-    if not names:
-        return {}
-    model: Any = run.model
-    found = {}
-    for name, parameter in model.named_parameters():
-        if name not in names:
-            continue
-        gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        found[name] = whole.detach().to("cpu", torch.float32, copy=True)
-    return found
-
-
-def _check_adapters(
-    reference: ReferenceRuns,
-    rows: Sequence[Row],
-    singles: dict[str, Tensor],
-    packed: dict[str, Tensor],
-) -> list[Check]:
-    if not singles:
-        return []
-    errors = gradient_errors(singles, packed.items())
-    none = {name: GradientError(0.0, error.scale) for name, error in errors.items()}
-    parts = dict.fromkeys(singles, "adapters")
-    return check_gradients(reference.compared(rows), errors, none, parts)

@@ -211,7 +211,8 @@ def _all_checks(
         )
         gc.collect()
         checks += [replace(check, name=prefix + check.name) for check in found]
-    return checks, facts
+    stock = ranks.broadcast_object(held[0].stock if ranks.is_main else "")
+    return checks, facts | {"reference": stock}
 
 
 def check_rows(

@@ -65,6 +65,7 @@ def write_tiny_model(folder: Path, target: Path) -> Path:
             model = auto_class.from_config(
                 AutoConfig.from_pretrained(str(target), local_files_only=True), dtype=torch.float32
             )
+            _stir(model)
         model.save_pretrained(str(target))
     except (ValueError, TypeError, IndexError, RuntimeError, OSError) as error:
         raise ModelError(
@@ -72,6 +73,17 @@ def write_tiny_model(folder: Path, target: Path) -> Path:
             f"layers: {error}"
         ) from error
     return target
+
+
+def _stir(model: Any) -> None:
+    """Weights that a fresh model starts with as zeros or ones get values of their own: a projection
+    of zeros would hide the whole tower behind it."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim < 2:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            elif not bool(parameter.any()):
+                parameter.normal_(std=0.02)
 
 
 def cut_layers(config: Mapping[str, Any]) -> dict[str, Any]:
