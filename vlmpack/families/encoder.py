@@ -288,7 +288,7 @@ class Encoder:
             if not self.takes_images:
                 what = "has no vision tower, so images have no budget; leave it out"
             elif not has:
-                what = f"is of family {self.family.name}, whose images have no such bound; leave it out"
+                what = f"is of family {self.family.name}, whose images have no bounds; leave it out"
             else:
                 knobs = " and ".join(f"images.{knob}" for knob in has)
                 what = f"is of family {self.family.name}, which has {knobs}"

@@ -123,7 +123,7 @@ class MegatronAdamW:
     def step(self, lr: float) -> None:
         """Update main weights, then the model's, gathered over the ranks that share them."""
         for group in self.chained.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get(LR_SCALE, 1.0)
         for part in self.parts:
             part.step_with_ready_grads()
 
