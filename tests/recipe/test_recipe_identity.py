@@ -53,6 +53,7 @@ ALLOWED = [
     "parallelism.sharding=fsdp",
     "training.micro_batch_size=8",
     "training.max_steps=101",
+    "training.verify=true",
     "evaluation.batch_size=1",
     "checkpoint.keep=1",
     "logging.interval_steps=1",

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from vlmpack.attention import choose_attention
-from vlmpack.attention.varlen import AttentionName
 from vlmpack.backends.adamw import AdamWConfig, build_adamw, set_learning_rate
 from vlmpack.backends.digests import digests
 from vlmpack.backends.engine import ForwardStep, compute_dtype
 from vlmpack.backends.export import save_model_folder
 from vlmpack.backends.hf.adapters import apply_policy, merged_state, modules_in_full, save_adapter
 from vlmpack.backends.hf.attention import register_attention
+from vlmpack.backends.hf.config import HFEngineConfig
 from vlmpack.backends.hf.held import (
     gradient_squares,
     load_slices,
@@ -48,25 +47,7 @@ from vlmpack.distributed import Ranks
 from vlmpack.families import Encoder
 from vlmpack.packing import Batch
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HFEngineConfig:
-    """What the recipe says about the model.
-
-    Args:
-        folder: model folder in transformers format.
-        dtype: compute dtype; auto is bfloat16 on CUDA and float32 on CPU. Weights and moments
-            stay float32.
-        attention: varlen implementation of the language model.
-        activation_checkpointing: recompute each layer in the backward pass.
-        sharding: none (one process, or DDP) or fsdp (FSDP2).
-    """
-
-    folder: Path
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    attention: AttentionName | Literal["auto"] = "auto"
-    activation_checkpointing: bool = False
-    sharding: Literal["none", "fsdp"] = "none"
+__all__ = ["HFEngine", "HFEngineConfig"]
 
 
 class HFEngine:
