@@ -176,7 +176,9 @@ def test_recomputed_layers_have_gradients_beside_frozen_embeddings(tiny_folder, 
 
 EXPORTED = [
     pytest.param({"language": "lora"}, id="language"),
-    pytest.param({"vision": "frozen", "language": "lora", "dora": True}, id="dora"),
+    pytest.param(
+        {"vision": "frozen", "language": "lora", "dora": True}, id="dora", marks=pytest.mark.slow
+    ),
     pytest.param(
         {"vision": "lora", "projector": "lora", "language": "lora", "rslora": True},
         id="all-rslora",

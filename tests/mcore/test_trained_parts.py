@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support import layouts, trained_parts
 from support.layouts import Trained
 
@@ -38,6 +39,29 @@ def test_two_processes_train_the_same_parts_alike(results, expected, case):
     errors = layouts.worst_errors(found, reference, start)
     print(f"\n{case:18} " + "  ".join(f"{what} {error:.1e}" for what, error in errors.items()))
     assert layouts.beyond_tolerance(errors) == {}
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp"])
+def test_two_processes_export_what_they_trained(results, sharding):
+    """The weights of the adapter folder are the trained ones; the merged ones by the formula."""
+    weights = Trained.load(results / f"{'ddp' if sharding == 'none' else 'fsdp'}, adapters").weights
+    held = load_file(str(results / f"{sharding}-adapter" / "adapter_model.safetensors"))
+    for name, value in held.items():
+        ours = name.removeprefix("base_model.model.")
+        ours = ours.replace("lora_A.weight", "lora_A.default.weight")
+        ours = ours.replace("lora_B.weight", "lora_B.default.weight")
+        assert torch.equal(weights[ours], value), name
+    assert sum("lora_B" in name for name in held) == 28
+    assert sum("merger" in name for name in held) == 5
+    merged = load_file(str(results / f"{sharding}-merged" / "model.safetensors"))
+    layer = "model.language_model.layers.1.mlp.up_proj"
+    a, b = (weights[f"{layer}.lora_{which}.default.weight"] for which in "AB")
+    expected = weights[f"{layer}.base_layer.weight"] + 6.0 / 3 * b @ a
+    found = next(
+        value for name, value in merged.items() if name.endswith("layers.1.mlp.up_proj.weight")
+    )
+    assert float(b.abs().max()) > 0
+    assert torch.allclose(found, expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("case", trained_parts.CASES)

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 trained_parts.py FOLDER
 
-Writes FOLDER/<case>.json and .safetensors, as `support.layouts.Trained` does: all parameters under
-transformers' names, adapters' own beside them.
+Writes what the hf engine exports, and FOLDER/<case>.json and .safetensors, as
+`support.layouts.Trained` does: all parameters under transformers' names, adapters' own beside them.
 """
 
 from __future__ import annotations
@@ -64,12 +64,14 @@ def reference(policy: str) -> tuple[Trained, dict[str, Any]]:
     return Trained(rows, weights), start
 
 
-def hf_case(sharding: str, policy: str, ranks: Ranks) -> Trained:
-    """Two replicas."""
+def hf_case(sharding: str, policy: str, ranks: Ranks, folder: Path) -> Trained:
+    """Two replicas; FOLDER/<sharding>-merged and -adapter are what they export."""
     engine = make_engine(
         TINY_MODEL, Encoder(TINY_MODEL), ranks=ranks, policy=POLICIES[policy], sharding=sharding
     )
     rows = train(make_stepper(engine, check=True), LAYOUTS["dp2"], STEPS)
+    engine.export(folder / f"{sharding}-merged", processor_from=TINY_MODEL, dtype=None)
+    engine.export_adapter(folder / f"{sharding}-adapter", base=str(TINY_MODEL))
     weights = {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
         for name, p in engine.vlm.model.named_parameters()
@@ -113,7 +115,10 @@ def main(folder: Path) -> None:
         is_mcore = layout in LAYOUTS
         context = one_layout(LAYOUTS[layout]) if is_mcore else nullcontext(start_process_group())
         with context as ranks:
-            trained = (mcore_case if is_mcore else hf_case)(layout, policy, ranks)
+            if is_mcore:
+                trained = mcore_case(layout, policy, ranks)
+            else:
+                trained = hf_case(layout, policy, ranks, folder)
             if ranks.is_main:
                 trained.save(folder / name)
     stop_process_group()

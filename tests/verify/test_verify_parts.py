@@ -130,7 +130,7 @@ def test_a_model_that_is_small_already_stays(tmp_path):
 
 def test_too_little_memory_names_both_numbers_and_tiny(monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda: 1 << 20)
-    with pytest.raises(CapabilityError, match=r"GiB free. Add --tiny"):
+    with pytest.raises(CapabilityError, match=r"GiB free. `vlmpack verify --tiny`"):
         memory.require_memory(TINY_MODEL, torch.device("cpu"))
     monkeypatch.setattr(memory, "available_bytes", lambda: 1 << 40)
     memory.require_memory(TINY_MODEL, torch.device("cpu"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support import layouts
-from support.families import tiny_family_folder
+from support.families import VISION_FAMILIES, tiny_family_folder
 from support.recipes import changed, rows, run_settings, write_recipe
 from support.verified import recipe_for
 from typer.testing import CliRunner
@@ -19,6 +19,8 @@ from vlmpack.cli.app import app
 from vlmpack.errors import RecipeError, VerificationError
 from vlmpack.packing import PackCollator
 from vlmpack.training.verify.tiny import write_tiny_model
+
+OTHERS = sorted(set(VISION_FAMILIES) - {"qwen3_vl", "gemma3"})
 
 
 @pytest.fixture
@@ -111,8 +113,14 @@ def test_a_run_that_fails_to_verify_trains_nothing(tmp_path, monkeypatch):
 # Tiny models
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "idefics3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("qwen3_vl", marks=pytest.mark.slow),
+        pytest.param("gemma3", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.soak) for name in OTHERS),
+    ],
+)
 def test_a_tiny_model_of_a_family_verifies(name, tmp_path):
     folder = tiny_family_folder(name, tmp_path / "whole")
     tiny = write_tiny_model(folder, tmp_path / "tiny")

@@ -11,6 +11,7 @@ runs/demo/
   checkpoints/step-...   see vlmpack.training.checkpoint
   trainable.json         what is trained: mode, parameters and learning rate by component
   export/                the finetuned model in transformers format
+  verify/verify.json     with `training.verify`, or by `vlmpack verify`
   adapter/               its adapters in peft's format, where there are some
   result.json, predictions-*.jsonl, report/
 """

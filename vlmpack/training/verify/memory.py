@@ -43,9 +43,9 @@ def require_memory(folder: Path, device: torch.device, *, split: int = 1) -> Non
     if free is not None and needed > free:
         raise CapabilityError(
             f"verify compares {parameters:,} parameters in float32, which takes about "
-            f"{_gib(needed)} beside activations; {device} has {_gib(free)} free. Add --tiny: it "
-            f"verifies a model of the same architecture with a few layers and random weights, on "
-            f"the same samples"
+            f"{_gib(needed)} beside activations; {device} has {_gib(free)} free. "
+            f"`vlmpack verify --tiny` takes a model of the same architecture with a few layers and "
+            f"random weights, on the same samples"
         )
 
 
