@@ -22,6 +22,7 @@ from vlmpack.errors import CapabilityError
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, PixelBudget
 from vlmpack.families.configs import whole_config, whole_config_of
+from vlmpack.families.image_processor import image_processor, resizing_processor
 from vlmpack.families.one_axis import OneAxisVLM
 from vlmpack.families.tiles import canvas_of, patch_rows, patch_side, rgb, tiles_of
 from vlmpack.packing import CostModel, Media
@@ -57,11 +58,7 @@ class Idefics3ImageRule:
 
     @cached_property
     def _processor(self) -> Any:
-        from transformers import AutoImageProcessor
-
-        return AutoImageProcessor.from_pretrained(
-            str(self.folder), local_files_only=True, **self.settings()
-        )
+        return image_processor(self.folder, **self.settings())
 
     @property
     def side(self) -> int:
@@ -155,16 +152,11 @@ class Idefics3(OneAxisVLM):
 
     def image_rule(self, folder: Path, budget: PixelBudget) -> Idefics3ImageRule:
         """The rule with the sizes of the folder's image processor and tower."""
-        from transformers import AutoImageProcessor
-
-        processor = AutoImageProcessor.from_pretrained(str(folder), local_files_only=True)
+        processor = resizing_processor(folder, output="pixel_attention_mask")
         config = whole_config_of(folder)
         longest = processor.size.get("longest_edge")
-        if not processor.do_resize or not longest:
-            raise ValueError(
-                f"do_resize is {processor.do_resize} and size {dict(processor.size)}, expected "
-                f"true and a longest_edge"
-            )
+        if not longest:
+            raise ValueError(f"size is {dict(processor.size)}, expected a longest_edge")
         rule = Idefics3ImageRule(
             folder=folder,
             patch_size=flops.size(config["vision_config"], "patch_size"),

@@ -20,6 +20,7 @@ from vlmpack.errors import CapabilityError
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, PixelBudget
 from vlmpack.families.configs import whole_config, whole_config_of
+from vlmpack.families.image_processor import image_processor, resizing_processor
 from vlmpack.families.one_axis import OneAxisVLM
 from vlmpack.families.pixtral_tower import tower_output
 from vlmpack.families.tiles import patch_rows, patch_side, rgb, tiles_of
@@ -55,11 +56,7 @@ class PixtralImageRule:
 
     @cached_property
     def _processor(self) -> Any:
-        from transformers import AutoImageProcessor
-
-        return AutoImageProcessor.from_pretrained(
-            str(self.folder), local_files_only=True, **self.settings()
-        )
+        return image_processor(self.folder, **self.settings())
 
     @property
     def token_size(self) -> int:
@@ -150,23 +147,23 @@ class Pixtral(OneAxisVLM):
         Raises:
             CapabilityError: the config takes the tower's features otherwise than from its end.
         """
-        from transformers import AutoImageProcessor
-
         config = whole_config_of(folder)
         _refuse_other_features(config)
-        processor = AutoImageProcessor.from_pretrained(str(folder), local_files_only=True)
-        if not processor.do_resize or processor.do_center_crop:
-            raise ValueError(
-                f"do_resize is {processor.do_resize} and do_center_crop "
-                f"{processor.do_center_crop}, expected true and false"
-            )
+        processor = resizing_processor(folder, output="image_sizes")
+        if processor.do_center_crop:
+            raise ValueError("do_center_crop is true, expected false")
         size = processor.size
+        edges = [size.get("longest_edge") or size.get(name) for name in ("width", "height")]
+        if not all(edges):
+            raise ValueError(
+                f"size is {dict(size)}, expected a longest_edge, or a height and a width"
+            )
         rule = PixtralImageRule(
             folder=folder,
             patch_size=flops.size(config["vision_config"], "patch_size"),
             merge_size=self._merge_size(config),
-            max_width=size.get("longest_edge") or size["width"],
-            max_height=size.get("longest_edge") or size["height"],
+            max_width=edges[0],
+            max_height=edges[1],
         )
         return _bounded(rule, budget)
 

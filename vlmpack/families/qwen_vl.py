@@ -16,6 +16,7 @@ from torch import Tensor
 from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, PixelBudget
+from vlmpack.families.image_processor import image_processor, resizing_processor
 from vlmpack.packing import CostModel, GridTHW, Media
 
 MAX_ASPECT_RATIO = 200
@@ -47,13 +48,7 @@ class QwenImageRule:
 
     @cached_property
     def _processor(self) -> Any:
-        from transformers import AutoImageProcessor
-
-        return AutoImageProcessor.from_pretrained(
-            str(self.folder),
-            local_files_only=True,
-            **self.settings(),
-        )
+        return image_processor(self.folder, **self.settings())
 
     def layout(self, width: int, height: int, num_images: int = 1) -> ImageLayout:
         """One run of placeholders."""
@@ -159,18 +154,26 @@ class QwenVL:
 
     def image_rule(self, folder: Path, budget: PixelBudget) -> QwenImageRule:
         """The rule with the sizes that the folder's image processor was saved with, or the
-        budget's."""
-        from transformers import AutoImageProcessor
+        budget's.
 
-        processor = AutoImageProcessor.from_pretrained(str(folder), local_files_only=True)
+        Raises:
+            ValueError: another processor than this family's, or without bounds.
+        """
+        processor = resizing_processor(folder, output="image_grid_thw")
+        low, high = (processor.size.get(name) for name in ("shortest_edge", "longest_edge"))
+        if not low or not high:
+            raise ValueError(
+                f"size is {dict(processor.size)}, expected a shortest_edge and a longest_edge, "
+                f"which bound the area of an image (or min_pixels and max_pixels)"
+            )
         if processor.merge_size != MERGE_SIZE:
             raise ValueError(f"merge_size is {processor.merge_size}, expected {MERGE_SIZE}")
         rule = QwenImageRule(
             folder=folder,
             patch_size=processor.patch_size,
             merge_size=processor.merge_size,
-            min_pixels=processor.size["shortest_edge"],
-            max_pixels=processor.size["longest_edge"],
+            min_pixels=low,
+            max_pixels=high,
         )
         return _bounded(rule, budget)
 
