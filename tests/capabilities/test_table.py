@@ -11,6 +11,7 @@ from importlib import import_module, metadata, util
 from pathlib import Path
 
 import pytest
+from support.families import VISION_FAMILIES, tiny_family_folder
 from typer.testing import CliRunner
 
 from vlmpack.capabilities import (
@@ -34,6 +35,7 @@ from vlmpack.capabilities import (
 from vlmpack.capabilities.served import nearest
 from vlmpack.capabilities.text import BEGIN, END, markdown, text_table, with_block
 from vlmpack.cli.app import app
+from vlmpack.families import Encoder
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = Path(util.find_spec("transformers").origin).parent / "models"
@@ -49,6 +51,18 @@ def cells(model_type, versions=TESTED):
 def test_a_line_names_the_file_that_serves_its_model_type(model_type):
     family = import_module(f"vlmpack.families.{SERVED[model_type].family}").FAMILY
     assert model_type in family.model_types
+
+
+@pytest.mark.parametrize("model_type", VISION_FAMILIES)
+def test_smaller_images_cost_less_unless_the_line_says_whole_tiles(model_type, tmp_path):
+    """A recipe may shrink images until a sample fits only where that takes tokens away."""
+    encoder = Encoder(tiny_family_folder(model_type, tmp_path))
+    sizes = [(600, 400), (150, 100), (30, 20), (15, 10)]
+    counts = [encoder.layouts([size])[0].num_tokens for size in sizes]
+    if SERVED[model_type].whole_tiles:
+        assert max(counts) <= 2 * min(counts), "counts follow from the size after all"
+    else:
+        assert counts[0] > 2 * counts[-1]
 
 
 def test_every_family_has_a_line_for_each_of_its_model_types():

@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+from support.families import TEXT_TEMPLATE, tiny_family_folder
 from support.images import conversation, file_of, one_image, picture
 from support.shards import read_shard
 
@@ -324,6 +325,66 @@ def test_a_tokenizer_without_a_chat_template_is_refused(folder):
         _ = Encoder(folder).chat
 
 
+def test_the_template_is_the_one_that_the_familys_processor_takes(folder):
+    """Older folders: the processor's in chat_template.json, beside the language model's own."""
+    sample = one_image(file_of(picture()))
+    expected = Encoder(folder).encode(sample).input_ids
+    template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(TEXT_TEMPLATE, encoding="utf-8")
+    with pytest.raises(ModelError, match=r"does not write '<\|image_pad\|>' for an image"):
+        Encoder(folder).load()
+    for name in ("chat_template.json", "processor_config.json"):  # the later one wins
+        other = {"chat_template": template.replace("assistant", "model")}
+        (folder / "chat_template.json").write_text(json.dumps(other), encoding="utf-8")
+        (folder / name).write_text(json.dumps({"chat_template": template}), encoding="utf-8")
+        encoder = Encoder(folder)
+        encoder.load()
+        assert torch.equal(encoder.encode(sample).input_ids, expected), name
+
+
+def test_a_template_of_strings_is_no_crash_for_a_model_with_a_tower(folder):
+    (folder / "chat_template.jinja").write_text(TEXT_TEMPLATE, encoding="utf-8")
+    with pytest.raises(DataError, match="the chat template refuses") as caught:
+        Encoder(folder).encode(one_image(file_of(picture())))
+    assert caught.value.error_class == "schema"
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "reason"),
+    [
+        ("qwen2_vl", {"do_resize": False}, "do_resize is False"),
+        ("qwen2_vl", {"size": {"longest_edge": 4096}}, "expected a shortest_edge"),
+        ("qwen2_vl", {"image_processor_type": "CLIPImageProcessor"}, "makes a CLIPImageProcessor"),
+        ("idefics3", {"size": None}, "size None, expected true and a size"),
+        ("mistral3", {"size": {"shortest_edge": 64}}, "expected a longest_edge"),
+        ("internvl", {"image_processor_type": "CLIPImageProcessor"}, "expected GotOcr2"),
+        ("llava_onevision", {"do_center_crop": True}, "do_center_crop is true"),
+        ("gemma3", {"size": None}, "size None, expected true and a size"),
+    ],
+)
+def test_a_processor_that_the_rule_does_not_follow_is_refused(tmp_path, name, found, reason):
+    """Each of them would make other patches than predicted, or fail while samples are read."""
+    path = tiny_family_folder(name, tmp_path) / "preprocessor_config.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert Encoder(tmp_path).image_rule is not None
+    path.write_text(json.dumps(content | found), encoding="utf-8")
+    with pytest.raises(ModelError, match=reason):
+        Encoder(tmp_path).load()
+
+
+def test_the_fingerprint_covers_the_sizes_of_images_in_the_config(tmp_path):
+    folder = tiny_family_folder("idefics3", tmp_path)
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    seen = []
+    for scale in (1, 2):
+        path.write_text(json.dumps(config | {"scale_factor": scale}), encoding="utf-8")
+        encoder = Encoder(folder)
+        tokens = encoder.layouts([(40, 30)])[0].num_tokens
+        seen.append((tokens, encoder.fingerprint, encoder.fingerprint_parts["processor"]))
+    assert all(one != two for one, two in zip(*seen, strict=True)), seen
+
+
 def test_another_merge_size_is_refused(folder):
     path = folder / "preprocessor_config.json"
     content = json.loads(path.read_text(encoding="utf-8"))
@@ -341,7 +402,7 @@ def test_a_folder_that_is_no_model(tmp_path):
     with pytest.raises(ModelError, match="is not valid JSON"):
         Encoder(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "bert"}', encoding="utf-8")
-    with pytest.raises(CapabilityError, match=r"'bert'.*can train: .*qwen2_5_vl"):
+    with pytest.raises(CapabilityError, match=r"'bert'.*`vlmpack families` lists"):
         Encoder(tmp_path)
 
 

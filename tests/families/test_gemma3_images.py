@@ -223,7 +223,10 @@ def test_nulls_are_the_defaults_of_the_processor_class(folder, tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"size": {"height": 32, "width": 64}}, r"size .32, 64., but the tower takes .* 64 x 64"),
+        (
+            {"size": {"height": 32, "width": 64}},
+            r"size is .32, 64., but the tower takes .* 64 x 64",
+        ),
         ({"do_resize": False}, "do_resize is False"),
         ({"image_processor_type": "Qwen2VLImageProcessor"}, "expected Gemma3ImageProcessor"),
     ],

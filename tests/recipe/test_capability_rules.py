@@ -136,6 +136,16 @@ def test_a_feature_beyond_a_family(problems_of, model, monkeypatch):
     assert any("parallelism.context: 2, but Q cannot: its images are not cut" in p for p in both)
 
 
+@pytest.mark.parametrize("model_type", ["internvl", "idefics3", "smolvlm", "gemma3"])
+def test_images_that_fill_whole_tiles_are_not_shrunk_to_fit(problems_of, model, model_type):
+    shrink = {"data.over_long": "shrink_images"}
+    assert problems_of(model(model_type) | {"data.over_long": "drop"}) == []
+    (problem,) = problems_of(model(model_type) | shrink)
+    assert "data.over_long: 'shrink_images', but " in problem and "images.max_tiles" in problem
+    for other in ("qwen2_vl", "llava_onevision", "mistral3"):
+        assert problems_of(model(other) | shrink) == []
+
+
 @pytest.mark.parametrize("backend", ENGINES)
 def test_refused_models_are_problems_of_the_recipe(problems_of, model, backend):
     (problem,) = problems_of(model("qwen3_next") | {"model.backend": backend})

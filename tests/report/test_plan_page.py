@@ -108,7 +108,8 @@ def plan() -> RunPlan:
         ),
         memory=MemoryFigures(
             parameters=7_000_000_000, tower_parameters=600_000_000, counted_from="5 headers",
-            rank_parameters=2_000_000_000, where="first pipeline stage", dtype="bfloat16",
+            rank_parameters=2_000_000_000, rank_trained=12_345_678,
+            where="first pipeline stage", dtype="bfloat16",
             weights=4 << 30, gradients=8 << 30, optimizer=1 << 29, activations=30 << 30, logits=0,
             row_tokens=16_384, row_patches=64_000, rows_in_flight=4, formula=("a formula",),
         ),
@@ -125,7 +126,8 @@ def test_the_page_fits_the_terminal(plan: RunPlan, width: int) -> None:
     assert max(map(len, lines)) <= width
     assert "\u2026" not in out.getvalue(), "a figure was cut"
     words = re.sub(r"\s+", " ", out.getvalue())
-    for text in ("online, stream", "370,368 steps", "1.160", "new_GBS", "2205.10287", "42.5 GiB"):
+    for text in ("online, stream", "370,368 steps", "1.160", "new_GBS", "2205.10287", "42.5 GiB",
+                 "12,345,678 trained on that rank"):  # fmt: skip
         assert text in words, text
     assert sum(line.startswith("*") for line in lines) == 5  # what the recipe has, and the legend
     assert "2 more sources" in words

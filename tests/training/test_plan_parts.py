@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.plans import mode_of
 from support.shards import ROOT, TINY_MODEL
 
 from vlmpack.data.plan.packers import RowBudget, pack_in_order
@@ -18,7 +19,6 @@ from vlmpack.errors import ModelError
 from vlmpack.packing.cost import CostModel
 from vlmpack.recipe import load_recipe
 from vlmpack.training.plan.batch import batch_figures
-from vlmpack.training.plan.figures import ModeFigures
 from vlmpack.training.plan.imbalance import imbalance_figures
 from vlmpack.training.plan.layout import RowShape, lay_out, layout_of
 from vlmpack.training.plan.memory import memory_figures
@@ -27,17 +27,6 @@ from vlmpack.training.plan.parameters import read_shapes, read_sizes
 from vlmpack.training.plan.sequences import bound_choices
 
 COSTS = CostModel(per_token=10.0, per_squared_length=0.01, per_patch=6.0)
-
-
-def mode_of(**values: Any) -> ModeFigures:
-    given = {
-        "name": "in_batch", "is_recipes": True, "is_estimated": False, "micro_batch_size": 16,
-        "steps": 10, "counts_rows": False, "samples": 160, "rows": 10, "tokens": 9000,
-        "slots": 9000, "empty_rows": 0, "row_tokens": 0, "vision_patches": 100, "compute": 1.0,
-        "max_row_slots": 1000, "max_row_patches": 500, "mean_batch_samples": 16.0,
-        "mean_batch_tokens": 900.0,
-    }  # fmt: skip
-    return ModeFigures(**{**given, **values})
 
 
 def test_slots_of_rows_by_hand() -> None:

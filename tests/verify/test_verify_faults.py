@@ -45,6 +45,67 @@ class Broken:
         return self.fault(self.collator(samples), samples)
 
 
+def test_samples_without_images_leave_the_tower_unjudged():
+    """Nothing is wrong with a model that has a tower and data that have no images."""
+    checks = Subject(TINY_MODEL, text_samples()[:2]).checks()
+    assert failed(checks) == set()
+    unjudged = {name for name, check in checks.items() if check.status == "too few"}
+    assert unjudged == {"gradients: tower", "gradients: projector", "trained components learn"}
+    assert "no label comes after an image" in checks["trained components learn"].detail
+    assert checks["gradients: language model"].status == "pass"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["one label", "a gap's label", "one image's positions"])
+def test_small_faults_of_a_row(subject, fault):
+    """One number of the row is off by one; what it does to the losses is far above the bounds."""
+
+    def broken(row, samples):
+        labels, positions = row.labels.clone(), row.position_ids.clone()
+        if fault == "one label":
+            labels[0, row.label_positions[-1] - 1] = labels[0, row.label_positions[-1]]
+        elif fault == "a gap's label":
+            gaps = zip(samples, row.segment_lengths, strict=False)
+            assert samples[0].length < next(gaps)[1]
+            labels[0, samples[0].length] = 0
+        else:
+            positions[-1, 0, row.media_positions[-row.media.num_tokens[-1] :]] += 1
+        mask = labels != IGNORE_INDEX
+        return replace(
+            row,
+            position_ids=positions,
+            labels=labels,
+            loss_mask=mask,
+            label_positions=mask.flatten().nonzero().squeeze(1),
+        )
+
+    checks = subject.checks(Broken(subject.collator(), broken))
+    named = "positions" if "positions" in fault else "labels and loss mask"
+    assert failed(checks) >= {named, "loss of each sample", "gradients: language model"}
+
+
+@pytest.mark.slow
+def test_boundaries_off_by_one_inside_attention(subject, monkeypatch):
+    from vlmpack.backends.hf import engine
+
+    register = engine.register_attention
+
+    def register_broken(choice, **blocks):
+        def attend(query, key, value, params, **options):
+            lengths = list(params.segment_lengths)
+            lengths[0], lengths[1] = lengths[0] + 1, lengths[1] - 1
+            return choice.function(
+                query, key, value, replace(params, segment_lengths=tuple(lengths)), **options
+            )
+
+        return register(replace(choice, function=attend), **blocks)
+
+    monkeypatch.setattr(engine, "register_attention", register_broken)
+    checks = subject.checks()
+    assert failed(checks) >= NUMBERS | {"leak test"}
+    assert checks["loss of each sample"].measured > 1000 * checks["loss of each sample"].bound
+
+
 @pytest.mark.slow
 def test_nothing_fails_without_a_fault(subject):
     assert failed(subject.checks(Broken(subject.collator(), lambda row, _: row))) == set()
@@ -216,6 +277,32 @@ def test_trained_weights_that_do_not_learn(subject, monkeypatch):
     }
     assert "projector" in checks["trained components learn"].detail
     assert "model.language_model.norm.weight" in checks["gradients: language model"].detail
+
+
+@pytest.mark.parametrize(
+    "variant", [{}, pytest.param({"trainable__lora__dora": True}, marks=pytest.mark.slow)]
+)
+def test_adapters_whose_update_is_scaled_by_one_percent_too_much(subject, monkeypatch, variant):
+    """The engine alone cannot show it: rows of one sample are as wrong as rows of many."""
+    from vlmpack.backends.hf import engine
+
+    adapted = {"trainable__language": "lora", "trainable__lora__rslora": True, **variant}
+    right = subject.checks(**adapted)
+    assert failed(right) == set()
+    assert 0 < right["gradients: adapters"].measured < right["gradients: adapters"].bound
+
+    apply = engine.apply_policy
+
+    def scaled(model, *args, **kwargs):
+        apply(model, *args, **kwargs)
+        for module in model.modules():
+            if isinstance(scaling := getattr(module, "scaling", None), dict):
+                scaling["default"] *= 1.01
+
+    monkeypatch.setattr(engine, "apply_policy", scaled)
+    checks = subject.checks(**adapted)
+    assert failed(checks) == {"gradients: adapters"}
+    assert checks["gradients: adapters"].measured == pytest.approx(0.01, rel=0.1)
 
 
 @pytest.fixture

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from support.engines import single_rank
 from support.shards import TINY_MODEL, mixed_samples
 
+from vlmpack.backends.policy import EVERYTHING, ComponentPolicy, TrainingPolicy
+from vlmpack.distributed import Ranks
 from vlmpack.errors import CapabilityError
-from vlmpack.families import Encoder
+from vlmpack.families import Encoder, family_of
 from vlmpack.packing import FixedShape, PackCollator
 from vlmpack.report.verify import table_rows
 from vlmpack.training.verify import Check, Verification, memory
 from vlmpack.training.verify.compare import Compared, check_log_probabilities, loss_error
 from vlmpack.training.verify.figures import bounded, relative_l2, with_noise, worst
-from vlmpack.training.verify.leak import Perturbation
+from vlmpack.training.verify.leak import Perturbation, check_leaks
 from vlmpack.training.verify.outputs import FEWEST_SLOTS, KEPT_NUMBERS, kept_slots
+from vlmpack.training.verify.packed import Packed
 from vlmpack.training.verify.record import as_json, conclusion
 from vlmpack.training.verify.reference import Unpacked
 from vlmpack.training.verify.row import group_samples, make_row
@@ -131,9 +136,77 @@ def test_a_model_that_is_small_already_stays(tmp_path):
 def test_too_little_memory_names_both_numbers_and_tiny(monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda: 1 << 20)
     with pytest.raises(CapabilityError, match=r"GiB free. `vlmpack verify --tiny`"):
-        memory.require_memory(TINY_MODEL, torch.device("cpu"))
+        required()
     monkeypatch.setattr(memory, "available_bytes", lambda: 1 << 40)
-    memory.require_memory(TINY_MODEL, torch.device("cpu"))
+    required()
+
+
+def required(policy=EVERYTHING):
+    memory.require_memory(
+        TINY_MODEL, family_of(TINY_MODEL).modules, policy, torch.device("cpu"), split=1
+    )
+
+
+def test_frozen_weights_need_no_moments(monkeypatch):
+    frozen = ComponentPolicy(mode="frozen")
+    policy = TrainingPolicy(vision=frozen, projector=frozen, language=frozen)
+    parameters = 2_002_304
+    monkeypatch.setattr(memory, "available_bytes", lambda: 15 * parameters)
+    required(policy)
+    with pytest.raises(CapabilityError, match="verify compares 2,002,304 parameters"):
+        required()
+
+
+def test_a_problem_of_another_rank_is_raised_here(monkeypatch):
+    """Otherwise this rank would wait for it in the next collective."""
+    other = CapabilityError("cuda:1 has too little")
+    monkeypatch.setattr(Ranks, "gather_objects", lambda self, mine: [mine, other])
+    with pytest.raises(CapabilityError, match="cuda:1"):
+        memory.on_every_rank(single_rank(), lambda: None)
+
+
+# Leak test
+
+
+class Slots:
+    """An engine of its own: a row's losses are its ids at label slots, times `factor` in turn."""
+
+    def __init__(self, hidden=None):
+        self.calls = 0
+        self.hidden = hidden
+
+    def run(self, rows, *, backward):
+        """What the rows compute."""
+        batch = rows[0].batch
+        values = batch.input_ids.flatten().double()
+        self.calls += 1
+        if self.hidden is not None:
+            values = values[:, None] * (1 + self.hidden * self.calls)
+            return Packed({0: {}}, [], [values])
+        return Packed({0: {int(s): float(values[s]) for s in batch.label_positions}}, [], [])
+
+
+def leaks(run, samples, **options):
+    encoder = Encoder(TINY_MODEL)
+    collator = PackCollator(pad_token_id=0, num_position_axes=3)
+    row = make_row(collator, samples, range(len(samples)))
+    change = Perturbation.of(samples, [encoder.placeholder_id])
+    return check_leaks(run, collator, [row], change, **options)
+
+
+def test_a_sample_without_labels_shows_nothing_where_losses_alone_are_known(samples):
+    shown = replace(samples[1], labels=samples[1].input_ids.clone())
+    silent = replace(samples[0], labels=torch.full_like(samples[0].labels, -100))
+    assert leaks(Slots(), [shown, silent], shared_matmuls=False).status == "pass"
+
+
+def test_experts_in_bfloat16_have_no_last_bit_to_keep(samples):
+    def check(exact):
+        return leaks(Slots(hidden=0.004), samples[:2], shared_matmuls=True, exact=exact)
+
+    assert check(True).status == "fail"
+    assert check(False).status == "shown"
+    assert check(False).measured > 0.001
 
 
 # Samples
@@ -189,6 +262,10 @@ def test_the_last_line_says_what_to_look_at():
         name="leak test", status="fail", measured=math.inf, detail="a moves b", look_at="attention"
     )
     assert conclusion(Verification(checks=(passing,))) == "packed equals unpacked"
+    few = Check(name="leak test", status="too few", detail="one sample a row")
+    assert conclusion(Verification(checks=(passing, few))) == (
+        "packed equals unpacked in what was judged; too few data for leak test (one sample a row)"
+    )
     tiny = Verification(checks=(passing,), facts={"tiny": True})
     assert conclusion(tiny) == "packed equals unpacked (of the tiny model)"
     found = Verification(checks=(passing, failing))

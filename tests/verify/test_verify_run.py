@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from support import layouts
 from support.families import VISION_FAMILIES, tiny_family_folder
 from support.recipes import changed, rows, run_settings, write_recipe
@@ -16,8 +17,9 @@ from typer.testing import CliRunner
 
 import vlmpack
 from vlmpack.cli.app import app
-from vlmpack.errors import RecipeError, VerificationError
-from vlmpack.packing import PackCollator
+from vlmpack.errors import EmptyDataError, RecipeError, RunDirError, VerificationError
+from vlmpack.families import Encoder
+from vlmpack.packing import IGNORE_INDEX, PackCollator
 from vlmpack.training.verify.tiny import write_tiny_model
 
 OTHERS = sorted(set(VISION_FAMILIES) - {"qwen3_vl", "gemma3"})
@@ -81,6 +83,27 @@ def test_a_wrong_recipe_is_named_before_anything_is_loaded(recipe):
     assert done.exception.exit_code == 2
 
 
+def test_an_output_that_is_a_file_is_named_before_any_work(recipe, tmp_path):
+    (tmp_path / "out").write_text("mine")
+    done = run(recipe, "-o", tmp_path / "out")
+    assert isinstance(done.exception, RunDirError)
+    assert "--output" in str(done.exception)
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_samples_without_any_label_are_named(recipe, monkeypatch):
+    encode = Encoder.encode
+
+    def unlabelled(self, *args, **kwargs):
+        sample = encode(self, *args, **kwargs)
+        return replace(sample, labels=torch.full_like(sample.labels, IGNORE_INDEX))
+
+    monkeypatch.setattr(Encoder, "encode", unlabelled)
+    done = run(recipe, "-k", 2)
+    assert isinstance(done.exception, EmptyDataError)
+    assert "none of the 2 samples" in str(done.exception)
+
+
 # Before the first step of a run
 
 
@@ -129,13 +152,15 @@ def test_a_tiny_model_of_a_family_verifies(name, tmp_path):
     recipe = recipe_for(folder, run_dir=str(tmp_path / "run"), packing__mode="none")
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps(recipe.model_dump(mode="json", exclude_defaults=True)))
+    kept = tmp_path / "run" / "verify" / "scratch"  # a folder of the user's own
+    kept.mkdir(parents=True)
     done = run(path, "-k", 2, "--tiny")
     assert done.exit_code == 0, done.output
     assert "TINY MODEL" in done.stdout
     assert done.stdout.splitlines()[-1] == "packed equals unpacked (of the tiny model)"
     assert "padded: leak test" in done.stdout
     assert "packed: leak test" in done.stdout
-    assert not (tmp_path / "run" / "verify" / "scratch").exists()
+    assert sorted(path.name for path in kept.parent.iterdir()) == ["scratch", "verify.json"]
 
 
 # Parallel layouts

@@ -30,6 +30,8 @@ class ServedModel:
             tower; empty: not looked at.
         attention: which attention can run it; None: any.
         limits: features that it cannot have, on any engine.
+        whole_tiles: whether an image is enlarged to fill whole tiles, whatever its size: resizing
+            it beforehand takes away what it shows, but no tokens.
     """
 
     title: str
@@ -40,6 +42,7 @@ class ServedModel:
     towers: tuple[str, ...] = ()
     attention: OnlyAttention | None = None
     limits: Mapping[Feature, Limit] = field(default_factory=dict)
+    whole_tiles: bool = False
 
 
 _BOTH_WAYS = "an image's tokens attend in both directions, which only segments does"
@@ -56,13 +59,20 @@ SERVED: Mapping[str, ServedModel] = {
         title="Qwen3-VL-MoE", family="qwen3_vl", engines=_BOTH, has_experts=True
     ),
     "internvl": ServedModel(
-        title="InternVL", family="internvl", decoders=("qwen2", "qwen3", "llama")
+        title="InternVL",
+        family="internvl",
+        decoders=("qwen2", "qwen3", "llama"),
+        whole_tiles=True,
     ),
     "llava_onevision": ServedModel(
         title="LLaVA-OneVision", family="llava_onevision", decoders=("qwen2",)
     ),
-    "idefics3": ServedModel(title="Idefics3", family="idefics3", decoders=("llama",)),
-    "smolvlm": ServedModel(title="SmolVLM", family="idefics3", decoders=("llama",)),
+    "idefics3": ServedModel(
+        title="Idefics3", family="idefics3", decoders=("llama",), whole_tiles=True
+    ),
+    "smolvlm": ServedModel(
+        title="SmolVLM", family="idefics3", decoders=("llama",), whole_tiles=True
+    ),
     "mistral3": ServedModel(
         title="Mistral 3",
         family="mistral3",
@@ -78,6 +88,7 @@ SERVED: Mapping[str, ServedModel] = {
         decoders=("gemma3_text",),
         attention=OnlyAttention(("segments",), _BOTH_WAYS),
         limits={"CP": Limit(_BOTH_WAYS)},
+        whole_tiles=True,
     ),
     "gemma3_text": ServedModel(title="Gemma 3 (text)", family="gemma3_text"),
 }

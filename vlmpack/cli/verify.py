@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -69,9 +70,8 @@ def verify(
     split = loaded.parallelism
     ranks = start_process_group(tensor=split.tensor, context=split.context, pipeline=split.pipeline)
     try:
-        options = VerifyOptions(
-            num_samples=samples, dtype=dtype.value, tiny=tiny, scratch=folder / "scratch"
-        )
+        ranks.on_main(lambda: _require_folder(folder))
+        options = VerifyOptions(num_samples=samples, dtype=dtype.value, tiny=tiny, scratch=folder)
         found = verify_recipe(loaded, ranks, options)
         path = ranks.on_main(lambda: write_verification(found, folder))
         if ranks.is_main:
@@ -80,6 +80,21 @@ def verify(
         stop_process_group()
     if not found.passes:
         raise typer.Exit(1)
+
+
+def _require_folder(folder: Path) -> None:
+    """See that results can be written, before minutes of work."""
+    from vlmpack.errors import RunDirError
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise RunDirError(
+            f"verify.json cannot be written to {folder}: {error.strerror}; choose another folder "
+            f"with --output"
+        ) from error
 
 
 def _load(recipe: str, overrides: list[str]) -> Recipe:

@@ -58,9 +58,26 @@ class ChatEncoder:
         if not self.tokenizer.chat_template:
             raise ModelError(
                 f"model.path: {self.tokenizer.name_or_path} has no chat template "
-                f"(chat_template.jinja or tokenizer_config.json); finetuning on conversations "
-                f"needs one"
+                f"(chat_template.jinja, chat_template.json or tokenizer_config.json); finetuning "
+                f"on conversations needs one"
             )
+
+    def refuse_without_images(self) -> None:
+        """Raise ModelError where images are taken, but the template writes none."""
+        if not self.takes_images:
+            return
+        why = ""
+        try:
+            text = self.render((Message("user", (ImagePart(0), TextPart("x"))),))
+            if text.count(self.marker) == 1:
+                return
+        except DataError as error:
+            why = f" ({error})"
+        raise ModelError(
+            f"model.path: the chat template of {self.tokenizer.name_or_path} does not write "
+            f"{self.marker!r} for an image{why}; it may be that of the language model alone: "
+            f"expected the processor's, in chat_template.jinja or chat_template.json"
+        )
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
@@ -219,12 +236,12 @@ class ChatEncoder:
 
 @contextmanager
 def template_faults() -> Iterator[None]:
-    """A template that refuses a conversation is a fault of the data."""
+    """A template that refuses a conversation, or cannot take its parts, is a fault of the data."""
     from jinja2 import TemplateError
 
     try:
         yield
-    except (TemplateError, ValueError) as error:
+    except (TemplateError, TypeError, ValueError) as error:
         raise DataError(
             f"the chat template refuses the conversation: {error}", error_class="schema"
         ) from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from vlmpack.families.base import Family, ImageLayout, ImageRule, PixelBudget
 from vlmpack.families.chat import ChatEncoder, no_vision_tower
 from vlmpack.families.decode import decode_image
 from vlmpack.families.fingerprint import PROCESSOR_FILES, digest, processor_parts
+from vlmpack.families.processor_config import processor_template
 from vlmpack.families.registry import family_of
 from vlmpack.families.sample import VLMSample
 from vlmpack.packing import IGNORE_INDEX, EncodedSample, Media
@@ -70,7 +71,7 @@ class Encoder:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """transformers' fast tokenizer."""
+        """transformers' fast tokenizer, with the chat template of the folder's processor."""
         from transformers import AutoTokenizer
 
         if not (self.folder / "tokenizer.json").is_file():
@@ -79,11 +80,15 @@ class Encoder:
                 f"model.path: {self.folder} has no usable tokenizer: tokenizer.json is missing"
             )
         try:
-            return AutoTokenizer.from_pretrained(str(self.folder), local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(str(self.folder), local_files_only=True)
+            template = processor_template(self.folder) if self.takes_images else None
         except (OSError, ValueError) as error:
             raise ModelError(
                 f"model.path: {self.folder} has no usable tokenizer: {error}"
             ) from error
+        if template is not None:
+            tokenizer.chat_template = template
+        return tokenizer
 
     @cached_property
     def chat(self) -> ChatEncoder:
@@ -103,7 +108,7 @@ class Encoder:
             ModelError: the folder has no usable tokenizer, chat template or image processor.
             CapabilityError: a budget that the family cannot keep.
         """
-        assert self.chat is not None
+        self.chat.refuse_without_images()
         self._refuse_budget()
         assert not self.takes_images or self.image_rule is not None
 
@@ -145,7 +150,8 @@ class Encoder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """blake2b over the processor files' bytes, the rules' versions and the loss rule."""
+        """blake2b over the processor files' bytes, the sizes of images in config.json, the rules'
+        versions and the loss rule."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update(f"{ENCODER_VERSION}/{self.family.name}/{self.family.rule_version}".encode())
         digest.update(self.loss_on.encode())
@@ -155,7 +161,18 @@ class Encoder:
             path = self.folder / name
             digest.update(name.encode() + b"\0")
             digest.update(path.read_bytes() if path.is_file() else b"-")
+        digest.update(self._image_sizes.encode())
         return digest.hexdigest()
+
+    @cached_property
+    def _image_sizes(self) -> str:
+        """The numbers of the folder's image rule, some of them config.json's; the budget counts by
+        itself."""
+        try:
+            rule: Any = self.family.image_rule(self.folder, PixelBudget())
+        except (CapabilityError, ModelError, OSError, ValueError):
+            return ""  # nothing can be encoded; whoever tries is told why
+        return "" if rule is None else repr(replace(rule, folder=Path()))
 
     @cached_property
     def fingerprint_parts(self) -> dict[str, str]:
@@ -163,7 +180,9 @@ class Encoder:
         processor, the rules of this version, and the budget where one is set."""
         rules = f"{ENCODER_VERSION}/{self.family.name}/{self.family.rule_version}/{self.loss_on}"
         images = {} if self.budget == PixelBudget() else {"images": _shown(self.budget)}
-        return {"rules": digest(rules.encode()), **processor_parts(self.folder), **images}
+        parts = processor_parts(self.folder)
+        parts["processor"] = digest(f"{parts['processor']} {self._image_sizes}".encode())
+        return {"rules": digest(rules.encode()), **parts, **images}
 
     def length(self, sample: VLMSample, sizes: Sequence[tuple[int, int]]) -> SampleLength:
         """Exact length from the messages and the image sizes alone.

@@ -27,14 +27,13 @@ from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, PixelBudget
 from vlmpack.families.configs import whole_config, whole_config_of
+from vlmpack.families.image_processor import family_processor, image_processor
 from vlmpack.families.one_axis import OneAxisVLM
 from vlmpack.families.processor_config import processor_setting
 from vlmpack.families.tiles import flat_features, patch_rows, patch_side, rgb, tiles_of
 from vlmpack.packing import CostModel, Media
 
 START, SOFT, END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
-
-PROCESSORS = ("Gemma3ImageProcessor", "Gemma3ImageProcessorPil", "Gemma3ImageProcessorFast")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +102,7 @@ class Gemma3ImageRule:
 
     @cached_property
     def _processor(self) -> Any:
-        from transformers import AutoImageProcessor
-
-        return AutoImageProcessor.from_pretrained(
-            str(self.folder), local_files_only=True, **self.settings()
-        )
+        return image_processor(self.folder, **self.settings())
 
     def layout(self, width: int, height: int, num_images: int = 1) -> ImageLayout:
         """A run for the whole image and one for each crop."""
@@ -199,18 +194,13 @@ class Gemma3(OneAxisVLM):
             ValueError: sizes that this family does not have, or that contradict one another.
             CapabilityError: `max_tiles` for a processor that cuts nothing.
         """
-        from transformers import AutoImageProcessor
-
-        processor = AutoImageProcessor.from_pretrained(str(folder), local_files_only=True)
-        if type(processor).__name__ not in PROCESSORS:
-            raise ValueError(f"it makes a {type(processor).__name__}, expected {PROCESSORS[0]}")
+        processor = family_processor(folder, "Gemma3ImageProcessor")
         config = whole_config_of(folder)
         tile, patch = (int(config["vision_config"][key]) for key in ("image_size", "patch_size"))
         size = (processor.size["height"], processor.size["width"])
-        if not processor.do_resize or size != (tile, tile):
+        if size != (tile, tile):
             raise ValueError(
-                f"do_resize is {processor.do_resize} and size {size}, but the tower takes images "
-                f"of {tile} x {tile} pixels"
+                f"size is {size}, but the tower takes images of {tile} x {tile} pixels"
             )
         tokens = _tile_tokens(config, tile // patch)
         written = processor_setting(folder, "image_seq_length", 256)

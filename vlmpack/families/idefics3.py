@@ -22,7 +22,7 @@ from vlmpack.errors import CapabilityError
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, PixelBudget
 from vlmpack.families.configs import whole_config, whole_config_of
-from vlmpack.families.image_processor import image_processor, resizing_processor
+from vlmpack.families.image_processor import family_processor, image_processor
 from vlmpack.families.one_axis import OneAxisVLM
 from vlmpack.families.tiles import canvas_of, patch_rows, patch_side, rgb, tiles_of
 from vlmpack.packing import CostModel, Media
@@ -152,7 +152,7 @@ class Idefics3(OneAxisVLM):
 
     def image_rule(self, folder: Path, budget: PixelBudget) -> Idefics3ImageRule:
         """The rule with the sizes of the folder's image processor and tower."""
-        processor = resizing_processor(folder, output="pixel_attention_mask")
+        processor = family_processor(folder, "Idefics3ImageProcessor", "SmolVLMImageProcessor")
         config = whole_config_of(folder)
         longest = processor.size.get("longest_edge")
         if not longest:

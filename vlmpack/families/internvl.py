@@ -24,6 +24,7 @@ from vlmpack.errors import ModelError
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, PixelBudget
 from vlmpack.families.configs import whole_config
+from vlmpack.families.image_processor import family_processor, image_processor
 from vlmpack.families.one_axis import OneAxisVLM
 from vlmpack.families.processor_config import processor_setting
 from vlmpack.families.tiles import (
@@ -62,9 +63,7 @@ class InternVLImageRule:
 
     @cached_property
     def _processor(self) -> Any:
-        from transformers import AutoImageProcessor
-
-        return AutoImageProcessor.from_pretrained(str(self.folder), local_files_only=True)
+        return image_processor(self.folder)
 
     @cached_property
     def _canvases(self) -> list[tuple[int, int]]:
@@ -188,9 +187,9 @@ class InternVL(OneAxisVLM):
         Raises:
             ValueError: sizes that this family does not have, or that contradict one another.
         """
-        from transformers import AutoConfig, AutoImageProcessor
+        from transformers import AutoConfig
 
-        processor = AutoImageProcessor.from_pretrained(str(folder), local_files_only=True)
+        processor = family_processor(folder, "GotOcr2ImageProcessor")
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
         size = processor.size
         if size["height"] is None or size["height"] != size["width"]:

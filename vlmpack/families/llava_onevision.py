@@ -32,6 +32,7 @@ from vlmpack.families import flops
 from vlmpack.families.anyres import AnyRes
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, PixelBudget
 from vlmpack.families.configs import whole_config
+from vlmpack.families.image_processor import family_processor, image_processor
 from vlmpack.families.one_axis import OneAxisVLM
 from vlmpack.families.processor_config import processor_setting
 from vlmpack.families.tiles import canvas_of, patch_rows, patch_side, rgb, tiles_of, whole_tower
@@ -54,9 +55,7 @@ class OneVisionImageRule:
 
     @cached_property
     def _processor(self) -> Any:
-        from transformers import AutoImageProcessor
-
-        return AutoImageProcessor.from_pretrained(str(self.folder), local_files_only=True)
+        return image_processor(self.folder)
 
     def layout(self, width: int, height: int, num_images: int = 1) -> ImageLayout:
         """One run of placeholders."""
@@ -134,10 +133,10 @@ class LlavaOneVision(OneAxisVLM):
         Raises:
             ValueError: they do not, or are of another kind than this family's.
         """
-        from transformers import AutoConfig, AutoImageProcessor
+        from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
-        processor = AutoImageProcessor.from_pretrained(str(folder), local_files_only=True)
+        processor = family_processor(folder, "LlavaOnevisionImageProcessor")
         anyres = AnyRes.of(config)
         _refuse_other_towers(config)
         size, tile = processor.size, anyres.tile

@@ -20,7 +20,7 @@ from vlmpack.errors import CapabilityError
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, PixelBudget
 from vlmpack.families.configs import whole_config, whole_config_of
-from vlmpack.families.image_processor import image_processor, resizing_processor
+from vlmpack.families.image_processor import family_processor, image_processor
 from vlmpack.families.one_axis import OneAxisVLM
 from vlmpack.families.pixtral_tower import tower_output
 from vlmpack.families.tiles import patch_rows, patch_side, rgb, tiles_of
@@ -149,9 +149,7 @@ class Pixtral(OneAxisVLM):
         """
         config = whole_config_of(folder)
         _refuse_other_features(config)
-        processor = resizing_processor(folder, output="image_sizes")
-        if processor.do_center_crop:
-            raise ValueError("do_center_crop is true, expected false")
+        processor = family_processor(folder, "PixtralImageProcessor")
         size = processor.size
         edges = [size.get("longest_edge") or size.get(name) for name in ("width", "height")]
         if not all(edges):

@@ -1,4 +1,4 @@
-"""What processor_config.json says beside the image processor: counts and names of tokens."""
+"""What a model folder says beside the image processor: counts of tokens, a chat template."""
 
 from __future__ import annotations
 
@@ -18,10 +18,31 @@ def processor_setting(folder: Path, key: str, default: Any) -> Any:
     Raises:
         ValueError: the file holds no JSON object.
     """
-    path = folder / "processor_config.json"
+    return _setting(folder / "processor_config.json", key, default)
+
+
+def processor_template(folder: Path) -> str | None:
+    """The chat template of a folder's processor class, where it is kept apart from the tokenizer's.
+
+    Older folders of vision-language models have it in chat_template.json, and in
+    tokenizer_config.json that of the language model alone, which writes no images. transformers'
+    processors take it before chat_template.jinja, its tokenizers do not know it.
+
+    Raises:
+        ValueError: a file that holds no JSON object, or no text.
+    """
+    found = _setting(folder / "processor_config.json", "chat_template", None)
+    if found is None:
+        found = _setting(folder / "chat_template.json", "chat_template", None)
+    if found is None or isinstance(found, str):
+        return found
+    raise ValueError(f"its processor's chat_template is a {type(found).__name__}, expected a text")
+
+
+def _setting(path: Path, key: str, default: Any) -> Any:
     if not path.is_file():
         return default
     content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
-        raise ValueError("processor_config.json holds no JSON object")
+        raise ValueError(f"{path.name} holds no JSON object")
     return content.get(key, default)

@@ -16,7 +16,7 @@ from torch import Tensor
 from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, PixelBudget
-from vlmpack.families.image_processor import image_processor, resizing_processor
+from vlmpack.families.image_processor import family_processor, image_processor
 from vlmpack.packing import CostModel, GridTHW, Media
 
 MAX_ASPECT_RATIO = 200
@@ -159,7 +159,7 @@ class QwenVL:
         Raises:
             ValueError: another processor than this family's, or without bounds.
         """
-        processor = resizing_processor(folder, output="image_grid_thw")
+        processor = family_processor(folder, "Qwen2VLImageProcessor")
         low, high = (processor.size.get(name) for name in ("shortest_edge", "longest_edge"))
         if not low or not high:
             raise ValueError(

@@ -25,7 +25,7 @@ from vlmpack.capabilities import (
 )
 from vlmpack.recipe.model_rules import ModelConfig, read_model_config
 from vlmpack.recipe.problems import KeyPath, Problem
-from vlmpack.recipe.schema import ModelSection, PackingSection, ParallelismSection
+from vlmpack.recipe.schema import DataSection, ModelSection, PackingSection, ParallelismSection
 from vlmpack.recipe.trainable import TrainableSection
 
 
@@ -69,6 +69,17 @@ def family_has_the_features(
     ]
 
 
+def images_cost_less_when_shrunk(data: DataSection, served: ServedModel) -> list[Problem]:
+    """Over-long samples are not given smaller images where these would cost as much."""
+    if data.over_long != "shrink_images" or not served.whole_tiles:
+        return []
+    message = (
+        f"'shrink_images', but {served.title} enlarges images to whole tiles, so smaller ones have "
+        f"as many tokens; use drop or error, and images.max_tiles where the model cuts images"
+    )
+    return [Problem(("data", "over_long"), message)]
+
+
 def peft_is_installed(trainable: TrainableSection) -> list[Problem]:
     """Adapters have their package."""
     limit = version_limit("peft", installed_versions()["peft"])
@@ -100,6 +111,9 @@ def broken_capability_rules(
         problems += engine_runs_the_family(model, served)
         problems += attention_runs_the_family(model, served)
         problems += family_has_the_features(model, served, sections)
+        data = sections.get("data")
+        if isinstance(data, DataSection):
+            problems += images_cost_less_when_shrunk(data, served)
     return problems
 
 

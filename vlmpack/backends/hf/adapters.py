@@ -8,7 +8,7 @@ linear layer `x` becomes `x.base_layer` with `x.lora_A.default` and `x.lora_B.de
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,24 @@ def adapter_targets(model: Any, paths: ModulePaths, policy: TrainingPolicy) -> l
                 f"use full or frozen for it"
             )
     return chosen
+
+
+def adapter_shapes(
+    model: nn.Module, targets: Iterable[str], lora: LoraSettings
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the parameters that adapters add to a model.
+
+    Args:
+        model: with or without storage, without adapters.
+        targets: from `adapter_targets`.
+        lora: their settings.
+    """
+    for target in targets:
+        rows, columns = model.get_submodule(target).weight.shape
+        yield f"{target}.lora_A.{ADAPTER}.weight", (lora.rank, columns)
+        yield f"{target}.lora_B.{ADAPTER}.weight", (rows, lora.rank)
+        if lora.dora:
+            yield f"{target}.lora_magnitude_vector.{ADAPTER}.weight", (rows,)
 
 
 def _ends_in(name: str, targets: Iterable[str]) -> bool:

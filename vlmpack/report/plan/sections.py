@@ -203,13 +203,15 @@ def _memory(memory: MemoryFigures) -> Section:
         ("total", memory.total),
     )
     flight = f", {memory.rows_in_flight} in flight" if memory.rows_in_flight > 1 else ""
+    part = memory.rank_trained != memory.rank_parameters
+    trained = f" {memory.rank_trained:,} trained on that rank;" if part else ""
     return Section(
         title=f"Memory of a rank, an estimate ({memory.where}, {memory.dtype})",
         columns=tuple(Column(name) for name, _ in parts),
         rows=(tuple(gib(size) for _, size in parts),),
         lines=(
             f"{compact(memory.parameters)} parameters, {compact(memory.tower_parameters)} of them "
-            f"in the vision tower, from {memory.counted_from}; micro-batch of "
+            f"in the vision tower, from {memory.counted_from};{trained} micro-batch of "
             f"{memory.row_tokens:,} slots and {memory.row_patches:,} patches{flight}",
             *memory.formula,
             *([_ON_GPUS] if memory.dtype == "bfloat16" else []),

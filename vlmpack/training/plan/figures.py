@@ -227,7 +227,8 @@ class MemoryFigures:
     Args:
         parameters: of the whole model; `tower_parameters` of these in the vision tower.
         counted_from: the files that said so.
-        rank_parameters: that the fullest rank computes with, before any sharding over replicas.
+        rank_parameters: that the fullest rank computes with, before any sharding over replicas,
+            adapters left out; `rank_trained`: that are updated there, adapters included.
         where: which rank that is.
         dtype: of the compute.
         weights, gradients, optimizer, activations, logits: bytes.
@@ -240,6 +241,7 @@ class MemoryFigures:
     tower_parameters: int
     counted_from: str
     rank_parameters: int
+    rank_trained: int
     where: str
     dtype: str
     weights: int

@@ -31,6 +31,7 @@ from vlmpack.training.plan.parameters import ModelSizes
 from vlmpack.training.plan.progress import Progress, counted, silent
 from vlmpack.training.plan.sequences import sequence_figures
 from vlmpack.training.plan.sources import left_out, source_figures
+from vlmpack.training.plan.trained import TrainedSizes
 from vlmpack.training.recipe_rows import row_budget
 
 
@@ -44,6 +45,7 @@ class PlanInputs:
         split: opened, every shard indexed.
         sizes: of the model; None where its folder does not say them.
         world_size: processes.
+        trained: what of the model is; None for every weight.
     """
 
     recipe: Recipe
@@ -51,6 +53,7 @@ class PlanInputs:
     split: Split
     sizes: ModelSizes | None
     world_size: int
+    trained: TrainedSizes | None = None
 
     @property
     def copies(self) -> int:
@@ -125,6 +128,7 @@ def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
             figures[own.name],
             copies=copies,
             world_size=inputs.world_size,
+            trained=inputs.trained,
         ),
         notes=_notes(inputs, own, figures["in_batch"].micro_batch_size),
     )

@@ -16,6 +16,11 @@ that a token passes, e the bytes of a number:
              blocks likewise, by patches; a plain MLP keeps 2 f. With activation checkpointing: e h
              a layer, and one layer or block whole. (After Korthikanti et al., 2205.05198, section
              4, without attention scores, which varlen kernels do not keep, and without dropout.)
+    Gradients and AdamW's numbers are those of trained parameters alone, adapters included, and with
+    mcore so are main weights. Weights in 4 bits (QLoRA) take 0.516 bytes and no copy. Components in
+    front of the first trained one record no graph: no copies of their weights, and of a frozen
+    tower's activations one block at a time. What adapters themselves keep (rank numbers a token and
+    layer, with dropout a copy of their input) is left out.
     logits   one chunk in float32, three times (values, gradient, exponentials)
 
 Compared with what autograd keeps of the tiny model (hf, CPU): it keeps 1.2 times the activations in
@@ -32,8 +37,12 @@ from dataclasses import dataclass
 from vlmpack.recipe import Recipe
 from vlmpack.training.plan.figures import MemoryFigures, ModeFigures
 from vlmpack.training.plan.parameters import ModelSizes
+from vlmpack.training.plan.trained import TrainedSizes
 
 LOGIT_COPIES = 3
+
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Of a weight in 4 bits: with an 8-bit scale for 64 of them, and a float32 one for 256 of those."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,15 +67,22 @@ class _Rank:
 
 
 def memory_figures(
-    recipe: Recipe, sizes: ModelSizes, mode: ModeFigures, *, copies: int, world_size: int
+    recipe: Recipe,
+    sizes: ModelSizes,
+    mode: ModeFigures,
+    *,
+    copies: int,
+    world_size: int,
+    trained: TrainedSizes | None = None,
 ) -> MemoryFigures:
     """The fullest rank's.
 
     Args:
         mode: the recipe's; its largest micro-batch is what activations are counted for.
         copies: of the model.
+        trained: what is; None for every weight.
     """
-    estimate = _Estimate(recipe, sizes, mode, copies, world_size)
+    estimate = _Estimate(recipe, sizes, mode, copies, world_size, trained)
     return max((estimate.of(rank) for rank in estimate.ranks()), key=lambda one: one.total)
 
 
@@ -77,6 +93,7 @@ class _Estimate:
     mode: ModeFigures
     copies: int
     world_size: int
+    trained: TrainedSizes | None
 
     @property
     def dtype(self) -> str:
@@ -128,6 +145,7 @@ class _Estimate:
             tower_parameters=self.sizes.tower,
             counted_from=self.sizes.files,
             rank_parameters=rank.parameters,
+            rank_trained=self._trained(rank),
             where=rank.where,
             dtype=self.dtype,
             weights=weights,
@@ -141,28 +159,47 @@ class _Estimate:
             formula=self._formula(),
         )
 
+    def _trained(self, rank: _Rank, *, experts: bool = False) -> int:
+        """Parameters of a rank that are updated, before any sharding over replicas.
+
+        Args:
+            experts: those in experts alone.
+        """
+        trained = self.trained
+        if trained is None:
+            return rank.experts if experts else rank.parameters
+        if experts:
+            return rank.experts if trained.language else 0
+        count = trained.adapters
+        if trained.language:
+            count += rank.parameters - (trained.images if rank.has_tower else 0)
+        return count + (trained.trained_images if rank.has_tower else 0)
+
     def _hf_state(self, rank: _Rank) -> tuple[int, int, int]:
-        count, sizes = rank.parameters, self.sizes
+        sizes, trained = self.sizes, self.trained
+        packed = trained.packed if trained is not None else 0
+        count = rank.parameters - packed + (trained.adapters if trained is not None else 0)
         shards = self.world_size if self.recipe.parallelism.sharding == "fsdp" else 1
-        held = -(-count // shards)
+        held, updated = -(-count // shards), -(-self._trained(rank) // shards)
         copied = 0
         if shards > 1:
             root = sizes.embedding + sizes.head
             copied = self.number * (root + 2 * sizes.largest_block)
         elif self.dtype == "bfloat16":
-            copied = 2 * count
-        return 4 * held + copied, 4 * held, 8 * held
+            copied = 2 * (count - (trained.before_graph if trained is not None else 0))
+        return 4 * held + round(NF4_BYTES * packed) + copied, 4 * updated, 8 * updated
 
     def _mcore_state(self, rank: _Rank) -> tuple[int, int, int]:
         split = self.recipe.parallelism
         each = 12 if self.dtype == "bfloat16" else 8
-        dense, experts = rank.parameters - rank.experts, rank.experts
-        optimizer = each * (dense + experts)
+        updated, experts = self._trained(rank), self._trained(rank, experts=True)
+        dense = updated - experts
+        optimizer = each * updated
         if split.distributed_optimizer:
             over = self.copies * split.context
             expert_over = max(1, over * split.tensor // split.expert)
             optimizer = each * (-(-dense // over) + -(-experts // expert_over))
-        return self.number * rank.parameters, 4 * rank.parameters, optimizer
+        return self.number * rank.parameters, 4 * updated, optimizer
 
     def _activations(self, rank: _Rank) -> int:
         split, sizes, mode, number = self.recipe.parallelism, self.sizes, self.mode, self.number
@@ -174,10 +211,11 @@ class _Estimate:
         layer = norms + number * wide // split.tensor
         layer += 3 * number * sizes.choices * sizes.hidden
         block, blocks, patches = self._tower_block(rank)
+        keeps = self.trained is None or self.trained.tower_keeps
         if not recompute:
-            return tokens * rank.layers * layer + patches * blocks * block
+            return tokens * rank.layers * layer + patches * block * (blocks if keeps else 1)
         kept = tokens * rank.layers * number * sizes.hidden // narrow
-        if sizes.vision is not None:
+        if sizes.vision is not None and keeps:
             kept += patches * blocks * number * sizes.vision.width
         return kept + max(
             tokens * layer, patches * block
@@ -219,6 +257,8 @@ class _Estimate:
             )
             copy = " + copies in bfloat16" if self.dtype == "bfloat16" else ""
             state = f"4 + 4 + 8 bytes a parameter{over}{copy}"
+        if self.trained is not None:
+            state += "; gradients and AdamW's numbers of trained parameters alone"
         norm, number = self._norm_bytes(), self.number
         layer = f"{norm} h + {number} (2 q + 2 k + 4 f) bytes a token and layer"
         if self.recipe.model.activation_checkpointing:

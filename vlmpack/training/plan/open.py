@@ -15,6 +15,7 @@ from vlmpack.training.plan.figures import RunPlan
 from vlmpack.training.plan.make import PlanInputs, plan_figures
 from vlmpack.training.plan.parameters import read_sizes
 from vlmpack.training.plan.progress import Progress, silent
+from vlmpack.training.plan.trained import trained_sizes
 from vlmpack.training.recipe_data import build_cost_model, build_encoder, open_split
 
 
@@ -35,6 +36,7 @@ def plan_recipe(recipe: Recipe, *, world_size: int, progress: Progress = silent)
     check_world(recipe, world_size)
     encoder = build_encoder(recipe)
     sizes = read_sizes(Path(recipe.model.path))
+    trained = None if sizes is None else trained_sizes(recipe, encoder.family)
     ranks = Ranks(
         rank=0, world_size=1, local_rank=0, dp_rank=0, dp_size=1, device=torch.device("cpu")
     )
@@ -58,6 +60,7 @@ def plan_recipe(recipe: Recipe, *, world_size: int, progress: Progress = silent)
             config=replace(train.config, row_cost=build_cost_model(encoder)),
             split=train.split,
             sizes=sizes,
+            trained=trained,
             world_size=world_size,
         )
         return plan_figures(inputs, progress)

@@ -226,6 +226,7 @@ def _check_points(
     largest = noise = 0.0
     bound: float | None = compared.bound(OUTPUT_BOUND, 0.0)
     first = ""
+    first_bound = bound
     seen = 0
     for point in points:
         ours = split_outputs(compared, packed, point, kept)
@@ -242,6 +243,7 @@ def _check_points(
             if not first and not worst(errors.values()) <= limit:
                 keys = [compared.samples[n].key for n, e in errors.items() if not e <= limit]
                 first = f"first differs: {point}, in {len(keys)} samples, e.g. {keys[0]}"
+                first_bound = limit
     if not seen:
         return None
     detail = f"{seen} modules" if seen > 1 else points[0].path
@@ -255,7 +257,7 @@ def _check_points(
         name=name,
         status="fail",
         measured=largest,
-        bound=bound,
+        bound=first_bound,
         noise=noise,
         detail=first,
         look_at=look_at,

@@ -109,6 +109,13 @@ def _check_part(
         scale = sum(errors[name].scale for name in names)
         return quotient(math.sqrt(total), math.sqrt(scale))
 
+    if not any(found[name].error or found[name].scale for name in names):
+        return Check(
+            name=f"gradients: {part}",
+            status="too few",
+            detail=f"{len(names)} parameters, all zero alone and in the row: no label depends on "
+            f"them",
+        )
     noise = together(own)
     bound = compared.bound(GRADIENT_BOUND, noise)
     least = NEGLIGIBLE**2 * sum(found[name].scale for name in names)

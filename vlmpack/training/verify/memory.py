@@ -3,50 +3,95 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from vlmpack.backends.policy import TrainingPolicy
+from vlmpack.distributed import Ranks
 from vlmpack.errors import CapabilityError
+from vlmpack.families import ModulePaths
 from vlmpack.training.plan.parameters import read_shapes
 
-BYTES_PER_PARAMETER = 16
-"""Of the larger of the two, which are never held together: the engine's float32 weights, gradients
-and both moments. The reference has weights and gradients alone."""
+REFERENCE_BYTES = 8
+"""Of a parameter: weight and gradient in float32. The engine is built when they are gone."""
 
-KEPT_BYTES_PER_PARAMETER = 4
-"""The reference's gradients wait in host memory."""
+WEIGHT_BYTES = 4
+"""Of a parameter of the engine."""
+
+TRAINED_BYTES = 12
+"""More of one that is trained: gradient and both moments."""
+
+KEPT_BYTES = 4
+"""Of a parameter: the reference's gradients wait in host memory."""
 
 
-def require_memory(folder: Path, device: torch.device, *, split: int = 1) -> None:
+def require_memory(
+    folder: Path,
+    paths: ModulePaths,
+    policy: TrainingPolicy,
+    device: torch.device,
+    *,
+    split: int = 1,
+) -> None:
     """Refuse a model that does not fit, before any weight is read.
 
     Args:
         folder: model folder.
+        paths: where its parts live.
+        policy: what is trained; adapters are too small to count.
         device: where it would compute.
         split: processes that share one engine's weights.
 
     Raises:
         CapabilityError: with both numbers, and what to do.
     """
-    parameters = sum(
-        math.prod(shape)
+    sizes = {
+        name: shape
         for path in folder.glob("*.safetensors")
-        for shape in read_shapes(path).values()
+        for name, shape in read_shapes(path).items()
+    }
+    parameters = sum(map(math.prod, sizes.values()))
+    trained = sum(
+        math.prod(shape)
+        for name, shape in sizes.items()
+        if policy.of_parameter(name, len(shape), paths).trains
     )
-    engine = max(BYTES_PER_PARAMETER // split, 8)
-    free: int | None
+    engine = (WEIGHT_BYTES * parameters + TRAINED_BYTES * trained) // split
+    model = max(REFERENCE_BYTES * parameters, engine)
     if device.type == "cuda":
-        free, needed = torch.cuda.mem_get_info(device)[0], engine * parameters
+        _require(parameters, model, str(device), torch.cuda.mem_get_info(device)[0])
+        # Of two unpacked runs, until they were compared.
+        _require(parameters, 2 * KEPT_BYTES * parameters, "the host", available_bytes())
     else:
-        free, needed = available_bytes(), (engine + KEPT_BYTES_PER_PARAMETER) * parameters
+        _require(parameters, model + KEPT_BYTES * parameters, str(device), available_bytes())
+
+
+def _require(parameters: int, needed: int, where: str, free: int | None) -> None:
     if free is not None and needed > free:
         raise CapabilityError(
             f"verify compares {parameters:,} parameters in float32, which takes about "
-            f"{_gib(needed)} beside activations; {device} has {_gib(free)} free. "
+            f"{_gib(needed)} beside activations; {where} has {_gib(free)} free. "
             f"`vlmpack verify --tiny` takes a model of the same architecture with a few layers and "
             f"random weights, on the same samples"
         )
+
+
+def on_every_rank(ranks: Ranks, check: Callable[[], None]) -> None:
+    """Run a check on each rank; the first problem of any rank is raised on all of them. Collective.
+
+    Free memory differs by machine and by moment: a rank that went on alone would wait for the
+    others.
+    """
+    problem: CapabilityError | None = None
+    try:
+        check()
+    except CapabilityError as error:
+        problem = error
+    for found in ranks.gather_objects(problem):
+        if found is not None:
+            raise found
 
 
 def available_bytes() -> int | None:

@@ -13,11 +13,8 @@ from vlmpack.distributed import Ranks
 from vlmpack.families import Encoder
 from vlmpack.packing import EncodedSample, PackCollator, PadCollator
 from vlmpack.recipe.trainable import OptimSection
-from vlmpack.training.verify.adapters import (
-    adapter_gradients,
-    check_adapters,
-    held_gradients,
-)
+from vlmpack.training.first_step import count_seen_images
+from vlmpack.training.verify.adapters import AdapterRun, check_adapters
 from vlmpack.training.verify.compare import (
     Compared,
     check_log_probabilities,
@@ -170,16 +167,25 @@ def verify_rows(
         shared_rows if exact else shared_rows[:1],  # bfloat16 has many
         Perturbation.of(samples, sorted(special)),
         shared_matmuls=shared,
+        exact=exact,
     )
-    checks: list[Check] = []
-    stepped = _one_step(run, collator, rows, reference, optim)
-    trained = check_trained(engine, ranks, stepped.before)
-    if reference is not None:
+    stepped = _one_step(run, rows, reference, optim)
+    seen = count_seen_images([row.batch for row in rows])
+    trained = check_trained(engine, ranks, stepped.before, num_seen_images=seen)
+
+    def numeric() -> list[Check]:
+        assert reference is not None
         expected = _trained_names(engine, encoder, reference)
         errors = with_missing(stepped.errors, reference.unpacked.gradients, expected)
-        checks = _numeric(reference, rows, stepped.packed, stepped.logits, errors)
-        checks += check_adapters(reference.compared(rows), stepped.adapters_alone, stepped.adapters)
-    return [*ranks.broadcast_object(checks), leak, *trained]
+        adapters = check_adapters(
+            reference.compared(rows),
+            stepped.adapters,
+            engine.policy.lora,
+            reference.noise_gradients,
+        )
+        return [*_numeric(reference, rows, stepped.packed, stepped.logits, errors), *adapters]
+
+    return [*ranks.on_main(numeric), leak, *trained]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,21 +196,19 @@ class _Stepped:
         packed: of the forward pass.
         logits: of the kept slots of each sample, before the step.
         errors: of the gradients that the stock model has too; empty but on the main rank.
-        adapters_alone, adapters: gradients that it has not: of rows of one sample, and of the rows.
+        adapters: what it has not.
         before: the step.
     """
 
     packed: Packed
     logits: dict[int, Tensor]
     errors: dict[str, GradientError]
-    adapters_alone: dict[str, Tensor]
-    adapters: dict[str, Tensor]
+    adapters: AdapterRun
     before: BeforeStep
 
 
 def _one_step(
     run: PackedRun,
-    collator: PackCollator | PadCollator,
     rows: Sequence[Row],
     reference: ReferenceRuns | None,
     optim: OptimSection,
@@ -213,12 +217,11 @@ def _one_step(
     engine = run.engine
     num_labels = sum(row.batch.num_label_tokens for row in rows)
     count = torch.tensor(float(num_labels * run.ranks.dp_size), device=engine.device)
-    alone = adapter_gradients(run, collator, rows, count)
     engine.zero_gradients()
     packed = run.run(rows, backward=True)
     logits = _logits(run, rows, packed)
     engine.finish_gradients(count, None)
-    adapters = held_gradients(run, alone)
+    adapters = AdapterRun.of(run.model, engine.policy.lora)
     before = BeforeStep.of(engine)
     engine.step(optim.lr)
     # Every rank walks through all gradients, the main one compares.
@@ -227,7 +230,6 @@ def _one_step(
         packed=packed,
         logits=logits,
         errors=gradient_errors(theirs, run.gradients(optim.betas[0])),
-        adapters_alone=alone,
         adapters=adapters,
         before=before,
     )

@@ -48,7 +48,12 @@ def write_verification(found: Verification, folder: Path) -> Path:
 def conclusion(found: Verification) -> str:
     """The last line: that packed equals unpacked, or what differs and what to look at."""
     if found.passes:
-        return EQUAL + (" (of the tiny model)" if found.facts.get("tiny") else "")
+        unjudged = [f"{c.name} ({c.detail})" for c in found.checks if c.status == "too few"]
+        return (
+            EQUAL
+            + (" (of the tiny model)" if found.facts.get("tiny") else "")
+            + (f" in what was judged; too few data for {'; '.join(unjudged)}" if unjudged else "")
+        )
     lines = [
         f"{check.name} ({check.detail}; look at {check.look_at})"
         if check.look_at

@@ -10,6 +10,7 @@ import gc
 import logging
 import platform
 import shutil
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from vlmpack.distributed import Ranks
 from vlmpack.families import Encoder
 from vlmpack.packing import PackCollator, PadCollator
 from vlmpack.recipe import Recipe, derive
+from vlmpack.training.policy import policy_of
 from vlmpack.training.recipe_data import build_encoder, open_split
 from vlmpack.training.verify.engine import (
     Dtype,
@@ -35,7 +37,7 @@ from vlmpack.training.verify.engine import (
     verified_recipe,
 )
 from vlmpack.training.verify.figures import Check
-from vlmpack.training.verify.memory import require_memory
+from vlmpack.training.verify.memory import on_every_rank, require_memory
 from vlmpack.training.verify.numbers import ReferenceRuns, verify_rows
 from vlmpack.training.verify.row import (
     Row,
@@ -63,7 +65,8 @@ class VerifyOptions:
         num_samples: samples in the row.
         dtype: float32, or the recipe's.
         tiny: verify a tiny model of the same architecture.
-        scratch: folder for the tiny model, on a file system that all ranks see.
+        scratch: folder in which the tiny model has one of its own for a while, on a file system
+            that all ranks see.
     """
 
     num_samples: int = 8
@@ -101,13 +104,28 @@ def verify_recipe(recipe: Recipe, ranks: Ranks, options: VerifyOptions) -> Verif
     Raises:
         VlmpackError: what is wrong with model folder or data, or a model that does not fit.
     """
-    model = Path(recipe.model.path)
-    if options.tiny:
-        folder = options.scratch / "tiny-model"
-        ranks.on_main(lambda: write_tiny_model(model, folder))
-        recipe = recipe.model_copy(
-            update={"model": recipe.model.model_copy(update={"path": str(folder)})}
-        )
+    model = recipe.model.path
+    if not options.tiny:
+        return _verify_opened(recipe, ranks, options)
+    scratch = options.scratch
+
+    def own_folder() -> Path:
+        scratch.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="tiny-model-", dir=scratch))
+
+    folder = ranks.on_main(own_folder)
+    try:
+        ranks.on_main(lambda: write_tiny_model(Path(model), folder))
+        path = recipe.model.model_copy(update={"path": str(folder)})
+        found = _verify_opened(recipe.model_copy(update={"model": path}), ranks, options)
+    finally:
+        if ranks.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+    return Verification(checks=found.checks, facts=found.facts | {"model": model})
+
+
+def _verify_opened(recipe: Recipe, ranks: Ranks, options: VerifyOptions) -> Verification:
+    """Open encoder and data, and verify. Collective."""
     encoder = build_encoder(recipe)
     train = open_split(
         recipe,
@@ -119,12 +137,9 @@ def verify_recipe(recipe: Recipe, ranks: Ranks, options: VerifyOptions) -> Verif
     )
     assert train is not None  # data.train is required
     try:
-        found = verify_split(recipe, ranks, encoder, train, options)
+        return verify_split(recipe, ranks, encoder, train, options)
     finally:
         train.split.close()
-        if options.tiny:
-            ranks.on_main(lambda: shutil.rmtree(options.scratch, ignore_errors=True))
-    return Verification(checks=found.checks, facts=found.facts | {"model": str(model)})
 
 
 def verify_split(
@@ -137,8 +152,16 @@ def verify_split(
     """
     started = time.perf_counter()
     dtype = verified_dtype(recipe, options.dtype, ranks.device)
-    split = recipe.parallelism
-    require_memory(encoder.folder, ranks.device, split=split.tensor * split.pipeline)
+    parallel = recipe.parallelism
+    split = parallel.tensor * parallel.pipeline
+    if parallel.sharding == "fsdp":
+        split *= ranks.dp_size
+    on_every_rank(
+        ranks,
+        lambda: require_memory(
+            encoder.folder, encoder.family.modules, policy_of(recipe), ranks.device, split=split
+        ),
+    )
     chosen = ranks.on_main(
         lambda: choose_samples(
             train,

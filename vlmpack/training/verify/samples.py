@@ -50,7 +50,8 @@ def choose_samples(train: TrainData, count: int, *, min_labels: int = 0) -> Chos
         min_labels: more are taken until they have so many label tokens, if the split has them.
 
     Raises:
-        EmptyDataError: the split has fewer than two usable samples; nothing could leak.
+        EmptyDataError: the split has fewer than two usable samples; nothing could leak. Or those
+            that were taken have no label.
         DataError: a bad sample whose class is not skipped.
     """
     kinds: dict[int, list[tuple[SampleRef, EncodedSample]]] = {0: [], 1: [], 2: []}
@@ -68,7 +69,14 @@ def choose_samples(train: TrainData, count: int, *, min_labels: int = 0) -> Chos
         )
     if min_labels:
         picked = _with_labels(train, picked, min_labels)
-    return Chosen(tuple(sample for _, sample in picked), tuple(ref.shard for ref, _ in picked))
+    chosen = Chosen(tuple(sample for _, sample in picked), tuple(ref.shard for ref, _ in picked))
+    if not chosen.num_labels:
+        raise EmptyDataError(
+            f"none of the {len(picked)} samples that verify took of data.train has a label token "
+            f"(the first is {picked[0][1].key}): there is no loss to compare. `vlmpack data show` "
+            f"says which tokens of a sample are labels; --samples takes more"
+        )
+    return chosen
 
 
 def _with_labels(

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from vlmpack.backends.engine import Engine
+from vlmpack.backends.policy import Component
 from vlmpack.distributed import Ranks
+from vlmpack.training.first_step import SEES_IMAGES
 from vlmpack.training.verify.figures import Check, names_of
 
 
@@ -32,8 +34,18 @@ class BeforeStep:
         return cls(engine.gradient_norms().cpu(), digests.clone())
 
 
-def check_trained(engine: Engine, ranks: Ranks, before: BeforeStep) -> list[Check]:
-    """After the step. Collective."""
+def check_trained(
+    engine: Engine, ranks: Ranks, before: BeforeStep, *, num_seen_images: int
+) -> list[Check]:
+    """After the step. Collective.
+
+    Args:
+        engine: after its step.
+        ranks: who this process is.
+        before: the step.
+        num_seen_images: image tokens of the rows that a label comes after; without any, tower and
+            projector have nothing to learn from.
+    """
     names, digests = engine.frozen_digests()
     moved = [names[at] for at in torch.nonzero(digests != before.digests).flatten().tolist()]
     everywhere = sorted({name for some in ranks.gather_objects(moved) for name in some})
@@ -43,7 +55,7 @@ def check_trained(engine: Engine, ranks: Ranks, before: BeforeStep) -> list[Chec
         for count, norm in zip(engine.components, before.norms.tolist(), strict=True)
         if count.trained and not norm > 0
     ]
-    return [_frozen(held, everywhere), _with_gradients(engine, still)]
+    return [_frozen(held, everywhere), _with_gradients(engine, still, num_seen_images)]
 
 
 def _frozen(held: Sequence[str], moved: Sequence[str]) -> Check:
@@ -59,9 +71,17 @@ def _frozen(held: Sequence[str], moved: Sequence[str]) -> Check:
     return Check(name=name, status="pass", detail=detail)
 
 
-def _with_gradients(engine: Engine, still: Sequence[str]) -> Check:
+def _with_gradients(engine: Engine, still: Sequence[Component], num_seen_images: int) -> Check:
     name = "trained components learn"
     modes = ", ".join(f"{count.component} {count.mode}" for count in engine.components)
+    unseen = [component for component in still if component in SEES_IMAGES]
+    if still and still == unseen and not num_seen_images:
+        return Check(
+            name=name,
+            status="too few",
+            detail=f"no label comes after an image, so {names_of(unseen)} has nothing to learn "
+            f"from ({modes})",
+        )
     if still:
         return Check(
             name=name,

@@ -1,0 +1,106 @@
+"""The plan's memory follows what is trained: bytes beside those that an engine really holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.engines import make_engine, make_stepper
+from support.plans import mode_of
+from support.shards import ROOT, TINY_MODEL
+
+from vlmpack.packing import PackCollator
+from vlmpack.recipe import Recipe, load_recipe
+from vlmpack.training.plan.memory import NF4_BYTES, memory_figures
+from vlmpack.training.plan.parameters import read_sizes
+from vlmpack.training.plan.trained import trained_sizes
+from vlmpack.training.policy import policy_of
+
+LORA = {"trainable.vision": "frozen", "trainable.language": "lora"}
+CASES: dict[str, dict[str, Any]] = {
+    "all": {},
+    "adapters": LORA,
+    "all dora": {
+        "trainable.vision": "lora",
+        "trainable.projector": "lora",
+        "trainable.language": "lora",
+        "trainable.lora.dora": True,
+        "trainable.lora.rank": 3,
+    },
+    "projector": {"trainable.vision": "frozen", "trainable.language": "frozen"},
+}
+
+
+def recipe_of(changes: dict[str, Any], dtype: str = "float32") -> Recipe:
+    values = {"model.path": str(TINY_MODEL), "model.dtype": dtype, **changes}
+    return load_recipe(ROOT / "recipes/digits-demo.yaml", values)
+
+
+def memory(recipe: Recipe, encoder: Any, world_size: int = 1, copies: int = 1) -> Any:
+    sizes = read_sizes(TINY_MODEL)
+    assert sizes is not None
+    trained = trained_sizes(recipe, encoder.family)
+    mode = mode_of(max_row_slots=512, max_row_patches=64)
+    return memory_figures(
+        recipe, sizes, mode, copies=copies, world_size=world_size, trained=trained
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bytes_are_those_that_an_engine_holds(
+    tiny_folder: Any, encoder: Any, encoded: Any, case: str
+) -> None:
+    recipe = recipe_of(CASES[case])
+    engine = make_engine(tiny_folder, encoder, policy=policy_of(recipe))
+    collate = PackCollator(pad_token_id=561, num_position_axes=3)
+    make_stepper(engine).train(0, [collate(encoded)], num_skipped=0, stop=False)
+    found, trained = memory(recipe, encoder), trained_sizes(recipe, encoder.family)
+    held = [p for _, p in engine.vlm.model.named_parameters()]
+    assert found.weights == sum(p.nbytes for p in held)
+    assert found.gradients == sum(p.grad.nbytes for p in held if p.grad is not None)
+    moments = [state[k] for state in engine.optimizer.state.values() for k in state if k != "step"]
+    assert found.optimizer == sum(moment.nbytes for moment in moments)
+    assert found.rank_trained == sum(p.numel() for _, p in engine.parameters())
+    assert (trained is None) == (case == "all")
+    if trained is not None:
+        assert list(trained.counts) == list(engine.components)
+
+
+def test_what_is_trained_on_each_rank(encoder: Any) -> None:
+    everything = memory(recipe_of({}, "bfloat16"), encoder)
+    total = everything.rank_parameters
+    tower = {count.component: count.parameters for count in trained_sizes(
+        recipe_of(CASES["projector"]), encoder.family).counts}  # fmt: skip
+    adapters = memory(recipe_of(LORA, "bfloat16"), encoder)
+    added = adapters.rank_trained - tower["projector"]
+    # Weights in float32, and copies in bfloat16 of all that a gradient passes.
+    assert adapters.weights == 4 * (total + added) + 2 * (total + added - tower["vision"])
+    assert adapters.activations < everything.activations, "a frozen tower keeps none"
+    sharded = memory(recipe_of({**LORA, "parallelism.sharding": "fsdp"}), encoder, 4)
+    assert sharded.gradients == 4 * -(-adapters.rank_trained // 4)
+
+    mcore = {"model.backend": "mcore", "trainable.vision": "frozen"}
+    no_tower = memory(recipe_of(mcore, "bfloat16"), encoder, 2, 2)
+    assert no_tower.rank_trained == total - tower["vision"]
+    assert no_tower.weights == 2 * total
+    assert no_tower.gradients == 4 * no_tower.rank_trained
+    assert no_tower.optimizer == 6 * no_tower.rank_trained
+    staged = mcore | {"trainable.language": "frozen", "parallelism.pipeline": 2}
+    first = memory(recipe_of(staged, "bfloat16"), encoder, 2)
+    assert first.where == "first pipeline stage"
+    assert first.rank_trained == tower["projector"]
+
+
+def test_four_bits(encoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vlmpack.recipe import trainable_rules
+
+    monkeypatch.setattr(trainable_rules, "has_bitsandbytes", lambda: True)
+    plain = memory(recipe_of(LORA), encoder)
+    recipe = recipe_of({**LORA, "trainable.lora.quantize": "nf4"})
+    packed = memory(recipe, encoder)
+    trained = trained_sizes(recipe, encoder.family)
+    assert trained is not None
+    # Queries and outputs of 128, keys and values of 64, an MLP of 384, in four layers of 128.
+    assert trained.packed == 4 * 128 * (2 * 128 + 2 * 64 + 3 * 384)
+    assert packed.weights == plain.weights - 4 * trained.packed + round(NF4_BYTES * trained.packed)
+    assert packed.optimizer == plain.optimizer
