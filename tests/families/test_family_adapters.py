@@ -13,10 +13,17 @@ from support.stock import StockProcessor
 from vlmpack.families import Encoder
 from vlmpack.packing import PackCollator
 
-pytestmark = pytest.mark.slow
+OFTEN = ("qwen3_vl_moe", "gemma3", "llava_onevision", "llama")
+"""Experts, tied embeddings, an unused layer with a bare parameter, and no tower."""
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in OFTEN else pytest.mark.soak)
+        for name in FAMILIES
+    ],
+)
 def test_every_adapter_has_a_gradient_and_merges(name, mixed, tmp_path):
     folder = tiny_family_folder(name, tmp_path / "model")
     encoder = Encoder(folder)

@@ -15,14 +15,16 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from support.checkpoints import save_engine
 from support.engines import ADAMW, make_engine, make_stepper
-from support.layouts import LAYOUTS, Trained, one_layout, train
+from support.layouts import LAYOUTS, Layout, Trained, one_layout, train
 from support.shards import TINY_MODEL
 from torch.distributed.tensor import DTensor
 
 from vlmpack.backends.policy import ComponentPolicy, LoraSettings, TrainingPolicy
 from vlmpack.distributed import Ranks, start_process_group, stop_process_group
 from vlmpack.families import Encoder
+from vlmpack.training.checkpoint import load_checkpoint, step_folder
 
 STEPS = 3
 
@@ -46,13 +48,16 @@ POLICIES = {
 
 CASES = {
     "pp2, no language": ("pp2", "no language"),
-    "tp2, no tower": ("tp2", "no tower"),
     "dp2, no tower": ("dp2", "no tower"),
-    "ddp, adapters": ("none", "adapters"),
+    "tp2, no tower": ("tp2", "no tower"),
     "fsdp, adapters": ("fsdp", "adapters"),
+    "ddp, adapters": ("none", "adapters"),
 }
 """(layout of the mcore engine, or sharding of the hf engine; policy). In pp2 without the language
 model the last stage trains nothing."""
+
+GOES_ON_FROM = {"tp2, no tower": "dp2, no tower", "ddp, adapters": "fsdp, adapters"}
+"""Cases that load what another saved before its last step, and take that one."""
 
 
 def reference(policy: str) -> tuple[Trained, dict[str, Any]]:
@@ -64,12 +69,27 @@ def reference(policy: str) -> tuple[Trained, dict[str, Any]]:
     return Trained(rows, weights), start
 
 
-def hf_case(sharding: str, policy: str, ranks: Ranks, folder: Path) -> Trained:
+def train_or_go_on(case: str, engine: Any, layout: Layout, folder: Path) -> list[list[float]]:
+    """(loss, gradient norm) by step; saved before the last one where another case needs it."""
+    stepper, ranks = make_stepper(engine, check=True), engine.ranks
+    source = GOES_ON_FROM.get(case)
+    if source is None:
+        rows = train(stepper, layout, STEPS - 1)
+        if case in GOES_ON_FROM.values():
+            save_engine(folder / f"{case}-saved", STEPS - 1, engine, keep=1, ranks=ranks)
+    else:
+        load_checkpoint(step_folder(folder / f"{source}-saved", STEPS - 1), engine, ranks)
+        rows = ranks.on_main(lambda: Trained.load(folder / source).rows[:-1])
+    return rows + train(stepper, layout, 1)
+
+
+def hf_case(case: str, ranks: Ranks, folder: Path) -> Trained:
     """Two replicas; FOLDER/<sharding>-merged and -adapter are what they export."""
+    sharding, policy = CASES[case]
     engine = make_engine(
         TINY_MODEL, Encoder(TINY_MODEL), ranks=ranks, policy=POLICIES[policy], sharding=sharding
     )
-    rows = train(make_stepper(engine, check=True), LAYOUTS["dp2"], STEPS)
+    rows = train_or_go_on(case, engine, LAYOUTS["dp2"], folder)
     engine.export(folder / f"{sharding}-merged", processor_from=TINY_MODEL, dtype=None)
     engine.export_adapter(folder / f"{sharding}-adapter", base=str(TINY_MODEL))
     weights = {
@@ -79,8 +99,9 @@ def hf_case(sharding: str, policy: str, ranks: Ranks, folder: Path) -> Trained:
     return Trained(rows, weights)
 
 
-def mcore_case(layout: str, policy: str, ranks: Ranks) -> Trained:
+def mcore_case(case: str, ranks: Ranks, folder: Path) -> Trained:
     """Both processes share the model, or hold copies."""
+    layout, policy = CASES[case]
     from vlmpack.backends.mcore.engine import MegatronEngine, MegatronEngineConfig
 
     config = MegatronEngineConfig(
@@ -92,7 +113,7 @@ def mcore_case(layout: str, policy: str, ranks: Ranks) -> Trained:
     )
     encoder = Encoder(TINY_MODEL)
     engine = MegatronEngine(config, encoder, ranks, ADAMW, POLICIES[policy])
-    rows = train(make_stepper(engine, check=True), LAYOUTS[layout], STEPS)
+    rows = train_or_go_on(case, engine, LAYOUTS[layout], folder)
     assert engine.parameter_shapes().keys() < engine.shapes.keys()
     written = {box.name for _, box, _ in engine.owned_slices()}
     assert written <= engine.parameter_shapes().keys()
@@ -111,14 +132,11 @@ def mcore_case(layout: str, policy: str, ranks: Ranks) -> Trained:
 
 def main(folder: Path) -> None:
     """Every case."""
-    for name, (layout, policy) in CASES.items():
+    for name, (layout, _) in CASES.items():
         is_mcore = layout in LAYOUTS
         context = one_layout(LAYOUTS[layout]) if is_mcore else nullcontext(start_process_group())
         with context as ranks:
-            if is_mcore:
-                trained = mcore_case(layout, policy, ranks)
-            else:
-                trained = hf_case(layout, policy, ranks, folder)
+            trained = (mcore_case if is_mcore else hf_case)(name, ranks, folder)
             if ranks.is_main:
                 trained.save(folder / name)
     stop_process_group()

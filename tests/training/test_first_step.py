@@ -96,15 +96,20 @@ def test_a_trained_group_without_a_gradient_is_found_before_the_step(
     assert all(torch.equal(p, before[name]) for name, p in engine.parameters())
 
 
-def test_tower_and_projector_wait_for_images(tiny_folder, encoder, encoded, monkeypatch):
+def test_tower_and_projector_wait_for_images(tiny_folder, encoder, encoded, monkeypatch, caplog):
     """A batch of texts has gradients of zero for them, and that is no fault."""
     texts = [sample for sample in encoded if sample.media is None]
     assert texts and len(texts) < len(encoded)
     stepper = stepper_of(tiny_folder, encoder, ("full", "full", "full"))
     train(stepper, texts)
     assert stepper.check.pending
-    train(stepper, encoded, step=1)
+    stepper.check.name_untrained()
+    assert "projector, vision: without a gradient" in caplog.text
+    caplog.clear()
+    train(stepper, encoded[:3], step=1)
     assert not stepper.check.pending
+    stepper.check.name_untrained()
+    assert not caplog.text
 
     stepper = stepper_of(tiny_folder, encoder, ("full", "full", "full"))
     train(stepper, texts)

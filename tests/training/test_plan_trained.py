@@ -46,7 +46,15 @@ def memory(recipe: Recipe, encoder: Any, world_size: int = 1, copies: int = 1) -
     )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        "adapters",
+        pytest.param("all dora", marks=pytest.mark.slow),
+        pytest.param("all", marks=pytest.mark.slow),
+        pytest.param("projector", marks=pytest.mark.slow),
+    ],
+)
 def test_bytes_are_those_that_an_engine_holds(
     tiny_folder: Any, encoder: Any, encoded: Any, case: str
 ) -> None:

@@ -8,6 +8,15 @@ from support.shards import mixed_samples, text_samples
 from support.verified import Subject, failed
 
 QUICK = {"qwen2_5_vl", "qwen3"}
+SLOW = {"qwen3_vl", "qwen3_vl_moe", "internvl", "gemma3"}
+"""One of each kind: deep features, experts, tiles, attention in both directions inside images."""
+
+
+def _marks(name):
+    if name in QUICK:
+        return ()
+    return pytest.mark.slow if name in SLOW else pytest.mark.soak
+
 
 ALWAYS = {
     "boundaries",
@@ -30,10 +39,7 @@ WITH_IMAGES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in FAMILIES],
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in FAMILIES])
 def test_it_passes_on_every_family(name, tmp_path):
     raw = text_samples()[:3] if name in TEXT_FAMILIES else mixed_samples()[:4]
     subject = Subject(tiny_family_folder(name, tmp_path), raw)

@@ -279,9 +279,8 @@ def test_trained_weights_that_do_not_learn(subject, monkeypatch):
     assert "model.language_model.norm.weight" in checks["gradients: language model"].detail
 
 
-@pytest.mark.parametrize(
-    "variant", [{}, pytest.param({"trainable__lora__dora": True}, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [{}, {"trainable__lora__dora": True}])
 def test_adapters_whose_update_is_scaled_by_one_percent_too_much(subject, monkeypatch, variant):
     """The engine alone cannot show it: rows of one sample are as wrong as rows of many."""
     from vlmpack.backends.hf import engine

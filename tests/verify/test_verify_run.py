@@ -22,7 +22,7 @@ from vlmpack.families import Encoder
 from vlmpack.packing import IGNORE_INDEX, PackCollator
 from vlmpack.training.verify.tiny import write_tiny_model
 
-OTHERS = sorted(set(VISION_FAMILIES) - {"qwen3_vl", "gemma3"})
+OTHERS = sorted(set(VISION_FAMILIES) - {"qwen3_vl"})
 
 
 @pytest.fixture
@@ -91,6 +91,7 @@ def test_an_output_that_is_a_file_is_named_before_any_work(recipe, tmp_path):
     assert (tmp_path / "out").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_samples_without_any_label_are_named(recipe, monkeypatch):
     encode = Encoder.encode
 
@@ -140,7 +141,6 @@ def test_a_run_that_fails_to_verify_trains_nothing(tmp_path, monkeypatch):
     "name",
     [
         pytest.param("qwen3_vl", marks=pytest.mark.slow),
-        pytest.param("gemma3", marks=pytest.mark.slow),
         *(pytest.param(name, marks=pytest.mark.soak) for name in OTHERS),
     ],
 )
@@ -170,8 +170,8 @@ def test_a_tiny_model_of_a_family_verifies(name, tmp_path):
 @pytest.mark.parametrize(
     "jobs",
     [
-        pytest.param(("tp2", "cp2", "cp2-over-the-row"), marks=pytest.mark.slow),
-        pytest.param(("pp2",), marks=pytest.mark.soak),
+        pytest.param(("cp2", "cp2-over-the-row"), marks=pytest.mark.slow),
+        pytest.param(("tp2", "pp2"), marks=pytest.mark.soak),
     ],
 )
 def test_parallel_layouts_are_compared_with_the_stock_model(recipe, tmp_path, jobs):

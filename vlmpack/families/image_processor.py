@@ -31,7 +31,7 @@ def family_processor(folder: Path, *kinds: str) -> Any:
     processor = image_processor(folder)
     name = type(processor).__name__
     if name.removesuffix("Pil").removesuffix("Fast") not in kinds:
-        raise ValueError(f"it makes a {name}, expected {' or '.join(kinds)}")
+        raise ValueError(f"it is a {name}, expected {' or '.join(kinds)}")
     if not processor.do_resize or processor.size is None:
         size = None if processor.size is None else dict(processor.size)
         raise ValueError(

@@ -42,7 +42,10 @@ def processor_template(folder: Path) -> str | None:
 def _setting(path: Path, key: str, default: Any) -> Any:
     if not path.is_file():
         return default
-    content = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path.name} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path.name} holds no JSON object")
     return content.get(key, default)

@@ -6,6 +6,7 @@ not looked at, so nothing more is read from the device.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +16,8 @@ from vlmpack.backends.policy import Component
 from vlmpack.distributed import Ranks
 from vlmpack.errors import TrainabilityError
 from vlmpack.packing import Batch, PackedBatch
+
+logger = logging.getLogger("vlmpack")
 
 SEES_IMAGES: tuple[Component, ...] = ("vision", "projector")
 """Components whose gradients come from images alone."""
@@ -44,6 +47,21 @@ class FirstStepCheck:
     def pending(self) -> bool:
         """Whether there is still something to look at."""
         return bool(self._waiting) or self._frozen_unseen
+
+    @property
+    def without_gradient(self) -> list[Component]:
+        """Trained components that still wait for a label after an image."""
+        return sorted(self._waiting.intersection(SEES_IMAGES))
+
+    def name_untrained(self) -> None:
+        """Warn of them; for the end of a launch that has taken steps."""
+        if self.without_gradient:
+            logger.warning(
+                "%s: without a gradient, since in no step of this launch a label came after an "
+                "image; weight decay, if any, shrank them. Freeze them (trainable), or look at "
+                "the data",
+                ", ".join(self.without_gradient),
+            )
 
     def before_step(self, *, lr: float, num_seen_images: int) -> None:
         """Look at the gradients, and keep digests of what is frozen.

@@ -68,8 +68,11 @@ class Session:
             Preempted, NonFiniteError, DataError, DataLimitError: see their classes.
         """
         reporting = self._reporting() if self.ranks.is_main else None
+        begun, check = self.trainer.totals.step, self.trainer.stepper.check
         try:
             self.trainer.run(self._steps(), reporting)
+            if self.ranks.is_main and check is not None and self.trainer.totals.step > begun:
+                check.name_untrained()
         finally:
             if reporting is not None:
                 reporting.close()

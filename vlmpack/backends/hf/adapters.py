@@ -89,7 +89,7 @@ def add_adapters(
         use_rslora=lora.rslora,
         bias="none",
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):  # they are drawn on CPU; more than one GPU is a warning
         torch.manual_seed(lora.seed)  # ranks that shard the model must begin with the same weights
         inject_adapter_in_model(config, model, ADAPTER)
 
@@ -147,7 +147,8 @@ def adapter_shapes(
         lora: their settings.
     """
     for target in targets:
-        rows, columns = model.get_submodule(target).weight.shape
+        linear: Any = model.get_submodule(target)
+        rows, columns = linear.weight.shape
         yield f"{target}.lora_A.{ADAPTER}.weight", (lora.rank, columns)
         yield f"{target}.lora_B.{ADAPTER}.weight", (rows, lora.rank)
         if lora.dora:

@@ -1,4 +1,4 @@
-"""What of a model is trained, for its memory: from names and shapes alone, as an engine counts it."""
+"""What of a model is trained, for its memory: from names and shapes, as an engine counts it."""
 
 from __future__ import annotations
 

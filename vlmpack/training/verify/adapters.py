@@ -2,8 +2,9 @@
 
 An adapted layer computes with W + s B A, and an adapter starts at B = 0, where the model is the
 stock one: so dB = s dW A^T and dA = 0, with dW the stock model's gradient of the whole weight and
-s what the recipe's alpha and rank come to. DoRA scales each row of that weight to a length m, which
-starts as |W|: dm is the part of dW along the row, and dB stays (2402.09353, the norm held constant).
+s what the recipe's alpha and rank come to. DoRA scales each row of that weight to a length m that
+starts as |W|: dm is the part of dW along the row, and dB stays (2402.09353; its norm is held
+constant).
 """
 
 from __future__ import annotations

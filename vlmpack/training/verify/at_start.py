@@ -26,7 +26,7 @@ def verify_at_start(
 
     Raises:
         VerificationError: packed differs from unpacked, with the checks that failed.
-        CapabilityError: the model does not fit twice.
+        CapabilityError: the model does not fit.
     """
     folder = run_dir.path / "verify"
     found = verify_split(recipe, ranks, encoder, train, VerifyOptions(scratch=folder))

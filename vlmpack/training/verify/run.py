@@ -9,17 +9,16 @@ from __future__ import annotations
 import gc
 import logging
 import platform
-import shutil
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from vlmpack.capabilities.versions import installed_versions
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.packers import BudgetPacker
@@ -49,7 +48,7 @@ from vlmpack.training.verify.row import (
     make_row,
 )
 from vlmpack.training.verify.samples import Chosen, choose_samples, labels_of
-from vlmpack.training.verify.tiny import write_tiny_model
+from vlmpack.training.verify.tiny import tiny_model
 
 logger = logging.getLogger("vlmpack")
 
@@ -107,20 +106,9 @@ def verify_recipe(recipe: Recipe, ranks: Ranks, options: VerifyOptions) -> Verif
     model = recipe.model.path
     if not options.tiny:
         return _verify_opened(recipe, ranks, options)
-    scratch = options.scratch
-
-    def own_folder() -> Path:
-        scratch.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix="tiny-model-", dir=scratch))
-
-    folder = ranks.on_main(own_folder)
-    try:
-        ranks.on_main(lambda: write_tiny_model(Path(model), folder))
-        path = recipe.model.model_copy(update={"path": str(folder)})
-        found = _verify_opened(recipe.model_copy(update={"model": path}), ranks, options)
-    finally:
-        if ranks.is_main:
-            shutil.rmtree(folder, ignore_errors=True)
+    with tiny_model(Path(model), options.scratch, ranks) as folder:
+        tiny = recipe.model.model_copy(update={"path": str(folder)})
+        found = _verify_opened(recipe.model_copy(update={"model": tiny}), ranks, options)
     return Verification(checks=found.checks, facts=found.facts | {"model": model})
 
 
@@ -309,10 +297,6 @@ def _row_tokens(train: TrainData) -> int | None:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("vlmpack", "torch", "transformers", "accelerate", "peft", "megatron-core"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    packages = {name: found for name, found in installed_versions().items() if found is not None}
+    own = {"python": platform.python_version(), "vlmpack": version("vlmpack")}
+    return own | {"torch": torch.__version__} | packages

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from vlmpack.distributed import Ranks
 from vlmpack.errors import ModelError
 from vlmpack.families import family_of
 
@@ -36,6 +39,29 @@ FEWEST_LAYERS = 2
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth", "*.gguf")
 
 SEED = 0
+
+
+@contextmanager
+def tiny_model(model: Path, scratch: Path, ranks: Ranks) -> Iterator[Path]:
+    """The tiny model of a folder, in a folder of its own that is gone afterwards. Collective.
+
+    Args:
+        model: as in `write_tiny_model`.
+        scratch: in which that folder is made; all ranks see it. What else it holds stays.
+        ranks: who this process is.
+    """
+
+    def own_folder() -> Path:
+        scratch.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="tiny-model-", dir=scratch))
+
+    folder = ranks.on_main(own_folder)
+    try:
+        ranks.on_main(lambda: write_tiny_model(model, folder))
+        yield folder
+    finally:
+        if ranks.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_tiny_model(folder: Path, target: Path) -> Path:
