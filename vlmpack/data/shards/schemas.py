@@ -16,7 +16,7 @@ are refused. An optional "task" groups evaluation figures.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vlmpack.data.shards.naming import JSON_FIELD, is_image
@@ -179,10 +179,7 @@ def _llava_turn(turn: object, place: int, names: list[str | None]) -> Message:
     if not isinstance(value, str):
         raise _SchemaError(f"{where}.value is {_kind(value)}; expected text")
     if VIDEO_MARKER in value:
-        raise _SchemaError(
-            f"{where} marks a video ({VIDEO_MARKER}); {other_media('video')}"
-            f"{_LEAVE_OUT}; {_AS_TEXT.format(VIDEO_MARKER)}"
-        )
+        raise _SchemaError(f"{where} {marks_video(_LEAVE_OUT)}")
     parts: list[TextPart | ImagePart] = []
     for number, text in enumerate(value.split(IMAGE_MARKER)):
         if number:
@@ -194,7 +191,7 @@ def _llava_turn(turn: object, place: int, names: list[str | None]) -> Message:
 
 
 def _llava_images(value: dict[str, object], num_markers: int) -> list[str | None]:
-    given = value.get("images", value.get("image"))
+    given = named_images(value)
     if given is None:
         return [None] * num_markers
     names = [given] if isinstance(given, str) else given
@@ -202,10 +199,29 @@ def _llava_images(value: dict[str, object], num_markers: int) -> list[str | None
         raise _SchemaError(f"'image' is {_kind(given)}; expected a name or a list of names")
     if len(names) != num_markers:
         raise _SchemaError(
-            f"{num_markers} {IMAGE_MARKER} markers in the conversation, but {len(names)} images "
-            f"are named; {_AS_TEXT.format(IMAGE_MARKER)}"
+            f"{counted(num_markers, f'{IMAGE_MARKER} marker')} in the conversation, but "
+            f"{counted(len(names), 'image')} named; {_AS_TEXT.format(IMAGE_MARKER)}"
         )
     return list(names)
+
+
+def named_images(value: Mapping[str, object]) -> object:
+    """What stands beside the turns under `images` or `image`; a null is as good as absent."""
+    given = value.get("images")
+    return value.get("image") if given is None else given
+
+
+def marks_video(leave_out: str = "") -> str:
+    """Why a text that marks the place of a video is refused; `leave_out` says how to go on."""
+    return (
+        f"marks a video ({VIDEO_MARKER}); {other_media('video')}{leave_out}; "
+        f"{_AS_TEXT.format(VIDEO_MARKER)}"
+    )
+
+
+def counted(count: int, one: str) -> str:
+    """1 image, 2 images."""
+    return f"{count} {one}" if count == 1 else f"{count} {one}s"
 
 
 def other_media(kind: str) -> str:
@@ -240,8 +256,9 @@ def _resolve(names: Sequence[str | None], members: list[str], key: str) -> tuple
     free = [member for member in members if member not in named]
     if unnamed != len(free):
         raise _SchemaError(
-            f"{len(names)} image placeholders in the conversation, but {len(members)} image "
-            f"members in the sample ({', '.join(members) or 'none'})"
+            f"{counted(len(names), 'image placeholder')} in the conversation, but "
+            f"{counted(len(members), 'image member')} in the sample "
+            f"({', '.join(members) or 'none'})"
         )
     rest = iter(_in_order(free))
     return tuple(name if name is not None else next(rest) for name in resolved)

@@ -297,6 +297,6 @@ def _row_tokens(train: TrainData) -> int | None:
 
 
 def _versions() -> dict[str, str]:
-    packages = {name: found for name, found in installed_versions().items() if found is not None}
-    own = {"python": platform.python_version(), "vlmpack": version("vlmpack")}
-    return own | {"torch": torch.__version__} | packages
+    own = {name: version(name) for name in ("vlmpack", "torch", "accelerate")}
+    others = {name: found for name, found in installed_versions().items() if found is not None}
+    return {"python": platform.python_version()} | own | others

@@ -13,7 +13,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from vlmpack.data.shards.schemas import IMAGE_MARKER, OTHER_MEDIA, other_media
+from vlmpack.data.shards.schemas import (
+    IMAGE_MARKER,
+    OTHER_MEDIA,
+    VIDEO_MARKER,
+    counted,
+    marks_video,
+    named_images,
+    other_media,
+)
 from vlmpack.errors import DataError
 
 ImageSource = str | bytes
@@ -93,7 +101,10 @@ def chat_turns(record: dict[str, Any]) -> ChatTurns:
         roles.append(role)
         parts.append(list(_parts(content, where)))
     places = [part for row in parts for part in row if isinstance(part, ImagePlace)]
-    if named is not None and not places:
+    by_markers = named is not None and not places
+    if by_markers or schema == "conversations":
+        _refuse_video_markers(parts, schema)
+    if by_markers:
         parts = [list(_by_markers(row)) for row in parts]
         places = [part for row in parts for part in row if isinstance(part, ImagePlace)]
     images = _resolve(places, named)
@@ -150,6 +161,12 @@ def _parts(content: object, where: str) -> Iterator[str | ImagePlace]:
             )
 
 
+def _refuse_video_markers(parts: list[list[str | ImagePlace]], schema: str) -> None:
+    for place, row in enumerate(parts):
+        if any(isinstance(part, str) and VIDEO_MARKER in part for part in row):
+            raise _fault(f"{schema}[{place}] {marks_video()}")
+
+
 def _by_markers(parts: list[str | ImagePlace]) -> Iterator[str | ImagePlace]:
     for part in parts:
         assert isinstance(part, str)
@@ -162,7 +179,7 @@ def _by_markers(parts: list[str | ImagePlace]) -> Iterator[str | ImagePlace]:
 
 def _named_images(record: dict[str, Any]) -> list[ImageSource] | None:
     """The images that the record names beside its turns; None where it names none."""
-    given = record.get("images", record.get("image"))
+    given = named_images(record)
     if given is None:
         return None
     items = given if isinstance(given, list) else [given]
@@ -189,8 +206,8 @@ def _resolve(places: list[ImagePlace], named: list[ImageSource] | None) -> tuple
         raise _fault("images are named by the parts and by the record, and not the same ones")
     if len(places) != len(named):
         raise _fault(
-            f"{len(places)} places for images in the turns ({IMAGE_MARKER} or image parts), but "
-            f"{len(named)} images are named"
+            f"{counted(len(places), 'place')} for images in the turns ({IMAGE_MARKER} or image "
+            f"parts), but {counted(len(named), 'image')} named"
         )
     return tuple(named)
 
