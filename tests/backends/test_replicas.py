@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -248,4 +249,6 @@ def test_one_process_may_split_its_global_batch_in_any_way(encoder, encoded, one
 
 def test_the_replica_script_is_not_run_by_accident():
     assert "torch.distributed.run" not in Path(replicas.__file__).read_text(encoding="utf-8")
-    assert not torch.distributed.is_initialized()
+    before = torch.distributed.is_initialized()  # by tests of the same process
+    runpy.run_path(replicas.__file__)
+    assert torch.distributed.is_initialized() == before

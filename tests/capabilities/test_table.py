@@ -28,6 +28,7 @@ from vlmpack.capabilities import (
     capabilities,
     installed_versions,
     model_types,
+    read_config,
     refusal,
     version_limit,
     why_not,
@@ -35,6 +36,7 @@ from vlmpack.capabilities import (
 from vlmpack.capabilities.served import nearest
 from vlmpack.capabilities.text import BEGIN, END, markdown, text_table, with_block
 from vlmpack.cli.app import app
+from vlmpack.errors import ModelError
 from vlmpack.families import Encoder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,9 +50,10 @@ def cells(model_type, versions=TESTED):
 
 
 @pytest.mark.parametrize("model_type", SERVED)
-def test_a_line_names_the_file_that_serves_its_model_type(model_type):
+def test_a_line_names_the_file_that_serves_its_model_type_and_its_bounds_on_images(model_type):
     family = import_module(f"vlmpack.families.{SERVED[model_type].family}").FAMILY
     assert model_type in family.model_types
+    assert SERVED[model_type].pixel_knobs == family.pixel_knobs
 
 
 @pytest.mark.parametrize("model_type", VISION_FAMILIES)
@@ -176,6 +179,13 @@ def test_the_nearest_model_type(model_type, near):
     assert f"no family of this version serves model_type '{model_type}'" in message
     assert "`vlmpack families`" in message
     assert ("did you mean" in message) is (near is not None)
+
+
+@pytest.mark.parametrize("config", [{}, {"model_type": None}, {"text_config": {}}])
+def test_a_config_without_a_model_type(config):
+    assert refusal(config) == (
+        "config.json has no model_type; `vlmpack families` lists those that can be trained"
+    )
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.title)
@@ -317,7 +327,7 @@ def test_the_table_is_written_between_the_marks(tmp_path):
     file.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     assert CliRunner().invoke(app, ["families", "--into", str(file)]).exit_code == 0
     text = file.read_text()
-    assert text.startswith(f"before\n{BEGIN}\n| family | in_batch |")
+    assert text.startswith(f"before\n{BEGIN}\n| family | model_type | in_batch |")
     assert text.endswith(f"{END}\nafter\n")
     assert "old" not in text
     assert with_block("no marks", "table") is None
@@ -326,13 +336,31 @@ def test_the_table_is_written_between_the_marks(tmp_path):
     assert BEGIN in str(result.exception)
 
 
+def test_the_table_in_markdown_is_not_of_one_folder(tiny_folder):
+    for options in (["--markdown"], ["--into", "README.md"]):
+        result = CliRunner().invoke(app, ["families", str(tiny_folder), *options])
+        assert "leave the folder out" in str(result.exception)
+    assert "--markdown" not in CliRunner().invoke(app, ["families", "--help"]).stdout
+
+
+def test_an_id_of_the_hub_is_told_from_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    hint = "hf download Qwen/Qwen2.5-VL-3B-Instruct --local-dir "
+    for folder in ("Qwen/Qwen2.5-VL-3B-Instruct", f"{tmp_path}/Qwen/Qwen2.5-VL-3B-Instruct"):
+        with pytest.raises(ModelError, match="is not a folder.*; expected .*" + hint + folder + "$"):
+            read_config(Path(folder))
+    (tmp_path / "models").mkdir()
+    for folder in ("models/x", "x", "a/b/c", "/a/b"):
+        with pytest.raises(ModelError, match=r"processor files\)$"):
+            read_config(Path(folder))
+
+
 def test_the_command_lists_every_family_and_reason():
     text = CliRunner().invoke(app, ["families"]).stdout
     words = " ".join(text.split())
-    for model in SERVED.values():
-        assert re.search(
-            rf"^{re.escape(model.title)} +both|^{re.escape(model.title)} +hf", text, re.M
-        )
+    for model_type, model in SERVED.items():
+        line = rf"^{re.escape(model.title)} +{model_type} +(both|hf)"
+        assert re.search(line, text, re.MULTILINE)
     for part in ("needs model.backend: mcore", "no preference loss is built yet", "Qwen3-Next"):
         assert part in words
 

@@ -242,6 +242,24 @@ def test_images_that_are_refused(tmp_path: Path, images: Path, name: str, reason
             "none of the 1 turns is the assistant's",
         ),
         ({"conversations": TURNS, "image": "a.png"}, "2 places for images in the turns"),
+        (
+            {"conversations": TURNS, "image": "a.png", "images": None},
+            "or image parts), but 1 image named",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "<video> q"}, *TURNS[1:]]},
+            "conversations[0] marks a video (<video>); this version trains on images",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "<image><video> q"},
+                    {"role": "assistant", "content": "A"},
+                ],
+                "images": ["a.png"],
+            },
+            "a literal <video> is text beside image parts",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "name no image"),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "the type 'video'"),
         (

@@ -144,7 +144,7 @@ BAD: list[tuple[Any, tuple[str, ...], str]] = [
     (
         chat(("user", [IMAGE, IMAGE]), ("assistant", "A")),
         ("0.jpg",),
-        "2 image placeholders .* 1 image members",
+        "2 image placeholders .* 1 image member ",
     ),
     (
         chat(("user", "Q"), ("assistant", "A")),
@@ -155,7 +155,7 @@ BAD: list[tuple[Any, tuple[str, ...], str]] = [
     (
         llava(("human", "<image>"), ("gpt", "A"), images=["a.jpg", "b.jpg"]),
         ("a.jpg", "b.jpg"),
-        "1 <image> markers .* 2 images",
+        "1 <image> marker in .* 2 images named",
     ),
     (llava(("human", "Q"), ("gpt", "A"), image="0.jpg"), ("0.jpg",), "0 <image> markers"),
     (llava(("human", "<image><image>"), ("gpt", "A")), ("0.jpg",), "2 image .* 1 image"),

@@ -7,6 +7,7 @@ import pickle
 import random
 import shutil
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -311,7 +312,7 @@ def test_an_encoder_crosses_process_borders_without_its_tokenizer(tiny_folder):
 
 def test_a_folder_without_processor_files_names_what_is_missing(folder):
     (folder / "preprocessor_config.json").unlink()
-    with pytest.raises(ModelError, match="no usable image processor"):
+    with pytest.raises(ModelError, match=r"\(preprocessor_config.json\): the file is missing$"):
         _ = Encoder(folder).image_rule
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
@@ -323,6 +324,16 @@ def test_a_tokenizer_without_a_chat_template_is_refused(folder):
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(ModelError, match="no chat template"):
         _ = Encoder(folder).chat
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "chat_template.json"])
+def test_a_template_that_is_no_jinja_is_the_models_fault(folder, name):
+    text = "{{ bos_token }}\n{% for message in messages }}\n{% endfor %}"
+    content = text if name.endswith("jinja") else json.dumps({"chat_template": text})
+    (folder / name).write_text(content, encoding="utf-8")
+    where = "chat_template.jinja" if name.endswith("jinja") else "the chat template of .*"
+    with pytest.raises(ModelError, match=rf"model.path: .*{where}, line 2: unexpected '}}'"):
+        Encoder(folder).load()
 
 
 def test_the_template_is_the_one_that_the_familys_processor_takes(folder):
@@ -400,6 +411,10 @@ def test_another_merge_size_is_refused(folder):
 def test_a_folder_that_is_no_model(tmp_path):
     with pytest.raises(ModelError, match="is not a folder"):
         Encoder(tmp_path / "missing")
+    with pytest.raises(
+        ModelError, match=r"models/gone \(relative to .*, the current directory\) is not a folder"
+    ):
+        Encoder(Path("models/gone"))
     with pytest.raises(ModelError, match=r"has no config\.json"):
         Encoder(tmp_path)
     (tmp_path / "config.json").write_text("{", encoding="utf-8")

@@ -240,5 +240,13 @@ def test_a_processor_that_does_not_fit_is_named(folder, tmp_path, values, messag
 def test_a_count_of_tokens_that_does_not_fit_is_named(folder, tmp_path):
     chosen = changed(folder, tmp_path / "model")
     (chosen / "processor_config.json").unlink()  # the class's default is 256
-    with pytest.raises(ModelError, match=r"image_seq_length 256 tokens .* makes 16"):
-        Encoder(chosen).load()
+    file = chosen / "processor_config.json"
+    for content, found in (
+        (None, "processor_config.json is missing, which means image_seq_length 256"),
+        ("{}", "processor_config.json has no image_seq_length, which means 256"),
+        ('{"image_seq_length": 256}', "processor_config.json writes image_seq_length 256"),
+    ):
+        if content is not None:
+            file.write_text(content)
+        with pytest.raises(ModelError, match=rf'{found}, .* makes 16 .*"image_seq_length": 16 '):
+            Encoder(chosen).load()

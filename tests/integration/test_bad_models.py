@@ -128,7 +128,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], int, tuple[str, ...]]] = {
     "no image processor": (
         lambda f: (f / "preprocessor_config.json").unlink(),
         1,
-        ("no usable image processor", "preprocessor_config.json"),
+        ("no usable image processor (preprocessor_config.json): the file is missing",),
     ),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), 1, ("has no weights",)),
     "truncated weights": (cut, 1, ("model.safetensors is damaged or cut off", "bytes")),

@@ -80,11 +80,24 @@ def test_exports_of_checkpoints(finished, tmp_path):
     result = runner.invoke(app, ["export", str(run), "--merge", "-o", str(tmp_path / "merged")])
     assert result.exit_code == 0, result.output
     assert "step-00000004" in result.output
+    assert "export.dtype: float32 keeps all of it" in " ".join(result.output.split())
     assert same(tmp_path / "merged", run / "export", "model.safetensors")
-    adapter, checkpoint = export_run(run, merge=False, out=tmp_path / "adapter")
+    kept = tmp_path / "kept"
+    command = ["export", str(run), "--merge", "--dtype", "float32", "-o", str(kept)]
+    result = runner.invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert "in float32, as it was trained" in " ".join(result.output.split())
+    whole, short = (load_file(str(at / "model.safetensors")) for at in (kept, run / "export"))
+    assert all(torch.equal(short[name], whole[name].bfloat16()) for name in whole)
+    assert any(not torch.equal(short[name].float(), whole[name]) for name in whole)
+    assert json.loads((kept / "config.json").read_text())["dtype"] == "float32"
+    with pytest.raises(VlmpackError, match="adapters are written as trained, in float32"):
+        export_run(run, merge=False, dtype="float32")
+    adapter, checkpoint, dtype = export_run(run, merge=False, out=tmp_path / "adapter")
     assert checkpoint.name == "step-00000004"
+    assert dtype is None
     assert same(adapter, run / "adapter", "adapter_model.safetensors")
-    earlier, _ = export_run(run, merge=True, out=tmp_path / "two", step=2)
+    earlier = export_run(run, merge=True, out=tmp_path / "two", step=2).folder
     assert not same(earlier, run / "export", "model.safetensors")
     with pytest.raises(VlmpackError, match=r"no checkpoint of step 3; it has 2, 4"):
         export_run(run, merge=True, step=3)

@@ -146,6 +146,25 @@ def test_images_that_fill_whole_tiles_are_not_shrunk_to_fit(problems_of, model, 
         assert problems_of(model(other) | shrink) == []
 
 
+@pytest.mark.parametrize(
+    ("model_type", "knobs", "instead"),
+    [
+        ("qwen2_5_vl", {"min_pixels", "max_pixels"}, "which has images.min_pixels and images.max_"),
+        ("internvl", {"max_tiles"}, "which has images.max_tiles"),
+        ("mistral3", {"max_pixels"}, "which has images.max_pixels"),
+        ("llava_onevision", set(), "have no bounds; leave it out"),
+        ("qwen3", set(), "have no bounds; leave it out"),
+    ],
+)
+def test_bounds_on_images_are_those_of_the_family(problems_of, model, model_type, knobs, instead):
+    for name in ("min_pixels", "max_pixels", "max_tiles"):
+        problems = problems_of(model(model_type) | {f"images.{name}": 5000})
+        assert [f"images.{name}: 5000, but the model is " in each for each in problems] == (
+            [] if name in knobs else [True]
+        )
+        assert all(instead in each for each in problems)
+
+
 @pytest.mark.parametrize("backend", ENGINES)
 def test_refused_models_are_problems_of_the_recipe(problems_of, model, backend):
     (problem,) = problems_of(model("qwen3_next") | {"model.backend": backend})

@@ -85,6 +85,22 @@ def test_a_recipe_with_adapters_survives_its_own_dump(minimal):
     assert load_recipe(parse_yaml(dump_recipe(recipe), "").root) == recipe
 
 
+@pytest.mark.parametrize("lora", [{"rank": 16}, {"rank": 16, "alpha": 32.0}, {"alpha": 8.0}])
+def test_adapters_described_for_no_component_are_refused_whatever_the_values(
+    minimal, problems_of, lora
+):
+    from vlmpack.recipe import dump_recipe
+    from vlmpack.recipe.yaml_nodes import parse_yaml
+
+    written = {f"trainable.lora.{name}": value for name, value in lora.items()}
+    (problem,) = problems_of(written)
+    assert f"{next(iter(lora.values()))}, but no component has mode lora" in problem
+    assert problems_of(written | LORA) == []
+    resolved = load_recipe(minimal)
+    assert load_recipe(parse_yaml(dump_recipe(resolved), "").root) == resolved
+    assert load_recipe(resolved, {"training.max_steps": 7}).training.max_steps == 7
+
+
 def test_learning_rates_of_components(minimal):
     optim = load_recipe(minimal, {"optim.vision_lr": 1e-5}).optim
     assert (optim.peak("vision"), optim.peak("projector")) == (1e-5, 1e-3)

@@ -15,11 +15,12 @@ from vlmpack.backends.policy import EVERYTHING, ComponentPolicy, TrainingPolicy
 from vlmpack.distributed import Ranks
 from vlmpack.errors import CapabilityError
 from vlmpack.families import Encoder, family_of
-from vlmpack.packing import FixedShape, PackCollator
-from vlmpack.report.verify import table_rows
+from vlmpack.packing import FixedShape, PackCollator, PadCollator
+from vlmpack.report.verify import head, table_rows
 from vlmpack.training.verify import Check, Verification, memory
 from vlmpack.training.verify.compare import Compared, check_log_probabilities, loss_error
 from vlmpack.training.verify.figures import bounded, relative_l2, with_noise, worst
+from vlmpack.training.verify.layouts import rows_in_words
 from vlmpack.training.verify.leak import Perturbation, check_leaks
 from vlmpack.training.verify.outputs import FEWEST_SLOTS, KEPT_NUMBERS, kept_slots
 from vlmpack.training.verify.packed import Packed
@@ -277,3 +278,35 @@ def test_the_last_line_says_what_to_look_at():
     written = json.loads(json.dumps(as_json(found), allow_nan=False))
     assert written["checks"][1]["measured"] == "inf"
     assert [row[0] for row in table_rows(found)] == ["pass", "FAIL"]
+
+
+def head_of(**facts):
+    sample = {"tokens": 7, "labels": 3, "images": 1}
+    engine = {"reference": "M", "engine": "hf", "processes": "1 (no replicas)", "attention": "a"}
+    common = {"model": "m", "mode": "none", "dtype": "bfloat16", "device": "cpu", "seconds": 1}
+    defaults = {"tiny": False, "samples": [sample], "samples_wanted": 3, "engine": engine}
+    return "\n".join(
+        head(Verification(checks=(), facts=common | defaults | facts | {"engine": engine | facts}))
+    )
+
+
+def test_the_head_says_why_there_are_more_samples_than_asked_for():
+    sample = {"tokens": 7, "labels": 3, "images": 0}
+    assert "--samples" not in head_of(samples=[sample] * 3)
+    assert "more than the 3 of --samples" in head_of(samples=[sample] * 4)
+    assert "until they have so many" in head_of(samples=[sample] * 4)
+
+
+def test_the_head_counts_processes_in_words():
+    assert "hf, 1 process, attention" in head_of()
+    assert "hf, 2 processes (DDP), attention" in head_of(processes="2 (DDP)")
+
+
+def test_rows_are_counted_in_words():
+    packed = PackCollator(pad_token_id=0, num_position_axes=3)
+    padded = PadCollator(pad_token_id=0, num_position_axes=3)
+    assert [rows_in_words(count, packed) for count in (1, 2)] == ["1 packed row", "2 packed rows"]
+    assert [rows_in_words(count, padded) for count in (1, 2)] == [
+        "1 batch of padded rows",
+        "2 batches of padded rows",
+    ]

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support import layouts
 from support.families import VISION_FAMILIES, tiny_family_folder
 from support.recipes import changed, rows, run_settings, write_recipe
+from support.shards import TINY_MODEL
 from support.verified import recipe_for
 from typer.testing import CliRunner
 
 import vlmpack
 from vlmpack.cli.app import app
-from vlmpack.errors import EmptyDataError, RecipeError, RunDirError, VerificationError
+from vlmpack.errors import EmptyDataError, ModelError, RecipeError, RunDirError, VerificationError
 from vlmpack.families import Encoder
 from vlmpack.packing import IGNORE_INDEX, PackCollator
 from vlmpack.training.verify.tiny import write_tiny_model
@@ -52,6 +55,7 @@ def test_the_command_says_that_packed_equals_unpacked(recipe, tmp_path):
     done = run(recipe, "-k", 3, "-o", tmp_path / "out")
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
+    assert all(line == line.rstrip() for line in lines)
     assert lines[-1] == "packed equals unpacked"
     assert sum(line.startswith("pass") for line in lines) == 15
     found = json.loads((tmp_path / "out" / "verify.json").read_text())
@@ -89,6 +93,32 @@ def test_an_output_that_is_a_file_is_named_before_any_work(recipe, tmp_path):
     assert isinstance(done.exception, RunDirError)
     assert "--output" in str(done.exception)
     assert (tmp_path / "out").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("-k", 1), "'-k': found 1, expected 2 or more"),
+        (("-k", "few"), "'-k': found few, expected 2 or more"),
+        (("--dtype", "bf16"), "'--dtype': found bf16, expected float32 or recipe"),
+    ],
+)
+def test_a_wrong_option_is_one_line(recipe, arguments, said):
+    done = run(recipe, *arguments)
+    assert done.exit_code == 2
+    assert said in done.output
+
+
+def test_weights_that_do_not_fit_are_named_before_any_data(recipe, tmp_path, monkeypatch, capfd):
+    """As a run does it: without transformers' own report in front."""
+    folder = shutil.copytree(TINY_MODEL, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[max(tensors)]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setattr("vlmpack.training.verify.run.build_encoder", pytest.fail)
+    done = run(recipe, f"model.path={folder}")
+    assert isinstance(done.exception, ModelError)
+    assert "LOAD REPORT" not in done.output + capfd.readouterr().err
 
 
 @pytest.mark.slow
@@ -154,13 +184,21 @@ def test_a_tiny_model_of_a_family_verifies(name, tmp_path):
     path.write_text(json.dumps(recipe.model_dump(mode="json", exclude_defaults=True)))
     kept = tmp_path / "run" / "verify" / "scratch"  # a folder of the user's own
     kept.mkdir(parents=True)
+    whole = kept.parent / "verify.json"
+    whole.write_text("the whole model's")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
     done = run(path, "-k", 2, "--tiny")
     assert done.exit_code == 0, done.output
     assert "TINY MODEL" in done.stdout
+    assert "random weights, the folder's weights were not read" in done.stdout
+    assert whole.read_text() == "the whole model's"
     assert done.stdout.splitlines()[-1] == "packed equals unpacked (of the tiny model)"
     assert "padded: leak test" in done.stdout
     assert "packed: leak test" in done.stdout
-    assert sorted(path.name for path in kept.parent.iterdir()) == ["scratch", "verify.json"]
+    assert sorted(path.name for path in kept.parent.iterdir()) == [
+        *("scratch", "verify-tiny.json", "verify.json"),
+    ]
 
 
 # Parallel layouts
@@ -170,8 +208,8 @@ def test_a_tiny_model_of_a_family_verifies(name, tmp_path):
 @pytest.mark.parametrize(
     "jobs",
     [
-        pytest.param(("cp2", "cp2-over-the-row"), marks=pytest.mark.slow),
-        pytest.param(("tp2", "pp2"), marks=pytest.mark.soak),
+        pytest.param(("cp2",), marks=pytest.mark.slow),
+        pytest.param(("tp2", "pp2", "cp2-over-the-row"), marks=pytest.mark.soak),
     ],
 )
 def test_parallel_layouts_are_compared_with_the_stock_model(recipe, tmp_path, jobs):

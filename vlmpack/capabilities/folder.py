@@ -35,9 +35,12 @@ def read_config(folder: Path) -> Mapping[str, object]:
     """
     path = folder / "config.json"
     if not folder.is_dir():
+        start = (
+            "" if folder.is_absolute() else f" (relative to {Path.cwd()}, the current directory)"
+        )
         raise ModelError(
-            f"model.path: {folder} is not a folder; expected a model in transformers format "
-            f"(config.json, *.safetensors, tokenizer and processor files)"
+            f"model.path: {folder}{start} is not a folder; expected a model in transformers format "
+            f"(config.json, *.safetensors, tokenizer and processor files){_download(folder)}"
         )
     if not path.is_file():
         raise ModelError(f"model.path: {folder} has no config.json; it is no transformers model")
@@ -48,3 +51,16 @@ def read_config(folder: Path) -> Mapping[str, object]:
     if not isinstance(content, dict):
         raise ModelError(f"model.path: {path} holds no JSON object, so it names no model_type")
     return content
+
+
+def _download(folder: Path) -> str:
+    """How to get a model of the Hub, where its id seems to be meant: owner and name, and no folder
+    of the owner's name."""
+    owner = folder.parent
+    beside = owner.parent
+    if not owner.name or owner.exists() or not beside.is_dir() or str(beside) == beside.anchor:
+        return ""
+    return (
+        f"; a model of the Hub is downloaded first: hf download {owner.name}/{folder.name} "
+        f"--local-dir {folder}"
+    )

@@ -163,8 +163,11 @@ def refusal(config: Mapping[str, object]) -> str | None:
     rule = _refused_by_rule(config) or _refused_by_rule(language)
     if rule is not None:
         return f"the model (model_type {model_type!r}) cannot be trained: {rule}"
-    if not isinstance(model_type, str) or model_type not in SERVED:
-        near = nearest(model_type) if isinstance(model_type, str) else None
+    if not isinstance(model_type, str):
+        found = "has no model_type" if model_type is None else f"has model_type {model_type!r}"
+        return f"config.json {found}; `vlmpack families` lists those that can be trained"
+    if model_type not in SERVED:
+        near = nearest(model_type)
         meant = f"did you mean {near!r}? " if near else ""
         return (
             f"no family of this version serves model_type {model_type!r}; {meant}"

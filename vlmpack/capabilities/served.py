@@ -32,6 +32,7 @@ class ServedModel:
         limits: features that it cannot have, on any engine.
         whole_tiles: whether an image is enlarged to fill whole tiles, whatever its size: resizing
             it beforehand takes away what it shows, but no tokens.
+        pixel_knobs: the keys of `images` in a recipe that the family's images can be bounded by.
     """
 
     title: str
@@ -43,44 +44,66 @@ class ServedModel:
     attention: OnlyAttention | None = None
     limits: Mapping[Feature, Limit] = field(default_factory=dict)
     whole_tiles: bool = False
+    pixel_knobs: tuple[str, ...] = ()
 
 
 _BOTH_WAYS = "an image's tokens attend in both directions, which only segments does"
 _BOTH: tuple[Engine, ...] = ("hf", "mcore")
+_AREA = ("min_pixels", "max_pixels")
 
 SERVED: Mapping[str, ServedModel] = {
     "llama": ServedModel(title="Llama", family="text_lm", engines=_BOTH),
     "qwen2": ServedModel(title="Qwen2", family="text_lm", engines=_BOTH),
     "qwen3": ServedModel(title="Qwen3", family="text_lm", engines=_BOTH),
-    "qwen2_vl": ServedModel(title="Qwen2-VL", family="qwen2_vl", engines=_BOTH),
-    "qwen2_5_vl": ServedModel(title="Qwen2.5-VL", family="qwen2_5_vl", engines=_BOTH),
-    "qwen3_vl": ServedModel(title="Qwen3-VL", family="qwen3_vl", engines=_BOTH),
+    "qwen2_vl": ServedModel(title="Qwen2-VL", family="qwen2_vl", engines=_BOTH, pixel_knobs=_AREA),
+    "qwen2_5_vl": ServedModel(
+        title="Qwen2.5-VL", family="qwen2_5_vl", engines=_BOTH, pixel_knobs=_AREA
+    ),
+    "qwen3_vl": ServedModel(title="Qwen3-VL", family="qwen3_vl", engines=_BOTH, pixel_knobs=_AREA),
     "qwen3_vl_moe": ServedModel(
-        title="Qwen3-VL-MoE", family="qwen3_vl", engines=_BOTH, has_experts=True
+        title="Qwen3-VL-MoE",
+        family="qwen3_vl",
+        engines=_BOTH,
+        has_experts=True,
+        pixel_knobs=_AREA,
     ),
     "internvl": ServedModel(
         title="InternVL",
         family="internvl",
         decoders=("qwen2", "qwen3", "llama"),
         whole_tiles=True,
+        pixel_knobs=("max_tiles",),
     ),
     "llava_onevision": ServedModel(
         title="LLaVA-OneVision", family="llava_onevision", decoders=("qwen2",)
     ),
     "idefics3": ServedModel(
-        title="Idefics3", family="idefics3", decoders=("llama",), whole_tiles=True
+        title="Idefics3",
+        family="idefics3",
+        decoders=("llama",),
+        whole_tiles=True,
+        pixel_knobs=("max_tiles",),
     ),
     "smolvlm": ServedModel(
-        title="SmolVLM", family="idefics3", decoders=("llama",), whole_tiles=True
+        title="SmolVLM",
+        family="idefics3",
+        decoders=("llama",),
+        whole_tiles=True,
+        pixel_knobs=("max_tiles",),
     ),
     "mistral3": ServedModel(
         title="Mistral 3",
         family="mistral3",
         decoders=("mistral", "ministral3"),
         towers=("pixtral",),
+        pixel_knobs=("max_pixels",),
     ),
     "llava": ServedModel(
-        title="Pixtral", family="llava", decoders=("mistral",), towers=("pixtral",)
+        title="Pixtral",
+        family="llava",
+        decoders=("mistral",),
+        towers=("pixtral",),
+        pixel_knobs=("max_pixels",),
     ),
     "gemma3": ServedModel(
         title="Gemma 3",
@@ -89,6 +112,7 @@ SERVED: Mapping[str, ServedModel] = {
         attention=OnlyAttention(("segments",), _BOTH_WAYS),
         limits={"CP": Limit(_BOTH_WAYS)},
         whole_tiles=True,
+        pixel_knobs=("max_tiles",),
     ),
     "gemma3_text": ServedModel(title="Gemma 3 (text)", family="gemma3_text"),
 }

@@ -20,8 +20,8 @@ class TextTable:
 
     Args:
         columns: headings.
-        rows: a family's cells each: the engines that can do it, `no`, or `-` where there is
-            nothing to do.
+        rows: a family's cells each: its name, its model_type in config.json, and by feature the
+            engines that can do it, `no`, or `-` where there is nothing to do.
         notes: the numbered reasons, and what holds for a family alone.
         refused: (families, reason) of those that are refused by name.
     """
@@ -36,7 +36,8 @@ def text_table(rows: Sequence[Row]) -> TextTable:
     """All families, a line each."""
     numbers: dict[str, int] = {}
     lines = tuple(
-        (row.model.title, *(_cell(row, feature, numbers) for feature in FEATURES)) for row in rows
+        (row.model.title, row.model_type, *(_cell(row, feature, numbers) for feature in FEATURES))
+        for row in rows
     )
     notes = [f"{_mark(number)} {reason}" for reason, number in numbers.items()]
     notes += [
@@ -44,7 +45,7 @@ def text_table(rows: Sequence[Row]) -> TextTable:
         for row in rows
         if (only := row.model.attention) is not None
     ]
-    return TextTable(("family", *FEATURES), lines, tuple(notes), refused_lines())
+    return TextTable(("family", "model_type", *FEATURES), lines, tuple(notes), refused_lines())
 
 
 def refused_lines() -> tuple[tuple[str, str], ...]:

@@ -79,6 +79,6 @@ def _print_report(report: ConvertReport, out: Path) -> None:
     total = sum(shard.num_bytes for shard in report.shards)
     left_out = f", {len(report.skipped)} left out" if report.skipped else ""
     typer.echo(
-        f"{report.records} records -> {report.samples} samples in {len(report.shards)} shards "
-        f"({size_text(total)}){left_out}: {out}-*.tar"
+        f"{counted(report.records, 'record')} -> {counted(report.samples, 'sample')} in "
+        f"{counted(len(report.shards), 'shard')} ({size_text(total)}){left_out}: {out}-*.tar"
     )

@@ -89,9 +89,13 @@ def lint(
     else:
         classes = ", ".join(f"{count} {name}" for name, count in summary["by_class"].items())
         typer.echo(
-            f"{summary['shards']} shards, {summary['samples']} samples, {summary['images']} "
-            f"images, {size_text(summary['bytes']) or 0}: "
-            + (f"{len(summary['findings'])} faults ({classes})" if classes else "no fault"),
+            ", ".join(counted(summary[f"{one}s"], one) for one in ("shard", "sample", "image"))
+            + f", {size_text(summary['bytes']) or 0}: "
+            + (
+                f"{counted(len(summary['findings']), 'fault')} ({classes})"
+                if classes
+                else "no fault"
+            ),
             err=True,
         )
     if summary["findings"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -30,13 +30,23 @@ def export(
             "--checkpoint", metavar="N", min=0, help="Its step.", show_default="the newest"
         ),
     ] = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"] | None,
+        typer.Option(
+            "--dtype",
+            help="Type of the whole model's weights; auto: as in the folder model.path.",
+            show_default="export.dtype of the run's recipe",
+        ),
+    ] = None,
 ) -> None:
     """Write what a run has trained: its adapters in peft's format, or with --merge (and always
     where there are none) the whole model in transformers'."""
     from transformers.utils import logging as transformers_logging
 
     from vlmpack.training.export_run import export_run
+    from vlmpack.training.finish import written_as
 
     transformers_logging.disable_progress_bar()
-    folder, source = export_run(run, merge=merge, out=out, step=checkpoint)
-    typer.echo(f"{folder}, from {source}")
+    written = export_run(run, merge=merge, out=out, step=checkpoint, dtype=dtype)
+    line = f"{written.folder}, from {written.checkpoint}"
+    typer.echo(line if written.dtype is None else f"{line}, {written_as(written.dtype)}")

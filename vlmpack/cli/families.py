@@ -23,11 +23,11 @@ def families(
     ] = None,
     as_markdown: Annotated[
         bool,
-        typer.Option("--markdown", help="Print the README's table, for the tested versions."),
+        typer.Option("--markdown", hidden=True, help="Print the README's table."),
     ] = False,
     into: Annotated[
         Path | None,
-        typer.Option("--into", metavar="FILE", help="Write that table between the marks of FILE."),
+        typer.Option("--into", metavar="FILE", hidden=True, help="Write it between FILE's marks."),
     ] = None,
 ) -> None:
     """List the model families, and what each can do with the packages that are installed."""
@@ -35,6 +35,11 @@ def families(
     from vlmpack.capabilities.text import markdown, text_table
 
     if into is not None or as_markdown:
+        if folder is not None:
+            raise VlmpackError(
+                f"{folder}: --markdown and --into write the table of all families; leave the "
+                f"folder out"
+            )
         block = markdown(text_table(capabilities(TESTED)), TESTED)
         if into is not None:
             _write(into, block)
@@ -68,7 +73,7 @@ def _print_table(versions: Mapping[str, str | None]) -> None:
     text = text_table(capabilities(versions))
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for name in text.columns:
-        table.add_column(name, no_wrap=name == "family")
+        table.add_column(name, no_wrap=name in text.columns[:2])
     for row in text.rows:
         table.add_row(*row)
     console.print(table)

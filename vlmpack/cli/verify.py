@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from vlmpack.recipe import Recipe
     from vlmpack.training.verify import Verification
 
-PIPED_WIDTH = 160
-"""Columns of the table where no terminal says."""
+PIPED_WIDTH = 10_000
+"""Columns that the table may take where no terminal says; it takes what it needs."""
 
 
 class Dtype(StrEnum):
@@ -25,6 +25,19 @@ class Dtype(StrEnum):
     recipe = "recipe"
 
 
+def _samples(said: str | int) -> int:
+    """Two at least: one sample shares its row with nobody."""
+    if not str(said).isdecimal() or int(said) < 2:
+        raise typer.BadParameter(f"found {said}, expected 2 or more")
+    return int(said)
+
+
+def _dtype(said: str) -> Dtype:
+    if said not in list(Dtype):
+        raise typer.BadParameter(f"found {said}, expected {' or '.join(Dtype)}")
+    return Dtype(said)
+
+
 def verify(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE|RUN", help="A recipe or a run folder.")],
     overrides: Annotated[
@@ -32,15 +45,24 @@ def verify(
         typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, e.g. packing.mode=online."),
     ] = None,
     samples: Annotated[
-        int, typer.Option("--samples", "-k", min=2, help="Samples that share the row.")
+        int,
+        typer.Option(
+            "--samples", "-k", metavar="N", parser=_samples, help="Samples that share the row."
+        ),
     ] = 8,
     dtype: Annotated[
         Dtype,
-        typer.Option("--dtype", help="Compute the packed run in float32, or as the recipe does."),
+        typer.Option(
+            "--dtype",
+            metavar="|".join(Dtype),
+            parser=_dtype,
+            help="Compute the packed run in float32, or as the recipe does (in bfloat16 more "
+            "samples are taken, until they have 1,000 label tokens).",
+        ),
     ] = Dtype.float32,
     tiny: Annotated[
         bool,
-        typer.Option("--tiny", help="Verify a model of the same architecture with few layers."),
+        typer.Option("--tiny", help="Verify few layers of the architecture with random weights."),
     ] = False,
     output: Annotated[
         Path | None,
@@ -48,15 +70,16 @@ def verify(
             "--output",
             "-o",
             metavar="DIR",
-            help="Where verify.json is written.",
+            help="Where verify.json is written (verify-tiny.json with --tiny).",
             show_default="RUN_DIR/verify",
         ),
     ] = None,
 ) -> None:
     """Show that packed samples compute what each computes alone; exit code 1 if they do not.
 
-    Runs the stock transformers model on each sample alone, the recipe's engine on the packed row,
-    and compares; nothing is trained. Runs under torchrun too, with the recipe's parallelism.
+    Compares the stock model on each sample alone with the recipe's engine on the packed row.
+
+    Nothing is trained. Runs under torchrun too, with the recipe's parallelism.
     """
     loaded = _load(recipe, overrides or [])
     folder = output if output is not None else Path(loaded.run_dir) / "verify"
@@ -135,7 +158,10 @@ def _print(found: Verification, path: Path) -> None:
     styles = {"pass": "green", "FAIL": "bold red"}
     for mark, *cells in table_rows(found):
         table.add_row(Text(mark, style=styles.get(mark, "yellow")), *map(Text, cells))
-    console.print(table)
+    with console.capture() as captured:
+        console.print(table)
+    for line in captured.get().splitlines():
+        print(line.rstrip())
     console.print(Text(f"json      {path}"), soft_wrap=True)
     # The last line is for scripts too: plain, and never broken.
     typer.echo(conclusion(found))

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from vlmpack.errors import DataError, ModelError
@@ -61,6 +62,22 @@ class ChatEncoder:
                 f"(chat_template.jinja, chat_template.json or tokenizer_config.json); finetuning "
                 f"on conversations needs one"
             )
+        self._refuse_bad_syntax()
+
+    def _refuse_bad_syntax(self) -> None:
+        """Raise ModelError where the template cannot be compiled."""
+        from jinja2 import TemplateSyntaxError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        text = self.tokenizer.get_chat_template()
+        try:
+            render_jinja_template([], chat_template=text)
+        except TemplateSyntaxError as error:
+            folder = Path(self.tokenizer.name_or_path)
+            file = folder / "chat_template.jinja"
+            own = file.is_file() and file.read_text(encoding="utf-8") == text
+            name = f"{file}" if own else f"the chat template of {folder}"
+            raise ModelError(f"model.path: {name}, line {error.lineno}: {error.message}") from error
 
     def refuse_without_images(self) -> None:
         """Raise ModelError where images are taken, but the template writes none."""

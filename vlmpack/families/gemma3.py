@@ -29,7 +29,7 @@ from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, Pixel
 from vlmpack.families.configs import whole_config, whole_config_of
 from vlmpack.families.image_processor import family_processor, image_processor
 from vlmpack.families.one_axis import OneAxisVLM
-from vlmpack.families.processor_config import processor_setting
+from vlmpack.families.processor_config import check_image_length
 from vlmpack.families.tiles import flat_features, patch_rows, patch_side, rgb, tiles_of
 from vlmpack.packing import CostModel, Media
 
@@ -203,12 +203,7 @@ class Gemma3(OneAxisVLM):
                 f"size is {size}, but the tower takes images of {tile} x {tile} pixels"
             )
         tokens = _tile_tokens(config, tile // patch)
-        written = processor_setting(folder, "image_seq_length", 256)
-        if written != tokens:
-            raise ValueError(
-                f"processor_config.json writes image_seq_length {written} tokens for an image, the "
-                f"model makes {tokens} (mm_tokens_per_image)"
-            )
+        check_image_length(folder, tokens, "an image (mm_tokens_per_image)")
         return Gemma3ImageRule(folder, tile, patch, tokens, _pan_and_scan(processor, budget))
 
     def image_arguments(self, media: Media) -> dict[str, Any]:

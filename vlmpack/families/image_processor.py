@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from vlmpack.families.processor_config import processor_setting
+
 
 def image_processor(folder: Path, **settings: Any) -> Any:
     """The processor with the folder's settings, or those given in place of them.
@@ -14,6 +16,9 @@ def image_processor(folder: Path, **settings: Any) -> Any:
     """
     from transformers import AutoImageProcessor
 
+    if not (folder / "preprocessor_config.json").is_file():
+        if processor_setting(folder, "image_processor", None) is None:
+            raise FileNotFoundError("the file is missing")
     return AutoImageProcessor.from_pretrained(str(folder), local_files_only=True, **settings)
 
 

@@ -26,7 +26,7 @@ from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, Pixel
 from vlmpack.families.configs import whole_config
 from vlmpack.families.image_processor import family_processor, image_processor
 from vlmpack.families.one_axis import OneAxisVLM
-from vlmpack.families.processor_config import processor_setting
+from vlmpack.families.processor_config import check_image_length
 from vlmpack.families.tiles import (
     canvas_of,
     flat_features,
@@ -200,12 +200,7 @@ class InternVL(OneAxisVLM):
                 f"at least {least} tiles (min_patches), but at most {most} (max_tiles)"
             )
         patch, tokens = _tile_tokens(config, size["height"])
-        written = processor_setting(folder, "image_seq_length", 256)
-        if written != tokens:
-            raise ValueError(
-                f"processor_config.json writes image_seq_length {written} tokens for a tile, the "
-                f"model makes {tokens} of {size['height']} x {size['height']} pixels"
-            )
+        check_image_length(folder, tokens, f"a tile of {size['height']} x {size['height']} pixels")
         return InternVLImageRule(folder, size["height"], patch, tokens, least, most)
 
     def image_arguments(self, media: Media) -> dict[str, Any]:

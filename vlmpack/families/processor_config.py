@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+DEFAULT_IMAGE_LENGTH = 256
+"""The `image_seq_length` of transformers' processor classes that have one."""
+
 
 def processor_setting(folder: Path, key: str, default: Any) -> Any:
     """A value of a model folder's processor_config.json.
@@ -19,6 +22,32 @@ def processor_setting(folder: Path, key: str, default: Any) -> Any:
         ValueError: the file holds no JSON object.
     """
     return _setting(folder / "processor_config.json", key, default)
+
+
+def check_image_length(folder: Path, tokens: int, image: str) -> None:
+    """Raise unless the folder's processor class writes as many tokens as the model makes.
+
+    Args:
+        folder: model folder.
+        tokens: that the model makes.
+        image: what it makes them of, for messages.
+
+    Raises:
+        ValueError: another number; says what to write.
+    """
+    written = processor_setting(folder, "image_seq_length", None)
+    if (DEFAULT_IMAGE_LENGTH if written is None else written) == tokens:
+        return
+    if written is not None:
+        found = f"writes image_seq_length {written}"
+    elif (folder / "processor_config.json").is_file():
+        found = f"has no image_seq_length, which means {DEFAULT_IMAGE_LENGTH}"
+    else:
+        found = f"is missing, which means image_seq_length {DEFAULT_IMAGE_LENGTH}"
+    raise ValueError(
+        f"processor_config.json {found}, but the model makes {tokens} tokens of {image}: write "
+        f'"image_seq_length": {tokens} into that file'
+    )
 
 
 def processor_template(folder: Path) -> str | None:

@@ -23,6 +23,7 @@ from vlmpack.capabilities import (
     refusal,
     version_limit,
 )
+from vlmpack.recipe.images import ImagesSection
 from vlmpack.recipe.model_rules import ModelConfig, read_model_config
 from vlmpack.recipe.problems import KeyPath, Problem
 from vlmpack.recipe.schema import DataSection, ModelSection, PackingSection, ParallelismSection
@@ -80,6 +81,19 @@ def images_cost_less_when_shrunk(data: DataSection, served: ServedModel) -> list
     return [Problem(("data", "over_long"), message)]
 
 
+def image_bounds_are_the_familys(images: ImagesSection, served: ServedModel) -> list[Problem]:
+    """Images are bounded by what the family's image processor has."""
+    knobs = " and ".join(f"images.{name}" for name in served.pixel_knobs)
+    instead = (
+        f"which has {knobs}" if knobs else "whose images, if any, have no bounds; leave it out"
+    )
+    return [
+        Problem(("images", name), f"{value}, but the model is {served.title}, {instead}")
+        for name, value in images.set_values().items()
+        if name not in served.pixel_knobs
+    ]
+
+
 def peft_is_installed(trainable: TrainableSection) -> list[Problem]:
     """Adapters have their package."""
     limit = version_limit("peft", installed_versions()["peft"])
@@ -111,9 +125,11 @@ def broken_capability_rules(
         problems += engine_runs_the_family(model, served)
         problems += attention_runs_the_family(model, served)
         problems += family_has_the_features(model, served, sections)
-        data = sections.get("data")
+        data, images = sections.get("data"), sections.get("images")
         if isinstance(data, DataSection):
             problems += images_cost_less_when_shrunk(data, served)
+        if isinstance(images, ImagesSection):
+            problems += image_bounds_are_the_familys(images, served)
     return problems
 
 

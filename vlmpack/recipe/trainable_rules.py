@@ -25,14 +25,13 @@ def something_is_trained(trainable: TrainableSection) -> list[Problem]:
 
 
 def lora_settings_are_used(trainable: TrainableSection) -> list[Problem]:
-    """Adapters are described for a component that gets some."""
-    lora = trainable.lora
-    if trainable.uses("lora") or lora == LoraSection():
+    """Adapters are described for a component that gets some. A block of every default is none: so
+    a resolved recipe has it."""
+    lora, default = trainable.lora, LoraSection()
+    names = [name for name in LoraSection.model_fields if name in lora.model_fields_set]
+    if trainable.uses("lora") or (lora == default and names in ([], [*LoraSection.model_fields])):
         return []
-    default = LoraSection()
-    key = next(
-        name for name in LoraSection.model_fields if getattr(lora, name) != getattr(default, name)
-    )
+    key = next((n for n in names if getattr(lora, n) != getattr(default, n)), names[0])
     message = (
         f"{getattr(lora, key)!r}, but no component has mode lora (vision: {trainable.vision}, "
         f"projector: {trainable.projector}, language: {trainable.language}); set one, or leave "

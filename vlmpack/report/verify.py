@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from vlmpack.training.verify import Check, Verification
+from vlmpack.training.verify.samples import LABELS_IN_BFLOAT16
 
 COLUMNS = ("", "check", "found", "bound", "unpacked", "")
 """Heads of the columns; `unpacked` is what the unpacked run differs from itself by."""
@@ -32,21 +33,34 @@ def head(found: Verification) -> list[str]:
     facts = found.facts
     model = f"model     {facts['model']}"
     if facts.get("tiny"):
-        model += ": A TINY MODEL of its architecture, few layers and random weights"
+        model += f": A TINY MODEL of its architecture; {facts['weights']}"
     samples: Sequence[dict[str, int]] = facts["samples"]
     tokens = sum(sample["tokens"] for sample in samples)
     images = sum(sample["images"] for sample in samples)
     labels = sum(sample["labels"] for sample in samples)
     engine = facts["engine"]
+    wanted = facts["samples_wanted"]
+    more = [
+        f"          more than the {wanted} of --samples: bfloat16 is judged over "
+        f"{LABELS_IN_BFLOAT16:,} label tokens, so samples are taken until they have so many"
+    ]
+    if len(samples) <= wanted:
+        more = []
     return [
         model,
         f"samples   {len(samples)} of data.train: {tokens:,} tokens, {labels:,} of them labels, "
-        f"{images} images",
+        f"{images} image{'s' if images != 1 else ''}",
+        *more,
         f"unpacked  {engine['reference']}, one sample at a time",
-        f"packed    mode {facts['mode']}, {engine['engine']}, {engine['processes']}, "
+        f"packed    mode {facts['mode']}, {engine['engine']}, {_processes(engine)}, "
         f"attention {engine['attention'].partition(' (')[0]}",
         f"computed  in {facts['dtype']} on {engine['device']}, {facts['seconds']:.0f} s",
     ]
+
+
+def _processes(engine: Mapping[str, str]) -> str:
+    count, _, how = engine["processes"].partition(" ")
+    return "1 process" if count == "1" else f"{count} processes {how}"
 
 
 def _figure(value: float | None, *, exact: bool = False) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,9 +32,28 @@ from vlmpack.training.reopen import read_recipe
 from vlmpack.training.run_dir import RunDir
 
 
+class Exported(NamedTuple):
+    """What was written.
+
+    Args:
+        folder: where.
+        checkpoint: what it was made from.
+        dtype: of the whole model's weights; None for adapters, which are written as trained.
+    """
+
+    folder: Path
+    checkpoint: Path
+    dtype: torch.dtype | None
+
+
 def export_run(
-    run: Path, *, merge: bool, out: Path | None = None, step: int | None = None
-) -> tuple[Path, Path]:
+    run: Path,
+    *,
+    merge: bool,
+    out: Path | None = None,
+    step: int | None = None,
+    dtype: str | None = None,
+) -> Exported:
     """Write what a run has trained.
 
     Args:
@@ -44,34 +63,35 @@ def export_run(
         out: folder to write, which must not be there yet. None: `export-N` or `adapter-N` in the
             run folder, N the checkpoint's step.
         step: of the checkpoint; None for the newest one that verifies.
-
-    Returns:
-        The folder, and the checkpoint that it was made from.
+        dtype: of the whole model, one of those of the recipe's `export.dtype`; None for that.
 
     Raises:
-        VlmpackError: no run folder, no such checkpoint, a place that is taken, or a model that
-            cannot be built as the recipe says.
+        VlmpackError: no run folder, no such checkpoint, a place that is taken, a dtype for
+            adapters, or a model that cannot be built as the recipe says.
     """
     if not run.is_dir():
         raise VlmpackError(f"{run}: expected a run folder, found no folder there")
     recipe = read_recipe(run)
     checkpoint = _choose(RunDir(run), step)
     adapter = bool(recipe.trainable.uses("lora")) and not merge
+    if adapter and dtype is not None:
+        raise VlmpackError("adapters are written as trained, in float32; add --merge for --dtype")
     if out is None:
         number = int(checkpoint.name.rpartition("-")[2])
         out = run / f"{'adapter' if adapter else 'export'}-{number}"
     if out.exists():
         raise VlmpackError(f"{out} is there already; choose another place with -o, or delete it")
+    named = recipe.export.dtype if dtype is None else dtype
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        _write(recipe, checkpoint, partial, adapter=adapter)
+        written = _write(recipe, checkpoint, partial, dtype=None if adapter else named)
         partial.rename(out)
     except OSError as error:
         raise VlmpackError(f"{out} cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return out, checkpoint
+    return Exported(out, checkpoint, written)
 
 
 def _choose(run_dir: RunDir, step: int | None) -> Path:
@@ -92,7 +112,10 @@ def _choose(run_dir: RunDir, step: int | None) -> Path:
     return newest
 
 
-def _write(recipe: Recipe, checkpoint: Path, folder: Path, *, adapter: bool) -> None:
+def _write(
+    recipe: Recipe, checkpoint: Path, folder: Path, *, dtype: str | None
+) -> torch.dtype | None:
+    """The whole model in that dtype, which is returned; None: the adapters."""
     from vlmpack.backends.export import save_model_folder
     from vlmpack.backends.hf.adapters import (
         apply_policy,
@@ -112,22 +135,24 @@ def _write(recipe: Recipe, checkpoint: Path, folder: Path, *, adapter: bool) -> 
     if packed:
         check_quantization(device)
     model = load_model(source)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    apply_policy(model, paths, policy, device=device, compute_dtype=dtype)
+    compute_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    apply_policy(model, paths, policy, device=device, compute_dtype=compute_dtype)
     read_parameters(model, checkpoint)
-    if adapter:
+    if dtype is None:
         in_full = modules_in_full(model, paths, policy)
         state = whole_state(model, keep=True)
         save_adapter(model, state, folder, in_full=in_full, base=recipe.model.path)
-        return
+        return None
+    chosen = export_dtype(dtype, source)
     save_model_folder(
         model,
         merged_state(whole_state(model, keep=True), policy.lora),
         folder,
         processor_from=source,
-        dtype=export_dtype(recipe.export.dtype, source),
+        dtype=chosen,
     )
     write_budget(encoder, folder)
+    return chosen
 
 
 def read_parameters(model: Any, checkpoint: Path) -> None:

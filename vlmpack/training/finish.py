@@ -128,6 +128,7 @@ def export_model(session: Session) -> None:
         session.ranks,
         lambda folder: _export_whole(session, folder, dtype),
     )
+    logger.info("model written %s", written_as(dtype))
     if recipe.trainable.uses("lora"):
         try:
             publish_folder(
@@ -139,7 +140,7 @@ def export_model(session: Session) -> None:
             logger.warning("no adapter folder: %s", error)
 
 
-def _export_whole(session: Session, folder: Path, dtype: torch.dtype | None) -> None:
+def _export_whole(session: Session, folder: Path, dtype: torch.dtype) -> None:
     session.engine.export(folder, processor_from=Path(session.recipe.model.path), dtype=dtype)
     session.ranks.on_main(lambda: write_budget(session.encoder, folder))
 
@@ -175,6 +176,14 @@ def export_dtype(name: str, source: Path) -> torch.dtype:
         name = config.get("dtype") or config.get("torch_dtype") or "float32"
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     return dtypes.get(name, torch.float32)
+
+
+def written_as(dtype: torch.dtype) -> str:
+    """In which dtype a model was written, and what that took from the trained weights."""
+    name = str(dtype).removeprefix("torch.")
+    if dtype == torch.float32:
+        return f"in {name}, as it was trained"
+    return f"in {name}; it was trained in float32, and export.dtype: float32 keeps all of it"
 
 
 def write_result(session: Session, before: Scores | None, after: Scores | None) -> dict[str, Any]:

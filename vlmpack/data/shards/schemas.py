@@ -179,7 +179,7 @@ def _llava_turn(turn: object, place: int, names: list[str | None]) -> Message:
     if not isinstance(value, str):
         raise _SchemaError(f"{where}.value is {_kind(value)}; expected text")
     if VIDEO_MARKER in value:
-        raise _SchemaError(f"{where} {marks_video(_LEAVE_OUT)}")
+        raise _SchemaError(f"{where} {marks_video('conversations')}{_LEAVE_OUT}")
     parts: list[TextPart | ImagePart] = []
     for number, text in enumerate(value.split(IMAGE_MARKER)):
         if number:
@@ -211,12 +211,18 @@ def named_images(value: Mapping[str, object]) -> object:
     return value.get("image") if given is None else given
 
 
-def marks_video(leave_out: str = "") -> str:
-    """Why a text that marks the place of a video is refused; `leave_out` says how to go on."""
-    return (
-        f"marks a video ({VIDEO_MARKER}); {other_media('video')}{leave_out}; "
-        f"{_AS_TEXT.format(VIDEO_MARKER)}"
+def marks_video(schema: str) -> str:
+    """Why a text that marks the place of a video is refused.
+
+    Args:
+        schema: that of its record, `messages` or `conversations`.
+    """
+    literal = (
+        _AS_TEXT.format(VIDEO_MARKER)
+        if schema == "conversations"
+        else f"a literal {VIDEO_MARKER} is text beside image parts ({{'type': 'image'}})"
     )
+    return f"marks a video ({VIDEO_MARKER}); {other_media('video')}; {literal}"
 
 
 def counted(count: int, one: str) -> str:

@@ -33,14 +33,19 @@ def _number(value: Any) -> Any:
     return value
 
 
+def file_name(*, tiny: bool) -> str:
+    """A tiny model's figures do not take the place of the model's own."""
+    return "verify-tiny.json" if tiny else "verify.json"
+
+
 def write_verification(found: Verification, folder: Path) -> Path:
-    """Write verify.json; the file appears whole.
+    """Write verify.json, or verify-tiny.json beside it; the file appears whole.
 
     Returns:
         Its path.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "verify.json"
+    path = folder / file_name(tiny=bool(found.facts.get("tiny")))
     write_atomically(path, json.dumps(as_json(found), indent=1) + "\n")
     return path
 

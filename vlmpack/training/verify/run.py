@@ -21,11 +21,11 @@ import torch
 from vlmpack.capabilities.versions import installed_versions
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.plan.packers import BudgetPacker
 from vlmpack.distributed import Ranks
 from vlmpack.families import Encoder
 from vlmpack.packing import PackCollator, PadCollator
 from vlmpack.recipe import Recipe, derive
+from vlmpack.training.assemble import check_model
 from vlmpack.training.policy import policy_of
 from vlmpack.training.recipe_data import build_encoder, open_split
 from vlmpack.training.verify.engine import (
@@ -36,6 +36,7 @@ from vlmpack.training.verify.engine import (
     verified_recipe,
 )
 from vlmpack.training.verify.figures import Check
+from vlmpack.training.verify.layouts import layouts, row_tokens, rows_in_words
 from vlmpack.training.verify.memory import on_every_rank, require_memory
 from vlmpack.training.verify.numbers import ReferenceRuns, verify_rows
 from vlmpack.training.verify.row import (
@@ -47,13 +48,17 @@ from vlmpack.training.verify.row import (
     group_samples,
     make_row,
 )
-from vlmpack.training.verify.samples import Chosen, choose_samples, labels_of
+from vlmpack.training.verify.samples import (
+    LABELS_IN_BFLOAT16,
+    Chosen,
+    choose_samples,
+    labels_of,
+)
 from vlmpack.training.verify.tiny import tiny_model
 
 logger = logging.getLogger("vlmpack")
 
-LABELS_IN_BFLOAT16 = 1000
-"""Label tokens that the comparison in bfloat16 is made over, if the data has them."""
+RANDOM_WEIGHTS = "random weights, the folder's weights were not read"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +110,7 @@ def verify_recipe(recipe: Recipe, ranks: Ranks, options: VerifyOptions) -> Verif
     """
     model = recipe.model.path
     if not options.tiny:
+        check_model(recipe, ranks)
         return _verify_opened(recipe, ranks, options)
     with tiny_model(Path(model), options.scratch, ranks) as folder:
         tiny = recipe.model.model_copy(update={"path": str(folder)})
@@ -162,9 +168,11 @@ def verify_split(
     facts = {
         "model": recipe.model.path,
         "tiny": options.tiny,
+        "weights": RANDOM_WEIGHTS if options.tiny else "the folder's",
         "mode": recipe.packing.mode,
         "dtype": str(dtype).removeprefix("torch."),
         "engine": engine_facts,
+        "samples_wanted": options.num_samples,
         "samples": [
             {
                 "key": sample.key,
@@ -209,14 +217,14 @@ def _all_checks(
     gc.collect()  # models are cycles; memory is needed for the next one now
     checks: list[Check] = []
     facts: dict[str, str] = {}
-    for prefix, collator in _layouts(recipe, encoder, train, ranks):
+    for prefix, collator in layouts(recipe, encoder, train, ranks):
         groups = group_samples(
-            chosen.samples, options.num_samples, collator, max_tokens=_row_tokens(train)
+            chosen.samples, options.num_samples, collator, max_tokens=row_tokens(train)
         )
         rows = [
             make_row(collator, [chosen.samples[n] for n in numbers], numbers) for numbers in groups
         ]
-        logger.info("%-14s %s", "engine", f"{len(rows)} {prefix or _row_word(recipe)}rows")
+        logger.info("%-14s %s", "engine", rows_in_words(len(rows), collator))
         found, facts = check_rows(
             changed, ranks, encoder, collator, rows, held[0] if ranks.is_main else None
         )
@@ -267,33 +275,6 @@ def check_rows(
         optim=recipe.optim,
     )
     return found, dict(engine.description)
-
-
-def _row_word(recipe: Recipe) -> str:
-    return "batches of padded " if recipe.packing.mode == "none" else "packed "
-
-
-def _layouts(
-    recipe: Recipe, encoder: Encoder, train: TrainData, ranks: Ranks
-) -> list[tuple[str, PackCollator | PadCollator]]:
-    """The run's own rows; for padded ones also the packed row that other modes would make."""
-    own: Any = train.dataset.collator
-    if recipe.packing.mode != "none":
-        return [("", own)]
-    derived = derive(recipe, ranks.world_size)
-    packed = PackCollator(
-        pad_token_id=encoder.pad_token_id,
-        num_position_axes=encoder.num_position_axes,
-        pad_to_multiple_of=derived.sequence_multiple,
-        total_multiple_of=derived.row_multiple,
-    )
-    return [("padded: ", own), ("packed: ", packed)]
-
-
-def _row_tokens(train: TrainData) -> int | None:
-    """Tokens that a planned row holds at most; None where rows have no budget."""
-    packer = train.plan.packer
-    return packer.budget.max_tokens if isinstance(packer, BudgetPacker) else None
 
 
 def _versions() -> dict[str, str]:

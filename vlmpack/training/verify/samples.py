@@ -17,6 +17,9 @@ logger = logging.getLogger("vlmpack")
 LOOKED_AT = 16
 """Samples that are encoded for each one that is wanted, in search of a mixture."""
 
+LABELS_IN_BFLOAT16 = 1000
+"""Label tokens that the comparison in bfloat16 is made over, if the data has them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Chosen:

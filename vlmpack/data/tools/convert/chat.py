@@ -101,10 +101,9 @@ def chat_turns(record: dict[str, Any]) -> ChatTurns:
         roles.append(role)
         parts.append(list(_parts(content, where)))
     places = [part for row in parts for part in row if isinstance(part, ImagePlace)]
-    by_markers = named is not None and not places
-    if by_markers or schema == "conversations":
+    if schema == "conversations" or (named and not places):
         _refuse_video_markers(parts, schema)
-    if by_markers:
+    if named is not None and not places:
         parts = [list(_by_markers(row)) for row in parts]
         places = [part for row in parts for part in row if isinstance(part, ImagePlace)]
     images = _resolve(places, named)
@@ -164,7 +163,7 @@ def _parts(content: object, where: str) -> Iterator[str | ImagePlace]:
 def _refuse_video_markers(parts: list[list[str | ImagePlace]], schema: str) -> None:
     for place, row in enumerate(parts):
         if any(isinstance(part, str) and VIDEO_MARKER in part for part in row):
-            raise _fault(f"{schema}[{place}] {marks_video()}")
+            raise _fault(f"{schema}[{place}] {marks_video(schema)}")
 
 
 def _by_markers(parts: list[str | ImagePlace]) -> Iterator[str | ImagePlace]:

@@ -1,0 +1,46 @@
+"""The ways in which the samples are laid out: the run's own rows, and packed ones beside padded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vlmpack.data.pipeline import TrainData
+from vlmpack.data.plan.packers import BudgetPacker
+from vlmpack.distributed import Ranks
+from vlmpack.families import Encoder
+from vlmpack.packing import PackCollator, PadCollator
+from vlmpack.recipe import Recipe, derive
+
+
+def layouts(
+    recipe: Recipe, encoder: Encoder, train: TrainData, ranks: Ranks
+) -> list[tuple[str, PackCollator | PadCollator]]:
+    """The run's own rows; for padded ones also the packed row that other modes would make.
+
+    Returns:
+        What the names of a layout's checks begin with, and its collator.
+    """
+    own: Any = train.dataset.collator
+    if recipe.packing.mode != "none":
+        return [("", own)]
+    derived = derive(recipe, ranks.world_size)
+    packed = PackCollator(
+        pad_token_id=encoder.pad_token_id,
+        num_position_axes=encoder.num_position_axes,
+        pad_to_multiple_of=derived.sequence_multiple,
+        total_multiple_of=derived.row_multiple,
+    )
+    return [("padded: ", own), ("packed: ", packed)]
+
+
+def row_tokens(train: TrainData) -> int | None:
+    """Tokens that a planned row holds at most; None where rows have no budget."""
+    packer = train.plan.packer
+    return packer.budget.max_tokens if isinstance(packer, BudgetPacker) else None
+
+
+def rows_in_words(count: int, collator: PackCollator | PadCollator) -> str:
+    """What an engine runs on, for the log."""
+    if isinstance(collator, PadCollator):
+        return f"{count} batch{'es' if count != 1 else ''} of padded rows"
+    return f"{count} packed row{'s' if count != 1 else ''}"
