@@ -347,7 +347,9 @@ def test_an_id_of_the_hub_is_told_from_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     hint = "hf download Qwen/Qwen2.5-VL-3B-Instruct --local-dir "
     for folder in ("Qwen/Qwen2.5-VL-3B-Instruct", f"{tmp_path}/Qwen/Qwen2.5-VL-3B-Instruct"):
-        with pytest.raises(ModelError, match="is not a folder.*; expected .*" + hint + folder + "$"):
+        with pytest.raises(
+            ModelError, match="is not a folder.*; expected .*" + hint + folder + "$"
+        ):
             read_config(Path(folder))
     (tmp_path / "models").mkdir()
     for folder in ("models/x", "x", "a/b/c", "/a/b"):

@@ -140,7 +140,11 @@ def test_a_budget_in_pixels_is_refused(folder, knob):
 @pytest.mark.parametrize(
     ("file", "changes", "message"),
     [
-        ("processor_config.json", {"image_seq_length": 256}, "256, but .* 4 tokens of a tile of 32 x 32"),
+        (
+            "processor_config.json",
+            {"image_seq_length": 256},
+            "256, but .* 4 tokens of a tile of 32 x 32",
+        ),
         ("preprocessor_config.json", {"size": {"height": 32, "width": 64}}, "that are equal"),
         (
             "preprocessor_config.json",

@@ -152,8 +152,8 @@ def test_images_that_fill_whole_tiles_are_not_shrunk_to_fit(problems_of, model, 
         ("qwen2_5_vl", {"min_pixels", "max_pixels"}, "which has images.min_pixels and images.max_"),
         ("internvl", {"max_tiles"}, "which has images.max_tiles"),
         ("mistral3", {"max_pixels"}, "which has images.max_pixels"),
-        ("llava_onevision", set(), "have no bounds; leave it out"),
-        ("qwen3", set(), "have no bounds; leave it out"),
+        ("llava_onevision", set(), "which has no bounds on images; leave it out"),
+        ("qwen3", set(), "which has no bounds on images; leave it out"),
     ],
 )
 def test_bounds_on_images_are_those_of_the_family(problems_of, model, model_type, knobs, instead):

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from vlmpack.cli.plan import print_sections
 from vlmpack.report.plan import as_json, sections, write_page
-from vlmpack.report.plan.numbers import compact, counted, gib, share
+from vlmpack.report.plan.numbers import compact, gib, share
 from vlmpack.training.plan.figures import (
     BatchFigures,
     BoundChoice,
@@ -25,6 +25,7 @@ from vlmpack.training.plan.figures import (
     SequenceFigures,
     SourceFigures,
 )
+from vlmpack.words import counted
 
 
 def source(name: str, count: int = 123_456) -> SourceFigures:
@@ -227,3 +228,4 @@ def test_numbers_are_short_and_never_lie() -> None:
     ]  # fmt: skip
     assert gib(0) == "0" and gib(1 << 29) == "512.0 MiB" and gib(3 << 30) == "3.0 GiB"
     assert counted(1, "copy", "copies") == "1 copy" and counted(2, "copy", "copies") == "2 copies"
+    assert counted(1, "image") == "1 image" and counted(1234, "image") == "1,234 images"

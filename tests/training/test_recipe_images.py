@@ -12,7 +12,7 @@ import pytest
 from support.recipes import run_settings, small_settings
 
 from vlmpack.data.packs.compare import encoder_differences
-from vlmpack.errors import CapabilityError, RunIdentityError
+from vlmpack.errors import RecipeError, RunIdentityError
 from vlmpack.families import Encoder, PixelBudget
 from vlmpack.recipe import load_recipe
 from vlmpack.training.recipe_data import build_encoder
@@ -38,7 +38,7 @@ def test_what_is_set_reaches_the_encoder_and_nothing_else(build):
 
 
 def test_a_knob_of_other_families_is_refused_before_any_data(build):
-    with pytest.raises(CapabilityError, match=r"images\.max_tiles: 2.*has images.min_pixels and"):
+    with pytest.raises(RecipeError, match=r"images\.max_tiles: 2.*has images.min_pixels and"):
         build(max_tiles=2)
 
 

@@ -56,7 +56,16 @@ def test_samples_without_images_leave_the_tower_unjudged():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["one label", "a gap's label", "one image's positions"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "one label",
+        *(
+            pytest.param(n, marks=pytest.mark.soak)
+            for n in ("a gap's label", "one image's positions")
+        ),
+    ],
+)
 def test_small_faults_of_a_row(subject, fault):
     """One number of the row is off by one; what it does to the losses is far above the bounds."""
 
@@ -235,6 +244,7 @@ def test_a_loss_mask_that_is_not_the_labels(subject):
     assert failed(subject.checks(Broken(subject.collator(), forget))) == {"labels and loss mask"}
 
 
+@pytest.mark.slow
 def test_a_frozen_tower_that_moves(subject, monkeypatch):
     """Freezing that is undone after the policy was resolved, as adapters did it elsewhere."""
     from vlmpack.backends.hf import engine
@@ -280,7 +290,9 @@ def test_trained_weights_that_do_not_learn(subject, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [{}, {"trainable__lora__dora": True}])
+@pytest.mark.parametrize(
+    "variant", [{}, pytest.param({"trainable__lora__dora": True}, marks=pytest.mark.soak)]
+)
 def test_adapters_whose_update_is_scaled_by_one_percent_too_much(subject, monkeypatch, variant):
     """The engine alone cannot show it: rows of one sample are as wrong as rows of many."""
     from vlmpack.backends.hf import engine

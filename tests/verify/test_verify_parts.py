@@ -282,12 +282,11 @@ def test_the_last_line_says_what_to_look_at():
 
 def head_of(**facts):
     sample = {"tokens": 7, "labels": 3, "images": 1}
-    engine = {"reference": "M", "engine": "hf", "processes": "1 (no replicas)", "attention": "a"}
-    common = {"model": "m", "mode": "none", "dtype": "bfloat16", "device": "cpu", "seconds": 1}
-    defaults = {"tiny": False, "samples": [sample], "samples_wanted": 3, "engine": engine}
-    return "\n".join(
-        head(Verification(checks=(), facts=common | defaults | facts | {"engine": engine | facts}))
-    )
+    engine = {"reference": "M", "engine": "hf", "attention": "a", "device": "cpu"}
+    engine["processes"] = facts.pop("processes", "1 (no replicas)")
+    common = {"model": "m", "mode": "none", "dtype": "bfloat16", "seconds": 1, "engine": engine}
+    defaults = {"samples": [sample], "samples_wanted": 3}
+    return "\n".join(head(Verification(checks=(), facts=common | defaults | facts)))
 
 
 def test_the_head_says_why_there_are_more_samples_than_asked_for():

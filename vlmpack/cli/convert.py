@@ -9,6 +9,7 @@ import typer
 
 from vlmpack.cli.options import IndexDir
 from vlmpack.cli.progress import BytesBar, size_text
+from vlmpack.words import counted
 
 if TYPE_CHECKING:
     from vlmpack.data.tools.convert import ConvertReport

@@ -21,6 +21,7 @@ from vlmpack.cli.options import (
 from vlmpack.cli.progress import BytesBar, size_text
 from vlmpack.cli.stores import open_reading
 from vlmpack.errors import VlmpackError
+from vlmpack.words import counted
 
 if TYPE_CHECKING:
     from vlmpack.training.findings import Audit

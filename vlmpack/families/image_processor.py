@@ -16,9 +16,9 @@ def image_processor(folder: Path, **settings: Any) -> Any:
     """
     from transformers import AutoImageProcessor
 
-    if not (folder / "preprocessor_config.json").is_file():
-        if processor_setting(folder, "image_processor", None) is None:
-            raise FileNotFoundError("the file is missing")
+    section = processor_setting(folder, "image_processor", None)
+    if section is None and not (folder / "preprocessor_config.json").is_file():
+        raise FileNotFoundError("the file is missing")
     return AutoImageProcessor.from_pretrained(str(folder), local_files_only=True, **settings)
 
 

@@ -84,9 +84,7 @@ def images_cost_less_when_shrunk(data: DataSection, served: ServedModel) -> list
 def image_bounds_are_the_familys(images: ImagesSection, served: ServedModel) -> list[Problem]:
     """Images are bounded by what the family's image processor has."""
     knobs = " and ".join(f"images.{name}" for name in served.pixel_knobs)
-    instead = (
-        f"which has {knobs}" if knobs else "whose images, if any, have no bounds; leave it out"
-    )
+    instead = f"which has {knobs}" if knobs else "which has no bounds on images; leave it out"
     return [
         Problem(("images", name), f"{value}, but the model is {served.title}, {instead}")
         for name, value in images.set_values().items()

@@ -40,17 +40,15 @@ def head(found: Verification) -> list[str]:
     labels = sum(sample["labels"] for sample in samples)
     engine = facts["engine"]
     wanted = facts["samples_wanted"]
-    more = [
+    more = (
         f"          more than the {wanted} of --samples: bfloat16 is judged over "
         f"{LABELS_IN_BFLOAT16:,} label tokens, so samples are taken until they have so many"
-    ]
-    if len(samples) <= wanted:
-        more = []
+    )
     return [
         model,
         f"samples   {len(samples)} of data.train: {tokens:,} tokens, {labels:,} of them labels, "
         f"{images} image{'s' if images != 1 else ''}",
-        *more,
+        *([more] if len(samples) > wanted else []),
         f"unpacked  {engine['reference']}, one sample at a time",
         f"packed    mode {facts['mode']}, {engine['engine']}, {_processes(engine)}, "
         f"attention {engine['attention'].partition(' (')[0]}",

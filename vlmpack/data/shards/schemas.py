@@ -23,6 +23,7 @@ from vlmpack.data.shards.naming import JSON_FIELD, is_image
 from vlmpack.data.shards.raw import RawSample
 from vlmpack.errors import DataError
 from vlmpack.families.sample import ImagePart, Message, Role, TextPart, VLMSample
+from vlmpack.words import counted
 
 IMAGE_MARKER = "<image>"
 VIDEO_MARKER = "<video>"
@@ -223,11 +224,6 @@ def marks_video(schema: str) -> str:
         else f"a literal {VIDEO_MARKER} is text beside image parts ({{'type': 'image'}})"
     )
     return f"marks a video ({VIDEO_MARKER}); {other_media('video')}; {literal}"
-
-
-def counted(count: int, one: str) -> str:
-    """1 image, 2 images."""
-    return f"{count} {one}" if count == 1 else f"{count} {one}s"
 
 
 def other_media(kind: str) -> str:

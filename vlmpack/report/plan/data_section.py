@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from vlmpack.report.plan.numbers import compact, counted, share
+from vlmpack.report.plan.numbers import compact, share
 from vlmpack.report.plan.section import Column, Section
 from vlmpack.report.style import one_line
 from vlmpack.training.plan.figures import RunPlan, SourceFigures
+from vlmpack.words import counted
 
 
 def data_section(plan: RunPlan, max_sources: int) -> Section:

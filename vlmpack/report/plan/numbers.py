@@ -13,11 +13,6 @@ def compact(value: float) -> str:
     return f"{value:.{4 if abs(value) >= 100 else 3}g}" + "kMGT"[unit]
 
 
-def counted(count: int, one: str, many: str) -> str:
-    """1 sample, 1,234 samples."""
-    return f"{count:,} {one if count == 1 else many}"
-
-
 def share(value: float, digits: int = 1) -> str:
     """0.8125 -> 81.2%; what is not nothing is never shown as 0 or as all."""
     text = f"{value:.{digits}%}"

@@ -7,12 +7,13 @@ from html import escape
 from pathlib import Path
 
 from vlmpack.report.document import SHEET, figure_list, html_document
-from vlmpack.report.plan.numbers import compact, counted, share
+from vlmpack.report.plan.numbers import compact, share
 from vlmpack.report.plan.pictures import Picture, draw_pictures
 from vlmpack.report.plan.section import Section
 from vlmpack.report.plan.sections import sections
 from vlmpack.training.plan.figures import RunPlan
 from vlmpack.training.run_dir import write_atomically
+from vlmpack.words import counted
 
 _STYLE = f"""{SHEET}
 body {{ max-width: 64rem; }} .figures div {{ min-width: 8rem; }}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from vlmpack.report.plan.data_section import data_section
-from vlmpack.report.plan.numbers import compact, counted, gib, share, times
+from vlmpack.report.plan.numbers import compact, gib, share, times
 from vlmpack.report.plan.section import Column, Section
 from vlmpack.training.plan.figures import SAME_BATCH, MemoryFigures, RunPlan
+from vlmpack.words import counted
 
 MAX_SOURCES = 12
 """Sources with a row of their own; the page and the JSON have more."""

@@ -17,12 +17,12 @@ from vlmpack.data.shards.schemas import (
     IMAGE_MARKER,
     OTHER_MEDIA,
     VIDEO_MARKER,
-    counted,
     marks_video,
     named_images,
     other_media,
 )
 from vlmpack.errors import DataError
+from vlmpack.words import counted
 
 ImageSource = str | bytes
 """A path relative to the image root, or the encoded file itself."""
