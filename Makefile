@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-TWO_AT_A_TIME := $(BIN)/python -m pytest -n 2 --dist loadfile
+TWO_AT_A_TIME := $(BIN)/python -m pytest -n 2 --dist loadfile --durations 25 --durations-min 3
 export OMP_NUM_THREADS ?= 2
 # Large temporaries otherwise time the kernel's page faults on CPU.
 export MALLOC_MMAP_THRESHOLD_ ?= 1073741824

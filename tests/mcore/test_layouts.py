@@ -1,8 +1,9 @@
 """The main claim: every parallel layout takes the optimizer steps of the hf engine in one process.
 
 Same weights, same bins, float32; with AdamW and clipping, and with SGD, which compares gradients.
-Two processes by default; those of one and eight, and replicas of TP, are slow tests. The layouts of
-four processes that the one of eight contains are left to `make soak`.
+TP with sequence parallelism, CP and PP on two processes by default; the others on two, those of one
+and eight, and replicas of TP, are slow tests. The layouts of four processes that the one of eight
+contains are left to `make soak`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import pytest
 from support import layouts
 from support.layouts import BINS, LAYOUTS, OPTIMIZERS, STEPS
 
+QUICK = ("tp2-sp", "cp2", "pp2")
 SOAK = ("tp2-cp2", "cp2-pp2", "tp2-pp2")
 
 
 def launch_of(name):
     """Layouts with the same number of processes and the same mark share a launch."""
-    processes = LAYOUTS[name].processes
-    return processes, "soak" if name in SOAK else "quick" if processes == 2 else "slow"
+    mark = "soak" if name in SOAK else "quick" if name in QUICK else "slow"
+    return LAYOUTS[name].processes, mark
 
 
 MARKS = {"quick": (), "slow": pytest.mark.slow, "soak": pytest.mark.soak}
