@@ -7,22 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.recipes import MINIMAL
 
 from vlmpack.errors import RecipeError
 from vlmpack.recipe import load_recipe, mcore_rules, trainable_rules
-
-MINIMAL = {
-    "model": {"path": "models/tiny"},
-    "data": {"train": "data/train-*.tar"},
-    "training": {
-        "micro_batch_size": 4,
-        "global_batch_size": 16,
-        "seq_length": 512,
-        "max_steps": 100,
-    },
-    "optim": {"lr": 1e-3},
-    "run_dir": "runs/test",
-}
 
 
 @pytest.fixture(autouse=True)

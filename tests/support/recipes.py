@@ -14,6 +14,21 @@ SMALL = 22
 """Samples in the small training shard: with 4 a step, 5.5 steps an epoch, so epochs end short."""
 
 
+MINIMAL: dict[str, Any] = {
+    "model": {"path": "models/tiny"},
+    "data": {"train": "data/train-*.tar"},
+    "training": {
+        "micro_batch_size": 4,
+        "global_batch_size": 16,
+        "seq_length": 512,
+        "max_steps": 100,
+    },
+    "optim": {"lr": 1e-3},
+    "run_dir": "runs/test",
+}
+"""A small correct recipe; nothing that it names exists."""
+
+
 def copy_samples(source: Path, target: Path, count: int, *, skip: int = 0) -> None:
     """Write `count` whole samples of a shard to another one."""
     keys: list[str] = []

@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import pytest
 from support.engines import make_engine
+from support.recipes import MINIMAL
 
 from vlmpack.backends.policy import EVERYTHING
 from vlmpack.recipe import load_recipe
 from vlmpack.training.policy import policy_of, policy_rows, policy_table
 
-MINIMAL = {
-    "model": {"path": "models/tiny"},
-    "data": {"train": "data/train-*.tar"},
-    "training": {
-        "micro_batch_size": 4,
-        "global_batch_size": 16,
-        "seq_length": 512,
-        "max_steps": 100,
-        "seed": 3,
-    },
-    "optim": {"lr": 1e-3, "weight_decay": 0.1},
-    "run_dir": "runs/test",
+RECIPE = MINIMAL | {
+    "training": MINIMAL["training"] | {"seed": 3},
+    "optim": MINIMAL["optim"] | {"weight_decay": 0.1},
 }
 
 
 def test_a_plain_recipe_trains_everything():
-    assert policy_of(load_recipe(MINIMAL)) == EVERYTHING
+    assert policy_of(load_recipe(RECIPE)) == EVERYTHING
 
 
 def test_modes_rates_and_adapters_come_from_the_recipe():
     made = policy_of(
         load_recipe(
-            MINIMAL,
+            RECIPE,
             {
                 "trainable.vision": "frozen",
                 "trainable.language": "lora",
@@ -51,7 +43,7 @@ def test_modes_rates_and_adapters_come_from_the_recipe():
 
 def test_the_table_adds_up(tiny_folder, encoder):
     recipe = load_recipe(
-        MINIMAL,
+        RECIPE,
         {"trainable.vision": "frozen", "trainable.language": "lora", "trainable.lora.dora": True},
     )
     engine = make_engine(tiny_folder, encoder, policy=policy_of(recipe))
@@ -82,7 +74,7 @@ def where(name):
 
 
 def test_groups_have_their_rate_and_decay(tiny_folder, encoder):
-    recipe = load_recipe(MINIMAL, {"optim.vision_lr": 5e-4, "optim.projector_lr": 2e-3})
+    recipe = load_recipe(RECIPE, {"optim.vision_lr": 5e-4, "optim.projector_lr": 2e-3})
     engine = make_engine(tiny_folder, encoder, policy=policy_of(recipe))
     engine.zero_gradients()
     engine.step(1e-3)

@@ -169,7 +169,11 @@ class Encoder:
         """The numbers of the folder's image rule, some of them config.json's; the budget counts by
         itself."""
         try:
-            rule: Any = self.family.image_rule(self.folder, PixelBudget())
+            rule: Any = (
+                self.image_rule
+                if self.budget == PixelBudget()
+                else self.family.image_rule(self.folder, PixelBudget())
+            )
         except (CapabilityError, ModelError, OSError, ValueError):
             return ""  # nothing can be encoded; whoever tries is told why
         return "" if rule is None else repr(replace(rule, folder=Path()))

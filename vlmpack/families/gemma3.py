@@ -23,11 +23,12 @@ import torch
 from PIL.Image import Image, new
 from torch import Tensor
 
-from vlmpack.errors import CapabilityError, ModelError
+from vlmpack.errors import CapabilityError
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, PixelBudget
 from vlmpack.families.configs import whole_config, whole_config_of
 from vlmpack.families.image_processor import family_processor, image_processor
+from vlmpack.families.image_text import feature_token_id
 from vlmpack.families.one_axis import OneAxisVLM
 from vlmpack.families.processor_config import check_image_length
 from vlmpack.families.tiles import flat_features, patch_rows, patch_side, rgb, tiles_of
@@ -178,13 +179,7 @@ class Gemma3(OneAxisVLM):
         Raises:
             ModelError: a token of images is none of the tokenizer's special tokens.
         """
-        missing = {START, SOFT, END} - tokenizer.get_added_vocab().keys()
-        if missing:
-            raise ModelError(
-                f"model.path: the tokenizer has no special token {', '.join(sorted(missing))}, "
-                f"which this family writes for images"
-            )
-        return int(tokenizer.convert_tokens_to_ids(SOFT))
+        return feature_token_id(tokenizer, SOFT, START, END)
 
     def image_rule(self, folder: Path, budget: PixelBudget) -> Gemma3ImageRule:
         """The rule with the sizes that the folder's files have, and the budget's `max_tiles` as the

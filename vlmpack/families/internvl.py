@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from PIL.Image import Image
 
-from vlmpack.errors import ModelError
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, PixelBudget
 from vlmpack.families.configs import whole_config
 from vlmpack.families.image_processor import family_processor, image_processor
+from vlmpack.families.image_text import feature_token_id
 from vlmpack.families.one_axis import OneAxisVLM
 from vlmpack.families.processor_config import check_image_length
 from vlmpack.families.tiles import (
@@ -173,13 +173,7 @@ class InternVL(OneAxisVLM):
         Raises:
             ModelError: a token of images is none of the tokenizer's special tokens.
         """
-        missing = {START, CONTEXT, END} - tokenizer.get_added_vocab().keys()
-        if missing:
-            raise ModelError(
-                f"model.path: the tokenizer has no special token {', '.join(sorted(missing))}, "
-                f"which this family writes around images"
-            )
-        return int(tokenizer.convert_tokens_to_ids(CONTEXT))
+        return feature_token_id(tokenizer, CONTEXT, START, END)
 
     def image_rule(self, folder: Path, budget: PixelBudget) -> InternVLImageRule:
         """The rule with the sizes that the folder's files have, or the budget's `max_tiles`.

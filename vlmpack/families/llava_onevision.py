@@ -33,6 +33,7 @@ from vlmpack.families.anyres import AnyRes
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, PixelBudget
 from vlmpack.families.configs import whole_config
 from vlmpack.families.image_processor import family_processor, image_processor
+from vlmpack.families.image_text import feature_token_id
 from vlmpack.families.one_axis import OneAxisVLM
 from vlmpack.families.processor_config import processor_setting
 from vlmpack.families.tiles import canvas_of, patch_rows, patch_side, rgb, tiles_of, whole_tower
@@ -124,8 +125,12 @@ class LlavaOneVision(OneAxisVLM):
         return IMAGE_TOKEN
 
     def placeholder(self, tokenizer: Any) -> int:
-        """The id of <image>."""
-        return int(tokenizer.convert_tokens_to_ids(IMAGE_TOKEN))
+        """The id of <image>.
+
+        Raises:
+            ModelError: it is none of the tokenizer\'s special tokens.
+        """
+        return feature_token_id(tokenizer, IMAGE_TOKEN)
 
     def image_rule(self, folder: Path, budget: PixelBudget) -> OneVisionImageRule:
         """The rule with the sizes that config.json and the processor's files agree on.

@@ -1,4 +1,4 @@
-"""What vision-language families have in common whose decoder counts plain positions."""
+"""What families have in common whose decoder counts plain positions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlmpack.packing import GridTHW
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneAxisVLM:
+class OneAxis:
     """Part of a family; see `vlmpack.families.Family`."""
 
     name: str
@@ -28,14 +28,19 @@ class OneAxisVLM:
         """Ids are enough."""
         return {}
 
-    def auto_class(self) -> Any:
-        """A whole vision-language model."""
-        from transformers import AutoModelForImageTextToText
-
-        return AutoModelForImageTextToText
-
     def positions(
         self, num_tokens: int, media_starts: Sequence[int], media: Sequence[GridTHW]
     ) -> Tensor:
         """(1, s): 0, 1, 2 ... from the start of each sample; image tokens count as text does."""
         return torch.arange(num_tokens)[None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneAxisVLM(OneAxis):
+    """Part of a family with images."""
+
+    def auto_class(self) -> Any:
+        """A whole vision-language model."""
+        from transformers import AutoModelForImageTextToText
+
+        return AutoModelForImageTextToText

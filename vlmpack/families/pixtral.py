@@ -21,6 +21,7 @@ from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, PixelBudget
 from vlmpack.families.configs import whole_config, whole_config_of
 from vlmpack.families.image_processor import family_processor, image_processor
+from vlmpack.families.image_text import feature_token_id
 from vlmpack.families.one_axis import OneAxisVLM
 from vlmpack.families.pixtral_tower import tower_output
 from vlmpack.families.tiles import patch_rows, patch_side, rgb, tiles_of
@@ -138,8 +139,12 @@ class Pixtral(OneAxisVLM):
         return IMAGE_TOKEN
 
     def placeholder(self, tokenizer: Any) -> int:
-        """The id of [IMG]."""
-        return int(tokenizer.convert_tokens_to_ids(IMAGE_TOKEN))
+        """The id of [IMG].
+
+        Raises:
+            ModelError: it is none of the tokenizer\'s special tokens.
+        """
+        return feature_token_id(tokenizer, IMAGE_TOKEN)
 
     def image_rule(self, folder: Path, budget: PixelBudget) -> PixtralImageRule:
         """The rule with the sizes of the folder's image processor and tower.

@@ -17,6 +17,7 @@ from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, PixelBudget
 from vlmpack.families.image_processor import family_processor, image_processor
+from vlmpack.families.image_text import feature_token_id
 from vlmpack.packing import CostModel, GridTHW, Media
 
 MAX_ASPECT_RATIO = 200
@@ -149,8 +150,12 @@ class QwenVL:
         return IMAGE_TOKEN
 
     def placeholder(self, tokenizer: Any) -> int:
-        """The id of <|image_pad|>."""
-        return int(tokenizer.convert_tokens_to_ids(IMAGE_TOKEN))
+        """The id of <|image_pad|>.
+
+        Raises:
+            ModelError: it is none of the tokenizer\'s special tokens.
+        """
+        return feature_token_id(tokenizer, IMAGE_TOKEN)
 
     def image_rule(self, folder: Path, budget: PixelBudget) -> QwenImageRule:
         """The rule with the sizes that the folder's image processor was saved with, or the

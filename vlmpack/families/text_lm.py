@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from vlmpack.errors import CapabilityError
 from vlmpack.families import flops
 from vlmpack.families.base import NO_TOKEN, ImageFeatures, ModulePaths, PixelBudget
-from vlmpack.packing import CostModel, GridTHW, Media
+from vlmpack.families.one_axis import OneAxis
+from vlmpack.packing import CostModel, Media
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextLM:
+class TextLM(OneAxis):
     """A family without images; see `vlmpack.families.Family`."""
-
-    name: str
-    model_types: tuple[str, ...]
-    modules: ModulePaths
-    num_position_axes: int = 1
-    rule_version: int = 1
-    pixel_knobs: tuple[str, ...] = ()
 
     def placeholder(self, tokenizer: Any) -> int:
         """No token stands for an image, whatever the vocabulary has: that of Qwen2.5 holds
@@ -43,10 +34,6 @@ class TextLM:
         """Not asked for: `Encoder` refuses images."""
         raise CapabilityError("a language model takes no images")
 
-    def token_arguments(self, is_image: Tensor) -> dict[str, Tensor]:
-        """Ids are enough."""
-        return {}
-
     def image_features(self, model: Any, media: Media) -> ImageFeatures:
         """Not asked for: `Encoder` refuses images."""
         raise CapabilityError("a language model takes no images")
@@ -56,12 +43,6 @@ class TextLM:
         from transformers import AutoModelForCausalLM
 
         return AutoModelForCausalLM
-
-    def positions(
-        self, num_tokens: int, media_starts: Sequence[int], media: Sequence[GridTHW]
-    ) -> Tensor:
-        """(1, s): 0, 1, 2 ... from the start of each sample."""
-        return torch.arange(num_tokens)[None]
 
     def cost_model(self, config: Mapping[str, Any]) -> CostModel:
         """The decoder's."""
