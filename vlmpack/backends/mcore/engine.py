@@ -19,6 +19,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from vlmpack.attention import VarlenAttention, choose_attention, segment_attention
@@ -161,18 +162,7 @@ class MegatronEngine:
             parameters = local_parameters(self.model, family, self.shapes)
             self._check_coverage(parameters)
             mark_trained(parameters, policy, self.paths)
-            self.ddp = DistributedDataParallel(
-                megatron_config,
-                DistributedDataParallelConfig(
-                    grad_reduce_in_fp32=True,
-                    use_distributed_optimizer=config.distributed_optimizer,
-                    average_in_collective=False,
-                ),
-                self.model,
-                pg_collection=groups,
-            )
-            megatron_config.no_sync_func = self.ddp.no_sync
-            megatron_config.finalize_model_grads_func = partial(_finalize, tp=groups.tp)
+            self.ddp = self._replicated(megatron_config)
             self.optimizer = MegatronAdamW(
                 self.ddp,
                 optimizer,
@@ -186,9 +176,30 @@ class MegatronEngine:
                 expert_copies=groups.expt_dp,
             )
             self.layout.load(reader, optimizer_steps=0)
-        self.description = {
+        self.description = self._described(attention, dtype)
+
+    def _replicated(self, megatron_config: TransformerConfig) -> DistributedDataParallel:
+        """The model with its gradient buckets, known to the schedule."""
+        ddp = DistributedDataParallel(
+            megatron_config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=self.config.distributed_optimizer,
+                average_in_collective=False,
+            ),
+            self.model,
+            pg_collection=self.groups,
+        )
+        megatron_config.no_sync_func = ddp.no_sync
+        megatron_config.finalize_model_grads_func = partial(_finalize, tp=self.groups.tp)
+        return ddp
+
+    def _described(self, attention: str, dtype: torch.dtype) -> dict[str, str]:
+        """What was chosen, for the log and the report."""
+        config, ranks = self.config, self.ranks
+        return {
             "engine": f"mcore (megatron-core {_version()})",
-            "processes": f"{ranks.world_size} ({sizes}, {ranks.dp_size} replicas)",
+            "processes": f"{ranks.world_size} ({config.sizes}, {ranks.dp_size} replicas)",
             "device": str(ranks.device),
             "compute dtype": str(dtype).removeprefix("torch."),
             "attention": attention,
