@@ -3,7 +3,7 @@
 runs/demo/
   recipe.yaml            the resolved recipe; `vlmpack finetune runs/demo/recipe.yaml` resumes
   identity.json          the fields that decide objective and order
-  run.lock               pid and host while a process works here
+  run.lock               who works here, while somebody does; see vlmpack.training.run_lock
   metrics.jsonl          one row a step
   data-errors.jsonl      one row a skipped sample
   first-sample.txt       what the first sample teaches, token by token
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import Any
 
 from vlmpack.distributed import Ranks
 from vlmpack.errors import RunDirError, RunIdentityError
+from vlmpack.training.run_lock import RunLock
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -87,47 +87,17 @@ class RunDir:
             RunDirError: on every rank, if the folder cannot be written or is in use.
         """
 
+        lock = RunLock(self.lock)
+
         def enter() -> None:
             self.prepare()
-            self._take_lock()
+            lock.take()
 
         ranks.on_main(enter)
         try:
             yield
         finally:
-            if ranks.is_main:
-                self.lock.unlink(missing_ok=True)
-
-    def _take_lock(self) -> None:
-        mine = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
-        for _ in range(2):
-            try:
-                descriptor = os.open(self.lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-            except FileExistsError:
-                self._refuse_if_alive()
-                self.lock.unlink(missing_ok=True)
-                continue
-            with os.fdopen(descriptor, "w") as file:
-                file.write(mine)
-            return
-        raise RunDirError(f"run_dir: {self.lock} keeps coming back; another process starts here")
-
-    def _refuse_if_alive(self) -> None:
-        try:
-            owner = json.loads(self.lock.read_text(encoding="utf-8"))
-            pid, host = int(owner["pid"]), str(owner["host"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return
-        if host != socket.gethostname():
-            raise RunDirError(
-                f"run_dir: {self.path} is in use by process {pid} on {host}; if that machine is "
-                f"gone, delete {self.lock}"
-            )
-        if pid != os.getpid() and _is_alive(pid):
-            raise RunDirError(
-                f"run_dir: {self.path} is in use by process {pid}; wait for it, or choose another "
-                f"run_dir"
-            )
+            lock.release()
 
     def recorded_identity(self) -> dict[str, Any] | None:
         """What this folder's run is; None for a new folder.
@@ -172,13 +142,3 @@ class RunDir:
                 f"Choose another run_dir, or restore these values to resume.{hint}"
             )
         write_atomically(self.identity, json.dumps(current, indent=2, sort_keys=True) + "\n")
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
