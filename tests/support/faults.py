@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 KINDS = (
     "status",  # answers `status`
@@ -33,6 +34,7 @@ class Fault:
         seconds: for `stall`, `latency` and `drip`.
         bytes_per_second: for `slow`.
         location: for `redirect`.
+        headers: of the answer, for `status`.
     """
 
     kind: str
@@ -44,6 +46,7 @@ class Fault:
     seconds: float = 60.0
     bytes_per_second: int = 1 << 20
     location: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.kind in KINDS, self.kind

@@ -33,7 +33,7 @@ def answer_for(
 ) -> Answer:
     """What a request gets; `fault` may replace it."""
     if fault is not None and fault.kind == "status":
-        return Answer(fault.status, body=f"injected {fault.status}".encode())
+        return Answer(fault.status, dict(fault.headers), f"injected {fault.status}".encode())
     if fault is not None and fault.kind == "redirect":
         return Answer(302, {"Location": fault.location})
     if method not in ("GET", "HEAD"):

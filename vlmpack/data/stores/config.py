@@ -47,7 +47,7 @@ class StorageConfig:
     max_tries: int = 10
     """Tries of one request, the first included; a body that goes on starts the count again."""
     retry_seconds: float = 180.0
-    """No new try is begun so long after the first."""
+    """Without progress: no new try is begun so long after the first fault since bytes came."""
     max_concurrent_reads: int = 16
     """Requests of one process at a time."""
 

@@ -22,7 +22,7 @@ NOTICE_SECONDS = 5.0
 """Of tries without success, before a line says so."""
 NOTICE_AGAIN_SECONDS = 300.0
 PROGRESS_BYTES = 1 << 20
-"""A body that went on for so long after a fault has its tries back."""
+"""A body that went on for so long after its first fault has its tries back."""
 
 _jitter = random.SystemRandom()  # never the run's own random numbers
 
@@ -82,7 +82,9 @@ class SlowNotice:
 
 
 class Tries:
-    """The tries of one request.
+    """The tries of one request, which may be a download of hours: what is bounded is the time
+    without progress. It counts from the first fault since bytes came, so neither a long download
+    nor a reader who takes his time has spent it when a connection breaks.
 
     Args:
         shard: for the error.
@@ -94,14 +96,17 @@ class Tries:
         self.shard = shard
         self.config = config
         self.notice = notice
-        self._restart()
+        self.failed = 0
+        self.since_fault = 0
+        self._stuck_since: float | None = None
 
     def progressed(self, count: int) -> None:
         """So many bytes came."""
-        if self.failed:
+        if self.failed and count:
+            self._stuck_since = None
             self.since_fault += count
             if self.since_fault >= PROGRESS_BYTES:
-                self._restart()
+                self.failed = self.since_fault = 0
 
     def note(self, fault: StoreFault) -> None:
         """Waits before the next try.
@@ -116,34 +121,40 @@ class Tries:
                 f"{fault.reason}{self._asked}", error_class="transport", shard=self.shard
             ) from None
         self.failed += 1
-        self.since_fault = 0
+        now = time.monotonic()
+        if self._stuck_since is None:
+            self._stuck_since = now
+        stuck = now - self._stuck_since
         longest = min(FIRST_WAIT_SECONDS * 2 ** (self.failed - 1), MAX_WAIT_SECONDS)
         wait = max(_jitter.uniform(longest / 2, longest), fault.wait_seconds)
-        spent = time.monotonic() - self.began
-        if self.failed >= self.config.max_tries or spent + wait > self.config.retry_seconds:
+        if self.failed >= self.config.max_tries or stuck + wait > self.config.retry_seconds:
             raise DataError(
-                f"{fault.reason}{self._asked}; gave up after {self.failed} tries in {spent:.1f} s "
-                f"(data.storage.max_tries {self.config.max_tries}, retry_seconds "
-                f"{self.config.retry_seconds:g})",
+                f"{fault.reason}{self._asked}; {self._spent(stuck, fault)}",
                 error_class="transport",
                 shard=self.shard,
             ) from None
-        if self.notice is not None and spent >= NOTICE_SECONDS:
+        if self.notice is not None and stuck + wait >= NOTICE_SECONDS:
             self.notice.say(
                 self.shard,
                 self.config.place_of(self.shard),
-                f"{fault.reason}; try {self.failed + 1} of {self.config.max_tries} follows, for "
-                f"up to {self.config.retry_seconds:g} s in all (data.storage.max_tries, "
-                "retry_seconds)",
+                f"{fault.reason}; try {self.failed + 1} of {self.config.max_tries} follows in "
+                f"{wait:.1f} s, for up to {self.config.retry_seconds:g} s without progress "
+                "(data.storage.max_tries, retry_seconds)",
             )
         time.sleep(wait)
+
+    def _spent(self, stuck: float, fault: Transient) -> str:
+        """Why there is no other try."""
+        asked = ""
+        if stuck + fault.wait_seconds > self.config.retry_seconds:
+            asked = f"; it asked to wait {fault.wait_seconds:.0f} s"
+        return (
+            f"gave up after {self.failed} tries, {stuck:.1f} s without progress{asked} "
+            f"(data.storage.max_tries {self.config.max_tries}, retry_seconds "
+            f"{self.config.retry_seconds:g})"
+        )
 
     @property
     def _asked(self) -> str:
         place = self.config.place_of(self.shard)
         return f" (asked {place})" if place else ""
-
-    def _restart(self) -> None:
-        self.failed = 0
-        self.since_fault = 0
-        self.began = time.monotonic()

@@ -15,6 +15,8 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC
+from email.utils import parsedate_to_datetime
 from typing import Literal
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
@@ -27,6 +29,7 @@ CHUNK_BYTES = 256 << 10
 _REDIRECTS = (301, 302, 303, 307, 308)
 _TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)
 _SAFE = "/%:@!$&'()*+,;=~-._"
+_SECONDS = re.compile(r"[0-9]{1,9}")
 _HEADER_VALUE = re.compile(r"[\x20-\x7e\xa0-\xff]*")
 
 Method = Literal["GET", "HEAD"]
@@ -251,8 +254,25 @@ def _checked(answer: Answer) -> Answer:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
-    value = headers.get("retry-after", "")
-    return float(value) if value.isdecimal() else 0.0
+    """The seconds that a server asks to wait: a number, or a date, which is compared with the
+    server's own clock. Anything else is no wish."""
+    value = headers.get("retry-after", "").strip()
+    if _SECONDS.fullmatch(value):
+        return float(value)
+    until = _http_date(value)
+    if until is None:
+        return 0.0
+    now = _http_date(headers.get("date", "")) or time.time()
+    return max(0.0, until - now)
+
+
+def _http_date(value: str) -> float | None:
+    """A date of HTTP as seconds since 1970."""
+    try:
+        found = parsedate_to_datetime(value)
+        return found.replace(tzinfo=found.tzinfo or UTC).timestamp()
+    except (ValueError, TypeError, IndexError, OverflowError):
+        return None
 
 
 def _reason(error: Exception, deadline: float) -> str:
