@@ -29,7 +29,7 @@ from vlmpack.packing import Batch, PackCollator, PadCollator
 SHARDS = str(ROOT / "assets" / "digits" / "train-*.tar")
 
 
-def _build(encoder: Encoder, *, width: int | None) -> PackedVLM:
+def build(encoder: Encoder, *, width: int | None) -> PackedVLM:
     """The tiny model, or one of its shape with a wider, deeper, untrained language model."""
     model = load_model(MODEL) if width is None else wide_model(width)
     choice = choose_attention("auto", device=torch.device("cpu"), dtype=torch.float32)
@@ -86,7 +86,7 @@ def _whole_step(vlm: PackedVLM, batches: list[Batch]) -> Callable[[], None]:
 def bench_step(rounds: int, *, width: int | None, micro_batch_size: int = 16) -> dict[str, object]:
     """Packed against padded, whole step and language model alone."""
     encoder = Encoder(MODEL)
-    vlm = _build(encoder, width=width)
+    vlm = build(encoder, width=width)
     packed = batches_of(encoder, "in_batch", micro_batch_size, 3)
     padded = batches_of(encoder, "none", micro_batch_size, 3)
     assert [b.keys for b in packed] == [b.keys for b in padded], "not the same samples"

@@ -17,6 +17,7 @@ from bench_data import bench_data
 from bench_memory import bench_context_memory
 from bench_packers import bench_packers
 from bench_plan import bench_plan
+from bench_segments import bench_segments
 from bench_step import bench_step
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -49,6 +50,7 @@ def _benchmarks(rounds: int) -> dict[str, Callable[[], dict[str, object]]]:
     found: dict[str, Callable[[], dict[str, object]]] = {
         "collator": lambda: bench_collator(rounds),
         "attention": lambda: bench_attention(rounds),
+        "segments": lambda: bench_segments(rounds),
         "data": lambda: bench_data(rounds),
         "plan": bench_plan,
         "packers": lambda: bench_packers(rounds),

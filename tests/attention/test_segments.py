@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from itertools import accumulate
 
 import pytest
@@ -150,3 +151,58 @@ def test_equal_segments_share_one_kernel_call(monkeypatch):
     monkeypatch.setattr(segments, "scaled_dot_product_attention", counted)
     segment_attention(*inputs(sum(LAYOUTS["runs"])), params_of(LAYOUTS["runs"]))
     assert calls == [(3, 4), (2, 9), (2, 1), (1, 4)]
+
+
+def sliced(query, key, value, lengths, *, window=None):
+    """The same calls on slices of the row, one segment after the other."""
+    outputs = []
+    for stop, length in zip(accumulate(lengths), lengths, strict=True):
+        q, k, v = (part[stop - length : stop].transpose(0, 1)[None] for part in (query, key, value))
+        band = None
+        if window is not None and window < length:
+            band = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - window)
+            k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=band, is_causal=band is None, enable_gqa=band is None
+        )
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def nodes_behind(output):
+    """How often each operation occurs in the graph of a tensor's gradient."""
+    seen, left = set(), [output.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [following for following, _ in node.next_functions]
+    return Counter(node.name() for node in seen)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("window", [None, 5])
+def test_gradients_are_those_of_slices_bit_for_bit(window, dtype):
+    lengths = (3, 17, 1, 8, 30, 2, 64, 5)
+    tensors = inputs(sum(lengths), kv_heads=2, dtype=dtype)
+    ours = segment_attention(*tensors, params_of(lengths), window=window)
+    theirs = sliced(*tensors, lengths, window=window)
+    assert torch.equal(ours, theirs)
+    for own, other in zip(
+        torch.autograd.grad(ours.square().sum(), tensors),
+        torch.autograd.grad(theirs.square().sum(), tensors),
+        strict=True,
+    ):
+        assert torch.equal(own, other)
+        assert own.count_nonzero() > 0
+
+
+def test_no_segment_fills_a_whole_row_in_the_backward_pass():
+    """A slice's gradient is a row of zeros with the slice in it; a split's are joined."""
+    lengths = tuple(range(1, 65))
+    tensors = inputs(sum(lengths), kv_heads=2)
+    nodes = nodes_behind(segment_attention(*tensors, params_of(lengths)))
+    assert not [name for name in nodes if "Slice" in name or "Select" in name or "Narrow" in name]
+    assert nodes["SplitWithSizesBackward0"] == 3, "once for queries, keys and values"
+    by_slices = nodes_behind(sliced(*tensors, lengths))
+    assert by_slices["SliceBackward0"] == 3 * len(lengths), "what is counted"

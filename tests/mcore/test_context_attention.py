@@ -8,6 +8,7 @@ import collectives_worker as worker
 import pytest
 import torch
 from support import layouts
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vlmpack.attention import segment_attention
 from vlmpack.backends.mcore import attention
@@ -57,6 +58,33 @@ def test_slices_of_all_ranks_compute_the_row(size, scale, monkeypatch):
     torch.testing.assert_close(outputs, row)
     for mine, other in zip(found, torch.autograd.grad((row * factor).sum(), inputs), strict=True):
         torch.testing.assert_close(mine, other)
+
+
+def test_segments_are_split_off_the_row_not_sliced(monkeypatch):
+    """The backward of every slice would fill the gathered row with zeros."""
+    lengths = tuple(4 * n for n in range(1, 33))
+    monkeypatch.setattr(worker, "SEGMENTS", lengths)
+    query, key, value, _ = worker.row()
+    own = worker.context_slice(1, 2)
+    both = torch.stack((key, value), dim=1).requires_grad_()
+    monkeypatch.setattr(attention, "gather_slices", lambda local, order, group: both)
+    local = [part[own.row_index].requires_grad_() for part in (query, key, value)]
+    filled = []
+    leaves = {"row": both.shape, "queries": local[0].shape}
+    original = torch.ops.aten.slice_backward.default
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is original:
+                filled.append(tuple(args[1]))
+            return func(*args, **(kwargs or {}))
+
+    output = attention.context_parallel_attention(*local, lengths, own, group=None)
+    with Watch():
+        output.sum().backward()
+    assert both.grad.count_nonzero() > 0 and local[0].grad is not None
+    assert filled, "a chunk's keys are a slice of its own segment"
+    assert not [shape for shape in filled if shape in [tuple(s) for s in leaves.values()]]
 
 
 @pytest.fixture(scope="module")

@@ -63,17 +63,17 @@ def segment_attention(
     if not causal and params.cu_seqlens_q_padded is not None:
         raise ValueError("bidirectional attention needs segments without alignment gaps")
     blocks = masks.of_segment if masks is not None else ((),) * len(params.segment_lengths)
+    runs = [
+        (length, inside, len(list(run)))
+        for (length, inside), run in groupby(zip(params.segment_lengths, blocks, strict=True))
+        if length
+    ]
+    # Split, not sliced: the backward of every slice would fill a whole row with zeros.
+    sizes = [count * length for length, _, count in runs]
+    parts = zip(*(whole.split(sizes) for whole in (query, key, value)), strict=True)
     outputs: list[Tensor] = []
-    start = 0
-    for (length, inside), run in groupby(zip(params.segment_lengths, blocks, strict=True)):
-        count = len(list(run))
-        if length == 0:
-            continue
-        stop = start + count * length
-        q, k, v = (
-            part[start:stop].view(count, length, *part.shape[1:]).transpose(1, 2)
-            for part in (query, key, value)
-        )
+    for (length, inside, count), qkv in zip(runs, parts, strict=True):
+        q, k, v = (part.view(count, length, *part.shape[1:]).transpose(1, 2) for part in qkv)
         mask = None
         if masks is not None:
             mask = masks.mask(length, inside, window)
@@ -81,7 +81,6 @@ def segment_attention(
             mask = _window_mask(length, window, causal, query.device)
         out = dense_attention(q, k, v, mask=mask, causal=causal, scale=scale)
         outputs.append(out.transpose(1, 2).reshape(count * length, *query.shape[1:]))
-        start = stop
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 

@@ -160,23 +160,20 @@ def context_parallel_attention(
         (T / CP, Hq, D).
     """
     both = gather_slices(torch.stack((key, value), dim=1), context.natural_order, group)
+    runs = [(length, len(list(run))) for length, run in groupby(segment_lengths) if length]
+    # Split, not sliced: the backward of every slice would fill a whole row with zeros.
+    own = query.split([count * length // context.size for length, count in runs])
+    whole = both.split([count * length for length, count in runs])
     outputs: list[Tensor] = []
-    start = local_start = 0
-    for length, run in groupby(segment_lengths):
-        count = len(list(run))
-        if length == 0:
-            continue
-        held, chunk = length // context.size, length // (2 * context.size)
-        queries = query[local_start : local_start + count * held]
+    for (length, count), queries, keys_values in zip(runs, own, whole, strict=True):
+        chunk = length // (2 * context.size)
         queries = queries.view(count, 2, chunk, *query.shape[1:])
-        keys_values = both[start : start + count * length].view(count, length, *both.shape[1:])
+        keys_values = keys_values.view(count, length, *both.shape[1:])
         halves = [
             _chunk_attention(queries[:, half], keys_values[:, : (which + 1) * chunk], scale=scale)
             for half, which in enumerate((context.rank, 2 * context.size - 1 - context.rank))
         ]
         outputs.append(torch.stack(halves, dim=1).flatten(0, 2))
-        start += count * length
-        local_start += count * held
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
