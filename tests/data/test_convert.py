@@ -130,6 +130,35 @@ def test_jsonl_takes_messages_in_all_its_forms(tmp_path: Path, images: Path) -> 
     assert last.num_images == 0 and last.messages[0].text == "a literal <image> here"
 
 
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_excluded_answers_and_a_system_beside_the_turns_are_kept(
+    tmp_path: Path, images: Path, form: str
+) -> None:
+    """Parquet fills the flags of the other turns with nulls."""
+    turns = [
+        {"role": "user", "content": "Q", "weight": None},
+        {"role": "assistant", "content": "draft", "weight": 0},
+        {"role": "user", "content": "R", "weight": None},
+        {"role": "assistant", "content": "A", "weight": 1},
+    ]
+    rows: list[dict[str, Any]] = [{"messages": turns, "system": "S"}]
+    source = tmp_path / f"chat.{form}"
+    if form == "jsonl":
+        source.write_text(json.dumps(rows[0]))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), source)
+    run(source, tmp_path / "out", images)
+    [sample] = cooked(tmp_path / "out")
+    said = [(message.role, message.text, message.learn) for message in sample.messages]
+    assert said == [
+        ("system", "S", True),
+        ("user", "Q", True),
+        ("assistant", "draft", False),
+        ("user", "R", True),
+        ("assistant", "A", True),
+    ]
+
+
 def test_a_hugging_face_folder_gives_the_same_samples(tmp_path: Path, images: Path) -> None:
     """Images as {bytes, path}: bytes here, a path there; structs with nulls; two files."""
 

@@ -140,6 +140,68 @@ def test_task_and_other_members_pass() -> None:
     assert found.num_text_bytes == 2
 
 
+@pytest.mark.parametrize("schema", [chat, llava], ids=["messages", "conversations"])
+def test_a_system_beside_the_turns_is_the_first_turn(schema: Any) -> None:
+    user, assistant = ("user", "assistant") if schema is chat else ("human", "gpt")
+    turns = [(user, "Q"), (assistant, "A")]
+    beside = cooked({**schema(*turns), "system": "S"})
+    assert beside.sample.messages == cooked(schema(("system", "S"), *turns)).sample.messages
+    assert beside.sample.messages[0].text == "S"
+    for absent in (None, []):
+        plain = cooked({**schema(*turns), "system": absent})
+        assert plain.sample.messages == cooked(schema(*turns)).sample.messages
+
+
+FLAGS = [("loss", False), ("train", False), ("weight", 0), ("weight", 0.0), ("loss", 0)]
+
+
+@pytest.mark.parametrize(("name", "value"), FLAGS)
+@pytest.mark.parametrize("schema", [chat, llava], ids=["messages", "conversations"])
+def test_a_flag_excludes_an_answer(schema: Any, name: str, value: object) -> None:
+    user, assistant = ("user", "assistant") if schema is chat else ("human", "gpt")
+    document = schema((user, "Q"), (assistant, "draft"), (user, "R"), (assistant, "A"))
+    turns = next(iter(document.values()))
+    turns[0] |= {name: value, "loss": None, "train": []} if name == "weight" else {name: value}
+    turns[1] |= {name: value}
+    turns[3] |= {name: type(value)(1)}
+    found = cooked(document).sample.messages
+    assert [message.learn for message in found if message.role == "assistant"] == [False, True]
+    for turn in turns:
+        turn[name] = None
+    assert all(message.learn for message in cooked(document).sample.messages)
+
+
+BAD_TURNS: list[tuple[dict[str, Any], str]] = [
+    ({"weight": 0.5}, "weight is 0.5; expected true or false, 1 or 0: .* no weight in between"),
+    ({"weight": -1}, "weight is -1; expected"),
+    ({"weight": float("nan")}, "weight is nan; expected"),
+    ({"loss": "false"}, "loss is 'false'; expected true or false"),
+    ({"train": {}}, "train is {}; expected true or false"),
+    ({"train": True, "weight": 0}, "flags that disagree: train True, weight 0"),
+    ({"loss": False}, "excludes 1 turn of the assistant, and there is no other, so nothing can"),
+]
+
+
+@pytest.mark.parametrize(("flags", "reason"), BAD_TURNS)
+@pytest.mark.parametrize("schema", [chat, llava], ids=["messages", "conversations"])
+def test_flags_that_say_neither_yes_nor_no(schema: Any, flags: Any, reason: str) -> None:
+    user, assistant = ("user", "assistant") if schema is chat else ("human", "gpt")
+    document = schema((user, "Q"), (assistant, "A"))
+    next(iter(document.values()))[1] |= flags
+    with pytest.raises(DataError, match=reason) as caught:
+        cooked(document)
+    assert (caught.value.error_class, caught.value.key) == ("schema", "dir/k7")
+
+
+@pytest.mark.parametrize("schema", [chat, llava], ids=["messages", "conversations"])
+def test_a_question_cannot_be_learnt(schema: Any) -> None:
+    user, assistant = ("user", "assistant") if schema is chat else ("human", "gpt")
+    document = schema((user, "Q"), (assistant, "A"))
+    next(iter(document.values()))[0]["train"] = True
+    with pytest.raises(DataError, match=r"\[0\].train asks that the user's turn be learnt; only"):
+        cooked(document)
+
+
 BAD: list[tuple[Any, tuple[str, ...], str]] = [
     (
         chat(("user", [IMAGE, IMAGE]), ("assistant", "A")),
@@ -200,6 +262,17 @@ BAD: list[tuple[Any, tuple[str, ...], str]] = [
     (b"[" * 100_000, (), "cannot be parsed"),
     (b'{"messages": [{"role": "assistant", "content": "\\ud800"}]}', (), "surrogate"),
     ({**chat(("user", "Q"), ("assistant", "A")), "task": 3}, (), "'task' is a int"),
+    ({**chat(("user", "Q"), ("assistant", "A")), "system": 3}, (), "'system' .* is a int; expec"),
+    (
+        {**chat(("system", "S"), ("user", "Q"), ("assistant", "A")), "system": "T"},
+        (),
+        r"'system' beside the turns, and messages\[0\] is the system's too; expected one",
+    ),
+    (
+        llava(("human", "Q"), ("system", "S"), ("gpt", "A"), system="T"),
+        (),
+        r"'system' beside the turns, and conversations\[1\] is the system's too",
+    ),
 ]
 
 

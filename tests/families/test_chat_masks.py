@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -82,6 +83,27 @@ def test_the_assistant_alone_is_learnt(template):
     assert len(expected) == 3, text
     assert learnt(encoder, tokens) == "".join(expected)
     assert "Question" not in "".join(expected), "the reference takes too much"
+
+
+@EVERY
+@pytest.mark.parametrize("left_out", [{0}, {1}, {2}, {0, 2}], ids=str)
+def test_an_answer_that_the_data_excludes_is_not_learnt(template, left_out):
+    """The text stays as it is; the turn's tokens, its end of turn too, are no targets."""
+    encoder, sample = chat_encoder(template), dialogue(template)
+    answers = [place for place, turn in enumerate(sample.messages) if turn.role == "assistant"]
+    excluded = {answers[place] for place in left_out}
+    messages = tuple(
+        replace(message, learn=place not in excluded)
+        for place, message in enumerate(sample.messages)
+    )
+    expected = re.findall(template.answer, rendered(encoder, sample), re.DOTALL)
+    tokens, before = encoder.encode(messages), encoder.encode(sample.messages)
+    assert tokens.input_ids == before.input_ids
+    kept = "".join(answer for place, answer in enumerate(expected) if place not in left_out)
+    assert kept and learnt(encoder, tokens) == kept
+    lost = zip(before.from_assistant, tokens.from_assistant, tokens.excluded, strict=True)
+    assert all(was == (now or out) or (out and not was) for was, now, out in lost)
+    assert any(tokens.excluded) and not any(before.excluded)
 
 
 @EVERY

@@ -7,6 +7,7 @@ import pickle
 import random
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,25 @@ END_OF_TURN = "<|im_end|>"
 def everything(tiny_folder):
     """An encoder with a label on every text token."""
     return Encoder(tiny_folder, loss_on="all")
+
+
+def test_an_excluded_answer_is_no_target_even_where_every_token_is(encoder, everything):
+    sample = conversation(
+        ("user", ["Q"]), ("assistant", ["draft"]), ("user", ["R"]), ("assistant", ["A"])
+    )
+    cut = replace(
+        sample,
+        messages=tuple(replace(turn, learn=turn.text != "draft") for turn in sample.messages),
+    )
+    assert "draft" in targets(everything, sample) and "draft" in targets(encoder, sample)
+    assert targets(encoder, cut) == f"A{END_OF_TURN}"
+    found = targets(everything, cut)
+    assert "draft" not in found and "Q" in found and "A" in found
+    assert encoder.length(cut, []).num_label_tokens == 2
+    assert encoder.encode(cut).length == encoder.encode(sample).length
+    none = replace(cut, messages=tuple(replace(turn, learn=False) for turn in cut.messages))
+    with pytest.raises(DataError, match=r"no token to learn: .* its turns are excluded"):
+        encoder.encode(none)
 
 
 @pytest.fixture

@@ -31,13 +31,15 @@ class ChatTokens:
     Args:
         input_ids: the ids.
         from_assistant: for each id, whether it belongs to an assistant turn (its end-of-turn token
-            included) and writes no image: these are the targets of the loss.
+            included) that the data does not exclude, and writes no image: the loss's targets.
         from_image: for each id, whether it writes an image.
+        excluded: for each id, whether it belongs to an assistant turn that the data excludes.
     """
 
     input_ids: list[int]
     from_assistant: list[bool]
     from_image: list[bool]
+    excluded: list[bool]
 
 
 @dataclass(frozen=True)
@@ -178,14 +180,17 @@ class ChatEncoder:
         shown, has_literals = hide_literals(messages, self.marker)
         text = self.render(shown)
         _refuse_without_system(shown, text)
-        written = write_out(text, self._spans(shown, text), self.marker, images)
+        learnt, excluded = self._learnt_and_excluded(shown, text)
+        written = write_out(text, [*learnt, *excluded], self.marker, images)
         ids, starts = self._tokenise(written.text, has_literals)
         from_image, around = _within(starts, written.images), self._around(written)
-        answers = zip(_within(starts, written.spans), _within(starts, around), strict=True)
+        learnt, excluded = written.spans[: len(learnt)], written.spans[len(learnt) :]
+        answers = zip(_within(starts, learnt), _within(starts, around), strict=True)
         return ChatTokens(
             input_ids=ids,
             from_assistant=[answer and not image for answer, image in answers],
             from_image=from_image,
+            excluded=_within(starts, excluded),
         )
 
     def encode_prompt(self, messages: tuple[Message, ...], images: Sequence[str] = ()) -> list[int]:
@@ -227,6 +232,17 @@ class ChatEncoder:
         assert texts == [text]
         close = self._turns.shape.close
         return [(a, b + len(close) if text.startswith(close, b) else b) for a, b in spans[0]]
+
+    def _learnt_and_excluded(
+        self, messages: tuple[Message, ...], text: str
+    ) -> tuple[list[Span], list[Span]]:
+        """Character spans of what the assistant wrote, and of its turns that the data excludes.
+
+        A mark of the template may hold more than its turn: white space before it.
+        """
+        said, excluded = self._spans(messages, text), self._turns.excluded(messages, text)
+        dropped = [(a, b) for a, b in said if any(a < end and start < b for start, end in excluded)]
+        return [span for span in said if span not in dropped], [*excluded, *dropped]
 
     def _around(self, written: WrittenOut) -> list[Span]:
         """Images with what the template writes around them."""

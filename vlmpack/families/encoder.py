@@ -26,7 +26,7 @@ from vlmpack.families.registry import family_of
 from vlmpack.families.sample import VLMSample
 from vlmpack.packing import IGNORE_INDEX, EncodedSample, Media
 
-ENCODER_VERSION = 3
+ENCODER_VERSION = 4
 """Raise it when the shared encoding changes lengths, labels or positions."""
 
 LossOn = Literal["assistant", "all"]
@@ -335,11 +335,15 @@ class Encoder:
                 error_class="schema",
             )
         if self.loss_on == "all":
-            supervised = [not of_image for of_image in tokens.from_image]
+            unlearnt = zip(tokens.from_image, tokens.excluded, strict=True)
+            supervised = [not any(why) for why in unlearnt]
         else:
             supervised = tokens.from_assistant
         if not any(supervised[1:]):
-            raise DataError("no token to learn: the assistant says nothing", error_class="schema")
+            raise DataError(
+                "no token to learn: the assistant says nothing, or its turns are excluded",
+                error_class="schema",
+            )
         return ids, supervised
 
     def layouts(self, sizes: Sequence[tuple[int, int]]) -> list[ImageLayout]:

@@ -12,6 +12,7 @@ is never changed, so threads may share it.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from vlmpack.errors import DataError
@@ -38,9 +39,9 @@ def hide_literals(messages: tuple[Message, ...], marker: str) -> tuple[tuple[Mes
         )
     hidden = _HIDDEN * len(marker)
     return tuple(
-        Message(
-            message.role,
-            tuple(
+        replace(
+            message,
+            parts=tuple(
                 TextPart(part.text.replace(marker, hidden)) if isinstance(part, TextPart) else part
                 for part in message.parts
             ),

@@ -24,10 +24,18 @@ class ImagePart:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation."""
+    """One turn of a conversation.
+
+    Args:
+        role: whose it is.
+        parts: what it says and shows, in order.
+        learn: False where the data excludes an assistant's turn from the loss. The turns of others
+            are never learnt.
+    """
 
     role: Role
     parts: tuple[TextPart | ImagePart, ...]
+    learn: bool = True
 
     @property
     def text(self) -> str:

@@ -11,7 +11,7 @@ turn is what changes in the whole conversation when its content does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -75,10 +75,22 @@ class AssistantTurns:
         Raises:
             DataError: (schema) a turn that cannot be found in the text.
         """
+        answers = [index for index, turn in enumerate(messages) if turn.role == "assistant"]
+        return self._find(answers, messages, text)
+
+    def excluded(self, messages: tuple[Message, ...], text: str) -> list[Span]:
+        """Character spans of the assistant's turns that the data excludes from the loss; arguments
+        and errors as of `spans`."""
+        answers = [
+            index
+            for index, turn in enumerate(messages)
+            if turn.role == "assistant" and not turn.learn
+        ]
+        return self._find(answers, messages, text)
+
+    def _find(self, answers: Sequence[int], messages: tuple[Message, ...], text: str) -> list[Span]:
         spans: list[Span] = []
-        for index, message in enumerate(messages):
-            if message.role != "assistant":
-                continue
+        for index in answers:
             span = self._by_prefix(messages, index, text) or self._by_change(messages, index, text)
             if span is None:
                 raise DataError(

@@ -68,10 +68,15 @@ class Question:
                 key=sample.key,
                 shard=sample.url,
             )
-        turns = [i for i, message in enumerate(sample.messages) if message.role == "assistant"]
+        turns = [
+            place
+            for place, message in enumerate(sample.messages)
+            if message.role == "assistant" and message.learn
+        ]
         if not turns:
             raise DataError(
-                "no assistant turn, so there is no true answer to compare with",
+                "no assistant turn, or none that the data does not exclude, so there is no true "
+                "answer to compare with",
                 error_class="schema",
                 key=sample.key,
                 shard=sample.url,

@@ -10,7 +10,8 @@ The JSON's own keys choose the schema. In `messages` a literal `<image>` is text
 `conversations` it marks the place of an image. Images may stand in any turn, the system's and the
 assistant's too, before, between and after its text. Those without a name take the sample's image
 members in order: by number where they are numbered, else as they lie in the file. Videos and sounds
-are refused. An optional "task" groups evaluation figures.
+are refused. A "system" beside the turns is the system's turn, a turn's "loss", "train" or "weight"
+says whether it is learnt (turns.py), an optional "task" groups evaluation figures.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import dataclass, replace
 
 from vlmpack.data.shards.naming import JSON_FIELD, is_image
 from vlmpack.data.shards.raw import RawSample
+from vlmpack.data.shards.turns import is_learnt, placed_turns
 from vlmpack.errors import DataError
 from vlmpack.families.sample import ImagePart, Message, Role, TextPart, VLMSample
 from vlmpack.words import counted
@@ -88,9 +90,14 @@ def cook_text(key: str, shard: str, document: bytes, fields: Sequence[str]) -> C
     try:
         value = _parse(document)
         messages, names = _conversation(value)
-        if not any(message.role == "assistant" for message in messages):
+        answers = [message for message in messages if message.role == "assistant"]
+        if not any(message.learn for message in answers):
             raise _SchemaError(
-                f"none of the {len(messages)} turns is the assistant's, so nothing can be learned"
+                f"the data excludes {counted(len(answers), 'turn')} of the assistant, and there is "
+                "no other, so nothing can be learned"
+                if answers
+                else f"none of the {len(messages)} turns is the assistant's, so nothing can be "
+                "learned"
             )
         image_fields = _resolve(names, [name for name in fields if is_image(name)], key)
         task = value.get("task")
@@ -98,6 +105,8 @@ def cook_text(key: str, shard: str, document: bytes, fields: Sequence[str]) -> C
             raise _SchemaError(f"'task' is {_kind(task)}; expected a string")
     except _SchemaError as fault:
         raise DataError(str(fault), error_class="schema", key=key, shard=shard) from None
+    except DataError as fault:
+        raise fault.located(key=key, shard=shard) from None
     sample = VLMSample(key=key, url=shard, messages=messages, task=task)
     return CookedText(sample, image_fields)
 
@@ -131,21 +140,21 @@ def _conversation(value: dict[str, object]) -> tuple[tuple[Message, ...], list[s
     names: list[str | None] = []
     chat = schemas[0] == "messages"
     messages = tuple(
-        (_chat_turn if chat else _llava_turn)(turn, place, names)
-        for place, turn in enumerate(turns)
+        (_chat_turn if chat else _llava_turn)(turn, where, names)
+        for where, turn in placed_turns(value, schemas[0], turns)
     )
     if not chat:
         names = _llava_images(value, len(names))
     return messages, names
 
 
-def _chat_turn(turn: object, place: int, names: list[str | None]) -> Message:
-    where = f"messages[{place}]"
+def _chat_turn(turn: object, where: str, names: list[str | None]) -> Message:
     role = _role(turn, "role", _CHAT_ROLES, where)
     assert isinstance(turn, dict)
+    learn = is_learnt(turn, role, where)
     content = turn.get("content")
     if isinstance(content, str):
-        return Message(role, (_text(content, where),))
+        return Message(role, (_text(content, where),), learn)
     if not isinstance(content, list) or not content:
         raise _SchemaError(f"{where}.content is {_kind(content)}; expected text or a list of parts")
     parts: list[TextPart | ImagePart] = []
@@ -169,13 +178,13 @@ def _chat_turn(turn: object, place: int, names: list[str | None]) -> Message:
             raise _SchemaError(
                 f"{where}.content[{number}] has the type {kind!r}; expected 'text' or 'image'"
             )
-    return Message(role, tuple(parts))
+    return Message(role, tuple(parts), learn)
 
 
-def _llava_turn(turn: object, place: int, names: list[str | None]) -> Message:
-    where = f"conversations[{place}]"
+def _llava_turn(turn: object, where: str, names: list[str | None]) -> Message:
     role = _role(turn, "from", _LLAVA_ROLES, where)
     assert isinstance(turn, dict)
+    learn = is_learnt(turn, role, where)
     value = turn.get("value")
     if not isinstance(value, str):
         raise _SchemaError(f"{where}.value is {_kind(value)}; expected text")
@@ -188,7 +197,7 @@ def _llava_turn(turn: object, place: int, names: list[str | None]) -> Message:
             names.append(None)
         if text:
             parts.append(_text(text, where))
-    return Message(role, tuple(parts))
+    return Message(role, tuple(parts), learn)
 
 
 def _llava_images(value: dict[str, object], num_markers: int) -> list[str | None]:

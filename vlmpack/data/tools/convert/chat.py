@@ -21,6 +21,7 @@ from vlmpack.data.shards.schemas import (
     named_images,
     other_media,
 )
+from vlmpack.data.shards.turns import TURN_FIELDS, is_learnt, placed_turns
 from vlmpack.errors import DataError
 from vlmpack.words import counted
 
@@ -37,7 +38,6 @@ _ROLES = {
         "assistant": "assistant",
     },
 }
-_FIELDS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +45,21 @@ class ChatTurns:
     """A record without its image bytes.
 
     Args:
-        turns: role and parts; an image part is None.
+        turns: role, parts and whether it is learnt; an image part is None.
         images: where each image part's bytes are, in order.
     """
 
-    turns: tuple[tuple[str, tuple[str | None, ...]], ...]
+    turns: tuple[tuple[str, tuple[str | None, ...], bool], ...]
     images: tuple[ImageSource, ...]
 
     def messages(self, names: tuple[str, ...]) -> list[dict[str, Any]]:
         """The `messages` of a shard's JSON, its images under these member names."""
         left = iter(names)
         messages: list[dict[str, Any]] = []
-        for role, parts in self.turns:
+        for role, parts, learn in self.turns:
+            flag = {} if learn else {"loss": False}
             if len(parts) == 1 and parts[0] is not None:
-                messages.append({"role": role, "content": parts[0]})
+                messages.append({"role": role, "content": parts[0], **flag})
                 continue
             content = [
                 {"type": "image", "image": next(left)}
@@ -66,7 +67,7 @@ class ChatTurns:
                 else {"type": "text", "text": part}
                 for part in parts
             ]
-            messages.append({"role": role, "content": content})
+            messages.append({"role": role, "content": content, **flag})
         return messages
 
 
@@ -76,7 +77,7 @@ def chat_turns(record: dict[str, Any]) -> ChatTurns:
     Raises:
         DataError: class `schema`; says what was found and what was expected.
     """
-    schemas = [name for name in _FIELDS if name in record]
+    schemas = [name for name in TURN_FIELDS if name in record]
     if len(schemas) != 1:
         found = ", ".join(repr(name) for name in sorted(record)[:8]) or "nothing"
         raise _fault(f"expected exactly one of 'messages' and 'conversations', found {found}")
@@ -94,23 +95,22 @@ def chat_turns(record: dict[str, Any]) -> ChatTurns:
             raise _fault(f"the record has {name!r}; {other_media(name)}")
     named = _named_images(record)
     parts: list[list[str | ImagePlace]] = []
-    roles = []
-    for place, turn in enumerate(turns):
-        where = f"{schema}[{place}]"
-        role, content = _turn(turn, schema, where)
-        roles.append(role)
+    heads = []
+    for where, turn in placed_turns(record, schema, turns):
+        role, content, learn = _turn(turn, schema, where)
+        heads.append((where, role, learn))
         parts.append(list(_parts(content, where)))
     places = [part for row in parts for part in row if isinstance(part, ImagePlace)]
     if schema == "conversations" or (named and not places):
-        _refuse_video_markers(parts, schema)
+        _refuse_video_markers([where for where, _, _ in heads], parts, schema)
     if named is not None and not places:
         parts = [list(_by_markers(row)) for row in parts]
         places = [part for row in parts for part in row if isinstance(part, ImagePlace)]
     images = _resolve(places, named)
     return ChatTurns(
         turns=tuple(
-            (role, tuple(part if isinstance(part, str) else None for part in row) or ("",))
-            for role, row in zip(roles, parts, strict=True)
+            (role, tuple(part if isinstance(part, str) else None for part in row) or ("",), learn)
+            for (_, role, learn), row in zip(heads, parts, strict=True)
         ),
         images=images,
     )
@@ -123,15 +123,15 @@ class ImagePlace:
     source: ImageSource | None
 
 
-def _turn(turn: object, schema: str, where: str) -> tuple[str, object]:
+def _turn(turn: object, schema: str, where: str) -> tuple[str, object, bool]:
     if not isinstance(turn, dict):
         raise _fault(f"{where} is {_kind(turn)}; expected an object")
-    role_field, content_field = _FIELDS[schema]
+    role_field, content_field = TURN_FIELDS[schema]
     role, roles = turn.get(role_field), _ROLES[schema]
     if not isinstance(role, str) or role not in roles:
         expected = ", ".join(repr(name) for name in roles)
         raise _fault(f"{where} has the {role_field} {role!r}; expected one of {expected}")
-    return roles[role], turn.get(content_field)
+    return roles[role], turn.get(content_field), is_learnt(turn, roles[role], where)
 
 
 def _parts(content: object, where: str) -> Iterator[str | ImagePlace]:
@@ -160,10 +160,12 @@ def _parts(content: object, where: str) -> Iterator[str | ImagePlace]:
             )
 
 
-def _refuse_video_markers(parts: list[list[str | ImagePlace]], schema: str) -> None:
-    for place, row in enumerate(parts):
+def _refuse_video_markers(
+    places: list[str], parts: list[list[str | ImagePlace]], schema: str
+) -> None:
+    for where, row in zip(places, parts, strict=True):
         if any(isinstance(part, str) and VIDEO_MARKER in part for part in row):
-            raise _fault(f"{schema}[{place}] {marks_video(schema)}")
+            raise _fault(f"{where} {marks_video(schema)}")
 
 
 def _by_markers(parts: list[str | ImagePlace]) -> Iterator[str | ImagePlace]:

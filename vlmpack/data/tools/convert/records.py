@@ -23,7 +23,7 @@ FORMATS = ("auto", "jsonl", "llava", "hf")
 
 CHAT_COLUMNS = ("messages", "conversations")
 IMAGE_COLUMNS = ("images", "image")
-KEPT_COLUMNS = ("id", "task")
+KEPT_COLUMNS = ("id", "task", "system")
 BATCH_ROWS = 32
 
 _SHARD_NUMBER = re.compile(r"[-_]?\d+(-of-\d+)?$")
