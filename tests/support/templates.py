@@ -250,3 +250,127 @@ TEMPLATES = {
     "marked": CHATML_MARKED,
     "qwen3": QWEN3_LIKE,
 }
+
+
+def _marked(template: Template, *swaps: tuple[str, str]) -> Template:
+    text = template.text
+    for old, new in swaps:
+        assert text.count(old) == 1, (text.count(old), old)
+        text = text.replace(old, new)
+    return template._replace(text=text)
+
+
+_A = "{% generation %}", "{% endgeneration %}"
+_CHATML_SPLIT = (
+    "{{- '<|im_start|>' + message.role + '\\n' }}{% if message.role == 'assistant' %}"
+    f"{_A[0]}{{{{- message.content + '<|im_end|>' }}}}{_A[1]}{{% else %}}"
+    "{{- message.content + '<|im_end|>' }}{% endif %}{{- '\\n' }}"
+)
+
+MARKED = {
+    "qwen2.5": _marked(
+        QWEN2_5,
+        (
+            "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}",
+            _CHATML_SPLIT,
+        ),
+    ),
+    "no prompt": _marked(
+        NO_PROMPT,
+        (
+            "{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + "
+            "'\\n'}}",
+            _CHATML_SPLIT,
+        ),
+    ),
+    "llama-3": _marked(
+        LLAMA_3,
+        ("+ message['content'] | trim + '<|eot_id|>' %}", " %}"),
+        (
+            "{{ content }}",
+            "{{ content }}{% if message['role'] == 'assistant' %}"
+            f"{_A[0]}{{{{ message['content'] | trim + '<|eot_id|>' }}}}{_A[1]}{{% else %}}"
+            "{{ message['content'] | trim + '<|eot_id|>' }}{% endif %}",
+        ),
+    ),
+    "gemma-3": _marked(
+        GEMMA_3,
+        (
+            "    {%- if message['content'] is string -%}\n        {{ message['content'] | trim }}",
+            "    {%- if message['role'] == 'assistant' -%}\n"
+            "    {% generation %}{%- for item in message['content'] -%}{%- if item['type'] == "
+            "'image' -%}{{ '<start_of_image>' }}{%- else -%}{{ item['text'] | trim }}{%- endif -%}"
+            "{%- endfor -%}{{- '<end_of_turn>' -}}{% endgeneration %}{{- '\\n' -}}\n"
+            "    {%- elif message['content'] is string -%}\n"
+            "        {{ message['content'] | trim }}",
+        ),
+        (
+            "    {{ '<end_of_turn>\n' }}",
+            "    {%- if message['role'] != 'assistant' -%}{{ '<end_of_turn>\n' }}{%- endif -%}",
+        ),
+    ),
+    "mistral": _marked(
+        MISTRAL,
+        (
+            "{{ message['content'] + eos_token}}",
+            f"{_A[0]}{{{{ message['content'] + eos_token}}}}{_A[1]}",
+        ),
+    ),
+    "mistral-v3": _marked(
+        MISTRAL_V3,
+        (
+            '{{- " " + message["content"]|trim + eos_token}}',
+            f'{_A[0]}{{{{- " " + message["content"]|trim + eos_token}}}}{_A[1]}',
+        ),
+    ),
+    "mistral-moves": _marked(
+        MISTRAL_MOVES,
+        (
+            '{{- " " + message["content"]|trim + eos_token}}',
+            f'{_A[0]}{{{{- " " + message["content"]|trim + eos_token}}}}{_A[1]}',
+        ),
+    ),
+    "smolvlm": _marked(
+        SMOLVLM,
+        (
+            "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}",
+            "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
+            "{% if message['role'] == 'assistant' %}:{% generation %}"
+            "{% if message['content'][0]['type'] != 'image' %}{{ ' ' }}{% endif %}"
+            "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+            "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}"
+            "{{ '<end_of_utterance>' }}{% endgeneration %}{{ '\\n' }}{% else %}",
+        ),
+        ("<end_of_utterance>\n{% endfor %}", "<end_of_utterance>\n{% endif %}{% endfor %}"),
+    ),
+    "internvl": _marked(
+        INTERNVL,
+        (
+            "{% if message['content'] is string %}{{ message['content'] }}{% else %}",
+            "{% if message['role'] == 'assistant' %}{% generation %}"
+            "{% for content in message['content'] %}{{ content['text'] }}{% endfor %}"
+            "{{ '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}{% else %}"
+            "{% if message['content'] is string %}{{ message['content'] }}{% else %}",
+        ),
+        ("{{'<|im_end|>\\n'}}{% endfor %}", "{{'<|im_end|>\\n'}}{% endif %}{% endfor %}"),
+    ),
+    "llava-onevision": LLAVA_ONEVISION,
+    "marked": CHATML_MARKED,
+    "qwen3": _marked(
+        QWEN3_LIKE,
+        (
+            "{{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' + message.content + "
+            "'<|im_end|>\\n' }}",
+            "{{- '<|im_start|>assistant\\n' }}{% generation %}"
+            "{{- '<think>\\n\\n</think>\\n\\n' + message.content + '<|im_end|>' }}"
+            "{% endgeneration %}{{- '\\n' }}",
+        ),
+        (
+            "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}",
+            _CHATML_SPLIT,
+        ),
+    ),
+}
+"""The same with `{% generation %}` marks round what the assistant wrote, end of turn included: what
+transformers' own mask needs. Their texts are the published ones'. In these no image is written by
+InternVL's assistant."""

@@ -18,6 +18,12 @@ from vlmpack.errors import DataError, ModelError
 from vlmpack.families.image_text import Span, WrittenOut, write_out
 from vlmpack.families.literals import hide_literals, put_back, renamed_tokenizer
 from vlmpack.families.sample import ImagePart, Message, TextPart
+from vlmpack.families.token_places import (
+    cuts_places,
+    with_whole_places,
+    without,
+    written_by,
+)
 from vlmpack.families.turns import AssistantTurns, difference
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -127,7 +133,14 @@ class ChatEncoder:
     @cached_property
     def _with_literals(self) -> Any:
         """The tokenizer for texts that spell the image marker."""
-        return renamed_tokenizer(self.tokenizer, self.marker)
+        renamed = renamed_tokenizer(self.tokenizer, self.marker)
+        return with_whole_places(renamed) if cuts_places(renamed) else renamed
+
+    @cached_property
+    def _with_whole_places(self) -> Any:
+        """The tokenizer for other texts, where its own places of tokens are cut; else None."""
+        backend = self.tokenizer.backend_tokenizer
+        return with_whole_places(backend) if cuts_places(backend) else None
 
     def render(self, messages: tuple[Message, ...], *, generation_prompt: bool = False) -> str:
         """The template's text for some turns.
@@ -182,15 +195,14 @@ class ChatEncoder:
         _refuse_without_system(shown, text)
         learnt, excluded = self._learnt_and_excluded(shown, text)
         written = write_out(text, [*learnt, *excluded], self.marker, images)
-        ids, starts = self._tokenise(written.text, has_literals)
-        from_image, around = _within(starts, written.images), self._around(written)
+        ids, places = self._tokenise(written.text, has_literals)
+        words = written_by(places, without([(0, len(written.text))], written.images))
         learnt, excluded = written.spans[: len(learnt)], written.spans[len(learnt) :]
-        answers = zip(_within(starts, learnt), _within(starts, around), strict=True)
         return ChatTokens(
             input_ids=ids,
-            from_assistant=[answer and not image for answer, image in answers],
-            from_image=from_image,
-            excluded=_within(starts, excluded),
+            from_assistant=written_by(places, without(learnt, self._around(written))),
+            from_image=[not word for word in words],
+            excluded=written_by(places, excluded),
         )
 
     def encode_prompt(self, messages: tuple[Message, ...], images: Sequence[str] = ()) -> list[int]:
@@ -204,15 +216,15 @@ class ChatEncoder:
         written = write_out(text, (), self.marker, images)
         return self._tokenise(written.text, has_literals)[0]
 
-    def _tokenise(self, text: str, has_literals: bool) -> tuple[list[int], list[int]]:
-        """Ids, and the character that each of them starts at."""
-        if has_literals:
-            found = self._with_literals.encode(
-                put_back(text, self.marker), add_special_tokens=False
-            )
-            return list(found.ids), [start for start, _ in found.offsets]
+    def _tokenise(self, text: str, has_literals: bool) -> tuple[list[int], list[Span]]:
+        """Ids, and the characters that each of them writes."""
+        backend = self._with_literals if has_literals else self._with_whole_places
+        if backend is not None:
+            spelt = put_back(text, self.marker) if has_literals else text
+            found = backend.encode(spelt, add_special_tokens=False)
+            return list(found.ids), list(found.offsets)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return list(encoded["input_ids"]), [start for start, _ in encoded["offset_mapping"]]
+        return list(encoded["input_ids"]), list(encoded["offset_mapping"])
 
     def _spans(self, messages: tuple[Message, ...], text: str) -> list[Span]:
         """Character spans that the assistant wrote: by the template's own `{% generation %}` marks,
@@ -292,10 +304,6 @@ def _refuse_without_system(messages: tuple[Message, ...], text: str) -> None:
                 "the assistant; put it into the first user's turn, or use another template",
                 error_class="schema",
             )
-
-
-def _within(starts: Sequence[int], spans: Sequence[Span]) -> list[bool]:
-    return [any(a <= start < b for a, b in spans) for start in starts]
 
 
 def no_vision_tower() -> DataError:

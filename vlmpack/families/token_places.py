@@ -1,0 +1,71 @@
+"""Which tokens write which characters.
+
+    ...assistant \nYes<|im_end|>      the template ends in a space, the answer begins with "\n"
+                 [a  b)               the characters of the answer
+       [---0---][1][2][----3---]      token 1 is " \n": the template's space, the answer's break
+
+A token belongs to a stretch of text if it writes any character of it, as in transformers' own mask
+(`char_to_token` of the first and the last character): token 1 is learnt. By where tokens start it
+would not be, and the first token of the answer would teach nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from vlmpack.families.image_text import Span
+
+
+def written_by(places: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
+    """For each token, whether it writes any character of the spans.
+
+    Args:
+        places: the characters that each token writes. The bytes of one character may be several
+            tokens, of which all but the last are at an empty place where it begins.
+        spans: of the same text; empty ones have no character.
+    """
+    found = [span for span in spans if span[0] < span[1]]
+    return [any(start < b and max(end, start + 1) > a for a, b in found) for start, end in places]
+
+
+def without(spans: Sequence[Span], cuts: Sequence[Span]) -> list[Span]:
+    """What is left of some spans behind and before the cuts, in order."""
+    left = list(spans)
+    for start, end in cuts:
+        left = [
+            piece
+            for a, b in left
+            for piece in ((a, min(b, start)), (max(a, end), b))
+            if piece[0] < piece[1]
+        ]
+    return left
+
+
+def cuts_places(backend: Any) -> bool:
+    """Whether the places of tokens lack the white space that they write (`trim_offsets`): that of
+    " Yes" is then that of "Yes", and a line break is nowhere."""
+    processor = backend.post_processor
+    return processor is not None and _untrim(json.loads(processor.__getstate__()))
+
+
+def with_whole_places(backend: Any) -> Any:
+    """A copy of a `tokenizers.Tokenizer` whose tokens' places hold all that they write."""
+    from tokenizers import Tokenizer
+
+    content = json.loads(backend.to_str())
+    _untrim(content["post_processor"])
+    content["truncation"] = content["padding"] = None
+    return Tokenizer.from_str(json.dumps(content, ensure_ascii=False))
+
+
+def _untrim(processor: Any) -> bool:
+    """Switch the cutting off, in the parts of a sequence too; whether any was on."""
+    if not isinstance(processor, dict):
+        return False
+    parts = [_untrim(part) for part in processor.get("processors", ())]
+    cuts = bool(processor.get("trim_offsets"))
+    if cuts:
+        processor["trim_offsets"] = False
+    return cuts or any(parts)
