@@ -13,7 +13,6 @@ import io
 import json
 import os
 import resource
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -74,6 +73,7 @@ def bench_command(folder: Path) -> dict[str, object]:
 def write_index(folder: Path, *, shards: int = 100, samples: int = 10_000) -> None:
     """Shards that share their bytes, and the index of all of them."""
     from vlmpack.data.config import DataConfig, SourceConfig
+    from vlmpack.data.index.part_file import read_part, write_part
     from vlmpack.data.index.parts import part_for
     from vlmpack.data.splits.building import make_builder
     from vlmpack.data.stores.fetch import LocalFetcher
@@ -100,7 +100,9 @@ def write_index(folder: Path, *, shards: int = 100, samples: int = 10_000) -> No
         path = folder / f"train-{number:04d}.tar"
         os.link(first, path)
         for part, rule in zip(made, rules, strict=True):
-            shutil.copy(part.path, part_for(index, fetcher.head(str(path)), rule).path)
+            table = read_part(part.path)
+            target = part_for(index, fetcher.head(str(path)), rule).path
+            write_part(target, table, table.schema.metadata or {})
 
 
 def _repeat_samples(source: Path, target: Path, count: int) -> None:

@@ -65,7 +65,7 @@ def test_with_few_cores_the_first_window_comes_before_the_server(
     paths, index, seen = write_shards(tmp_path / "d", 12, per_shard=4), tmp_path / "i", []
 
     def start_server(preload: tuple[str, ...]) -> None:
-        seen.extend(["indexed"] if list(index.glob("*.index.parquet")) else [])
+        seen.extend(["indexed"] if list(index.glob("*.index.part")) else [])
         seen.append("server")
 
     monkeypatch.setattr("vlmpack.data.splits.streamed.start_server", start_server)

@@ -14,7 +14,8 @@ import pyarrow as pa
 import pytest
 
 from vlmpack.data.forkserver import worker_context
-from vlmpack.data.index.parts import BuildSettings, Part, build_parts, write_part
+from vlmpack.data.index.part_file import write_part
+from vlmpack.data.index.parts import BuildSettings, Part, build_parts
 from vlmpack.data.stores.fetch import ShardStamp
 from vlmpack.errors import DataError
 
@@ -38,7 +39,7 @@ class SlowBuild:
 
 def parts_in(folder: Path, count: int = 4) -> list[Part]:
     return [
-        Part(ShardStamp(f"s{n}", 1, "1"), str(folder / f"s{n}.index.parquet")) for n in range(count)
+        Part(ShardStamp(f"s{n}", 1, "1"), str(folder / f"s{n}.index.part")) for n in range(count)
     ]
 
 
@@ -71,7 +72,7 @@ def test_each_part_is_built_once_by_one_process(tmp_path: Path) -> None:
         assert process.exitcode == 0
     lines = (tmp_path / "log").read_text().split()
     assert len(set(lines[0::2])) == 1, "two processes built"
-    assert sorted(lines[1::2]) == [f"s{n}.index.parquet" for n in range(4)]
+    assert sorted(lines[1::2]) == [f"s{n}.index.part" for n in range(4)]
 
 
 def test_a_waiter_takes_over_from_a_killed_builder(tmp_path: Path) -> None:

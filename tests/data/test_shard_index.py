@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from shard_fakes import chat_json, image_bytes, key_of, sample_fields, write_shard, write_shards
 
-from vlmpack.data.index.parts import BuildSettings, Part, part_for, read_part
+from vlmpack.data.index.part_file import read_part
+from vlmpack.data.index.parts import BuildSettings, Part, part_for
 from vlmpack.data.index.shard_index import IndexBuilder, ShardIndex, open_index
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.stores.fetch import LocalFetcher
@@ -74,7 +75,7 @@ def test_content_digest_survives_a_move_and_a_touch(tmp_path: Path) -> None:
 def test_a_damaged_part_is_made_again(tmp_path: Path) -> None:
     pattern = write_shards(tmp_path, 4, per_shard=4)
     first = rows_of(pattern, tmp_path / "i")
-    (part,) = (tmp_path / "i").glob("*.parquet")
+    (part,) = (tmp_path / "i").glob("*.part")
     good = part.read_bytes()
     for damaged in (b"", good[:100], good[:200] + b"\xff" * 40 + good[240:]):
         part.write_bytes(damaged)
@@ -84,7 +85,7 @@ def test_a_damaged_part_is_made_again(tmp_path: Path) -> None:
 def test_no_temporary_files_stay_behind(tmp_path: Path) -> None:
     rows_of(write_shards(tmp_path, 4, per_shard=2), tmp_path / "i")
     suffixes = {path.suffix for path in (tmp_path / "i").iterdir()}
-    assert suffixes == {".parquet", ".lock"}
+    assert suffixes == {".part", ".lock"}
 
 
 def test_damaged_shards_are_errors_whatever_the_policy(tmp_path: Path) -> None:
@@ -94,7 +95,7 @@ def test_damaged_shards_are_errors_whatever_the_policy(tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes()[:3000])
     with pytest.raises(DataError, match=r"s-0001.tar.*1 more shards are faulty: .*s-0002.tar"):
         index_of(pattern, tmp_path / "i")
-    names = {path.name.split(".")[0] for path in (tmp_path / "i").glob("*.parquet")}
+    names = {path.name.split(".")[0] for path in (tmp_path / "i").glob("*.part")}
     assert names == {"s-0000"}, "the good shard's part is kept, no damaged one has a part"
 
 

@@ -67,7 +67,7 @@ def log(notes: Path) -> list[tuple[str, str]]:
     return list(zip(words[0::2], words[1::2], strict=True))
 
 
-NAMES = [f"s{n}.index.parquet" for n in range(PARTS)]
+NAMES = [f"s{n}.index.part" for n in range(PARTS)]
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def windowed(paths: str | Path, index_dir: Path, **changes: Any) -> TrainData:
 
 
 def num_indexed(index_dir: Path) -> int:
-    return len(list(index_dir.glob("*.index.parquet")))
+    return len(list(index_dir.glob("*.index.part")))
 
 
 def steps_of(
@@ -431,7 +431,7 @@ def test_the_next_window_is_indexed_while_this_one_trains(
     assert num_indexed(tmp_path) >= before + 2, "nothing was made while no batch was asked for"
     assert len(list(steps)) == 14
     assert not multiprocessing.active_children()
-    assert {path.suffix for path in tmp_path.iterdir()} == {".parquet", ".lock"}
+    assert {path.suffix for path in tmp_path.iterdir()} == {".part", ".lock"}
 
 
 def test_seeded_windows_mix_shards(folder: Path, tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ from typing import Any
 
 import pyarrow as pa
 
+from vlmpack.data.index.part_file import write_part
 from vlmpack.data.index.parts import (
     BuildSettings,
     Part,
     build_parts,
+    load_part,
     part_for,
-    read_part,
-    write_part,
 )
 from vlmpack.data.index.shard_index import IndexBuilder, IndexRow, ShardIndex, open_index
 from vlmpack.data.protocols import Encoder, ImageSize
@@ -234,12 +234,7 @@ def open_lengths(
 
 def load_lengths(part: Part, index: ShardIndex, builder: LengthsBuilder) -> Any:
     """One shard's lengths from their part, which is made again where it is damaged."""
-    table = read_part(part.path)
-    if table is None or table.num_rows != index.num_samples:
-        builder(part)
-        table = read_part(part.path)
-        assert table is not None, part.path
-    return table
+    return load_part(part, builder, lambda table: bool(table.num_rows == index.num_samples))
 
 
 def lengths_digest(tables: Sequence[Any]) -> str:

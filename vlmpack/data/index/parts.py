@@ -1,4 +1,4 @@
-"""Derived facts about shards, kept as one parquet file per shard: written once, never half.
+"""Derived facts about shards, kept as one file per shard: written once, never half.
 
 A part's name says what it was made from (the shard's path, size and version, and the rule that
 made it), so a changed shard simply has no part yet. Parts appear by rename, after an fsync. Where
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import socket
 import time
@@ -20,17 +21,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from threading import get_ident
 from typing import Any, Protocol
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from vlmpack.data.folders import default_cache_dir
 from vlmpack.data.forkserver import DEFAULT_PRELOAD
+from vlmpack.data.index.part_file import SUFFIX, read_part, unwritable
 from vlmpack.data.index.shard_pool import each_shard
 from vlmpack.data.stores.fetch import ShardStamp
 from vlmpack.errors import DataError, VlmpackError
+
+logger = logging.getLogger("vlmpack")
 
 POOL_MIN_PARTS = 8
 POOL_MIN_BYTES = 512 << 20
@@ -85,36 +85,33 @@ def part_for(directory: Path, stamp: ShardStamp, rule: str) -> Part:
     ).hexdigest()
     stem = Path(stamp.path).stem[:40]
     kind = rule.split("-", 1)[0]
-    return Part(stamp, str(directory / f"{stem}.{place}.{version}.{kind}.parquet"))
+    return Part(stamp, str(directory / f"{stem}.{place}.{version}.{kind}{SUFFIX}"))
 
 
-def write_part(path: str, table: Any, metadata: dict[bytes, bytes]) -> None:
-    """Writes a parquet file atomically: temporary file, fsync, rename, fsync of the folder."""
-    table = table.replace_schema_metadata(metadata)
-    temporary = Path(f"{path}.tmp-{socket.gethostname()}-{os.getpid()}-{get_ident()}")
-    try:
-        with temporary.open("wb") as stream:
-            pq.write_table(table, stream, compression="zstd", write_page_checksum=True)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-        folder = os.open(temporary.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except OSError as error:
-        raise _unwritable(path, error) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+def load_part(part: Part, build: BuildPart, fits: Callable[[Any], bool]) -> Any:
+    """The part as a pyarrow table, made (again) where it is missing or damaged.
 
+    Args:
+        build: makes it.
+        fits: whether a table is what is wanted; the part is made again where it is not.
 
-def read_part(path: str) -> Any | None:
-    """The part as a pyarrow table; None where it is missing or damaged, so that it is remade."""
-    try:
-        return pq.read_table(path, page_checksum_verification=True, memory_map=False)
-    except (OSError, pa.ArrowInvalid):
-        return None
+    Raises:
+        VlmpackError: what `build` raised.
+        DataError: class `integrity`, where the new part does not read back.
+    """
+    table = read_part(part.path)
+    if table is None or not fits(table):
+        build(part)
+        table = read_part(part.path)
+    if table is None or not fits(table):
+        raise DataError(
+            f"the index file {part.path} was written a moment ago and does not read back; its "
+            "disk is failing, or another process writes there. Set data.index_dir to another "
+            "folder",
+            error_class="integrity",
+            shard=part.stamp.path,
+        )
+    return table
 
 
 def build_parts(
@@ -201,7 +198,7 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _unwritable(str(folder), error) from error
+        raise unwritable(str(folder), error) from error
 
 
 def _build_missing(
@@ -210,6 +207,8 @@ def _build_missing(
     progress = settings.progress
     done = total - len(missing)
     faults: dict[int, VlmpackError] = {}
+    if missing:
+        _say_outdated(missing[0], what)
     if progress is not None and missing:
         progress(what, done, total)
     for place, fault in _run(missing, build, settings):
@@ -221,6 +220,20 @@ def _build_missing(
             progress(what, done, total)
     if faults:
         raise _first_fault(faults)
+
+
+def _say_outdated(part: Part, what: str) -> None:
+    """One line where a version of vlmpack without digests left files that are not trusted."""
+    folder = Path(part.path).parent
+    kind = part.path.removesuffix(SUFFIX).rpartition(".")[2]
+    if found := sum(1 for _ in folder.glob(f"*.{kind}.parquet")):
+        logger.warning(
+            "%s holds %d %s files of an earlier version of vlmpack, which have no digest: they are "
+            "made again, and can be removed",
+            folder,
+            found,
+            what,
+        )
 
 
 def _first_fault(faults: dict[int, VlmpackError]) -> VlmpackError:
@@ -291,11 +304,3 @@ def _lock(path: Path) -> Iterator[str | None]:
 def _names_digest(parts: Sequence[Part]) -> str:
     names = "\n".join(sorted(part.path for part in parts))
     return hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
-
-
-def _unwritable(path: str, error: OSError) -> DataError:
-    return DataError(
-        f"the index cannot be written to {path}: {error.strerror or error}; set data.index_dir "
-        "(or VLMPACK_CACHE) to a folder that can be written",
-        error_class="transport",
-    )

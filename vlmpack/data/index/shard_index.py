@@ -16,13 +16,13 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
+from vlmpack.data.index.part_file import write_part
 from vlmpack.data.index.parts import (
     BuildSettings,
     Part,
     build_parts,
+    load_part,
     part_for,
-    read_part,
-    write_part,
 )
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.images import ImageFacts, image_facts
@@ -257,11 +257,7 @@ def open_index(
 
 def load_index(part: Part, builder: BuildIndex) -> ShardIndex:
     """One shard's index from its part, which is made again where it is damaged."""
-    table = read_part(part.path)
-    if table is None or _CONTENT not in (table.schema.metadata or {}):
-        builder(part)
-        table = read_part(part.path)
-        assert table is not None, part.path
+    table = load_part(part, builder, lambda table: _CONTENT in (table.schema.metadata or {}))
     return ShardIndex(part.stamp, table, table.schema.metadata[_CONTENT].decode())
 
 

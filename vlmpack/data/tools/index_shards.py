@@ -6,6 +6,7 @@ can be stopped at any time and goes on where it was.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from vlmpack.data.index.lengths import LengthsBuilder, ShardBuilder, load_lengths
-from vlmpack.data.index.parts import Part, part_for, read_part
-from vlmpack.data.index.shard_index import IndexBuilder, load_index
+from vlmpack.data.index.parts import Part, part_for
+from vlmpack.data.index.shard_index import IndexBuilder, ShardIndex, load_index
 from vlmpack.data.index.shard_pool import each_shard
 from vlmpack.data.protocols import Encoder
 from vlmpack.data.shards.caps import SampleCaps
@@ -81,31 +82,37 @@ class IndexOne:
             stamp = shard.stamp or self.builder.fetcher.head(path)
             size = stamp.size
             part = part_for(self.directory, stamp, self.builder.rule)
-            table = read_part(part.path)
-            if table is None:
-                was_read = True
-                self.builder(part)
-                table = read_part(part.path)
-                assert table is not None, part.path
-            samples = table.num_rows
-            rows = table
+            before = _version(part)
+            was_read = before is None
+            index = load_index(part, self.builder)
+            was_read = _version(part) != before
+            samples, rows = index.num_samples, index.table
             if isinstance(self.builder, ShardBuilder):
-                rows, measured = self._lengths(part, self.builder.lengths)
+                rows, measured = self._lengths(index, self.builder.lengths)
                 was_read = was_read or measured
             classes = rows.column("error_class").drop_null().to_pylist()
             bad = dict(sorted(Counter(classes).items()))
-            energon = check_energon_index(self.builder.fetcher, stamp, table)
+            energon = check_energon_index(self.builder.fetcher, stamp, index.table)
         except DataError as error:
             fault = error
         seconds = time.perf_counter() - begin
         return ShardReport(path, size, was_read, seconds, samples, bad, energon, fault)
 
-    def _lengths(self, index: Part, builder: LengthsBuilder) -> tuple[Any, bool]:
+    def _lengths(self, index: ShardIndex, builder: LengthsBuilder) -> tuple[Any, bool]:
         """The lengths of an indexed shard, and whether they were made now."""
         part = part_for(builder.index_dir, index.stamp, builder.rule)
-        found = read_part(part.path) is not None
-        shard = load_index(index, self.builder)
-        return load_lengths(part, shard, builder), not found
+        before = _version(part)
+        table = load_lengths(part, index, builder)
+        return table, _version(part) != before
+
+
+def _version(part: Part) -> tuple[int, int] | None:
+    """Changes when the part is made (again); None where there is none."""
+    try:
+        status = os.stat(part.path)  # noqa: PTH116
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 def index_shards(

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from vlmpack.data.index.parts import part_for, read_part
-from vlmpack.data.index.shard_index import IndexBuilder
+from vlmpack.data.index.parts import part_for
+from vlmpack.data.index.shard_index import IndexBuilder, load_index
 from vlmpack.data.stores.fetch import LocalFetcher
 from vlmpack.errors import CapabilityError, VlmpackError
 
@@ -150,8 +150,7 @@ class ShardFolder:
         part = part_for(self.index_dir, stamp, self.builder.rule)
         self.index_dir.mkdir(parents=True, exist_ok=True)
         self.builder(part)
-        table = read_part(part.path)
-        assert table is not None, part.path
+        table = load_index(part, self.builder).table
         reasons = table.column("reason").drop_null()
         assert not len(reasons), f"a converted sample is bad: {reasons[0]}"
         self.shards.append(WrittenShard(path.name, table.num_rows, stamp.size))

@@ -1,0 +1,134 @@
+"""A part is trusted by the digest behind its bytes alone: no flipped bit changes a row."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from shard_fakes import write_shards
+
+from vlmpack.data.index.part_file import SEAL_BYTES, read_part, write_part
+from vlmpack.data.index.parts import BuildSettings
+from vlmpack.data.index.shard_index import IndexBuilder, open_index
+from vlmpack.data.stores.fetch import LocalFetcher
+from vlmpack.data.stores.sources import expand_shards
+from vlmpack.errors import DataError
+
+SAMPLES = 40
+
+
+@pytest.fixture(scope="module")
+def indexed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(a pattern of one shard, its part)."""
+    root = tmp_path_factory.mktemp("part")
+    pattern = write_shards(root, SAMPLES, per_shard=SAMPLES)
+    rows_of(pattern, root / "i")
+    (part,) = (root / "i").glob("*.part")
+    return Path(pattern), part
+
+
+def rows_of(pattern: str | Path, folder: Path) -> list[dict[str, Any]]:
+    shards = expand_shards([str(pattern)], key="k")
+    builder = IndexBuilder(LocalFetcher())
+    (index,) = open_index(shards, builder, BuildSettings(directory=folder))
+    rows: list[dict[str, Any]] = index.table.to_pylist()
+    return rows
+
+
+def footer_flips(data: bytes) -> list[bytes]:
+    """Parquet files with one flipped bit that load other rows, and raise nothing: those of one byte."""
+    good = pq.read_table(pa.BufferReader(data))
+    found = []
+    for at in range(len(data) - 1500, len(data)):
+        for bit in range(8):
+            flipped = bytearray(data)
+            flipped[at] ^= 1 << bit
+            try:
+                table = pq.ParquetFile(pa.BufferReader(flipped)).read(use_threads=False)
+            except (OSError, pa.ArrowException):
+                continue
+            if not table.equals(good):
+                found.append(bytes(flipped))
+        if found:
+            break
+    return found
+
+
+def test_flips_that_parquet_passes_over_are_found(
+    indexed: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    pattern, part = indexed
+    good = part.read_bytes()
+    wrong = footer_flips(good[:-SEAL_BYTES])
+    assert wrong, "else parquet itself notices every flip and this test shows nothing"
+    for data in wrong:
+        part.write_bytes(data + good[-SEAL_BYTES:])
+        assert read_part(str(part)) is None
+    first = rows_of(pattern, part.parent)
+    assert len(first) == SAMPLES
+    assert "damaged" in caplog.text
+    assert part.read_bytes() == good
+
+
+def test_a_part_with_fewer_rows_is_made_again(
+    indexed: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    pattern, part = indexed
+    good = part.read_bytes()
+    first = rows_of(pattern, part.parent)
+    assert len(first) == SAMPLES and not caplog.records
+    table = read_part(str(part))
+    sink = pa.BufferOutputStream()
+    pq.write_table(table.slice(0, 7), sink)
+    for wrong in (sink.getvalue().to_pybytes() + good[-SEAL_BYTES:], b"", good[:-1], good[:900]):
+        caplog.clear()
+        part.write_bytes(wrong)
+        assert rows_of(pattern, part.parent) == first
+        assert str(part) in caplog.text and "made again" in caplog.text
+    assert part.read_bytes() == good
+
+
+def test_a_random_share_of_all_flips(indexed: tuple[Path, Path]) -> None:
+    _, part = indexed
+    good = part.read_bytes()
+    draw = random.Random(5)
+    copy = part.with_name("copy")
+    write_part(str(copy), read_part(str(part)), {})
+    sealed = copy.read_bytes()
+    assert read_part(str(copy)) is not None
+    for place in draw.sample(range(8 * len(sealed)), 300):
+        flipped = bytearray(sealed)
+        flipped[place // 8] ^= 1 << place % 8
+        copy.write_bytes(flipped)
+        assert read_part(str(copy)) is None, place
+    copy.write_bytes(good)
+    assert read_part(str(copy)) is None, "the bytes of another part"
+    copy.unlink()
+
+
+def test_parts_of_earlier_versions_are_said_to_be_made_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pattern = write_shards(tmp_path, 2, per_shard=2)
+    (tmp_path / "i").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / f"i/{name}.0.1.index.parquet").write_bytes(b"PAR1")
+    assert len(rows_of(pattern, tmp_path / "i")) == 2
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "2 index files of an earlier version" in line
+    caplog.clear()
+    rows_of(pattern, tmp_path / "i")
+    assert not caplog.records, "said where some are made, not at every launch"
+
+
+def test_a_part_that_never_reads_back_is_a_named_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pattern = write_shards(tmp_path, 2, per_shard=2)
+    monkeypatch.setattr("vlmpack.data.index.parts.read_part", lambda path: None)
+    with pytest.raises(DataError, match=r"does not read back.*data\.index_dir"):
+        rows_of(pattern, tmp_path / "i")
