@@ -21,6 +21,7 @@ from shard_fakes import (
 )
 
 from vlmpack.data.config import SourceConfig
+from vlmpack.data.index.part_file import read_part, write_part
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.read import ErrorPolicy
 from vlmpack.data.pipeline import TrainData
@@ -538,3 +539,25 @@ def show_and_compare(run_dir: RunDir, data: TrainData, *, shown: Any, refused: A
     for batch in refused:
         with pytest.raises(VlmpackError, match=rf"--batch {batch}: .*data.train"):
             planned_batch(data, batch, run_dir)
+
+
+@pytest.mark.usefixtures("small_windows")
+@pytest.mark.parametrize("shuffle", ["global", "window"])
+def test_samples_that_the_index_lacks_are_counted_in_the_shards(
+    tmp_path: Path, shuffle: str
+) -> None:
+    """A whole index file, digest and all, that lists 2 of 5 samples: every other account agrees."""
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.prepare()
+    open_split(tmp_path, Ledger(None), shuffle=shuffle).split.index_all()
+    for kind, content in (("index", {b"vlmpack.content": b"0"}), ("lengths", {})):
+        (part,) = (tmp_path / "index").glob(f"s-1.*.{kind}.part")
+        write_part(str(part), read_part(str(part)).slice(0, 2), content)
+    data = open_split(tmp_path, Ledger(run_dir.data_errors), shuffle=shuffle)
+    launch(run_dir, data, data.start(), stop=4, dp=1)
+    assert count_steps(run_dir) == 4
+    found = audit_run(run_dir, open_split(tmp_path, Ledger(None), shuffle=shuffle))
+    assert found.epochs[0].planned == 11, "else the index was made again and nothing is missing"
+    (problem,) = found.problems
+    assert "s-1.tar holds 5 samples, its index 2" in problem
+    assert ", ".join(key_of(n) for n in (7, 8, 9)) in problem

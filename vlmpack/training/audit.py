@@ -5,6 +5,9 @@ of each replica (`samples/`), the ledger of skipped samples (`data-errors.jsonl`
 that the training loop kept (metrics.jsonl, the newest checkpoint, result.json). For every epoch:
 
     trained + skipped + pending == planned == what the index holds, and no sample is there twice
+
+And the index holds every sample that the shards hold: what it does not list is read and must be no
+sample.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from vlmpack.training.metrics import read_rows
 from vlmpack.training.record import Launch, SampleName, read_launches
 from vlmpack.training.recorded import RecordedBatch, standing_batches
 from vlmpack.training.run_dir import RunDir
+from vlmpack.training.shard_count import check_shards
 
 
 def audit_run(run_dir: RunDir, train: TrainData) -> Audit:
@@ -48,6 +52,7 @@ def audit_run(run_dir: RunDir, train: TrainData) -> Audit:
     comparison = _Comparison(audit, run_dir, train)
     comparison.run(begin, standing_batches(run_dir.samples, launches))
     comparison.index.check_dropped(audit, Ledger(run_dir.data_errors).lines())
+    check_shards(audit, train)
     _compare_totals(audit, run_dir, torn=comparison.torn)
     return audit
 

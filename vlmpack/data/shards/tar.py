@@ -99,6 +99,26 @@ def read_span(
         raise scanner.fault("a zero block inside the sample", at=scanner.position - BLOCK_BYTES)
 
 
+def read_stretch(
+    stream: BinaryIO, size: int, *, shard: str, base: int, is_end: bool
+) -> Iterator[TarMember]:
+    """The members, without their content, of a stretch of a shard that begins with a header.
+
+    Args:
+        base: the stretch's offset in the shard.
+        is_end: whether the archive ends in it.
+
+    Raises:
+        DataError: class `integrity`, where it does not hold whole members and nothing else.
+    """
+    scanner = _Scanner(stream, size, shard, base, max_member_bytes=-1)
+    yield from scanner.members()
+    if is_end:
+        scanner.check_end()
+    elif scanner.position != size:
+        raise scanner.fault("a zero block before the end", at=scanner.position - BLOCK_BYTES)
+
+
 @dataclass(slots=True)
 class _Extended:
     """What headers before a member's own header said about it."""

@@ -10,7 +10,7 @@ A sample's number is `shard * SHARD_STRIDE + row`, whatever else is indexed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -135,21 +135,21 @@ class ShardBook:
                 break
             rows -= self._kept.pop(shard).fitted.table.num_samples
 
-    def glance(self, shard: int) -> Int64s:
-        """A shard's numbers, without keeping it."""
-        was_kept = shard in self._kept
-        numbers = self.numbers(shard)
-        if not was_kept:
-            del self._kept[shard]
-        return numbers
-
-    def glance_contents(self, shard: int) -> tuple[int, int]:
-        """A shard's usable samples and their tokens, without keeping it."""
+    def look_up(self, shard: int) -> ShardSamples:
+        """A shard's samples, without keeping them."""
         was_kept = shard in self._kept
         found = self.samples(shard)
         if not was_kept:
             del self._kept[shard]
-        fitted = found.fitted
+        return found
+
+    def glance(self, shard: int) -> Int64s:
+        """A shard's numbers, without keeping it."""
+        return self.look_up(shard).numbers
+
+    def glance_contents(self, shard: int) -> tuple[int, int]:
+        """A shard's usable samples and their tokens, without keeping it."""
+        fitted = self.look_up(shard).fitted
         return int(fitted.eligible.sum()), int(fitted.table.num_tokens[fitted.eligible].sum())
 
     def exact_count(self, shard: int) -> int:
@@ -232,14 +232,18 @@ class ShardBook:
         indexes = open_index(self.stamps, self.builder, self.settings)
         open_lengths(indexes, self.builder.lengths, self.settings)
 
+    def made(self) -> Iterator[int]:
+        """The shards that have their parts in the index folder."""
+        return (shard for shard in range(len(self.stamps)) if self._is_made(shard))
+
     def all_made(self) -> bool:
         """Whether every shard has its parts in the index folder."""
+        return all(map(self._is_made, range(len(self.stamps))))
+
+    def _is_made(self, shard: int) -> bool:
         lengths = self.builder.lengths
-        return all(
-            Path(self._part(shard).path).exists()
-            and Path(part_for(lengths.index_dir, stamp, lengths.rule).path).exists()
-            for shard, stamp in enumerate(self.stamps)
-        )
+        beside = part_for(lengths.index_dir, self.stamps[shard], lengths.rule)
+        return Path(self._part(shard).path).exists() and Path(beside.path).exists()
 
     def close(self) -> None:
         """Ends what indexes or fetches ahead, within seconds whatever a store does."""
