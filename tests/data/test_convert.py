@@ -131,6 +131,63 @@ def test_jsonl_takes_messages_in_all_its_forms(tmp_path: Path, images: Path) -> 
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_what_means_something_elsewhere_is_no_less_refused_in_a_column(
+    tmp_path: Path, images: Path, form: str
+) -> None:
+    turns = LLAVA[2]["conversations"]
+    rows: list[dict[str, Any]] = [
+        {"conversations": turns, "rejected_response": None, "source": "web"},
+        {"conversations": turns, "rejected_response": "Hum", "source": "web"},
+    ]
+    source = tmp_path / f"pairs.{form}"
+    if form == "jsonl":
+        source.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), source)
+    report = run(source, tmp_path / "out", images, skip_bad=True)
+    [skipped] = report.skipped
+    assert "the record has 'rejected_response': preferences" in skipped.reason
+    assert report.samples == 1
+
+
+@pytest.mark.parametrize("markers", [0, 1, 2])
+@pytest.mark.parametrize("form", ["auto", "llava"])
+def test_a_marker_in_conversations_without_an_image_is_refused(
+    tmp_path: Path, images: Path, form: str, markers: int
+) -> None:
+    """In `conversations` it marks an image whatever the record names; in `messages` it is text."""
+    turns = [{"from": "human", "value": "<image>" * markers + "Q"}, {"from": "gpt", "value": "A"}]
+    source = tmp_path / ("chat.json" if form == "llava" else "chat.jsonl")
+    record = {"conversations": turns}
+    source.write_text(json.dumps([record] if form == "llava" else record))
+    if not markers:
+        assert run(source, tmp_path / "out", images, form).samples == 1
+        return
+    with pytest.raises(DataError, match=rf"{markers} places? for images .*without a name, nor"):
+        run(source, tmp_path / "out", images, form)
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ({"type": "image", "image": "a.png", "path": "b.jpg"}, "image by image and path; expected"),
+        ({"type": "image", "imge": "a.png"}, "did you mean 'image'"),
+        ({"type": "image_url", "image_url": {"url": "a.png", "detail": "low"}}, "key 'detail'"),
+        ({"type": "image", "image": {"path": "a.png", "crop": [1, 2]}}, "the key 'crop'"),
+        ({"type": "text", "text": "Q", "image": "a.png"}, "the key 'image'"),
+    ],
+)
+def test_parts_that_say_more_than_is_read(
+    tmp_path: Path, images: Path, part: dict[str, Any], reason: str
+) -> None:
+    turns = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "A"}]
+    source = tmp_path / "chat.jsonl"
+    source.write_text(json.dumps({"messages": turns}))
+    with pytest.raises(DataError, match=reason):
+        run(source, tmp_path / "out", images)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_excluded_answers_and_a_system_beside_the_turns_are_kept(
     tmp_path: Path, images: Path, form: str
 ) -> None:
@@ -289,7 +346,10 @@ def test_images_that_are_refused(tmp_path: Path, images: Path, name: str, reason
             },
             "a literal <video> is text beside image parts",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "name no image"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "without a name, nor does the record",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "the type 'video'"),
         (
             {"conversations": TURNS[1:], "videos": ["a.mp4"]},

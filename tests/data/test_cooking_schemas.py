@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from vlmpack.data.shards.keys import MEANT_ELSEWHERE
 from vlmpack.data.shards.schemas import CookedText, cook_text
 from vlmpack.errors import DataError
 from vlmpack.families.sample import ImagePart, TextPart
@@ -169,6 +170,124 @@ def test_a_flag_excludes_an_answer(schema: Any, name: str, value: object) -> Non
     for turn in turns:
         turn[name] = None
     assert all(message.learn for message in cooked(document).sample.messages)
+
+
+UNREAD_IN_TURNS = [
+    (
+        "reasoning_content",
+        "think",
+        "which would be lost: thoughts are part of the text here: .*<th",
+    ),
+    (
+        "tool_calls",
+        [{"name": "f"}],
+        "tool_calls', which would be lost: this version trains no tool",
+    ),
+    ("losss", False, r"'losss', which would be lost: did you mean 'loss'"),
+    ("wieght", 0, "did you mean 'weight'"),
+    ("images", ["0.jpg"], "'images', .*an image is a part of the content"),
+    ("zebra", 1, r"'zebra', which would be lost: expected .*loss, .*train, .*weight"),
+    ("zebra", {"a": {"b": [None, 0]}}, "'zebra'"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "reason"), UNREAD_IN_TURNS)
+@pytest.mark.parametrize("place", [0, 1], ids=["user", "assistant"])
+@pytest.mark.parametrize("schema", [chat, llava], ids=["messages", "conversations"])
+def test_a_turns_key_that_is_not_read_is_refused(
+    schema: Any, place: int, name: str, value: object, reason: str
+) -> None:
+    user, assistant = ("user", "assistant") if schema is chat else ("human", "gpt")
+    document = schema((user, "Q"), (assistant, "A"))
+    turn = next(iter(document.values()))[place]
+    turn[name] = value
+    with pytest.raises(DataError, match=rf"\[{place}\] has the key .*{reason}") as caught:
+        cooked(document)
+    assert caught.value.error_class == "schema"
+    for absent in (None, [], "", {}, {"a": None, "b": {"c": []}}):
+        turn[name] = absent
+        assert cooked(document).sample.messages[place].text == "QA"[place]
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        (
+            {**text("Q"), "image": "0.jpg"},
+            r"content\[0\] has the key 'image', .* an image is a part",
+        ),
+        ({**IMAGE, "text": "Q"}, r"content\[0\] has the key 'text', which would be lost: expected"),
+        ({**IMAGE, "max_pixels": 3136}, "images.max_pixels of the recipe"),
+        ({**IMAGE, "imge": "0.jpg"}, "did you mean 'image'"),
+    ],
+)
+def test_a_parts_key_that_is_not_read_is_refused(part: dict[str, Any], reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
+        cooked(chat(("user", [part]), ("assistant", "A")), "0.jpg")
+    plain = {key: value if key in ("type", part["type"]) else None for key, value in part.items()}
+    fields = ("0.jpg",) if part["type"] == "image" else ()
+    assert len(cooked(chat(("user", [plain]), ("assistant", "A")), *fields).image_fields) == len(
+        fields
+    )
+
+
+@pytest.mark.parametrize("name", [*MEANT_ELSEWHERE, "label", "videos", "audio"])
+@pytest.mark.parametrize("schema", [chat, llava], ids=["messages", "conversations"])
+def test_a_records_key_that_means_something_elsewhere_is_refused(schema: Any, name: str) -> None:
+    user, assistant = ("user", "assistant") if schema is chat else ("human", "gpt")
+    document = {**schema((user, "Q"), (assistant, "A")), name: True}
+    with pytest.raises(DataError, match=rf"has '{name}'[:;,] ") as caught:
+        cooked(document)
+    assert caught.value.error_class == "schema"
+    for absent in (None, [], "", {"enable_thinking": None}):
+        assert cooked({**document, name: absent}).unknown_keys == ()
+
+
+def test_other_keys_of_a_record_are_counted() -> None:
+    document = {**chat(("user", "Q"), ("assistant", "A")), "source": "web", "id": 7, "label": 3}
+    assert cooked({**document, "score": 0.5, "none": None}).unknown_keys == (
+        "label",
+        "score",
+        "source",
+    )
+
+
+@pytest.mark.parametrize("schema", [chat, llava], ids=["messages", "conversations"])
+def test_images_named_beside_the_turns(schema: Any) -> None:
+    """Beside `messages` too the record's names say which image a part shows."""
+
+    def document(**beside: Any) -> dict[str, Any]:
+        turns = (
+            (("user", [IMAGE, IMAGE, text("Q")]), ("assistant", "A"))
+            if schema is chat
+            else (("human", "<image><image>Q"), ("gpt", "A"))
+        )
+        return {**schema(*turns), **beside}
+
+    members = ("0.jpg", "1.jpg")
+    assert cooked(document(images=["1.jpg", "0.jpg"]), *members).image_fields == (
+        "1.jpg",
+        "0.jpg",
+    )
+    for absent in ({"images": []}, {"image": None, "images": None}):
+        assert cooked(document(**absent), *members).image_fields == members
+    same = document(images=["0.jpg", "1.jpg"], image=["0.jpg", "1.jpg"])
+    assert cooked(same, *members).image_fields == members
+    with pytest.raises(DataError, match="'images' and 'image', and not the same ones"):
+        cooked(document(images=["0.jpg", "1.jpg"], image="0.jpg"), *members)
+    with pytest.raises(DataError, match=r"2 (image parts|<image> markers) .* 1 image named"):
+        cooked(document(images=["0.jpg"]), *members)
+
+
+def test_images_named_by_the_parts_and_otherwise_by_the_record() -> None:
+    document = chat(("user", [named("1.jpg"), IMAGE]), ("assistant", "A"))
+    members = ("0.jpg", "1.jpg")
+    assert cooked({**document, "images": ["1.jpg", "0.jpg"]}, *members).image_fields == (
+        "1.jpg",
+        "0.jpg",
+    )
+    with pytest.raises(DataError, match="named by the parts and by the record, and not the same"):
+        cooked({**document, "images": ["0.jpg", "1.jpg"]}, *members)
 
 
 BAD_TURNS: list[tuple[dict[str, Any], str]] = [

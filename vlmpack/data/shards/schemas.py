@@ -20,9 +20,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from vlmpack.data.shards.keys import is_absent, refuse_unknown, unknown_record_keys
 from vlmpack.data.shards.naming import JSON_FIELD, is_image
 from vlmpack.data.shards.raw import RawSample
-from vlmpack.data.shards.turns import is_learnt, placed_turns
+from vlmpack.data.shards.turns import TURN_KEYS, is_learnt, placed_turns
 from vlmpack.errors import DataError
 from vlmpack.families.sample import ImagePart, Message, Role, TextPart, VLMSample
 from vlmpack.words import counted
@@ -43,16 +44,20 @@ class CookedText:
     Args:
         sample: the VLMSample with `images` empty.
         image_fields: the member that each image part shows, in token order.
+        unknown_keys: those of the record that are not read.
     """
 
     sample: VLMSample
     image_fields: tuple[str, ...]
+    unknown_keys: tuple[str, ...] = ()
 
     @property
     def num_text_bytes(self) -> int:
         """UTF-8 bytes of all text parts."""
         return sum(len(message.text.encode("utf-8")) for message in self.sample.messages)
 
+
+_PART_KEYS = {"text": ("type", "text"), "image": ("type", "image")}
 
 _AS_TEXT = "a literal {} is written in the 'messages' schema, where it is text"
 
@@ -90,6 +95,7 @@ def cook_text(key: str, shard: str, document: bytes, fields: Sequence[str]) -> C
     try:
         value = _parse(document)
         messages, names = _conversation(value)
+        unknown = unknown_record_keys(value)
         answers = [message for message in messages if message.role == "assistant"]
         if not any(message.learn for message in answers):
             raise _SchemaError(
@@ -108,7 +114,7 @@ def cook_text(key: str, shard: str, document: bytes, fields: Sequence[str]) -> C
     except DataError as fault:
         raise fault.located(key=key, shard=shard) from None
     sample = VLMSample(key=key, url=shard, messages=messages, task=task)
-    return CookedText(sample, image_fields)
+    return CookedText(sample, image_fields, unknown)
 
 
 def _parse(document: bytes) -> dict[str, object]:
@@ -132,7 +138,7 @@ def _conversation(value: dict[str, object]) -> tuple[tuple[Message, ...], list[s
             else "both 'messages' and 'conversations'; expected one of them"
         )
     for name in OTHER_MEDIA:
-        if value.get(name):
+        if not is_absent(value.get(name)):
             raise _SchemaError(f"the sample has {name!r}; {other_media(name)}{_LEAVE_OUT}")
     turns = value[schemas[0]]
     if not isinstance(turns, list) or not turns:
@@ -143,14 +149,13 @@ def _conversation(value: dict[str, object]) -> tuple[tuple[Message, ...], list[s
         (_chat_turn if chat else _llava_turn)(turn, where, names)
         for where, turn in placed_turns(value, schemas[0], turns)
     )
-    if not chat:
-        names = _llava_images(value, len(names))
-    return messages, names
+    return messages, _named_beside(value, names, chat)
 
 
 def _chat_turn(turn: object, where: str, names: list[str | None]) -> Message:
     role = _role(turn, "role", _CHAT_ROLES, where)
     assert isinstance(turn, dict)
+    refuse_unknown(turn, TURN_KEYS["messages"], where)
     learn = is_learnt(turn, role, where)
     content = turn.get("content")
     if isinstance(content, str):
@@ -160,6 +165,8 @@ def _chat_turn(turn: object, where: str, names: list[str | None]) -> Message:
     parts: list[TextPart | ImagePart] = []
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind in _PART_KEYS:
+            refuse_unknown(part, _PART_KEYS[kind], f"{where}.content[{number}]")
         if kind == "text":
             parts.append(_text(part.get("text"), f"{where}.content[{number}]"))
         elif kind == "image":
@@ -184,6 +191,7 @@ def _chat_turn(turn: object, where: str, names: list[str | None]) -> Message:
 def _llava_turn(turn: object, where: str, names: list[str | None]) -> Message:
     role = _role(turn, "from", _LLAVA_ROLES, where)
     assert isinstance(turn, dict)
+    refuse_unknown(turn, TURN_KEYS["conversations"], where)
     learn = is_learnt(turn, role, where)
     value = turn.get("value")
     if not isinstance(value, str):
@@ -200,25 +208,48 @@ def _llava_turn(turn: object, where: str, names: list[str | None]) -> Message:
     return Message(role, tuple(parts), learn)
 
 
-def _llava_images(value: dict[str, object], num_markers: int) -> list[str | None]:
+def _named_beside(
+    value: dict[str, object], places: list[str | None], chat: bool
+) -> list[str | None]:
+    """The name of each image, where the record names them beside its turns.
+
+    Args:
+        value: the record.
+        places: per image part or marker in order, the name that it gives itself.
+        chat: whether the schema is `messages`.
+    """
     given = named_images(value)
     if given is None:
-        return [None] * num_markers
+        return places
     names = [given] if isinstance(given, str) else given
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise _SchemaError(f"'image' is {_kind(given)}; expected a name or a list of names")
-    if len(names) != num_markers:
+    if len(names) != len(places):
+        place = "image part" if chat else f"{IMAGE_MARKER} marker"
         raise _SchemaError(
-            f"{counted(num_markers, f'{IMAGE_MARKER} marker')} in the conversation, but "
+            f"{counted(len(places), place)} in the conversation, but "
             f"{counted(len(names), 'image')} named; {_AS_TEXT.format(IMAGE_MARKER)}"
         )
+    if any(place not in (None, name) for place, name in zip(places, names, strict=True)):
+        raise _SchemaError("images are named by the parts and by the record, and not the same ones")
     return list(names)
 
 
 def named_images(value: Mapping[str, object]) -> object:
-    """What stands beside the turns under `images` or `image`; a null is as good as absent."""
-    given = value.get("images")
-    return value.get("image") if given is None else given
+    """What stands beside the turns under `images` or `image`; None where there is none: a null or
+    an empty list is as good as absent.
+
+    Raises:
+        DataError: (schema) both, and not the same.
+    """
+    given = [value[name] for name in ("images", "image") if value.get(name) not in (None, [])]
+    as_lists = [item if isinstance(item, list) else [item] for item in given]
+    if len(given) == 2 and as_lists[0] != as_lists[1]:
+        raise DataError(
+            "the record has 'images' and 'image', and not the same ones; expected one of them",
+            error_class="schema",
+        )
+    return given[0] if given else None
 
 
 def marks_video(schema: str) -> str:

@@ -24,6 +24,11 @@ TURN_FIELDS: Mapping[str, tuple[str, str]] = {
 LEARN_FLAGS = ("loss", "train", "weight")
 """Keys of a turn that say whether it is learnt."""
 
+TURN_KEYS: Mapping[str, frozenset[str]] = {
+    schema: frozenset((*names, *LEARN_FLAGS)) for schema, names in TURN_FIELDS.items()
+}
+"""Schema -> the keys of a turn that are read."""
+
 
 def placed_turns(
     record: Mapping[str, object], schema: str, turns: Sequence[object]

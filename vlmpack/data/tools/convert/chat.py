@@ -3,7 +3,8 @@
 Two shapes are known. `messages`: role and content, where content is text or a list of parts
 ({"type": "text"}, {"type": "image", "image": ...}, {"type": "image_url", ...}). `conversations`:
 from and value, LLaVA's. The images of a record are named by its parts, or by `image` or `images`;
-in the second case `<image>` in the text marks the places, unless parts without a name do.
+in the second case `<image>` in the text marks the places, unless parts without a name do; in
+`conversations` it always does.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from vlmpack.data.shards.keys import is_absent, refuse_unknown, unknown_record_keys
 from vlmpack.data.shards.schemas import (
     IMAGE_MARKER,
     OTHER_MEDIA,
@@ -21,7 +23,7 @@ from vlmpack.data.shards.schemas import (
     named_images,
     other_media,
 )
-from vlmpack.data.shards.turns import TURN_FIELDS, is_learnt, placed_turns
+from vlmpack.data.shards.turns import TURN_FIELDS, TURN_KEYS, is_learnt, placed_turns
 from vlmpack.errors import DataError
 from vlmpack.words import counted
 
@@ -40,6 +42,14 @@ _ROLES = {
 }
 
 
+_IMAGE_NAMES = ("image", "url", "path")
+_PART_KEYS = {
+    "text": ("type", "text"),
+    "image": ("type", *_IMAGE_NAMES),
+    "image_url": ("type", "image_url"),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class ChatTurns:
     """A record without its image bytes.
@@ -47,10 +57,12 @@ class ChatTurns:
     Args:
         turns: role, parts and whether it is learnt; an image part is None.
         images: where each image part's bytes are, in order.
+        unknown_keys: those of the record that are not read.
     """
 
     turns: tuple[tuple[str, tuple[str | None, ...], bool], ...]
     images: tuple[ImageSource, ...]
+    unknown_keys: tuple[str, ...] = ()
 
     def messages(self, names: tuple[str, ...]) -> list[dict[str, Any]]:
         """The `messages` of a shard's JSON, its images under these member names."""
@@ -91,7 +103,7 @@ def chat_turns(record: dict[str, Any]) -> ChatTurns:
     if not isinstance(turns, list) or not turns:
         raise _fault(f"{schema!r} is {_kind(turns)}; expected a list of turns")
     for name in OTHER_MEDIA:
-        if record.get(name):
+        if not is_absent(record.get(name)):
             raise _fault(f"the record has {name!r}; {other_media(name)}")
     named = _named_images(record)
     parts: list[list[str | ImagePlace]] = []
@@ -103,7 +115,7 @@ def chat_turns(record: dict[str, Any]) -> ChatTurns:
     places = [part for row in parts for part in row if isinstance(part, ImagePlace)]
     if schema == "conversations" or (named and not places):
         _refuse_video_markers([where for where, _, _ in heads], parts, schema)
-    if named is not None and not places:
+    if schema == "conversations" or (named is not None and not places):
         parts = [list(_by_markers(row)) for row in parts]
         places = [part for row in parts for part in row if isinstance(part, ImagePlace)]
     images = _resolve(places, named)
@@ -113,6 +125,7 @@ def chat_turns(record: dict[str, Any]) -> ChatTurns:
             for (_, role, learn), row in zip(heads, parts, strict=True)
         ),
         images=images,
+        unknown_keys=unknown_record_keys(record),
     )
 
 
@@ -131,6 +144,7 @@ def _turn(turn: object, schema: str, where: str) -> tuple[str, object, bool]:
     if not isinstance(role, str) or role not in roles:
         expected = ", ".join(repr(name) for name in roles)
         raise _fault(f"{where} has the {role_field} {role!r}; expected one of {expected}")
+    refuse_unknown(turn, TURN_KEYS[schema], where)
     return roles[role], turn.get(content_field), is_learnt(turn, roles[role], where)
 
 
@@ -142,14 +156,17 @@ def _parts(content: object, where: str) -> Iterator[str | ImagePlace]:
         raise _fault(f"{where} has the content {_kind(content)}; expected text or a list of parts")
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind in _PART_KEYS:
+            refuse_unknown(part, _PART_KEYS[kind], f"{where}[{number}]")
         if kind == "text" and isinstance(part.get("text"), str):
             yield part["text"]
         elif kind == "image":
-            source = part.get("image", part.get("url", part.get("path")))
-            yield ImagePlace(None if source is None else _source(source, f"{where}[{number}]"))
+            yield _image_part(part, f"{where}[{number}]")
         elif kind == "image_url":
             url = part.get("image_url")
-            url = url.get("url") if isinstance(url, dict) else url
+            if isinstance(url, dict):
+                refuse_unknown({**url, "detail": _detail(url)}, ("url",), f"{where}[{number}]")
+                url = url.get("url")
             yield ImagePlace(_source(url, f"{where}[{number}]"))
         elif kind in OTHER_MEDIA:
             raise _fault(f"{where}[{number}] has the type {kind!r}; {other_media(kind)}")
@@ -158,6 +175,18 @@ def _parts(content: object, where: str) -> Iterator[str | ImagePlace]:
                 f"{where}[{number}] has the type {kind!r}; expected 'text' with a text, 'image' or "
                 "'image_url'"
             )
+
+
+def _image_part(part: dict[str, Any], where: str) -> ImagePlace:
+    given = [name for name in _IMAGE_NAMES if not is_absent(part.get(name))]
+    if len(given) > 1:
+        raise _fault(f"{where} names its image by {' and '.join(given)}; expected one of them")
+    return ImagePlace(_source(part[given[0]], where) if given else None)
+
+
+def _detail(url: dict[str, Any]) -> object:
+    """The resolution that OpenAI's files ask for, where they ask for one."""
+    return None if url.get("detail") == "auto" else url.get("detail")
 
 
 def _refuse_video_markers(
@@ -170,7 +199,9 @@ def _refuse_video_markers(
 
 def _by_markers(parts: list[str | ImagePlace]) -> Iterator[str | ImagePlace]:
     for part in parts:
-        assert isinstance(part, str)
+        if isinstance(part, ImagePlace):
+            yield part
+            continue
         for number, text in enumerate(part.split(IMAGE_MARKER)):
             if number:
                 yield ImagePlace(None)
@@ -191,6 +222,7 @@ def _source(value: object, where: str) -> ImageSource:
     """A path, or the bytes of a Hugging Face image ({"bytes": ..., "path": ...})."""
     if isinstance(value, dict):
         data, path = value.get("bytes"), value.get("path")
+        refuse_unknown(value, ("bytes", "path"), where)
         value = data if data is not None else path
     if (isinstance(value, str) and value) or isinstance(value, bytes):
         return value
@@ -201,7 +233,11 @@ def _resolve(places: list[ImagePlace], named: list[ImageSource] | None) -> tuple
     own = [place.source for place in places if place.source is not None]
     if named is None:
         if len(own) < len(places):
-            raise _fault(f"{len(places) - len(own)} image parts name no image, nor does the record")
+            raise _fault(
+                f"{counted(len(places) - len(own), 'place')} for images in the turns "
+                f"({IMAGE_MARKER} or image parts) without a name, nor does the record name any "
+                "('image' or 'images')"
+            )
         return tuple(own)
     if own and own != named:
         raise _fault("images are named by the parts and by the record, and not the same ones")

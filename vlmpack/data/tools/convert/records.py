@@ -16,6 +16,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from vlmpack.data.shards.keys import MEANT_ELSEWHERE
+from vlmpack.data.shards.schemas import OTHER_MEDIA
 from vlmpack.errors import DataError, VlmpackError
 
 FORMATS = ("auto", "jsonl", "llava", "hf")
@@ -170,7 +172,8 @@ def _columns(file: Path, names: Sequence[str]) -> list[str]:
             error_class="schema",
             shard=str(file),
         )
-    return [*chat, *(name for name in (*IMAGE_COLUMNS, *KEPT_COLUMNS) if name in names)]
+    read = (*IMAGE_COLUMNS, *KEPT_COLUMNS, *OTHER_MEDIA, *MEANT_ELSEWHERE, "label")
+    return [*chat, *(name for name in read if name in names)]
 
 
 def _without_nulls(value: Any) -> Any:

@@ -1,0 +1,130 @@
+"""The keys of a record, of a turn and of a part of its content: none is left out in silence.
+
+A key that we do not read is refused by name: in a turn and in a part always, in a record where
+other trainers give it a meaning, since what it says would be lost. Other keys of a record (a
+source, a score) are counted. A key without a value is none: Arrow gives each struct the keys of
+all.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+
+from vlmpack.errors import DataError
+
+RECORD_KEYS = frozenset(
+    {"messages", "conversations", "system", "image", "images", "task", "id", "__key__"}
+)
+"""Keys of a record that are read, or name it."""
+
+_ONE_ANSWER = "preferences and rewards are not trained here: keep the answer to learn in the turns"
+_TOOLS = "this version trains no tool calls"
+_KWARGS = (
+    "this version passes no arguments to the chat template: a template that is to render otherwise "
+    "goes into the model folder"
+)
+_FLAG = "it is a key of a turn here: put it into the assistant's turn that it is meant for"
+_TOKENS = "tokens and masks are made here, from the turns: leave such columns out"
+_IN_ORDER = "turns are written out in one list: put them before the others"
+
+MEANT_ELSEWHERE: Mapping[str, str] = {
+    "tools": _TOOLS,
+    "functions": _TOOLS,
+    "parallel_tool_calls": _TOOLS,
+    "objects": "boxes are not written into the text here: write them out, as the model has them",
+    "rejected_response": _ONE_ANSWER,
+    "rejected_messages": _ONE_ANSWER,
+    "rejected_images": _ONE_ANSWER,
+    "rejected": _ONE_ANSWER,
+    "chosen": _ONE_ANSWER,
+    "kto_tag": _ONE_ANSWER,
+    "margin": _ONE_ANSWER,
+    "chat_template_kwargs": _KWARGS,
+    "enable_thinking": _KWARGS,
+    "reasoning_effort": _KWARGS,
+    "chat_template": _KWARGS,
+    "system_prompt": "did you mean 'system'?",
+    "history": _IN_ORDER,
+    "loss": _FLAG,
+    "train": _FLAG,
+    "weight": _FLAG,
+    "loss_scale": "the parts of an answer have no weights here",
+    "channel": "losses are not kept apart by channel here: 'task' groups evaluation figures",
+    "input_ids": _TOKENS,
+    "assistant_masks": _TOKENS,
+    "completion_mask": _TOKENS,
+}
+"""Keys of a record that others read (ms-swift, LLaMA-Factory, TRL, OpenAI's files), and why they
+are refused here."""
+
+_THOUGHTS = (
+    "thoughts are part of the text here: write them into the answer as the model writes them, such "
+    "as <think>...</think>"
+)
+_SHOWN = "an image is a part of the content, {'type': 'image'}, or <image> where it marks one"
+
+_MEANT_IN_TURNS: Mapping[str, str] = {
+    "tool_calls": _TOOLS,
+    "tool_call_id": _TOOLS,
+    "function_call": _TOOLS,
+    "tool_plan": _TOOLS,
+    "reasoning_content": _THOUGHTS,
+    "reasoning": _THOUGHTS,
+    "thinking": _THOUGHTS,
+    "loss_scale": "the parts of an answer have no weights here",
+    "image": _SHOWN,
+    "images": _SHOWN,
+    "name": "no template gets it: write it into the text",
+    "mask": "did you mean 'loss' (false: not learnt)?",
+    "learn": "did you mean 'loss'?",
+    "min_pixels": "images.min_pixels of the recipe bounds images",
+    "max_pixels": "images.max_pixels of the recipe bounds images",
+}
+
+
+def is_absent(value: object) -> bool:
+    """Whether a key with this value says nothing: null, or empty all through."""
+    if isinstance(value, dict):
+        return all(map(is_absent, value.values()))
+    return value is None or value in ("", [])
+
+
+def unknown_record_keys(record: Mapping[str, object]) -> tuple[str, ...]:
+    """The keys of a record that are not read and mean nothing that we know.
+
+    Raises:
+        DataError: (schema) a key that other trainers give a meaning.
+    """
+    unknown = [key for key in record if key not in RECORD_KEYS and not is_absent(record[key])]
+    for key in unknown:
+        if key in MEANT_ELSEWHERE:
+            raise _fault(f"the record has {key!r}: {MEANT_ELSEWHERE[key]}")
+        if key == "label" and isinstance(record[key], bool):
+            raise _fault(f"the record has 'label', a yes or no: {_ONE_ANSWER}")
+    return tuple(sorted(unknown))
+
+
+def refuse_unknown(item: Mapping[str, object], known: Collection[str], where: str) -> None:
+    """Raise DataError (schema) where a turn or a part has a key that is not read.
+
+    Args:
+        item: the turn or part.
+        known: the keys that are read.
+        where: its place, for messages.
+    """
+    for key in item:
+        if key in known or is_absent(item[key]):
+            continue
+        hint = _MEANT_IN_TURNS.get(key) or suggestion(key, known)
+        raise _fault(f"{where} has the key {key[:60]!r}, which would be lost: {hint}")
+
+
+def suggestion(key: str, known: Collection[str]) -> str:
+    """What a key may have been meant to be, or those that there are."""
+    close = difflib.get_close_matches(key.lower(), sorted(known), n=1)
+    return f"did you mean {close[0]!r}?" if close else f"expected {', '.join(sorted(known))}"
+
+
+def _fault(reason: str) -> DataError:
+    return DataError(reason, error_class="schema")
