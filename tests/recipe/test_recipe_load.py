@@ -7,7 +7,8 @@ import re
 import pytest
 
 from vlmpack.errors import RecipeError, VlmpackError
-from vlmpack.recipe import Recipe, load_recipe
+from vlmpack.recipe import Recipe, json_schema, load_recipe
+from vlmpack.recipe.suggestions import ELSEWHERE, MEANS
 
 
 def load_problems(path, *args, **options):
@@ -98,12 +99,39 @@ def test_unknown_key_names_line_and_suggestion(write, good_text):
         ("packing.weight_decy", "did you mean 'optim.weight_decay'?"),
         ("packing.qqqq", "known keys here: mode, max_tokens"),
         ("data.on_error.decoding", "did you mean 'decode'?"),
+        ("trainable.lora.r", "did you mean 'rank'?"),
+        ("trainable.lora.lora_alpha", "did you mean 'alpha'?"),
+        ("trainable.lora.target_modules", "did you mean 'targets'?"),
+        ("lora_r", "did you mean 'trainable.lora.rank'?"),
+        ("packing.packing", "did you mean 'mode'? It is none, in_batch, online or offline"),
+        ("optim.warmup_ratio", "did you mean 'warmup_steps'? It is optimizer steps: the ratio ti"),
+        ("training.warmup_ratio", "did you mean 'optim.warmup_steps'? It is optimizer steps: the"),
+        ("optim.min_lr", "did you mean 'min_lr_ratio'? It is a share of the peak, min_lr / lr"),
+        ("training.eval_steps", "did you mean 'evaluation.interval_steps'?"),
+        ("trainable.freeze_vit", "did you mean 'vision'? It is frozen, full or lora"),
     ],
 )
 def test_unknown_key_advice(problems_of, key, advice):
     (problem,) = problems_of({key: 1})
     assert f"{key}: unknown key; " in problem
     assert advice in problem
+
+
+def test_every_advised_key_exists():
+    """A renamed field would leave advice to a key that is none."""
+    known = set()
+
+    def collect(node, schema, prefix):
+        node = schema["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+        for name, inner in node.get("properties", {}).items():
+            known.add(f"{prefix}{name}")
+            collect(inner, schema, f"{prefix}{name}.")
+
+    schema = json_schema()
+    collect(schema, schema, "")
+    assert len(known) > 80
+    assert set(ELSEWHERE.values()) <= known
+    assert MEANS.keys() <= ELSEWHERE.keys()
 
 
 def test_dotted_key_in_a_file_is_explained(write, good_text):

@@ -6,42 +6,104 @@ import difflib
 from collections.abc import Mapping, Sequence
 
 ELSEWHERE: Mapping[str, str] = {
+    "adam_beta1": "optim.betas",
+    "adam_beta2": "optim.betas",
+    "adam_epsilon": "optim.eps",
+    "attn_implementation": "model.attention",
     "batch_size": "training.micro_batch_size",
     "bf16": "model.dtype",
     "clip_grad": "optim.max_grad_norm",
     "context_parallel_size": "parallelism.context",
     "cp": "parallelism.context",
     "cutoff_len": "training.seq_length",
+    "dataloader_num_workers": "data.num_workers",
     "dataset": "data.train",
+    "decoder_lr": "optim.language_lr",
     "epochs": "training.num_epochs",
+    "eval_dataset": "data.validation",
+    "eval_interval": "evaluation.interval_steps",
+    "eval_steps": "evaluation.interval_steps",
     "expert_model_parallel_size": "parallelism.expert",
+    "freeze_language_model": "trainable.language",
+    "freeze_multi_modal_projector": "trainable.projector",
+    "freeze_vision_model": "trainable.vision",
+    "freeze_vision_tower": "trainable.vision",
+    "freeze_vit": "trainable.vision",
+    "fsdp": "parallelism.sharding",
     "gradient_checkpointing": "model.activation_checkpointing",
     "gradient_clipping": "optim.max_grad_norm",
     "learning_rate": "optim.lr",
+    "load_in_4bit": "trainable.lora.quantize",
+    "log_interval": "logging.interval_steps",
+    "logging_steps": "logging.interval_steps",
+    "lora_alpha": "trainable.lora.alpha",
+    "lora_dropout": "trainable.lora.dropout",
+    "lora_r": "trainable.lora.rank",
+    "lora_rank": "trainable.lora.rank",
+    "lora_target": "trainable.lora.targets",
+    "lora_target_modules": "trainable.lora.targets",
+    "lr_decay_style": "optim.schedule",
     "lr_scheduler_type": "optim.schedule",
     "lr_warmup_iters": "optim.warmup_steps",
+    "lr_warmup_steps": "optim.warmup_steps",
     "max_length": "training.seq_length",
     "max_seq_length": "training.seq_length",
+    "min_lr": "optim.min_lr_ratio",
     "model_name_or_path": "model.path",
+    "neat_packing": "packing.mode",
     "num_train_epochs": "training.num_epochs",
     "num_warmup_steps": "optim.warmup_steps",
     "output_dir": "run_dir",
+    "packing.packing": "packing.mode",
+    "per_device_eval_batch_size": "evaluation.batch_size",
     "per_device_train_batch_size": "training.micro_batch_size",
     "pipeline_model_parallel_size": "parallelism.pipeline",
     "pp": "parallelism.pipeline",
     "precision": "model.dtype",
+    "r": "trainable.lora.rank",
     "recompute_granularity": "model.activation_checkpointing",
     "report_to": "logging.trackers",
+    "resume_from_checkpoint": "checkpoint.resume",
+    "sample_packing": "packing.mode",
+    "save_interval": "checkpoint.interval_steps",
     "save_steps": "checkpoint.interval_steps",
     "save_total_limit": "checkpoint.keep",
     "sequence_parallel": "parallelism.sequence",
     "steps": "training.max_steps",
+    "target_modules": "trainable.lora.targets",
     "tensor_model_parallel_size": "parallelism.tensor",
+    "torch_dtype": "model.dtype",
     "tp": "parallelism.tensor",
     "train_iters": "training.max_steps",
     "use_distributed_optimizer": "parallelism.distributed_optimizer",
+    "use_dora": "trainable.lora.dora",
+    "use_rslora": "trainable.lora.rslora",
+    "vision_tower_lr": "optim.vision_lr",
+    "vit_lr": "optim.vision_lr",
+    "warmup": "optim.warmup_steps",
+    "warmup_iters": "optim.warmup_steps",
+    "warmup_ratio": "optim.warmup_steps",
+    "weight_decay_rate": "optim.weight_decay",
 }
-"""Keys of other frameworks, and ours."""
+"""Keys of other frameworks, and ours. One with a dot is meant in that place alone, and goes before
+every other advice there."""
+
+MEANS: Mapping[str, str] = {
+    "adam_beta1": "the pair [beta1, beta2]",
+    "adam_beta2": "the pair [beta1, beta2]",
+    "freeze_language_model": "frozen, full or lora",
+    "freeze_multi_modal_projector": "frozen, full or lora",
+    "freeze_vision_model": "frozen, full or lora",
+    "freeze_vision_tower": "frozen, full or lora",
+    "freeze_vit": "frozen, full or lora",
+    "load_in_4bit": "nf4 beside lora",
+    "min_lr": "a share of the peak, min_lr / lr",
+    "neat_packing": "none, in_batch, online or offline",
+    "packing.packing": "none, in_batch, online or offline",
+    "sample_packing": "none, in_batch, online or offline",
+    "warmup_ratio": "optimizer steps: the ratio times the steps of the run",
+}
+"""What the value of ours is, where theirs is another thing."""
 
 DERIVED: Mapping[str, str] = {
     "gradient_accumulation_steps": "global_batch_size / (micro_batch_size x data-parallel size)",
@@ -67,6 +129,9 @@ def suggest_key(
     """
     if key in DERIVED:
         return f"it is not set but derived: {DERIVED[key]}"
+    placed = f"{parent}.{key}" if parent else key
+    if "." in placed and placed in ELSEWHERE:
+        return _renamed(placed, parent)
     dotted = {name for names in everywhere.values() for name in names}
     if key in dotted:
         section, _, last = key.rpartition(".")
@@ -77,7 +142,7 @@ def suggest_key(
         )
         return f"'{key}' belongs to {owners}"
     if key in ELSEWHERE:
-        return _did_you_mean(ELSEWHERE[key], parent)
+        return _renamed(key, parent)
     for candidates in (here, tuple(everywhere)):
         if match := difflib.get_close_matches(key, candidates, n=1):
             return _did_you_mean(match[0] if match[0] in here else everywhere[match[0]][0], parent)
@@ -88,6 +153,12 @@ def suggest_value(value: object, allowed: Sequence[str]) -> str:
     """`; did you mean 'in_batch'?`, or nothing if no allowed value is close."""
     match = difflib.get_close_matches(str(value).lower().replace("-", "_"), allowed, n=1)
     return f"; did you mean '{match[0]}'?" if match else ""
+
+
+def _renamed(key: str, parent: str) -> str:
+    """Ours for a key of another framework."""
+    means = f" It is {MEANS[key]}" if key in MEANS else ""
+    return _did_you_mean(ELSEWHERE[key], parent) + means
 
 
 def _did_you_mean(name: str, parent: str) -> str:
