@@ -105,3 +105,20 @@ def test_mistakes_are_named_before_anything_is_read(
     assert isinstance(ran.exception, RecipeError)
     assert "global_batch_size" in str(ran.exception)
     assert not (tmp_path / "index").exists()
+
+
+def test_what_is_said_of_memory_with_adapters_does_not_contradict_itself(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """Memory is that of the adapters, and no note says that it is that of every weight."""
+    lora = changed(settings, trainable__vision="frozen", trainable__language="lora")
+    memory, notes = {}, {}
+    for name, values in (("all", settings), ("lora", lora)):
+        recipe, out = write_recipe(tmp_path / f"{name}.yaml", values), tmp_path / f"{name}.json"
+        ran = CliRunner().invoke(app, ["plan", str(recipe), "--json", str(out)])
+        assert ran.exit_code == 0, ran.output
+        plan = json.loads(out.read_text())
+        memory[name], notes[name] = plan["memory"], plan["notes"]
+    assert memory["lora"]["gradients"] < memory["all"]["gradients"] / 10
+    assert any("of trained parameters alone" in line for line in memory["lora"]["formula"])
+    assert notes["lora"] == notes["all"] != []

@@ -13,7 +13,6 @@ from vlmpack.data.splits.row_packer import dry_run_order, settled_budget
 from vlmpack.data.splits.split import Split
 from vlmpack.recipe import Recipe, derive
 from vlmpack.recipe.derived import multiples
-from vlmpack.recipe.trainable import TrainableSection
 from vlmpack.training.plan.batch import batch_figures
 from vlmpack.training.plan.figures import RunPlan
 from vlmpack.training.plan.imbalance import imbalance_figures
@@ -224,10 +223,5 @@ def _notes(inputs: PlanInputs, own: PlannedMode, micro: int) -> tuple[str, ...]:
         notes.append(
             "packing.path holds no packs yet, so offline is planned by best-fit-decreasing; with "
             "--planner stream it has the figures of online, stream"
-        )
-    if inputs.recipe.trainable != TrainableSection():
-        notes.append(
-            "memory is that of a run that trains every weight; frozen components and adapters need "
-            "less: no gradients and no moments for what is frozen"
         )
     return tuple(notes)
