@@ -8,12 +8,12 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from vlmpack import __version__
 from vlmpack.distributed import Ranks
 from vlmpack.errors import CapabilityError, DataError
 from vlmpack.families import write_budget
@@ -202,7 +202,7 @@ def write_result(session: Session, before: Scores | None, after: Scores | None) 
         "model": session.recipe.model.path,
         "engine": session.engine.description,
         "versions": {
-            "vlmpack": version("vlmpack"),
+            "vlmpack": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },

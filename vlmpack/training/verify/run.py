@@ -12,12 +12,13 @@ import platform
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
 
+from vlmpack import __version__
 from vlmpack.capabilities.versions import installed_versions
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
@@ -278,6 +279,10 @@ def check_rows(
 
 
 def _versions() -> dict[str, str]:
-    own = {name: version(name) for name in ("vlmpack", "torch", "accelerate")}
+    own = {
+        "vlmpack": __version__,
+        "torch": torch.__version__,
+        "accelerate": accelerate.__version__,
+    }
     others = {name: found for name, found in installed_versions().items() if found is not None}
     return {"python": platform.python_version()} | own | others
