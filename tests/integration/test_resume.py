@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from support.checkpoints import stored_tensors
 from support.recipes import changed, copy_samples, rows, run_settings
 from support.shards import ROOT
 
+import vlmpack
 from vlmpack.api import resolve, run_recipe
 from vlmpack.errors import CheckpointError, Preempted, RunDirError, RunIdentityError
 from vlmpack.training import session as session_module
@@ -269,6 +271,43 @@ def test_another_identity_is_refused_with_every_difference(settings: dict[str, A
         run_recipe(resolve(other, {}))
     assert "training.seed: 3 in the run folder, 4 in the recipe" in str(caught.value)
     assert "optim.lr" in str(caught.value)
+
+
+def test_a_run_that_saved_nothing_begins_again_with_another_lr(
+    settings: dict[str, Any], monkeypatch: Any, caplog: Any
+) -> None:
+    """Also from a clone that is not installed: no package of that name is known to Python."""
+    settings = changed(settings, training__max_steps=2)
+    original, known = session_module.Session._steps, metadata.distribution
+
+    def ending(self: Any) -> Any:
+        steps = original(self)
+        yield next(steps)
+        raise KeyboardInterrupt
+
+    def unknown(name: str) -> metadata.Distribution:
+        if name == "vlmpack":
+            raise metadata.PackageNotFoundError(name)
+        return known(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session_module.Session, "_steps", ending)
+        with pytest.raises(KeyboardInterrupt):
+            run_recipe(resolve(settings, {}))
+    assert len(rows(settings["run_dir"], "step")) == 1
+    assert "the last checkpoint is none" in caplog.text
+    caplog.clear()
+    other = changed(settings, optim__lr=0.005)
+    with monkeypatch.context() as patch:
+        patch.setattr(metadata, "distribution", unknown)
+        result = run_recipe(resolve(other, {}))
+    assert "ended before its first checkpoint, so nothing of its 1 step was saved" in caplog.text
+    assert "optim.lr" in caplog.text
+    assert rows(settings["run_dir"], "step", "learning_rate") == [(1, 0.0025), (2, 0.005)]
+    assert (result.run_dir / "metrics.jsonl.old").is_file()
+    assert result.figures["versions"]["vlmpack"] == vlmpack.__version__
+    with pytest.raises(RunIdentityError, match=r"optim\.lr"):  # now there is something to lose
+        run_recipe(resolve(settings, {}))
 
 
 def test_resume_never_wants_an_empty_folder(settings: dict[str, Any]) -> None:

@@ -116,7 +116,7 @@ def test_another_identity_is_refused_with_every_difference(run_dir):
     first = {"training.seed": 1, "optim.lr": 0.1, "model.path": "a"}
     run_dir.check_identity(first, differences)
     run_dir.check_identity(first, differences)
-    run_dir.metrics.touch()
+    (run_dir.checkpoints / "step-00000001").mkdir(parents=True)
     with pytest.raises(RunIdentityError) as caught:
         run_dir.check_identity({**first, "training.seed": 2, "optim.lr": 0.2}, differences)
     message = str(caught.value)
@@ -132,6 +132,35 @@ def test_a_start_that_failed_before_its_first_step_claims_nothing(run_dir):
     run_dir.check_identity({"model.path": "a typo"}, differences)
     run_dir.check_identity({"model.path": "a"}, differences)
     assert json.loads(run_dir.identity.read_text(encoding="utf-8")) == {"model.path": "a"}
+
+
+def test_a_run_without_a_checkpoint_begins_again_with_other_values(run_dir, caplog):
+    """It saved nothing: there is nothing that the new values could harm, and a line says so."""
+    run_dir.prepare()
+    run_dir.check_identity({"optim.lr": 0.1}, differences)
+    run_dir.metrics.write_text('{"step": 1}\n{"step": 2}\n', encoding="utf-8")
+    run_dir.check_identity({"optim.lr": 0.1}, differences)
+    assert caplog.text == ""
+    run_dir.check_identity({"optim.lr": 0.2}, differences)
+    assert "nothing of its 2 steps was saved" in caplog.text
+    assert "optim.lr: 0.1 -> 0.2" in caplog.text
+    assert "begins at step 0" in caplog.text
+    assert json.loads(run_dir.identity.read_text(encoding="utf-8")) == {"optim.lr": 0.2}
+    assert not run_dir.metrics.exists()
+    assert (run_dir.path / "metrics.jsonl.old").read_text(encoding="utf-8").count("step") == 2
+
+
+@pytest.mark.parametrize("left", ["checkpoints/step-00000001/state.json", "result.json"])
+def test_what_was_saved_is_defended(run_dir, left):
+    """A checkpoint, be it damaged, or the result of a finished run."""
+    run_dir.prepare()
+    run_dir.check_identity({"optim.lr": 0.1}, differences)
+    run_dir.metrics.write_text('{"step": 1}\n', encoding="utf-8")
+    (run_dir.path / left).parent.mkdir(parents=True, exist_ok=True)
+    (run_dir.path / left).write_text("{", encoding="utf-8")
+    with pytest.raises(RunIdentityError, match=r"optim\.lr: 0\.1 -> 0\.2"):
+        run_dir.check_identity({"optim.lr": 0.2}, differences)
+    assert run_dir.metrics.exists()
 
 
 def test_fields_that_may_change_are_recorded_anew(run_dir):

@@ -19,6 +19,7 @@ runs/demo/
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,7 +28,12 @@ from typing import Any
 
 from vlmpack.distributed import Ranks
 from vlmpack.errors import RunDirError, RunIdentityError
+from vlmpack.training.checkpoint import list_checkpoints
+from vlmpack.training.metrics import read_rows
 from vlmpack.training.run_lock import RunLock
+from vlmpack.words import counted
+
+logger = logging.getLogger("vlmpack")
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -113,6 +119,33 @@ class RunDir:
             raise RunDirError(f"run_dir: {self.identity} is damaged: {error}") from error
         return recorded
 
+    def _has_saved(self) -> bool:
+        """Whether there is anything that a run would go on from, or has left as its result."""
+        return bool(list_checkpoints(self.checkpoints)) or self.result.exists()
+
+    def _begin_anew(self, lines: list[str]) -> None:
+        """A run that saved nothing begins again whatever its values are, so others do no harm.
+
+        Its metrics would be lost with the first row of the new run; they are put aside. A start
+        that failed before its first step (a mistyped path, say) has none, and claims nothing.
+        """
+        num_steps = max((row["step"] for row in read_rows(self.metrics)), default=0)
+        if num_steps == 0:
+            return
+        aside = self.metrics.with_name(f"{self.metrics.name}.old")
+        self.metrics.replace(aside)
+        listed = "\n".join(f"  {line}" for line in lines)
+        logger.warning(
+            "run_dir: %s holds a run of other values that ended before its first checkpoint, so "
+            "nothing of its %s was saved:\n%s\nThis run begins at step 0 with the recipe's values; "
+            "the metrics of the former one are kept in %s. checkpoint.interval_steps saves on the "
+            "way, and so does SIGTERM",
+            self.path,
+            counted(num_steps, "step"),
+            listed,
+            aside.name,
+        )
+
     def check_identity(
         self,
         current: Mapping[str, Any],
@@ -121,6 +154,9 @@ class RunDir:
         hint: str = "",
     ) -> None:
         """Record what this run is, or compare with what was recorded.
+
+        A run that ended before its first checkpoint has nothing to go on from: it begins again,
+        with the recipe's values, and a line says so.
 
         Args:
             current: flat mapping of the fields that decide objective and order.
@@ -131,10 +167,10 @@ class RunDir:
             RunIdentityError: the folder belongs to another run; lists every difference.
         """
         recorded = self.recorded_identity()
-        # A start that failed before its first step (a mistyped path, say) claims nothing.
-        begun = self.metrics.exists() or self.checkpoints.exists()
-        lines = [] if recorded is None or not begun else differences(recorded, current)
-        if lines:
+        lines = [] if recorded is None else differences(recorded, current)
+        if lines and not self._has_saved():
+            self._begin_anew(lines)
+        elif lines:
             listed = "\n".join(f"  {line}" for line in lines)
             raise RunIdentityError(
                 f"run_dir: {self.path} holds another run; these fields differ and decide what is "
