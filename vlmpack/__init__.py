@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vlmpack.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from vlmpack.api import FinetuneResult as FinetuneResult
     from vlmpack.api import finetune as finetune
@@ -15,8 +17,6 @@ if TYPE_CHECKING:
     from vlmpack.packing import pack_padded_batch as pack_padded_batch
     from vlmpack.recipe import Recipe as Recipe
     from vlmpack.recipe import load_recipe as load_recipe
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "FinetuneResult": "vlmpack.api",

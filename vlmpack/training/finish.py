@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 
-from vlmpack import __version__
 from vlmpack.distributed import Ranks
 from vlmpack.errors import CapabilityError, DataError
 from vlmpack.families import write_budget
@@ -31,6 +30,7 @@ from vlmpack.training.scoring import (
     write_predictions,
 )
 from vlmpack.training.session import Session
+from vlmpack.version import __version__
 
 logger = logging.getLogger("vlmpack")
 

@@ -18,7 +18,6 @@ from typing import Any
 import accelerate
 import torch
 
-from vlmpack import __version__
 from vlmpack.capabilities.versions import installed_versions
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
@@ -56,6 +55,7 @@ from vlmpack.training.verify.samples import (
     labels_of,
 )
 from vlmpack.training.verify.tiny import tiny_model
+from vlmpack.version import __version__
 
 logger = logging.getLogger("vlmpack")
 
