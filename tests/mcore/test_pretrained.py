@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -60,8 +62,13 @@ def folder_with(tmp_path, tensors):
 def test_names_of_transformers_own_and_several_files(tmp_path, parameters, shapes):
     tensors = {name: value.detach().clone() for name, value in parameters.items()}
     names = sorted(tensors)
+    listed = {}
     for number, part in enumerate((names[::2], names[1::2])):
-        save_file({n: tensors[n] for n in part}, str(tmp_path / f"model-{number}-of-2.safetensors"))
+        file = f"model-{number}-of-2.safetensors"
+        save_file({n: tensors[n] for n in part}, str(tmp_path / file))
+        listed |= dict.fromkeys(part, file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+    save_file({"x": torch.zeros(1)}, str(tmp_path / "beside.safetensors"))  # no index lists it
     with PretrainedReader(tmp_path, FAMILY) as reader:
         reader.check(shapes)
         assert torch.equal(reader("model", whole(PATCHES, shapes[PATCHES])), tensors[PATCHES])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from vlmpack.errors import ModelError
+from vlmpack.model_folder import build_model, load_config
 
 
 def model_skeleton(auto_class: Any, folder: Path) -> Any:
@@ -16,11 +17,9 @@ def model_skeleton(auto_class: Any, folder: Path) -> Any:
     Raises:
         ModelError: config.json is none that transformers can build.
     """
-    from transformers import AutoConfig
-
     try:
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        config = load_config(folder)
         with torch.device("meta"):
-            return auto_class.from_config(config, dtype=torch.float32)
+            return build_model(auto_class, config)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model.path: {folder} cannot be built: {error}") from error

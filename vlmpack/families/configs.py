@@ -12,6 +12,7 @@ from typing import Any
 
 from vlmpack.capabilities import read_config
 from vlmpack.errors import ModelError
+from vlmpack.model_folder import config_of
 
 
 def whole_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -24,10 +25,9 @@ def whole_config(config: Mapping[str, Any]) -> dict[str, Any]:
         ModelError: transformers does not take it.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
 
     try:
-        content: dict[str, Any] = AutoConfig.for_model(**config).to_dict()
+        content: dict[str, Any] = config_of(config).to_dict()
     except (TypeError, ValueError, StrictDataclassError) as error:
         raise ModelError(f"config.json: {error}") from error
     return content

@@ -24,6 +24,7 @@ from vlmpack.families.fingerprint import PROCESSOR_FILES, digest, processor_part
 from vlmpack.families.processor_config import processor_template
 from vlmpack.families.registry import family_of
 from vlmpack.families.sample import VLMSample
+from vlmpack.model_folder import load_tokenizer
 from vlmpack.packing import IGNORE_INDEX, EncodedSample, Media
 
 ENCODER_VERSION = 4
@@ -72,15 +73,13 @@ class Encoder:
     @cached_property
     def tokenizer(self) -> Any:
         """transformers' fast tokenizer, with the chat template of the folder's processor."""
-        from transformers import AutoTokenizer
-
         if not (self.folder / "tokenizer.json").is_file():
             # transformers would make one without a vocabulary from config.json alone.
             raise ModelError(
                 f"model.path: {self.folder} has no usable tokenizer: tokenizer.json is missing"
             )
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(self.folder), local_files_only=True)
+            tokenizer = load_tokenizer(self.folder)
             template = processor_template(self.folder) if self.takes_images else None
         except (OSError, ValueError) as error:
             raise ModelError(

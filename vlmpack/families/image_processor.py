@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmpack.families.processor_config import processor_setting
+from vlmpack.model_folder import load_image_processor
 
 
 def image_processor(folder: Path, **settings: Any) -> Any:
@@ -13,13 +14,12 @@ def image_processor(folder: Path, **settings: Any) -> Any:
 
     Raises:
         OSError, ValueError: its files are missing, or name no processor of transformers.
+        ModelError: they name code of the folder's own.
     """
-    from transformers import AutoImageProcessor
-
     section = processor_setting(folder, "image_processor", None)
     if section is None and not (folder / "preprocessor_config.json").is_file():
         raise FileNotFoundError("the file is missing")
-    return AutoImageProcessor.from_pretrained(str(folder), local_files_only=True, **settings)
+    return load_image_processor(folder, **settings)
 
 
 def family_processor(folder: Path, *kinds: str) -> Any:

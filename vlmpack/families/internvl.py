@@ -36,6 +36,7 @@ from vlmpack.families.tiles import (
     tiles_of,
     whole_tower,
 )
+from vlmpack.model_folder import load_config
 from vlmpack.packing import CostModel, Media
 
 START, CONTEXT, END = "<img>", "<IMG_CONTEXT>", "</img>"
@@ -181,10 +182,8 @@ class InternVL(OneAxisVLM):
         Raises:
             ValueError: sizes that this family does not have, or that contradict one another.
         """
-        from transformers import AutoConfig
-
         processor = family_processor(folder, "GotOcr2ImageProcessor")
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        config = load_config(folder)
         size = processor.size
         if size["height"] is None or size["height"] != size["width"]:
             raise ValueError(f"size is {dict(size)}, expected a height and a width that are equal")

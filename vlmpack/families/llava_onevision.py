@@ -37,6 +37,7 @@ from vlmpack.families.image_text import feature_token_id
 from vlmpack.families.one_axis import OneAxisVLM
 from vlmpack.families.processor_config import processor_setting
 from vlmpack.families.tiles import canvas_of, patch_rows, patch_side, rgb, tiles_of, whole_tower
+from vlmpack.model_folder import load_config
 from vlmpack.packing import CostModel, Media
 
 IMAGE_TOKEN = "<image>"
@@ -138,9 +139,7 @@ class LlavaOneVision(OneAxisVLM):
         Raises:
             ValueError: they do not, or are of another kind than this family's.
         """
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        config = load_config(folder)
         processor = family_processor(folder, "LlavaOnevisionImageProcessor")
         anyres = AnyRes.of(config)
         _refuse_other_towers(config)

@@ -6,7 +6,6 @@ load, tied weights and experts that are fused are judged by what will really loa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +17,8 @@ from torch import Tensor
 
 from vlmpack.errors import ModelError
 from vlmpack.families import family_of
-
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+from vlmpack.model_folder import load_shapes, weight_files
+from vlmpack.model_folder.weights import first
 
 
 def check_weights(folder: Path) -> None:
@@ -30,61 +29,22 @@ def check_weights(folder: Path) -> None:
             of the wrong shape.
         CapabilityError: no family serves its model_type.
     """
-    from transformers import AutoConfig
-
     state = {name: tensor for path in weight_files(folder) for name, tensor in _headers(path)}
-    auto = family_of(folder).auto_class()
+    auto_class = family_of(folder).auto_class()
     try:
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
-        model_class = auto._model_mapping[type(config)]
         with _quiet():
-            loaded: Any = model_class.from_pretrained(
-                None,
-                config=config,
-                state_dict=state,
-                device_map="meta",
-                dtype=torch.float32,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported below
-            )
+            info = load_shapes(auto_class, folder, state)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model.path: {folder} cannot be loaded: {error}") from error
     except (NotImplementedError, RuntimeError):
         return  # a conversion that needs values; the load itself will tell
-    raise_misfits(folder, loaded[1])
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files that transformers loads.
-
-    Raises:
-        ModelError: there are none, or one that the index lists is missing.
-    """
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    index = folder / INDEX
-    if not index.is_file():
-        raise ModelError(
-            f"model.path: {folder} has no weights; expected {SINGLE}, or {INDEX} and the files "
-            f"that it lists, beside config.json"
-        )
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(f"model.path: {index} is no index of weights: {error!r}") from error
-    absent = sorted(name for name in names if not (folder / name).is_file())
-    if absent:
-        raise ModelError(
-            f"model.path: {folder} lacks {len(absent)} of the {len(names)} weight files that "
-            f"{INDEX} lists: {_first(absent)}"
-        )
-    return sorted(folder / name for name in names)
+    raise_misfits(folder, info)
 
 
 def raise_misfits(folder: Path, info: Mapping[str, Any]) -> None:
     """Raise ModelError for what transformers says was missing, left over or of another shape."""
     problems = [
-        f"{kind.replace('_', ' ')}: {_first(sorted(map(str, info[kind])))}"
+        f"{kind.replace('_', ' ')}: {first(sorted(map(str, info[kind])))}"
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
         if info.get(kind)
     ]
@@ -127,7 +87,3 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if has_bar:
             logging.enable_progress_bar()
-
-
-def _first(names: list[str]) -> str:
-    return f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from vlmpack.backends.hf.headers import raise_misfits, weight_files
+from vlmpack.backends.hf.headers import raise_misfits
 from vlmpack.errors import ModelError
 from vlmpack.families import family_of
+from vlmpack.model_folder import load_model_class, weight_files
 
 
 def load_model(folder: Path) -> Any:
@@ -24,18 +23,7 @@ def load_model(folder: Path) -> Any:
     from safetensors import SafetensorError
 
     try:
-        loaded: Any = (
-            family_of(folder)
-            .auto_class()
-            .from_pretrained(
-                str(folder),
-                dtype=torch.float32,
-                local_files_only=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported below, by name and shapes
-            )
-        )
-        model, info = loaded
+        model, info = load_model_class(family_of(folder).auto_class(), folder)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"model.path: {folder} cannot be loaded: {error}") from error
     raise_misfits(folder, info)

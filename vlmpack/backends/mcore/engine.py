@@ -57,6 +57,7 @@ from vlmpack.backends.slices import Kind, ReadSlice, TensorSlice, whole
 from vlmpack.distributed import Ranks
 from vlmpack.errors import CapabilityError
 from vlmpack.families import Encoder
+from vlmpack.model_folder import build_model, build_part
 from vlmpack.packing import (
     Batch,
     PackedBatch,
@@ -215,7 +216,7 @@ class MegatronEngine:
         if path is None:
             return None
         there = self.skeleton.get_submodule(path)
-        tower: Any = type(there)._from_config(there.config)
+        tower: Any = build_part(there)
         for parameter in tower.parameters():  # buffers stay float32: rotary frequencies
             parameter.data = parameter.data.to(dtype)
         if self.config.activation_checkpointing:
@@ -370,8 +371,8 @@ class MegatronEngine:
     @contextmanager
     def generation(self) -> Iterator[Any]:
         """A transformers copy of the model on each rank, freed afterwards. Collective to enter."""
-        model: Any = self.auto_class.from_config(self.skeleton.config)
-        model = model.to(device=self.device, dtype=torch.float32)
+        model: Any = build_model(self.auto_class, self.skeleton.config)
+        model = model.to(device=self.device)
         parameters = dict(model.named_parameters())
         with torch.no_grad():
             for name, tensor in self.whole_tensors():

@@ -13,6 +13,7 @@ from torch import Tensor
 from vlmpack.backends.mcore.weights import MegatronFamily
 from vlmpack.backends.slices import Kind, TensorSlice
 from vlmpack.errors import ModelError
+from vlmpack.model_folder import weight_files
 
 
 class PretrainedReader:
@@ -23,19 +24,14 @@ class PretrainedReader:
         family: the names and shapes that published files may have instead.
 
     Raises:
-        ModelError: no weights, or a file that is no safetensors file.
+        ModelError: as `weight_files`; or a file that is no safetensors file.
     """
 
     def __init__(self, folder: Path, family: MegatronFamily) -> None:
         self.folder, self.family = folder, family
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
-        paths = sorted(folder.glob("*.safetensors"))
-        if not paths:
-            raise ModelError(
-                f"model.path: {folder} has no weights; expected model.safetensors or "
-                f"model-00001-of-*.safetensors beside config.json"
-            )
+        paths = weight_files(folder)
         try:
             for path in paths:
                 file = self._stack.enter_context(safe_open(str(path), framework="pt"))

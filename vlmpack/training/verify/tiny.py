@@ -21,6 +21,7 @@ import torch
 from vlmpack.distributed import Ranks
 from vlmpack.errors import ModelError
 from vlmpack.families import family_of
+from vlmpack.model_folder import build_model, load_config
 
 DEPTHS = ("num_hidden_layers", "depth", "num_layers", "n_layers", "n_layer")
 """Entries that count the layers of a section."""
@@ -78,8 +79,6 @@ def write_tiny_model(folder: Path, target: Path) -> Path:
         ModelError: transformers does not build a model from the cut configuration.
         CapabilityError: no family serves the model.
     """
-    from transformers import AutoConfig
-
     auto_class = family_of(folder).auto_class()
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(folder, target, ignore=shutil.ignore_patterns(*WEIGHTS, ".*"))
@@ -88,9 +87,7 @@ def write_tiny_model(folder: Path, target: Path) -> Path:
     try:
         with torch.random.fork_rng():
             torch.manual_seed(SEED)
-            model = auto_class.from_config(
-                AutoConfig.from_pretrained(str(target), local_files_only=True), dtype=torch.float32
-            )
+            model = build_model(auto_class, load_config(target))
             _stir(model)
         model.save_pretrained(str(target))
     except (ValueError, TypeError, IndexError, RuntimeError, OSError) as error:

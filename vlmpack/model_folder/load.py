@@ -1,0 +1,229 @@
+"""Every loading call of transformers that the package makes.
+
+A model folder is data: none of its code runs, nobody is asked whether it may, nothing is fetched,
+and weights come from safetensors files. What a folder says of classes of its own (`auto_map`) is
+passed over where transformers has a class for it, and refused by name where it has none.
+
+`trust_remote_code=False` alone does not do that. transformers drops it on the way to nested calls
+(an `image_processor_type` of "AutoProcessor" is one), and a call without it asks on standard input
+"Do you wish to run the custom code? [y/N]". So its time to wait for an answer is set to none, which
+makes it raise instead.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlmpack.capabilities import read_config
+from vlmpack.errors import ModelError
+from vlmpack.model_folder.weights import first
+
+_AS_DATA: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+
+_CONFIGS = (
+    "config.json",
+    "tokenizer_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+"""Files that may name code."""
+
+_KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation")
+"""Entries of config.json by which transformers fetches a kernel, which is code, from the Hub: where
+their value is a repository's name."""
+
+
+def load_config(folder: Path) -> Any:
+    """transformers' config of a folder.
+
+    Raises:
+        OSError, ValueError, KeyError: config.json is none that transformers takes.
+        ModelError: it wants code of its own.
+    """
+    from transformers import AutoConfig
+
+    with _as_data(folder):
+        return AutoConfig.from_pretrained(str(folder), **_AS_DATA)
+
+
+def config_of(values: Mapping[str, Any]) -> Any:
+    """transformers' config of the content of a config.json.
+
+    Raises:
+        TypeError, ValueError: it is none that transformers takes.
+    """
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**values)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """transformers' tokenizer of a folder; raises as `load_config`."""
+    from transformers import AutoTokenizer
+
+    with _as_data(folder):
+        return AutoTokenizer.from_pretrained(str(folder), **_AS_DATA)
+
+
+def load_image_processor(folder: Path, **settings: Any) -> Any:
+    """transformers' image processor of a folder; raises as `load_config`.
+
+    Args:
+        folder: model folder.
+        settings: in place of the folder's own.
+    """
+    from transformers import AutoImageProcessor
+
+    with _as_data(folder):
+        return AutoImageProcessor.from_pretrained(str(folder), **_AS_DATA, **settings)
+
+
+def load_model_class(auto_class: Any, folder: Path) -> tuple[Any, Mapping[str, Any]]:
+    """A model with its weights, on CPU in float32 whatever the files' dtype.
+
+    Returns:
+        The model, and what transformers says of weights that were missing, left over or of another
+        shape, which is no error here.
+
+    Raises:
+        OSError, ValueError, RuntimeError, SafetensorError: it cannot be loaded.
+        ModelError: it wants code of its own, or weights from elsewhere.
+    """
+    with _as_data(folder):
+        _refuse_other_weights(folder)
+        loaded: tuple[Any, Mapping[str, Any]] = auto_class.from_pretrained(
+            str(folder),
+            dtype=torch.float32,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **_AS_DATA,
+        )
+    return loaded
+
+
+def load_shapes(
+    auto_class: Any, folder: Path, state: Mapping[str, torch.Tensor]
+) -> Mapping[str, Any]:
+    """What `load_model_class` would say of these tensors, which may be without values (on the meta
+    device); raises as it does, and KeyError."""
+    with _as_data(folder):
+        _refuse_other_weights(folder)
+        config = load_config(folder)
+        loaded: tuple[Any, Mapping[str, Any]] = auto_class._model_mapping[
+            type(config)
+        ].from_pretrained(
+            None,
+            config=config,
+            state_dict=dict(state),
+            device_map="meta",
+            dtype=torch.float32,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **_AS_DATA,
+        )
+    return loaded[1]
+
+
+def build_model(auto_class: Any, config: Any) -> Any:
+    """A model of that config in float32, its weights as a fresh one has them.
+
+    Raises:
+        ValueError, KeyError, TypeError: transformers cannot build it.
+    """
+    _never_ask()
+    return auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
+
+
+def build_part(part: Any) -> Any:
+    """A fresh module of the class and config of a part of a model."""
+    return type(part)._from_config(part.config)
+
+
+@contextmanager
+def _as_data(folder: Path) -> Iterator[None]:
+    """What would run code raises ModelError, with the names of that code."""
+    _never_ask()
+    _refuse_kernels(folder)
+    try:
+        yield
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ModelError(
+            f"model.path: {folder} wants to run code of its own ({_named_code(folder)}), which is "
+            f"never done; expected a folder whose classes transformers has itself"
+        ) from error
+
+
+def _never_ask() -> None:
+    from transformers import dynamic_module_utils
+
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+
+
+def _named_code(folder: Path) -> str:
+    """`preprocessor_config.json: payload.Processor`, for each entry that names code."""
+    found: list[str] = []
+    for name in _CONFIGS:
+        try:
+            content = json.loads((folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        found += [f"{name}: {code}" for code in _auto_maps(content)]
+    return first(found) if found else "no auto_map names it"
+
+
+def _auto_maps(content: Any) -> Iterator[str]:
+    """What the `auto_map` of a file and of its sections say."""
+    if not isinstance(content, dict):
+        return
+    for key, value in content.items():
+        if key == "auto_map":
+            entries = value.values() if isinstance(value, dict) else [value]
+            for entry in entries:
+                listed = entry if isinstance(entry, list) else [entry]
+                yield from (str(code) for code in listed if code is not None)
+        else:
+            yield from _auto_maps(value)
+
+
+def _refuse_kernels(folder: Path) -> None:
+    found = sorted(_hub_kernels(read_config(folder)))
+    if found:
+        raise ModelError(
+            f"model.path: {folder / 'config.json'} names kernels of the Hub, whose code would run "
+            f"({first(found)}); leave these entries out"
+        )
+
+
+def _hub_kernels(section: Mapping[str, object]) -> Iterator[str]:
+    for key, value in section.items():
+        if key in _KERNELS:
+            named = value.values() if isinstance(value, Mapping) else [value]
+            yield from (f"{key}: {name}" for name in named if isinstance(name, str) and "/" in name)
+        elif isinstance(value, Mapping):
+            yield from _hub_kernels(value)
+
+
+def _refuse_other_weights(folder: Path) -> None:
+    """transformers would load a base model from elsewhere, or other files than `weight_files`."""
+    if (folder / "adapter_config.json").is_file():
+        raise ModelError(
+            f"model.path: {folder} holds adapters (adapter_config.json); expected a whole model: "
+            f"merge them first, or give the folder of their base model"
+        )
+    named = read_config(folder).get("transformers_weights")
+    if named is not None:
+        raise ModelError(
+            f"model.path: {folder / 'config.json'} says transformers_weights: {named}, which would "
+            f"be loaded in place of the folder's weights; leave that entry out"
+        )

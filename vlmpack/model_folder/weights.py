@@ -1,0 +1,71 @@
+"""Which files hold a folder's weights: safetensors alone, all of them inside the folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from vlmpack.errors import ModelError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
+"""Formats that are refused by name; the first four are pickles, which run code when opened."""
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that transformers loads. Links are followed: the Hub's cache is made of them.
+
+    Raises:
+        ModelError: there are none, one that the index lists is missing, or the index lists
+            something else than safetensors files of the folder itself.
+    """
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    index = folder / INDEX
+    if not index.is_file():
+        raise ModelError(f"model.path: {folder} has no weights; expected {_expected(folder)}")
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(f"model.path: {index} is no index of weights: {error!r}") from error
+    odd = sorted(repr(name) for name in names if not _is_plain(name))
+    if odd:
+        raise ModelError(
+            f"model.path: {index} lists {first(odd)}; expected names of *.safetensors files in the "
+            f"same folder"
+        )
+    absent = sorted(name for name in names if not (folder / name).is_file())
+    if absent:
+        raise ModelError(
+            f"model.path: {folder} lacks {len(absent)} of the {len(names)} weight files that "
+            f"{INDEX} lists: {first(absent)}"
+        )
+    return sorted(folder / name for name in names)
+
+
+def first(names: Iterable[str]) -> str:
+    """The first five of them."""
+    names = list(names)
+    return f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
+
+
+def _is_plain(name: object) -> bool:
+    """Whether it can only be a safetensors file in the folder itself."""
+    return (
+        isinstance(name, str)
+        and name.endswith(".safetensors")
+        and not set(name) & {"/", "\\", ":", "\0"}
+    )
+
+
+def _expected(folder: Path) -> str:
+    wanted = f"{SINGLE}, or {INDEX} and the files that it lists, beside config.json"
+    others = sorted(path.name for kind in OTHER_WEIGHTS for path in folder.glob(kind))
+    if not others:
+        return wanted
+    return (
+        f"{wanted}; {first(others)} {'is' if len(others) == 1 else 'are'} never opened, since "
+        f"safetensors files alone hold nothing but numbers: save the model as such first"
+    )
