@@ -30,7 +30,7 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import LoaderSettings, MicroBatch
 from vlmpack.data.loading.read import ErrorPolicy
 from vlmpack.data.packs import write
-from vlmpack.data.packs.manifest import Manifest, read_manifest
+from vlmpack.data.packs.manifest import Manifest, read_manifest, sealed
 from vlmpack.data.packs.write import PackOrder, PackSource, make_packs
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.packers import RowBudget
@@ -410,11 +410,22 @@ def test_a_folder_that_is_not_as_it_was_written_is_refused(folder: Path, tmp_pat
         return str(error.value)
 
     text = json.loads(whole["pack.json"])
-    assert "has version 9; this vlmpack reads 1" in refusal(
+    assert "has version 9; this vlmpack reads 2" in refusal(
         **{"pack.json": json.dumps(text | {"version": 9}).encode()}
     )
     assert "pack.json cannot be read" in refusal(**{"pack.json": b"{"})
     assert "pack.json cannot be read" in refusal(**{"pack.json": b'{"version": 1}'})
+    for name, value in (("num_samples", 57), ("seed", 8), ("digest", "0"), ("more", 1)):
+        edited = json.dumps(text | {name: value}).encode()
+        assert "not those that were written" in refusal(**{"pack.json": edited}), name
+    unsealed = {name: value for name, value in text.items() if name != "digest"}
+    edited = json.dumps(unsealed).encode()
+    assert "not those that were written" in refusal(**{"pack.json": edited})
+    other = {name: value for name, value in text["files"].items() if name != "holes.json"}
+    edited = json.dumps(sealed(unsealed | {"files": other})).encode()
+    assert "holes.json: not listed" in refusal(**{"pack.json": edited})
+    edited = json.dumps(sealed(unsealed | {"plan": "0"})).encode()
+    assert "other packs than fingerprints.plan says" in refusal(**{"pack.json": edited})
     assert "it has no pack.json" in refusal(**{"pack.json": None})
     tar = whole["packs-000001.tar"]
     message = refusal(**{"packs-000001.tar": tar[:-512], "packs-000000.tar": None})
@@ -488,7 +499,8 @@ def test_weights_of_another_kind_are_refused(folder: Path, tmp_path: Path, kind:
     with pytest.raises(PacksError, match=r"data.weights: samples in the packs, tokens in the rec"):
         offline(*arguments, sources=weighed, weights="tokens")
     manifest = json.loads((tmp_path / "packs/pack.json").read_text())
-    assert manifest.pop("weights") == "samples"
+    assert manifest.pop("weights") == "samples" and manifest.pop("digest")
+    manifest["version"] = 1
     (tmp_path / "packs/pack.json").write_text(json.dumps(manifest))
     offline(*arguments, sources=weighed)  # an older folder
 

@@ -44,17 +44,21 @@ def save_arrays(arrays: PackArrays, spans: PackSpans | None) -> bytes:
     return content
 
 
-def load_arrays(path: Path) -> tuple[PackArrays, PackSpans | None]:
+def load_arrays(path: Path, data: bytes) -> tuple[PackArrays, PackSpans | None]:
     """What `save_arrays` wrote.
+
+    Args:
+        path: for messages.
+        data: the file's content.
 
     Raises:
         PacksError: not such a file.
     """
     try:
-        found: Mapping[str, Any] = load(path.read_bytes())
+        found: Mapping[str, Any] = load(data)
         arrays = PackArrays(**{name: found[name] for name in PackArrays.__slots__})
         if "span_files" not in found:
             return arrays, None
         return arrays, PackSpans(**{name: found[f"span_{name}"] for name in PackSpans.__slots__})
-    except (OSError, SafetensorError, KeyError) as error:
+    except (SafetensorError, KeyError) as error:
         raise PacksError(f"packing.path: {path} cannot be read: {error!r}") from error

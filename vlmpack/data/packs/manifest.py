@@ -1,4 +1,8 @@
-"""pack.json: what a folder of packs holds, and what it was made from."""
+"""pack.json: what a folder of packs holds, and what it was made from.
+
+It has the digests of the folder's small files, which have the checksums of what lies in the large
+ones; its own, `digest`, is of all its other values.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,12 @@ from vlmpack.data.plan.packers import RowBudget
 from vlmpack.data.plan.state import IdentityValue
 from vlmpack.errors import PacksError
 
-PACKS_VERSION = 1
+PACKS_VERSION = 2
+WITHOUT_DIGEST = 1
+"""The version that had no digest of itself; it is read still."""
 MANIFEST = "pack.json"
 UNFINISHED = "unfinished.json"
+DIGEST = "digest"
 
 Kind = Literal["plan", "tokens", "shards"]
 """What is saved: which samples share a pack; their tokens too; their images too."""
@@ -85,7 +92,7 @@ class Manifest:
                 "plan": self.plan,
             },
         }
-        return json.dumps(value, indent=2, sort_keys=True) + "\n"
+        return json.dumps(sealed(value), indent=2, sort_keys=True) + "\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -106,14 +113,17 @@ def read_manifest(folder: Path) -> Manifest:
         raise PacksError(f"packing.path: {folder} holds no finished packs: {why}")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+        is_whole = take_seal(value)
         version = value.pop("version")
-        if version != PACKS_VERSION:
+        if version not in (WITHOUT_DIGEST, PACKS_VERSION):
             raise PacksError(
                 f"packing.path: {path} has version {version}; this vlmpack reads {PACKS_VERSION}. "
                 "Pack again"
             )
+        if not is_whole and (is_whole is False or version != WITHOUT_DIGEST):
+            raise ValueError("its values are not those that were written")
         return _from_json(value)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise PacksError(
             f"packing.path: {path} cannot be read: {error!r}. Copy the folder again, or run "
             "`vlmpack pack` into a new one"
@@ -133,10 +143,21 @@ def digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def file_digest(path: Path) -> str:
-    """Of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON object with the digest of its values."""
+    plain: dict[str, Any] = json.loads(json.dumps(value))
+    return {**plain, DIGEST: _values_digest(plain)}
+
+
+def take_seal(value: dict[str, Any]) -> bool | None:
+    """Takes the digest out of an object that was read; whether it is that of the values, or None
+    where there is none."""
+    seal = value.pop(DIGEST, None)
+    return None if seal is None else bool(seal == _values_digest(value))
+
+
+def _values_digest(value: Mapping[str, Any]) -> str:
+    return digest(json.dumps(value, sort_keys=True).encode())
 
 
 def write_file(path: Path, data: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.packs.arrays import ARRAYS, load_arrays
 from vlmpack.data.packs.compare import check_index, check_packs
-from vlmpack.data.packs.manifest import MANIFEST, Manifest, file_digest, read_manifest
+from vlmpack.data.packs.manifest import MANIFEST, Manifest, digest, read_manifest
 from vlmpack.data.packs.parts import tar_name
 from vlmpack.data.packs.samples import SAMPLES, load_samples
 from vlmpack.data.packs.split import PackedSplit
@@ -68,10 +69,12 @@ def open_packed(
     folder = config.packs.path
     manifest = read_manifest(folder)
     check_packs(manifest, folder, config, builder.lengths.encoder)
-    files = _check_files(manifest, folder)
-    arrays, spans = load_arrays(folder / ARRAYS)
+    tars, small = _check_files(manifest, folder)
+    arrays, spans = load_arrays(folder / ARRAYS, small[ARRAYS])
+    if arrays.fingerprint != manifest.plan:
+        raise _not_as_written(folder, [f"{ARRAYS}: other packs than fingerprints.plan says"])
     if manifest.kind == "shards":
-        fitted = load_samples(folder / SAMPLES)
+        fitted = load_samples(folder / SAMPLES, small[SAMPLES])
     else:
         prepared = prepare_split(replace(config, shuffle="global"), survey, builder, settings)
         check_index(manifest, folder, prepared.identity, config.key)
@@ -100,8 +103,8 @@ def open_packed(
         identity=_identity(config, manifest),
         plan=plan,
         spans=spans,
-        files=files,
-        holes=_read_holes(folder) if manifest.kind != "plan" else {},
+        files=tars,
+        holes=_read_holes(small[HOLES]) if manifest.kind != "plan" else {},
     )
 
 
@@ -137,13 +140,19 @@ def _sources(config: DataConfig, fitted: Fitted, arrays: PackArrays) -> list[Pla
     ]
 
 
-def _check_files(manifest: Manifest, folder: Path) -> tuple[ShardStamp, ...]:
-    """The folder's tars. Their bytes are checked when they are read, pack by pack.
+def _check_files(
+    manifest: Manifest, folder: Path
+) -> tuple[tuple[ShardStamp, ...], dict[str, bytes]]:
+    """The folder's tars, whose bytes are checked when they are read, pack by pack; and the content
+    of its small files.
 
     Raises:
         PacksError: a file is missing or has another size, or a small one other content.
     """
-    faults, tars = [], {}
+    faults, tars, small = [], {}, {}
+    names = {ARRAYS, *([] if manifest.kind == "plan" else [HOLES])}
+    names |= {SAMPLES} if manifest.kind == "shards" else set()
+    faults += [f"{name}: not listed" for name in sorted(names - manifest.files.keys())]
     for name, expected in sorted(manifest.files.items()):
         path = folder / name
         if not path.is_file():
@@ -153,21 +162,23 @@ def _check_files(manifest: Manifest, folder: Path) -> tuple[ShardStamp, ...]:
             if found != expected:
                 faults.append(f"{name}: {found} bytes, {expected} were written")
             tars[name] = ShardStamp(str(path), expected, "")
-        elif file_digest(path) != expected:
-            faults.append(f"{name}: not what was written")
+        else:
+            small[name] = path.read_bytes()
+            if digest(small[name]) != expected:
+                faults.append(f"{name}: not what was written")
     if faults:
-        raise PacksError(
-            "\n".join(
-                [
-                    f"packing.path: {folder} is not as {MANIFEST} describes it:",
-                    *(f"  {line}" for line in faults),
-                    "Copy it again, or pack again.",
-                ]
-            )
-        )
-    return tuple(tars[tar_name(number)] for number in range(len(tars)))
+        raise _not_as_written(folder, faults)
+    return tuple(tars[tar_name(number)] for number in range(len(tars))), small
 
 
-def _read_holes(folder: Path) -> dict[int, tuple[str, str]]:
-    found = json.loads((folder / HOLES).read_text(encoding="utf-8"))
-    return {int(number): (name, reason) for number, (name, reason) in found.items()}
+def _not_as_written(folder: Path, faults: Sequence[str]) -> PacksError:
+    lines = [
+        f"packing.path: {folder} is not as {MANIFEST} describes it:",
+        *(f"  {line}" for line in faults),
+        "Copy it again, or pack again.",
+    ]
+    return PacksError("\n".join(lines))
+
+
+def _read_holes(data: bytes) -> dict[int, tuple[str, str]]:
+    return {int(number): (name, reason) for number, (name, reason) in json.loads(data).items()}

@@ -20,7 +20,7 @@ from PIL.Image import Image
 from vlmpack.data.index.table import SampleRef
 from vlmpack.data.loading.loader import BinDataset, BinRequest, check_length
 from vlmpack.data.loading.workers import start_worker
-from vlmpack.data.packs.manifest import Kind, MediaForm, write_file
+from vlmpack.data.packs.manifest import Kind, MediaForm, sealed, take_seal, write_file
 from vlmpack.data.packs.spans import ARCHIVE_END, SavedSample, write_span
 from vlmpack.errors import DataError
 from vlmpack.packing.batch import EncodedSample, Media
@@ -82,7 +82,9 @@ def read_facts(folder: Path, number: int) -> PartFacts | None:
     try:
         value: dict[str, Any] = json.loads(facts_path(folder, number).read_text(encoding="utf-8"))
         size = (folder / tar_name(number)).stat().st_size
-    except (OSError, ValueError):
+        if not take_seal(value):
+            return None
+    except (OSError, ValueError, AttributeError):
         return None
     holes = {int(key): (name, reason) for key, (name, reason) in value.pop("holes").items()}
     facts = PartFacts(**value, holes=holes)
@@ -145,7 +147,7 @@ class WritePart:
             holes=holes,
             num_kept_original=kept,
         )
-        write_file(facts_path(self.folder, job.number), json.dumps(asdict(facts)).encode())
+        write_file(facts_path(self.folder, job.number), json.dumps(sealed(asdict(facts))).encode())
         return facts
 
     def _samples(

@@ -57,14 +57,18 @@ def save_samples(fitted: Fitted) -> bytes:
     return sink.getvalue()
 
 
-def load_samples(path: Path) -> Fitted:
+def load_samples(path: Path, data: bytes) -> Fitted:
     """What `save_samples` wrote.
+
+    Args:
+        path: for messages.
+        data: the file's content.
 
     Raises:
         PacksError: not such a file.
     """
     try:
-        found = pq.read_table(path)
+        found = pq.ParquetFile(pa.BufferReader(data)).read()
         return _fitted(found, json.loads(found.schema.metadata[_FACTS]))
     except (OSError, pa.ArrowException, KeyError, ValueError, TypeError) as error:
         raise PacksError(f"packing.path: {path} cannot be read: {error!r}") from error

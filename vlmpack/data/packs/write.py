@@ -30,6 +30,7 @@ from vlmpack.data.packs.manifest import (
     MediaForm,
     Planner,
     digest,
+    take_seal,
     write_file,
 )
 from vlmpack.data.packs.part_jobs import PART_BYTES, part_cuts, part_jobs
@@ -189,11 +190,13 @@ def _begin(folder: Path, manifest: Manifest, part_packs: int) -> None:
     """Says what is being made, or finds that the same was begun before."""
     path = folder / UNFINISHED
     making = json.loads(manifest.to_json()) | {"cut": f"{PART_BYTES} bytes, {part_packs} packs"}
+    _drop_form(making)
     if path.is_file():
         try:
             begun = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise PacksError(f"-o {folder}: {path.name} cannot be read: {error}") from error
+            _drop_form(begun)
+        except (ValueError, AttributeError, TypeError) as error:
+            raise PacksError(f"-o {folder}: {path.name} cannot be read: {error!r}") from error
         if lines := flat_differences(begun, making):
             raise PacksError(
                 "\n".join(
@@ -209,6 +212,12 @@ def _begin(folder: Path, manifest: Manifest, part_packs: int) -> None:
     for scrap in folder.iterdir():
         if _is_scrap(scrap.name):
             scrap.unlink()
+
+
+def _drop_form(value: dict[str, Any]) -> None:
+    """Takes out what says nothing about the packs: another version of vlmpack may go on."""
+    take_seal(value)
+    value.pop("version", None)
 
 
 def _write_parts(
