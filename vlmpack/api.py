@@ -119,6 +119,7 @@ def run_recipe(recipe: Recipe) -> FinetuneResult:
         stop_process_group,
         world_size_from_environment,
     )
+    from vlmpack.training.metrics import require_trackers
     from vlmpack.training.run_dir import RunDir
     from vlmpack.training.stop import StopFlag, interrupt_told, stop_on_sigterm
 
@@ -135,6 +136,7 @@ def run_recipe(recipe: Recipe) -> FinetuneResult:
             if ranks.on_main(lambda: _is_finished(recipe, run_dir)):
                 logger.info("this run is finished; delete %s to train again", run_dir.path)
             else:
+                ranks.on_main(lambda: require_trackers(recipe.logging))
                 with interrupt_told(run_dir):
                     _train(recipe, ranks, run_dir, stop)
             return _result(run_dir)

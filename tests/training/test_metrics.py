@@ -6,8 +6,18 @@ import json
 import logging
 
 import pytest
+from support.recipes import MINIMAL, changed
 
-from vlmpack.training.metrics import MetricsLog, Progress, StepRow, Trackers, read_rows
+from vlmpack.errors import CapabilityError
+from vlmpack.recipe import load_recipe, notes
+from vlmpack.training.metrics import (
+    MetricsLog,
+    Progress,
+    StepRow,
+    Trackers,
+    read_rows,
+    require_trackers,
+)
 
 
 def row(step, **changes):
@@ -113,7 +123,22 @@ def test_an_unknown_tracker_is_dropped_with_a_message(tmp_path, caplog):
         trackers = Trackers(("no-such-tracker",), tmp_path, {"a": 1})
     assert "no-such-tracker is off" in caplog.text
     trackers.log({"loss": 1.0}, 1)
+    caplog.clear()
     trackers.close()
+    assert "no-such-tracker has none of this run's figures from the start (acc" in caplog.text
+
+
+def test_a_tracker_that_is_asked_for_and_absent_is_refused_and_noted():
+    """The one that nobody has to ask for is not: a plain install has no tensorboard."""
+    absent = load_recipe(changed(MINIMAL, logging__trackers=["tensorboard", "comet_ml", "aim"]))
+    advice = "asks for comet_ml, aim, which is not installed here: pip install comet-ml aim, or"
+    with pytest.raises(CapabilityError, match=advice):
+        require_trackers(absent.logging)
+    assert any(advice in note and "would be refused" in note for note in notes(absent))
+    for names in ([], ["tensorboard"]):
+        fine = load_recipe(changed(MINIMAL, logging__trackers=names))
+        require_trackers(fine.logging)
+        assert not any("trackers" in note for note in notes(fine))
 
 
 def test_a_tracker_that_fails_is_dropped_and_training_goes_on(tmp_path, caplog):

@@ -8,12 +8,14 @@ from vlmpack.recipe.model_rules import read_model_config
 from vlmpack.recipe.schema import (
     DataSection,
     EvaluationSection,
+    LoggingSection,
     ModelSection,
     PackingSection,
     ParallelismSection,
     Recipe,
     TrainingSection,
 )
+from vlmpack.recipe.trackers import absent_trackers, trackers_advice
 from vlmpack.recipe.trainable import OptimSection
 
 
@@ -34,6 +36,7 @@ def notes(recipe: Recipe, world_size: int = 1) -> list[str]:
         *_idle_stages(recipe, world_size),
         *_unchecked_model(recipe.model),
         *_unset_variables(recipe.data),
+        *_absent_trackers(recipe.logging),
     ]
     if recipe.parallelism.sharding == "fsdp" and world_size == 1:
         found.append("parallelism.sharding: fsdp shards nothing on one process")
@@ -64,6 +67,12 @@ def _unset_variables(data: DataSection) -> list[str]:
         for key, text in texts.items()
         for name in unset_references(text)
     ]
+
+
+def _absent_trackers(logging: LoggingSection) -> list[str]:
+    """No error: a recipe may be checked on another machine than it runs on. A launch refuses."""
+    names = absent_trackers(logging)
+    return [f"{trackers_advice(names)}; a launch here would be refused"] if names else []
 
 
 def _unread_splits(data: DataSection, evaluation: EvaluationSection) -> list[str]:

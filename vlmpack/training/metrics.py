@@ -24,6 +24,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from vlmpack.errors import CapabilityError
+from vlmpack.recipe.schema import LoggingSection
+from vlmpack.recipe.trackers import DEFAULT, absent_trackers, trackers_advice
+
 logger = logging.getLogger("vlmpack")
 
 
@@ -133,9 +137,21 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def require_trackers(section: LoggingSection) -> None:
+    """See that the packages of the trackers are here, before anything else is looked at.
+
+    Raises:
+        CapabilityError: one is not. What was asked for by name would be missing from a run of
+            days, and a line among twenty at its start is not read.
+    """
+    absent = absent_trackers(section)
+    if absent:
+        raise CapabilityError(trackers_advice(absent))
+
+
 class Trackers:
-    """Experiment trackers through accelerate. A tracker that fails is dropped with one message:
-    training never depends on it.
+    """Experiment trackers through accelerate. A tracker that fails is dropped with one message,
+    and one more at the end: training never depends on it.
 
     Args:
         names: tracker names of the recipe.
@@ -145,6 +161,7 @@ class Trackers:
 
     def __init__(self, names: tuple[str, ...], run_dir: Path, config: Mapping[str, Any]) -> None:
         self._trackers: list[Any] = []
+        self._dropped: dict[str, str] = {}
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
         for name in names:
@@ -168,6 +185,8 @@ class Trackers:
                     name,
                     error,
                 )
+                if name != DEFAULT:
+                    self._dropped[name] = f"from the start ({error})"
                 continue
             self._trackers.append(tracker)
 
@@ -179,6 +198,7 @@ class Trackers:
                 tracker.log(finite, step=step)
             except Exception as error:
                 logger.warning("tracker %s failed and is off from here: %s", tracker.name, error)
+                self._dropped[tracker.name] = f"from step {step} on ({error})"
                 self._trackers.remove(tracker)
 
     def close(self) -> None:
@@ -188,6 +208,10 @@ class Trackers:
                 tracker.finish()
             except Exception as error:
                 logger.warning("tracker %s did not finish: %s", tracker.name, error)
+        for name, since in self._dropped.items():
+            logger.warning(
+                "tracker %s has none of this run's figures %s; metrics.jsonl has them", name, since
+            )
 
 
 ProgressKind = Literal["auto", "rich", "plain", "none"]
