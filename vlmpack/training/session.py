@@ -19,6 +19,7 @@ from vlmpack.recipe import Recipe, derive, identity
 from vlmpack.recipe.derived import counts_rows
 from vlmpack.training.assemble import build_engine, build_stepper, check_model, trainer_config
 from vlmpack.training.data_figures import data_summary, log_data
+from vlmpack.training.launch_memory import say_memory
 from vlmpack.training.mask_print import show_first_sample
 from vlmpack.training.metrics import MetricsLog, Progress, Trackers
 from vlmpack.training.policy import check_policy, policy_rows, policy_table
@@ -152,6 +153,7 @@ def open_session(recipe: Recipe, ranks: Ranks, run_dir: RunDir, stop: StopFlag) 
         test = open_split(recipe, "data.test", encoder, derived, ranks=ranks, ledger=ledger)
     summary = train.summary()
     log_data(recipe, summary)
+    ranks.on_main(lambda: say_memory(recipe, encoder, train, ranks))
     if recipe.training.verify and saved is None:
         verify_at_start(recipe, ranks, run_dir, encoder, train)
     engine = build_engine(recipe, encoder, ranks)

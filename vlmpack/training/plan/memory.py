@@ -33,9 +33,10 @@ tensors of kernels, fragmentation.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from vlmpack.recipe import Recipe
-from vlmpack.training.plan.figures import MemoryFigures, ModeFigures
+from vlmpack.training.plan.figures import MemoryFigures
 from vlmpack.training.plan.parameters import ModelSizes
 from vlmpack.training.plan.trained import TrainedSizes
 
@@ -43,6 +44,17 @@ LOGIT_COPIES = 3
 
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Of a weight in 4 bits: with an 8-bit scale for 64 of them, and a float32 one for 256 of those."""
+
+
+class MicroBatchSizes(Protocol):
+    """The largest micro-batch: samples, computed slots, vision patches."""
+
+    @property
+    def micro_batch_size(self) -> int: ...
+    @property
+    def max_row_slots(self) -> int: ...
+    @property
+    def max_row_patches(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +81,7 @@ class _Rank:
 def memory_figures(
     recipe: Recipe,
     sizes: ModelSizes,
-    mode: ModeFigures,
+    mode: MicroBatchSizes,
     *,
     copies: int,
     world_size: int,
@@ -90,7 +102,7 @@ def memory_figures(
 class _Estimate:
     recipe: Recipe
     sizes: ModelSizes
-    mode: ModeFigures
+    mode: MicroBatchSizes
     copies: int
     world_size: int
     trained: TrainedSizes | None

@@ -1,0 +1,84 @@
+"""What a launch says of its memory, before a weight is read."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from support.recipes import changed, run_settings
+
+from vlmpack.api import resolve, run_recipe
+from vlmpack.training import launch_memory, machine_memory
+from vlmpack.training.machine_memory import Room, room_of
+
+GIB = 2**30
+
+
+@pytest.fixture
+def system(tmp_path, monkeypatch):
+    """A machine of 64 GiB whose process lies in the control group /pod/run."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(machine_memory, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(machine_memory, "CGROUPS", tmp_path / "cgroup")
+    write(tmp_path / "proc/meminfo", f"MemTotal: {64 * GIB // 1024} kB\nMemFree: 1 kB\n")
+    write(tmp_path / "proc/self/cgroup", "0::/pod/run\n")
+    write(tmp_path / "cgroup/pod/run/memory.max", "max\n")
+    return tmp_path
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="ascii")
+
+
+def room():
+    found = room_of(torch.device("cpu"))
+    return found.size // GIB, found.where.split()[1]
+
+
+def test_a_machine_without_limits_has_what_it_has(system):
+    assert room() == (64, "machine")
+
+
+def test_the_least_limit_around_a_process_counts(system):
+    write(system / "cgroup/pod/memory.max", f"{8 * GIB}\n")
+    assert room() == (8, "container")
+    write(system / "cgroup/pod/run/memory.max", f"{4 * GIB}\n")
+    assert room() == (4, "container")
+    write(system / "cgroup/memory.max", f"{2 * GIB}\n")
+    assert room() == (2, "container")
+
+
+def test_groups_of_the_first_version_count_too(system):
+    write(system / "proc/self/cgroup", "5:cpu:/\n7:memory,x:/docker/abc\n0::/\n")
+    write(system / "cgroup/memory/docker/abc/memory.limit_in_bytes", f"{3 * GIB}\n")
+    assert room() == (3, "container")
+    write(system / "cgroup/memory/docker/abc/memory.limit_in_bytes", "9223372036854771712\n")
+    assert room() == (64, "machine")
+
+
+def test_processes_of_a_machine_share_it(system, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert room_of(torch.device("cpu")).processes == 4
+
+
+def test_a_launch_that_needs_more_than_there_is_says_so_with_the_knobs(
+    tmp_path, monkeypatch, caplog
+):
+    small = Room(20 * 2**20, "this container (the memory limit of its cgroup)", 1)
+    monkeypatch.setattr(launch_memory, "room_of", lambda device: small)
+    settings = run_settings(tmp_path, training__max_steps=1)
+    with caplog.at_level(logging.INFO, "vlmpack"):
+        run_recipe(resolve(settings, {}))
+    (told,) = [one for one in caplog.records if one.getMessage().startswith("memory")]
+    assert told.levelno == logging.WARNING
+    for words in ("this container", "has 0.0 GiB", "weights", "training.micro_batch_size", "fsdp"):
+        assert words in told.getMessage()
+    caplog.clear()
+    monkeypatch.setattr(launch_memory, "room_of", lambda device: Room(64 * GIB, "this machine", 2))
+    with caplog.at_level(logging.INFO, "vlmpack"):
+        run_recipe(resolve(changed(settings, run_dir=str(tmp_path / "other")), {}))
+    (told,) = [one for one in caplog.records if one.getMessage().startswith("memory")]
+    assert told.levelno == logging.INFO
+    assert "this machine has 64.0 GiB, for 2 processes" in told.getMessage()
