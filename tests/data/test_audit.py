@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -221,8 +222,12 @@ def _swap_epochs(run_dir: Path) -> None:
 def _claim_more_steps(run_dir: Path) -> None:
     folder = run_dir / "checkpoints/step-00000012"
     folder.mkdir(parents=True)
-    (folder / "state.json").write_text(json.dumps({"totals": {"step": 12}}))
-    (folder / "manifest.json").write_text("{}")
+    state = json.dumps({"totals": {"step": 12}}).encode()
+    listed = {"state.json": {"bytes": len(state), "sha256": sha256(state).hexdigest()}}
+    manifest = json.dumps({"files": listed}).encode()
+    (folder / "state.json").write_bytes(state)
+    (folder / "manifest.json").write_bytes(manifest)
+    (folder / "COMPLETE").write_text(f"step 12 manifest.json {sha256(manifest).hexdigest()}\n")
 
 
 def _forget_launches(run_dir: Path) -> None:
@@ -561,3 +566,18 @@ def test_samples_that_the_index_lacks_are_counted_in_the_shards(
     (problem,) = found.problems
     assert "s-1.tar holds 5 samples, its index 2" in problem
     assert ", ".join(key_of(n) for n in (7, 8, 9)) in problem
+
+
+def test_a_damaged_checkpoint_does_not_count_and_is_said(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "copy")
+    run_dir = RunDir(tmp_path / "copy/run")
+    _claim_more_steps(run_dir.path)
+    state = run_dir.checkpoints / "step-00000012/state.json"
+    for damaged in (state.read_bytes().replace(b"12", b"13"), b"{", b""):
+        state.write_bytes(damaged)
+        found = audit_run(run_dir, open_split(whole, Ledger(None)))
+        assert found.problems == []
+        assert any("step-00000012 is unfinished or damaged" in note for note in found.notes)
+    run_dir.result.write_text("{")
+    found = audit_run(run_dir, open_split(whole, Ledger(None)))
+    assert "result.json cannot be read" in found.problems[0]

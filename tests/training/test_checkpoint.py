@@ -110,15 +110,46 @@ def remove(path):
 def test_damage_is_detected_and_the_previous_one_is_used(tmp_path, name, damage):
     older, newer = save(tmp_path, 10), save(tmp_path, 20)
     assert newest_checkpoint(tmp_path) == (newer, [])
-    if name == COMPLETE and damage is not remove:
-        return  # its bytes say nothing; that it is there says that the rest was written
     damage(newer / name)
     problem = find_damage(newer)
-    assert problem is not None
-    assert name in problem or name == "manifest.json"  # whose hashes may be what was hit
+    assert problem is not None and name in problem
+    if name in ("state.json", "manifest.json", COMPLETE):
+        with pytest.raises((ValueError, OSError)):
+            folders.read_verified(newer, "state.json")
     found, lines = newest_checkpoint(tmp_path)
     assert found == older
     assert lines == [f"{newer}: {problem}"]
+
+
+def without_manifest_digest(folder):
+    """As earlier versions ended a checkpoint."""
+    step = int(folder.name.removeprefix("step-"))
+    (folder / COMPLETE).write_text(f"step {step}\n")
+    return folder
+
+
+def test_a_checkpoint_of_an_earlier_version_verifies_by_its_manifest(tmp_path):
+    older, newer = (without_manifest_digest(save(tmp_path, step)) for step in (10, 20))
+    assert newest_checkpoint(tmp_path) == (newer, [])
+    flip_bit(newer / MODEL)
+    assert newest_checkpoint(tmp_path)[0] == older
+
+
+def test_another_manifest_and_its_files_are_no_part_of_a_checkpoint(tmp_path):
+    """Every file fits the manifest; the manifest is that of another save."""
+    folder, other = save(tmp_path / "a", 1), save(tmp_path / "b", 2)
+    for name in (*FILES, "manifest.json"):
+        (folder / name).write_bytes((other / name).read_bytes())
+    assert "manifest.json does not match its SHA-256 in COMPLETE" in find_damage(folder)
+    (folder / COMPLETE).write_bytes((other / COMPLETE).read_bytes())
+    assert find_damage(folder) is None, "else something else is wrong with it"
+
+
+@pytest.mark.parametrize("text", ["", "step 1", "step 1 \n", "step 1 manifest.json 00\n"])
+def test_an_emptied_or_cut_complete_is_damage(tmp_path, text):
+    folder = save(tmp_path, 1)
+    (folder / COMPLETE).write_text(text)
+    assert "COMPLETE is damaged" in find_damage(folder)
 
 
 @pytest.mark.parametrize(
@@ -126,14 +157,14 @@ def test_damage_is_detected_and_the_previous_one_is_used(tmp_path, name, damage)
     ["", "[]", "{}", '{"files": 3}', '{"files": {}}', '{"files": {"state.json": 1}}', "\xff"],
 )
 def test_a_manifest_of_another_shape_is_damage(tmp_path, text):
-    folder = save(tmp_path, 1)
+    folder = without_manifest_digest(save(tmp_path, 1))
     (folder / "manifest.json").write_text(text, encoding="latin-1")
     assert "manifest.json" in find_damage(folder)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_manifest_that_lists_less_than_a_checkpoint_needs_is_damage(tmp_path, name):
-    folder = save(tmp_path, 1)
+    folder = without_manifest_digest(save(tmp_path, 1))
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     del manifest["files"][name]
     (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
@@ -142,7 +173,7 @@ def test_a_manifest_that_lists_less_than_a_checkpoint_needs_is_damage(tmp_path, 
 
 
 def test_a_manifest_cannot_point_outside_its_folder(tmp_path):
-    folder = save(tmp_path / "checkpoints", 1)
+    folder = without_manifest_digest(save(tmp_path / "checkpoints", 1))
     (tmp_path / "secret").write_text("x", encoding="utf-8")
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     manifest["files"]["../../secret"] = {"bytes": 1, "sha256": "0"}
@@ -159,7 +190,7 @@ def test_an_intact_checkpoint_of_another_format_version_is_refused(tmp_path, ver
     digests = {name: folders.write_synced(folder / name, text) for name, text in files.items()}
     listed = {n: {"bytes": d.num_bytes, "sha256": d.sha256} for n, d in digests.items()}
     folders.write_synced(folder / "manifest.json", json.dumps({"files": listed}))
-    (folder / COMPLETE).touch()
+    (folder / COMPLETE).write_text("step 1\n")
     assert newest_checkpoint(tmp_path) == (folder, []), "it is not damaged"
     with pytest.raises(CheckpointError, match=f"format {version}, this version reads 2"):
         load_checkpoint(folder, engine(), single_rank())

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.batches import PlannedBatch
 from vlmpack.data.plan.state import DataState, identity_differences
-from vlmpack.training.checkpoint import list_checkpoints
+from vlmpack.training.checkpoint import STATE, list_checkpoints, read_verified
 from vlmpack.training.findings import Audit, EpochCount, listed
 from vlmpack.training.indexed_names import IndexedNames
 from vlmpack.training.metrics import read_rows
@@ -238,14 +238,20 @@ def _compare_totals(audit: Audit, run_dir: RunDir, *, torn: int) -> None:
     Args:
         torn: steps behind the record that the main rank may have counted before the run stopped.
     """
-    for folder in list_checkpoints(run_dir.checkpoints)[-1:]:
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        steps = int(state["totals"]["step"])
+    for folder in reversed(list_checkpoints(run_dir.checkpoints)):
+        try:
+            steps = int(read_verified(folder, STATE)["totals"]["step"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            audit.notes.append(
+                f"{folder.name} is unfinished or damaged, the one before counts: {error}"
+            )
+            continue
         if steps > audit.batches:
             audit.fault(
                 f"{folder.name} holds {steps} steps, the record {audit.batches}: the rest is "
                 "missing"
             )
+        break
     metrics = max((row["step"] for row in read_rows(run_dir.metrics) if "loss" in row), default=0)
     if metrics > audit.batches + torn:
         audit.fault(
@@ -253,7 +259,16 @@ def _compare_totals(audit: Audit, run_dir: RunDir, *, torn: int) -> None:
         )
     if not run_dir.result.is_file():
         return
-    result = json.loads(run_dir.result.read_text(encoding="utf-8"))
+    try:
+        result = json.loads(run_dir.result.read_bytes())
+        counts = {key: int(result[key]) for key in ("steps", "samples", "skipped_samples")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        audit.fault(f"{run_dir.result} cannot be read: {error!r}")
+        return
+    _compare_result(audit, counts)
+
+
+def _compare_result(audit: Audit, result: Mapping[str, int]) -> None:
     if result["steps"] > audit.batches:
         audit.fault(
             f"result.json counts {result['steps']} steps, the record {audit.batches}: the rest is "

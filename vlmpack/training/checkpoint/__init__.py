@@ -8,7 +8,7 @@
       random.safetensors                    generator states of rank 0
       state.json                            step, optimizer steps, data state, counters
       manifest.json                         size and SHA-256 of each file above
-      COMPLETE                              written last
+      COMPLETE                              the SHA-256 of manifest.json; written last
 
 All ranks write into one folder with a `.tmp-` name; every file is fsynced and read back by the rank
 that wrote it. When all are done, rank 0 writes what is not a rank's own, renames the folder and
@@ -18,10 +18,12 @@ writes COMPLETE; only after that are older checkpoints removed. Nothing is pickl
 from vlmpack.training.checkpoint.folders import (
     COMPLETE,
     FORMAT_VERSION,
+    STATE,
     data_state_of,
     find_damage,
     list_checkpoints,
     newest_checkpoint,
+    read_verified,
     saved_data_state,
     step_folder,
 )
@@ -32,6 +34,7 @@ from vlmpack.training.checkpoint.save import CheckpointContent, Saver
 __all__ = [
     "COMPLETE",
     "FORMAT_VERSION",
+    "STATE",
     "CheckpointContent",
     "CheckpointReader",
     "Saver",
@@ -41,6 +44,7 @@ __all__ = [
     "load_checkpoint",
     "newest_checkpoint",
     "random_state",
+    "read_verified",
     "restore_random_state",
     "saved_data_state",
     "step_folder",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ FORMAT_VERSION = 2
 COMPLETE = "COMPLETE"
 INDEX, MANIFEST, RANDOM, STATE = "index.json", "manifest.json", "random.safetensors", "state.json"
 TEMPORARY_PREFIX = ".tmp-step-"
+_COMPLETE_TEXT = re.compile(rb"step [0-9]+(?: manifest\.json ([0-9a-f]{64}))?\n")
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -43,7 +45,8 @@ def newest_checkpoint(root: Path) -> tuple[Path | None, list[str]]:
 
 
 def saved_data_state(root: Path) -> str | None:
-    """The data state of the newest finished checkpoint, as JSON text; nothing is verified."""
+    """The data state of the newest finished checkpoint in which it verifies, as JSON text; nothing
+    else is verified."""
     for folder in reversed(list_checkpoints(root)):
         if (folder / COMPLETE).is_file() and (text := data_state_of(folder)) is not None:
             return text
@@ -51,12 +54,49 @@ def saved_data_state(root: Path) -> str | None:
 
 
 def data_state_of(folder: Path) -> str | None:
-    """The data state of a checkpoint, as JSON text; None where it holds none that can be read."""
+    """The data state of a checkpoint, as JSON text; None where it holds none that verifies."""
     try:
-        text = read_json(folder / STATE)["totals"]["data_state"]
+        text = read_verified(folder, STATE)["totals"]["data_state"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return text if isinstance(text, str) else None
+
+
+def complete_text(step: int, manifest: FileDigest) -> str:
+    """What COMPLETE holds: the end of the chain of digests, in one line."""
+    return f"step {step} {MANIFEST} {manifest.sha256}\n"
+
+
+def _listed_files(folder: Path) -> Mapping[str, Any]:
+    """What the manifest lists, once it is the one that COMPLETE names.
+
+    Raises:
+        ValueError: it is not, or COMPLETE is damaged.
+        OSError, KeyError, TypeError: as its reader does.
+    """
+    data = (folder / MANIFEST).read_bytes()
+    found = _COMPLETE_TEXT.fullmatch((folder / COMPLETE).read_bytes())
+    if found is None:
+        raise ValueError(f"{COMPLETE} is damaged")
+    expected = found.group(1)  # none in checkpoints of earlier versions
+    if expected is not None and hashlib.sha256(data).hexdigest() != expected.decode():
+        raise ValueError(f"{MANIFEST} does not match its SHA-256 in {COMPLETE}")
+    files: Mapping[str, Any] = json.loads(data)["files"]
+    return files
+
+
+def read_verified(folder: Path, name: str) -> dict[str, Any]:
+    """A JSON object of a checkpoint, from the bytes that its manifest describes.
+
+    Raises:
+        ValueError: they are not those that were written.
+        OSError, KeyError, TypeError: as the manifest's reader does.
+    """
+    expected = _listed_files(folder)[name]["sha256"]
+    data = (folder / name).read_bytes()
+    if hashlib.sha256(data).hexdigest() != expected:
+        raise ValueError(f"{name} does not match its SHA-256")
+    return _json_object(data, name)
 
 
 def find_damage(folder: Path, *, hashed: Collection[str] = ()) -> str | None:
@@ -71,7 +111,10 @@ def find_damage(folder: Path, *, hashed: Collection[str] = ()) -> str | None:
     if not (folder / COMPLETE).is_file():
         return f"{COMPLETE} is missing: the save did not finish"
     try:
-        files = read_json(folder / MANIFEST)["files"]
+        files = _listed_files(folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{MANIFEST} is unreadable: {error}"
+    try:
         for name, expected in files.items():
             path = folder / Path(name).name
             if not path.is_file():
@@ -117,9 +160,13 @@ def prune(root: Path, keep: int, *, newest: Path) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; ValueError where the file holds none."""
-    content = json.loads(path.read_text(encoding="utf-8"))
+    return _json_object(path.read_bytes(), path.name)
+
+
+def _json_object(data: bytes, name: str) -> dict[str, Any]:
+    content = json.loads(data)
     if not isinstance(content, dict):
-        raise ValueError(f"{path.name} holds no JSON object")
+        raise ValueError(f"{name} holds no JSON object")
     return content
 
 

@@ -27,6 +27,7 @@ from vlmpack.training.checkpoint.folders import (
     RANDOM,
     STATE,
     TEMPORARY_PREFIX,
+    complete_text,
     find_damage,
     fsync_folder,
     prune,
@@ -237,13 +238,13 @@ def _publish_folder(
         name: {"bytes": digest.num_bytes, "sha256": digest.sha256}
         for name, digest in sorted(files.items())
     }
-    write_synced(folder / MANIFEST, json.dumps({"files": manifest}, indent=2) + "\n")
+    whole = write_synced(folder / MANIFEST, json.dumps({"files": manifest}, indent=2) + "\n")
     fsync_folder(folder)
     final = step_folder(root, content.step)
     if final.exists():  # a damaged one of the same step: verified ones are never rewritten
         shutil.rmtree(final)
     folder.rename(final)
     fsync_folder(root)
-    write_synced(final / COMPLETE, f"step {content.step}\n")
+    write_synced(final / COMPLETE, complete_text(content.step, whole))
     fsync_folder(final)
     return final
