@@ -36,6 +36,7 @@ REFUSED = [
     "optim.max_grad_norm=null",
 ]
 ALLOWED = [
+    "data.unknown_keys=refuse",
     "model.backend=mcore",
     "model.attention=segments",
     "model.activation_checkpointing=true",

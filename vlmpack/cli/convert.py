@@ -75,8 +75,14 @@ def convert(
 
 
 def _print_report(report: ConvertReport, out: Path) -> None:
+    from vlmpack.data.shards.keys import describe_keys
+
     for item in report.skipped:
         typer.echo(f"left out ({item.error_class}): {item.place}: {item.reason}", err=True)
+    if report.unknown_keys:
+        typer.echo(
+            f"keys of records that were not read: {describe_keys(report.unknown_keys)}", err=True
+        )
     total = sum(shard.num_bytes for shard in report.shards)
     left_out = f", {len(report.skipped)} left out" if report.skipped else ""
     typer.echo(

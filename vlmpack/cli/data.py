@@ -53,6 +53,7 @@ def lint(
     as_json: AsJson = False,
 ) -> None:
     """Check shards down to the pixels: one line a fault, exit code 1 if there is any."""
+    from vlmpack.data.shards.keys import describe_keys
     from vlmpack.data.tools.lint import LintOne, LintReport, lint_shards, lint_summary
     from vlmpack.families import Encoder
 
@@ -75,7 +76,8 @@ def lint(
         assert encoder.chat is not None  # a wrong folder is named before any shard is read
     paths = reading.paths
     reports: list[LintReport] = []
-    work = LintOne(reading.fetcher, reading.caps, encoder)
+    refuse = reading.recipe is not None and reading.recipe.data.unknown_keys == "refuse"
+    work = LintOne(reading.fetcher, reading.caps, encoder, refuse_unknown_keys=refuse)
     with BytesBar("checking", len(paths)) as bar:
         count = num_processes(processes, paths, LINT_BYTES_A_SECOND)
         for report in lint_shards(reading.shards, work, processes=count, preload=preload):
@@ -88,6 +90,9 @@ def lint(
     if as_json:
         typer.echo(json.dumps(summary, indent=1))
     else:
+        if summary["unknown_keys"]:
+            known = describe_keys(summary["unknown_keys"])
+            typer.echo(f"keys of records that are not read: {known}", err=True)
         classes = ", ".join(f"{count} {name}" for name, count in summary["by_class"].items())
         typer.echo(
             ", ".join(counted(summary[f"{one}s"], one) for one in ("shard", "sample", "image"))

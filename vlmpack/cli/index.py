@@ -76,6 +76,9 @@ def index(
 def _print_table(reports: Sequence[ShardReport], folder: Path, seconds: float) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
+
+    from vlmpack.data.shards.keys import count_keys, describe_keys
 
     read = [report for report in reports if report.was_read]
     faulty = sum(report.fault is not None for report in reports)
@@ -90,6 +93,8 @@ def _print_table(reports: Sequence[ShardReport], folder: Path, seconds: float) -
     listed = ", ".join(f"{count:,} {name}" for name, count in sorted(bad.items())) or "none"
     table.add_row("samples", f"{samples:,}")
     table.add_row("bad samples", listed)
+    if unknown := count_keys(report.unknown_keys for report in reports):
+        table.add_row("unknown keys", Text(describe_keys(unknown)))
     total = sum(report.num_bytes for report in reports)
     now = sum(report.num_bytes for report in read)
     table.add_row("bytes", f"{size_text(total) or 0} ({size_text(now) or 0} read now)")

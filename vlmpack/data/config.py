@@ -95,6 +95,8 @@ class DataConfig:
     """What happens to samples above `seq_length`."""
     on_error: ErrorPolicy = field(default_factory=ErrorPolicy)
     """What happens to bad samples."""
+    unknown_keys: Literal["report", "refuse"] = "report"
+    """What happens to records with keys that are not read and mean nothing that we know."""
     caps: SampleCaps = field(default_factory=SampleCaps)
     """Limits of one sample."""
     loader: LoaderSettings = field(default_factory=LoaderSettings)

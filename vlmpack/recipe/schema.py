@@ -111,6 +111,10 @@ class DataSection(Section):
     on_error: OnErrorSection = OnErrorSection()
     """Policy for bad samples, by class of error."""
 
+    unknown_keys: Literal["report", "refuse"] = "report"
+    """For keys of records that are not read (a source, a score): name them once with their counts,
+    or stop. Those that other trainers give a meaning, and those of turns, are always refused."""
+
     weights: Literal["samples", "tokens"] = "samples"
     """What the weights of `data.train` are shares of: an epoch's samples, or its tokens. `tokens`
     needs every shard indexed (`vlmpack index`) where the shuffle is by window."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
+from vlmpack.data.splits.prepare import name_unknown_keys
 from vlmpack.data.splits.summary import DataSummary
 from vlmpack.recipe import Recipe
 from vlmpack.recipe.derived import counts_rows, plans_rows, row_tokens
@@ -67,6 +68,7 @@ def log_data(recipe: Recipe, summary: DataSummary) -> None:
             summary.num_indexed,
             summary.num_shards,
         )
+    name_unknown_keys(summary.unknown_keys)
     if recipe.packing.mode == "none":
         what = f"rows are padded: {saved:.0%} of the slots of an epoch hold no token"
     elif plans_rows(recipe.packing):

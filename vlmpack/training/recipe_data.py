@@ -173,6 +173,7 @@ def _data_config(
         on_error=ErrorPolicy.from_mapping(
             {name: getattr(data.on_error, name) for name in ErrorPolicy.__slots__}
         ),
+        unknown_keys=data.unknown_keys,
         caps=SampleCaps(max_image_pixels=data.max_image_pixels),
         loader=LoaderSettings(
             num_workers=data.num_workers,

@@ -9,8 +9,9 @@ hole in the plan, counted, and nothing else moves.
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from vlmpack.data.index.parts import (
 )
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.images import ImageFacts, image_facts
+from vlmpack.data.shards.keys import count_keys
 from vlmpack.data.shards.naming import JSON_FIELD
 from vlmpack.data.shards.raw import RawSample, group_members
 from vlmpack.data.shards.schemas import cook_text
@@ -38,6 +40,7 @@ INDEX_RULE = "index-2"
 """Changes whenever a row would differ for the same shard."""
 
 _CONTENT = b"vlmpack.content"
+_UNKNOWN_KEYS = b"vlmpack.unknown_keys"
 _IMAGE = pa.struct(
     [
         ("width", pa.int32()),
@@ -81,6 +84,8 @@ class IndexRow:
     num_text_bytes: int = 0
     error_class: str | None = None
     reason: str | None = None
+    unknown_keys: tuple[str, ...] = ()
+    """Of the record; counted over the shard, no column."""
 
 
 NoteRow = Callable[[IndexRow, VLMSample | None], None]
@@ -141,7 +146,9 @@ class IndexBuilder:
     def write(self, part: Part, rows: Sequence[IndexRow]) -> None:
         """Writes the part from the shard's rows."""
         table = _to_table(rows)
-        write_part(part.path, table, {_CONTENT: content_digest(table).encode()})
+        unknown = unknown_keys_of(rows)
+        facts = {_CONTENT: content_digest(table), _UNKNOWN_KEYS: json.dumps(unknown)}
+        write_part(part.path, table, {name: text.encode() for name, text in facts.items()})
 
 
 def index_row(raw: RawSample, caps: SampleCaps, note: NoteRow | None = None) -> IndexRow:
@@ -160,6 +167,7 @@ def index_row(raw: RawSample, caps: SampleCaps, note: NoteRow | None = None) -> 
         text = cook_text(raw.key, raw.shard, raw.payload(JSON_FIELD), raw.fields)
         row.num_turns = len(text.sample.messages)
         row.num_text_bytes = text.num_text_bytes
+        row.unknown_keys = text.unknown_keys
         if len(text.image_fields) > caps.max_images:
             raise DataError(
                 f"{len(text.image_fields)} images; at most {caps.max_images} are allowed",
@@ -172,6 +180,11 @@ def index_row(raw: RawSample, caps: SampleCaps, note: NoteRow | None = None) -> 
     if note is not None:
         note(row, sample)
     return row
+
+
+def unknown_keys_of(rows: Sequence[IndexRow]) -> dict[str, int]:
+    """Keys of the records that are not read -> records."""
+    return count_keys([Counter(key for row in rows for key in row.unknown_keys)])
 
 
 def flag_repeated_keys(rows: Sequence[IndexRow]) -> None:
@@ -209,11 +222,13 @@ class ShardIndex:
         stamp: the shard it was made from.
         table: pyarrow table of INDEX_SCHEMA.
         content: digest of keys, lengths and checksums.
+        unknown_keys: keys of its records that are not read -> records.
     """
 
     stamp: ShardStamp
     table: Any
     content: str
+    unknown_keys: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def num_samples(self) -> int:
@@ -257,8 +272,11 @@ def open_index(
 
 def load_index(part: Part, builder: BuildIndex) -> ShardIndex:
     """One shard's index from its part, which is made again where it is damaged."""
-    table = load_part(part, builder, lambda table: _CONTENT in (table.schema.metadata or {}))
-    return ShardIndex(part.stamp, table, table.schema.metadata[_CONTENT].decode())
+    needed = {_CONTENT, _UNKNOWN_KEYS}
+    table = load_part(part, builder, lambda table: needed <= set(table.schema.metadata or {}))
+    facts = table.schema.metadata
+    unknown = json.loads(facts[_UNKNOWN_KEYS])
+    return ShardIndex(part.stamp, table, facts[_CONTENT].decode(), unknown)
 
 
 def _to_table(rows: Sequence[IndexRow]) -> Any:

@@ -7,8 +7,8 @@ a SampleRef, so workers hold no index.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from vlmpack.data.index.shard_index import ShardIndex
 from vlmpack.data.protocols import ImageSize
+from vlmpack.data.shards.keys import count_keys
 from vlmpack.data.stores.fetch import ShardStamp
 
 Int64s = npt.NDArray[np.int64]
@@ -92,6 +93,7 @@ class SampleTable:
         keys: pyarrow chunked array of N strings.
         faults: number -> (error class, reason) of the bad ones.
         shrunk: number -> target (width, height) of each image, where the plan shrank them.
+        unknown_keys: keys of the records that are not read -> records.
     """
 
     shards: tuple[ShardStamp, ...]
@@ -108,6 +110,7 @@ class SampleTable:
     keys: Any
     faults: dict[int, tuple[str, str]]
     shrunk: dict[int, tuple[ImageSize, ...]]
+    unknown_keys: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def num_samples(self) -> int:
@@ -169,6 +172,7 @@ def join_tables(sources: Sequence[tuple[Sequence[ShardIndex], Sequence[Any]]]) -
         keys=rows.column("key"),
         faults=faults,
         shrunk={},
+        unknown_keys=count_keys(index.unknown_keys for index in indexes),
     )
 
 

@@ -96,6 +96,7 @@ def _fitted(found: Any, facts: dict[str, Any]) -> Fitted:
         keys=found.column("key"),
         faults=faults,
         shrunk={n: tuple((w, h) for w, h in each) for n, each in sizes if each is not None},
+        unknown_keys={},  # named when the packs were made
     )
     dropped = enumerate(found.column("dropped").to_pylist())
     return Fitted(

@@ -39,7 +39,7 @@ from vlmpack.data.packs.samples import SAMPLES, save_samples
 from vlmpack.data.plan.packers import BudgetPacker
 from vlmpack.data.plan.packs import PackArrays
 from vlmpack.data.splits.building import build_settings, make_builder
-from vlmpack.data.splits.prepare import PreparedSplit, prepare_split
+from vlmpack.data.splits.prepare import PreparedSplit, name_unknown_keys, prepare_split
 from vlmpack.data.splits.split import Split
 from vlmpack.data.splits.survey import survey_split
 from vlmpack.errors import PacksError
@@ -101,6 +101,7 @@ def make_packs(source: PackSource, folder: Path, order: PackOrder) -> Manifest:
     with _claimed(folder):
         source.split.index_all()
         prepared = _prepared(source, order)
+        name_unknown_keys(prepared.fitted.table.unknown_keys)
         packer = source.split.plan.packer
         assert isinstance(packer, BudgetPacker)
         arrays = choose_packs(source.split, prepared.fitted, order.planner, packer.budget)

@@ -9,9 +9,18 @@ all.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 
 from vlmpack.errors import DataError
+from vlmpack.words import counted
+
+MAX_KEYS = 100
+"""Unknown keys that are counted by name: a record may use its keys as data."""
+MAX_KEY_LENGTH = 60
+MAX_SHOWN = 12
+OTHER_KEYS = "..."
+SIMILAR = 0.8
 
 RECORD_KEYS = frozenset(
     {"messages", "conversations", "system", "image", "images", "task", "id", "__key__"}
@@ -118,6 +127,38 @@ def refuse_unknown(item: Mapping[str, object], known: Collection[str], where: st
             continue
         hint = _MEANT_IN_TURNS.get(key) or suggestion(key, known)
         raise _fault(f"{where} has the key {key[:60]!r}, which would be lost: {hint}")
+
+
+def count_keys(tables: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Unknown keys of many records, the most frequent first; those beyond MAX_KEYS as OTHER_KEYS.
+
+    Args:
+        tables: key -> records, of parts of them.
+    """
+    counts: Counter[str] = Counter()
+    for table in tables:
+        for key, count in table.items():
+            counts[key[:MAX_KEY_LENGTH]] += count
+    others = counts.pop(OTHER_KEYS, 0)
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    others += sum(count for _, count in ordered[MAX_KEYS:])
+    return dict(ordered[:MAX_KEYS]) | ({OTHER_KEYS: others} if others else {})
+
+
+def describe_keys(counts: Mapping[str, int]) -> str:
+    """Unknown keys of records in words: the first of them, with their records.
+
+    Args:
+        counts: key -> records, as `count_keys` has them.
+    """
+    words = []
+    for key, count in list(counts.items())[:MAX_SHOWN]:
+        close = difflib.get_close_matches(key.lower(), sorted(RECORD_KEYS), n=1, cutoff=SIMILAR)
+        meant = f"; did you mean {close[0]!r}?" if close else ""
+        name = "others" if key == OTHER_KEYS else repr(key)
+        words.append(f"{name} ({counted(count, 'record')}{meant})")
+    more = len(counts) - len(words)
+    return ", ".join(words) + (f" and {more} more" if more else "")
 
 
 def suggestion(key: str, known: Collection[str]) -> str:

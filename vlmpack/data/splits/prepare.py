@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +27,14 @@ from vlmpack.data.loading.read import SampleReader, SkippedSample
 from vlmpack.data.plan.batches import PLAN_RULE, Plan, PlanSource, Shuffle
 from vlmpack.data.plan.state import Identity, IdentityValue
 from vlmpack.data.protocols import Encoder
+from vlmpack.data.shards.keys import describe_keys
 from vlmpack.data.splits.blending import blended_draws
 from vlmpack.data.splits.row_packer import cut_indexed
 from vlmpack.data.splits.survey import Survey
 from vlmpack.data.stores.fetch import Fetcher
 from vlmpack.errors import DataError, EmptyDataError
+
+logger = logging.getLogger("vlmpack")
 
 MAX_SOURCES_LISTED = 6
 
@@ -66,6 +70,7 @@ def prepare_split(
         joined.append((indexes, open_lengths(indexes, builder.lengths, settings)))
     table = join_tables(joined)
     check_faults(table, config)
+    check_unknown_keys(table, config)
     rows = _Rows(table, [index for indexes, _ in joined for index in indexes], builder.fetcher)
     fitted = apply_over_long(
         table,
@@ -211,6 +216,31 @@ def check_faults(table: SampleTable, config: DataConfig) -> None:
                 shard=error.shard,
                 offset=error.offset,
             ) from None
+
+
+def check_unknown_keys(table: SampleTable, config: DataConfig) -> None:
+    """Stops where records have keys that are not read, and the recipe refuses them."""
+    if table.unknown_keys and config.unknown_keys == "refuse":
+        raise DataError(
+            f"{config.key}: records have keys that are not read: "
+            f"{describe_keys(table.unknown_keys)}; remove them, or set data.unknown_keys: report",
+            error_class="schema",
+            shard=table.shards[0].path if len(table.shards) == 1 else None,
+        )
+
+
+def name_unknown_keys(counts: Mapping[str, int]) -> None:
+    """One line in the log, where there are any.
+
+    Args:
+        counts: keys of records that are not read -> records.
+    """
+    if counts:
+        logger.warning(
+            "%-14s keys of records that are not read: %s (data.unknown_keys: refuse would stop)",
+            "unknown keys",
+            describe_keys(counts),
+        )
 
 
 def check_not_empty(fitted: Sequence[Fitted], config: DataConfig) -> None:

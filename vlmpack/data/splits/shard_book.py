@@ -10,7 +10,8 @@ A sample's number is `shard * SHARD_STRIDE + row`, whatever else is indexed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,14 @@ from vlmpack.data.index.parts import (
     share_parts,
 )
 from vlmpack.data.index.shard_index import load_index, open_index
-from vlmpack.data.index.table import Int64s, SampleRef, join_tables
+from vlmpack.data.index.table import Int64s, SampleRef, SampleTable, join_tables
 from vlmpack.data.loading.read import SkippedSample
+from vlmpack.data.shards.keys import describe_keys
 from vlmpack.data.splits.helpers import IndexHelpers
-from vlmpack.data.splits.prepare import check_faults, dropped_samples
+from vlmpack.data.splits.prepare import check_faults, check_unknown_keys, dropped_samples
 from vlmpack.data.stores.fetch import ShardStamp
+
+logger = logging.getLogger("vlmpack")
 
 SHARD_STRIDE = 1 << 32
 MAX_KEPT_ROWS = 1 << 17
@@ -92,6 +96,7 @@ class ShardBook:
         self.on_dropped = on_dropped
         self._counts: dict[int, int] = {}
         self._met: set[int] = set()
+        self._named_keys: set[str] | None = None
         self._kept: dict[int, ShardSamples] = {}
         self._used: dict[int, int] = {}
         self._window = 0
@@ -122,9 +127,31 @@ class ShardBook:
             if shard not in self._met and self.on_dropped is not None:
                 self.on_dropped(self._numbered(shard, dropped_samples(found.fitted)))
             self._met.add(shard)
+            self._name_new_keys(shard, found.fitted.table)
             self._counts[shard] = found.numbers.shape[0]
         self._used[shard] = self._window
         return found
+
+    def name_keys_from_now(self, named: Iterable[str]) -> None:
+        """Unknown keys of records are named in a line when a shard first has them.
+
+        Args:
+            named: those that were named before.
+        """
+        self._named_keys = set(named)
+
+    def _name_new_keys(self, shard: int, table: SampleTable) -> None:
+        if self._named_keys is None:
+            return
+        new = {k: n for k, n in table.unknown_keys.items() if k not in self._named_keys}
+        self._named_keys |= new.keys()
+        if new:
+            logger.warning(
+                "%-14s keys of records that are not read, first met in %s: %s",
+                "unknown keys",
+                self.stamps[shard].path,
+                describe_keys(new),
+            )
 
     def next_window(self) -> None:
         """See streams.Shards. Older windows' shards stay, up to MAX_KEPT_ROWS samples."""
@@ -263,6 +290,7 @@ class ShardBook:
         share_parts([beside], lengths, self.settings, what="lengths")
         table = join_tables([([index], [load_lengths(beside, index, lengths)])])
         check_faults(table, self.config)
+        check_unknown_keys(table, self.config)
 
         def text(row: int) -> Any:
             place: dict[str, Any] = index.table.slice(row, 1).to_pylist()[0]

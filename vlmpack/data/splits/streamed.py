@@ -186,13 +186,15 @@ class StreamedSplit:
         order = self._first_order()
         order, bins = planned_rows([self.plan.packer(order)])
         tokens, _ = self.book.sizes(order)
-        return summarise(
+        found = summarise(
             self.book.kept(),
             num_shards=len(self.book.stamps),
             epoch=self.epoch_length(),
             tokens=tokens,
             bins=bins,
         )
+        self.book.name_keys_from_now(found.unknown_keys)
+        return found
 
     def close(self) -> None:
         """See Split."""

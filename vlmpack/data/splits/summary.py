@@ -10,6 +10,7 @@ import numpy as np
 
 from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.table import Int64s
+from vlmpack.data.shards.keys import count_keys
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 
@@ -39,6 +40,7 @@ class DataSummary:
         padded_slots: slots of the first epoch's micro-batches in mode `none`, each padded to its
             longest sample.
         packed_slots: slots of the same micro-batches as packed rows, without alignment.
+        unknown_keys: keys of the records that are not read -> records.
     """
 
     num_shards: int
@@ -60,6 +62,7 @@ class DataSummary:
     epoch_tokens: int
     padded_slots: int
     packed_slots: int
+    unknown_keys: dict[str, int]
 
     @property
     def padding_removed(self) -> int:
@@ -132,6 +135,7 @@ def summarise(
         epoch_tokens=int(tokens.sum()),
         padded_slots=padded,
         packed_slots=packed,
+        unknown_keys=count_keys(one.table.unknown_keys for one in fitted),
     )
 
 

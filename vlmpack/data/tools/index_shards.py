@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ class ShardReport:
         seconds: that it took.
         samples: in it, bad ones included.
         bad: error class -> samples with a reason.
+        unknown_keys: keys of the records that are not read -> records.
         energon: whether Energon's index lies beside it.
         fault: what is wrong with the shard as a whole, or with Energon's index of it.
     """
@@ -49,6 +50,7 @@ class ShardReport:
     seconds: float = 0.0
     samples: int = 0
     bad: dict[str, int] = field(default_factory=dict)
+    unknown_keys: Mapping[str, int] = field(default_factory=dict)
     energon: bool = False
     fault: VlmpackError | None = None
 
@@ -77,6 +79,7 @@ class IndexOne:
         """The report; a damaged shard is a report with a fault, no exception."""
         begin = time.perf_counter()
         path, size, samples, was_read, bad = shard.path, 0, 0, False, dict[str, int]()
+        unknown: Mapping[str, int] = {}
         energon, fault = False, None
         try:
             stamp = shard.stamp or self.builder.fetcher.head(path)
@@ -86,7 +89,7 @@ class IndexOne:
             was_read = before is None
             index = load_index(part, self.builder)
             was_read = _version(part) != before
-            samples, rows = index.num_samples, index.table
+            samples, rows, unknown = index.num_samples, index.table, index.unknown_keys
             if isinstance(self.builder, ShardBuilder):
                 rows, measured = self._lengths(index, self.builder.lengths)
                 was_read = was_read or measured
@@ -96,7 +99,17 @@ class IndexOne:
         except DataError as error:
             fault = error
         seconds = time.perf_counter() - begin
-        return ShardReport(path, size, was_read, seconds, samples, bad, energon, fault)
+        return ShardReport(
+            path=path,
+            num_bytes=size,
+            was_read=was_read,
+            seconds=seconds,
+            samples=samples,
+            bad=bad,
+            unknown_keys=unknown,
+            energon=energon,
+            fault=fault,
+        )
 
     def _lengths(self, index: ShardIndex, builder: LengthsBuilder) -> tuple[Any, bool]:
         """The lengths of an indexed shard, and whether they were made now."""

@@ -9,18 +9,19 @@ damaged shard: nobody can say what lies behind the damage.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import pyarrow as pa
 
-from vlmpack.data.index.shard_index import IndexRow, flag_repeated_keys, index_row
+from vlmpack.data.index.shard_index import IndexRow, flag_repeated_keys, index_row, unknown_keys_of
 from vlmpack.data.index.shard_pool import each_shard
 from vlmpack.data.protocols import Encoder
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.energon import check_energon_index
 from vlmpack.data.shards.images import oriented_size
+from vlmpack.data.shards.keys import count_keys
 from vlmpack.data.shards.raw import RawSample, group_members
 from vlmpack.data.shards.schemas import cook
 from vlmpack.data.shards.tar import read_members
@@ -66,6 +67,7 @@ class LintReport:
         images: that were decoded.
         num_bytes: its size.
         findings: in the shard's order.
+        unknown_keys: keys of the records that are not read -> records.
     """
 
     shard: str
@@ -73,6 +75,7 @@ class LintReport:
     images: int
     num_bytes: int
     findings: tuple[Finding, ...]
+    unknown_keys: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +86,13 @@ class LintOne:
         fetcher: reads it.
         caps: limits of one sample.
         encoder: renders and measures, where given.
+        refuse_unknown_keys: whether a record with a key that is not read is a fault.
     """
 
     fetcher: Fetcher
     caps: SampleCaps
     encoder: Encoder | None = None
+    refuse_unknown_keys: bool = False
 
     def __call__(self, shard: FoundShard) -> LintReport:
         """All findings of one shard."""
@@ -115,7 +120,8 @@ class LintOne:
         ]
         if fault is not None:
             findings.append(Finding(path, fault.key, fault.offset, fault.error_class, fault.reason))
-        return LintReport(path, len(rows), images, size, tuple(findings))
+        unknown = unknown_keys_of(rows)
+        return LintReport(path, len(rows), images, size, tuple(findings), unknown)
 
     def _samples(self, stamp: ShardStamp) -> Iterator[RawSample]:
         with self.fetcher.open(stamp) as stream:
@@ -141,6 +147,12 @@ class LintOne:
                         f"encoded to {found} tokens, the length rule says {length}",
                         error_class="integrity",
                     )
+            if self.refuse_unknown_keys and row.unknown_keys:
+                raise DataError(
+                    f"the record has keys that are not read: {', '.join(row.unknown_keys)} "
+                    "(data.unknown_keys: refuse)",
+                    error_class="schema",
+                )
         except DataError as error:
             row.error_class, row.reason = error.error_class, error.reason
         return count
@@ -176,6 +188,7 @@ def lint_summary(reports: Sequence[LintReport]) -> dict[str, Any]:
         "samples": sum(report.samples for report in reports),
         "images": sum(report.images for report in reports),
         "bytes": sum(report.num_bytes for report in reports),
+        "unknown_keys": count_keys(report.unknown_keys for report in reports),
         "by_class": dict(sorted(Counter(item.error_class for item in findings).items())),
         "findings": [asdict(finding) for finding in findings],
     }

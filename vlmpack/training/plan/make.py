@@ -9,6 +9,7 @@ from vlmpack.data.index.table import Int64s
 from vlmpack.data.plan.batches import Plan, Position
 from vlmpack.data.plan.packers import BudgetPacker, RowBudget, pack_in_order
 from vlmpack.data.plan.windows import WindowPlan
+from vlmpack.data.shards.keys import describe_keys
 from vlmpack.data.splits.row_packer import dry_run_order, settled_budget
 from vlmpack.data.splits.split import Split
 from vlmpack.recipe import Recipe, derive
@@ -214,6 +215,8 @@ def _notes(inputs: PlanInputs, own: PlannedMode, micro: int) -> tuple[str, ...]:
         "samples whose damage shows only when they are read (an image that cannot be decoded) are "
         "not known here; a run counts them as holes"
     )
+    if unknown := inputs.split.fitted.table.unknown_keys:
+        notes.append(f"keys of records that are not read: {describe_keys(unknown)}")
     if isinstance(inputs.split.plan, WindowPlan):
         notes.append(
             "data.shuffle is window: the recipe's mode is planned by it, the other modes by a "

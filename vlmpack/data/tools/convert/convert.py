@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 from vlmpack.data.folders import default_cache_dir
 from vlmpack.data.index.shard_index import IndexBuilder
 from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.keys import count_keys
 from vlmpack.data.shards.naming import JSON_FIELD
 from vlmpack.data.shards.schemas import cook_text
 from vlmpack.data.stores.fetch import LocalFetcher
@@ -29,7 +30,7 @@ from vlmpack.data.tools.convert.records import Record
 from vlmpack.data.tools.convert.shards import ShardFolder, WrittenShard
 from vlmpack.errors import DataError, EmptyDataError, VlmpackError
 
-MANIFEST_RULE = "convert-1"
+MANIFEST_RULE = "convert-2"
 KEY_DIGITS = 9
 
 Progress = Callable[[int, int], None]
@@ -77,11 +78,13 @@ class ConvertReport:
         records: read.
         shards: written, in order.
         skipped: records that were left out.
+        unknown_keys: keys of the records that were not read -> records.
     """
 
     records: int
     shards: tuple[WrittenShard, ...]
     skipped: tuple[SkippedRecord, ...]
+    unknown_keys: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def samples(self) -> int:
@@ -120,12 +123,13 @@ def convert(
     shards.prepare(overwrite=settings.overwrite)
     manifest.unlink(missing_ok=True)
     skipped: list[SkippedRecord] = []
+    unknown: Counter[str] = Counter()
     images = ImageRoot(settings.image_root, settings.caps)
     number = written = 0
     try:
         for number, record in enumerate(records, start=1):
             try:
-                fields = sample_fields(record, number - 1, images)
+                fields, unknown_keys = sample_fields(record, number - 1, images)
             except DataError as error:
                 if not settings.skip_bad:
                     raise DataError(
@@ -136,6 +140,7 @@ def convert(
                 skipped.append(SkippedRecord(record.place, error.error_class, error.reason))
                 continue
             shards.write(_key(number - 1), fields)
+            unknown.update(unknown_keys)
             written += 1
             if progress is not None:
                 progress(number, written)
@@ -144,7 +149,7 @@ def convert(
         raise VlmpackError(f"{settings.folder} cannot be written: {error}") from error
     finally:
         shards.abandon()
-    report = ConvertReport(number, tuple(shards.shards), tuple(skipped))
+    report = ConvertReport(number, tuple(shards.shards), tuple(skipped), count_keys([unknown]))
     if not report.samples:
         first = f"; the first: {skipped[0].place}: {skipped[0].reason}" if skipped else ""
         raise EmptyDataError(f"none of {number} records can be used{first}")
@@ -152,8 +157,11 @@ def convert(
     return report
 
 
-def sample_fields(record: Record, number: int, images: ImageRoot) -> dict[str, bytes]:
-    """The members of one sample: the JSON, and images as 0.jpg, 1.png, ...
+def sample_fields(
+    record: Record, number: int, images: ImageRoot
+) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    """The members of one sample (the JSON, and images as 0.jpg, 1.png, ...), and the keys of its
+    record that are not read.
 
     Raises:
         DataError: class `schema`, `integrity` or `decode`; the reason has no place.
@@ -182,9 +190,8 @@ def sample_fields(record: Record, number: int, images: ImageRoot) -> dict[str, b
         ) from None
     cooked = cook_text(_key(number), "", data, (JSON_FIELD, *names))
     assert cooked.image_fields == names, (cooked.image_fields, names)
-    return {JSON_FIELD: data} | {
-        name: payload for name, (_, payload) in zip(names, loaded, strict=True)
-    }
+    members = {name: payload for name, (_, payload) in zip(names, loaded, strict=True)}
+    return {JSON_FIELD: data} | members, (*turns.unknown_keys, *record.unread)
 
 
 def _key(number: int) -> str:

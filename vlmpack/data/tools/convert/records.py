@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,13 @@ class Record:
         place: file and line, item or row, for messages.
         value: the object; None where it cannot be read.
         fault: why it cannot be read.
+        unread: columns of a table that were not looked at.
     """
 
     place: str
     value: dict[str, Any] | None
     fault: str | None = None
+    unread: tuple[str, ...] = ()
 
 
 def open_records(path: Path, form: str = "auto", split: str | None = None) -> Iterator[Record]:
@@ -152,10 +154,12 @@ def _parquet_rows(path: Path, files: Sequence[Path]) -> Iterator[Record]:
         try:
             with pq.ParquetFile(file) as table:
                 columns = _columns(file, table.schema_arrow.names)
+                unread = tuple(n for n in table.schema_arrow.names if n not in columns)
                 row = 0
                 for batch in table.iter_batches(batch_size=BATCH_ROWS, columns=columns):
                     for value in batch.to_pylist():
-                        yield _checked(f"{file}, row {row}", _without_nulls(value))
+                        record = _checked(f"{file}, row {row}", _without_nulls(value))
+                        yield replace(record, unread=unread)
                         row += 1
         except (OSError, pa.ArrowException) as error:
             raise DataError(
