@@ -15,3 +15,9 @@ class SampleCaps:
     """Width times height of one image, from its header."""
     max_images: int = 256
     """Images of one sample."""
+    max_json_bytes: int = 16 << 20
+    """The conversation; parsed, it takes up to 27 times the memory."""
+    max_members: int = 4096
+    """Files of one sample."""
+    max_sample_bytes: int = 512 << 20
+    """All of them, headers included."""

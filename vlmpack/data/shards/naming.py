@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-_NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)
 _META = re.compile(r"__[^/]*__($|/)")
 
 _PICKLES = frozenset({"pyd", "pkl", "pickle", "pck", "joblib", "dill", "pth", "pt", "ckpt", "npz"})
@@ -33,8 +32,10 @@ def split_name(name: str) -> MemberName | None:
     """
     if name.startswith("__") and _META.match(name):
         return None
-    found = _NAME.fullmatch(name)
-    return None if found is None else MemberName(found.group(1), found.group(2).lower())
+    dot = name.find(".", name.rfind("/") + 1)
+    if dot < 1 or name[dot - 1] == "/":
+        return None
+    return MemberName(name[:dot], name[dot + 1 :].lower())
 
 
 def is_image(field: str) -> bool:

@@ -15,6 +15,7 @@ from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.naming import JSON_FIELD, refusal
 from vlmpack.data.shards.tar import TarMember, read_span
 from vlmpack.errors import DataError
+from vlmpack.words import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +76,18 @@ def group_members(
 ) -> Iterator[RawSample]:
     """Runs of members with the same key, as samples."""
     run: list[TarMember] = []
+    count = 0
     for member in members:
         if run and member.key != run[0].key:
-            yield _sample(run, shard, caps)
-            run = []
+            yield _sample(run, count, shard, caps)
+            run, count = [], 0
+        count += 1
         run.append(member)
+        if count > caps.max_members or member.end - run[0].offset > caps.max_sample_bytes:
+            # Its place is all that is kept, however much of it follows.
+            run = [run[0]._replace(data=None), member._replace(data=None)]
     if run:
-        yield _sample(run, shard, caps)
+        yield _sample(run, count, shard, caps)
 
 
 def parse_span(
@@ -115,7 +121,7 @@ def parse_span(
     return samples[0]
 
 
-def _sample(run: list[TarMember], shard: str, caps: SampleCaps) -> RawSample:
+def _sample(run: list[TarMember], count: int, shard: str, caps: SampleCaps) -> RawSample:
     return RawSample(
         key=run[0].key,
         shard=shard,
@@ -123,11 +129,17 @@ def _sample(run: list[TarMember], shard: str, caps: SampleCaps) -> RawSample:
         length=run[-1].end - run[0].offset,
         crc32=run[-1].crc32,
         members=tuple(run),
-        fault=_fault(run, caps),
+        fault=_fault(run, count, caps),
     )
 
 
-def _fault(run: list[TarMember], caps: SampleCaps) -> str | None:
+def _fault(run: list[TarMember], count: int, caps: SampleCaps) -> str | None:
+    length = run[-1].end - run[0].offset
+    if count > caps.max_members or length > caps.max_sample_bytes:
+        return (
+            f"the sample has {counted(count, 'member')} and {length} bytes; at most "
+            f"{caps.max_members} and {caps.max_sample_bytes} are read"
+        )
     seen: set[str] = set()
     for member in run:
         if member.field in seen:
@@ -137,6 +149,11 @@ def _fault(run: list[TarMember], caps: SampleCaps) -> str | None:
             return (
                 f"the member {member.field!r} has {member.size} bytes; at most "
                 f"{caps.max_member_bytes} are read"
+            )
+        if member.field == JSON_FIELD and member.size > caps.max_json_bytes:
+            return (
+                f"the '.json' member has {member.size} bytes; at most {caps.max_json_bytes} are "
+                "parsed"
             )
         refused = refusal(member.field, member.data)
         if refused is not None:

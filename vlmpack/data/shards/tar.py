@@ -23,17 +23,21 @@ from vlmpack.data.shards.tar_header import (
     BLOCK_BYTES,
     EXTENSION_KINDS,
     FOLDER_KIND,
+    MAX_PAX_RECORDS,
     REGULAR_KINDS,
     Header,
-    decode_name,
+    long_name,
     padded_size,
     parse_header,
-    pax_records,
+    pax_said,
     unsafe_name,
 )
 from vlmpack.errors import DataError
 
+MAX_EXTENSIONS = 4
+"""Headers before a member's own: each of the four kinds once is what writers make at most."""
 MAX_EXTENSION_BYTES = 1 << 20
+"""Data of all of them together."""
 _COPY_BYTES = 1 << 20
 
 
@@ -121,11 +125,15 @@ def read_stretch(
 
 @dataclass(slots=True)
 class _Extended:
-    """What headers before a member's own header said about it."""
+    """What headers before a member's own header said about it; few of them and little, so that
+    no chain of headers costs more than as many members would."""
 
     start: int
-    blocks: bytes = b""
-    name: str | None = None
+    blocks: list[bytes]
+    num_headers: int = 0
+    num_bytes: int = 0
+    num_records: int = 0
+    name: bytes | None = None
     size: int | None = None
 
 
@@ -163,15 +171,15 @@ class _Scanner:
             if not any(block):
                 break
             header = self.parse(block, at=start)
-            extended = pending or _Extended(start)
-            extended.blocks += block
+            extended = pending or _Extended(start, [])
+            extended.blocks.append(block)
             if header.kind in EXTENSION_KINDS:
                 self.read_extension(header, extended, at=start)
                 pending = extended
                 continue
             pending = None
             if header.kind == FOLDER_KIND:
-                self._crc32 = self.sum_up(extended.blocks, self._crc32)
+                self._crc32 = self.sum_up(_joined(extended), self._crc32)
                 self._end = self.position
                 continue
             member = self.finish(header, extended, at=start)
@@ -190,7 +198,12 @@ class _Scanner:
 
     def finish(self, header: Header, extended: _Extended, *, at: int) -> TarMember | None:
         """The member whose own header was just read; None where it belongs to no sample."""
-        name = extended.name if extended.name is not None else header.name
+        name = header.name
+        if extended.name is not None:
+            try:
+                name = long_name(extended.name)
+            except ValueError as error:
+                raise self.fault(str(error), at=extended.start) from None
         if header.kind not in REGULAR_KINDS:
             raise self.fault(
                 f"member {name!r} is {header.refusal}; only regular files are read", at=at
@@ -203,9 +216,9 @@ class _Scanner:
         size = extended.size if extended.size is not None else header.size
         place = split_name(name)
         if place is None or (place.key == self._key and extended.start == self._end):
-            crc32 = self.sum_up(extended.blocks, self._crc32)
+            crc32 = self.sum_up(_joined(extended), self._crc32)
         else:
-            crc32 = self.sum_up(extended.blocks)
+            crc32 = self.sum_up(_joined(extended))
         data_at = self.position
         data, crc32 = self.payload(size, crc32, name=name, start=extended.start)
         self._end, self._crc32 = self.position, crc32
@@ -244,30 +257,38 @@ class _Scanner:
 
     def read_extension(self, header: Header, extended: _Extended, *, at: int) -> None:
         """A GNU long name or a pax header: notes the name and size it gives to the next member."""
-        if header.size > MAX_EXTENSION_BYTES:
-            raise self.fault(f"an extended header of {header.size} bytes", at=at)
+        extended.num_headers += 1
+        extended.num_bytes += header.size
+        if extended.num_headers > MAX_EXTENSIONS:
+            raise self.fault(
+                f"more than {MAX_EXTENSIONS} extended headers before one member", at=extended.start
+            )
+        if extended.num_bytes > MAX_EXTENSION_BYTES:
+            raise self.fault(
+                f"extended headers of {extended.num_bytes} bytes before one member; at most "
+                f"{MAX_EXTENSION_BYTES} are read",
+                at=at,
+            )
         block = self.read(padded_size(header.size), what="an extended header")
-        extended.blocks += block
+        extended.blocks.append(block)
         data = block[: header.size]
         if header.kind == b"L":
-            extended.name = decode_name(data.rstrip(b"\0"))
+            extended.name = data.rstrip(b"\0")
         if header.kind not in (b"x", b"g"):
             return
         try:
-            records = pax_records(data)
+            said = pax_said(data, MAX_PAX_RECORDS - extended.num_records)
         except ValueError as error:
             raise self.fault(str(error), at=at) from None
-        if any(key.startswith("GNU.sparse") for key in records):
+        extended.num_records += said.num_records
+        if said.is_sparse:
             raise self.fault("a sparse file; only regular files are read", at=at)
         if header.kind == b"g":
-            if "path" in records or "size" in records:
+            if said.path is not None or said.size is not None:
                 raise self.fault("a global header that sets every member's path or size", at=at)
             return
-        extended.name = records.get("path", extended.name)
-        if "size" in records:
-            if not records["size"].isdigit():
-                raise self.fault(f"a pax size of {records['size']!r}", at=at)
-            extended.size = int(records["size"])
+        extended.name = extended.name if said.path is None else said.path
+        extended.size = extended.size if said.size is None else said.size
 
     def read(self, count: int, *, what: str) -> bytes:
         """Exactly `count` bytes."""
@@ -302,6 +323,12 @@ class _Scanner:
                     at=first,
                 )
             rest -= len(block)
+
+
+def _joined(extended: _Extended) -> bytes:
+    """The header blocks up to the member's own, most often that alone."""
+    blocks = extended.blocks
+    return blocks[0] if len(blocks) == 1 else b"".join(blocks)
 
 
 def _what_else(block: bytes) -> str:

@@ -26,9 +26,21 @@ _OTHER_KINDS = {
     b"M": "a part of several volumes",
     b"V": "a volume label",
 }
+MAX_PAX_RECORDS = 32
+"""Before one member; writers make about ten, and one for each extended attribute of a file."""
+
+MAX_NAME_BYTES = 4096
+MAX_FOREIGN_BYTES = 255
+"""Of a name that is not UTF-8: each of its bytes is written out in four characters."""
+
+_VISIBLE = {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(0x80, 0x100)}
+"""What "backslashreplace" gives, in a third of the time."""
 _ADLER_MODULUS = 65521
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _OCTAL = re.compile(rb" *([0-7]+)[ \0]*")
+_RECORD = re.compile(rb"([0-9]{1,7}) ([^=]*)=").match
+_LINE_END = ord("\n")
+_DECIMAL = re.compile(rb"[0-9]{1,19}")
 _FIELDS = struct.Struct("100s24x12s12x8s1s100x6s82x155s12x").unpack
 """Name, size, checksum, kind, magic, prefix."""
 
@@ -90,29 +102,87 @@ def unsafe_name(name: str) -> bool:
     return _CONTROL.search(name) is not None
 
 
-def pax_records(data: bytes) -> dict[str, str]:
-    """The `length key=value` lines of a pax header.
+class PaxSaid(NamedTuple):
+    """What the records of a pax header say that a reader has to know.
+
+    Args:
+        path: the member's name, not yet decoded.
+        size: its data bytes.
+        is_sparse: it is a sparse file.
+        num_records: lines.
+    """
+
+    path: bytes | None
+    size: int | None
+    is_sparse: bool
+    num_records: int
+
+
+def pax_said(data: bytes, at_most: int = MAX_PAX_RECORDS) -> PaxSaid:
+    """The `length key=value` lines of a pax header; of a key that comes twice the last counts.
+
+    Args:
+        at_most: so many records are read.
 
     Raises:
-        ValueError: they cannot be parsed.
+        ValueError: they cannot be parsed, they are too many, or the size is no number.
     """
-    records: dict[str, str] = {}
-    place = 0
-    while place < len(data):
-        space = data.find(b" ", place, place + 8)
-        digits = data[place:space] if space > 0 else b""
-        end = place + int(digits) if digits.isdigit() else 0
-        key, equals, value = data[space + 1 : end - 1].partition(b"=")
-        if end <= space or end > len(data) or data[end - 1 : end] != b"\n" or not equals:
+    path: bytes | None = None
+    size: bytes | None = None
+    is_sparse, place, count, length = False, 0, 0, len(data)
+    while place < length:
+        count += 1
+        if count > at_most:
+            raise ValueError(f"more than {MAX_PAX_RECORDS} pax records before one member")
+        found = _RECORD(data, place)
+        begin = found.end() if found is not None else 0
+        end = place + int(found[1]) if found is not None else 0
+        if not begin < end <= length or data[end - 1] != _LINE_END:
             raise ValueError("a pax header that cannot be parsed")
-        records[decode_name(key)] = decode_name(value)
+        key = found[2] if found is not None else b""
+        if key == b"path":
+            path = data[begin : end - 1]
+        elif key == b"size":
+            size = data[begin : end - 1]
+        elif key.startswith(b"GNU.sparse"):
+            is_sparse = True
         place = end
-    return records
+    return PaxSaid(
+        path,
+        None if size is None else _pax_size(size),
+        is_sparse,
+        count,
+    )
+
+
+def _pax_size(value: bytes) -> int:
+    if _DECIMAL.fullmatch(value) is None:
+        raise ValueError(f"a pax size of {decode_name(value[:40])!r}")
+    return int(value)
+
+
+def long_name(raw: bytes) -> str:
+    """A name that an extended header gives.
+
+    Raises:
+        ValueError: it is longer than a file system's, or long and not UTF-8.
+    """
+    if len(raw) > MAX_NAME_BYTES:
+        raise ValueError(f"a name of {len(raw)} bytes; at most {MAX_NAME_BYTES} are read")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        if len(raw) > MAX_FOREIGN_BYTES:
+            raise ValueError(
+                f"a name of {len(raw)} bytes that is not UTF-8; at most {MAX_FOREIGN_BYTES} of "
+                "such a name are read"
+            ) from None
+        return decode_name(raw)
 
 
 def decode_name(raw: bytes) -> str:
     """A name as text; bytes that are no UTF-8 stay visible."""
-    return raw.decode("utf-8", errors="backslashreplace")
+    return raw.decode("utf-8", errors="surrogateescape").translate(_VISIBLE)
 
 
 def padded_size(size: int) -> int:
