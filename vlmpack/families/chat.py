@@ -245,6 +245,17 @@ class ChatEncoder:
         close = self._turns.shape.close
         return [(a, b + len(close) if text.startswith(close, b) else b) for a, b in spans[0]]
 
+    def mask_of_transformers(self, messages: tuple[Message, ...]) -> list[bool] | None:
+        """Which tokens of a rendered conversation transformers itself takes for the assistant's;
+        None for a template without marks. What is learnt does not come from here: see `verify`."""
+        if not _MARKS.search(str(self.tokenizer.get_chat_template())):
+            return None
+        with template_faults():
+            found = self.tokenizer.apply_chat_template(
+                self._as_dicts(messages), return_dict=True, return_assistant_tokens_mask=True
+            )
+        return [bool(flag) for flag in found["assistant_masks"]]
+
     def _learnt_and_excluded(
         self, messages: tuple[Message, ...], text: str
     ) -> tuple[list[Span], list[Span]]:

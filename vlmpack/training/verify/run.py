@@ -28,6 +28,7 @@ from vlmpack.recipe import Recipe, derive
 from vlmpack.training.assemble import check_model
 from vlmpack.training.policy import policy_of
 from vlmpack.training.recipe_data import build_encoder, open_split
+from vlmpack.training.verify.answers import check_answers
 from vlmpack.training.verify.engine import (
     Dtype,
     as_it_was,
@@ -216,7 +217,8 @@ def _all_checks(
 
     ranks.on_main(run_reference)
     gc.collect()  # models are cycles; memory is needed for the next one now
-    checks: list[Check] = []
+    answers = ranks.on_main(lambda: check_answers(encoder, chosen.samples, chosen.messages))
+    checks = [answers] if answers is not None else []
     facts: dict[str, str] = {}
     for prefix, collator in layouts(recipe, encoder, train, ranks):
         groups = group_samples(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vlmpack.data.index.table import SampleRef
 from vlmpack.data.loading.loader import BinRequest
 from vlmpack.data.pipeline import TrainData
 from vlmpack.errors import DataError, EmptyDataError
+from vlmpack.families import VLMSample
 from vlmpack.packing import EncodedSample
 
 logger = logging.getLogger("vlmpack")
@@ -28,15 +29,26 @@ class Chosen:
     Args:
         samples: encoded, in row order.
         shards: where each comes from.
+        messages: what each was encoded from, without its images; None where a pack has its tokens.
     """
 
     samples: tuple[EncodedSample, ...]
     shards: tuple[str, ...]
+    messages: tuple[VLMSample | None, ...]
 
     @property
     def num_labels(self) -> int:
         """Label tokens in all of them."""
         return sum(labels_of(sample) for sample in self.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class _Picked:
+    """One of them."""
+
+    ref: SampleRef
+    sample: EncodedSample
+    messages: VLMSample | None
 
 
 def labels_of(sample: EncodedSample) -> int:
@@ -57,11 +69,11 @@ def choose_samples(train: TrainData, count: int, *, min_labels: int = 0) -> Chos
             that were taken have no label.
         DataError: a bad sample whose class is not skipped.
     """
-    kinds: dict[int, list[tuple[SampleRef, EncodedSample]]] = {0: [], 1: [], 2: []}
-    for looked_at, (ref, sample) in enumerate(_in_order(train), start=1):
-        images = sample.media.num_images if sample.media is not None else 0
-        kinds[min(images, 2)].append((ref, sample))
-        full = looked_at >= count and all(len(found) >= -(-count // 3) for found in kinds.values())
+    kinds: dict[int, list[_Picked]] = {0: [], 1: [], 2: []}
+    for looked_at, found in enumerate(_in_order(train), start=1):
+        media = found.sample.media
+        kinds[min(media.num_images if media is not None else 0, 2)].append(found)
+        full = looked_at >= count and all(len(some) >= -(-count // 3) for some in kinds.values())
         if full or looked_at >= LOOKED_AT * count:
             break
     picked = _in_turn(list(kinds.values()))[:count]
@@ -72,33 +84,35 @@ def choose_samples(train: TrainData, count: int, *, min_labels: int = 0) -> Chos
         )
     if min_labels:
         picked = _with_labels(train, picked, min_labels)
-    chosen = Chosen(tuple(sample for _, sample in picked), tuple(ref.shard for ref, _ in picked))
+    chosen = Chosen(
+        tuple(each.sample for each in picked),
+        tuple(each.ref.shard for each in picked),
+        tuple(each.messages for each in picked),
+    )
     if not chosen.num_labels:
         raise EmptyDataError(
             f"none of the {len(picked)} samples that verify took of data.train has a label token "
-            f"(the first is {picked[0][1].key}): there is no loss to compare. `vlmpack data show` "
-            f"says which tokens of a sample are labels; --samples takes more"
+            f"(the first is {picked[0].sample.key}): there is no loss to compare. `vlmpack data "
+            f"show` says which tokens of a sample are labels; --samples takes more"
         )
     return chosen
 
 
-def _with_labels(
-    train: TrainData, picked: list[tuple[SampleRef, EncodedSample]], min_labels: int
-) -> list[tuple[SampleRef, EncodedSample]]:
+def _with_labels(train: TrainData, picked: list[_Picked], min_labels: int) -> list[_Picked]:
     """Those, and the next ones of the order until there are enough label tokens."""
-    there = {(ref.shard, ref.offset) for ref, _ in picked}
-    labels = sum(labels_of(sample) for _, sample in picked)
-    for ref, sample in _in_order(train):
+    there = {(each.ref.shard, each.ref.offset) for each in picked}
+    labels = sum(labels_of(each.sample) for each in picked)
+    for each in _in_order(train):
         if labels >= min_labels:
             break
-        if (ref.shard, ref.offset) not in there:
-            there.add((ref.shard, ref.offset))
-            picked.append((ref, sample))
-            labels += labels_of(sample)
+        if (each.ref.shard, each.ref.offset) not in there:
+            there.add((each.ref.shard, each.ref.offset))
+            picked.append(each)
+            labels += labels_of(each.sample)
     return picked
 
 
-def _in_order(train: TrainData) -> Iterator[tuple[SampleRef, EncodedSample]]:
+def _in_order(train: TrainData) -> Iterator[_Picked]:
     """The samples of the first epoch as they are trained; bad ones are left out where the recipe
     skips them."""
     for planned in train.planned(train.start(), None):
@@ -116,16 +130,15 @@ def _in_order(train: TrainData) -> Iterator[tuple[SampleRef, EncodedSample]]:
                         raise
                     logger.warning("left out: %s", error)
                     continue
-                yield ref, encoded
+                messages = replace(read, images=()) if isinstance(read, VLMSample) else None
+                yield _Picked(ref, encoded, messages)
 
 
 def _read(train: TrainData, request: BinRequest) -> Sequence[object]:
     return train.dataset.read(request)
 
 
-def _in_turn(
-    kinds: Sequence[list[tuple[SampleRef, EncodedSample]]],
-) -> list[tuple[SampleRef, EncodedSample]]:
+def _in_turn(kinds: Sequence[list[_Picked]]) -> list[_Picked]:
     """One of each kind, then the next of each, until all are used up."""
     longest = max(map(len, kinds))
     return [found[turn] for turn in range(longest) for found in kinds if turn < len(found)]

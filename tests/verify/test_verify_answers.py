@@ -1,0 +1,99 @@
+"""`verify` sees labels that do not teach what the assistant said, by a look of its own."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import pytest
+from support.families import VISION_FAMILIES, tiny_family_folder
+from support.images import conversation, file_of, picture
+from support.shards import TINY_MODEL
+
+from vlmpack.families import PROCESSOR_FILES, Encoder, chat, turns
+from vlmpack.training.verify.answers import check_answers
+
+
+@pytest.fixture(scope="module")
+def joining(tmp_path_factory):
+    """The committed model with a template that ends in a space, which "nine" joins."""
+    folder = tmp_path_factory.mktemp("joining")
+    for name in ("config.json", *PROCESSOR_FILES):
+        if (TINY_MODEL / name).is_file():
+            shutil.copyfile(TINY_MODEL / name, folder / name)
+    path = folder / "chat_template.jinja"
+    template = path.read_text(encoding="utf-8")
+    changed = template.replace("message['role'] + '\\n'", "message['role'] + ' '")
+    changed = changed.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant '")
+    assert changed.count("' '") == template.count("' '") + 1 and "assistant '" in changed
+    path.write_text(changed, encoding="utf-8")
+    return folder
+
+
+def said(*answers):
+    """A question with an image before each answer."""
+    turns = [pair for a in answers for pair in (("user", [None, "?"]), ("assistant", [a]))]
+    return conversation(*turns, images=tuple(file_of(picture(seed=n)) for n in range(len(answers))))
+
+
+def checked(folder, *samples):
+    used = Encoder(folder)
+    return check_answers(used, [used.encode(sample) for sample in samples], samples)
+
+
+def test_joined_answers_are_learnt(joining):
+    used, sample = Encoder(joining), said("nine", "\nNo one", "  7")
+    joined = [int(token) for token in used.encode(sample).labels if token >= 0]
+    assert used.tokenizer.decode(joined[:1]) == " nine"
+    found = checked(joining, sample, said("nine"))
+    assert (found.status, found.detail[:6]) == ("pass", "4 of 4")
+
+
+def test_answers_that_begin_inside_a_token_fail_where_tokens_go_by_their_start(
+    joining, monkeypatch
+):
+    """The encoder's rule as it was."""
+
+    def by_start(places, spans):
+        return [any(a <= start < b for a, b in spans) for start, _ in places]
+
+    monkeypatch.setattr(chat, "written_by", by_start)
+    found = checked(joining, said("nine"))
+    assert found.fails
+    assert found.detail == "made-up: turn 1 answers 'nine'; its token 12, ' nine', is no label"
+    assert not checked(joining, said("7")).fails, "no token joins it"
+
+
+@pytest.mark.parametrize("side", ["first", "last"])
+def test_spans_that_lack_a_character_fail(monkeypatch, side):
+    """The labels that verify compares are all "the next token of their own sample"."""
+    find = turns.AssistantTurns.spans
+    cut = (1, 0) if side == "first" else (0, -len("<|im_end|>") - 1)
+
+    def shorter(self, messages, text):
+        return [(a + cut[0], b + cut[1]) for a, b in find(self, messages, text)]
+
+    monkeypatch.setattr(turns.AssistantTurns, "spans", shorter)
+    found = checked(TINY_MODEL, said("7 8 9"))
+    assert found.fails and ("'7'" if side == "first" else "'9'") in found.detail
+
+
+def test_an_excluded_answer_that_is_learnt_fails(monkeypatch):
+    sample = said("seven", "nine")
+    messages = tuple(replace(turn, learn=turn.text != "seven") for turn in sample.messages)
+    excluding = replace(sample, messages=messages)
+    assert checked(TINY_MODEL, excluding).detail.startswith("2 of 2")
+    monkeypatch.setattr(turns.AssistantTurns, "excluded", lambda *_: [])
+    found = checked(TINY_MODEL, excluding)
+    assert found.fails and "the data excludes the turn" in found.detail
+
+
+@pytest.mark.parametrize("name", VISION_FAMILIES)
+def test_answers_between_written_out_images_are_found(name, tmp_path):
+    """In every family's spelling of an image, and beside a text that spells its marker."""
+    folder = tiny_family_folder(name, tmp_path)
+    sample = said("nine", "\nNo one", "x\n")
+    assert checked(folder, sample).detail.startswith("3 of 3")
+    marker = Encoder(folder).chat.marker
+    spelt = conversation(("user", [marker]), ("assistant", ["y"]))
+    assert checked(folder, spelt).status == "too few"
