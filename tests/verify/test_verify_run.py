@@ -175,7 +175,9 @@ def test_a_run_that_fails_to_verify_trains_nothing(tmp_path, monkeypatch):
     ],
 )
 def test_a_tiny_model_of_a_family_verifies(name, tmp_path):
-    folder = tiny_family_folder(name, tmp_path / "whole")
+    made = tiny_family_folder(name, tmp_path / "whole")
+    folder = tmp_path / "copy"
+    shutil.copytree(made, folder)  # its weights are damaged below, and one is the committed model
     tiny = write_tiny_model(folder, tmp_path / "tiny")
     before, after = (json.loads((f / "config.json").read_text()) for f in (folder, tiny))
     assert after["text_config"]["num_hidden_layers"] <= before["text_config"]["num_hidden_layers"]
