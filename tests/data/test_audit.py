@@ -23,6 +23,7 @@ from shard_fakes import (
 
 from vlmpack.data.config import SourceConfig
 from vlmpack.data.index.part_file import read_part, write_part
+from vlmpack.data.loading.checked_lines import checked_line
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.read import ErrorPolicy
 from vlmpack.data.pipeline import TrainData
@@ -167,7 +168,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _write(path: Path, lines: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_bytes(b"".join(map(checked_line, lines)))
 
 
 def _drop_line(run_dir: Path) -> None:

@@ -117,6 +117,7 @@ def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
         "epoch",
         "batch",
         "sample",
+        "crc32",
     }
 
 
@@ -167,3 +168,34 @@ def test_holes_that_left_the_window_are_not_replayed(tmp_path: Path) -> None:
     ledger.record([hole(n) for n in range(11)], epoch=0, batch=3)
     counts = SkipLimiter(SkipLimits(), ledger)
     counts.replay(batches=2000, samples_per_batch=8)
+
+
+def test_damaged_and_lost_lines_are_said_when_a_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger = Ledger(tmp_path / "data-errors.jsonl")
+    ledger.record([hole(n) for n in range(4)], epoch=0, batch=1)
+    ledger.rewind(2, skipped=4)
+    assert not caplog.records and len(ledger.lines()) == 4
+    text = ledger.path.read_bytes()
+    ledger.path.write_bytes(text.replace(b'"k2"', b'"k3"'))
+    assert [line["key"] for line in ledger.lines()] == ["k0", "k1", "k3"]
+    assert ledger.damaged_lines() == [3]
+    ledger.rewind(2, skipped=4)
+    assert "1 of 4 lines are cut or damaged" in caplog.text and "line 3" in caplog.text
+    assert "has 3 samples skipped in training, the checkpoint counts 4" in caplog.text
+    assert len(ledger.path.read_bytes().splitlines()) == 3
+    caplog.clear()
+    ledger.path.write_bytes(b"")
+    ledger.rewind(2, skipped=4)
+    assert "has 0 samples skipped" in caplog.text
+
+
+def test_lines_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "data-errors.jsonl"
+    line = {"class": "schema", "key": "k", "shard": "s", "reason": "r", "batch": 1, "epoch": 0}
+    path.write_text(json.dumps(line) + "\n")
+    Ledger(path).record([hole(1)], epoch=0, batch=9)
+    assert Ledger(path).lines()[0] == line and len(Ledger(path).lines()) == 2
+    Ledger(path).rewind(5)
+    assert Ledger(path).lines() == [line]

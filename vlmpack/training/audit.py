@@ -51,7 +51,13 @@ def audit_run(run_dir: RunDir, train: TrainData) -> Audit:
         return audit
     comparison = _Comparison(audit, run_dir, train)
     comparison.run(begin, standing_batches(run_dir.samples, launches))
-    comparison.index.check_dropped(audit, Ledger(run_dir.data_errors).lines())
+    ledger = Ledger(run_dir.data_errors)
+    comparison.index.check_dropped(audit, ledger.lines())
+    if damaged := ledger.damaged_lines():
+        audit.notes.append(
+            f"{run_dir.data_errors}: {len(damaged)} lines are cut or damaged and do not count; the "
+            f"first is line {damaged[0]}"
+        )
     check_shards(audit, train)
     _compare_totals(audit, run_dir, torn=comparison.torn)
     return audit

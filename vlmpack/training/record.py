@@ -8,7 +8,7 @@ A line of a replica names its bins in order, each sample as "number of the shard
 number is given with its first use in a launch:
 
     {"launch": 1, "batch": 0, "epoch": 0, "shards": {"0": "a.tar"}, "bins": [["0/k1", "0/k2"], []],
-     "holes": ["0/k3"]}
+     "holes": ["0/k3"], "crc32": "01234567"}
 
 A launch that resumes at global batch n replaces everything that earlier launches wrote for n and
 later ones. `vlmpack.training.audit` compares the record with the plan.
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vlmpack.data.loading.checked_lines import checked_line, parse_lines
 from vlmpack.data.loading.global_step import GlobalStep
 from vlmpack.distributed import Ranks
 from vlmpack.errors import RunDirError
@@ -125,7 +126,7 @@ class SampleRecord:
         line["bins"] = bins
         if holes:
             line["holes"] = holes
-        data = (json.dumps(line, separators=(",", ":")) + "\n").encode()
+        data = checked_line(line, compact=True)
         try:
             if self._descriptor is None:
                 self._descriptor = _open_whole_lines(self.path)
@@ -176,7 +177,7 @@ def open_record(folder: Path, ranks: Ranks, *, start: int, state: str) -> Sample
             folder.mkdir(parents=True, exist_ok=True)
             descriptor = _open_whole_lines(path)
             try:
-                os.write(descriptor, (json.dumps(line, separators=(",", ":")) + "\n").encode())
+                os.write(descriptor, checked_line(line, compact=True))
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -252,19 +253,13 @@ def _bin(samples: list[str], shards: dict[str, str]) -> Bin:
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, object) of a file of JSON lines; a last line without its end is left out."""
-    if not path.exists():
-        return
-    with path.open("rb") as stream:
-        for number, text in enumerate(stream, start=1):
-            if not text.endswith(b"\n"):
-                return
-            try:
-                value = json.loads(text)
-            except ValueError as error:
-                raise RunDirError(f"{path}, line {number}: damaged ({error})") from error
-            if not isinstance(value, dict):
-                raise RunDirError(f"{path}, line {number}: {value!r}; expected an object")
-            yield number, value
+    for number, value in parse_lines(path):
+        if isinstance(value, ValueError):
+            raise RunDirError(
+                f"{path}, line {number}: damaged ({value}). Restore the folder {path.parent}, or "
+                "move it away: then a new record begins with the next launch"
+            )
+        yield number, value
 
 
 def _open_whole_lines(path: Path) -> int:

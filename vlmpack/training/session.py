@@ -176,7 +176,7 @@ def open_session(recipe: Recipe, ranks: Ranks, run_dir: RunDir, stop: StopFlag) 
     if checkpoint.folder is not None:
         trainer.resume(checkpoint.folder)
     done = trainer.totals.step
-    ranks.on_main(lambda: ledger.rewind(done))
+    ranks.on_main(lambda: ledger.rewind(done, skipped=trainer.totals.num_skipped))
     limiter.replay(batches=done, samples_per_batch=_samples_per_batch(recipe, trainer.totals))
     text = trainer.totals.data_state
     state = train.start() if text is None else train.admit(DataState.from_json(text))

@@ -7,7 +7,7 @@ before `SkipLimiter.check`, so that all ranks stop at the same step.
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 from collections import Counter, deque
 from collections.abc import Iterable
@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vlmpack.data.loading.checked_lines import checked_line, parse_lines
 from vlmpack.data.loading.read import SkippedSample
 from vlmpack.errors import DataLimitError, RunDirError
+
+logger = logging.getLogger("vlmpack")
 
 LEDGER_NAME = "data-errors.jsonl"
 WORST_SHOWN = 10
@@ -47,7 +50,7 @@ class Ledger:
         Raises:
             RunDirError: the file cannot be written.
         """
-        lines = []
+        lines: list[bytes] = []
         for sample in skipped:
             if batch is None and not self._first_time(sample):
                 continue
@@ -65,9 +68,9 @@ class Ledger:
                 line["file"] = sample.file
             if self.path is None:
                 self._lines.append(line)
-            lines.append(json.dumps(line) + "\n")
+            lines.append(checked_line(line))
         if lines and self.path is not None:
-            _append(self.path, "".join(lines))
+            _append(self.path, b"".join(lines))
 
     def _first_time(self, sample: SkippedSample) -> bool:
         """Whether a hole met outside training is new: every launch and validation meets it again.
@@ -84,31 +87,54 @@ class Ledger:
         return is_new
 
     def lines(self) -> list[dict[str, Any]]:
-        """What the file holds, of all ranks; a last line cut by a kill is left out. Without a file,
-        what was recorded here."""
+        """What the file holds, of all ranks; without a file, what was recorded here.
+
+        Lines that are damaged, or were cut by a kill, are left out.
+        """
         if self.path is None:
             return list(self._lines)
-        if not self.path.exists():
-            return []
-        found = []
-        for text in self.path.read_text(encoding="utf-8").splitlines():
-            try:
-                found.append(json.loads(text))
-            except json.JSONDecodeError:
-                continue
-        return found
+        return [line for _, line in parse_lines(self.path) if isinstance(line, dict)]
 
-    def rewind(self, batches: int) -> None:
+    def damaged_lines(self) -> list[int]:
+        """Numbers of the lines that `lines` leaves out, but for a last one without its end."""
+        if self.path is None:
+            return []
+        return [number for number, line in parse_lines(self.path) if not isinstance(line, dict)]
+
+    def rewind(self, batches: int, *, skipped: int = 0) -> None:
         """Drops the lines of global batches from `batches` on: a resumed run meets them again.
 
         One process calls it, before any other writes.
+
+        Args:
+            skipped: samples that the checkpoint counts until then; fewer lines are said.
         """
         lines = self.lines()
         kept = [line for line in lines if line["batch"] is None or line["batch"] < batches]
-        if self.path is None or len(kept) == len(lines):
+        if self.path is None:
+            return
+        if damaged := self.damaged_lines():
+            logger.warning(
+                "%s: %d of %d lines are cut or damaged and left out (the first is line %d); "
+                "`vlmpack data audit` names the samples that they were about",
+                self.path,
+                len(damaged),
+                len(damaged) + len(lines),
+                damaged[0],
+            )
+        counted = sum(line["batch"] is not None for line in kept)
+        if counted < skipped:
+            logger.warning(
+                "%s has %d samples skipped in training, the checkpoint counts %d: lines were lost, "
+                "and the limit to skipped samples counts from what is left",
+                self.path,
+                counted,
+                skipped,
+            )
+        if not damaged and len(kept) == len(lines):
             return
         temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        temporary.write_bytes(b"".join(map(checked_line, kept)))
         temporary.replace(self.path)
 
     def worst(self) -> Worst:
@@ -246,12 +272,11 @@ class SkipLimiter:
         raise DataLimitError("\n".join(lines))
 
 
-def _append(path: Path, text: str) -> None:
+def _append(path: Path, data: bytes) -> None:
     """One write to a file opened for appending: whole lines, whoever else writes."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            data = text.encode()
             while data:
                 data = data[os.write(descriptor, data) :]
         finally:

@@ -1,0 +1,63 @@
+"""Lines of JSON objects that carry a CRC-32 of themselves, so that no flipped bit changes one.
+
+    {"batch": 3, "key": "a", "crc32": "8c736521"}
+
+The checksum is of the text as it stands, without its own entry. A line of an earlier version has
+none and is taken as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+_CHECKED = re.compile(rb'(\{.*), ?"crc32": ?"([0-9a-f]{8})"\}', re.DOTALL)
+
+
+def checked_line(value: Mapping[str, Any], *, compact: bool = False) -> bytes:
+    """One line, its end included.
+
+    Args:
+        value: not empty; a checksum in it is replaced.
+        compact: without blanks.
+    """
+    comma, colon = (",", ":") if compact else (", ", ": ")
+    plain = {name: item for name, item in value.items() if name != "crc32"}
+    text = json.dumps(plain, separators=(comma, colon)).encode()
+    return text[:-1] + f'{comma}"crc32"{colon}"{zlib.crc32(text):08x}"}}\n'.encode()
+
+
+def parse_line(text: bytes) -> dict[str, Any]:
+    """The object of a line, without its checksum.
+
+    Raises:
+        ValueError: it is damaged, or no object.
+    """
+    text = text.removesuffix(b"\n")
+    found = _CHECKED.fullmatch(text)
+    if found is not None:
+        text = found.group(1) + b"}"
+        if zlib.crc32(text) != int(found.group(2), 16):
+            raise ValueError("its checksum is not that of its text")
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"{value!r}; expected an object")
+    return value
+
+
+def parse_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
+    """(line number, object or what is wrong) of a file; a last line without its end is left out."""
+    if not path.exists():
+        return
+    with path.open("rb") as stream:
+        for number, text in enumerate(stream, start=1):
+            if not text.endswith(b"\n"):
+                return
+            try:
+                yield number, parse_line(text)
+            except ValueError as error:
+                yield number, error
