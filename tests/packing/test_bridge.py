@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.samples import text_sample
@@ -66,6 +68,27 @@ def test_equals_packing_the_same_rows(given, alignment):
     batch = pack_padded_batch(**(arguments | extra), pad_token_id=PAD, pad_to_multiple_of=alignment)
     expected = pack_batch_sequences(samples, pad_to_multiple_of=alignment, pad_token_id=PAD)
     assert_same(batch, expected)
+
+
+@pytest.mark.parametrize("alignment", [1, 4])
+def test_a_pipeline_stage_without_labels_packs_the_row_of_the_others(alignment):
+    """First and middle stages have none, and must compute the same row as the last."""
+    arguments, mask, _, _ = padded()
+    arguments |= {"padding_mask": mask}
+    options = {"pad_token_id": PAD, "pad_to_multiple_of": alignment}
+    last = pack_padded_batch(**arguments, **options)
+    middle = pack_padded_batch(**(arguments | {"labels": None, "loss_mask": None}), **options)
+    assert last.num_label_tokens > 0 == middle.num_label_tokens
+    assert (middle.labels == IGNORE_INDEX).all() and middle.labels.shape == last.labels.shape
+    assert not middle.loss_mask.any()
+    stripped = replace(
+        last,
+        labels=middle.labels,
+        loss_mask=middle.loss_mask,
+        label_positions=last.label_positions[:0],
+    )
+    assert_same(middle, stripped)
+    assert torch.equal(middle.position_ids, last.position_ids)
 
 
 def test_tokens_equal_to_the_pad_id_are_kept():
@@ -184,6 +207,8 @@ REFUSED = {
         r"labels has shape \(3, 5\)",
     ),
     "a loss mask of another shape": ({"loss_mask": torch.ones(3, 5)}, "loss_mask has shape"),
+    "labels without a loss mask": ({"loss_mask": None}, "labels without loss_mask: give both"),
+    "a loss mask without labels": ({"labels": None}, "loss_mask without labels: give both"),
     "positions of another shape": (
         {"position_ids": torch.ones(3, 5, dtype=torch.int64)},
         "position_ids have shape",

@@ -18,8 +18,8 @@ from vlmpack.packing.row_layout import RowLayout
 
 def pack_padded_batch(
     tokens: Tensor,
-    labels: Tensor,
-    loss_mask: Tensor,
+    labels: Tensor | None,
+    loss_mask: Tensor | None,
     attention_mask: Tensor | None,
     position_ids: Tensor,
     *,
@@ -32,7 +32,8 @@ def pack_padded_batch(
 
     Args:
         tokens: (B, S) int64.
-        labels: (B, S) int64, already shifted.
+        labels: (B, S) int64, already shifted; None, as `loss_mask` then is too, on pipeline stages
+            that have no loss: the row is that of the others, every label of it IGNORE_INDEX.
         loss_mask: (B, S), 1 where a token has loss and 0 elsewhere; the only truth about loss:
             a label where it is 0 is ignored.
         attention_mask: (B, S), 1 = real, or None.
@@ -48,13 +49,15 @@ def pack_padded_batch(
     Raises:
         PackingError: shapes that disagree; neither or both masks without `lengths`; a mask that is
             not two-dimensional, is left-padded, has a hole or an empty row, or disagrees with
-            `lengths`; loss on padding or on an ignored label.
+            `lengths`; loss on padding or on an ignored label; labels without a loss mask, or a
+            loss mask without labels.
     """
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise PackingError(
             f"tokens must be (B, S) with B, S >= 1, found shape {tuple(tokens.shape)}"
         )
     rows, width = tokens.shape
+    labels, loss_mask = _both_or_neither(labels, loss_mask, tokens)
     for name, value in (("labels", labels), ("loss_mask", loss_mask)):
         if value.shape != tokens.shape:
             raise PackingError(
@@ -75,6 +78,21 @@ def pack_padded_batch(
         layout=RowLayout(lengths=real, pad_to_multiple_of=pad_to_multiple_of),
         pad_token_id=pad_token_id,
         keys=tuple(f"row-{row}" for row in range(rows)),
+    )
+
+
+def _both_or_neither(
+    labels: Tensor | None, loss_mask: Tensor | None, tokens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Labels and loss mask; without any loss where neither is given."""
+    if labels is not None and loss_mask is not None:
+        return labels, loss_mask
+    if labels is None and loss_mask is None:
+        return torch.full_like(tokens, IGNORE_INDEX), torch.zeros_like(tokens)
+    given, missing = ("labels", "loss_mask") if loss_mask is None else ("loss_mask", "labels")
+    raise PackingError(
+        f"{given} without {missing}: give both, or neither (None) on a pipeline stage that has no "
+        f"loss; which tokens have loss is never guessed"
     )
 
 
