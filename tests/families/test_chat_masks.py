@@ -312,3 +312,54 @@ def test_a_marker_inside_the_vocabulary_is_renamed_there_too(kind):
     around = [words.index("\u2581"), *spelt, words.index("\u2581"), words.index("b")]
     assert ids == [1, words.index("a"), *around, 1]
     assert [token.content for token in tokenizer.added_tokens_decoder.values()] == ["<image>"]
+
+
+# Content as a string, or as parts
+
+
+USER_PARTS = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n'}}"
+    "{% if message['role'] == 'user' %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<image>' }}{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{{ '<|im_end|>\\n' }}{% else %}ELSE{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{'<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+ONLY_STRINGS = {
+    "fails on a list": "{{ message['content'] + '<|im_end|>\\n' }}",
+    "writes the list out": "{{ message['content'] }}{{ '<|im_end|>\\n' }}",
+}
+
+
+@pytest.mark.parametrize("kind", ONLY_STRINGS)
+def test_turns_that_must_be_strings_are_strings_where_questions_are_parts(kind):
+    """Every sample was refused after indexing, or the list itself was learnt."""
+    text = USER_PARTS.replace("ELSE", ONLY_STRINGS[kind])
+    encoder = chat_encoder(
+        LLAVA_ONEVISION._replace(text=text, answer=r"(?<=\|>assistant\n).*?<\|im_end\|>")
+    )
+    sample = conversation(
+        ("system", ["Be terse."]), ("user", [None, "Which?"]), ("assistant", ["It", " is 2"])
+    )
+    tokens = encoder.encode(sample.messages, ["[image]"])
+    assert encoder.tokenizer.decode(tokens.input_ids) == (
+        "<|im_start|>system\nBe terse.<|im_end|>\n<|im_start|>user\n[image]Which?<|im_end|>\n"
+        "<|im_start|>assistant\nIt is 2<|im_end|>\n"
+    )
+    assert learnt(encoder, tokens) == "It is 2<|im_end|>"
+    shown = conversation(("user", ["Which?"]), ("assistant", [None, "this"]))
+    with pytest.raises(DataError, match=r"the assistant's turn has an image.* as a string alone"):
+        encoder.encode(shown.messages, ["[image]"])
+
+
+def test_a_language_model_whose_template_takes_parts_alone_gets_them():
+    text = USER_PARTS.replace("{% if message['role'] == 'user' %}", "{% if true %}")
+    encoder = chat_encoder(NO_PROMPT._replace(text=text))
+    tokens = encoder.encode(conversation(("user", ["Which?"]), ("assistant", ["2"])).messages)
+    assert learnt(encoder, tokens) == "2<|im_end|>"
+
+
+@EVERY
+def test_a_template_that_takes_both_gets_what_it_always_got(template):
+    form = "parts" if template.takes_parts else "string"
+    assert set(chat_encoder(template)._forms.values()) == {form}

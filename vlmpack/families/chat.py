@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from vlmpack.errors import DataError, ModelError
+from vlmpack.families.content import Form, find_forms, turn_dicts
 from vlmpack.families.image_text import Span, WrittenOut, write_out
 from vlmpack.families.literals import hide_literals, put_back, renamed_tokenizer
-from vlmpack.families.sample import ImagePart, Message, TextPart
+from vlmpack.families.sample import ImagePart, Message, Role, TextPart
 from vlmpack.families.token_places import (
     cuts_places,
     with_whole_places,
@@ -54,8 +55,8 @@ class ChatEncoder:
 
     Args:
         tokenizer: a fast tokenizer of transformers with a chat template.
-        takes_images: whether the template gets a message as a list of parts. Templates of language
-            models get a string: some would write the list itself out, as text.
+        takes_images: whether the model has a vision tower. Its template then gets a message as a
+            list of parts, and a language model's as a string, unless it takes only the other.
         marker: what the template writes for an image; empty where it takes none.
     """
 
@@ -148,30 +149,26 @@ class ChatEncoder:
         Raises:
             DataError: (schema) the template refuses them, or an image for a model without tower.
         """
+        return self._apply(self._as_dicts(messages), generation_prompt=generation_prompt)
+
+    def _as_dicts(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        if not self.takes_images and any(
+            isinstance(part, ImagePart) for message in messages for part in message.parts
+        ):
+            raise no_vision_tower()
+        return turn_dicts(messages, self._forms)
+
+    @cached_property
+    def _forms(self) -> dict[Role, Form]:
+        return find_forms(self._apply, "parts" if self.takes_images else "string")
+
+    def _apply(self, turns: list[dict[str, Any]], *, generation_prompt: bool = False) -> str:
         with template_faults():
             return str(
                 self.tokenizer.apply_chat_template(
-                    self._as_dicts(messages),
-                    tokenize=False,
-                    add_generation_prompt=generation_prompt,
+                    turns, tokenize=False, add_generation_prompt=generation_prompt
                 )
             )
-
-    def _as_dicts(self, messages: tuple[Message, ...]) -> list[dict[str, Any]]:
-        return [{"role": message.role, "content": self._content(message)} for message in messages]
-
-    def _content(self, message: Message) -> str | list[dict[str, str]]:
-        images = [isinstance(part, ImagePart) for part in message.parts]
-        if not self.takes_images:
-            if any(images):
-                raise no_vision_tower()
-            return message.text
-        return [
-            {"type": "image"}
-            if isinstance(part, ImagePart)
-            else {"type": "text", "text": part.text}
-            for part in message.parts or (TextPart(""),)
-        ]
 
     def encode(self, messages: tuple[Message, ...], images: Sequence[str] = ()) -> ChatTokens:
         """Tokenise a whole conversation.
