@@ -125,15 +125,17 @@ def drop_rows_after(path: Path, step: int) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics.jsonl; a last line cut by a kill is left out."""
+    """Rows of a metrics.jsonl; lines that are none are left out."""
     rows: list[dict[str, Any]] = []
     if not path.is_file():
         return rows
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().split(b"\n"):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
             continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
     return rows
 
 

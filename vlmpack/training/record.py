@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from vlmpack.distributed import Ranks
 from vlmpack.errors import RunDirError
 
 LAUNCHES = "launches.jsonl"
+_RANK_FILE = re.compile(r"rank-([0-9]{4,9})\.jsonl")
 
 
 class SampleName(NamedTuple):
@@ -243,7 +245,8 @@ def read_steps(folder: Path, dp_rank: int) -> Iterator[tuple[int, StepSamples]]:
 
 def recorded_ranks(folder: Path) -> list[int]:
     """The replicas that wrote anything, in any launch."""
-    return sorted(int(path.stem.removeprefix("rank-")) for path in folder.glob("rank-*.jsonl"))
+    found = (_RANK_FILE.fullmatch(path.name) for path in folder.glob("rank-*.jsonl"))
+    return sorted(int(match[1]) for match in found if match is not None)
 
 
 def _bin(samples: list[str], shards: dict[str, str]) -> Bin:

@@ -43,7 +43,10 @@ def parse_line(text: bytes) -> dict[str, Any]:
         text = found.group(1) + b"}"
         if zlib.crc32(text) != int(found.group(2), 16):
             raise ValueError("its checksum is not that of its text")
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError(f"{value!r}; expected an object")
     return value
@@ -61,3 +64,15 @@ def parse_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | ValueError]]
                 yield number, parse_line(text)
             except ValueError as error:
                 yield number, error
+
+
+def ends_torn(path: Path) -> bool:
+    """Whether the file's last line has no end: a kill or a full disk cut it."""
+    try:
+        with path.open("rb") as stream:
+            if stream.seek(0, 2) == 0:
+                return False
+            stream.seek(-1, 2)
+            return stream.read(1) != b"\n"
+    except FileNotFoundError:
+        return False

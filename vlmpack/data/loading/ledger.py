@@ -10,18 +10,19 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmpack.data.loading.checked_lines import checked_line, parse_lines
+from vlmpack.data.loading.checked_lines import checked_line, ends_torn, parse_lines
 from vlmpack.data.loading.read import SkippedSample
 from vlmpack.errors import DataLimitError, RunDirError
 
 logger = logging.getLogger("vlmpack")
 
 LEDGER_NAME = "data-errors.jsonl"
+_TEXTS = ("class", "key", "shard", "reason")
 WORST_SHOWN = 10
 
 
@@ -93,13 +94,24 @@ class Ledger:
         """
         if self.path is None:
             return list(self._lines)
-        return [line for _, line in parse_lines(self.path) if isinstance(line, dict)]
+        return [line for _, line in self._parsed() if isinstance(line, dict)]
 
     def damaged_lines(self) -> list[int]:
         """Numbers of the lines that `lines` leaves out, but for a last one without its end."""
         if self.path is None:
             return []
-        return [number for number, line in parse_lines(self.path) if not isinstance(line, dict)]
+        return [number for number, line in self._parsed() if not isinstance(line, dict)]
+
+    def _parsed(self) -> Iterator[tuple[int, dict[str, Any] | None]]:
+        """(number, line) of the file; None for what is no line of a ledger."""
+        assert self.path is not None
+        for number, line in parse_lines(self.path):
+            is_ours = (
+                isinstance(line, dict)
+                and all(isinstance(line.get(name), str) for name in _TEXTS)
+                and isinstance(line.get("batch", ""), int | None)
+            )
+            yield number, line if is_ours and isinstance(line, dict) else None
 
     def rewind(self, batches: int, *, skipped: int = 0) -> None:
         """Drops the lines of global batches from `batches` on: a resumed run meets them again.
@@ -131,7 +143,7 @@ class Ledger:
                 counted,
                 skipped,
             )
-        if not damaged and len(kept) == len(lines):
+        if not damaged and len(kept) == len(lines) and not ends_torn(self.path):
             return
         temporary = self.path.with_suffix(".tmp")
         temporary.write_bytes(b"".join(map(checked_line, kept)))
@@ -273,8 +285,11 @@ class SkipLimiter:
 
 
 def _append(path: Path, data: bytes) -> None:
-    """One write to a file opened for appending: whole lines, whoever else writes."""
+    """One write to a file opened for appending: whole lines, whoever else writes. What a kill or a
+    full disk left of a last line is ended first: it would swallow the next one."""
     try:
+        if ends_torn(path):
+            data = b"\n" + data
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             while data:
