@@ -48,7 +48,7 @@ def lognormal_lengths(count: int) -> np.ndarray:
     return np.clip(drawn, 1, CAPACITY).astype(np.int64)
 
 
-class _Process:
+class Process:
     """A packer that waits for runs."""
 
     def __init__(self, python: str, *arguments: str) -> None:
@@ -94,12 +94,12 @@ def _bench_offline(rounds: int) -> dict[str, object]:
     with tempfile.TemporaryDirectory(prefix="vlmpack-bench-") as folder:
         path = f"{folder}/lengths.npy"
         np.save(path, lengths)
-        packers = {"plan_packs": _Process(sys.executable, "vlmpack", path, str(CAPACITY))}
+        packers = {"plan_packs": Process(sys.executable, "vlmpack", path, str(CAPACITY))}
         if trl:
-            packers["trl"] = _Process(trl, "trl", path, str(CAPACITY))
+            packers["trl"] = Process(trl, "trl", path, str(CAPACITY))
         if wheel:
             python = trl or sys.executable
-            packers["bridge"] = _Process(python, "bridge", path, str(CAPACITY), wheel)
+            packers["bridge"] = Process(python, "bridge", path, str(CAPACITY), wheel)
         for _ in range(min(rounds, 3)):
             for packer in packers.values():
                 packer.run()

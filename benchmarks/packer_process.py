@@ -1,6 +1,8 @@
 """One packer in a process of its own: each line on stdin is one run, answered by its CPU seconds.
 
-    python packer_process.py {vlmpack,trl,bridge} LENGTHS.npy CAPACITY [BRIDGE_WHEEL]
+    python packer_process.py {vlmpack,trl,bridge} LENGTHS.npy CAPACITY [MORE]
+
+MORE is for bridge its wheel, for vlmpack a file of second quantities and their budget.
 
 The first answer, before any line, is the packer's version. What is timed is the choice of packs
 from lengths alone: of TRL's packer, which packs a table, the time inside pyarrow.compute (reading
@@ -23,12 +25,13 @@ Packer = Callable[[], tuple[int, float]]
 """Packs once; the number of packs, and seconds to leave out."""
 
 
-def vlmpack_packer(lengths: np.ndarray, capacity: int) -> tuple[str, Packer]:
+def vlmpack_packer(lengths: np.ndarray, capacity: int, *second: str) -> tuple[str, Packer]:
     """Ours."""
     import vlmpack
     from vlmpack.packing import plan_packs
 
-    return vlmpack.__version__, lambda: (len(plan_packs(lengths, capacity)), 0.0)
+    options = {"second": np.load(second[0]), "second_budget": int(second[1])} if second else {}
+    return vlmpack.__version__, lambda: (len(plan_packs(lengths, capacity, **options)), 0.0)
 
 
 class _Timed:
@@ -85,9 +88,9 @@ def bridge_packer(lengths: np.ndarray, capacity: int, wheel: str) -> tuple[str, 
 
 def main() -> None:
     """Serve runs until stdin ends."""
-    name, path, capacity, *wheel = sys.argv[1:]
+    name, path, capacity, *more = sys.argv[1:]
     makers = {"vlmpack": vlmpack_packer, "trl": trl_packer, "bridge": bridge_packer}
-    version, pack = makers[name](np.load(path), int(capacity), *wheel)
+    version, pack = makers[name](np.load(path), int(capacity), *more)
     print(json.dumps({"version": version}), flush=True)
     for _ in sys.stdin:
         started = time.process_time()

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from bench_attention import bench_attention, bench_collator
 from bench_data import bench_data
+from bench_fewest import bench_fewest
 from bench_memory import bench_context_memory
 from bench_packers import bench_packers
 from bench_plan import bench_plan
@@ -53,6 +54,7 @@ def _benchmarks(rounds: int) -> dict[str, Callable[[], dict[str, object]]]:
         "segments": lambda: bench_segments(rounds),
         "data": lambda: bench_data(rounds),
         "plan": bench_plan,
+        "fewest packs": lambda: bench_fewest(rounds),
         "packers": lambda: bench_packers(rounds),
         "step": lambda: bench_step(rounds, width=512),
         "step, demo model": lambda: bench_step(rounds, width=None),

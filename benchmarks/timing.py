@@ -11,13 +11,30 @@ def medians(
     variants: Mapping[str, Callable[[], object]], *, rounds: int, warm_up: int = 2
 ) -> dict[str, float]:
     """Median seconds of each variant; every round runs each of them once, in turn."""
+    return _medians(variants, time.perf_counter, rounds=rounds, warm_up=warm_up)
+
+
+def processor_medians(
+    variants: Mapping[str, Callable[[], object]], *, rounds: int
+) -> dict[str, float]:
+    """The same in CPU seconds of this process: what an idle core takes."""
+    return _medians(variants, time.process_time, rounds=rounds, warm_up=0)
+
+
+def _medians(
+    variants: Mapping[str, Callable[[], object]],
+    clock: Callable[[], float],
+    *,
+    rounds: int,
+    warm_up: int,
+) -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for index in range(warm_up + rounds):
         for name, run in variants.items():
-            started = time.perf_counter()
+            started = clock()
             run()
             if index >= warm_up:
-                seconds[name].append(time.perf_counter() - started)
+                seconds[name].append(clock() - started)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 

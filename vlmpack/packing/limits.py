@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from vlmpack.errors import PackingError
 
+Bools = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
 Lengths = Sequence[int] | npt.NDArray[np.integer[Any]]
 

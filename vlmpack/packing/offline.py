@@ -1,19 +1,25 @@
 """Offline packing: which samples share a pack, all lengths known. No torch.
 
-Lengths -> best-fit-decreasing (histogram.py, two_budgets.py) -> where that leaves packs to save,
-the emptiest packs are taken apart and packed anew by exact subset sums (stream.py) -> sample
-numbers.
+Lengths -> best-fit-decreasing (histogram.py) -> where that leaves packs to save, or some over the
+second budget, these and the emptiest are taken apart and packed anew by exact subset sums
+(stream.py) -> where there may still be fewer packs (lower_bound.py), all samples by
+best-fit-decreasing under both budgets (two_budgets.py) and by exact subset sums in their own order,
+and the fewest packs are taken -> sample numbers.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
+from itertools import repeat
 
 import numpy as np
 
 from vlmpack.errors import PackingError
 from vlmpack.packing.histogram import place_lengths
-from vlmpack.packing.limits import Integers, Lengths, PackLimits, integers
+from vlmpack.packing.limits import Bools, Integers, Lengths, PackLimits, integers
+from vlmpack.packing.lower_bound import fewest_packs, sums_by_pack
 from vlmpack.packing.stream import StreamPacker
-from vlmpack.packing.two_budgets import place_pairs
+from vlmpack.packing.two_budgets import countable_budget, place_pairs
 
 REPACKED_SAMPLES = 80_000
 """Most samples that are packed anew after best-fit-decreasing: 0.2 to 0.4 s."""
@@ -33,11 +39,11 @@ def plan_packs(
 ) -> list[Integers]:
     """Choose which samples share a pack. A pure function of its arguments.
 
-    Without a second budget: best-fit-decreasing; if it opens more than one pack above the lower
-    bound, its emptiest packs are packed anew where that saves packs (all of them, at some 0.2
-    million samples/s, if `max_sequences` costs more than 1% of the packs). With a second budget a
-    sample goes, from the largest share of either budget to the smallest, into the pack with the
-    least room in tokens among those with enough room of both.
+    Never more packs than best-fit-decreasing (under two budgets: each sample, from the largest
+    share of either budget to the smallest, into the pack with the least room in tokens among those
+    with enough of both) or `StreamPacker` makes of the samples as they come. Where
+    best-fit-decreasing takes as few packs as there can be, nothing else is tried; where it does
+    not, all samples may be packed again, at 0.1 to 0.5 million samples/s.
 
     Args:
         lengths: (n,) integers, tokens of each sample, at least 1; rounded up to `alignment`.
@@ -67,10 +73,11 @@ def plan_packs(
     units = -(-tokens // limits.alignment)
     if units[longest] > limits.units:
         raise limits.too_long(f"lengths[{longest}]", int(tokens[longest]))
-    slots = limits.max_sequences or len(tokens)
     if extra is not None and extra.any():
-        return _members(place_pairs(units, extra, limits, slots))
-    return _members(_repacked(units, place_lengths(units, limits.units, slots), limits))
+        limits = replace(limits, second_budget=countable_budget(extra, limits))
+    else:
+        extra = None
+    return _members(_fewest(units, extra, limits))
 
 
 def _second(second: Lengths | None, limits: PackLimits, count: int) -> Integers | None:
@@ -89,37 +96,89 @@ def _second(second: Lengths | None, limits: PackLimits, count: int) -> Integers 
     return extra
 
 
-def _repacked(units: Integers, packs: Integers, limits: PackLimits) -> Integers:
-    """(n,) packs, fewer where packing the emptiest ones anew saves some.
+def _fewest(units: Integers, extra: Integers | None, limits: PackLimits) -> Integers:
+    """(n,) the pack of each sample, by the first way that takes as few packs as there can be, or by
+    the one that takes fewest.
 
     Args:
         units: (n,) lengths.
-        packs: (n,) the pack of each sample, every pack used.
+        extra: (n,) the second quantity; None where there is none.
         limits: bounds of a pack.
     """
-    used = np.bincount(packs, weights=units).astype(np.int64)
-    sizes = np.bincount(packs)
-    least = -(-int(units.sum()) // limits.units)
-    if limits.max_sequences is not None:
-        least = max(least, -(-len(units) // limits.max_sequences))
-    excess = len(used) - least
-    if excess <= 1:
-        return packs
-    if limits.max_sequences is not None and excess > least // 100:
-        taken = np.arange(len(used))
-    else:
-        taken = _emptiest(limits.units - used, sizes, (excess + 0.5) * limits.units)
+    least = fewest_packs(units, extra, limits)
+    slots = limits.max_sequences or len(units)
+    best = _repacked(units, extra, place_lengths(units, limits.units, slots), limits, least)
+    if best is not None and _count(best) <= least:
+        return best
+    if extra is not None:
+        pairs = place_pairs(units, extra, limits, slots)
+        if best is None or _count(pairs) < _count(best):
+            best = pairs
+    assert best is not None
+    if _count(best) <= least:
+        return best
+    streamed = _streamed(units, extra, limits, most=_count(best) - 1)
+    return best if streamed is None else streamed
+
+
+def _repacked(
+    units: Integers, extra: Integers | None, packs: Integers, limits: PackLimits, least: int
+) -> Integers | None:
+    """(n,) packs within both budgets: those over the second one are packed anew, and the emptiest
+    with them where that saves packs. None where too many are over.
+
+    Args:
+        units: (n,) lengths.
+        extra: (n,) the second quantity.
+        packs: (n,) the pack of each sample within all bounds but the second budget; each is used.
+        limits: bounds of a pack.
+        least: how few packs there can be.
+    """
+    used, sizes = sums_by_pack(packs, units), np.bincount(packs)
     apart = np.zeros(len(used), bool)
-    apart[taken] = True
+    if extra is not None:
+        apart = _relieved(sums_by_pack(packs, extra), limits)
+    over = bool(apart.any())
+    excess = len(used) - least
+    if not over and excess <= 0:
+        return packs
+    if over and sizes[apart].sum() > min(REPACKED_SAMPLES, len(units) // 4):
+        return None
+    if limits.max_sequences is not None and excess > least // 100:
+        apart[:] = True
+    else:
+        rooms = np.where(apart, 0, limits.units - used)
+        apart[_emptiest(rooms, sizes, (excess + 0.5) * limits.units)] = True
     # Mixed, since neighbours in the order of the samples may be alike.
     samples = np.random.default_rng(0).permutation(np.flatnonzero(apart[packs]))
-    anew = _streamed(units[samples].tolist(), limits)
-    if len(anew) >= len(taken):
+    taken = int(np.count_nonzero(apart))
+    anew = _streamed(
+        units[samples],
+        None if extra is None else extra[samples],
+        limits,
+        most=len(samples) if over else taken - 1,
+    )
+    if anew is None:
         return packs
     found = ((~apart).cumsum() - 1)[packs]
-    for number, pack in enumerate(anew, start=len(used) - len(taken)):
-        found[samples[pack]] = number
+    found[samples] = len(used) - taken + anew
     return found
+
+
+def _relieved(second: Integers, limits: PackLimits) -> Bools:
+    """(packs,) bool: those over the second budget and, for each, one of those with the least of it,
+    so that together they have room.
+
+    Args:
+        second: (packs,) the sum in each.
+        limits: bounds of a pack.
+    """
+    assert limits.second_budget is not None
+    over = second > limits.second_budget
+    count = min(np.count_nonzero(over), np.count_nonzero(~over))
+    if count:
+        over[np.argsort(second, kind="stable")[:count]] = True
+    return over
 
 
 def _emptiest(rooms: Integers, sizes: Integers, room: float) -> Integers:
@@ -140,10 +199,46 @@ def _emptiest(rooms: Integers, sizes: Integers, room: float) -> Integers:
     return order[: min(enough, few)]
 
 
-def _streamed(units: list[int], limits: PackLimits) -> list[list[int]]:
-    packer = StreamPacker(limits.units, buffer_size=BUFFER_SIZE, max_sequences=limits.max_sequences)
-    packs = [pack for length in units for pack in packer.push(length)]
-    return packs + packer.flush()
+def _streamed(
+    units: Integers, extra: Integers | None, limits: PackLimits, *, most: int
+) -> Integers | None:
+    """(n,) the pack of each sample as they come; None, as soon as it is certain, for more than
+    `most` packs.
+
+    Args:
+        units: (n,) lengths.
+        extra: (n,) the second quantity.
+        limits: bounds of a pack.
+        most: packs.
+    """
+    packer = StreamPacker(
+        limits.units,
+        buffer_size=BUFFER_SIZE,
+        second_budget=None if extra is None else limits.second_budget,
+        max_sequences=limits.max_sequences,
+    )
+    lengths = units.tolist()
+    wasted, spare = 0, most * limits.units - sum(lengths)
+    packs: list[list[int]] = []
+    for length, second in zip(
+        lengths, repeat(0) if extra is None else extra.tolist(), strict=False
+    ):
+        for pack in packer.push(length, second):
+            packs.append(pack)
+            wasted += limits.units - sum(map(lengths.__getitem__, pack))
+            if wasted > spare:
+                return None
+    packs += packer.flush()
+    if len(packs) > most:
+        return None
+    found = np.empty(len(units), np.int64)
+    found[np.concatenate(packs)] = np.repeat(np.arange(len(packs)), list(map(len, packs)))
+    return found
+
+
+def _count(packs: Integers) -> int:
+    """Of packs, all of which are used."""
+    return int(packs.max()) + 1
 
 
 def _members(packs: Integers) -> list[Integers]:

@@ -27,7 +27,7 @@ def place_pairs(units: Integers, second: Integers, limits: PackLimits, slots: in
     Raises:
         PackingError: numbers so large that an int64 does not hold their products.
     """
-    budget = _second_budget(second, limits)
+    budget = countable_budget(second, limits)
     pairs, group_of, counts = np.unique(
         units * (budget + 1) + second, return_inverse=True, return_counts=True
     )
@@ -49,8 +49,16 @@ def place_pairs(units: Integers, second: Integers, limits: PackLimits, slots: in
     return found
 
 
-def _second_budget(second: Integers, limits: PackLimits) -> int:
-    """The bound to count with: no more than there is of it, where products would be too large."""
+def countable_budget(second: Integers, limits: PackLimits) -> int:
+    """The bound to count with: no more than there is of it, where products would be too large.
+
+    Args:
+        second: (n,) the quantity that `limits.second_budget` bounds.
+        limits: bounds of a pack.
+
+    Raises:
+        PackingError: numbers so large that an int64 does not hold their products.
+    """
     budget = limits.second_budget
     assert budget is not None
     most = int(np.iinfo(np.int64).max) // (limits.units + 1) - 1
