@@ -27,6 +27,15 @@ CREDENTIALS: Mapping[str, tuple[str, ...]] = {
 CREDENTIAL_NAMES = tuple(dict.fromkeys(name for names in CREDENTIALS.values() for name in names))
 _NOT_SECRET = ("account_name",)
 
+_RECORD_FILES: Mapping[str, tuple[str, ...]] = {
+    "a JSONL file": (".jsonl", ".ndjson"),
+    "a JSON file": (".json",),
+    "a parquet file": (".parquet",),
+}
+"""What `vlmpack data convert` reads."""
+_COMPRESSED = (".gz", ".tgz", ".bz2", ".tbz2", ".xz", ".txz", ".zst", ".tzst", ".lz4")
+_OTHER_FILES = (".arrow", ".csv", ".tsv", ".txt", ".zip", ".yaml", ".yml", ".idx")
+
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://|(pipe|exec|sh|cmd|file):", re.IGNORECASE)
 _REFERENCE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 _ADDRESS = re.compile(r"(?P<scheme>[^:/]+://)(?P<authority>[^/?#]*)(?P<rest>.*)", re.DOTALL)
@@ -48,6 +57,27 @@ def scheme_of(address: str) -> str | None:
 def is_remote(address: str) -> bool:
     """Whether the bytes lie in a store or on a server."""
     return scheme_of(address) in REMOTE_SCHEMES
+
+
+def no_shard(address: str) -> str | None:
+    """What a file is that its name's end says is no tar, to complete "'x' ..."; None for others.
+
+    Args:
+        address: a path, a pattern or an address.
+    """
+    name = address.partition("?")[0] if is_remote(address) else address
+    name = name.rpartition("/")[2].lower()
+    for kind, ends in _RECORD_FILES.items():
+        if name.endswith(ends):
+            return (
+                f"is {kind}, no tar shard; `vlmpack data convert SOURCE OUT` makes shards of it, "
+                "OUT-*.tar"
+            )
+    if name.endswith(_COMPRESSED):
+        return "is compressed, and compressed shards are not read: decompress it"
+    if name.endswith(_OTHER_FILES):
+        return "is no tar shard (docs/data.md says what a shard is)"
+    return None
 
 
 def is_reference(text: str) -> bool:

@@ -66,6 +66,29 @@ def test_bad_patterns(
         expand_shards([pattern], key="data.train")
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("train.jsonl", "is a JSONL file, no tar shard; `vlmpack data convert SOURCE OUT`"),
+        ("TRAIN.JSON", "is a JSON file, no tar shard; `vlmpack data convert"),
+        ("train.parquet", "is a parquet file, no tar shard; `vlmpack data convert"),
+        ("train.tar.gz", "is compressed, and compressed shards are not read"),
+        ("train.csv", "is no tar shard"),
+    ],
+)
+def test_files_that_are_no_shards_are_named_before_any_is_opened(
+    shards: Path, name: str, reason: str
+) -> None:
+    (shards / name).write_bytes(b"")
+    for pattern in (name, "*[!r]", "{x-000.tar," + name + "}"):
+        with pytest.raises(RecipeError, match=f"data.train: '.*{name}' {reason}"):
+            expand_shards([str(shards / pattern)], key="data.train")
+    address = f"https://host/{name}?${{env:SIGNATURE}}"
+    with pytest.raises(RecipeError, match=rf"{name}\?\*\*\*' {reason}"):
+        expand_shards([address], key="data.train")
+    assert expand_shards(["https://host/x.tar?file=x.jsonl"], key="k")
+
+
 def test_all_problems_at_once(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(shards)
     with pytest.raises(RecipeError) as caught:

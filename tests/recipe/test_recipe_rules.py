@@ -278,6 +278,19 @@ CASES = [
     ),
     (
         "sources_are_readable",
+        {"data.train": "data/train-*.jsonl"},
+        "data.train: 'data/train-*.jsonl' is a JSONL file, no tar shard; `vlmpack data convert "
+        "SOURCE OUT` makes shards of it",
+        {"data.train": "data/train-*.tar"},
+    ),
+    (
+        "sources_are_readable",
+        {"data.validation": "data/validation.parquet"},
+        "data.validation: 'data/validation.parquet' is a parquet file",
+        {"data.validation": "data/validation.tar"},
+    ),
+    (
+        "sources_are_readable",
         {"data.train": "pipe:cat x.tar"},
         "data.train: 'pipe:' is not allowed",
         {"data.train": "pipe/x.tar"},

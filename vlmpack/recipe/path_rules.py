@@ -18,6 +18,8 @@ from vlmpack.addresses import (
     credential_problem,
     endpoint_problem,
     is_remote,
+    no_shard,
+    redacted,
     scheme_of,
     secret_in,
     without_references,
@@ -47,6 +49,8 @@ def sources_are_readable(data: DataSection) -> list[Problem]:
             elif "${" in without_references(source.path) or "$(" in source.path:
                 message = "'$' references in addresses are '${env:NAME}', no others"
                 problems.append(Problem(key, message))
+            if what := no_shard(source.path):
+                problems.append(Problem(key, f"{redacted(source.path)!r} {what}"))
     return problems
 
 

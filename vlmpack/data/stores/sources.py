@@ -15,11 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from vlmpack.addresses import OBJECT_SCHEMES, REMOTE_SCHEMES, scheme_of, secret_in
+from vlmpack.addresses import (
+    OBJECT_SCHEMES,
+    REMOTE_SCHEMES,
+    no_shard,
+    redacted,
+    scheme_of,
+    secret_in,
+)
 from vlmpack.data.stores.fetch import Fetcher, ShardStamp, stamp_shards
 from vlmpack.errors import DataError, RecipeError
 
 MAX_EXPANDED = 1_000_000
+MAX_NAMED = 5
+"""Files that are no shards, in a message."""
 
 _BRACES = re.compile(r"(?<!\$)\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
@@ -101,6 +110,11 @@ def find_shards(
             shards.extend(_expand_one(pattern, fetcher))
         except ValueError as error:
             problems.append(f"{key}: {pattern!r} {error}")
+    problems += [
+        f"{key}: {redacted(shard.path)!r} {what}"
+        for shard in shards
+        if (what := no_shard(shard.path))
+    ][:MAX_NAMED]
     seen: set[str] = set()
     for shard in shards:
         if shard.path in seen:
