@@ -55,6 +55,24 @@ def test_damaged_shards_are_named_and_the_others_are_kept(tmp_path: Path) -> Non
     assert len(list((tmp_path / "i").iterdir())) == 3
 
 
+@pytest.mark.parametrize("num_good", [0, 1])
+def test_shards_without_a_usable_sample_are_a_failure(tmp_path: Path, num_good: int) -> None:
+    """Again from the index, too. One usable sample is enough for an index."""
+    bad = {"json": b'{"messages": []}'}
+    samples = [(key_of(n), sample_fields(n) if n < num_good else bad) for n in range(3)]
+    write_shard(tmp_path / "s-0000.tar", samples)
+    cut = {"json": sample_fields(1)["json"], "0.png": b"no image"}
+    write_shard(tmp_path / "s-0001.tar", [("cut", cut), ("more", bad)])
+    for _ in range(2):
+        result = index(tmp_path)
+        lines = " ".join(result.output.split())
+        first = f"bad (schema): sample '{key_of(num_good)}' in {tmp_path}/s-0000.tar: 'messages' is"
+        assert first in lines and lines.count("bad (schema)") == 1
+        assert f"bad (decode): sample 'cut' in {tmp_path}/s-0001.tar: image '0.png' has" in lines
+        assert result.exit_code == (0 if num_good else 1)
+        assert ("no usable sample: all 5 samples of these shards" in lines) == (num_good == 0)
+
+
 @pytest.mark.parametrize("command", [("index",), ("data", "lint")])
 def test_listed_shards_are_not_looked_at_again(tmp_path: Path, command: tuple[str, ...]) -> None:
     """A glob's listing has the versions; shards that a brace range names are asked for theirs."""

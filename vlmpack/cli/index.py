@@ -20,6 +20,7 @@ from vlmpack.cli.options import (
 )
 from vlmpack.cli.progress import BytesBar, size_text
 from vlmpack.cli.stores import open_reading
+from vlmpack.words import counted
 
 if TYPE_CHECKING:
     from vlmpack.data.tools.index_shards import ShardReport
@@ -38,7 +39,7 @@ def index(
 ) -> None:
     """Index shards: where each sample lies, its checksum, its image sizes; with a recipe, its
     length too. Only new and changed shards are read, so it can be stopped and run again. Exit code
-    1 if a shard is damaged."""
+    1 if a shard is damaged, or no sample can be used."""
     from vlmpack.data.folders import default_cache_dir
     from vlmpack.data.tools.index_shards import index_shards, parts_builder
 
@@ -69,8 +70,25 @@ def index(
     for path in paths:
         if path in faults:
             typer.echo(f"faulty: {faults[path]}", err=True)
-    if faults:
+    samples = sum(report.samples for report in reports)
+    bad = sum(sum(report.bad.values()) for report in reports)
+    _print_first_bad(reports)
+    if bad and bad == samples:
+        typer.echo(
+            f"no usable sample: all {counted(samples, 'sample')} of these shards are bad", err=True
+        )
+    if faults or (bad and bad == samples):
         raise typer.Exit(1)
+
+
+def _print_first_bad(reports: Sequence[ShardReport]) -> None:
+    """The first bad sample of each class, in the order of the shards' paths."""
+    first: dict[str, str] = {}
+    for report in sorted(reports, key=lambda report: report.path):
+        for name, (key, reason) in report.first_bad.items():
+            first.setdefault(name, f"bad ({name}): sample {key!r} in {report.path}: {reason}")
+    for line in first.values():
+        typer.echo(line, err=True)
 
 
 def _print_table(reports: Sequence[ShardReport], folder: Path, seconds: float) -> None:

@@ -39,6 +39,7 @@ class ShardReport:
         seconds: that it took.
         samples: in it, bad ones included.
         bad: error class -> samples with a reason.
+        first_bad: error class -> key and reason of the first of them.
         unknown_keys: keys of the records that are not read -> records.
         energon: whether Energon's index lies beside it.
         fault: what is wrong with the shard as a whole, or with Energon's index of it.
@@ -50,6 +51,7 @@ class ShardReport:
     seconds: float = 0.0
     samples: int = 0
     bad: dict[str, int] = field(default_factory=dict)
+    first_bad: dict[str, tuple[str, str]] = field(default_factory=dict)
     unknown_keys: Mapping[str, int] = field(default_factory=dict)
     energon: bool = False
     fault: VlmpackError | None = None
@@ -79,6 +81,7 @@ class IndexOne:
         """The report; a damaged shard is a report with a fault, no exception."""
         begin = time.perf_counter()
         path, size, samples, was_read, bad = shard.path, 0, 0, False, dict[str, int]()
+        first: dict[str, tuple[str, str]] = {}
         unknown: Mapping[str, int] = {}
         energon, fault = False, None
         try:
@@ -93,8 +96,12 @@ class IndexOne:
             if isinstance(self.builder, ShardBuilder):
                 rows, measured = self._lengths(index, self.builder.lengths)
                 was_read = was_read or measured
-            classes = rows.column("error_class").drop_null().to_pylist()
-            bad = dict(sorted(Counter(classes).items()))
+            classes = rows.column("error_class").to_pylist()
+            bad = dict(sorted(Counter(filter(None, classes)).items()))
+            for name in bad:
+                place = classes.index(name)
+                key, reason = index.table.column("key")[place], rows.column("reason")[place]
+                first[name] = (key.as_py(), reason.as_py())
             energon = check_energon_index(self.builder.fetcher, stamp, index.table)
         except DataError as error:
             fault = error
@@ -106,6 +113,7 @@ class IndexOne:
             seconds=seconds,
             samples=samples,
             bad=bad,
+            first_bad=first,
             unknown_keys=unknown,
             energon=energon,
             fault=fault,
