@@ -14,11 +14,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vlmpack.errors import DataError, ModelError
+from vlmpack.errors import DataError, ModelError, VlmpackError
 from vlmpack.families.content import Form, find_forms, turn_dicts
 from vlmpack.families.image_text import Span, WrittenOut, write_out
 from vlmpack.families.literals import hide_literals, put_back, renamed_tokenizer
 from vlmpack.families.sample import ImagePart, Message, Role, TextPart
+from vlmpack.families.template_bounds import bound_templates
 from vlmpack.families.token_places import (
     cuts_places,
     with_whole_places,
@@ -78,8 +79,9 @@ class ChatEncoder:
         from jinja2 import TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        text = self.tokenizer.get_chat_template()
+        bound_templates()
         try:
+            text = self.tokenizer.get_chat_template()
             render_jinja_template([], chat_template=text)
         except TemplateSyntaxError as error:
             folder = Path(self.tokenizer.name_or_path)
@@ -87,6 +89,11 @@ class ChatEncoder:
             own = file.is_file() and file.read_text(encoding="utf-8") == text
             name = f"{file}" if own else f"the chat template of {folder}"
             raise ModelError(f"model.path: {name}, line {error.lineno}: {error.message}") from error
+        except Exception as error:  # compiling a hostile one may raise anything
+            raise ModelError(
+                f"model.path: the chat template of {self.tokenizer.name_or_path} cannot be "
+                f"compiled ({type(error).__name__}: {error})"
+            ) from error
 
     def refuse_without_images(self) -> None:
         """Raise ModelError where images are taken, but the template writes none."""
@@ -289,14 +296,20 @@ class ChatEncoder:
 
 @contextmanager
 def template_faults() -> Iterator[None]:
-    """A template that refuses a conversation, or cannot take its parts, is a fault of the data."""
+    """A template that refuses a conversation, cannot take its parts or takes too long is a fault of
+    the data. It is a program of the model folder, so it may raise anything."""
     from jinja2 import TemplateError
 
+    bound_templates()
     try:
         yield
-    except (TemplateError, TypeError, ValueError) as error:
+    except VlmpackError:
+        raise
+    except Exception as error:
+        is_plain = isinstance(error, TemplateError | TypeError | ValueError)
+        said = f"{error}" if is_plain else f"{type(error).__name__}: {error}"
         raise DataError(
-            f"the chat template refuses the conversation: {error}", error_class="schema"
+            f"the chat template refuses the conversation: {said}", error_class="schema"
         ) from error
 
 

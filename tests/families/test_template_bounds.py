@@ -1,0 +1,162 @@
+"""A chat template is a program of the model folder: it ends, and what it raises is named.
+
+Published templates are rendered as jinja2 renders them without our bounds.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from support import templates
+from support.templates import Template
+from transformers.utils import chat_template_utils
+
+from vlmpack.errors import DataError, ModelError
+from vlmpack.families import template_bounds
+from vlmpack.families.chat import ChatEncoder
+from vlmpack.families.sample import Message, TextPart
+
+TALK = tuple(
+    Message(role, (TextPart(text),))
+    for role, text in [("user", "What is it?"), ("assistant", "A cat."), ("user", "And this?")]
+)
+PUBLISHED = [value for value in vars(templates).values() if isinstance(value, Template)]
+
+
+class FakeTokenizer:
+    """As much of a tokenizer as a template needs."""
+
+    name_or_path = "a-model"
+    special_tokens_map: dict[str, str] = {}  # noqa: RUF012 - never changed
+
+    def __init__(self, text: str) -> None:
+        self.chat_template = text
+
+    def get_chat_template(self) -> str:
+        return self.chat_template
+
+    def apply_chat_template(self, messages: list[Any], **options: Any) -> str:
+        del options["tokenize"]
+        found: Any = chat_template_utils.render_jinja_template(
+            [messages], chat_template=self.chat_template, **options
+        )
+        return str(found[0][0])
+
+
+def render(text: str) -> str:
+    return ChatEncoder(FakeTokenizer(text), takes_images=False).render(TALK)
+
+
+ENDLESS = {
+    "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
+    "{% endfor %}",
+    "a loop that writes": "{% for a in range(99999) %}{{ 'x' * 100000 }}{% endfor %}",
+    "recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "two ways of recursion": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}"
+    "{% endmacro %}{{ m(99) }}",
+    "a recursive loop": "{% for a in [[[]]] * 30 recursive %}{{ loop([[[]]] * 30) }}{% endfor %}",
+    "a power": "{{ 9 ** (9 ** 9) }}",
+    "a power of messages": "{% set n = messages|length + 7 %}{{ n ** (n ** n) }}",
+    "a shower of digits": "{% set n = namespace(x=9) %}{% for a in range(99) %}"
+    "{% set n.x = n.x * n.x %}{% endfor %}{{ n.x }}",
+    "a repetition": "{{ 'x' * 10 ** 11 }}",
+    "a repeated list": "{{ [1] * 10 ** 11 }}",
+    "doubling": "{% set n = namespace(x='x') %}{% for a in range(99) %}"
+    "{% set n.x = n.x + n.x %}{% endfor %}",
+    "joining": "{% set n = namespace(x='x') %}{% for a in range(99) %}"
+    "{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "a width": "{{ 'x'|center(10 ** 11) }}",
+    "a method's width": "{{ 'x'.ljust(10 ** 11) }}",
+    "a format": "{{ '%99999999999d' % 1 }}",
+    "a starred format": "{{ '%*d' % (10 ** 11, 1) }}",
+    "replacements": "{% set n = namespace(x='xxxxxxxx') %}{% for a in range(99) %}"
+    "{% set n.x = n.x.replace('x', n.x) %}{% endfor %}",
+    "filtered lists": "{% for a in range(99999) %}{% set x = range(99999)|list|sum %}{% endfor %}",
+}
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_bounds, "MAX_SECONDS", 0.1)
+    monkeypatch.setattr(template_bounds, "MAX_TURNS", 20_000)
+    monkeypatch.setattr(template_bounds, "MAX_CHARACTERS", 1 << 20)
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_template_without_an_end_is_an_error_that_says_so(name: str) -> None:
+    begin = time.monotonic()
+    with pytest.raises((DataError, ModelError), match="the chat template") as caught:
+        render(ENDLESS[name])
+    assert time.monotonic() - begin < 20
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ 1 / 0 }}",
+        "{{ 2.0 ** 1000000 }}",
+        "{{ {}['a']['b'] }}",
+        "{{ '{1}'.format(0) }}",
+        "{{ messages[0].nothing.more }}",
+        "{{ [].pop() }}",
+        "{{ raise_exception('no') }}",
+        "{{ messages|sort }}",
+        "{{ dict(1, 2) }}",
+        "{% include 'other' %}",
+        "{% extends 'other' %}",
+        "{% import 'other' as o %}",
+        "{{ strftime_now(1) }}",
+    ],
+)
+def test_what_a_template_raises_is_a_fault_of_the_conversation(text: str) -> None:
+    with pytest.raises(DataError, match="the chat template refuses the conversation") as caught:
+        render(text)
+    assert caught.value.error_class == "schema"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{{ " + "(" * 5000, "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% if a %}" * 200, "{{"],
+)
+def test_a_template_that_cannot_be_compiled_is_a_fault_of_the_model(text: str) -> None:
+    with pytest.raises(ModelError, match=r"model\.path: the chat template"):
+        render(text)
+
+
+@pytest.mark.parametrize("template", PUBLISHED)
+def test_published_templates_write_what_they_wrote(template: Template) -> None:
+    """Far within the bounds, and the very text of an environment without them."""
+    messages = [
+        {
+            "role": message.role,
+            "content": [{"type": "text", "text": message.text}]
+            if template.takes_parts
+            else message.text,
+        }
+        for message in TALK * 40 + TALK[:2]
+    ]
+    plain = chat_template_utils._cached_compile_jinja_template(template.text)
+    bounded = template_bounds._compiled(template.text)
+    variables = {"messages": messages, "add_generation_prompt": False, "eos_token": "</s>"}
+    try:
+        expected = plain.render(bos_token="<s>", **variables)
+    except Exception as error:
+        with pytest.raises(type(error)):
+            bounded.render(bos_token="<s>", **variables)
+        return
+    assert bounded.render(bos_token="<s>", **variables) == expected
+    assert len(PUBLISHED) > 5, "vacuous"
+
+
+def test_marks_of_the_assistant_are_kept() -> None:
+    text = (
+        "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %};{% endfor %}"
+    )
+    encoder = ChatEncoder(FakeTokenizer(text), takes_images=False)
+    (span,) = encoder._spans(TALK, encoder.render(TALK))
+    assert encoder.render(TALK)[slice(*span)].startswith("A cat.")
