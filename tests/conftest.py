@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 # Tests never reach for a network, whatever the caller's environment says.
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Matrices this small are slower on two threads, and much slower beside another process.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# Nor do they leave anything in a user's own cache.
+os.environ["VLMPACK_CACHE"] = os.path.join(tempfile.gettempdir(), "vlmpack-tests-cache")  # noqa: PTH118
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

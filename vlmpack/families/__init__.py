@@ -11,10 +11,10 @@ from vlmpack.families.base import (
 )
 from vlmpack.families.decode import decode_image
 from vlmpack.families.encoder import Encoder, SampleLength
-from vlmpack.families.fingerprint import PROCESSOR_FILES
 from vlmpack.families.processor_files import write_budget
 from vlmpack.families.registry import family_of, model_types
 from vlmpack.families.sample import ImagePart, Message, TextPart, VLMSample
+from vlmpack.model_folder.content import PROCESSOR_FILES
 
 __all__ = [
     "PROCESSOR_FILES",

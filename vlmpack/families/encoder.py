@@ -20,11 +20,12 @@ from vlmpack.errors import CapabilityError, DataError, ModelError
 from vlmpack.families.base import Family, ImageLayout, ImageRule, PixelBudget
 from vlmpack.families.chat import ChatEncoder, no_vision_tower
 from vlmpack.families.decode import decode_image
-from vlmpack.families.fingerprint import PROCESSOR_FILES, digest, processor_parts
+from vlmpack.families.fingerprint import digest, processor_parts
 from vlmpack.families.processor_config import processor_template
 from vlmpack.families.registry import family_of
 from vlmpack.families.sample import VLMSample
 from vlmpack.model_folder import load_tokenizer
+from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.packing import IGNORE_INDEX, EncodedSample, Media
 
 ENCODER_VERSION = 4

@@ -6,20 +6,7 @@ import hashlib
 import json
 from pathlib import Path
 
-PROCESSOR_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-)
-"""What decides the tokens of a sample; their bytes make the fingerprint, and exports copy them."""
+from vlmpack.model_folder.content import PROCESSOR_FILES
 
 
 def processor_parts(folder: Path) -> dict[str, str]:

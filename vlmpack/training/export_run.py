@@ -25,7 +25,9 @@ from vlmpack.training.checkpoint import (
     newest_checkpoint,
     step_folder,
 )
+from vlmpack.training.checkpoint.folders import STATE, read_json
 from vlmpack.training.finish import export_dtype
+from vlmpack.training.model_watch import check_model_again, check_trained_from
 from vlmpack.training.policy import policy_of
 from vlmpack.training.recipe_data import build_encoder
 from vlmpack.training.reopen import read_recipe
@@ -68,6 +70,7 @@ def export_run(
     Raises:
         VlmpackError: no run folder, no such checkpoint, a place that is taken, a dtype for
             adapters, or a model that cannot be built as the recipe says.
+        RunIdentityError: the model folder holds another model than the run was trained from.
     """
     if not run.is_dir():
         raise VlmpackError(f"{run}: expected a run folder, found no folder there")
@@ -85,7 +88,7 @@ def export_run(
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        written = _write(recipe, checkpoint, partial, dtype=None if adapter else named)
+        written = _write(recipe, RunDir(run), checkpoint, partial, dtype=None if adapter else named)
         partial.rename(out)
     except OSError as error:
         raise VlmpackError(f"{out} cannot be written: {error.strerror or error}") from error
@@ -113,7 +116,7 @@ def _choose(run_dir: RunDir, step: int | None) -> Path:
 
 
 def _write(
-    recipe: Recipe, checkpoint: Path, folder: Path, *, dtype: str | None
+    recipe: Recipe, run_dir: RunDir, checkpoint: Path, folder: Path, *, dtype: str | None
 ) -> torch.dtype | None:
     """The whole model in that dtype, which is returned; None: the adapters."""
     from vlmpack.backends.export import save_model_folder
@@ -130,10 +133,12 @@ def _write(
     policy, source = policy_of(recipe), Path(recipe.model.path)
     encoder = build_encoder(recipe)
     paths = encoder.family.modules
+    now = check_model_again(source, run_dir)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     packed = policy.lora is not None and policy.lora.quantize != "none"
     if packed:
         check_quantization(device)
+    check_trained_from(checkpoint, read_json(checkpoint / STATE).get("model"), now)
     model = load_model(source)
     compute_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     apply_policy(model, paths, policy, device=device, compute_dtype=compute_dtype)

@@ -18,6 +18,7 @@ from vlmpack.errors import CapabilityError, DataError
 from vlmpack.families import write_budget
 from vlmpack.recipe import identity
 from vlmpack.training.generation import answer_over_ranks
+from vlmpack.training.model_watch import check_model_again
 from vlmpack.training.run_dir import write_atomically
 from vlmpack.training.scoring import (
     PREDICTIONS_AFTER,
@@ -117,11 +118,16 @@ def _skip_or_raise(session: Session, error: DataError) -> None:
 
 def export_model(session: Session) -> None:
     """Write the finetuned model in transformers format, adapters merged, and the adapters in
-    peft's. Collective."""
+    peft's. Collective.
+
+    Raises:
+        RunIdentityError: the model folder, which exports take files from, has changed meanwhile.
+    """
     recipe = session.recipe
     if not recipe.export.enabled:
         return
     engine, source = session.engine, Path(recipe.model.path)
+    session.ranks.on_main(lambda: check_model_again(source, session.run_dir))
     dtype = export_dtype(recipe.export.dtype, source)
     publish_folder(
         session.run_dir.export,

@@ -3,6 +3,7 @@
 runs/demo/
   recipe.yaml            the resolved recipe; `vlmpack finetune runs/demo/recipe.yaml` resumes
   identity.json          the fields that decide objective and order
+  model.json             what the model folder held, see vlmpack.training.model_record
   run.lock               who works here, while somebody does; see vlmpack.training.run_lock
   metrics.jsonl          one row a step
   data-errors.jsonl      one row a skipped sample
@@ -57,6 +58,7 @@ class RunDir:
         self.path = Path(path)
         self.recipe = self.path / "recipe.yaml"
         self.identity = self.path / "identity.json"
+        self.model = self.path / "model.json"
         self.lock = self.path / "run.lock"
         self.metrics = self.path / "metrics.jsonl"
         self.data_errors = self.path / "data-errors.jsonl"
@@ -119,7 +121,7 @@ class RunDir:
             raise RunDirError(f"run_dir: {self.identity} is damaged: {error}") from error
         return recorded
 
-    def _has_saved(self) -> bool:
+    def has_saved(self) -> bool:
         """Whether there is anything that a run would go on from, or has left as its result."""
         return bool(list_checkpoints(self.checkpoints)) or self.result.exists()
 
@@ -168,7 +170,7 @@ class RunDir:
         """
         recorded = self.recorded_identity()
         lines = [] if recorded is None else differences(recorded, current)
-        if lines and not self._has_saved():
+        if lines and not self.has_saved():
             self._begin_anew(lines)
         elif lines:
             listed = "\n".join(f"  {line}" for line in lines)

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from vlmpack.backends.engine import Engine
 from vlmpack.data.loading.ledger import Ledger, SkipLimiter, SkipLimits
@@ -22,6 +23,7 @@ from vlmpack.training.data_figures import data_summary, log_data
 from vlmpack.training.launch_memory import say_memory
 from vlmpack.training.mask_print import show_first_sample
 from vlmpack.training.metrics import MetricsLog, Progress, Trackers
+from vlmpack.training.model_watch import ModelWatch, recorded_model, watched_model
 from vlmpack.training.policy import check_policy, policy_rows, policy_table
 from vlmpack.training.recipe_data import build_encoder, open_split
 from vlmpack.training.record import StepSamples, open_record
@@ -132,15 +134,30 @@ class Session:
 def open_session(recipe: Recipe, ranks: Ranks, run_dir: RunDir, stop: StopFlag) -> Session:
     """Build every part of a run and load the newest checkpoint if the recipe says so.
 
-    The cheap checks come first: model folder and the names of its weights, data, then weights.
+    The cheap checks come first: model folder and the names of its weights, data, then weights,
+    whose digests are made meanwhile.
 
     Raises:
         VlmpackError: whatever is wrong, by its class.
     """
-    derived = derive(recipe, ranks.world_size)
+    folder = Path(recipe.model.path)
+    recorded = recorded_model(folder, ranks, run_dir)
     encoder = build_encoder(recipe)
     check_model(recipe, ranks)
     check_policy(recipe, encoder, ranks)
+    with watched_model(folder, ranks, run_dir, recorded) as model:
+        return _open(recipe, ranks, run_dir, stop, encoder, model)
+
+
+def _open(
+    recipe: Recipe,
+    ranks: Ranks,
+    run_dir: RunDir,
+    stop: StopFlag,
+    encoder: Encoder,
+    model: ModelWatch,
+) -> Session:
+    derived = derive(recipe, ranks.world_size)
     ledger = Ledger(run_dir.data_errors)
     saved = ranks.on_main(lambda: saved_state(recipe, run_dir))
     train = open_split(
@@ -157,6 +174,7 @@ def open_session(recipe: Recipe, ranks: Ranks, run_dir: RunDir, stop: StopFlag) 
     if recipe.training.verify and saved is None:
         verify_at_start(recipe, ranks, run_dir, encoder, train)
     engine = build_engine(recipe, encoder, ranks)
+    fingerprint = model.settle()
     for name, value in engine.description.items():
         logger.info("%-14s %s", name, value)
     trained = policy_rows(engine.components, recipe)
@@ -172,9 +190,11 @@ def open_session(recipe: Recipe, ranks: Ranks, run_dir: RunDir, stop: StopFlag) 
         stop=stop,
         validation=_validation_batches(recipe, validation, ranks),
         on_skips=lambda samples, skipped: limiter.check(samples=samples, skipped=skipped),
+        model=fingerprint,
     )
     if checkpoint.folder is not None:
         trainer.resume(checkpoint.folder)
+    ranks.on_main(model.keep)
     done = trainer.totals.step
     ranks.on_main(lambda: ledger.rewind(done, skipped=trainer.totals.num_skipped))
     limiter.replay(batches=done, samples_per_batch=_samples_per_batch(recipe, trainer.totals))

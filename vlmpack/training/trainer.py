@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from vlmpack.training.checkpoint import (
     restore_random_state,
 )
 from vlmpack.training.metrics import TRACKED, MetricsLog, Progress, StepRow, Trackers
+from vlmpack.training.model_watch import check_trained_from
 from vlmpack.training.record import SampleRecord, StepSamples
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.step import Stepper, StepSums
@@ -154,6 +155,7 @@ class Trainer:
         on_skips: called after every step with the samples planned in it and the skipped ones, over
             all ranks; raises where the budget is spent.
         record: where this replica's lead writes down what was trained.
+        model: digests of the model folder's parts; checkpoints hold them.
     """
 
     stepper: Stepper
@@ -163,6 +165,7 @@ class Trainer:
     validation: Callable[[], Iterable[Batch]] | None = None
     on_skips: Callable[[int, int], None] | None = None
     record: SampleRecord | None = None
+    model: Mapping[str, str] = field(default_factory=dict)
     totals: Totals = field(default_factory=Totals)
     _saved_step: int = -1
     _validated_step: int = -1
@@ -178,8 +181,10 @@ class Trainer:
 
         Raises:
             CheckpointError: it does not fit this model.
+            RunIdentityError: it was trained from another model.
         """
         state, random = load_checkpoint(folder, self.stepper.engine, self.stepper.ranks)
+        check_trained_from(folder, state.get("model"), self.model)
         restore_random_state(random)
         self.totals = Totals(**state["totals"])
         self._saved_step = self.totals.step
@@ -335,6 +340,7 @@ class Trainer:
             "totals": {name: getattr(totals, name) for name in Totals.__slots__},
             "validated_step": self._validated_step,
             "world_size": self.stepper.ranks.world_size,
+            "model": dict(self.model),
         }
 
 

@@ -1,0 +1,309 @@
+"""What a run records of its model folder, and every way in which the folder may differ later."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from support.drifts import DRIFTS, reshard, said, touch
+from support.engines import single_rank
+from support.shards import TINY_MODEL
+
+from vlmpack.errors import ModelError, RunDirError, RunIdentityError
+from vlmpack.model_folder import digests, remembered
+from vlmpack.model_folder.hashing import hashing_weights
+from vlmpack.model_folder.remembered import RememberedDigests
+from vlmpack.training.model_record import MAX_LINES, ModelRecord
+from vlmpack.training.model_watch import (
+    check_model_again,
+    check_trained_from,
+    recorded_model,
+    watched_model,
+)
+from vlmpack.training.run_dir import RunDir
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the tiny model."""
+    return shutil.copytree(TINY_MODEL, tmp_path / "model")
+
+
+@pytest.fixture(autouse=True)
+def always_remembers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Files that have just been written are remembered too, so that what is remembered counts."""
+    monkeypatch.setenv("VLMPACK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(remembered, "YOUNG_SECONDS", 0.0)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, folder: Path) -> RunDir:
+    """A run that has recorded the folder, and has saved something."""
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.prepare()
+    assert launch(folder, run_dir)[1] > 1e6  # bytes hashed
+    run_dir.result.write_text("{}")
+    assert run_dir.has_saved()
+    return run_dir
+
+
+def launch(folder: Path, run_dir: RunDir) -> tuple[dict[str, str], int]:
+    """What a launch does: digests of the parts, and how many bytes were hashed."""
+    recorded = recorded_model(folder, single_rank(), run_dir)
+    with watched_model(folder, single_rank(), run_dir, recorded) as watch:
+        parts = watch.settle()
+        watch.keep()
+        return parts, watch.hashing.num_bytes
+
+
+def test_the_same_folder_is_hashed_once(folder: Path, run_dir: RunDir) -> None:
+    first = ModelRecord.read(run_dir.model)
+    assert first is not None
+    assert len(first.weights) == len(load_file(str(folder / "model.safetensors")))
+    parts, hashed = launch(folder, run_dir)
+    assert (parts, hashed) == (first.digests(), 0)
+    assert ModelRecord.read(run_dir.model) == first
+    assert check_model_again(folder, run_dir) == parts
+
+
+@pytest.mark.parametrize("name", DRIFTS)
+def test_a_drift_is_refused_and_named(folder: Path, run_dir: RunDir, name: str) -> None:
+    drift, named = DRIFTS[name]
+    before = run_dir.model.read_bytes()
+    drift(folder)
+    for look in (launch, check_model_again):
+        with pytest.raises(RunIdentityError) as caught:
+            look(folder, run_dir)
+        message = str(caught.value)
+        assert f"{run_dir.path} was trained from another model than lies in {folder}" in message
+        (line,) = [line for line in message.splitlines() if line.strip().startswith(named)][:1]
+        assert "now" in line
+        assert "in the run" in line
+    assert run_dir.model.read_bytes() == before
+
+
+def test_old_and_new_values_are_given(folder: Path, run_dir: RunDir) -> None:
+    DRIFTS["rms_norm_eps"][0](folder)
+    with pytest.raises(RunIdentityError) as caught:
+        launch(folder, run_dir)
+    wanted = "  config.json: text_config.rms_norm_eps: 1e-06 in the run, 0.01 now"
+    assert wanted in str(caught.value).splitlines()
+
+
+def test_a_long_list_is_cut(folder: Path, run_dir: RunDir) -> None:
+    DRIFTS["another tower"][0](folder)
+    with pytest.raises(RunIdentityError) as caught:
+        launch(folder, run_dir)
+    lines = [line for line in str(caught.value).splitlines() if line.startswith("  weight ")]
+    assert len(lines) == MAX_LINES + 1
+    assert lines[-1].startswith("  weight ... and ")
+
+
+@pytest.mark.parametrize("change", [reshard, touch])
+def test_the_same_tensors_in_other_files_are_no_drift(
+    folder: Path, run_dir: RunDir, change: Any
+) -> None:
+    """They are hashed again, since the files are others."""
+    recorded = ModelRecord.read(run_dir.model)
+    assert recorded is not None
+    change(folder)
+    parts, hashed = launch(folder, run_dir)
+    assert parts == recorded.digests()
+    assert hashed > 1e6
+
+
+def test_the_same_values_written_otherwise_are_no_drift(folder: Path, run_dir: RunDir) -> None:
+    for name in ("config.json", "tokenizer.json", "preprocessor_config.json"):
+        path = folder / name
+        values = dict(reversed(json.loads(path.read_text()).items()))
+        path.write_text(json.dumps(values | {"transformers_version": "5.99"}, indent=7))
+    launch(folder, run_dir)
+
+
+def test_generation_settings_are_said_once(
+    folder: Path, run_dir: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    said("generation_config.json", "do_sample", value=True)(folder)
+    caplog.set_level(logging.INFO, "vlmpack")
+    launch(folder, run_dir)
+    line = "generation_config.json: do_sample: false in the run, true now"
+    assert line in caplog.text
+    caplog.clear()
+    launch(folder, run_dir)
+    assert line not in caplog.text
+
+
+def test_a_run_that_saved_nothing_takes_what_there_is(folder: Path, run_dir: RunDir) -> None:
+    DRIFTS["rope_theta"][0](folder)
+    run_dir.result.unlink()
+    launch(folder, run_dir)
+    recorded = ModelRecord.read(run_dir.model)
+    assert recorded is not None
+    assert 123.0 in recorded.config.values()
+
+
+def test_a_run_of_an_older_version_is_recorded_with_a_line(
+    folder: Path, run_dir: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir.model.unlink()
+    caplog.set_level(logging.INFO, "vlmpack")
+    now = check_model_again(folder, run_dir)
+    assert "recorded no fingerprint of its model" in caplog.text
+    caplog.clear()
+    parts, _ = launch(folder, run_dir)
+    assert "recorded no fingerprint of its model" in caplog.text
+    assert check_model_again(folder, run_dir) == parts == now
+
+
+@pytest.mark.parametrize("flip", [10, 100, -20])
+def test_a_damaged_record_is_refused(folder: Path, run_dir: RunDir, flip: int) -> None:
+    data = bytearray(run_dir.model.read_bytes())
+    data[flip] ^= 1
+    run_dir.model.write_bytes(bytes(data))
+    with pytest.raises(RunDirError, match=r"model\.json (is damaged|has version)"):
+        launch(folder, run_dir)
+
+
+def test_a_checkpoint_names_the_model_that_it_was_trained_from(
+    folder: Path, run_dir: RunDir, tmp_path: Path
+) -> None:
+    now = check_model_again(folder, run_dir)
+    check_trained_from(tmp_path, now, now)
+    check_trained_from(tmp_path, None, now)  # of an older version
+    with pytest.raises(RunIdentityError, match="config and processor differ"):
+        check_trained_from(tmp_path, now | {"config": "0", "processor": "1"}, now)
+
+
+def test_weights_that_change_while_they_load_are_refused(folder: Path, run_dir: RunDir) -> None:
+    with watched_model(folder, single_rank(), run_dir, None) as watch:
+        touch(folder)
+        with pytest.raises(ModelError, match="was changed while the model was loaded"):
+            watch.settle()
+
+
+def test_a_digest_is_that_of_the_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against safetensors' own reading, in pieces of a size that divides nothing."""
+    monkeypatch.setattr(digests, "PIECE_BYTES", 1001)
+    monkeypatch.setattr(digests, "_READ_BYTES", 77)
+    path = folder / "model.safetensors"
+    tensors = digests.tensors_of(path)
+    hashed = {piece: digests.hash_piece(piece) for piece in digests.pieces_of(tensors)}
+    found = digests.tensor_digests(tensors, hashed)
+    with safe_open(str(path), "pt") as file:
+        assert set(found) == set(file.keys())
+        for name, told in found.items():
+            value = file.get_tensor(name)
+            data = value.flatten().view(torch.uint8).numpy().tobytes()
+            parts = [hashlib.sha256(data[i : i + 1001]).digest() for i in range(0, len(data), 1001)]
+            digest = hashlib.sha256(b"".join(parts)).hexdigest()[:32]
+            assert told == f"BF16 {tuple(value.shape)} {digest}"
+
+
+def test_what_is_remembered_is_verified(folder: Path, run_dir: RunDir, tmp_path: Path) -> None:
+    (kept,) = (tmp_path / "cache" / "weights").glob("*.json")
+    text = kept.read_text()
+    digest = next(iter(json.loads(text)["tensors"].values()))
+    kept.write_text(text.replace(digest, digest[:-1] + ("0" if digest[-1] != "0" else "1")))
+    _, hashed = launch(folder, run_dir)
+    assert hashed > 1e6
+
+
+def test_a_file_that_has_just_changed_is_not_remembered(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder / "model.safetensors"
+    monkeypatch.setattr(remembered, "YOUNG_SECONDS", 3.0)
+    store = RememberedDigests(tmp_path / "kept")
+    seen = remembered.look_at(path)
+    store.put(seen, {"w": "1"})
+    assert store.get(seen) is None
+    os.utime(path, (0, 0))  # its ctime is still now
+    assert remembered.look_at(path).is_young
+    monkeypatch.setattr(time, "time", lambda: path.stat().st_ctime + 4)
+    seen = remembered.look_at(path)
+    store.put(seen, {"w": "1"})
+    assert store.get(seen) == {"w": "1"}
+
+
+@dataclass
+class _Room:
+    """Where threads that play ranks meet."""
+
+    size: int
+    values: dict[int, Any] = field(default_factory=dict)
+    barrier: threading.Barrier = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.size, timeout=60)
+
+
+@dataclass
+class _Threads:
+    """What `hashing_weights` asks of ranks."""
+
+    rank: int
+    room: _Room
+
+    @property
+    def world_size(self) -> int:
+        return self.room.size
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        self.room.values[self.rank] = value
+        self.room.barrier.wait()
+        gathered = [self.room.values[rank] for rank in range(self.room.size)]
+        self.room.barrier.wait()
+        return gathered
+
+    def on_main(self, work: Any) -> Any:
+        return self.gather_objects(work() if self.rank == 0 else None)[0]
+
+
+def test_ranks_share_the_work(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "PIECE_BYTES", 5000)
+    nothing = RememberedDigests(tmp_path / "file" / "nowhere")
+    (tmp_path / "file").write_text("cannot hold a folder")
+    with hashing_weights(folder, single_rank(), nothing) as hashing:
+        alone, total = hashing.finish(), hashing.num_bytes
+    room, found, shares = _Room(3), {}, {}
+
+    def work(rank: int) -> None:
+        ranks: Any = _Threads(rank, room)
+        with hashing_weights(folder, ranks, nothing) as hashing:
+            found[rank] = hashing.finish()
+            shares[rank] = sum(p.stop - p.start for p in hashing._shares[rank])
+            assert len(hashing._mine) == len(hashing._shares[rank])
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == dict.fromkeys(range(3), alone)
+    assert sum(shares.values()) == total
+    assert max(shares.values()) < 0.35 * total
+
+
+def test_every_part_counts() -> None:
+    record = ModelRecord(weights={"w": "1"}, config={"c": 1}, processor={"p": 1})
+    for part in ("weights", "config", "processor"):
+        other = replace(record, **{part: {}})
+        assert record.differences(other)
+        assert other.differences(record)
+        assert record.digests()[part] != other.digests()[part]
+    assert record.differences(replace(record, generation={"t": 1})) == []
+    assert replace(record, config={"c": None}).differences(replace(record, config={}))

@@ -1,0 +1,96 @@
+"""What a folder's files say beside its weights, key by key, so that a difference can be named."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PROCESSOR_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+"""What decides the tokens of a sample; their bytes make the fingerprint, and exports copy them."""
+
+LONGEST = 120
+"""Characters of a value that is kept as it is; of a longer one its digest is."""
+
+_IGNORED = ("transformers_version", "_name_or_path", "name_or_path", "_commit_hash")
+"""Entries that decide nothing: who wrote a file, and where it lay."""
+
+Content = dict[str, Any]
+"""`config.json: vision_config.depth` -> its value."""
+
+
+def config_content(folder: Path) -> Content:
+    """config.json."""
+    return _content(folder / "config.json")
+
+
+def generation_content(folder: Path) -> Content:
+    """generation_config.json, which changes answers alone."""
+    return _content(folder / "generation_config.json")
+
+
+def processor_content(folder: Path) -> Content:
+    """Tokenizer, chat template and image processor."""
+    found: Content = {}
+    for name in PROCESSOR_FILES:
+        found |= _content(folder / name)
+    return found
+
+
+def _content(path: Path) -> Content:
+    """Empty for a file that is not there; one that is no JSON object counts as a text."""
+    if not path.is_file():
+        return {}
+    data = path.read_bytes()
+    try:
+        values = json.loads(data) if path.suffix == ".json" else None
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        return {path.name: f"{len(data):,} bytes, digest {_digest(data)}"}
+    flat: Content = {}
+    if path.name == "tokenizer.json":
+        flat |= _added_tokens(values.pop("added_tokens", None))
+        values["model"] = _kept(values.get("model"))  # the vocabulary and its merges, as one
+    flat |= {key: value for key, value in _flat("", values) if key not in _IGNORED}
+    return {f"{path.name}: {key}": value for key, value in flat.items()}
+
+
+def _added_tokens(tokens: Any) -> Content:
+    if not isinstance(tokens, list) or not all(isinstance(token, dict) for token in tokens):
+        return {"added_tokens": _kept(tokens)}
+    return {f"added token {token.get('content')!r}": _kept(token) for token in tokens}
+
+
+def _flat(prefix: str, values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        name = f"{prefix}.{key}" if prefix else key
+        if isinstance(value, dict) and value:
+            yield from _flat(name, value)
+        else:
+            yield name, _kept(value)
+
+
+def _kept(value: Any) -> Any:
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    if len(text) <= LONGEST:
+        return value
+    return f"{len(text):,} characters, digest {_digest(text.encode())}"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]

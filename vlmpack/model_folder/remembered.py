@@ -1,0 +1,91 @@
+"""Digests of files that were hashed before, so that a launch reads no weights only to hash them.
+
+A file is known again by device, inode, size, mtime and ctime in nanoseconds: one that was touched,
+replaced or written to has another ctime, which nobody can set back, and is hashed again. A file
+that changed less than 3 seconds before it was looked at is not remembered, since a clock may tick
+too slowly to show the next change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from vlmpack.model_folder.digests import DIGESTS_VERSION
+
+YOUNG_SECONDS = 3.0
+MAX_FILES = 500
+
+
+@dataclass(frozen=True, slots=True)
+class SeenFile:
+    """A file as it was when looked at.
+
+    Args:
+        key: what it is known by.
+        is_young: whether it had changed just before.
+    """
+
+    key: str
+    is_young: bool
+
+
+def look_at(path: Path) -> SeenFile:
+    """Look at a file, or at what a link leads to; raises OSError."""
+    now, seen = time.time(), path.stat()
+    parts = (seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns)
+    changed = max(seen.st_mtime, seen.st_ctime)
+    return SeenFile("-".join(map(str, parts)), is_young=now - changed < YOUNG_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class RememberedDigests:
+    """One small file for each file of weights.
+
+    Args:
+        folder: where; one that cannot be written remembers nothing.
+    """
+
+    folder: Path
+
+    def get(self, seen: SeenFile) -> dict[str, str] | None:
+        """The digests of a file's tensors; None where they are not known."""
+        try:
+            content = json.loads(self._place(seen).read_text(encoding="utf-8"))
+            tensors: dict[str, str] = content["tensors"]
+            if content["check"] != _check(seen, tensors):
+                return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+        return tensors
+
+    def put(self, seen: SeenFile, tensors: Mapping[str, str]) -> None:
+        """Remember them; `seen` is from before the file was hashed."""
+        if seen.is_young:
+            return
+        place = self._place(seen)
+        partial = place.with_name(f".{place.name}.tmp-{os.getpid()}")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            content = {"tensors": dict(tensors), "check": _check(seen, tensors)}
+            partial.write_text(json.dumps(content), encoding="utf-8")
+            partial.replace(place)
+            oldest = sorted(self.folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+            for path in oldest[:-MAX_FILES]:
+                path.unlink()
+        except OSError:
+            return  # the next launch hashes again
+
+    def _place(self, seen: SeenFile) -> Path:
+        name = hashlib.sha256(f"{DIGESTS_VERSION}/{seen.key}".encode()).hexdigest()[:32]
+        return self.folder / f"{name}.json"
+
+
+def _check(seen: SeenFile, tensors: Mapping[str, str]) -> str:
+    said = json.dumps([seen.key, sorted(tensors.items())])
+    return hashlib.sha256(said.encode()).hexdigest()

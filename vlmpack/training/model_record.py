@@ -1,0 +1,154 @@
+"""Which model a run is trained from: what its folder holds, recorded with the run.
+
+The path of a model is not its content: with a frozen tower, or with adapters, other weights or
+another `rms_norm_eps` under the same path would go on in silence. So model.json keeps a digest of
+every tensor and what config, tokenizer and processor say; every launch compares, and so does every
+export, which takes the frozen weights from the folder. Checkpoints hold digests of all that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vlmpack.capabilities import read_config
+from vlmpack.errors import RunDirError
+from vlmpack.model_folder.content import config_content, generation_content, processor_content
+
+RECORD_VERSION = 1
+
+MAX_LINES = 12
+"""Differences of one kind that are listed; the others are counted."""
+
+_DECIDING = ("weights", "config", "processor")
+"""What may not change; the rest changes answers alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRecord:
+    """What a model folder holds.
+
+    Args:
+        weights: tensor -> dtype, shape and digest. Files do not count: a tensor may move from one
+            to another.
+        config: what config.json says, key by key.
+        processor: what the files of tokenizer, chat template and image processor say.
+        generation: what generation_config.json says.
+    """
+
+    weights: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    processor: Mapping[str, Any] = field(default_factory=dict)
+    generation: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_files(cls, folder: Path, weights: Mapping[str, str]) -> ModelRecord:
+        """That of a folder as it is now.
+
+        Args:
+            folder: model folder.
+            weights: its digests; empty where they are still being made.
+
+        Raises:
+            ModelError: it has no config.json.
+        """
+        read_config(folder)  # a folder that is gone is named as such
+        return cls(
+            weights=weights,
+            config=config_content(folder),
+            processor=processor_content(folder),
+            generation=generation_content(folder),
+        )
+
+    @classmethod
+    def read(cls, path: Path) -> ModelRecord | None:
+        """What `to_json` wrote; None where there is no such file.
+
+        Raises:
+            RunDirError: it is damaged, or of another version.
+        """
+        if not path.exists():
+            return None
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            version, check = content.pop("version"), content.pop("check")
+            record = cls(**content)
+            if version == RECORD_VERSION and check != record._check():
+                raise ValueError("its content does not match its digest")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RunDirError(f"run_dir: {path} is damaged: {error}") from error
+        if version != RECORD_VERSION:
+            raise RunDirError(
+                f"run_dir: {path} has version {version}, this version reads {RECORD_VERSION}; "
+                f"resume with the version that wrote it"
+            )
+        return record
+
+    def to_json(self) -> str:
+        """For model.json."""
+        content = {"version": RECORD_VERSION, "check": self._check(), **asdict(self)}
+        return json.dumps(content, indent=1, sort_keys=True) + "\n"
+
+    def _check(self) -> str:
+        return _digest(asdict(self))
+
+    def digests(self) -> dict[str, str]:
+        """Of each part that may not change, for checkpoints."""
+        return {name: _digest(getattr(self, name)) for name in _DECIDING}
+
+    def differences(self, now: ModelRecord, *parts: str) -> list[str]:
+        """A line for each that may not be; some are left out of a long list.
+
+        Args:
+            now: the folder as it is.
+            parts: to compare; none for all that may not change.
+        """
+        return [
+            line
+            for part in parts or _DECIDING
+            for line in _changes(
+                "weight " if part == "weights" else "", getattr(self, part), getattr(now, part)
+            )
+        ]
+
+    def notes(self, now: ModelRecord) -> list[str]:
+        """A line for each difference that is allowed."""
+        return _changes("", self.generation, now.generation)
+
+
+def differing_parts(saved: object, now: Mapping[str, str]) -> list[str]:
+    """The parts that a checkpoint was trained from another one of.
+
+    Args:
+        saved: `ModelRecord.digests` in the checkpoint; anything else where it holds none.
+        now: those of this launch.
+    """
+    if not isinstance(saved, Mapping):
+        return []
+    return [name for name, digest in now.items() if saved.get(name, digest) != digest]
+
+
+def _changes(prefix: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    keys = [key for key in sorted({*old, *new}) if old.get(key, _ABSENT) != new.get(key, _ABSENT)]
+    lines = [
+        f"{prefix}{key}: {_said(old, key)} in the run, {_said(new, key)} now"
+        for key in keys[:MAX_LINES]
+    ]
+    if len(keys) > MAX_LINES:
+        lines.append(f"{prefix or 'entries '}... and {len(keys) - MAX_LINES} more of {len(new)}")
+    return lines
+
+
+_ABSENT = object()
+
+
+def _said(values: Mapping[str, Any], key: str) -> str:
+    return json.dumps(values[key]) if key in values else "absent"
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]

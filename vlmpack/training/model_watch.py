@@ -1,0 +1,179 @@
+"""One launch and its model folder: hashed beside loading, compared and recorded."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from vlmpack.data.folders import default_cache_dir
+from vlmpack.distributed import Ranks
+from vlmpack.errors import RunIdentityError
+from vlmpack.model_folder.hashing import WeightHashing, hashing_weights
+from vlmpack.model_folder.remembered import RememberedDigests
+from vlmpack.training.model_record import ModelRecord, differing_parts
+from vlmpack.training.run_dir import RunDir, write_atomically
+
+logger = logging.getLogger("vlmpack")
+
+
+@dataclass(slots=True)
+class ModelWatch:
+    """What a launch knows of its model folder.
+
+    Args:
+        folder: of the model.
+        run_dir: of the run.
+        ranks: who this process is.
+        hashing: of its weights, which goes on in the background.
+        recorded: what earlier launches recorded; None for a new run, and for one that an older
+            version began.
+    """
+
+    folder: Path
+    run_dir: RunDir
+    ranks: Ranks
+    hashing: WeightHashing
+    recorded: ModelRecord | None
+    _now: ModelRecord | None = None
+    _begun: float = field(default_factory=time.perf_counter)
+
+    def settle(self) -> dict[str, str]:
+        """Compare everything, once the weights are hashed. Collective.
+
+        Returns:
+            Digests of the parts, for checkpoints.
+
+        Raises:
+            RunIdentityError: the run was trained from others.
+            ModelError: a file that cannot be read, or that changes.
+        """
+        weights = self.hashing.finish()
+        seconds = time.perf_counter() - self._begun
+        if self.ranks.is_main and self.hashing.num_bytes:
+            logger.info(
+                "%-14s %d tensors, %.0f MB hashed within %.1f s, beside loading",
+                "weights",
+                len(weights),
+                self.hashing.num_bytes / 1e6,
+                seconds,
+            )
+        return self.ranks.on_main(lambda: self._compare(weights))
+
+    def _compare(self, weights: Mapping[str, str]) -> dict[str, str]:
+        self._now = now = ModelRecord.of_files(self.folder, weights)
+        if self.recorded is not None:
+            _refuse(self.run_dir, self.folder, self.recorded.differences(now))
+            for line in self.recorded.notes(now):
+                logger.warning("note: %s; answers may change with it, training does not", line)
+        elif self.run_dir.has_saved():
+            logger.warning(
+                "note: earlier launches of this run recorded no fingerprint of its model; that of "
+                "%s as it is now is kept in %s",
+                self.folder,
+                self.run_dir.model.name,
+            )
+        return now.digests()
+
+    def keep(self) -> None:
+        """Record what `settle` found, once the checkpoint agrees with it. On the main rank."""
+        assert self._now is not None
+        write_atomically(self.run_dir.model, self._now.to_json())
+
+
+def recorded_model(folder: Path, ranks: Ranks, run_dir: RunDir) -> ModelRecord | None:
+    """What earlier launches recorded, compared with what the folder's small files say. Collective.
+
+    Raises:
+        RunIdentityError: the run was trained from another config, tokenizer or processor.
+        ModelError: a folder without config.json.
+    """
+
+    def compare() -> ModelRecord | None:
+        recorded = ModelRecord.read(run_dir.model) if run_dir.has_saved() else None
+        if recorded is not None:
+            now = ModelRecord.of_files(folder, {})
+            _refuse(run_dir, folder, recorded.differences(now, "config", "processor"))
+        return recorded
+
+    return ranks.on_main(compare)
+
+
+@contextmanager
+def watched_model(
+    folder: Path, ranks: Ranks, run_dir: RunDir, recorded: ModelRecord | None
+) -> Iterator[ModelWatch]:
+    """Begin to hash the weights. Collective; `recorded` is that of `recorded_model`.
+
+    Raises:
+        ModelError: a folder without weights.
+    """
+    with hashing_weights(folder, ranks, _remembered()) as hashing:
+        yield ModelWatch(folder, run_dir, ranks, hashing, recorded)
+
+
+def check_model_again(folder: Path, run_dir: RunDir) -> dict[str, str]:
+    """See that a model folder is still that which a run was trained from. One process.
+
+    Returns:
+        Digests of its parts, to compare with a checkpoint's: all there is to compare with for a run
+        that recorded none, of which this is said.
+
+    Raises:
+        RunIdentityError: it is not.
+        ModelError: it cannot be read.
+    """
+    recorded = ModelRecord.read(run_dir.model)
+    alone = Ranks(
+        rank=0, world_size=1, local_rank=0, dp_rank=0, dp_size=1, device=torch.device("cpu")
+    )
+    with hashing_weights(folder, alone, _remembered()) as hashing:
+        now = ModelRecord.of_files(folder, hashing.finish())
+    if recorded is not None:
+        _refuse(run_dir, folder, recorded.differences(now))
+    else:
+        logger.warning(
+            "note: %s recorded no fingerprint of its model; its frozen weights are taken from %s "
+            "as it is now",
+            run_dir.path,
+            folder,
+        )
+    return now.digests()
+
+
+def check_trained_from(checkpoint: Path, saved: object, now: Mapping[str, str]) -> None:
+    """See that a checkpoint was trained from the model of this launch.
+
+    Args:
+        checkpoint: its folder.
+        saved: the digests that it holds; None in those of older versions.
+        now: this launch's.
+
+    Raises:
+        RunIdentityError: it was not.
+    """
+    parts = differing_parts(saved, now)
+    if parts:
+        raise RunIdentityError(
+            f"{checkpoint} was trained from another model than model.json of its run says now: "
+            f"{' and '.join(parts)} differ. Put back the run folder's own model.json and the model "
+            f"that it names, or choose another run_dir"
+        )
+
+
+def _refuse(run_dir: RunDir, folder: Path, lines: Sequence[str]) -> None:
+    if lines:
+        listed = "\n".join(f"  {line}" for line in lines)
+        raise RunIdentityError(
+            f"run_dir: {run_dir.path} was trained from another model than lies in {folder} now:\n"
+            f"{listed}\nPut back what the run began with, or choose another run_dir"
+        )
+
+
+def _remembered() -> RememberedDigests:
+    return RememberedDigests(default_cache_dir().parent / "weights")
