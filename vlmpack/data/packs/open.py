@@ -69,7 +69,7 @@ def open_packed(
     folder = config.packs.path
     manifest = read_manifest(folder)
     check_packs(manifest, folder, config, builder.lengths.encoder)
-    tars, small = _check_files(manifest, folder)
+    tars, small = check_files(manifest, folder)
     arrays, spans = load_arrays(folder / ARRAYS, small[ARRAYS])
     if arrays.fingerprint != manifest.plan:
         raise _not_as_written(folder, [f"{ARRAYS}: other packs than fingerprints.plan says"])
@@ -140,7 +140,7 @@ def _sources(config: DataConfig, fitted: Fitted, arrays: PackArrays) -> list[Pla
     ]
 
 
-def _check_files(
+def check_files(
     manifest: Manifest, folder: Path
 ) -> tuple[tuple[ShardStamp, ...], dict[str, bytes]]:
     """The folder's tars, whose bytes are checked when they are read, pack by pack; and the content

@@ -51,7 +51,7 @@ class SavedBins(BinDataset):
                 continue
             name = (ref.pack.stamp.path, ref.pack.offset)
             if name not in packs:
-                packs[name] = _load(self.packs, ref)
+                packs[name] = load_pack(self.packs, ref.pack)
             found[place] = _sample(packs[name], ref)
         anew = [
             place
@@ -99,10 +99,8 @@ def _pixels(
     return encoder.pixels(saved.images, None if saved.resized else sizes)
 
 
-def _load(fetcher: LocalFetcher, ref: SampleRef) -> list[SavedSample | None] | DataError:
+def load_pack(fetcher: LocalFetcher, pack: PackPlace) -> list[SavedSample | None] | DataError:
     """A pack's samples, or why it cannot be used."""
-    pack = ref.pack
-    assert pack is not None
     try:
         span = fetcher.read(pack.stamp, pack.offset, pack.length)
         crc32 = zlib.crc32(span)
