@@ -342,6 +342,7 @@ def keys() -> Iterator[Key]:
     for name, value in (("source", "ZEBRA"), ("label", 3), ("Tools", 0), ("meta", {"a": [False]})):
         yield _beside(name, value, unknown=True)
     yield _beside("id", "ZEBRA")
+    yield _beside("task", 7, "'task' is a int")
     yield _beside("meta", {"a": None, "b": [{}][:0]})
     unread = ("reasoning_content", "tool_calls", "name", "images", "losss", "x", "tool_call_id")
     for place in (0, 1):

@@ -24,6 +24,7 @@ from vlmpack.data.shards.tar import read_members
 from vlmpack.data.stores.fetch import LocalFetcher
 from vlmpack.data.tools.convert import ConvertReport, ConvertSettings, convert, open_records
 from vlmpack.errors import DataError, EmptyDataError, VlmpackError
+from vlmpack.families import Encoder
 from vlmpack.families.sample import VLMSample
 
 CAPS = SampleCaps()
@@ -185,6 +186,40 @@ def test_parts_that_say_more_than_is_read(
     source.write_text(json.dumps({"messages": turns}))
     with pytest.raises(DataError, match=reason):
         run(source, tmp_path / "out", images)
+
+
+@pytest.mark.parametrize("with_model", [False, True])
+def test_what_training_refuses_is_left_out(
+    tmp_path: Path, images: Path, encoder: Encoder, with_model: bool
+) -> None:
+    """A cut JPEG and a first turn of the assistant for every model; with one, also what its image
+    processor and its template refuse. What is left is encoded as training encodes it."""
+    whole = image_bytes(200, 200, kind="JPEG")
+    (images / "cut.jpg").write_bytes(whole[: len(whole) * 9 // 10])
+    (images / "flat.png").write_bytes(image_bytes(4000, 8))
+    asked = [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]
+    shown = [{"from": "human", "value": "<image>Q"}, {"from": "gpt", "value": "A"}]
+    records = [
+        {"conversations": asked},
+        {"conversations": shown, "image": "cut.jpg"},
+        {"conversations": [{"from": "gpt", "value": "Hello"}, *asked]},
+        {"conversations": shown, "image": "flat.png"},
+        {"conversations": [{"from": "human", "value": "<|im_end|>"}, asked[1]]},
+        {"conversations": shown, "image": "a.png"},
+    ]
+    source = tmp_path / "chat.jsonl"
+    source.write_text("\n".join(map(json.dumps, records)))
+    model = encoder if with_model else None
+    report = run(source, tmp_path / "out", images, skip_bad=True, encoder=model)
+    reasons = {int(item.place.rpartition(" ")[2]): item.reason for item in report.skipped}
+    assert sorted(reasons) == ([2, 3, 4, 5] if with_model else [2, 3])
+    assert "image 'cut.jpg': image 0 cannot be decoded: image file is trunc" in reasons[2]
+    assert "starts with the assistant" in reasons[3]
+    classes = [item.error_class for item in report.skipped]
+    assert classes == ["decode", "schema", "decode", "schema"][: len(reasons)]
+    if with_model:
+        assert "more than 200 times longer" in reasons[4] and "special token" in reasons[5]
+        assert len([encoder.encode(sample) for sample in cooked(tmp_path / "out")]) == 2
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])

@@ -344,6 +344,8 @@ BAD: list[tuple[Any, tuple[str, ...], str]] = [
     (chat(("user", "Q"), ("tool", "A")), (), r"messages\[1\] has the role 'tool'"),
     (llava(("user", "Q"), ("gpt", "A")), (), "has the from 'user'"),
     (chat(("user", "Q")), (), "none of the 1 turns is the assistant's"),
+    (chat(("assistant", "A"), ("user", "Q"), ("assistant", "B")), (), "starts with the assistant"),
+    (llava(("gpt", "A"), ("human", "Q"), ("gpt", "B")), (), "starts with the assistant"),
     (
         chat(("user", [{"type": "video", "video": "a.mp4"}]), ("assistant", "A")),
         (),

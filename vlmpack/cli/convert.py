@@ -41,16 +41,25 @@ ShardMb = Annotated[
     int, typer.Option("--shard-mb", min=1, help="Megabytes after which a shard is closed.")
 ]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave bad records out and list them.")]
+Model = Annotated[
+    Path | None,
+    typer.Option(
+        "--model",
+        metavar="DIR",
+        help="Model folder: what its chat template or image processor refuses is bad, too.",
+    ),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace shards of the same prefix.")]
 
 
-def convert(
+def convert(  # noqa: PLR0913 - the options of a command
     source: Source,
     out: Out,
     form: Form = "auto",
     images: Images = None,
     split: Split = None,
     shard_mb: ShardMb = 256,
+    model: Model = None,
     skip_bad: SkipBad = False,
     overwrite: Overwrite = False,
     index_dir: IndexDir = None,
@@ -60,6 +69,12 @@ def convert(
     from vlmpack.data.tools.convert import ConvertSettings, open_records
     from vlmpack.data.tools.convert import convert as run
 
+    encoder = None
+    if model is not None:
+        from vlmpack.families import Encoder
+
+        encoder = Encoder(model)
+        encoder.load()  # a wrong folder is named before any record is read
     settings = ConvertSettings(
         folder=out.parent,
         image_root=images or (source if source.is_dir() else source.parent),
@@ -68,6 +83,7 @@ def convert(
         skip_bad=skip_bad,
         overwrite=overwrite,
         index_dir=index_dir or default_cache_dir(),
+        encoder=encoder,
     )
     with BytesBar("converting", None) as bar:
         report = run(open_records(source, form, split), settings, lambda *_: bar.advance())

@@ -96,6 +96,10 @@ def cook_text(key: str, shard: str, document: bytes, fields: Sequence[str]) -> C
         value = _parse(document)
         messages, names = _conversation(value)
         unknown = unknown_record_keys(value)
+        if messages[0].role == "assistant":
+            raise _SchemaError(
+                "the conversation starts with the assistant; expected a user's turn first"
+            )
         answers = [message for message in messages if message.role == "assistant"]
         if not any(message.learn for message in answers):
             raise _SchemaError(

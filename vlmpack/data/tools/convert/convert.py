@@ -19,6 +19,7 @@ from typing import Any
 
 from vlmpack.data.folders import default_cache_dir
 from vlmpack.data.index.shard_index import IndexBuilder
+from vlmpack.data.protocols import Encoder
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.keys import count_keys
 from vlmpack.data.shards.naming import JSON_FIELD
@@ -59,6 +60,8 @@ class ConvertSettings:
     """Where the index goes."""
     caps: SampleCaps = field(default_factory=SampleCaps)
     """Limits of one sample."""
+    encoder: Encoder | None = None
+    """Measures each sample for a model: what training would refuse is a bad record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,7 @@ def convert(
     try:
         for number, record in enumerate(records, start=1):
             try:
-                fields, unknown_keys = sample_fields(record, number - 1, images)
+                fields, unknown_keys = sample_fields(record, number - 1, images, settings.encoder)
             except DataError as error:
                 if not settings.skip_bad:
                     raise DataError(
@@ -158,7 +161,7 @@ def convert(
 
 
 def sample_fields(
-    record: Record, number: int, images: ImageRoot
+    record: Record, number: int, images: ImageRoot, encoder: Encoder | None = None
 ) -> tuple[dict[str, bytes], tuple[str, ...]]:
     """The members of one sample (the JSON, and images as 0.jpg, 1.png, ...), and the keys of its
     record that are not read.
@@ -175,11 +178,11 @@ def sample_fields(
             f"{len(loaded)} images; at most {images.caps.max_images} are allowed",
             error_class="schema",
         )
-    names = tuple(f"{place}.{suffix}" for place, (suffix, _) in enumerate(loaded))
+    names = tuple(f"{place}.{image.suffix}" for place, image in enumerate(loaded))
     document: dict[str, Any] = {"messages": turns.messages(names)}
     if isinstance(record.value.get("id"), (str, int)):
         document["id"] = record.value["id"]
-    if isinstance(record.value.get("task"), str):
+    if record.value.get("task") is not None:
         document["task"] = record.value["task"]
     text = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
     try:
@@ -190,7 +193,9 @@ def sample_fields(
         ) from None
     cooked = cook_text(_key(number), "", data, (JSON_FIELD, *names))
     assert cooked.image_fields == names, (cooked.image_fields, names)
-    members = {name: payload for name, (_, payload) in zip(names, loaded, strict=True)}
+    if encoder is not None:
+        encoder.length(cooked.sample, [image.size for image in loaded])
+    members = {name: image.data for name, image in zip(names, loaded, strict=True)}
     return {JSON_FIELD: data} | members, (*turns.unknown_keys, *record.unread)
 
 

@@ -1,4 +1,4 @@
-"""Image files of a conversion: inside one root, of a known format, below the caps."""
+"""Image files of a conversion: inside one root, of a known format, below the caps, whole."""
 
 from __future__ import annotations
 
@@ -8,15 +8,32 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vlmpack.data.protocols import ImageSize
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.images import image_facts
 from vlmpack.data.tools.convert.chat import ImageSource
 from vlmpack.errors import DataError
+from vlmpack.families import decode_image
 
 SUFFIXES = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 _CHOOSE_ROOT = "--images DIR names the folder that image paths start at"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedImage:
+    """One image file.
+
+    Args:
+        suffix: of its member.
+        data: the encoded file.
+        size: (width, height) as it is seen.
+    """
+
+    suffix: str
+    data: bytes
+    size: ImageSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +48,12 @@ class ImageRoot:
     root: Path
     caps: SampleCaps = field(default_factory=SampleCaps)
 
-    def load(self, source: ImageSource) -> tuple[str, bytes]:
-        """(suffix of the member, encoded file) of one image.
+    def load(self, source: ImageSource) -> LoadedImage:
+        """One image, which can be decoded to its last pixel: a file that is cut has a sound header.
 
         Raises:
             DataError: class `integrity` for a path outside the root or a file that cannot be read,
-                `decode` for what is no image.
+                `decode` for what is no image, or not a whole one.
         """
         data = source if isinstance(source, bytes) else self._read(source)
         if len(data) > self.caps.max_member_bytes:
@@ -44,7 +61,12 @@ class ImageRoot:
                 f"the image has {len(data)} bytes; the cap is {self.caps.max_member_bytes}"
             )
         name = source if isinstance(source, str) else "in the record"
-        return SUFFIXES[image_facts(data, name, self.caps).format], data
+        facts = image_facts(data, name, self.caps)
+        try:
+            decode_image(data, max_pixels=self.caps.max_image_pixels)
+        except DataError as error:
+            raise DataError(f"image {name!r}: {error.reason}", error_class="decode") from None
+        return LoadedImage(SUFFIXES[facts.format], data, facts.size)
 
     def _read(self, name: str) -> bytes:
         if _URL.match(name):
