@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from vlmpack.activity import ACTIVITY
+from vlmpack.addresses import redacted
 from vlmpack.data.forkserver import DEFAULT_PRELOAD, sigterm_blocked, worker_context
 from vlmpack.data.index.table import SampleRef
 from vlmpack.data.loading.read import ErrorPolicy, SampleReader, SkippedSample
@@ -25,6 +28,7 @@ from vlmpack.data.loading.workers import LOOK_SECONDS, WorkerWatch, next_item, s
 from vlmpack.data.protocols import Collator, Encoder
 from vlmpack.errors import DataError
 from vlmpack.packing.batch import EncodedSample, PackedBatch, PaddedBatch, pin_batch
+from vlmpack.words import counted
 
 LOADER_SEED = 0
 """Of the private generator that the DataLoader draws its workers' seeds from."""
@@ -83,6 +87,8 @@ class LoaderSettings:
     """The longest wait for one bin."""
     pin_memory: bool | None = None
     """Page-locked batches; None means where CUDA is."""
+    watch_seconds: float = 60.0
+    """The longest silence of a worker that waits for its storage."""
     preload: tuple[str, ...] = DEFAULT_PRELOAD
     """Modules that workers are forked with; what an encoder imports late costs each worker."""
 
@@ -118,6 +124,10 @@ class BinDataset(Dataset[MicroBatch | SkippedSample]):
         return self.encoder.encode(reading, ref.sizes)
 
     def __getitem__(self, request: BinRequest) -> MicroBatch | SkippedSample:
+        with ACTIVITY.during("loading samples", [ref.key for ref in request.samples]):
+            return self._load(request)
+
+    def _load(self, request: BinRequest) -> MicroBatch | SkippedSample:
         encoded: list[EncodedSample] = []
         samples: list[TrainedSample] = []
         skipped: list[SkippedSample] = []
@@ -169,13 +179,33 @@ def check_length(encoded: EncodedSample, ref: SampleRef) -> None:
 
 
 class _Requests(Sampler[BinRequest]):
-    """The plan as the loader's sampler."""
+    """The plan as the loader's sampler; remembers what was asked of the workers and is on its way.
 
-    def __init__(self, requests: Iterable[BinRequest]) -> None:
+    Args:
+        requests: the plan.
+        most: that can be on their way at once.
+    """
+
+    def __init__(self, requests: Iterable[BinRequest], most: int) -> None:
         self.requests = requests
+        self._asked: deque[tuple[int, BinRequest]] = deque(maxlen=most)
 
     def __iter__(self) -> Iterator[BinRequest]:
-        return iter(self.requests)
+        for numbered in enumerate(self.requests):
+            self._asked.append(numbered)
+            yield numbered[1]
+
+    def in_words(self, number: int) -> str:
+        """The samples of a request on its way, counted from 0."""
+        found = [request for asked, request in list(self._asked) if asked == number]
+        if not found or not found[0].samples:
+            return "an empty bin"
+        samples = found[0].samples
+        last = samples[-1]
+        return (
+            f"{counted(len(samples), 'sample')}, the last asked for {last.key!r} of "
+            f"{redacted(last.shard)}"
+        )
 
 
 def load_bins(
@@ -190,13 +220,15 @@ def load_bins(
     workers = settings.num_workers
     generator = torch.Generator()
     generator.manual_seed(LOADER_SEED)
+    begin = partial(start_worker, trainer=os.getpid(), watch_seconds=settings.watch_seconds)
+    asked = _Requests(requests, most=workers * settings.prefetch_bins + 1)
     loader = DataLoader(
         dataset,
-        sampler=_Requests(requests),
+        sampler=asked,
         batch_size=None,
         num_workers=workers,
         collate_fn=_as_it_is,
-        worker_init_fn=partial(start_worker, trainer=os.getpid()) if workers else None,
+        worker_init_fn=begin if workers else None,
         multiprocessing_context=worker_context(settings.preload) if workers else None,
         prefetch_factor=settings.prefetch_bins if workers else None,
         timeout=min(LOOK_SECONDS, settings.timeout_seconds) if workers else 0,
@@ -209,10 +241,18 @@ def load_bins(
     with sigterm_blocked():
         batches: Any = iter(loader)
     watch = WorkerWatch(batches, workers)
+
+    def waits_for() -> str | None:
+        awaited = watch.awaited()
+        if awaited is None:
+            return None
+        return f"waiting for {awaited[1]}, which was asked for {asked.in_words(awaited[0])}"
+
     try:
         while True:
             try:
-                item = next_item(batches, watch, settings.timeout_seconds)
+                with ACTIVITY.waiting(waits_for):
+                    item = next_item(batches, watch, settings.timeout_seconds, waits_for)
             except StopIteration:
                 return
             if isinstance(item, SkippedSample):

@@ -11,18 +11,24 @@ lock taken: whoever reads that message waits for ever, past every timeout. So:
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection, util
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.errors import DataError
+from vlmpack.watchdog import Watchdog
+
+logger = logging.getLogger("vlmpack")
 
 LOOK_SECONDS = 1.0
 """How often a waiting trainer looks whether its workers live."""
@@ -33,10 +39,13 @@ TIMED_OUT = "DataLoader timed out"
 ENDED = "DataLoader worker (pid"
 
 
-def start_worker(worker: int, *, trainer: int) -> None:
+def start_worker(worker: int, *, trainer: int, watch_seconds: float = 60.0) -> None:
     """The first thing a worker runs."""
     torch.set_num_threads(1)
     threading.Thread(target=_end_with, args=(trainer,), daemon=True).start()
+    who = f"loader process {worker} (process {os.getpid()})"
+    # It lives as long as the worker, whose threads end with it.
+    Watchdog(ACTIVITY, watch_seconds, who=who, say=logger.warning).__enter__()
 
 
 def _end_with(trainer: int) -> None:
@@ -94,6 +103,20 @@ class WorkerWatch:
             worker.kill()
         self._batches._worker_result_queue._writer.close()
 
+    def awaited(self) -> tuple[int, str] | None:
+        """The number of the request whose batch comes next, and in words who has it; None where
+        there are no workers. Of any thread."""
+        if not self.workers:
+            return None
+        number = self._batches._rcvd_idx
+        # Who has a request stands first; the entry goes when its batch is taken.
+        worker = self._batches._task_info.get(number, (None,))[0]
+        if worker is None:
+            return None
+        process = self.workers[worker]
+        state = state_of(process.pid)
+        return number, f"loader process {worker} (process {process.pid}{state and ', ' + state})"
+
     def dead(self, seconds: float = 0.0) -> list[str]:
         """Those that have ended, in words; of the training thread alone.
 
@@ -128,8 +151,35 @@ def _how(exitcode: int) -> str:
         return f"was ended by signal {-exitcode}"
 
 
-def next_item(batches: Iterator[Any], watch: WorkerWatch, timeout_seconds: float) -> Any:
+_STATES = {
+    "T": "stopped by a signal (SIGSTOP, or a debugger)",
+    "t": "stopped by a debugger",
+    "Z": "ended",
+    "D": "waiting for a disk or a networked file system",
+    "R": "computing",
+    "S": "waiting",
+}
+
+
+def state_of(pid: int | None) -> str:
+    """What the kernel says of a process, in words; nothing where it does not tell."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return _STATES.get(text.rpartition(")")[2].split()[0], "")
+
+
+def next_item(
+    batches: Iterator[Any],
+    watch: WorkerWatch,
+    timeout_seconds: float,
+    waits_for: Callable[[], str | None] = lambda: None,
+) -> Any:
     """What the DataLoader's iterator, made with a timeout of `LOOK_SECONDS`, gives next.
+
+    Args:
+        waits_for: what is waited for, in words, for the message.
 
     Raises:
         StopIteration: there is no more.
@@ -146,10 +196,12 @@ def next_item(batches: Iterator[Any], watch: WorkerWatch, timeout_seconds: float
             if text.startswith(TIMED_OUT):
                 if time.monotonic() < deadline:
                     continue
+                awaited = waits_for()
                 watch.kill()
                 raise DataError(
                     f"no batch came from {len(watch.workers)} workers within "
-                    f"{timeout_seconds:.0f} s; the storage is too slow, or a worker hangs",
+                    f"{timeout_seconds:.0f} s; the storage is too slow, or a worker hangs"
+                    + (f": {awaited}" if awaited is not None else ""),
                     error_class="transport",
                 ) from error
             # A batch whose process died before its tensors were fetched: a lost connection.

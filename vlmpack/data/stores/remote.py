@@ -13,9 +13,11 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from operator import itemgetter
 from typing import BinaryIO, TypeVar, cast
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.data.stores.config import StorageConfig
 from vlmpack.data.stores.faults import (
     NOTICE_SECONDS,
@@ -25,6 +27,7 @@ from vlmpack.data.stores.faults import (
     Tries,
 )
 from vlmpack.data.stores.fetch import READ_BUFFER_BYTES, ShardStamp
+from vlmpack.data.stores.reading import Reading
 from vlmpack.data.stores.transport import Transport
 from vlmpack.errors import CapabilityError, DataError
 
@@ -119,9 +122,10 @@ class RemoteFetcher:
         """The bytes of a range; what is missing of a body that broke off is asked for again."""
         transport = self._transport()
         tries = Tries(stamp.path, self.config, self._notice)
+        reading = Reading(stamp.path)
         while start < stop:
             try:
-                for chunk in transport.body(stamp, start, stop):
+                for chunk in reading.told(partial(transport.body, stamp, start, stop)):
                     start += len(chunk)
                     tries.progressed(len(chunk))
                     yield chunk
@@ -135,7 +139,8 @@ class RemoteFetcher:
         tries = Tries(path, self.config, self._notice)
         while True:
             try:
-                return request()
+                with ACTIVITY.waiting(Reading(path).describe):
+                    return request()
             except StoreFault as fault:
                 tries.note(fault)
 

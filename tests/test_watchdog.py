@@ -1,0 +1,107 @@
+"""A process in which nothing moves says so in time, with what it waits for; others do not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+import timeit
+
+import pytest
+
+from vlmpack.activity import ACTIVITY, IDLE, Activity
+from vlmpack.watchdog import Watchdog
+
+SECONDS = 0.4
+
+
+def heard(activity, lasting, *, seconds=SECONDS, act=lambda: None, **options):
+    """(when, what) is said while this thread does `act` over and over for so long."""
+    said, begin = [], time.monotonic()
+    with Watchdog(
+        activity,
+        seconds,
+        who="process 7",
+        say=lambda text: said.append((time.monotonic() - begin, text)),
+        **options,
+    ):
+        activity.enter(activity.phase)
+        while time.monotonic() - begin < lasting:
+            act()
+            time.sleep(0.02)
+    return said
+
+
+@pytest.fixture
+def activity():
+    made = Activity()
+    made.step, made.samples = 12, ["a", "b", "c", "d", "e"]
+    made.enter("forward and backward")
+    return made
+
+
+def test_silence_is_broken_in_time_with_phase_step_samples_waits_and_stack(activity):
+    with activity.waiting(lambda: "waiting for godot"), activity.waiting(lambda: None):
+        said = heard(activity, 3 * SECONDS, others=lambda: ["rank 1 sleeps"])
+    assert 2 <= len(said) <= 4
+    (first, text), (second, again) = said[:2]
+    assert 0.6 * SECONDS < first < SECONDS + 0.2
+    assert 0.6 * SECONDS < second - first < SECONDS + 0.2
+    lines = text.splitlines()
+    assert "process 7: step 12, forward and backward; last samples: a, b, c and 2 more" in lines[0]
+    assert lines[1:3] == ["  waiting for godot", "  rank 1 sleeps"]
+    assert "in heard" in text, "the stack of the thread that works"
+    assert "waiting for godot" in again
+    assert "in heard" not in again, "once is enough"
+
+
+def test_whoever_moves_or_has_no_orders_is_left_alone(activity):
+    moving = heard(activity, 3 * SECONDS, act=lambda: activity.enter("optimizer"))
+    assert moving == []
+    activity.enter(IDLE)
+    assert heard(activity, 3 * SECONDS) == []
+
+
+def test_another_process_speaks_for_those_that_do_not(activity):
+    assert heard(activity, 2 * SECONDS, speaks=lambda: False) == []
+
+
+def test_where_no_python_thread_can_run_the_last_resort_prints_the_stack():
+    """A C function that keeps the interpreter to itself; so called that it does not let go."""
+    code = """
+import ctypes, time
+from vlmpack.activity import ACTIVITY
+from vlmpack.watchdog import Watchdog
+
+def keeps_the_interpreter():
+    ctypes.PyDLL(None).usleep(1_200_000)
+
+ACTIVITY.enter("x")
+with Watchdog(ACTIVITY, 0.2, who="w", say=lambda text: None, last_resort=True):
+    time.sleep(0.1)
+    keeps_the_interpreter()
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "in keeps_the_interpreter" in ran.stderr
+
+
+def test_a_phase_inside_another_falls_back(activity):
+    before = activity.beats
+    with activity.during("loading samples", ["k"]):
+        assert (activity.phase, activity.samples) == ("loading samples", ["k"])
+    assert activity.phase == "forward and backward"
+    assert activity.beats == before + 2
+
+
+def test_a_step_is_not_slowed():
+    """Some ten changes a step; a step of a millisecond would be a short one."""
+    seconds = min(timeit.repeat(lambda: ACTIVITY.enter(IDLE), number=10_000, repeat=5)) / 10_000
+    assert seconds < 5e-6
+
+
+def test_no_thread_stays_behind(activity):
+    heard(activity, 0.1)
+    assert "vlmpack-watchdog" not in {thread.name for thread in threading.enumerate()}

@@ -1,0 +1,87 @@
+"""What this process is doing now: written where the work is done, read by its watchdog.
+
+Writing is plain assignment, so it costs a step nothing that can be measured. There is one
+`ACTIVITY` for a process, as there is one main thread: handing it down to every read of every store
+would put it into all that is picklable on the way.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+IDLE = "idle"
+"""Waiting for orders, which may take for ever."""
+MOST_KEYS = 3
+
+Describe = Callable[[], str | None]
+"""What is being waited for, in words; None where it is not waited for now."""
+
+
+class Activity:
+    """Phase, step and samples, since when, and what is waited for.
+
+    `beats` counts the changes: as long as it stays, nothing has moved. `thread` is the one that
+    works.
+    """
+
+    __slots__ = ("_waits", "beats", "phase", "samples", "since", "step", "thread")
+
+    def __init__(self) -> None:
+        self.phase = IDLE
+        self.thread = threading.get_ident()
+        self.step = 0
+        self.samples: Sequence[str] = ()
+        self.since = time.monotonic()
+        self.beats = 0
+        self._waits: dict[int, Describe] = {}
+
+    def enter(self, phase: str) -> None:
+        """Something else begins, or the same once more."""
+        self.phase = phase
+        self.since = time.monotonic()
+        self.beats += 1
+
+    @contextmanager
+    def during(self, phase: str, samples: Sequence[str]) -> Iterator[None]:
+        """A phase inside another, to which it falls back."""
+        before = self.phase
+        self.samples = samples
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    @contextmanager
+    def waiting(self, describe: Describe) -> Iterator[None]:
+        """Something that may keep this process waiting, from whichever thread."""
+        self._waits[id(describe)] = describe
+        try:
+            yield
+        finally:
+            del self._waits[id(describe)]
+
+    def waits(self) -> list[str]:
+        """What is waited for now."""
+        described = (describe() for describe in list(self._waits.values()))
+        return [text for text in described if text is not None]
+
+    def last_samples(self) -> str:
+        """The samples in words: the last ones that were worked on."""
+        names = list(self.samples)
+        more = f" and {len(names) - MOST_KEYS} more" if len(names) > MOST_KEYS else ""
+        return ", ".join(names[:MOST_KEYS]) + more if names else "none"
+
+    def stack(self, frames: int) -> str:
+        """Where the working thread stands, innermost last."""
+        frame = sys._current_frames().get(self.thread)
+        return "" if frame is None else "".join(traceback.format_stack(frame)[-frames:]).rstrip()
+
+
+ACTIVITY = Activity()
+"""This process's."""

@@ -1,0 +1,131 @@
+"""A thread that says what its process waits for when nothing has moved for some time.
+
+It looks four times in `seconds`, and speaks when the last change is three of these looks old: so
+never later than `seconds` after the last one. It speaks again as often while nothing moves. The
+main thread's stack comes with the first time. Where a C function keeps every Python thread from
+running, and so this one, Python's faulthandler prints the stacks instead.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+
+from vlmpack.activity import IDLE, Activity
+
+LOOKS = 4
+FRAMES = 12
+"""Innermost ones of a stack that are shown."""
+
+Others = Callable[[], Sequence[str]]
+"""What is known of other processes, a line each."""
+
+
+class Watchdog:
+    """Watches one process's activity; a context manager.
+
+    Args:
+        activity: of this process.
+        seconds: the longest silence.
+        who: this process, in words.
+        say: told what to print.
+        others: what is known of other processes; asked when nothing moves.
+        speaks: whether it is for this process to speak.
+        last_resort: whether faulthandler speaks where this thread cannot; one in a process.
+    """
+
+    def __init__(
+        self,
+        activity: Activity,
+        seconds: float,
+        *,
+        who: str,
+        say: Callable[[str], None],
+        others: Others = tuple,
+        speaks: Callable[[], bool] = lambda: True,
+        last_resort: bool = False,
+    ) -> None:
+        self.activity = activity
+        self.seconds = seconds
+        self.who = who
+        self._say = say
+        self._others = others
+        self._speaks = speaks
+        self._last_resort = last_resort
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="vlmpack-watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        self.activity.thread = threading.get_ident()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        said_of, said_at = -1, float("-inf")
+        pause = self.seconds / LOOKS
+        with _last_resort(2 * self.seconds if self._last_resort else None) as look:
+            while not self._stopped.wait(pause):
+                look()
+                activity, now = self.activity, time.monotonic()
+                beats, quiet = activity.beats, now - activity.since
+                # A look comes a moment late, hence less than three whole pauses.
+                if activity.phase == IDLE or min(quiet, now - said_at) < 2.8 * pause:
+                    continue
+                if not self._speaks():
+                    continue
+                self._say(self.report(quiet, stack=beats != said_of))
+                said_of, said_at = beats, now
+
+    def report(self, quiet: float, *, stack: bool) -> str:
+        """What is known, a line each.
+
+        Args:
+            quiet: seconds since the last change.
+            stack: whether to add the main thread's.
+        """
+        activity = self.activity
+        step = f"step {activity.step}, " if activity.step else ""
+        lines = [
+            f"no progress for {quiet:.0f} s: {self.who}: {step}{activity.phase}; last samples: "
+            f"{activity.last_samples()}",
+            *activity.waits(),
+            *self._others(),
+        ]
+        if stack:
+            lines.append(f"its main thread stands at\n{activity.stack(FRAMES)}")
+        return "\n  ".join(lines)
+
+
+@contextmanager
+def _last_resort(seconds: float | None) -> Iterator[Callable[[], None]]:
+    """Yields what has to be called again before the seconds are over."""
+    target = _real_stderr() if seconds is not None else None
+    if target is None or seconds is None:
+        yield lambda: None
+        return
+    try:
+        yield lambda: faulthandler.dump_traceback_later(seconds, file=target)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _real_stderr() -> int | None:
+    try:
+        return None if sys.__stderr__ is None else sys.__stderr__.fileno()
+    except (io.UnsupportedOperation, ValueError):
+        return None
