@@ -122,14 +122,21 @@ def run_recipe(recipe: Recipe) -> FinetuneResult:
     from vlmpack.training.metrics import require_trackers
     from vlmpack.training.run_dir import RunDir
     from vlmpack.training.stop import StopFlag, interrupt_told, stop_on_sigterm
+    from vlmpack.training.watch import watched
 
     check_world(recipe, world_size=world_size_from_environment())
     split = recipe.parallelism
-    ranks = start_process_group(tensor=split.tensor, context=split.context, pipeline=split.pipeline)
+    ranks = start_process_group(
+        tensor=split.tensor,
+        context=split.context,
+        pipeline=split.pipeline,
+        timeout_seconds=split.timeout_seconds,
+    )
     try:
         run_dir = RunDir(Path(recipe.run_dir))
         stop = StopFlag()
-        with run_dir.entered(ranks), stop_on_sigterm(stop):
+        watch = watched(ranks, recipe.logging.watch_seconds)
+        with watch, run_dir.entered(ranks), stop_on_sigterm(stop):
             for note in notes(recipe, ranks.world_size):
                 logger.warning("note: %s", note)
             ranks.on_main(lambda: _record_recipe(recipe, run_dir))

@@ -151,7 +151,13 @@ def world_size_from_environment() -> int:
     return int(text)
 
 
-def start_process_group(*, tensor: int = 1, context: int = 1, pipeline: int = 1) -> Ranks:
+def start_process_group(
+    *,
+    tensor: int = 1,
+    context: int = 1,
+    pipeline: int = 1,
+    timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
+) -> Ranks:
     """Join the process group that torchrun describes, or run alone.
 
     CUDA with NCCL where there is a GPU, otherwise CPU with gloo. Ranks are laid out as Megatron
@@ -162,6 +168,7 @@ def start_process_group(*, tensor: int = 1, context: int = 1, pipeline: int = 1)
         tensor: TP, processes that share each layer's matrices.
         context: CP, processes that share each row's tokens.
         pipeline: PP, stages.
+        timeout_seconds: the longest wait for the others.
 
     Raises:
         CapabilityError: the world size is not a multiple of TP x CP x PP.
@@ -179,7 +186,7 @@ def start_process_group(*, tensor: int = 1, context: int = 1, pipeline: int = 1)
             backend="nccl" if device.type == "cuda" else "gloo",
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS),
+            timeout=timedelta(seconds=timeout_seconds),
         )
     inner, replica_size = tensor * context, tensor * context * pipeline
     if world_size % replica_size:

@@ -212,6 +212,14 @@ class ParallelismSection(Section):
     distributed_optimizer: bool = True
     """mcore engine: shard AdamW's state over the data- and context-parallel processes."""
 
+    timeout_seconds: float = Field(default=1800.0, gt=0, le=86400)
+    """The longest wait of a process for the others, after which it ends with an error: at launch,
+    in the first optimizer step, in validation, saving and export."""
+
+    step_timeout_seconds: float = Field(default=900.0, gt=0, le=86400)
+    """The same in every later optimizer step. It includes the wait for another process's data, for
+    which 600 seconds are allowed, so a lower one cuts that short."""
+
 
 class TrainingSection(Section):
     """Batch sizes, length of the run, seed. Set exactly one of `max_steps` and `num_epochs`."""
@@ -296,6 +304,10 @@ class LoggingSection(Section):
 
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
     """Progress display. `auto`: `rich` on a terminal, `plain` lines elsewhere."""
+
+    watch_seconds: float = Field(default=60.0, ge=1, le=86400)
+    """The longest silence while nothing moves: by then a line says what is waited for, and which
+    process, loader or store keeps the others waiting."""
 
 
 class ExportSection(Section):

@@ -10,6 +10,7 @@ from pathlib import Path
 from vlmpack.backends.adamw import AdamWConfig
 from vlmpack.backends.engine import Engine
 from vlmpack.distributed import Ranks
+from vlmpack.distributed.timeouts import CollectiveTimeouts
 from vlmpack.families import Encoder
 from vlmpack.recipe import Recipe
 from vlmpack.training.first_step import FirstStepCheck
@@ -112,4 +113,7 @@ def trainer_config(recipe: Recipe, *, total_steps: int) -> TrainerConfig:
         asynchronous_checkpoints=recipe.checkpoint.asynchronous,
         validation_interval=recipe.evaluation.interval_steps,
         log_interval=recipe.logging.interval_steps,
+        timeouts=CollectiveTimeouts(
+            recipe.parallelism.timeout_seconds, recipe.parallelism.step_timeout_seconds
+        ),
     )

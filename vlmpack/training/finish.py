@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.distributed import Ranks
 from vlmpack.errors import CapabilityError, DataError
 from vlmpack.families import write_budget
@@ -126,6 +127,7 @@ def export_model(session: Session) -> None:
     recipe = session.recipe
     if not recipe.export.enabled:
         return
+    ACTIVITY.enter("exporting the model")
     engine, source = session.engine, Path(recipe.model.path)
     session.ranks.on_main(lambda: check_model_again(source, session.run_dir))
     dtype = export_dtype(recipe.export.dtype, source)

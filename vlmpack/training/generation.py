@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.backends.engine import Engine
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.images import image_facts
@@ -92,6 +93,7 @@ def answer_questions(
     done = len(questions) - len(prompts)
     with _greedy(model, encoder, max_new_tokens), _few_threads(model):
         for start in range(0, len(prompts), batch_size):
+            ACTIVITY.enter("answering questions")
             batch = prompts[start : start + batch_size]
             ready: list[tuple[_Prompt, Media | None]] = []
             for prompt in batch:

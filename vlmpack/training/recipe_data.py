@@ -176,6 +176,7 @@ def _data_config(
         unknown_keys=data.unknown_keys,
         caps=SampleCaps(max_image_pixels=data.max_image_pixels),
         loader=LoaderSettings(
+            watch_seconds=recipe.logging.watch_seconds,
             num_workers=data.num_workers,
             prefetch_bins=data.prefetch_batches,
             preload=WORKER_PRELOAD,

@@ -8,12 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.backends.engine import Engine
 from vlmpack.data.loading.ledger import Ledger, SkipLimiter, SkipLimits
 from vlmpack.data.loading.loader import MicroBatch
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.distributed import Ranks, share_iterator
+from vlmpack.distributed.timeouts import set_timeout
 from vlmpack.families import Encoder
 from vlmpack.packing import Batch
 from vlmpack.recipe import Recipe, derive, identity
@@ -140,6 +142,7 @@ def open_session(recipe: Recipe, ranks: Ranks, run_dir: RunDir, stop: StopFlag) 
     Raises:
         VlmpackError: whatever is wrong, by its class.
     """
+    ACTIVITY.enter("launch: opening the data")
     folder = Path(recipe.model.path)
     recorded = recorded_model(folder, ranks, run_dir)
     encoder = build_encoder(recipe)
@@ -173,7 +176,9 @@ def _open(
     ranks.on_main(lambda: say_memory(recipe, encoder, train, ranks))
     if recipe.training.verify and saved is None:
         verify_at_start(recipe, ranks, run_dir, encoder, train)
+    ACTIVITY.enter("launch: loading the model")
     engine = build_engine(recipe, encoder, ranks)
+    set_timeout(recipe.parallelism.timeout_seconds)  # of the engine's own groups too
     fingerprint = model.settle()
     for name, value in engine.description.items():
         logger.info("%-14s %s", name, value)

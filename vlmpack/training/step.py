@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.backends.engine import Engine
 from vlmpack.distributed import Ranks
 from vlmpack.errors import NonFiniteError
@@ -107,6 +108,18 @@ def _named(values: Sequence[float], grad_norm: float = 0.0) -> StepSums:
     )
 
 
+def _watched(
+    batches: Sequence[Batch],
+    names: Sequence[Sequence[str]] | None,
+    phase: str = "forward and backward",
+) -> Iterator[Batch]:
+    """The micro-batches; the watchdog learns which one is computed."""
+    for number, batch in enumerate(batches):
+        ACTIVITY.samples = batch.keys if names is None else names[number]
+        ACTIVITY.enter(phase)
+        yield batch
+
+
 def seed_of_step(seed: int, step: int, replica: int) -> int:
     """A step's own seed: a resumed run draws what the unbroken one would have drawn, and replicas
     draw different numbers."""
@@ -167,8 +180,9 @@ class Stepper:
         check = self.check if self.check is not None and self.check.pending else None
         self.engine.zero_gradients()
         reports = self.engine.forward_backward(
-            forward_step, iter(batches), num_microbatches=len(batches)
+            forward_step, _watched(batches, names), num_microbatches=len(batches)
         )
+        ACTIVITY.enter("sums over all ranks")
         sums = self.ranks.sum_over_world(
             _local_sums(
                 reports,
@@ -191,6 +205,7 @@ class Stepper:
             lr = self.schedule(step)
             if check is not None:
                 check.before_step(lr=lr, num_seen_images=result.num_seen_images)
+            ACTIVITY.enter("optimizer")
             self.engine.step(lr)
             if check is not None:
                 check.after_step()
@@ -203,7 +218,10 @@ class Stepper:
     def evaluate(self, batches: Sequence[Batch]) -> StepSums:
         """Loss sums of some micro-batches, without gradients."""
         reports = self.engine.forward_backward(
-            forward_step, iter(batches), num_microbatches=len(batches), forward_only=True
+            forward_step,
+            _watched(batches, None, "validation"),
+            num_microbatches=len(batches),
+            forward_only=True,
         )
         sums = self.ranks.sum_over_world(_local_sums(reports, batches, is_lead=self.ranks.is_lead))
         return _named(sums.tolist())

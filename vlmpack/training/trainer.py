@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vlmpack.activity import ACTIVITY
+from vlmpack.distributed.timeouts import CollectiveTimeouts
 from vlmpack.errors import (
     DataLimitError,
     EmptyDataError,
@@ -74,6 +76,7 @@ class TrainerConfig:
         asynchronous_checkpoints: write those on the way while training goes on.
         validation_interval: steps between validations; None for the end alone.
         log_interval: steps between tracker calls.
+        timeouts: how long a rank waits for the others.
     """
 
     total_steps: int
@@ -82,6 +85,7 @@ class TrainerConfig:
     asynchronous_checkpoints: bool
     validation_interval: int | None
     log_interval: int
+    timeouts: CollectiveTimeouts = field(default_factory=CollectiveTimeouts)
 
 
 @dataclass(slots=True)
@@ -214,8 +218,10 @@ class Trainer:
             self._saver.abandon()
 
     def _run(self, steps: Iterator[TrainStep], reporting: Reporting | None) -> None:
+        begun = self.totals.step
         while self.totals.step < self.config.total_steps:
-            stopping = self._one_step(steps, reporting)
+            with self.config.timeouts.of_step(is_first=self.totals.step == begun):
+                stopping = self._one_step(steps, reporting)
             if not stopping and _due(self.totals.step, self.config.validation_interval):
                 self.validate(reporting)
             if stopping or _due(self.totals.step, self.config.checkpoint_interval):
@@ -231,6 +237,8 @@ class Trainer:
     def _one_step(self, steps: Iterator[TrainStep], reporting: Reporting | None) -> bool:
         """Train one step; whether any rank was asked to stop."""
         started = time.perf_counter()
+        ACTIVITY.step = self.totals.step + 1
+        ACTIVITY.enter("waiting for data")
         train_step = next(steps)
         waited = time.perf_counter() - started
         step = self.totals.step
@@ -285,6 +293,7 @@ class Trainer:
         if self.validation is None or self._validated_step == self.totals.step:
             return None
         loss_sum, num_labels = 0.0, 0
+        ACTIVITY.enter("validation")
         for batch in self.validation():
             sums = self.stepper.evaluate([batch])
             loss_sum += sums.loss_sum
@@ -320,6 +329,7 @@ class Trainer:
             return
         if self.record is not None:
             self.record.sync()
+        ACTIVITY.enter("saving a checkpoint")
         engine = self.stepper.engine
         content = CheckpointContent(
             step=self.totals.step,

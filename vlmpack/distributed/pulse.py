@@ -1,0 +1,207 @@
+"""What each rank is doing, told to the others through the launcher's store.
+
+Every rank writes one small entry four times in `seconds`; the first few ranks read all of them
+twice as often. An entry that no longer changes is that of a process that is stopped, or whose
+machine is gone. Store calls may block for ever, when the process that keeps the store is stopped;
+they have a thread of their own, and that they do not come back is itself news.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from vlmpack.activity import Activity
+from vlmpack.watchdog import LOOKS
+
+KEY = "vlmpack/pulse"
+SPEAKERS = 3
+"""Ranks that read the others' entries; the first of them that lives speaks."""
+MOST_NAMED = 4
+STORE_SECONDS = 30.0
+STACK_FRAMES = 8
+LOOKS_PER_ENTRY = 2
+
+
+class Pulse:
+    """This rank's entry, and what the others' say; a context manager.
+
+    Args:
+        activity: of this process.
+        rank, world_size: who this process is.
+        seconds: the longest silence.
+        store: of its own: a call that waits keeps others of the same client from theirs.
+    """
+
+    def __init__(
+        self, activity: Activity, *, rank: int, world_size: int, seconds: float, store: Any
+    ) -> None:
+        self.activity = activity
+        self.rank = rank
+        self.world_size = world_size
+        self.seconds = seconds
+        self._store = store
+        self._ticks = 0
+        self._called: float | None = None
+        self._entries: dict[int, Mapping[str, Any]] = {}
+        self._changed: dict[int, float] = {}
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="vlmpack-pulse", daemon=True)
+
+    def __enter__(self) -> Pulse:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stopped.set()
+        self._thread.join(timeout=2.0)  # a call to a dead store may never come back
+
+    def speaks(self) -> bool:
+        """Whether it is for this rank to speak: the first one that lives."""
+        if self.rank >= SPEAKERS:
+            return False
+        return self.store_silent() is not None or all(
+            self._is_silent(rank) for rank in range(self.rank)
+        )
+
+    def lines(self) -> Sequence[str]:
+        """The ranks that the others wait for, as far as that can be told."""
+        silent_store = self.store_silent()
+        if silent_store is not None:
+            return [
+                f"the launcher's store has not answered for {silent_store:.0f} s, so nothing is "
+                "known of other ranks: the process that keeps it (torchrun's on the first machine, "
+                "or rank 0) is stopped or cannot be reached"
+            ]
+        entries = dict(self._entries)
+        missing = [r for r in range(self.world_size) if r not in entries and r != self.rank]
+        gone = [rank for rank in sorted(entries) if self._is_silent(rank)]
+        told = [f"rank {rank} has not begun to report" for rank in missing]
+        told += [self._gone(rank, entries[rank]) for rank in gone]
+        if not told:
+            told = [self._behind(rank, entries[rank]) for rank in _behind(entries, self.rank)]
+        if not told:
+            told = [f"all {self.world_size} ranks stand there"]
+        more = len(told) - MOST_NAMED
+        return told[:MOST_NAMED] + ([f"and {more} more ranks"] if more > 0 else [])
+
+    def store_silent(self) -> float | None:
+        """For how long a call has not come back; None where it has, or only just began."""
+        called = self._called
+        waited = 0.0 if called is None else time.monotonic() - called
+        return waited if waited > 0.45 * self.seconds else None
+
+    def _is_silent(self, rank: int) -> bool:
+        """Its entry has not changed for two of its turns, less a bit: a live one's is seen to
+        change after a turn and a look at most."""
+        changed = self._changed.get(rank)
+        return changed is not None and time.monotonic() - changed > 0.45 * self.seconds
+
+    def _gone(self, rank: int, entry: Mapping[str, Any]) -> str:
+        quiet = time.monotonic() - self._changed[rank]
+        return (
+            f"{_who(rank, entry)} has given no sign of life for {quiet:.0f} s: it is stopped, or "
+            f"its machine is gone or out of reach; it was last heard of at {_where(entry)}"
+        )
+
+    def _behind(self, rank: int, entry: Mapping[str, Any]) -> str:
+        stack = f"; its main thread stands at\n{entry['stack']}" if entry.get("stack") else ""
+        return f"{_who(rank, entry)} stands at {_where(entry)}, for {entry['quiet']:.0f} s{stack}"
+
+    def _run(self) -> None:
+        turn = 0
+        try:
+            while True:
+                self._called = time.monotonic()
+                if turn % LOOKS_PER_ENTRY == 0:
+                    self._write()
+                if self.rank < SPEAKERS:
+                    self._look()
+                self._called = None
+                turn += 1
+                if self._stopped.wait(self.seconds / LOOKS / LOOKS_PER_ENTRY):
+                    return
+        except RuntimeError:  # the store is gone: the run ends, or its first machine has
+            return
+
+    def _write(self) -> None:
+        self._ticks += 1
+        activity = self.activity
+        quiet = time.monotonic() - activity.since
+        entry = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "step": activity.step,
+            "phase": activity.phase,
+            "samples": activity.last_samples(),
+            "quiet": quiet,
+            "ticks": self._ticks,
+            "stack": activity.stack(STACK_FRAMES) if quiet > self.seconds / LOOKS else "",
+        }
+        self._store.set(f"{KEY}/{self.rank}", json.dumps(entry))
+
+    def _look(self) -> None:
+        keys = {rank: f"{KEY}/{rank}" for rank in range(self.world_size) if rank != self.rank}
+        if not self._store.check(list(keys.values())):
+            keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
+        values = self._store.multi_get(list(keys.values())) if keys else []
+        now = time.monotonic()
+        for rank, value in zip(keys, values, strict=True):
+            entry = json.loads(value)
+            before = self._entries.get(rank)
+            if before is None or before["ticks"] != entry["ticks"]:
+                self._changed[rank] = now
+            self._entries[rank] = entry
+
+
+def pulse_store() -> Any:
+    """A client of the store that the process group was made with; None where it has none of a
+    server's."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        return None
+    return TCPStore(
+        store.host,
+        store.port,
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=STORE_SECONDS),
+    )
+
+
+def _behind(entries: Mapping[int, Mapping[str, Any]], own: int) -> list[int]:
+    """The ranks at the earliest step; where all are at one, those elsewhere than most."""
+    others = {rank: entry for rank, entry in sorted(entries.items()) if rank != own}
+    first = min((entry["step"] for entry in others.values()), default=0)
+    late = [rank for rank, entry in others.items() if entry["step"] == first]
+    if len(late) < len(others):
+        return late
+    phases = [entry["phase"] for entry in others.values()]
+    usual = max(phases, key=phases.count, default="")
+    odd = [rank for rank in late if others[rank]["phase"] != usual]
+    return odd or late
+
+
+def _who(rank: int, entry: Mapping[str, Any]) -> str:
+    return f"rank {rank} (process {entry['pid']} on {entry['host']})"
+
+
+def _where(entry: Mapping[str, Any]) -> str:
+    return f"step {entry['step']}, {entry['phase']}, last samples: {entry['samples']}"

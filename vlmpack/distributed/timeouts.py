@@ -1,0 +1,50 @@
+"""How long this process waits for the others in a collective: long at first, short in later steps.
+
+torch takes a timeout when a group is made, and has one private function to change it afterwards,
+for gloo and NCCL alike. It holds for what this process calls from then on, so no two processes have
+to change it together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTimeouts:
+    """Seconds.
+
+    Args:
+        first: of a launch and its first step, and of all that is not a step.
+        later: of every later step.
+    """
+
+    first: float = 1800.0
+    later: float = 900.0
+
+    @contextmanager
+    def of_step(self, *, is_first: bool) -> Iterator[None]:
+        """A step of this launch."""
+        if is_first or not dist.is_initialized():
+            yield
+            return
+        set_timeout(self.later)
+        try:
+            yield
+        finally:
+            set_timeout(self.first)
+
+
+def set_timeout(seconds: float) -> None:
+    """Of every group that this process is in."""
+    if not dist.is_initialized():
+        return
+    timeout = timedelta(seconds=seconds)
+    c10d = dist.distributed_c10d
+    for group in list(c10d._world.pg_map):
+        c10d._set_pg_timeout(timeout, group)
