@@ -119,6 +119,7 @@ def run_recipe(recipe: Recipe) -> FinetuneResult:
         stop_process_group,
         world_size_from_environment,
     )
+    from vlmpack.training.date import settle_date
     from vlmpack.training.metrics import require_trackers
     from vlmpack.training.run_dir import RunDir
     from vlmpack.training.stop import StopFlag, interrupt_told, stop_on_sigterm
@@ -137,6 +138,7 @@ def run_recipe(recipe: Recipe) -> FinetuneResult:
         stop = StopFlag()
         watch = watched(ranks, recipe.logging.watch_seconds)
         with watch, run_dir.entered(ranks), stop_on_sigterm(stop):
+            recipe = settle_date(recipe, ranks, run_dir)
             for note in notes(recipe, ranks.world_size):
                 logger.warning("note: %s", note)
             ranks.on_main(lambda: _record_recipe(recipe, run_dir))

@@ -156,10 +156,21 @@ def test_changes_of_objective_or_order_are_refused(minimal, override):
     assert identity_differences(old, old) == []
 
 
+DATES = ("2026-11-22", "2026-11-23")
+
+
 @pytest.mark.parametrize("override", ALLOWED)
 def test_other_changes_are_allowed(minimal, override):
     old, new = identity(load_recipe(minimal)), identity(load_recipe(minimal, [override]))
     assert identity_differences(old, new) == []
+
+
+def test_another_date_is_another_run(minimal):
+    old, new = (identity(load_recipe(minimal, [f"data.date={day}"])) for day in DATES)
+    assert identity_differences(old, new) == [
+        "data.date: '2026-11-22' in the run folder, '2026-11-23' in the recipe"
+    ]
+    assert "data.date" not in identity(load_recipe(minimal))
 
 
 def test_every_key_is_either_identity_or_free(minimal):
@@ -167,7 +178,7 @@ def test_every_key_is_either_identity_or_free(minimal):
     recipe = load_recipe(minimal)
     texts = REFUSED + ALLOWED + ROWS_REFUSED + ROWS_ALLOWED
     texts += ["packing.path=elsewhere", "packing.pad_cu_seqlens=true"]
-    texts += ["data.weights=tokens", *IMAGES, *TRAINABLE]
+    texts += ["data.weights=tokens", "data.date=2026-11-22", *IMAGES, *TRAINABLE]
     decided = {text.split("=")[0] for text in texts}
     leaves = {
         f"{section}.{key}"

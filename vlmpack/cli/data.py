@@ -65,6 +65,7 @@ def lint(
     encoder = None
     preload: tuple[str, ...] = ()
     if model is not None:
+        from vlmpack.training.date import encoder_date
         from vlmpack.training.recipe_data import WORKER_PRELOAD, pixel_budget
 
         preload = WORKER_PRELOAD
@@ -72,6 +73,7 @@ def lint(
             model,
             max_image_pixels=reading.caps.max_image_pixels,
             budget=pixel_budget(reading.recipe) if reading.recipe is not None else None,
+            date=encoder_date(reading.recipe) if reading.recipe is not None else None,
         )
         assert encoder.chat is not None  # a wrong folder is named before any shard is read
     paths = reading.paths

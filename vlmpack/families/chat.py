@@ -6,6 +6,7 @@ template: see `turns.py`. The image marker in a user's words stays text: see `li
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmpack.errors import DataError, ModelError, VlmpackError
+from vlmpack.families.clock import with_date
 from vlmpack.families.content import Form, find_forms, turn_dicts
 from vlmpack.families.image_text import Span, WrittenOut, write_out
 from vlmpack.families.literals import hide_literals, put_back, renamed_tokenizer
@@ -59,11 +61,13 @@ class ChatEncoder:
         takes_images: whether the model has a vision tower. Its template then gets a message as a
             list of parts, and a language model's as a string, unless it takes only the other.
         marker: what the template writes for an image; empty where it takes none.
+        date: what a template that reads the clock writes as today's; None for others.
     """
 
     tokenizer: Any
     takes_images: bool = True
     marker: str = ""
+    date: datetime.date | None = None
 
     def __post_init__(self) -> None:
         if not self.tokenizer.chat_template:
@@ -111,6 +115,12 @@ class ChatEncoder:
             f"{self.marker!r} for an image{why}; it may be that of the language model alone: "
             f"expected the processor's, in chat_template.jinja or chat_template.json"
         )
+
+    @property
+    def template(self) -> str:
+        """The chat template, with the date."""
+        text = str(self.tokenizer.get_chat_template())
+        return text if self.date is None else with_date(text, self.date)
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
@@ -173,7 +183,10 @@ class ChatEncoder:
         with template_faults():
             return str(
                 self.tokenizer.apply_chat_template(
-                    turns, tokenize=False, add_generation_prompt=generation_prompt
+                    turns,
+                    chat_template=self.template,
+                    tokenize=False,
+                    add_generation_prompt=generation_prompt,
                 )
             )
 
@@ -233,14 +246,14 @@ class ChatEncoder:
     def _spans(self, messages: tuple[Message, ...], text: str) -> list[Span]:
         """Character spans that the assistant wrote: by the template's own `{% generation %}` marks,
         an end-of-turn token right behind one included; else by its turns."""
-        if not _MARKS.search(str(self.tokenizer.get_chat_template())):
+        if not _MARKS.search(self.template):
             return self._turns.spans(messages, text)
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with template_faults():
             found: Any = render_jinja_template(  # annotated as a string, returns a pair
                 [self._as_dicts(messages)],
-                chat_template=self.tokenizer.get_chat_template(),
+                chat_template=self.template,
                 return_assistant_tokens_mask=True,
                 **self.tokenizer.special_tokens_map,
             )
@@ -252,11 +265,14 @@ class ChatEncoder:
     def mask_of_transformers(self, messages: tuple[Message, ...]) -> list[bool] | None:
         """Which tokens of a rendered conversation transformers itself takes for the assistant's;
         None for a template without marks. What is learnt does not come from here: see `verify`."""
-        if not _MARKS.search(str(self.tokenizer.get_chat_template())):
+        if not _MARKS.search(self.template):
             return None
         with template_faults():
             found = self.tokenizer.apply_chat_template(
-                self._as_dicts(messages), return_dict=True, return_assistant_tokens_mask=True
+                self._as_dicts(messages),
+                chat_template=self.template,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
             )
         return [bool(flag) for flag in found["assistant_masks"]]
 

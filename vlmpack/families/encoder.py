@@ -5,6 +5,7 @@ Cheap to pickle: workers get the folder and load tokenizer and image processor o
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import math
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from PIL import Image
 from vlmpack.errors import CapabilityError, DataError, ModelError
 from vlmpack.families.base import Family, ImageLayout, ImageRule, PixelBudget
 from vlmpack.families.chat import ChatEncoder, no_vision_tower
+from vlmpack.families.clock import noted_date, reads_clock, today
 from vlmpack.families.decode import decode_image
 from vlmpack.families.fingerprint import digest, processor_parts
 from vlmpack.families.processor_config import processor_template
@@ -52,6 +54,8 @@ class Encoder:
         loss_on: which tokens are targets: the assistant's turns, or every text token.
         max_image_pixels: images with more pixels are refused before they are decoded.
         budget: bounds on what an image costs, in place of the processor's own.
+        date: what a chat template that reads the clock writes as today's; None: that of an
+            export's note, or the clock's. Other templates have none.
     """
 
     def __init__(
@@ -61,15 +65,20 @@ class Encoder:
         loss_on: LossOn = "assistant",
         max_image_pixels: int = 50_000_000,
         budget: PixelBudget | None = None,
+        date: datetime.date | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.loss_on = loss_on
         self.max_image_pixels = max_image_pixels
         self.budget = budget if budget is not None else PixelBudget()
         self.family: Family = family_of(self.folder)
+        self.date: datetime.date | None = None
+        if reads_clock(self.folder):
+            self.date = date or noted_date(self.folder) or today()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (self.folder, self.loss_on, self.max_image_pixels, self.budget))
+        settings = (self.loss_on, self.max_image_pixels, self.budget, self.date)
+        return (_rebuild, (self.folder, *settings))
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -94,7 +103,9 @@ class Encoder:
     def chat(self) -> ChatEncoder:
         """Template and tokenizer."""
         marker = self.family.marker(self.tokenizer)
-        return ChatEncoder(self.tokenizer, takes_images=self.takes_images, marker=marker)
+        return ChatEncoder(
+            self.tokenizer, takes_images=self.takes_images, marker=marker, date=self.date
+        )
 
     @property
     def takes_images(self) -> bool:
@@ -157,6 +168,8 @@ class Encoder:
         digest.update(self.loss_on.encode())
         if self.budget != PixelBudget():
             digest.update(repr(self.budget).encode())
+        if self.date is not None:
+            digest.update(self.date.isoformat().encode())
         for name in PROCESSOR_FILES:
             path = self.folder / name
             digest.update(name.encode() + b"\0")
@@ -181,12 +194,14 @@ class Encoder:
     @cached_property
     def fingerprint_parts(self) -> dict[str, str]:
         """The fingerprint taken apart, so that a difference can be named: tokenizer, template,
-        processor, the rules of this version, and the budget where one is set."""
+        processor, the rules of this version, the budget where one is set, and the date where the
+        template reads the clock."""
         rules = f"{ENCODER_VERSION}/{self.family.name}/{self.family.rule_version}/{self.loss_on}"
         images = {} if self.budget == PixelBudget() else {"images": _shown(self.budget)}
         parts = processor_parts(self.folder)
         parts["processor"] = digest(f"{parts['processor']} {self._image_sizes}".encode())
-        return {"rules": digest(rules.encode()), **parts, **images}
+        day = {} if self.date is None else {"date": self.date.isoformat()}
+        return {"rules": digest(rules.encode()), **parts, **images, **day}
 
     def length(self, sample: VLMSample, sizes: Sequence[tuple[int, int]]) -> SampleLength:
         """Exact length from the messages and the image sizes alone.
@@ -373,5 +388,13 @@ def _shown(budget: PixelBudget) -> str:
     )
 
 
-def _rebuild(folder: Path, loss_on: LossOn, max_image_pixels: int, budget: PixelBudget) -> Encoder:
-    return Encoder(folder, loss_on=loss_on, max_image_pixels=max_image_pixels, budget=budget)
+def _rebuild(
+    folder: Path,
+    loss_on: LossOn,
+    max_image_pixels: int,
+    budget: PixelBudget,
+    date: datetime.date | None,
+) -> Encoder:
+    return Encoder(
+        folder, loss_on=loss_on, max_image_pixels=max_image_pixels, budget=budget, date=date
+    )

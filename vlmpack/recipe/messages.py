@@ -112,6 +112,8 @@ def describe(node: Node, schema: Node) -> str:
             return _describe_list(node, schema)
         case "object":
             return f"a mapping ({', '.join(node.get('properties', ()))})"
+    if node.get("format") == "date":
+        return "a date such as 2026-11-22"
     if "pattern" in node:
         return "a name of letters, digits, '.', '_' and '-'"
     return "a string that is not empty" if node.get("minLength") else "a string"

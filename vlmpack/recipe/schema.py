@@ -7,9 +7,10 @@ What can be computed is not a field (see `derived.py`); what spans two sections 
 
 from __future__ import annotations
 
+import datetime
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic.dataclasses import dataclass
 
 from vlmpack.recipe.images import ImagesSection
@@ -19,6 +20,18 @@ from vlmpack.recipe.trainable import OptimSection, TrainableSection
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
+
+
+def _iso_date(text: str) -> str:
+    """A date as ISO 8601 has it, dashes included."""
+    if datetime.date.fromisoformat(text).isoformat() != text:
+        raise ValueError(text)
+    return text
+
+
+IsoDate = Annotated[
+    str, AfterValidator(_iso_date), WithJsonSchema({"type": "string", "format": "date"})
+]
 OnError = Literal["raise", "skip"]
 Tracker = Literal[
     "tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio"
@@ -124,6 +137,11 @@ class DataSection(Section):
 
     max_image_pixels: Count = 50_000_000
     """Images with more pixels (width x height) are decode errors, before they are decoded."""
+
+    date: IsoDate | None = Field(default=None, examples=["2026-11-22"])
+    """What a chat template that writes the current date (`strftime_now`: Llama 3.2, Mistral Small
+    3.1) writes in every conversation. Null: the date of the packs, else that of the run's first
+    launch. Other templates have none."""
 
     num_workers: CountOrZero = 2
     """Loader processes per rank. 0: read in the training process."""

@@ -17,6 +17,7 @@ from torch import nn
 from vlmpack.backends.slices import whole
 from vlmpack.errors import CheckpointError, VlmpackError
 from vlmpack.families import write_budget
+from vlmpack.families.clock import write_note
 from vlmpack.recipe import Recipe
 from vlmpack.training.checkpoint import (
     CheckpointReader,
@@ -157,6 +158,7 @@ def _write(
         dtype=chosen,
     )
     write_budget(encoder, folder)
+    write_note(folder, encoder.date)
     return chosen
 
 

@@ -17,6 +17,7 @@ from vlmpack.activity import ACTIVITY
 from vlmpack.distributed import Ranks
 from vlmpack.errors import CapabilityError, DataError
 from vlmpack.families import write_budget
+from vlmpack.families.clock import write_note
 from vlmpack.recipe import identity
 from vlmpack.training.generation import answer_over_ranks
 from vlmpack.training.model_watch import check_model_again
@@ -151,6 +152,7 @@ def export_model(session: Session) -> None:
 def _export_whole(session: Session, folder: Path, dtype: torch.dtype) -> None:
     session.engine.export(folder, processor_from=Path(session.recipe.model.path), dtype=dtype)
     session.ranks.on_main(lambda: write_budget(session.encoder, folder))
+    session.ranks.on_main(lambda: write_note(folder, session.encoder.date))
 
 
 def publish_folder(final: Path, ranks: Ranks, write: Callable[[Path], None]) -> None:

@@ -8,6 +8,7 @@ from vlmpack.data.packs.manifest import Manifest, read_manifest
 from vlmpack.data.packs.write import PackOrder, PackSource, make_packs
 from vlmpack.errors import PacksError, RecipeError
 from vlmpack.recipe import Recipe, load_recipe
+from vlmpack.training.date import begun_packs, date_of, with_date
 from vlmpack.training.reopen import open_recipe
 
 
@@ -39,7 +40,9 @@ def pack_recipe(recipe: Recipe, folder: Path, order: PackOrder) -> Manifest:
                 "which saved packs do not have; use packing.scope: stream"
             ]
         )
-    train, _ = open_recipe(load_recipe(recipe, {"packing.mode": "online"}), order.on_index)
+    recipe = load_recipe(recipe, {"packing.mode": "online"})
+    recipe = with_date(recipe, recipe.data.date or begun_packs(folder) or date_of(recipe))
+    train, _ = open_recipe(recipe, order.on_index)
     try:
         return make_packs(PackSource(train.config, train.split, train.dataset), folder, order)
     finally:

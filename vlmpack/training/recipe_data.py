@@ -34,6 +34,7 @@ from vlmpack.families import Encoder, PixelBudget
 from vlmpack.packing import PackCollator, PadCollator
 from vlmpack.packing.cost import CostModel
 from vlmpack.recipe import Derived, Recipe, Source
+from vlmpack.training.date import encoder_date
 from vlmpack.training.recipe_rows import fixed_shape, packs_config, row_budget
 
 logger = logging.getLogger("vlmpack")
@@ -59,6 +60,7 @@ def build_encoder(recipe: Recipe) -> Encoder:
         Path(recipe.model.path),
         max_image_pixels=recipe.data.max_image_pixels,
         budget=pixel_budget(recipe),
+        date=encoder_date(recipe),
     )
     encoder.load()  # now, to fail early
     _note_long_images(recipe, encoder)

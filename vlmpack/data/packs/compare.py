@@ -18,6 +18,7 @@ _PARTS = {
     "template": "the chat template in model.path",
     "processor": "the image processor in model.path",
     "images": "images",
+    "date": "data.date",
 }
 _INDEX = ("lengths", "data.over_long", "data.epoch_size")
 

@@ -26,6 +26,7 @@ from vlmpack.families import Encoder
 from vlmpack.packing import PackCollator, PadCollator
 from vlmpack.recipe import Recipe, derive
 from vlmpack.training.assemble import check_model
+from vlmpack.training.date import settle_date
 from vlmpack.training.policy import policy_of
 from vlmpack.training.recipe_data import build_encoder, open_split
 from vlmpack.training.verify.answers import check_answers
@@ -110,6 +111,7 @@ def verify_recipe(recipe: Recipe, ranks: Ranks, options: VerifyOptions) -> Verif
     Raises:
         VlmpackError: what is wrong with model folder or data, or a model that does not fit.
     """
+    recipe = settle_date(recipe, ranks)
     model = recipe.model.path
     if not options.tiny:
         check_model(recipe, ranks)
