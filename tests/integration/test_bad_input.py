@@ -12,7 +12,10 @@ import pytest
 from support.recipes import changed, rewrite, write_recipe
 from support.shards import TINY_MODEL
 
+from vlmpack.api import _result
 from vlmpack.cli import main
+from vlmpack.cli.summary import print_result
+from vlmpack.training.run_dir import RunDir
 
 Run = Callable[..., tuple[int, str]]
 
@@ -97,15 +100,25 @@ def test_corrupt_jpeg_stops_where_the_recipe_says_raise(
 
 
 def test_corrupt_jpeg_is_skipped_and_listed_by_default(
-    cli: Run, settings: dict[str, Any], shard: Path
+    cli: Run,
+    settings: dict[str, Any],
+    shard: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """And said: in a line when it happens, in the last lines, and in the run folder."""
     key = corrupt_first_image(shard)
     code, _ = cli(changed(settings, training__max_steps=6))
     assert code == 0
+    [line] = [text for text in caplog.messages if text.startswith("skipped ")]
+    assert f"1 sample of this launch left out; the last is {key!r} in " in line
+    assert "(decode): image 0 cannot be decoded" in line
     ledger = Path(settings["run_dir"], "data-errors.jsonl").read_text().splitlines()
     assert [json.loads(line)["key"] for line in ledger] == [key]
     result = json.loads(Path(settings["run_dir"], "result.json").read_text())
     assert (result["samples"], result["skipped_samples"]) == (21, 1)
+    print_result(_result(RunDir(Path(settings["run_dir"]))))
+    assert "1 of 22 samples: data-errors.jsonl lists them" in capsys.readouterr().out
 
 
 def test_image_count_that_differs_from_the_placeholders(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vlmpack.words import counted
+
 if TYPE_CHECKING:
     from vlmpack.api import FinetuneResult
 
@@ -12,6 +14,8 @@ def print_result(result: FinetuneResult) -> None:
     """Print where everything is, and the figures that matter."""
     from rich.console import Console
     from rich.table import Table
+
+    from vlmpack.data.loading.ledger import LEDGER_NAME
 
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_row("steps", f"{result.steps:,} in {result.train_seconds:,.0f} s of training")
@@ -22,6 +26,9 @@ def print_result(result: FinetuneResult) -> None:
         f"{result.real_tokens:,} real; padded rows would hold {result.padded_tokens:,} "
         f"({saved:.0%} padding)",
     )
+    if skipped := result.figures.get("skipped_samples"):
+        samples = counted(skipped + result.figures["samples"], "sample")
+        table.add_row("skipped", f"{skipped:,} of {samples}: {LEDGER_NAME} lists them, and why")
     if result.exact_match_after is not None:
         before = "" if result.exact_match_before is None else f"{result.exact_match_before:.1%} -> "
         table.add_row("exact answers", f"{before}{result.exact_match_after:.1%} on the test split")

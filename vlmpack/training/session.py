@@ -33,6 +33,7 @@ from vlmpack.training.recorded import take_back
 from vlmpack.training.resume_point import choose_checkpoint, saved_state
 from vlmpack.training.run_dir import RunDir, write_atomically
 from vlmpack.training.run_length import total_steps
+from vlmpack.training.skip_notes import SkipNotes
 from vlmpack.training.stop import StopFlag
 from vlmpack.training.trainer import Reporting, Totals, Trainer, TrainStep
 from vlmpack.training.verify.at_start import verify_at_start
@@ -187,14 +188,19 @@ def _open(
         logger.info("  %s", line)
     checkpoint = ranks.on_main(lambda: choose_checkpoint(recipe, run_dir))
     steps = total_steps(recipe, train, checkpoint.state)
-    limiter = SkipLimiter(SkipLimits(), ledger)
+    limiter, notes = SkipLimiter(SkipLimits(), ledger), SkipNotes(ledger)
+
+    def on_skips(samples: int, skipped: int) -> None:
+        notes.note(skipped)
+        limiter.check(samples=samples, skipped=skipped)
+
     trainer = Trainer(
         stepper=build_stepper(recipe, engine, ranks, total_steps=steps),
         config=trainer_config(recipe, total_steps=steps),
         run_dir=run_dir,
         stop=stop,
         validation=_validation_batches(recipe, validation, ranks),
-        on_skips=lambda samples, skipped: limiter.check(samples=samples, skipped=skipped),
+        on_skips=on_skips,
         model=fingerprint,
     )
     if checkpoint.folder is not None:
