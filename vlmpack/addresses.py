@@ -43,9 +43,23 @@ _PLAIN_PARAMETERS = frozenset(
     {"version", "versionid", "generation", "snapshot", "revision", "ref"}
     | {"download", "dl", "raw", "alt", "format", "file", "part", "shard"}
 )
-_HTTP_LOGIN = re.compile(r"(https?://)[^\s]*@", re.IGNORECASE)
-_LOGIN = re.compile(r"://[^/\s]*@")
-_QUERY = re.compile(r"(https?://[^\s?\"'<>]*)\?[^\s\"'<>]*", re.IGNORECASE)
+_HTTP_LOGIN = re.compile(r"(https?://)([^\s]*)@", re.IGNORECASE)
+_LOGIN = re.compile(r"://([^/\s]*)@")
+_QUERY = re.compile(r"(https?://[^\s?#\"'<>]*)\?([^\s#\"'<>]*)", re.IGNORECASE)
+_FRAGMENT = re.compile(r"((?:https?|hf)://[^\s#\"'<>]*)#[^\s\"'<>]+", re.IGNORECASE)
+_IN_ADDRESS = re.compile(r"(?<=://)[^\s\"'<>]+")
+_TOKEN = re.compile(
+    r"(?<![A-Za-z0-9_-])(?:"
+    r"hf_[A-Za-z0-9]{16,}|gh[opsur]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
+    r"|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{30,}|ya29\.[\w-]{16,}|xox[abeprs]-[\w-]{10,}"
+    r"|sk-[\w-]{16,}|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?)"
+)
+"""What the services of this field give out, by its first letters."""
+_RANDOM = re.compile(
+    r"(?<![A-Za-z0-9])(?=[A-Za-z0-9]*[a-z])(?=[A-Za-z0-9]*[A-Z])(?=(?:[A-Za-z]*[0-9]){3})"
+    r"[A-Za-z0-9]{24,}(?![A-Za-z0-9])"
+)
+"""A word as people do not write it: long, with both cases and digits. Digests have one case."""
 
 
 def scheme_of(address: str) -> str | None:
@@ -110,6 +124,11 @@ def secret_in(address: str) -> str | None:
             "holds a user name or password; put each into an environment variable and write "
             "'${env:NAME}' in its place"
         )
+    if _TOKEN.search(without_references(match["rest"])):
+        return (
+            "has what looks like a token; put it into an environment variable and write "
+            "'${env:NAME}' in its place"
+        )
     if scheme_of(address) not in HTTP_SCHEMES:
         return None
     before, _, query = match["rest"].partition("?")
@@ -118,6 +137,8 @@ def secret_in(address: str) -> str | None:
             "holds '@' after its host, as a login with '/' or '#' does; write a login as "
             "'${env:USER}:${env:NAME}@' before the host, and '%40' for '@' in a path"
         )
+    if "#" in match["rest"]:
+        return "has a fragment ('#...'), which is never sent; write '%23' for '#' in a path"
     if any(_may_be_secret(item) for item in re.split("[&;]", query)):
         return (
             "has a query that may hold a secret; put the query into an environment variable and "
@@ -185,6 +206,18 @@ def resolve_address(address: str) -> str:
 
 
 def redacted(text: str) -> str:
-    """A text without the user names, passwords and queries of the addresses in it."""
-    text = _LOGIN.sub("://***@", _HTTP_LOGIN.sub(r"\1***@", text))
-    return _QUERY.sub(r"\1?***", text)
+    """A text without the user names, passwords, queries, fragments and tokens of the addresses in
+    it. `${env:NAME}` is no secret and stays."""
+    text = _HTTP_LOGIN.sub(lambda found: f"{found[1]}{_hidden_login(found[2])}@", text)
+    text = _LOGIN.sub(lambda found: f"://{_hidden_login(found[1])}@", text)
+    text = _QUERY.sub(lambda found: f"{found[1]}?{_hidden_query(found[2])}", text)
+    text = _FRAGMENT.sub(r"\1#***", text)
+    return _IN_ADDRESS.sub(lambda found: _RANDOM.sub("***", _TOKEN.sub("***", found[0])), text)
+
+
+def _hidden_login(login: str) -> str:
+    return "***" if without_references(login).strip(":") else login
+
+
+def _hidden_query(query: str) -> str:
+    return "***" if any(map(_may_be_secret, re.split("[&;]", query))) else query
