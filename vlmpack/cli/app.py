@@ -20,6 +20,7 @@ from vlmpack.cli.plan import plan
 from vlmpack.cli.recipe import app as recipe_app
 from vlmpack.cli.verify import verify
 from vlmpack.errors import VlmpackError
+from vlmpack.terminal import PrintableFormatter, say
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -73,11 +74,13 @@ def _rank() -> int:
 def main() -> None:
     """Run the command line; exit code 0, 1 (error), 2 (recipe or usage), 75 (preempted),
     130 (interrupted)."""
-    logging.basicConfig(format="%(message)s", stream=sys.stderr, level=logging.WARNING)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PrintableFormatter("%(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
     logging.getLogger("vlmpack").setLevel(logging.INFO if _rank() == 0 else logging.ERROR)
     try:
         app()
     except VlmpackError as error:
         who = f"[rank {_rank()}] " if "WORLD_SIZE" in os.environ else ""
-        print(f"{who}error: {error}", file=sys.stderr)
+        say(f"{who}error: {error}", err=True)
         sys.exit(error.exit_code)

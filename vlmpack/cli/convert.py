@@ -9,6 +9,7 @@ import typer
 
 from vlmpack.cli.options import IndexDir
 from vlmpack.cli.progress import BytesBar, size_text
+from vlmpack.terminal import say
 from vlmpack.words import counted
 
 if TYPE_CHECKING:
@@ -94,14 +95,12 @@ def _print_report(report: ConvertReport, out: Path) -> None:
     from vlmpack.data.shards.keys import describe_keys
 
     for item in report.skipped:
-        typer.echo(f"left out ({item.error_class}): {item.place}: {item.reason}", err=True)
+        say(f"left out ({item.error_class}): {item.place}: {item.reason}", err=True)
     if report.unknown_keys:
-        typer.echo(
-            f"keys of records that were not read: {describe_keys(report.unknown_keys)}", err=True
-        )
+        say(f"keys of records that were not read: {describe_keys(report.unknown_keys)}", err=True)
     total = sum(shard.num_bytes for shard in report.shards)
     left_out = f", {len(report.skipped)} left out" if report.skipped else ""
-    typer.echo(
+    say(
         f"{counted(report.records, 'record')} -> {counted(report.samples, 'sample')} in "
         f"{counted(len(report.shards), 'shard')} ({size_text(total)}){left_out}: {out}-*.tar"
     )

@@ -21,6 +21,7 @@ from vlmpack.cli.options import (
 from vlmpack.cli.progress import BytesBar, size_text
 from vlmpack.cli.stores import open_reading
 from vlmpack.errors import VlmpackError
+from vlmpack.terminal import open_console, say
 from vlmpack.words import counted
 
 if TYPE_CHECKING:
@@ -87,16 +88,16 @@ def lint(
             bar.advance(report.num_bytes)
             if not as_json:
                 for finding in report.findings:
-                    typer.echo(str(finding))
+                    say(str(finding))
     summary = lint_summary(reports)
     if as_json:
-        typer.echo(json.dumps(summary, indent=1))
+        say(json.dumps(summary, indent=1))
     else:
         if summary["unknown_keys"]:
             known = describe_keys(summary["unknown_keys"])
-            typer.echo(f"keys of records that are not read: {known}", err=True)
+            say(f"keys of records that are not read: {known}", err=True)
         classes = ", ".join(f"{count} {name}" for name, count in summary["by_class"].items())
-        typer.echo(
+        say(
             ", ".join(counted(summary[f"{one}s"], one) for one in ("shard", "sample", "image"))
             + f", {size_text(summary['bytes']) or 0}: "
             + (
@@ -172,15 +173,15 @@ def show(
         ]
     for item in shown:
         for line in item.lines():
-            typer.echo(line)
+            say(line)
     if key is not None and run_dir is not None:
         for number, epoch, path in trained_in(run_dir, key):
-            typer.echo(f"trained in batch {number}, epoch {epoch} ({path})")
+            say(f"trained in batch {number}, epoch {epoch} ({path})")
     if picture is not None:
         from vlmpack.data.tools.show_picture import draw_bins
 
         draw_bins(shown, picture)
-        typer.echo(f"picture: {picture}")
+        say(f"picture: {picture}")
 
 
 @app.command()
@@ -197,7 +198,7 @@ def audit(
     train, _ = open_train(run)
     found = audit_run(RunDir(run), train)
     if as_json:
-        typer.echo(json.dumps(found.as_json(), indent=1))
+        say(json.dumps(found.as_json(), indent=1))
     else:
         _print_audit(found)
     if found.num_problems:
@@ -205,10 +206,9 @@ def audit(
 
 
 def _print_audit(found: Audit) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = open_console()
     table = Table("epoch", "planned", "trained", "skipped", "pending", "lost", box=None)
     for column in table.columns:
         column.justify = "right"
@@ -217,14 +217,14 @@ def _print_audit(found: Audit) -> None:
         table.add_row(str(epoch.epoch), *(f"{count:,}" for count in counts))
     console.print(table)
     for note in found.notes:
-        typer.echo(f"note: {note}")
+        say(f"note: {note}")
     for problem in found.problems:
-        typer.echo(f"problem: {problem}")
+        say(f"problem: {problem}")
     if found.num_problems > len(found.problems):
-        typer.echo(f"and {found.num_problems - len(found.problems)} more problems")
+        say(f"and {found.num_problems - len(found.problems)} more problems")
     launches = "1 launch" if found.launches == 1 else f"{found.launches} launches"
     what = f"{found.batches} global batches in {launches}"
-    typer.echo(
+    say(
         f"NOT PROVEN: {found.num_problems} problems in {what}"
         if found.num_problems
         else f"proven: {what}; every draw of an epoch is there once, or accounted for"

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from vlmpack.terminal import say
+
 
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
@@ -49,4 +51,4 @@ def export(
     transformers_logging.disable_progress_bar()
     written = export_run(run, merge=merge, out=out, step=checkpoint, dtype=dtype)
     line = f"{written.folder}, from {written.checkpoint}"
-    typer.echo(line if written.dtype is None else f"{line}, {written_as(written.dtype)}")
+    say(line if written.dtype is None else f"{line}, {written_as(written.dtype)}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vlmpack.errors import VlmpackError
+from vlmpack.terminal import open_console, say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,7 +45,7 @@ def families(
         if into is not None:
             _write(into, block)
         else:
-            typer.echo(block, nl=False)
+            say(block, nl=False)
     elif folder is not None:
         _print_model(folder, installed_versions())
     else:
@@ -112,9 +113,8 @@ def _print_model(folder: Path, versions: Mapping[str, str | None]) -> None:
 
 
 def _console() -> Console:
-    from rich.console import Console
 
-    console = Console(highlight=False, markup=False)
+    console = open_console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = PIPED_WIDTH
     return console

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from vlmpack.errors import DataError, VlmpackError
+from vlmpack.terminal import say
 
 
 def generate(
@@ -51,7 +52,7 @@ def generate(
     except DataError as error:
         named = ", ".join(str(path) for path in image or ()) or "no image"
         raise VlmpackError(f"{error.reason} ({named})") from error
-    typer.echo(answer)
+    say(answer or "")
 
 
 def _read(path: Path) -> bytes:

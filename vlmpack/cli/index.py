@@ -20,6 +20,7 @@ from vlmpack.cli.options import (
 )
 from vlmpack.cli.progress import BytesBar, size_text
 from vlmpack.cli.stores import open_reading
+from vlmpack.terminal import open_console, say
 from vlmpack.words import counted
 
 if TYPE_CHECKING:
@@ -69,14 +70,12 @@ def index(
     faults = {report.path: report.fault for report in reports if report.fault is not None}
     for path in paths:
         if path in faults:
-            typer.echo(f"faulty: {faults[path]}", err=True)
+            say(f"faulty: {faults[path]}", err=True)
     samples = sum(report.samples for report in reports)
     bad = sum(sum(report.bad.values()) for report in reports)
     _print_first_bad(reports)
     if bad and bad == samples:
-        typer.echo(
-            f"no usable sample: all {counted(samples, 'sample')} of these shards are bad", err=True
-        )
+        say(f"no usable sample: all {counted(samples, 'sample')} of these shards are bad", err=True)
     if faults or (bad and bad == samples):
         raise typer.Exit(1)
 
@@ -88,11 +87,10 @@ def _print_first_bad(reports: Sequence[ShardReport]) -> None:
         for name, (key, reason) in report.first_bad.items():
             first.setdefault(name, f"bad ({name}): sample {key!r} in {report.path}: {reason}")
     for line in first.values():
-        typer.echo(line, err=True)
+        say(line, err=True)
 
 
 def _print_table(reports: Sequence[ShardReport], folder: Path, seconds: float) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -120,4 +118,4 @@ def _print_table(reports: Sequence[ShardReport], folder: Path, seconds: float) -
         table.add_row("Energon", f"{energon:,} indexes beside shards agree with ours")
     table.add_row("seconds", f"{seconds:.1f}")
     table.add_row("index", str(folder))
-    Console().print(table)
+    open_console().print(table)

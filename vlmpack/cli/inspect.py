@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vlmpack.terminal import open_console, say
+
 if TYPE_CHECKING:
     from vlmpack.data.loading.read import SkippedSample
     from vlmpack.report.inspect.checks import Check
@@ -65,7 +67,7 @@ def inspect(
     checks = check_row(row)
     _print_row(row, checks)
     written = write_row(row, checks, encoder, folder=output, stem=found.stem, source=str(recipe))
-    typer.echo(f"picture  {written.picture}\npage     {written.page}")
+    say(f"picture  {written.picture}\npage     {written.page}")
     if not all(check.holds for check in checks):
         raise typer.Exit(1)
 
@@ -83,13 +85,12 @@ def left_out(holes: Sequence[SkippedSample]) -> list[str]:
 
 
 def _print_row(row: Row, checks: Sequence[Check]) -> None:
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     from vlmpack.report.inspect.table import COLUMNS, table_rows, totals
 
-    console = Console(highlight=False)
+    console = open_console(highlight=False)
     if not console.is_terminal:
         console.width = PIPED_WIDTH
     console.print(escape(row.shown.title), style="bold")

@@ -13,6 +13,7 @@ import typer
 
 from vlmpack.cli.options import Processes
 from vlmpack.cli.progress import BytesBar, size_text
+from vlmpack.terminal import open_console, say
 
 if TYPE_CHECKING:
     from vlmpack.data.packs.manifest import Manifest
@@ -79,7 +80,7 @@ def pack(
     # The folder is packing.path of the recipes that will train on it.
     loaded = load_recipe(recipe, [*(overrides or ()), f"packing.path={output}"])
     if media is MediaOption.resized and kind is not KindOption.shards:
-        typer.echo(
+        say(
             f"note: --media resized changes nothing in --kind {kind.value}, which saves no images; "
             "it goes with --kind shards",
             err=True,
@@ -118,7 +119,6 @@ def pack(
 
 
 def _print_table(manifest: Manifest, folder: Path, seconds: float) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -142,4 +142,4 @@ def _print_table(manifest: Manifest, folder: Path, seconds: float) -> None:
         table.add_row("bytes", size_text(saved))
     table.add_row("seconds", f"{seconds:.1f}")
     table.add_row("folder", str(folder))
-    Console().print(table)
+    open_console().print(table)

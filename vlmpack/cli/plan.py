@@ -13,6 +13,7 @@ import typer
 
 from vlmpack.cli.progress import BytesBar
 from vlmpack.errors import VlmpackError
+from vlmpack.terminal import open_console, say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,18 +69,18 @@ def plan(
         made = plan_recipe(loaded, world_size=processes, progress=bar)
     content = json.dumps(to_json(made), indent=1)
     if str(as_json) == "-":
-        typer.echo(content)
+        say(content)
     else:
         print_sections(sections(made))
     if as_json is not None and str(as_json) != "-":
         _write(as_json, content + "\n")
-        typer.echo(f"json: {as_json}", err=True)
+        say(f"json: {as_json}", err=True)
     if html is not None:
         try:
             write_page(made, html, title=recipe)
         except OSError as error:
             raise VlmpackError(f"{html} cannot be written: {error.strerror or error}") from error
-        typer.echo(f"page: {html}", err=True)
+        say(f"page: {html}", err=True)
 
 
 def _one_copy(recipe: Recipe) -> int:
@@ -123,13 +124,12 @@ class PlanBar:
 
 def print_sections(page: Sequence[Section], console: Console | None = None) -> None:
     """The page as tables, as wide as the terminal."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     # Without a terminal rich takes 80 columns; files and pipes have room for the tables.
     piped = not os.isatty(1) and "COLUMNS" not in os.environ
-    console = console or Console(width=100 if piped else None, highlight=False)
+    console = console or open_console(width=100 if piped else None, highlight=False)
     for number, section in enumerate(page):
         if number:
             console.print()

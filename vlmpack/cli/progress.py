@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
+from vlmpack.terminal import open_console
+
 
 class BytesBar:
     """Shards done of so many, with the bytes behind them.
@@ -15,9 +17,8 @@ class BytesBar:
     """
 
     def __init__(self, what: str, total: int | None) -> None:
-        from rich.console import Console
 
-        self._console = Console(stderr=True)
+        self._console = open_console(stderr=True)
         self.what = what
         self.total = total
         self.num_bytes = 0

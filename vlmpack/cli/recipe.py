@@ -6,11 +6,11 @@ import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from vlmpack.recipe import derived_rows, dump_recipe, json_schema, load_recipe, notes
+from vlmpack.terminal import open_console, say
 
 app = typer.Typer(no_args_is_help=True, help="Check a recipe, show it resolved, print its schema.")
 
@@ -31,7 +31,7 @@ WorldSize = Annotated[
 def check(recipe: RecipePath, overrides: Overrides = None, world_size: WorldSize = 1) -> None:
     """List every problem of a recipe, or say OK and print what follows from it."""
     loaded = load_recipe(recipe, overrides or (), world_size=world_size)
-    console = Console()
+    console = open_console()
     console.print(f"[green]OK[/green] {escape(recipe)}", highlight=False, soft_wrap=True)
     table = Table("derived", "value", "from")
     table.columns[1].justify = "right"
@@ -49,10 +49,10 @@ def check(recipe: RecipePath, overrides: Overrides = None, world_size: WorldSize
 @app.command()
 def show(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Print the resolved recipe as YAML: every key, defaults and overrides included."""
-    typer.echo(dump_recipe(load_recipe(recipe, overrides or ())), nl=False)
+    say(dump_recipe(load_recipe(recipe, overrides or ())), nl=False)
 
 
 @app.command()
 def schema() -> None:
     """Print the JSON schema of a recipe, for editors."""
-    typer.echo(json.dumps(json_schema(), indent=2))
+    say(json.dumps(json_schema(), indent=2))

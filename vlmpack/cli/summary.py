@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vlmpack.terminal import open_console
 from vlmpack.words import counted
 
 if TYPE_CHECKING:
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
 
 def print_result(result: FinetuneResult) -> None:
     """Print where everything is, and the figures that matter."""
-    from rich.console import Console
     from rich.table import Table
 
     from vlmpack.data.loading.ledger import LEDGER_NAME
@@ -44,4 +44,4 @@ def print_result(result: FinetuneResult) -> None:
         if path is not None:
             table.add_row(name, str(path))
     table.add_row("run", str(result.run_dir))
-    Console().print(table)
+    open_console().print(table)

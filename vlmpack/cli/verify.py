@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vlmpack.terminal import open_console, say
+
 if TYPE_CHECKING:
     from vlmpack.recipe import Recipe
     from vlmpack.training.verify import Verification
@@ -137,14 +139,13 @@ def _load(recipe: str, overrides: list[str]) -> Recipe:
 
 
 def _print(found: Verification, path: Path) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from vlmpack.report.verify import COLUMNS, head, table_rows
     from vlmpack.training.verify.record import conclusion
 
-    console = Console(highlight=False)
+    console = open_console(highlight=False)
     if not console.is_terminal:
         console.width = PIPED_WIDTH
     for line in head(found):
@@ -161,7 +162,7 @@ def _print(found: Verification, path: Path) -> None:
     with console.capture() as captured:
         console.print(table)
     for line in captured.get().splitlines():
-        print(line.rstrip())
+        say(line.rstrip())
     console.print(Text(f"json      {path}"), soft_wrap=True)
     # The last line is for scripts too: plain, and never broken.
-    typer.echo(conclusion(found))
+    say(conclusion(found))

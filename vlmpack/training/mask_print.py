@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vlmpack.families import Encoder
 from vlmpack.packing import IGNORE_INDEX, Batch
+from vlmpack.terminal import open_console
 from vlmpack.training.run_dir import write_atomically
 
 if TYPE_CHECKING:
@@ -176,10 +177,9 @@ def _lines(stretches: Sequence[Stretch], *, brackets: bool) -> list[str]:
 
 
 def _print(sample: ShownSample) -> None:
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(stderr=True)
+    console = open_console(stderr=True)
     brackets = not console.is_terminal or console.no_color
     width = min(
         console.width if console.is_terminal else shutil.get_terminal_size().columns, _MAX_WIDTH

@@ -27,6 +27,7 @@ from typing import IO, Any, Literal
 from vlmpack.errors import CapabilityError
 from vlmpack.recipe.schema import LoggingSection
 from vlmpack.recipe.trackers import DEFAULT, absent_trackers, trackers_advice
+from vlmpack.terminal import open_console
 
 logger = logging.getLogger("vlmpack")
 
@@ -230,9 +231,8 @@ class Progress:
     """
 
     def __init__(self, kind: ProgressKind, *, total_steps: int, interval_steps: int) -> None:
-        from rich.console import Console
 
-        self._console = Console(stderr=True)
+        self._console = open_console(stderr=True)
         if kind == "auto":
             kind = "rich" if self._console.is_terminal else "plain"
         self.kind = kind

@@ -1,0 +1,89 @@
+"""Nothing from outside steers a terminal, and no secret of an address reaches it."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+import vlmpack
+from vlmpack.terminal import PrintableFormatter, open_console, printable
+
+STEERING = [
+    *(chr(code) for code in (*range(9), *range(11, 32), *range(127, 160))),
+    *"\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u2028\u2029\ufeff",
+    "\U000e0041",
+    "\ud800",
+]
+SECRET = "https://host/hf_canaryCANARY0123456789canary/x.tar?sig=canary#canary"
+
+
+def test_whatever_steers_is_written_out() -> None:
+    for char in STEERING:
+        shown = printable(f"a{char}b")
+        assert shown.isascii() and shown.isprintable(), repr(char)
+        assert shown.startswith("a\\") and shown.endswith("b")
+    kept = "\ta\n\u043a\u043b\u044e\u0447 \u65e5\u672c e\u0301 \U0001f469\u200d\U0001f4bb"
+    assert printable(kept) == kept
+
+
+def test_the_log_and_the_console_write_it_out() -> None:
+    hostile = "\x1b]0;owned\x07\x9b2J\u202egnp.exe\r" + SECRET
+    record = logging.LogRecord("vlmpack", logging.WARNING, "", 0, "%s", (hostile,), None)
+    stream = io.StringIO()
+    console = open_console(file=stream, force_terminal=True, width=200)
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("column")
+    table.add_row(Text(hostile))
+    console.print(table)
+    console.print(Text(hostile), style="bold")
+    colours = re.compile(r"\x1b\[[0-9;]*m")
+    assert colours.search(stream.getvalue()), "rich's own colours are kept"
+    for text in (PrintableFormatter("%(message)s").format(record), stream.getvalue()):
+        plain = colours.sub("", text).replace("\n", "")
+        assert plain.isprintable()
+        assert r"\x1b]0;owned" in plain and r"\x9b2J\u202egnp.exe" in plain
+        assert "canary" not in plain
+
+
+def test_commands_write_through_one_place() -> None:
+    """No other module opens a console or prints."""
+    root = Path(vlmpack.__file__).parent
+    direct = re.compile(r"(?<![\w.])(?:print|Console)\(|typer\.(?:echo|secho)\(|sys\.stdout\.write")
+    files = [path for path in root.rglob("*.py") if path.name != "terminal.py"]
+    assert len(files) > 200, "vacuous"
+    found = [
+        f"{path.relative_to(root)}:{number}"
+        for path in files
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if direct.search(line) and not line.startswith("print(result.")  # a docstring's example
+    ]
+    assert found == []
+
+
+@pytest.mark.slow
+def test_a_hostile_shard_is_listed_without_steering(tmp_path: Path) -> None:
+    shard = tmp_path / "x\x1b[2J.tar"
+    with tarfile.open(shard, "w") as archive:
+        for name, data in (("a\u202eb.json", b'{"messages": "\\u001b[2J"}'), ("c.json", b"{}")):
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    done = subprocess.run(
+        [sys.executable, "-m", "vlmpack", "data", "lint", str(shard)],
+        capture_output=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    shown = (done.stdout + done.stderr).decode()
+    assert done.returncode == 1
+    assert r"x\x1b[2J.tar" in shown and r"a\u202eb" in shown
+    assert shown.replace("\n", "").replace("\t", "").isprintable()
