@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -29,6 +30,7 @@ from shard_fakes import (
 
 from vlmpack.data.config import SourceConfig
 from vlmpack.data.forkserver import worker_context
+from vlmpack.data.index.part_file import read_part, write_part
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.read import ErrorPolicy
 from vlmpack.data.pipeline import TrainData
@@ -442,3 +444,38 @@ def test_seeded_windows_mix_shards(folder: Path, tmp_path: Path) -> None:
         for step in data.batches(data.start(), rank=0, dp=1, max_steps=2)
     ]
     assert set(first.tolist()) & set(second.tolist())
+
+
+@pytest.mark.parametrize(("steps", "batch"), [(1, 1), (2, 0), (5, 1)])
+def test_shards_that_a_run_stopped_in_may_not_be_indexed_as_others(
+    folder: Path, tmp_path: Path, steps: int, batch: int
+) -> None:
+    """Index files that are whole by their digests and list a sample less; the others may change."""
+    data = windowed(folder / "s-*.tar", tmp_path / "i")
+    everything, _ = steps_of(data, data.start(), 8)
+    _, state = steps_of(data, data.start(), steps)
+    assert (state.batch, DataState.from_json(state.to_json())) == (batch, state) and state.shards
+    assert batch or any(cursor[2] for cursor in state.cursors), "guard: it stands inside a shard"
+    refused = set()
+    for number in range(9):
+        shutil.copytree(tmp_path / "i", tmp_path / "other")
+        for kind in ("index", "lengths"):
+            (part,) = (tmp_path / "other").glob(f"s-{number:04d}.*.{kind}.part")
+            table = read_part(str(part))
+            write_part(str(part), table.slice(0, len(table) - 1), table.schema.metadata or {})
+        again = windowed(folder / "s-*.tar", tmp_path / "other")
+        try:
+            found, _ = steps_of(again, state, 8 - steps)
+        except RunIdentityError as error:
+            assert "the shards that this run stopped in are indexed with other" in str(error)
+            refused.add(number)
+        else:
+            rest = [key for keys in found for key in keys]
+            trained = [key for keys in everything[:steps] for key in keys]
+            assert not set(rest) & set(trained) and len(rest) + len(trained) in (COUNT, COUNT - 1)
+        shutil.rmtree(tmp_path / "other")
+    assert (3 if batch else 1) <= len(refused) < 9
+    again = windowed(folder / "s-*.tar", tmp_path / "i")
+    assert steps_of(again, state, 8 - steps)[0] == everything[steps:]
+    earlier = replace(state, shards=None)
+    assert steps_of(again, earlier, 8 - steps)[0] == everything[steps:], "of an earlier version"

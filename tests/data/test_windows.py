@@ -37,6 +37,9 @@ class FakeShards:
     def count(self, shard: int) -> int | None:
         return self.counts[shard] if shard in self.made else None
 
+    def fingerprint(self, shard: int) -> bytes:
+        return b"%d" % self.counts[shard]
+
     def next_window(self) -> None:
         pass
 

@@ -202,7 +202,12 @@ class TrainData:
         left = None if max_steps is None else max_steps - state.batches
         if left is not None and left <= 0:
             return
-        for done, batch in enumerate(self.plan.walk(state.position, state.cursors), start=1):
+        plan = self.plan
+        if isinstance(plan, WindowPlan):
+            walk = plan.walk(state.position, state.cursors, state.shards)
+        else:
+            walk = plan.walk(state.position, state.cursors)
+        for done, batch in enumerate(walk, start=1):
             yield batch
             if done == left:
                 return
@@ -322,6 +327,7 @@ class TrainData:
             batches=before.batches + 1,
             cursors=planned.cursors,
             segments=before.segments,
+            shards=planned.shards,
         )
         return GlobalStep(
             epoch=planned.position.epoch,

@@ -80,12 +80,15 @@ class PlannedBatch:
         following: where the next one stands.
         bins: none of them empty.
         cursors: of the sources, before the window of `following`.
+        shards: digest of the shards that `following` goes on in; None where the whole index is
+            part of the identity.
     """
 
     position: Position
     following: Position
     bins: tuple[Bin, ...]
     cursors: Cursors
+    shards: str | None = None
 
     @property
     def num_samples(self) -> int:

@@ -45,6 +45,8 @@ class DataState:
         batches: global batches consumed by optimizer steps since the run's start.
         cursors: per source, where it stood before the current window began.
         segments: oldest first; the last one is current.
+        shards: digest of the shards that the current window, or a cursor, stands in; None where the
+            identity has all of them, and in states of earlier versions.
     """
 
     epoch: int
@@ -53,6 +55,7 @@ class DataState:
     batches: int
     cursors: Cursors
     segments: tuple[Segment, ...]
+    shards: str | None = None
 
     @property
     def position(self) -> Position:
@@ -66,9 +69,10 @@ class DataState:
 
     def to_json(self) -> str:
         """One line of JSON."""
-        return json.dumps(
-            {"version": STATE_VERSION, **asdict(self)}, sort_keys=True, separators=(",", ":")
-        )
+        value = {"version": STATE_VERSION, **asdict(self)}
+        if self.shards is None:
+            del value["shards"]
+        return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> DataState:
@@ -89,7 +93,8 @@ class DataState:
                 for segment in value["segments"]
             )
             counts = {name: int(value[name]) for name in ("epoch", "window", "batch", "batches")}
-            state = cls(**counts, cursors=tuple(map(_cursor, value["cursors"])), segments=segments)
+            cursors = tuple(map(_cursor, value["cursors"]))
+            state = cls(**counts, cursors=cursors, segments=segments, shards=value.get("shards"))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"the data state cannot be read: {error!r}") from error
         if not segments or min(counts.values()) < 0:

@@ -42,6 +42,9 @@ class Shards(Protocol):
     def count(self, shard: int) -> int | None:
         """How many they are, if that is known already."""
 
+    def fingerprint(self, shard: int) -> bytes:
+        """Of its samples, as they are indexed and measured; as `numbers` it indexes the shard."""
+
     def next_window(self) -> None:
         """Told before a window is planned: what older ones used may be forgotten."""
 
@@ -74,6 +77,8 @@ class Stream:
         self.shards = shards
         self.orders = orders
         self.number, self.place, self.offset = as_place(cursor)
+        self.taken: set[int] = set()
+        """Shards that something was taken from."""
 
     @property
     def cursor(self) -> tuple[int, int, int]:
@@ -103,7 +108,9 @@ class Stream:
             if self.place == self.source.num_shards:
                 self.number, self.place = self.number + 1, 0
             order = self.orders(self.source, self.number)
-            numbers = self.shards.numbers(int(order[self.place]))
+            shard = int(order[self.place])
+            numbers = self.shards.numbers(shard)
+            self.taken.add(shard)
             piece = numbers[self.offset : self.offset + count]
             pieces.append(piece)
             count -= piece.shape[0]

@@ -19,8 +19,9 @@ the size of their shards in bytes, and where one runs out the others fill its pl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -35,7 +36,7 @@ from vlmpack.data.plan.batches import (
 from vlmpack.data.plan.blend import draws_per_source, window_starts
 from vlmpack.data.plan.packers import Bin, Packer
 from vlmpack.data.plan.streams import Shards, Stream, StreamSource, as_place
-from vlmpack.errors import CheckpointError, EmptyDataError
+from vlmpack.errors import CheckpointError, EmptyDataError, RunIdentityError
 
 WINDOW_RULE = "window-1"
 """Changes whenever the same shards would give another plan."""
@@ -52,11 +53,13 @@ class Window:
         order: their numbers, permuted.
         cursors: of the sources behind it.
         ended: whether the epoch ends with it.
+        shards: that its samples were taken from.
     """
 
     order: Int64s
     cursors: Cursors
     ended: bool
+    shards: frozenset[int]
 
 
 class WindowPlan:
@@ -145,13 +148,14 @@ class WindowPlan:
             )
         joined = np.concatenate([np.empty(0, np.int64), *(p for piece in pieces for p in piece)])
         order = joined[seeded_order(joined.shape[0], self.seed, "window", epoch, window)]
+        taken = frozenset(shard for stream in streams for shard in stream.taken)
         if self.weighted:
             behind = tuple(stream.cursor for stream in streams)
-            return Window(order, behind, window + 2 == self._starts.shape[0])
+            return Window(order, behind, window + 2 == self._starts.shape[0], taken)
         # One that stands inside a shard has more, and no further shard is indexed to find out.
         if any(s.offset for s in streams) or any(s.has_more() for s in streams):
-            return Window(order, tuple(stream.cursor for stream in streams), ended=False)
-        return Window(order, self.start(streams[0].number + 1), ended=True)
+            return Window(order, tuple(stream.cursor for stream in streams), False, taken)
+        return Window(order, self.start(streams[0].number + 1), True, taken)
 
     def packed(self, start: Position, cursors: Cursors) -> list[tuple[Bin, ...]]:
         """The bins of the global batches of one window."""
@@ -172,21 +176,28 @@ class WindowPlan:
             position = position.behind_window(ends_epoch=window.ended)
         return max(0, steps)
 
-    def walk(self, start: Position, cursors: Cursors) -> Iterator[PlannedBatch]:
+    def walk(
+        self, start: Position, cursors: Cursors, shards: str | None = None
+    ) -> Iterator[PlannedBatch]:
         """Global batches from a position on, without end.
 
         Args:
             start: the first one's position.
             cursors: before its window.
+            shards: as the batch before it had them, if that is known.
 
         Raises:
             EmptyDataError: an epoch without a usable sample.
             CheckpointError: the position and the cursors are not of such a plan.
+            RunIdentityError: the shards that it goes on in are indexed as others.
         """
         self._check(start, cursors)
         position, is_first = start, True
         while True:
             window = self.plan_window(position.epoch, position.window, cursors)
+            inside = self._digest(window.shards)
+            if is_first:
+                self._check_shards(shards, inside if start.batch else self._standing(cursors))
             after = position.behind_window(ends_epoch=window.ended)
             batches = cut_window(
                 self.packer(window.order),
@@ -195,6 +206,11 @@ class WindowPlan:
                 before=cursors,
                 behind=window.cursors,
             )
+            last = len(batches) - 1
+            batches = [
+                replace(batch, shards=inside if b < last else self._standing(window.cursors))
+                for b, batch in enumerate(batches)
+            ]
             if position.batch and position.batch >= len(batches):
                 raise CheckpointError(
                     f"the data state stands before global batch {position.batch} of window "
@@ -217,6 +233,27 @@ class WindowPlan:
             order = source.first + seeded_order(source.num_shards, *labels)
             self._orders[source.name] = (number, order)
         return order
+
+    def _standing(self, cursors: Cursors) -> str:
+        """Digest of the shards of which a part was taken before a window."""
+        places = zip(self.sources, map(as_place, cursors), strict=True)
+        return self._digest(
+            int(self.shard_order(source, number)[place])
+            for source, (number, place, offset) in places
+            if offset
+        )
+
+    def _digest(self, shards: Iterable[int]) -> str:
+        prints = [b"%d %b" % (shard, self.shards.fingerprint(shard)) for shard in sorted(shards)]
+        return hashlib.blake2b(b"|".join(prints), digest_size=8).hexdigest()
+
+    def _check_shards(self, before: str | None, now: str) -> None:
+        if before not in (None, now):
+            raise RunIdentityError(
+                f"{self.key}: the shards that this run stopped in are indexed with other samples "
+                "or lengths than before, so some would be left out or drawn twice. Go on with the "
+                "version of vlmpack and the settings that indexed them, or start a new run folder"
+            )
 
     def _begin_next(self, after: Position, cursors: Cursors) -> None:
         likely = self._likely(cursors, self.quotas(after.window))

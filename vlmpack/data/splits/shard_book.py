@@ -10,6 +10,7 @@ A sample's number is `shard * SHARD_STRIDE + row`, whatever else is indexed.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ from vlmpack.data.shards.keys import describe_keys
 from vlmpack.data.splits.helpers import IndexHelpers
 from vlmpack.data.splits.prepare import check_faults, check_unknown_keys, dropped_samples
 from vlmpack.data.stores.fetch import ShardStamp
+from vlmpack.errors import DataError
 
 logger = logging.getLogger("vlmpack")
 
@@ -96,6 +98,7 @@ class ShardBook:
         self.on_dropped = on_dropped
         self._counts: dict[int, int] = {}
         self._met: set[int] = set()
+        self._prints: dict[int, bytes] = {}
         self._named_keys: set[str] | None = None
         self._kept: dict[int, ShardSamples] = {}
         self._used: dict[int, int] = {}
@@ -123,7 +126,9 @@ class ShardBook:
         """A shard's samples, kept for the window that is planned now and the one before."""
         found = self._kept.get(shard)
         if found is None:
-            found = self._kept[shard] = self._load(shard)
+            found = self._load(shard)
+            self._check_print(shard, found.fitted)
+            self._kept[shard] = found
             if shard not in self._met and self.on_dropped is not None:
                 self.on_dropped(self._numbered(shard, dropped_samples(found.fitted)))
             self._met.add(shard)
@@ -151,6 +156,24 @@ class ShardBook:
                 "unknown keys",
                 self.stamps[shard].path,
                 describe_keys(new),
+            )
+
+    def fingerprint(self, shard: int) -> bytes:
+        """See streams.Shards."""
+        if shard not in self._prints:
+            self.look_up(shard)
+        return self._prints[shard]
+
+    def _check_print(self, shard: int, fitted: Fitted) -> None:
+        digest = hashlib.blake2b(digest_size=8)
+        for column in (fitted.table.crc32s, fitted.table.num_tokens, fitted.eligible):
+            digest.update(column.tobytes())
+        if self._prints.setdefault(shard, digest.digest()) != digest.digest():
+            raise DataError(
+                "its index changed while the run went on: it was made again with other samples or "
+                "lengths",
+                error_class="integrity",
+                shard=self.stamps[shard].path,
             )
 
     def next_window(self) -> None:
