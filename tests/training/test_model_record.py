@@ -145,6 +145,24 @@ def test_generation_settings_are_said_once(
     assert line not in caplog.text
 
 
+def test_another_transformers_is_said_and_another_backend_refused(
+    folder: Path,
+    run_dir: RunDir,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caplog.set_level(logging.INFO, "vlmpack")
+    recorded = ModelRecord.read(run_dir.model)
+    assert recorded is not None
+    run_dir.model.write_text(replace(recorded, versions={"transformers": "5.1.0"}).to_json())
+    launch(folder, run_dir)
+    assert 'transformers: "5.1.0" in the run, "5.' in caplog.text
+    assert "lengths are made anew" in caplog.text
+    monkeypatch.setattr("vlmpack.training.model_record.IMAGE_BACKEND", "torchvision")
+    with pytest.raises(RunIdentityError, match='backend: "pil" in the run, "torchvision" now'):
+        launch(folder, run_dir)
+
+
 def test_a_run_that_saved_nothing_takes_what_there_is(folder: Path, run_dir: RunDir) -> None:
     DRIFTS["rope_theta"][0](folder)
     run_dir.result.unlink()

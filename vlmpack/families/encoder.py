@@ -26,7 +26,7 @@ from vlmpack.families.fingerprint import digest, processor_parts
 from vlmpack.families.processor_config import processor_template
 from vlmpack.families.registry import family_of
 from vlmpack.families.sample import VLMSample
-from vlmpack.model_folder import load_tokenizer
+from vlmpack.model_folder import load_tokenizer, made_with
 from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.packing import IGNORE_INDEX, EncodedSample, Media
 
@@ -112,6 +112,11 @@ class Encoder:
         """Whether the model has a vision tower."""
         return self.family.modules.vision is not None
 
+    @property
+    def images_made_with(self) -> str | None:
+        """What makes pixels of images, for the log and the report; None without a vision tower."""
+        return made_with() if self.takes_images else None
+
     def load(self) -> None:
         """Load what is otherwise loaded on first use.
 
@@ -194,14 +199,16 @@ class Encoder:
     @cached_property
     def fingerprint_parts(self) -> dict[str, str]:
         """The fingerprint taken apart, so that a difference can be named: tokenizer, template,
-        processor, the rules of this version, the budget where one is set, and the date where the
-        template reads the clock."""
+        processor, the rules of this version, the budget where one is set, the date where the
+        template reads the clock, and what made them, which may be another version of transformers
+        without another fingerprint."""
         rules = f"{ENCODER_VERSION}/{self.family.name}/{self.family.rule_version}/{self.loss_on}"
         images = {} if self.budget == PixelBudget() else {"images": _shown(self.budget)}
         parts = processor_parts(self.folder)
         parts["processor"] = digest(f"{parts['processor']} {self._image_sizes}".encode())
         day = {} if self.date is None else {"date": self.date.isoformat()}
-        return {"rules": digest(rules.encode()), **parts, **images, **day}
+        made = {"made_with": made_with()}
+        return {"rules": digest(rules.encode()), **parts, **images, **day, **made}
 
     def length(self, sample: VLMSample, sizes: Sequence[tuple[int, int]]) -> SampleLength:
         """Exact length from the messages and the image sizes alone.

@@ -1,4 +1,4 @@
-"""transformers' image processor of a model folder: the PIL one where torchvision is absent."""
+"""transformers' image processor of a model folder: the one on PIL, whatever else there is."""
 
 from __future__ import annotations
 

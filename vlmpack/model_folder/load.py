@@ -22,6 +22,7 @@ import torch
 
 from vlmpack.capabilities import read_config
 from vlmpack.errors import ModelError
+from vlmpack.model_folder.images import IMAGE_BACKEND
 from vlmpack.model_folder.weights import first
 
 _AS_DATA: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -73,16 +74,27 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def load_image_processor(folder: Path, **settings: Any) -> Any:
-    """transformers' image processor of a folder; raises as `load_config`.
+    """transformers' image processor of a folder, on PIL and numpy; raises as `load_config`.
 
     Args:
         folder: model folder.
         settings: in place of the folder's own.
+
+    Raises:
+        ValueError: transformers has it on another backend alone.
     """
     from transformers import AutoImageProcessor
 
     with _as_data(folder):
-        return AutoImageProcessor.from_pretrained(str(folder), **_AS_DATA, **settings)
+        processor: Any = AutoImageProcessor.from_pretrained(
+            str(folder), backend=IMAGE_BACKEND, **_AS_DATA, **settings
+        )
+    if processor.backend != IMAGE_BACKEND:
+        raise ValueError(
+            f"transformers has {type(processor).__name__} for the backend {processor.backend} "
+            f"alone, expected one for {IMAGE_BACKEND}"
+        )
+    return processor
 
 
 def load_model_class(auto_class: Any, folder: Path) -> tuple[Any, Mapping[str, Any]]:

@@ -18,6 +18,7 @@ from vlmpack.distributed import Ranks
 from vlmpack.errors import CapabilityError, DataError
 from vlmpack.families import write_budget
 from vlmpack.families.clock import write_note
+from vlmpack.model_folder import transformers_version
 from vlmpack.recipe import identity
 from vlmpack.training.generation import answer_over_ranks
 from vlmpack.training.model_watch import check_model_again
@@ -211,9 +212,11 @@ def write_result(session: Session, before: Scores | None, after: Scores | None) 
         "packing_mode": session.recipe.packing.mode,
         "model": session.recipe.model.path,
         "engine": session.engine.description,
+        "image_processor": session.encoder.images_made_with,
         "versions": {
             "vlmpack": __version__,
             "torch": torch.__version__,
+            "transformers": transformers_version(),
             "python": platform.python_version(),
         },
         "identity": identity(session.recipe),

@@ -17,6 +17,7 @@ from typing import Any
 
 from vlmpack.capabilities import read_config
 from vlmpack.errors import RunDirError
+from vlmpack.model_folder import IMAGE_BACKEND, transformers_version
 from vlmpack.model_folder.content import config_content, generation_content, processor_content
 
 RECORD_VERSION = 1
@@ -38,12 +39,14 @@ class ModelRecord:
         config: what config.json says, key by key.
         processor: what the files of tokenizer, chat template and image processor say.
         generation: what generation_config.json says.
+        versions: of what reads all that.
     """
 
     weights: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     processor: Mapping[str, Any] = field(default_factory=dict)
     generation: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of_files(cls, folder: Path, weights: Mapping[str, str]) -> ModelRecord:
@@ -60,8 +63,9 @@ class ModelRecord:
         return cls(
             weights=weights,
             config=config_content(folder),
-            processor=processor_content(folder),
+            processor=processor_content(folder) | {"image processor's backend": IMAGE_BACKEND},
             generation=generation_content(folder),
+            versions={"transformers": transformers_version()},
         )
 
     @classmethod
@@ -116,8 +120,16 @@ class ModelRecord:
         ]
 
     def notes(self, now: ModelRecord) -> list[str]:
-        """A line for each difference that is allowed."""
-        return _changes("", self.generation, now.generation)
+        """A line for each difference that is allowed, with what it means."""
+        answers = _changes("", self.generation, now.generation)
+        numbers = _changes("", self.versions, now.versions)
+        return [
+            *(f"{line}; answers may change with it, training does not" for line in answers),
+            *(
+                f"{line}; lengths are made anew, and pixels or losses may differ in a last digit"
+                for line in numbers
+            ),
+        ]
 
 
 def differing_parts(saved: object, now: Mapping[str, str]) -> list[str]:

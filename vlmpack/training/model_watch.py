@@ -14,6 +14,7 @@ import torch
 from vlmpack.data.folders import default_cache_dir
 from vlmpack.distributed import Ranks
 from vlmpack.errors import RunIdentityError
+from vlmpack.model_folder import IMAGE_BACKEND
 from vlmpack.model_folder.hashing import WeightHashing, hashing_weights
 from vlmpack.model_folder.remembered import RememberedDigests
 from vlmpack.training.model_record import ModelRecord, differing_parts
@@ -70,13 +71,15 @@ class ModelWatch:
         if self.recorded is not None:
             _refuse(self.run_dir, self.folder, self.recorded.differences(now))
             for line in self.recorded.notes(now):
-                logger.warning("note: %s; answers may change with it, training does not", line)
+                logger.warning("note: %s", line)
         elif self.run_dir.has_saved():
             logger.warning(
                 "note: earlier launches of this run recorded no fingerprint of its model; that of "
-                "%s as it is now is kept in %s",
+                "%s as it is now is kept in %s. Images are made by %s from now on; where "
+                "torchvision was installed they were made by that, and pixels differ by up to 6e-4",
                 self.folder,
                 self.run_dir.model.name,
+                IMAGE_BACKEND,
             )
         return now.digests()
 

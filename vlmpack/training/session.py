@@ -183,6 +183,8 @@ def _open(
     fingerprint = model.settle()
     for name, value in engine.description.items():
         logger.info("%-14s %s", name, value)
+    if encoder.images_made_with is not None:
+        logger.info("%-14s %s", "pixels", encoder.images_made_with)
     trained = policy_rows(engine.components, recipe)
     for line in policy_table(trained):
         logger.info("  %s", line)

@@ -30,6 +30,7 @@ from vlmpack.data.shards.schemas import cook_text
 from vlmpack.data.stores.fetch import Fetcher, ShardStamp
 from vlmpack.errors import DataError
 from vlmpack.families.sample import VLMSample
+from vlmpack.model_folder import made_with
 
 LENGTHS_RULE = "lengths-1"
 """Changes whenever this file's own part of the rule does; the encoder brings its fingerprint."""
@@ -108,7 +109,7 @@ class LengthsBuilder:
     @property
     def rule(self) -> str:
         """The rule's name, with what changes its result."""
-        return f"{LENGTHS_RULE}-{self.index.rule}-{self.encoder.fingerprint}"
+        return f"{LENGTHS_RULE}-{self.index.rule}-{self.encoder.fingerprint}-{made_with()}"
 
     def __call__(self, part: Part) -> None:
         """Computes and writes the lengths of one shard.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from vlmpack.data.packs.manifest import MANIFEST, Manifest
 from vlmpack.data.plan.state import Identity, IdentityValue
 from vlmpack.data.protocols import Encoder
 from vlmpack.errors import PacksError
+
+logger = logging.getLogger("vlmpack")
 
 _PARTS = {
     "rules": "how this version encodes",
@@ -76,6 +79,20 @@ def encoder_differences(manifest: Manifest, encoder: Encoder) -> list[str]:
         for part, what in _PARTS.items()
         if manifest.encoder.get(part) != now.get(part)
     ]
+
+
+def note_makers(manifest: Manifest, encoder: Encoder) -> None:
+    """Say where another version of transformers than this one made the packs; older packs do not
+    tell."""
+    parts: Any = encoder
+    before, now = (said.get("made_with") for said in (manifest.encoder, parts.fingerprint_parts))
+    if before is not None and before != now:
+        logger.warning(
+            "note: packing.path: the packs were made with %s; it is %s now, whose pixels or tokens "
+            "may differ",
+            before,
+            now,
+        )
 
 
 def budget_differences(manifest: Manifest, config: DataConfig) -> list[str]:

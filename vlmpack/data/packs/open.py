@@ -14,7 +14,7 @@ from vlmpack.data.index.lengths import ShardBuilder
 from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.packs.arrays import ARRAYS, load_arrays
-from vlmpack.data.packs.compare import check_index, check_packs
+from vlmpack.data.packs.compare import check_index, check_packs, note_makers
 from vlmpack.data.packs.manifest import MANIFEST, Manifest, digest, read_manifest
 from vlmpack.data.packs.parts import tar_name
 from vlmpack.data.packs.samples import SAMPLES, load_samples
@@ -69,6 +69,7 @@ def open_packed(
     folder = config.packs.path
     manifest = read_manifest(folder)
     check_packs(manifest, folder, config, builder.lengths.encoder)
+    note_makers(manifest, builder.lengths.encoder)
     tars, small = check_files(manifest, folder)
     arrays, spans = load_arrays(folder / ARRAYS, small[ARRAYS])
     if arrays.fingerprint != manifest.plan:

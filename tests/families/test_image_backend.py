@@ -1,0 +1,110 @@
+"""Pixels are made by PIL and numpy, with torchvision installed or without."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.families import TINY
+from support.shards import TINY_MODEL
+from transformers import AutoImageProcessor
+from transformers.image_processing_backends import PilBackend, TorchvisionBackend
+from transformers.models.auto import image_processing_auto
+
+from vlmpack.data.index.lengths import LengthsBuilder
+from vlmpack.data.packs.compare import note_makers
+from vlmpack.families import Encoder
+from vlmpack.families.image_processor import image_processor
+from vlmpack.model_folder import images, load_image_processor, made_with
+
+
+class _OnTorchvision:
+    """What transformers' class on torchvision would be, where that is installed."""
+
+    backend = "torchvision"
+    do_resize, do_center_crop = True, False
+
+    @classmethod
+    def from_pretrained(cls, *_: Any, **__: Any) -> _OnTorchvision:
+        return cls()
+
+
+_OnTorchvision.__module__ = "transformers.played"
+
+
+@pytest.fixture
+def torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it were installed: each class without Pil in its name is one on torchvision."""
+    there = image_processing_auto.get_image_processor_class_from_name
+
+    def by_name(name: str) -> Any:
+        return there(name) if name.endswith("Pil") else _OnTorchvision
+
+    monkeypatch.setattr(image_processing_auto, "is_torchvision_available", lambda: True)
+    monkeypatch.setattr(image_processing_auto, "DEFAULT_TO_PIL_BACKEND_IMAGE_PROCESSORS", [])
+    monkeypatch.setattr(image_processing_auto, "get_image_processor_class_from_name", by_name)
+
+
+@pytest.mark.usefixtures("torchvision")
+def test_torchvision_changes_nothing() -> None:
+    left_to_it = AutoImageProcessor.from_pretrained(str(TINY_MODEL), local_files_only=True)
+    assert isinstance(left_to_it, _OnTorchvision)  # what would be taken otherwise
+    ours = load_image_processor(TINY_MODEL)
+    assert isinstance(ours, PilBackend)
+    assert not isinstance(ours, TorchvisionBackend)
+    assert ours.backend == images.IMAGE_BACKEND
+
+
+@pytest.mark.usefixtures("torchvision")
+@pytest.mark.parametrize("name", [name for name, tiny in TINY.items() if tiny.images])
+def test_every_family_has_one_on_pil(name: str, tmp_path: Path) -> None:
+    shutil.copy(TINY_MODEL / "config.json", tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(TINY[name].images))
+    for file, text in TINY[name].files.items():
+        (tmp_path / file).write_text(text)
+    assert isinstance(image_processor(tmp_path), PilBackend)
+
+
+@pytest.mark.usefixtures("torchvision")
+def test_a_class_on_torchvision_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        image_processing_auto, "get_image_processor_class_from_name", lambda _: _OnTorchvision
+    )
+    with pytest.raises(ValueError, match="for the backend torchvision alone"):
+        load_image_processor(TINY_MODEL)
+
+
+def test_lengths_are_kept_by_the_version_that_made_them(
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index: Any = SimpleNamespace(rule="index-1")
+
+    def rule() -> str:
+        return LengthsBuilder(None, index, Path(), encoder).rule  # type: ignore[arg-type]
+
+    before, fingerprint = rule(), encoder.fingerprint
+    assert before == rule()
+    assert made_with() in before
+    monkeypatch.setattr(images, "installed_versions", lambda: {"transformers": "5.99"})
+    assert rule() != before
+    assert Encoder(encoder.folder).fingerprint == fingerprint  # a run's identity is not changed
+
+
+def test_packs_of_another_version_are_said(
+    encoder: Encoder, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "vlmpack")
+    parts = dict(encoder.fingerprint_parts)
+    packs: Any = SimpleNamespace(encoder=parts)
+    note_makers(packs, encoder)
+    del parts["made_with"]  # older packs
+    note_makers(packs, encoder)
+    assert caplog.text == ""
+    parts["made_with"] = "images by pil, transformers 5.1.0"
+    note_makers(packs, encoder)
+    assert "the packs were made with images by pil, transformers 5.1.0; it is " in caplog.text
