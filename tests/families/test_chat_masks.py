@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
 from support.images import conversation
-from support.shards import TINY_MODEL
 from support.templates import (
     CHATML_MARKED,
     LLAVA_ONEVISION,
@@ -19,6 +17,7 @@ from support.templates import (
     SMOLVLM,
     TEMPLATES,
     Template,
+    chat_encoder,
 )
 
 from vlmpack.errors import DataError
@@ -27,22 +26,6 @@ from vlmpack.families.literals import hide_literals, put_back, renamed_tokenizer
 from vlmpack.families.sample import VLMSample
 
 EVERY = pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-
-
-@cache
-def chat_encoder(template: Template) -> ChatEncoder:
-    """The tiny model's tokenizer with a published template and its special tokens."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(str(TINY_MODEL))
-    tokenizer.add_special_tokens({"additional_special_tokens": list(template.special)})
-    named = {"bos_token": ("<|begin_of_text|>", "<bos>", "<s>"), "eos_token": ("</s>",)}
-    for name, tokens in named.items():
-        for token in tokens:
-            if token in template.special:
-                setattr(tokenizer, name, token)
-    tokenizer.chat_template = template.text
-    return ChatEncoder(tokenizer, takes_images=template.takes_parts, marker=template.marker)
 
 
 def dialogue(template: Template, *, turns: int = 3) -> VLMSample:

@@ -178,7 +178,13 @@ def test_every_key_is_either_identity_or_free(minimal):
     recipe = load_recipe(minimal)
     texts = REFUSED + ALLOWED + ROWS_REFUSED + ROWS_ALLOWED
     texts += ["packing.path=elsewhere", "packing.pad_cu_seqlens=true"]
-    texts += ["data.weights=tokens", "data.date=2026-11-22", *IMAGES, *TRAINABLE]
+    texts += [
+        "data.weights=tokens",
+        "data.date=2026-11-22",
+        "data.learn=last_turn",
+        *IMAGES,
+        *TRAINABLE,
+    ]
     decided = {text.split("=")[0] for text in texts}
     leaves = {
         f"{section}.{key}"

@@ -3,7 +3,12 @@ expression of what the assistant wrote, end of turn included."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
+
+from support.shards import TINY_MODEL
+
+from vlmpack.families.chat import ChatEncoder
 
 
 class Template(NamedTuple):
@@ -374,3 +379,19 @@ MARKED = {
 """The same with `{% generation %}` marks round what the assistant wrote, end of turn included: what
 transformers' own mask needs. Their texts are the published ones'. In these no image is written by
 InternVL's assistant."""
+
+
+@cache
+def chat_encoder(template: Template) -> ChatEncoder:
+    """The tiny model's tokenizer with a published template and its special tokens."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(TINY_MODEL))
+    tokenizer.add_special_tokens({"additional_special_tokens": list(template.special)})
+    named = {"bos_token": ("<|begin_of_text|>", "<bos>", "<s>"), "eos_token": ("</s>",)}
+    for name, tokens in named.items():
+        for token in tokens:
+            if token in template.special:
+                setattr(tokenizer, name, token)
+    tokenizer.chat_template = template.text
+    return ChatEncoder(tokenizer, takes_images=template.takes_parts, marker=template.marker)

@@ -75,6 +75,7 @@ def lint(
             max_image_pixels=reading.caps.max_image_pixels,
             budget=pixel_budget(reading.recipe) if reading.recipe is not None else None,
             date=encoder_date(reading.recipe) if reading.recipe is not None else None,
+            learn=reading.recipe.data.learn if reading.recipe is not None else "all_turns",
         )
         assert encoder.chat is not None  # a wrong folder is named before any shard is read
     paths = reading.paths

@@ -14,10 +14,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from PIL import Image
 
 from vlmpack.errors import CapabilityError, DataError, ModelError
+from vlmpack.families.assemble import Tokens, assemble
 from vlmpack.families.base import Family, ImageLayout, ImageRule, PixelBudget
 from vlmpack.families.chat import ChatEncoder, no_vision_tower
 from vlmpack.families.clock import noted_date, reads_clock, today
@@ -25,15 +25,17 @@ from vlmpack.families.decode import decode_image
 from vlmpack.families.fingerprint import digest, processor_parts
 from vlmpack.families.processor_config import processor_template
 from vlmpack.families.registry import family_of
-from vlmpack.families.sample import VLMSample
+from vlmpack.families.sample import Message, VLMSample
+from vlmpack.families.thoughts import last_turn_alone
 from vlmpack.model_folder import load_tokenizer, made_with
 from vlmpack.model_folder.content import PROCESSOR_FILES
-from vlmpack.packing import IGNORE_INDEX, EncodedSample, Media
+from vlmpack.packing import EncodedSample, Media
 
 ENCODER_VERSION = 4
 """Raise it when the shared encoding changes lengths, labels or positions."""
 
 LossOn = Literal["assistant", "all"]
+Learn = Literal["all_turns", "last_turn"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class Encoder:
         budget: bounds on what an image costs, in place of the processor's own.
         date: what a chat template that reads the clock writes as today's; None: that of an
             export's note, or the clock's. Other templates have none.
+        learn: which answers are targets: those of all turns, or a conversation's last alone.
     """
 
     def __init__(
@@ -66,18 +69,20 @@ class Encoder:
         max_image_pixels: int = 50_000_000,
         budget: PixelBudget | None = None,
         date: datetime.date | None = None,
+        learn: Learn = "all_turns",
     ) -> None:
         self.folder = Path(folder)
         self.loss_on = loss_on
         self.max_image_pixels = max_image_pixels
         self.budget = budget if budget is not None else PixelBudget()
+        self.learn = learn
         self.family: Family = family_of(self.folder)
         self.date: datetime.date | None = None
         if reads_clock(self.folder):
             self.date = date or noted_date(self.folder) or today()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        settings = (self.loss_on, self.max_image_pixels, self.budget, self.date)
+        settings = (self.loss_on, self.max_image_pixels, self.budget, self.date, self.learn)
         return (_rebuild, (self.folder, *settings))
 
     @cached_property
@@ -175,6 +180,8 @@ class Encoder:
             digest.update(repr(self.budget).encode())
         if self.date is not None:
             digest.update(self.date.isoformat().encode())
+        if self.learn != "all_turns":
+            digest.update(self.learn.encode())
         for name in PROCESSOR_FILES:
             path = self.folder / name
             digest.update(name.encode() + b"\0")
@@ -200,15 +207,16 @@ class Encoder:
     def fingerprint_parts(self) -> dict[str, str]:
         """The fingerprint taken apart, so that a difference can be named: tokenizer, template,
         processor, the rules of this version, the budget where one is set, the date where the
-        template reads the clock, and what made them, which may be another version of transformers
-        without another fingerprint."""
+        template reads the clock, which answers are learnt where that is not all, and what made
+        them, which may be another version of transformers without another fingerprint."""
         rules = f"{ENCODER_VERSION}/{self.family.name}/{self.family.rule_version}/{self.loss_on}"
         images = {} if self.budget == PixelBudget() else {"images": _shown(self.budget)}
         parts = processor_parts(self.folder)
         parts["processor"] = digest(f"{parts['processor']} {self._image_sizes}".encode())
         day = {} if self.date is None else {"date": self.date.isoformat()}
         made = {"made_with": made_with()}
-        return {"rules": digest(rules.encode()), **parts, **images, **day, **made}
+        learn = {} if self.learn == "all_turns" else {"learn": str(self.learn)}
+        return {"rules": digest(rules.encode()), **parts, **images, **day, **learn, **made}
 
     def length(self, sample: VLMSample, sizes: Sequence[tuple[int, int]]) -> SampleLength:
         """Exact length from the messages and the image sizes alone.
@@ -257,7 +265,8 @@ class Encoder:
         layouts = self.layouts([image.size for image in images])
         ids, supervised = self._tokens(sample, layouts)
         media = self.image_rule.preprocess(images) if images else None
-        return self._assemble(sample, ids, supervised, layouts, media)
+        tokens = Tokens(ids, supervised, self.placeholder_id)
+        return assemble(self.family, sample.key, tokens, layouts, media)
 
     def pixels(
         self, files: Sequence[bytes], sizes: Sequence[tuple[int, int]] | None = None
@@ -289,41 +298,6 @@ class Encoder:
             for image, size in zip(images, sizes, strict=True)
         ]
 
-    def _assemble(
-        self,
-        sample: VLMSample,
-        ids: list[int],
-        supervised: list[bool],
-        layouts: Sequence[ImageLayout],
-        media: Media | None,
-    ) -> EncodedSample:
-        """Expand placeholders, shift labels inside the sample, add positions."""
-        runs = iter([(run, k == 0) for layout in layouts for k, run in enumerate(layout.runs)])
-        expanded: list[int] = []
-        targets: list[int] = []
-        media_starts: list[int] = []
-        media_positions: list[int] = []
-        for token, is_target in zip(ids, supervised, strict=True):
-            if token == self.placeholder_id:
-                count, is_first = next(runs)
-                if is_first:
-                    media_starts.append(len(expanded))
-                media_positions.extend(range(len(expanded), len(expanded) + count))
-                expanded.extend([token] * count)
-                targets.extend([IGNORE_INDEX] * count)
-            else:
-                expanded.append(token)
-                targets.append(token if is_target else IGNORE_INDEX)
-        grids = media.grid_thw if media is not None else ()
-        return EncodedSample(
-            key=sample.key,
-            input_ids=torch.tensor(expanded),
-            labels=torch.tensor([*targets[1:], IGNORE_INDEX]),
-            position_ids=self.family.positions(len(expanded), media_starts, grids),
-            media=media,
-            media_positions=torch.tensor(media_positions, dtype=torch.int64),
-        )
-
     def _refuse_budget(self) -> None:
         has = self.family.pixel_knobs
         for name in ("min_pixels", "max_pixels", "max_tiles"):
@@ -347,7 +321,8 @@ class Encoder:
         self, sample: VLMSample, layouts: Sequence[ImageLayout]
     ) -> tuple[list[int], list[bool]]:
         """Ids with one placeholder for each run of an image, and which of them are targets."""
-        tokens = self.chat.encode(sample.messages, [layout.text for layout in layouts])
+        messages = self.taught(sample.messages)
+        tokens = self.chat.encode(messages, [layout.text for layout in layouts])
         ids = tokens.input_ids
         found, wanted = ids.count(self.placeholder_id), sum(len(each.runs) for each in layouts)
         if found != wanted:
@@ -367,6 +342,10 @@ class Encoder:
                 error_class="schema",
             )
         return ids, supervised
+
+    def taught(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """The turns, with what this encoder excludes from the loss beside what the data do."""
+        return messages if self.learn == "all_turns" else last_turn_alone(messages)
 
     def layouts(self, sizes: Sequence[tuple[int, int]]) -> list[ImageLayout]:
         """What the images of a sample become.
@@ -401,7 +380,13 @@ def _rebuild(
     max_image_pixels: int,
     budget: PixelBudget,
     date: datetime.date | None,
+    learn: Learn,
 ) -> Encoder:
     return Encoder(
-        folder, loss_on=loss_on, max_image_pixels=max_image_pixels, budget=budget, date=date
+        folder,
+        loss_on=loss_on,
+        max_image_pixels=max_image_pixels,
+        budget=budget,
+        date=date,
+        learn=learn,
     )

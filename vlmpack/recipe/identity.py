@@ -2,12 +2,12 @@
 
 In: the model, its compute type and the weight of its auxiliary loss; the training sources and
 weights, shuffle, epoch size, what happens to over-long or oversized samples, what an image may
-cost, the date that a template writes; the packing mode, and the budgets and scope of planned rows;
-sequence length, global batch, seed, length of the run; what is trained, by which adapters; the
-optimizer, its learning rates and schedule. Out, so free to change on resume: engine, attention and
-recomputation, parallelism, micro-batch size, balance, fixed shapes, workers, the policy for bad
-samples, evaluation, checkpoints, logging, export, folders. Out too: `packing.alignment` and
-`packing.path`, since the plan records the one and the packs' fingerprint.
+cost, the date that a template writes, which answers are learnt; the packing mode, and the budgets
+and scope of planned rows; sequence length, global batch, seed, length of the run; what is trained,
+by which adapters; the optimizer, its learning rates and schedule. Out, so free to change on resume:
+engine, attention and recomputation, parallelism, micro-batch size, balance, fixed shapes, workers,
+the policy for bad samples, evaluation, checkpoints, logging, export, folders. Out too:
+`packing.alignment` and `packing.path`, since the plan records the one and the packs' fingerprint.
 
 With `checkpoint.on_data_change: new_segment` the training sources, their weights and the epoch size
 may change as well: the run goes on as a new segment.
@@ -66,6 +66,8 @@ def identity(recipe: Recipe) -> dict[str, object]:
         include["data"] = {**include["data"], "weights": True}
     if recipe.data.date is not None:
         include["data"] = {**include["data"], "date": True}
+    if recipe.data.learn != "all_turns":
+        include["data"] = {**include["data"], "learn": True}
     include["optim"] = {
         name for name in OptimSection.model_fields if getattr(recipe.optim, name) is not None
     } | {"max_grad_norm"}

@@ -138,6 +138,10 @@ class DataSection(Section):
     max_image_pixels: Count = 50_000_000
     """Images with more pixels (width x height) are decode errors, before they are decoded."""
 
+    learn: Literal["all_turns", "last_turn"] = "all_turns"
+    """Which of the assistant's turns are learnt, beside what the data exclude: all, or the last of
+    each conversation alone, for templates that drop the thoughts of earlier ones."""
+
     date: IsoDate | None = Field(default=None, examples=["2026-11-22"])
     """What a chat template that writes the current date (`strftime_now`: Llama 3.2, Mistral Small
     3.1) writes in every conversation. Null: the date of the packs, else that of the run's first

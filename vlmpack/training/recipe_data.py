@@ -31,6 +31,7 @@ from vlmpack.data.stores.fetch import Fetcher
 from vlmpack.distributed import Ranks
 from vlmpack.errors import ModelError
 from vlmpack.families import Encoder, PixelBudget
+from vlmpack.families.thoughts import dropped_thoughts
 from vlmpack.packing import PackCollator, PadCollator
 from vlmpack.packing.cost import CostModel
 from vlmpack.recipe import Derived, Recipe, Source
@@ -61,9 +62,11 @@ def build_encoder(recipe: Recipe) -> Encoder:
         max_image_pixels=recipe.data.max_image_pixels,
         budget=pixel_budget(recipe),
         date=encoder_date(recipe),
+        learn=recipe.data.learn,
     )
     encoder.load()  # now, to fail early
     _note_long_images(recipe, encoder)
+    _note_thoughts(encoder)
     return encoder
 
 
@@ -87,6 +90,22 @@ def _note_long_images(recipe: Recipe, encoder: Encoder) -> None:
             knobs,
             recipe.training.seq_length,
             recipe.data.over_long,
+        )
+
+
+def _note_thoughts(encoder: Encoder) -> None:
+    """Say where the template leaves thoughts out that the data may have."""
+    dropped = dropped_thoughts(encoder.chat.render)
+    if dropped == "earlier" and encoder.learn == "all_turns":
+        logger.warning(
+            "note: the chat template leaves the thoughts (<think>) of earlier turns out, so their "
+            "answers are taught as if said without thinking; data.learn: last_turn teaches the "
+            "last answer of each conversation alone"
+        )
+    elif dropped == "all":
+        logger.warning(
+            "note: the chat template leaves the thoughts (<think>) of all answers out, the last "
+            "one's too: they are not taught; a template that writes them would"
         )
 
 

@@ -22,6 +22,7 @@ _PARTS = {
     "processor": "the image processor in model.path",
     "images": "images",
     "date": "data.date",
+    "learn": "data.learn",
 }
 _INDEX = ("lengths", "data.over_long", "data.epoch_size")
 

@@ -55,7 +55,7 @@ def check_answers(
     for sample, messages in zip(samples, cooked, strict=True):
         if messages is None:
             continue
-        for turn, message in enumerate(messages.messages):
+        for turn, message in enumerate(encoder.taught(messages.messages)):
             if message.role != "assistant" or not message.text.strip():
                 continue
             looked_at += 1
