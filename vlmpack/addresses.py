@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from urllib.parse import quote, urlsplit
 
 OBJECT_SCHEMES = ("s3", "gs", "az")
@@ -165,14 +165,27 @@ def credential_problem(name: str, value: str) -> str | None:
     return "must name an environment variable, as '${env:NAME}'; a recipe holds no secret"
 
 
-def endpoint_problem(endpoint: str, *, allow_private: bool) -> str | None:
-    """What is wrong with `data.storage.endpoint`; a secret in it is not quoted."""
-    parts = urlsplit(endpoint)
+def same_host(host: str) -> str:
+    """A host as it is compared: in lower case, without brackets or a last dot."""
+    return host.strip().strip("[]").rstrip(".").lower()
+
+
+def endpoint_problem(endpoint: str, *, allow_private: Callable[[str], bool]) -> str | None:
+    """What is wrong with `data.storage.endpoint`; a secret in it is not quoted.
+
+    Args:
+        allow_private: whether a host may have a private address.
+    """
+    try:
+        parts = urlsplit(endpoint)
+        _ = parts.port
+    except ValueError:
+        return "expected an address such as https://minio.example.org"
     if parts.scheme not in HTTP_SCHEMES or not parts.hostname:
         return "expected an address such as https://minio.example.org"
     if "@" in parts.netloc or parts.query:
         return "takes no user and no query; see data.storage.credentials"
-    if parts.scheme == "http" and not allow_private:
+    if parts.scheme == "http" and not allow_private(parts.hostname):
         return (
             "http:// is for stores in a private network; use https://, or set "
             "data.storage.allow_private: true"

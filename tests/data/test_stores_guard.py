@@ -186,14 +186,61 @@ def test_redirects_to_private_addresses_need_the_switch(monkeypatch: pytest.Monk
 
     real = HttpClient._ask
 
-    def ask(self, method, url, headers):
+    def ask(self, method, url, headers, *, is_named):
         asked.append(url)
-        return Public() if len(asked) == 1 else real(self, method, url, headers)
+        return Public() if len(asked) == 1 else real(self, method, url, headers, is_named=is_named)
 
     monkeypatch.setattr(HttpClient, "_ask", ask)
     with pytest.raises(Refused, match="allow_private"):
         client.request("GET", "http://8.8.8.8/x", {})
     assert asked == ["http://8.8.8.8/x", "http://127.0.0.1:1/x"]
+
+
+@pytest.mark.parametrize(
+    ("allow_private", "first", "goes_on"),
+    [
+        (True, "127.0.0.1", False),
+        (["127.0.0.1"], "127.0.0.1", False),
+        (["127.0.0.1", "LOCALHOST."], "127.0.0.1", True),
+        (["localhost"], "127.0.0.1", False),
+        (["localhost"], "localhost", True),
+        (True, "localhost", True),
+    ],
+)
+def test_private_hosts_are_allowed_one_by_one(
+    tmp_path: Path, allow_private: bool | list[str], first: str, goes_on: bool
+) -> None:
+    """A server sends us to `localhost`; a connection that is open to it changes nothing."""
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "x.tar").write_bytes(b"0123456789")
+    with FaultServer(tmp_path) as server:
+        allowed = allow_private if isinstance(allow_private, bool) else tuple(allow_private)
+        fetcher = RoutingFetcher(StorageConfig(allow_private=allowed, max_tries=1))
+        inside = f"http://localhost:{server.port}/b/x.tar"
+        if allow_private is True:
+            fetcher.head(inside)  # the recipe names it here, and the connection is kept
+        server.fail(
+            Fault("redirect", location=inside, times=1, methods=("GET", "HEAD")),
+            Fault("redirect", location=inside, times=1, methods=("GET", "HEAD")),
+        )
+        path = f"http://{first}:{server.port}/b/x.tar"
+        if goes_on:
+            assert fetcher.head(path).size == 10
+        else:
+            with pytest.raises(DataError, match=r"allow_private") as caught:
+                fetcher.head(path)
+            if allow_private is True or first in allow_private:
+                assert "redirected to localhost" in str(caught.value)
+                assert "allow_private: [localhost]" in str(caught.value)
+        fetcher.close()
+
+
+def test_an_endpoint_without_tls_is_allowed_by_its_name(tmp_path: Path) -> None:
+    StorageConfig(endpoint="http://10.0.0.5:9000", allow_private=("10.0.0.5",))
+    StorageConfig(endpoint="http://[fd00::1]:9000", allow_private=("fd00::1",))
+    for others in (("10.0.0.6",), ()):
+        with pytest.raises(RecipeError, match="allow_private"):
+            StorageConfig(endpoint="http://10.0.0.5:9000", allow_private=others)
 
 
 def test_a_redirect_brings_no_other_object(tmp_path: Path) -> None:

@@ -321,6 +321,12 @@ CASES = [
     ),
     (
         "one_endpoint",
+        {"data.storage.endpoint": "http://10.0.0.5", "data.storage.allow_private": ["10.0.0.6"]},
+        "data.storage.endpoint: http:// is for stores in a private network",
+        {"data.storage.endpoint": "http://[FD00::5]", "data.storage.allow_private": ["fd00::5"]},
+    ),
+    (
+        "one_endpoint",
         {
             "data.storage.endpoint": "https://host",
             "data.train": "s3://a/x.tar",

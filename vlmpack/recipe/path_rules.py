@@ -20,6 +20,7 @@ from vlmpack.addresses import (
     is_remote,
     no_shard,
     redacted,
+    same_host,
     scheme_of,
     secret_in,
     without_references,
@@ -59,7 +60,12 @@ def one_endpoint(data: DataSection) -> list[Problem]:
     storage, problems = data.storage, []
     key: KeyPath = ("data", "storage", "endpoint")
     if storage.endpoint is not None:
-        problem = endpoint_problem(storage.endpoint, allow_private=storage.allow_private)
+        private = storage.allow_private
+
+        def allowed(host: str) -> bool:
+            return private if isinstance(private, bool) else same_host(host) in private
+
+        problem = endpoint_problem(storage.endpoint, allow_private=allowed)
         problems += [Problem(key, problem)] if problem else []
         used = {
             scheme_of(source.path)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated
 
-from vlmpack.recipe.sources import Section
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from vlmpack.addresses import same_host
+from vlmpack.recipe.sources import Section, as_tuple
+
+Host = Annotated[str, Field(min_length=1, max_length=253), AfterValidator(same_host)]
+"""A name or an address, without scheme and port."""
 
 
 class CredentialsSection(Section):
@@ -52,9 +58,10 @@ class StorageSection(Section):
     anonymous: bool = False
     """Do not sign requests: for public buckets."""
 
-    allow_private: bool = False
+    allow_private: Annotated[bool | tuple[Host, ...], BeforeValidator(as_tuple)] = False
     """Private and loopback addresses may be asked, and endpoints without TLS: a MinIO of your own.
-    Link-local addresses never are."""
+    True: the hosts that the recipe names, but none that a server redirects to. A list of hosts:
+    these, redirected to or not. Link-local addresses never are."""
 
     credentials: CredentialsSection = CredentialsSection()
     """Credentials from other environment variables than the usual ones."""
@@ -72,4 +79,4 @@ class StorageSection(Section):
     """Tries of one request, the first included."""
 
     retry_seconds: float = Field(default=180.0, gt=0, le=86400)
-    """No new try begins so long after the first."""
+    """Without progress: no new try begins so long after the first fault since bytes came."""

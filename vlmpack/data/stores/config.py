@@ -12,6 +12,7 @@ from vlmpack.addresses import (
     credential_problem,
     endpoint_problem,
     resolve_references,
+    same_host,
     scheme_of,
 )
 from vlmpack.errors import RecipeError
@@ -34,8 +35,10 @@ class StorageConfig:
     """Of S3 buckets. None: AWS_REGION, else us-east-1."""
     anonymous: bool = False
     """Requests to s3, gs and az are not signed."""
-    allow_private: bool = False
-    """Private and loopback addresses, and endpoints without TLS, may be asked."""
+    allow_private: bool | tuple[str, ...] = False
+    """Whether private and loopback addresses, and endpoints without TLS, may be asked. True: the
+    hosts of the endpoint and of the shards' own addresses, but none that a server redirects to.
+    A list: these hosts, whoever names them."""
     credentials: Mapping[str, str] = field(default_factory=dict)
     """Name -> `${env:NAME}`. Empty: the cloud's usual chain."""
     connect_timeout_seconds: float = 5.0
@@ -54,7 +57,7 @@ class StorageConfig:
     def __post_init__(self) -> None:
         problems = []
         if self.endpoint is not None:
-            problem = endpoint_problem(self.endpoint, allow_private=self.allow_private)
+            problem = endpoint_problem(self.endpoint, allow_private=self.allows_private)
             problems += [f"data.storage.endpoint: {problem}"] if problem else []
         for name, value in self.credentials.items():
             if problem := credential_problem(name, value):
@@ -76,6 +79,16 @@ class StorageConfig:
         ]
         if problems:
             raise RecipeError(problems)
+
+    def allows_private(self, host: str, *, is_named: bool = True) -> bool:
+        """Whether a host may have a private address.
+
+        Args:
+            is_named: the endpoint or a shard's own address names it; a redirect does not.
+        """
+        if isinstance(self.allow_private, bool):
+            return self.allow_private and is_named
+        return same_host(host) in map(same_host, self.allow_private)
 
     def endpoint_of(self, scheme: str) -> str | None:
         """The address of an object store: the configured one, else the environment's, as the

@@ -21,9 +21,12 @@ class Connection(http.client.HTTPConnection):
     """To an address that was judged; one timeout to connect, another for each read, and a deadline
     for the whole of an answer, its headers included."""
 
-    def __init__(self, place: Place, config: StorageConfig, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, place: Place, config: StorageConfig, tls: ssl.SSLContext | None, *, is_named: bool
+    ) -> None:
         super().__init__(place[1], place[2])
         self._config = config
+        self.is_named = is_named
         self.tls = tls
         self.was_used = False
         self.deadline = 0.0
@@ -38,7 +41,10 @@ class Connection(http.client.HTTPConnection):
     def connect(self) -> None:
         config = self._config
         fault: OSError | None = None
-        for address in allowed_addresses(self.host, self.port, allow_private=config.allow_private):
+        private = config.allows_private(self.host, is_named=self.is_named)
+        for address in allowed_addresses(
+            self.host, self.port, allow_private=private, is_named=self.is_named
+        ):
             try:
                 self.sock = socket.create_connection(
                     (address, self.port), config.connect_timeout_seconds

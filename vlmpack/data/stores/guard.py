@@ -31,12 +31,15 @@ _METADATA = frozenset(
 )
 
 
-def allowed_addresses(host: str, port: int, *, allow_private: bool) -> list[str]:
+def allowed_addresses(
+    host: str, port: int, *, allow_private: bool, is_named: bool = True
+) -> list[str]:
     """The addresses of a host, each of which may be asked.
 
     Args:
         host: name or address, as in a URL, without brackets.
         allow_private: private and loopback addresses are allowed.
+        is_named: by the recipe, not by a redirect; for the message.
 
     Raises:
         Refused: one of them is private, or never allowed.
@@ -48,11 +51,11 @@ def allowed_addresses(host: str, port: int, *, allow_private: bool) -> list[str]
         raise Transient(f"the host name {host} cannot be resolved") from None
     addresses = list(dict.fromkeys(str(item[4][0]) for item in found))
     for address in addresses:
-        check_address(host, address, allow_private=allow_private)
+        check_address(host, address, allow_private=allow_private, is_named=is_named)
     return addresses
 
 
-def check_address(host: str, address: str, *, allow_private: bool) -> None:
+def check_address(host: str, address: str, *, allow_private: bool, is_named: bool = True) -> None:
     """Refuses an address that is not to be asked.
 
     Raises:
@@ -65,6 +68,11 @@ def check_address(host: str, address: str, *, allow_private: bool) -> None:
         if real.is_multicast or real.is_unspecified:
             raise Refused(f"{name} is no address of a server")
         if not real.is_global and not allow_private:
+            if not is_named:
+                raise Refused(
+                    f"redirected to {name}, a private or loopback address that the recipe does "
+                    f"not name; if it is yours, set data.storage.allow_private: [{host}]"
+                )
             raise Refused(
                 f"{name} is a private or loopback address; if it is yours, set "
                 "data.storage.allow_private: true"

@@ -93,16 +93,23 @@ class HttpClient:
 
     def __init__(self, config: StorageConfig) -> None:
         self.config = config
-        self._idle: dict[Place, list[Connection]] = {}
+        self._idle: dict[tuple[Place, bool], list[Connection]] = {}
         self._lock = threading.Lock()
         self._tls: ssl.SSLContext | None = None
 
     def request(
-        self, method: Method, url: str, headers: Mapping[str, str], *, follow: bool = True
+        self,
+        method: Method,
+        url: str,
+        headers: Mapping[str, str],
+        *,
+        follow: bool = True,
+        named: str | None = None,
     ) -> Answer:
         """The answer to a request, after its redirects.
 
         Args:
+            named: the address that the recipe names, where `url` is a redirect of its server.
             url: may hold a login, which is sent as basic authentication.
             headers: `Authorization` goes to the first host only.
             follow: whether redirects to other hosts are followed; those within one always are.
@@ -113,8 +120,9 @@ class HttpClient:
             Transient: no answer, or one that asks to try again.
         """
         sent = dict(headers)
+        host = _place(url if named is None else named)[1]
         for _ in range(MAX_REDIRECTS + 1):
-            answer = self._ask(method, url, sent)
+            answer = self._ask(method, url, sent, is_named=_place(url)[1] == host)
             if answer.status not in _REDIRECTS:
                 return _checked(answer)
             target = urljoin(url, answer.headers.get("location", ""))
@@ -137,7 +145,7 @@ class HttpClient:
         """Keeps a connection whose answer was read to its end."""
         place = (_scheme(connection), connection.host, connection.port)
         with self._lock:
-            idle = self._idle.setdefault(place, [])
+            idle = self._idle.setdefault((place, connection.is_named), [])
             if len(idle) < self.config.max_concurrent_reads:
                 idle.append(connection)
                 return
@@ -154,7 +162,9 @@ class HttpClient:
     def __del__(self) -> None:
         self.close()
 
-    def _ask(self, method: Method, url: str, headers: Mapping[str, str]) -> Answer:
+    def _ask(
+        self, method: Method, url: str, headers: Mapping[str, str], *, is_named: bool
+    ) -> Answer:
         parts = urlsplit(url)
         target = quote(parts.path or "/", safe=_SAFE)
         target += f"?{quote(parts.query, safe=_SAFE + '?')}" if parts.query else ""
@@ -165,7 +175,7 @@ class HttpClient:
         _check_headers(sent)
         deadline = time.monotonic() + self.config.total_timeout_seconds
         while True:
-            connection = self._connection(_place(url))
+            connection = self._connection(_place(url), is_named)
             was_used = connection.was_used
             try:
                 connection.begin(deadline)
@@ -182,14 +192,15 @@ class HttpClient:
             found = {name.lower(): value for name, value in response.getheaders()}
             return Answer(response.status, found, url, response, connection, self, deadline)
 
-    def _connection(self, place: Place) -> Connection:
+    def _connection(self, place: Place, is_named: bool) -> Connection:
         with self._lock:
-            idle = self._idle.get(place)
+            idle = self._idle.get((place, is_named))
             if idle:
                 return idle.pop()
             if place[0] == "https" and self._tls is None:
                 self._tls = ssl.create_default_context()
-        return Connection(place, self.config, self._tls if place[0] == "https" else None)
+        tls = self._tls if place[0] == "https" else None
+        return Connection(place, self.config, tls, is_named=is_named)
 
 
 def _scheme(connection: Connection) -> str:

@@ -76,7 +76,7 @@ class HubTransport(HttpTransport):
             with self._lock:
                 self._locations[stamp] = (location, time.monotonic())
         try:
-            answer = self.client.request("GET", location, wanted)
+            answer = self.client.request("GET", location, wanted, named=self.url(stamp.path))
         except Refused as fault:
             with self._lock:
                 was_known = self._locations.pop(stamp, None) is not None

@@ -205,13 +205,13 @@ class ObjectTransport:
             return options
         parts = urlsplit(endpoint)
         host, plain = parts.hostname or "", parts.scheme == "http"
-        if plain and not config.allow_private:
+        if plain and not config.allows_private(host):
             raise Refused(
                 "the endpoint has no TLS; use https://, or set data.storage.allow_private: true "
                 "if it lies in a private network"
             )
         port = parts.port or (80 if plain else 443)
-        allowed_addresses(host, port, allow_private=config.allow_private)
+        allowed_addresses(host, port, allow_private=config.allows_private(host))
         if plain:
             options |= {
                 "allow_http": True,
