@@ -137,9 +137,8 @@ def test_the_stream_packer_stops_where_it_can_no_longer_win(monkeypatch):
     pushed = []
 
     class Counted(StreamPacker):
-        def push(self, length, second=0):
-            pushed.append(length)
-            return super().push(length, second)
+        def packs(self, units, second):
+            return super().packs((pushed.append(unit) or unit for unit in units), second)
 
     monkeypatch.setattr(offline, "StreamPacker", Counted)
     limits = PackLimits(capacity=capacity)

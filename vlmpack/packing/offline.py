@@ -218,16 +218,14 @@ def _streamed(
         max_sequences=limits.max_sequences,
     )
     lengths = units.tolist()
-    wasted, spare = 0, most * limits.units - sum(lengths)
+    others = repeat(0) if extra is None else extra.tolist()
+    spare = most * limits.units - sum(lengths)
     packs: list[list[int]] = []
-    for length, second in zip(
-        lengths, repeat(0) if extra is None else extra.tolist(), strict=False
-    ):
-        for pack in packer.push(length, second):
-            packs.append(pack)
-            wasted += limits.units - sum(map(lengths.__getitem__, pack))
-            if wasted > spare:
-                return None
+    for pack in packer.packs(lengths, others):
+        packs.append(pack)
+        spare -= limits.units - sum(map(lengths.__getitem__, pack))
+        if spare < 0:
+            return None
     packs += packer.flush()
     if len(packs) > most:
         return None

@@ -10,7 +10,7 @@ search ends at the first choice that leaves no room, so that among full packs it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import index
 
 from vlmpack.errors import PackingError
@@ -75,9 +75,22 @@ class StreamPacker:
             PackingError: a sample that fits no pack; it is not added.
         """
         units = self._checked(length, second)
+        return self._add(units, index(second))
+
+    def packs(self, units: Iterable[int], second: Iterable[int]) -> Iterator[list[int]]:
+        """Add samples that are known to fit a pack; yields packs as `push` returns them.
+
+        Args:
+            units: lengths in units of the alignment.
+            second: the second quantity of each.
+        """
+        for length, other in zip(units, second, strict=False):
+            yield from self._add(length, other)
+
+    def _add(self, units: int, second: int) -> list[list[int]]:
         self._numbers.append(self._pushed)
         self._units.append(units)
-        self._second.append(index(second))
+        self._second.append(second)
         self._pushed += 1
         return [self._pack()] if len(self._units) >= self._buffer_size else []
 
