@@ -114,6 +114,9 @@ def resolve(
 
 def run_recipe(recipe: Recipe) -> FinetuneResult:
     """Run a resolved recipe on this process: resume or start, train, evaluate, export, report."""
+    from vlmpack.training.worker_server import start_worker_server
+
+    start_worker_server(recipe)  # beside the imports below
     from vlmpack.distributed import (
         start_process_group,
         stop_process_group,

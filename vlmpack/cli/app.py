@@ -56,6 +56,9 @@ def finetune(
     loaded = load_recipe(
         recipe, overrides or (), world_size=int(world) if world.isdigit() else None
     )
+    from vlmpack.training.worker_server import start_worker_server
+
+    start_worker_server(loaded)  # beside the imports below
     from transformers.utils import logging as transformers_logging
 
     from vlmpack.api import run_recipe  # after the recipe: its problems show without torch

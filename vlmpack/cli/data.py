@@ -67,7 +67,8 @@ def lint(
     preload: tuple[str, ...] = ()
     if model is not None:
         from vlmpack.training.date import encoder_date
-        from vlmpack.training.recipe_data import WORKER_PRELOAD, pixel_budget
+        from vlmpack.training.recipe_data import pixel_budget
+        from vlmpack.training.worker_server import WORKER_PRELOAD
 
         preload = WORKER_PRELOAD
         encoder = Encoder(

@@ -51,7 +51,8 @@ def index(
     paths, encoder = reading.paths, None
     preload: tuple[str, ...] = ()
     if reading.recipe is not None:
-        from vlmpack.training.recipe_data import WORKER_PRELOAD, build_encoder
+        from vlmpack.training.recipe_data import build_encoder
+        from vlmpack.training.worker_server import WORKER_PRELOAD
 
         encoder, preload = build_encoder(reading.recipe), WORKER_PRELOAD
         if index_dir is None and reading.recipe.data.index_dir is not None:

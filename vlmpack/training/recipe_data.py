@@ -37,17 +37,9 @@ from vlmpack.packing.cost import CostModel
 from vlmpack.recipe import Derived, Recipe, Source
 from vlmpack.training.date import encoder_date
 from vlmpack.training.recipe_rows import fixed_shape, packs_config, row_budget
+from vlmpack.training.worker_server import WORKER_PRELOAD
 
 logger = logging.getLogger("vlmpack")
-
-WORKER_PRELOAD = (
-    "torch",
-    "vlmpack.data.loading.loader",
-    "vlmpack.families.encoder",
-    "transformers.models.auto.tokenization_auto",
-    "transformers.models.auto.image_processing_auto",
-)
-"""What loader workers find imported when they start; the encoder would import it on first use."""
 
 
 def build_encoder(recipe: Recipe) -> Encoder:

@@ -1,0 +1,25 @@
+"""The server that a run's loader processes fork from, started before anything heavy is imported.
+
+Its imports take as long as those of the training process, so they go on beside these, on another
+core. Nothing of the training process reaches it, however early or late it starts. No torch here.
+"""
+
+from __future__ import annotations
+
+from vlmpack.data.forkserver import start_server
+from vlmpack.recipe import Recipe
+
+WORKER_PRELOAD = (
+    "torch",
+    "vlmpack.data.loading.loader",
+    "vlmpack.families.encoder",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.auto.image_processing_auto",
+)
+"""What loader workers find imported when they start; the encoder would import it on first use."""
+
+
+def start_worker_server(recipe: Recipe) -> None:
+    """Starts it, where the recipe has loader processes, and returns at once."""
+    if recipe.data.num_workers:
+        start_server(WORKER_PRELOAD)
