@@ -29,7 +29,7 @@ from vlmpack.data.splits.survey import DataLaunch
 from vlmpack.data.stores import RoutingFetcher, StorageConfig
 from vlmpack.data.stores.fetch import Fetcher
 from vlmpack.distributed import Ranks
-from vlmpack.errors import ModelError
+from vlmpack.errors import ModelError, RunIdentityError
 from vlmpack.families import Encoder, PixelBudget
 from vlmpack.families.thoughts import dropped_thoughts
 from vlmpack.packing import PackCollator, PadCollator
@@ -37,6 +37,7 @@ from vlmpack.packing.cost import CostModel
 from vlmpack.recipe import Derived, Recipe, Source
 from vlmpack.training.date import encoder_date
 from vlmpack.training.recipe_rows import fixed_shape, packs_config, row_budget
+from vlmpack.training.shard_listing import ShardListing
 from vlmpack.training.worker_server import WORKER_PRELOAD
 
 logger = logging.getLogger("vlmpack")
@@ -233,6 +234,7 @@ def open_split(
     ledger: Ledger,
     resume: DataState | None = None,
     progress: Progress | None = None,
+    listing: ShardListing | None = None,
 ) -> TrainData | None:
     """Open `data.train`, `data.validation` or `data.test`; None where the recipe has no such split.
 
@@ -241,6 +243,7 @@ def open_split(
     Args:
         resume: where the run goes on, as far as that is known before the model is built.
         progress: told about index and lengths parts.
+        listing: has the shards of the run's last launch; gets those of this one.
 
     Raises:
         RecipeError, DataError, EmptyDataError: what is wrong with the split.
@@ -261,18 +264,23 @@ def open_split(
     if key == "data.train":
         config = replace(config, row_cost=_row_cost(recipe, encoder, ranks))
     fetcher = build_fetcher(recipe)
-    return TrainData.open(
-        config,
-        encoder,
-        build_collator(recipe, encoder, derived, key),
-        ledger=ledger,
-        fetcher=fetcher,
-        list_dropped=ranks.is_main,
-        progress=progress,
-        launch=DataLaunch(
-            survey=ranks.on_main(lambda: survey_data(config, encoder, fetcher, resume)),
-            resume=resume,
-            share=ranks.rank,
-            shares=ranks.world_size,
-        ),
-    )
+    survey = ranks.on_main(lambda: survey_data(config, encoder, fetcher, resume))
+    try:
+        opened = TrainData.open(
+            config,
+            encoder,
+            build_collator(recipe, encoder, derived, key),
+            ledger=ledger,
+            fetcher=fetcher,
+            list_dropped=ranks.is_main,
+            progress=progress,
+            launch=DataLaunch(
+                survey=survey, resume=resume, share=ranks.rank, shares=ranks.world_size
+            ),
+        )
+    except RunIdentityError as error:
+        changes = [] if listing is None else listing.changes(survey)
+        raise RunIdentityError("\n".join([str(error), *changes])) from None
+    if listing is not None and ranks.is_main:
+        listing.keep(survey)
+    return opened

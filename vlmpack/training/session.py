@@ -33,6 +33,7 @@ from vlmpack.training.recorded import take_back
 from vlmpack.training.resume_point import choose_checkpoint, saved_state
 from vlmpack.training.run_dir import RunDir, write_atomically
 from vlmpack.training.run_length import total_steps
+from vlmpack.training.shard_listing import LISTING_NAME, ShardListing
 from vlmpack.training.skip_notes import SkipNotes
 from vlmpack.training.stop import StopFlag
 from vlmpack.training.trainer import Reporting, Totals, Trainer, TrainStep
@@ -165,7 +166,14 @@ def _open(
     ledger = Ledger(run_dir.data_errors)
     saved = ranks.on_main(lambda: saved_state(recipe, run_dir))
     train = open_split(
-        recipe, "data.train", encoder, derived, ranks=ranks, ledger=ledger, resume=saved
+        recipe,
+        "data.train",
+        encoder,
+        derived,
+        ranks=ranks,
+        ledger=ledger,
+        resume=saved,
+        listing=ShardListing(run_dir.path / LISTING_NAME),
     )
     assert train is not None  # data.train is required
     validation = open_split(recipe, "data.validation", encoder, derived, ranks=ranks, ledger=ledger)
