@@ -19,6 +19,7 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.training.audit import audit_run
 from vlmpack.training.checkpoint import find_damage, newest_checkpoint
 from vlmpack.training.record import read_launches, read_steps
+from vlmpack.training.recorded import take_back
 from vlmpack.training.run_dir import RunDir
 
 
@@ -89,6 +90,23 @@ def _plain(line: dict[str, Any]) -> list[Any]:
     """A stray entry, as a flip in the name of the checksum makes it, means nothing."""
     names = ("class", "key", "shard", "offset", "reason", "epoch", "batch", "sample")
     return [line[name] for name in names]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "result.json"])
+def test_what_the_loop_counted(run_dir: RunDir, tmp_path: Path, name: str, share: float) -> None:
+    """The audit compares it, and a launch that goes on takes it back: neither ends in an error."""
+    train = open_split(tmp_path, Ledger(None))
+    path = run_dir.path / name
+
+    def read() -> Any:
+        problems = audit_run(run_dir, train).problems
+        kept = path.read_bytes()
+        take_back(run_dir, 10)
+        path.write_bytes(kept)
+        return Noticed if problems else problems
+
+    found = try_damage(path, read, share=min(share, 0.1))
+    assert found["noticed"]
 
 
 FILES = (

@@ -221,10 +221,13 @@ class _Comparison:
 
     def _compare_metrics(self, batch: int, trained: int, skipped: int) -> None:
         row = self.rows.get(batch)
-        if row is not None and (row["num_samples"], row["num_skipped"]) != (trained, skipped):
+        if row is None:
+            return
+        counted = (row.get("num_samples"), row.get("num_skipped"))  # a damaged row may lack them
+        if counted != (trained, skipped):
             self.audit.fault(
                 f"batch {batch}: the record has {trained} trained and {skipped} skipped samples, "
-                f"metrics.jsonl counted {row['num_samples']} and {row['num_skipped']}"
+                f"metrics.jsonl counted {counted[0]} and {counted[1]}"
             )
 
     def _end_epoch(self, begin: DataState) -> None:

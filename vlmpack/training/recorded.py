@@ -6,6 +6,7 @@ Files of all replicas -> one RecordedBatch a global batch, in order, read as a s
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from pathlib import Path
 from vlmpack.training.metrics import drop_rows_after
 from vlmpack.training.record import Launch, SampleName, StepSamples, read_steps, recorded_ranks
 from vlmpack.training.run_dir import RunDir
+
+logger = logging.getLogger("vlmpack")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +59,13 @@ def take_back(run_dir: RunDir, steps: int) -> None:
     if run_dir.metrics.exists():
         drop_rows_after(run_dir.metrics, steps)
     if run_dir.result.is_file():
-        result = json.loads(run_dir.result.read_text(encoding="utf-8"))
-        if result["steps"] > steps:
+        try:
+            counted = int(json.loads(run_dir.result.read_bytes())["steps"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            logger.warning("%s is damaged (%r) and removed", run_dir.result, error)
+            run_dir.result.unlink()
+            return
+        if counted > steps:
             run_dir.result.unlink()
 
 
