@@ -43,8 +43,17 @@ class Activity:
     def enter(self, phase: str) -> None:
         """Something else begins, or the same once more."""
         self.phase = phase
+        self.moved()
+
+    def moved(self) -> None:
+        """What is done goes on."""
         self.since = time.monotonic()
         self.beats += 1
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the thread that asks is the one that works."""
+        return threading.get_ident() == self.thread
 
     @contextmanager
     def during(self, phase: str, samples: Sequence[str]) -> Iterator[None]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.data.index.shard_pool import AHEAD, each_shard
 from vlmpack.errors import VlmpackError
 
@@ -43,3 +45,15 @@ def test_few_shards_are_held_at_a_time(in_order: bool) -> None:
     rest = list(reports)
     assert sorted([first, *rest]) == [2 * number for number in range(40)]
     assert not in_order or [first, *rest] == sorted([first, *rest])
+
+
+def watched(number: int) -> tuple[int, str, set[str]]:
+    return number, ACTIVITY.phase, {thread.name for thread in threading.enumerate()}
+
+
+def test_each_process_is_watched_while_it_works() -> None:
+    """So that a slow store is named by the process that waits for it."""
+    reports = each_shard(watched, [1, 2], processes=2, preload=(), in_order=True, remedy="none")
+    for number, (given, phase, threads) in enumerate(reports, start=1):
+        assert (given, phase) == (number, "working on a shard")
+        assert "vlmpack-watchdog" in threads

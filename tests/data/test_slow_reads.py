@@ -19,6 +19,7 @@ from support.fault_server import Fault, FaultServer
 from vlmpack.activity import ACTIVITY, IDLE
 from vlmpack.data.loading.loader import LoaderSettings
 from vlmpack.data.stores import RoutingFetcher, StorageConfig
+from vlmpack.data.stores.reading import Reading
 from vlmpack.watchdog import Watchdog
 
 WATCH = 1.0
@@ -176,3 +177,17 @@ def test_a_loader_process_says_itself_which_store_it_waits_for(tmp_path):
         said,
     ), said
     assert f"waiting for {url} for 1 s: no byte of its answer so far" in said
+
+
+@pytest.mark.parametrize(("mine", "moves"), [(True, True), (False, False)], ids=["own", "other"])
+def test_bytes_that_come_are_progress_of_the_thread_that_reads(mine, moves):
+    """A long shard that streams is no stall; one that another thread streams hides none."""
+    ACTIVITY.thread = threading.get_ident() if mine else 0
+    before = ACTIVITY.beats
+    chunks = [bytes(600_000)] * 4
+    assert list(Reading("s3://bucket/x.tar").told(lambda: iter(chunks))) == chunks
+    ACTIVITY.thread = threading.get_ident()
+    assert (ACTIVITY.beats > before) == moves
+    before = ACTIVITY.beats
+    list(Reading("s3://bucket/x.tar").told(lambda: iter([bytes(10)] * 100)))
+    assert ACTIVITY.beats == before, "a trickle is none"

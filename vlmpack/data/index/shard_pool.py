@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.data.forkserver import worker_context
 from vlmpack.errors import VlmpackError
+from vlmpack.watchdog import Watchdog
 
 Item = TypeVar("Item")
 Report = TypeVar("Report")
+
+logger = logging.getLogger("vlmpack")
+
+WATCH_SECONDS = 60.0
+"""The longest silence of a process that waits for a store: that of a run, by default."""
 
 AHEAD = 4
 """Shards that wait or are worked on, for each process."""
@@ -43,11 +52,13 @@ def each_shard(
     if count < 2:
         yield from map(work, shards)
         return
-    pool = ProcessPoolExecutor(count, mp_context=worker_context(preload))
+    pool = ProcessPoolExecutor(
+        count, mp_context=worker_context(preload), initializer=_watch_process
+    )
     try:
         begun: list[Future[Report]] = []
         for shard in shards:
-            begun.append(pool.submit(work, shard))
+            begun.append(pool.submit(_watched, work, shard))
             if len(begun) == AHEAD * count:
                 yield _taken(begun, in_order)
         while begun:
@@ -59,6 +70,18 @@ def each_shard(
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _watch_process() -> None:
+    """Begins a process: it says itself which store it waits for."""
+    who = f"process {os.getpid()}, which works on shards"
+    # It lives as long as the process, whose threads end with it.
+    Watchdog(ACTIVITY, WATCH_SECONDS, who=who, say=logger.warning).__enter__()
+
+
+def _watched(work: Callable[[Item], Report], shard: Item) -> Report:
+    with ACTIVITY.during("working on a shard", ()):
+        return work(shard)
 
 
 def _taken(begun: list[Future[Report]], in_order: bool) -> Report:

@@ -10,6 +10,8 @@ from vlmpack.addresses import redacted
 
 NOTABLE_SECONDS = 0.5
 """A shorter wait is none."""
+PROGRESS_BYTES = 1 << 20
+"""As many bytes are progress; a body that brings fewer in all that time is slow."""
 
 
 class Reading:
@@ -33,6 +35,7 @@ class Reading:
         """
         with ACTIVITY.waiting(self.describe):
             chunks = ask()
+        told = self.num_bytes
         while True:
             with ACTIVITY.waiting(self.describe):
                 chunk = next(chunks, None)
@@ -40,6 +43,10 @@ class Reading:
                 return
             self.num_bytes += len(chunk)
             self._since = time.monotonic()
+            # Another thread's reads say nothing of what the working one waits for.
+            if self.num_bytes - told >= PROGRESS_BYTES and ACTIVITY.is_mine:
+                told = self.num_bytes
+                ACTIVITY.moved()
             yield chunk
 
     def describe(self) -> str | None:
