@@ -178,9 +178,16 @@ def has_tower(folder: Path) -> bool:
 
 
 def load_stock(folder: Path, *, dtype: torch.dtype = torch.float32) -> Any:
-    """The stock model with stock attention (sdpa)."""
+    """The stock model with stock attention (sdpa).
+
+    Its weights are copied out of the mapped file, where they begin at any multiple of 8 bytes: some
+    processors' matrix products take another path there, and the last bits of logits differ by it.
+    """
     auto = AutoModelForImageTextToText if has_tower(folder) else AutoModelForCausalLM
-    return auto.from_pretrained(str(folder), dtype=dtype, attn_implementation="sdpa")
+    model = auto.from_pretrained(str(folder), dtype=dtype, attn_implementation="sdpa")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
