@@ -22,7 +22,7 @@ from support.engines import single_rank
 from support.shards import TINY_MODEL
 
 from vlmpack.errors import ModelError, RunDirError, RunIdentityError
-from vlmpack.model_folder import digests, remembered
+from vlmpack.model_folder import content, digests, remembered
 from vlmpack.model_folder.hashing import hashing_weights
 from vlmpack.model_folder.remembered import RememberedDigests
 from vlmpack.training.model_record import MAX_LINES, ModelRecord
@@ -129,7 +129,30 @@ def test_the_same_values_written_otherwise_are_no_drift(folder: Path, run_dir: R
         path = folder / name
         values = dict(reversed(json.loads(path.read_text()).items()))
         path.write_text(json.dumps(values | {"transformers_version": "5.99"}, indent=7))
-    launch(folder, run_dir)
+    before = ModelRecord.read(run_dir.model)
+    assert before is not None
+    parts, _ = launch(folder, run_dir)
+    assert parts == before.digests()
+
+
+def test_files_that_are_the_same_are_not_taken_apart_again(
+    folder: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
+    whole = content._content
+
+    def note(path: Path) -> dict[str, Any]:
+        taken.append(path.name)
+        return whole(path)
+
+    monkeypatch.setattr(content, "_content", note)
+    recorded = ModelRecord.read(run_dir.model)
+    assert recorded is not None
+    parts, _ = launch(folder, run_dir)
+    assert parts == recorded.digests()
+    assert set(taken) == {"config.json", "generation_config.json"}
+    assert ModelRecord.of_files(folder, recorded.weights) == recorded
+    assert "tokenizer.json" in taken
 
 
 def test_generation_settings_are_said_once(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,29 @@ def generation_content(folder: Path) -> Content:
     return _content(folder / "generation_config.json")
 
 
-def processor_content(folder: Path) -> Content:
-    """Tokenizer, chat template and image processor."""
+def processor_content(
+    folder: Path, before: Content | None = None, digests: Mapping[str, str] | None = None
+) -> tuple[Content, dict[str, str]]:
+    """Tokenizer, chat template and image processor, and a digest of each file's bytes.
+
+    Args:
+        folder: model folder.
+        before: what was found earlier, perhaps in another folder.
+        digests: of the files then. Those that are still the same are not taken apart again, which
+            for a tokenizer of 10 MB takes half a second.
+    """
     found: Content = {}
+    now: dict[str, str] = {}
     for name in PROCESSOR_FILES:
-        found |= _content(folder / name)
-    return found
+        path = folder / name
+        if not path.is_file():
+            continue
+        now[name] = _digest(path.read_bytes())
+        if before is not None and digests is not None and digests.get(name) == now[name]:
+            found |= {key: said for key, said in before.items() if key.startswith(name)}
+        else:
+            found |= _content(path)
+    return found, now
 
 
 def _content(path: Path) -> Content:

@@ -40,6 +40,7 @@ class ModelRecord:
         processor: what the files of tokenizer, chat template and image processor say.
         generation: what generation_config.json says.
         versions: of what reads all that.
+        files: digests of the processor's files; others may say the same.
     """
 
     weights: Mapping[str, str] = field(default_factory=dict)
@@ -47,23 +48,33 @@ class ModelRecord:
     processor: Mapping[str, Any] = field(default_factory=dict)
     generation: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of_files(cls, folder: Path, weights: Mapping[str, str]) -> ModelRecord:
+    def of_files(
+        cls, folder: Path, weights: Mapping[str, str], before: ModelRecord | None = None
+    ) -> ModelRecord:
         """That of a folder as it is now.
 
         Args:
             folder: model folder.
             weights: its digests; empty where they are still being made.
+            before: an earlier one, which spares work where files are still the same.
 
         Raises:
             ModelError: it has no config.json.
         """
         read_config(folder)  # a folder that is gone is named as such
+        processor, files = (
+            processor_content(folder)
+            if before is None
+            else processor_content(folder, dict(before.processor), before.files)
+        )
         return cls(
             weights=weights,
+            files=files,
             config=config_content(folder),
-            processor=processor_content(folder) | {"image processor's backend": IMAGE_BACKEND},
+            processor=processor | {"image processor's backend": IMAGE_BACKEND},
             generation=generation_content(folder),
             versions={"transformers": transformers_version()},
         )

@@ -67,7 +67,7 @@ class ModelWatch:
         return self.ranks.on_main(lambda: self._compare(weights))
 
     def _compare(self, weights: Mapping[str, str]) -> dict[str, str]:
-        self._now = now = ModelRecord.of_files(self.folder, weights)
+        self._now = now = ModelRecord.of_files(self.folder, weights, self.recorded)
         if self.recorded is not None:
             _refuse(self.run_dir, self.folder, self.recorded.differences(now))
             for line in self.recorded.notes(now):
@@ -100,7 +100,7 @@ def recorded_model(folder: Path, ranks: Ranks, run_dir: RunDir) -> ModelRecord |
     def compare() -> ModelRecord | None:
         recorded = ModelRecord.read(run_dir.model) if run_dir.has_saved() else None
         if recorded is not None:
-            now = ModelRecord.of_files(folder, {})
+            now = ModelRecord.of_files(folder, {}, recorded)
             _refuse(run_dir, folder, recorded.differences(now, "config", "processor"))
         return recorded
 
@@ -136,7 +136,7 @@ def check_model_again(folder: Path, run_dir: RunDir) -> dict[str, str]:
         rank=0, world_size=1, local_rank=0, dp_rank=0, dp_size=1, device=torch.device("cpu")
     )
     with hashing_weights(folder, alone, _remembered()) as hashing:
-        now = ModelRecord.of_files(folder, hashing.finish())
+        now = ModelRecord.of_files(folder, hashing.finish(), recorded)
     if recorded is not None:
         _refuse(run_dir, folder, recorded.differences(now))
     else:
