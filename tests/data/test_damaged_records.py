@@ -16,8 +16,10 @@ from support.damage import SHARE, Noticed, try_damage
 from test_audit import count_steps, launch, open_split
 
 from vlmpack.data.loading.ledger import Ledger
+from vlmpack.model_folder.remembered import RememberedDigests, SeenFile
 from vlmpack.training.audit import audit_run
 from vlmpack.training.checkpoint import find_damage, newest_checkpoint
+from vlmpack.training.model_record import ModelRecord
 from vlmpack.training.record import read_launches, read_steps
 from vlmpack.training.recorded import take_back
 from vlmpack.training.run_dir import RunDir
@@ -107,6 +109,23 @@ def test_what_the_loop_counted(run_dir: RunDir, tmp_path: Path, name: str, share
 
     found = try_damage(path, read, share=min(share, 0.1))
     assert found["noticed"]
+
+
+def test_what_a_run_knows_of_its_model(tmp_path: Path, share: float) -> None:
+    path = tmp_path / "model.json"
+    weights = {f"layer.{n}": f"{n:016x}" for n in range(60)}
+    record = ModelRecord(weights=weights, config={"eps": 1e-6}, processor={"size": [1, 2]})
+    path.write_text(record.to_json())
+    found = try_damage(path, lambda: ModelRecord.read(path), share=share)
+    assert found["noticed"] > 10 * found["harmless"]
+
+
+def test_digests_of_weights_that_are_remembered(tmp_path: Path, share: float) -> None:
+    seen, store = SeenFile("1-2-3-4-5", is_young=False), RememberedDigests(tmp_path)
+    store.put(seen, {f"layer.{n}": f"{n:016x}" for n in range(60)})
+    (path,) = tmp_path.glob("*.json")
+    found = try_damage(path, lambda: store.get(seen) or Noticed, share=share)
+    assert found["noticed"] > 100 * found["harmless"]
 
 
 FILES = (
