@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -119,6 +120,24 @@ def test_corrupt_jpeg_is_skipped_and_listed_by_default(
     assert (result["samples"], result["skipped_samples"]) == (21, 1)
     print_result(_result(RunDir(Path(settings["run_dir"]))))
     assert "1 of 22 samples: data-errors.jsonl lists them" in capsys.readouterr().out
+
+
+def test_unknown_keys_are_named_for_each_split(
+    cli: Run, settings: dict[str, Any], shard: Path, tmp_path: Path, caplog: Any
+) -> None:
+    def with_source(name: str, data: bytes) -> bytes:
+        if not name.endswith(".json"):
+            return data
+        return json.dumps(json.loads(data) | {"source": "web"}).encode()
+
+    other = Path(shutil.copy(shard, tmp_path / "validation.tar"))
+    rewrite(other, with_source)
+    data = changed(settings, data__validation=str(other), training__max_steps=1)
+    assert cli(data)[0] == 0
+    [line] = [text for text in caplog.messages if text.startswith("unknown keys")]
+    assert "not read in data.validation: 'source' (22 records) (data.unknown_keys: refuse" in line
+    code, message = cli(changed(data, data__unknown_keys="refuse", run_dir=str(tmp_path / "no")))
+    assert code == 1 and "data.validation: records have keys that are not read" in message
 
 
 def test_image_count_that_differs_from_the_placeholders(

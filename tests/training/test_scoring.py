@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from vlmpack.errors import DataError, RunDirError
@@ -130,6 +132,17 @@ def test_question_is_what_comes_before_the_last_answer() -> None:
     assert asked.images == (b"a", b"b")
     assert asked.truth == "3"
     assert asked.text == "And [image 2], sum 1 + 2 = ?"
+
+
+def test_an_answer_that_the_data_excludes_is_no_truth() -> None:
+    turns = [("user", "Q", True), ("assistant", "A", True), ("user", "R", True)]
+    turns.append(("assistant", "draft", False))
+    messages = tuple(Message(role, (TextPart(text),), learn) for role, text, learn in turns)
+    sample = VLMSample(key="k", url="s", messages=messages)
+    assert Question.from_sample(sample).truth == "A"
+    none = tuple(replace(message, learn=False) for message in messages)
+    with pytest.raises(DataError, match="none that the data does not exclude"):
+        Question.from_sample(replace(sample, messages=none))
 
 
 def test_image_marks_at_the_ends_are_left_out_of_the_text() -> None:

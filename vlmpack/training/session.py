@@ -14,6 +14,7 @@ from vlmpack.data.loading.ledger import Ledger, SkipLimiter, SkipLimits
 from vlmpack.data.loading.loader import MicroBatch
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
+from vlmpack.data.splits.prepare import name_unknown_keys
 from vlmpack.distributed import Ranks, share_iterator
 from vlmpack.distributed.timeouts import set_timeout
 from vlmpack.families import Encoder
@@ -182,6 +183,9 @@ def _open(
         test = open_split(recipe, "data.test", encoder, derived, ranks=ranks, ledger=ledger)
     summary = train.summary()
     log_data(recipe, summary)
+    for split in (validation, test):
+        if split is not None:
+            name_unknown_keys(split.fitted.table.unknown_keys, split.config.key)
     ranks.on_main(lambda: say_memory(recipe, encoder, train, ranks))
     if recipe.training.verify and saved is None:
         verify_at_start(recipe, ranks, run_dir, encoder, train)

@@ -105,6 +105,8 @@ def unknown_record_keys(record: Mapping[str, object]) -> tuple[str, ...]:
     Raises:
         DataError: (schema) a key that other trainers give a meaning.
     """
+    if record.keys() <= RECORD_KEYS:
+        return ()
     unknown = [key for key in record if key not in RECORD_KEYS and not is_absent(record[key])]
     for key in unknown:
         if key in MEANT_ELSEWHERE:
@@ -114,7 +116,7 @@ def unknown_record_keys(record: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(sorted(unknown))
 
 
-def refuse_unknown(item: Mapping[str, object], known: Collection[str], where: str) -> None:
+def refuse_unknown(item: Mapping[str, object], known: frozenset[str], where: str) -> None:
     """Raise DataError (schema) where a turn or a part has a key that is not read.
 
     Args:
@@ -122,6 +124,8 @@ def refuse_unknown(item: Mapping[str, object], known: Collection[str], where: st
         known: the keys that are read.
         where: its place, for messages.
     """
+    if item.keys() <= known:
+        return
     for key in item:
         if key in known or is_absent(item[key]):
             continue

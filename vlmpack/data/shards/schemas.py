@@ -57,7 +57,7 @@ class CookedText:
         return sum(len(message.text.encode("utf-8")) for message in self.sample.messages)
 
 
-_PART_KEYS = {"text": ("type", "text"), "image": ("type", "image")}
+_PART_KEYS = {kind: frozenset(("type", kind)) for kind in ("text", "image")}
 
 _AS_TEXT = "a literal {} is written in the 'messages' schema, where it is text"
 
@@ -142,7 +142,7 @@ def _conversation(value: dict[str, object]) -> tuple[tuple[Message, ...], list[s
             else "both 'messages' and 'conversations'; expected one of them"
         )
     for name in OTHER_MEDIA:
-        if not is_absent(value.get(name)):
+        if name in value and not is_absent(value[name]):
             raise _SchemaError(f"the sample has {name!r}; {other_media(name)}{_LEAVE_OUT}")
     turns = value[schemas[0]]
     if not isinstance(turns, list) or not turns:

@@ -229,16 +229,18 @@ def check_unknown_keys(table: SampleTable, config: DataConfig) -> None:
         )
 
 
-def name_unknown_keys(counts: Mapping[str, int]) -> None:
+def name_unknown_keys(counts: Mapping[str, int], key: str = "data.train") -> None:
     """One line in the log, where there are any.
 
     Args:
         counts: keys of records that are not read -> records.
+        key: the split's.
     """
     if counts:
         logger.warning(
-            "%-14s keys of records that are not read: %s (data.unknown_keys: refuse would stop)",
+            "%-14s keys of records that are not read%s: %s (data.unknown_keys: refuse would stop)",
             "unknown keys",
+            "" if key == "data.train" else f" in {key}",
             describe_keys(counts),
         )
 

@@ -43,10 +43,12 @@ _ROLES = {
 
 
 _IMAGE_NAMES = ("image", "url", "path")
+_FILE_KEYS = frozenset(("bytes", "path"))
+_URL_KEYS = frozenset(("url",))
 _PART_KEYS = {
-    "text": ("type", "text"),
-    "image": ("type", *_IMAGE_NAMES),
-    "image_url": ("type", "image_url"),
+    "text": frozenset(("type", "text")),
+    "image": frozenset(("type", *_IMAGE_NAMES)),
+    "image_url": frozenset(("type", "image_url")),
 }
 
 
@@ -165,7 +167,7 @@ def _parts(content: object, where: str) -> Iterator[str | ImagePlace]:
         elif kind == "image_url":
             url = part.get("image_url")
             if isinstance(url, dict):
-                refuse_unknown({**url, "detail": _detail(url)}, ("url",), f"{where}[{number}]")
+                refuse_unknown({**url, "detail": _detail(url)}, _URL_KEYS, f"{where}[{number}]")
                 url = url.get("url")
             yield ImagePlace(_source(url, f"{where}[{number}]"))
         elif kind in OTHER_MEDIA:
@@ -222,7 +224,7 @@ def _source(value: object, where: str) -> ImageSource:
     """A path, or the bytes of a Hugging Face image ({"bytes": ..., "path": ...})."""
     if isinstance(value, dict):
         data, path = value.get("bytes"), value.get("path")
-        refuse_unknown(value, ("bytes", "path"), where)
+        refuse_unknown(value, _FILE_KEYS, where)
         value = data if data is not None else path
     if (isinstance(value, str) and value) or isinstance(value, bytes):
         return value
