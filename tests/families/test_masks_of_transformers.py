@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from vlmpack.families.chat import ChatEncoder
 from vlmpack.families.sample import Message
+from vlmpack.families.token_places import written_by
 
 PIECES = [
     *(" Yes", "Yes", "\n", "\n\n", " \n", " ", "  ", "No.", ".\n", "1", "user", "assistant\n"),
@@ -182,3 +184,18 @@ def test_tokenizers_that_cut_white_space_off_their_places_learn_the_same(name):
         ]
         differ += places[0]["offset_mapping"] != places[1]["offset_mapping"]
     assert differ > 40, "nothing is cut off"
+
+
+def test_tokens_of_spans_are_those_that_share_a_character():
+    """By looking at every character of every token, over random places with empty ones."""
+    draw = random.Random(3)
+    shared = 0
+    for _ in range(300):
+        cuts = sorted(draw.choices(range(30), k=12))
+        places = list(pairwise(cuts))
+        spans = [tuple(sorted(draw.choices(range(31), k=2))) for _ in range(draw.randint(0, 3))]
+        characters = {at for a, b in spans for at in range(a, b)}
+        expected = [not characters.isdisjoint(range(a, max(b, a + 1))) for a, b in places]
+        assert written_by(places, spans) == expected, (places, spans)
+        shared += any(expected) and not all(expected)
+    assert shared > 100

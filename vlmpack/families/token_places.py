@@ -12,6 +12,7 @@ would not be, and the first token of the answer would teach nothing.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,12 +23,18 @@ def written_by(places: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
     """For each token, whether it writes any character of the spans.
 
     Args:
-        places: the characters that each token writes. The bytes of one character may be several
-            tokens, of which all but the last are at an empty place where it begins.
+        places: the characters that each token writes, in order. The bytes of one character may be
+            several tokens, of which all but the last are at an empty place where it begins.
         spans: of the same text; empty ones have no character.
     """
-    found = [span for span in spans if span[0] < span[1]]
-    return [any(start < b and max(end, start + 1) > a for a, b in found) for start, end in places]
+    found = [False] * len(places)
+    starts = [start for start, _ in places]
+    for a, b in spans:
+        at = bisect_left(starts, b) if a < b else 0
+        while at and max(places[at - 1][1], starts[at - 1] + 1) > a:
+            at -= 1
+            found[at] = True
+    return found
 
 
 def without(spans: Sequence[Span], cuts: Sequence[Span]) -> list[Span]:
