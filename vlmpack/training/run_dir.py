@@ -6,7 +6,7 @@ runs/demo/
   model.json             what the model folder held, see vlmpack.training.model_record
   run.lock               who works here, while somebody does; see vlmpack.training.run_lock
   shards.json            the shards of the last launch, see vlmpack.training.shard_listing
-  metrics.jsonl          one row a step
+  metrics.jsonl          one row a step; .old: of a run of other values that saved nothing
   data-errors.jsonl      one row a skipped sample
   first-sample.txt       what the first sample teaches, token by token
   samples/               which samples each step trained, see vlmpack.training.record
