@@ -387,6 +387,11 @@ def test_images_that_are_refused(tmp_path: Path, images: Path, name: str, reason
         ),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "the type 'video'"),
         (
+            '{"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "draft", '
+            '"value": "A"}]}',
+            "the key 'value' stands twice in one object",
+        ),
+        (
             {"conversations": TURNS[1:], "videos": ["a.mp4"]},
             "the record has 'videos'; this version",
         ),

@@ -380,6 +380,13 @@ BAD: list[tuple[Any, tuple[str, ...], str]] = [
     ([1], (), "a list; expected an object"),
     (b"{not json", (), "cannot be parsed"),
     (b"\xff\xfe", (), "cannot be parsed"),
+    (
+        b'{"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A", '
+        b'"loss": false, "loss": true}]}',
+        (),
+        "cannot be parsed: the key 'loss' stands twice in one object",
+    ),
+    (b'{"messages": [], "messages": []}', (), "the key 'messages' stands twice"),
     (b"[" * 100_000, (), "cannot be parsed"),
     (b'{"messages": [{"role": "assistant", "content": "\\ud800"}]}', (), "surrogate"),
     ({**chat(("user", "Q"), ("assistant", "A")), "task": 3}, (), "'task' is a int"),

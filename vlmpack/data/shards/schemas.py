@@ -16,10 +16,10 @@ says whether it is learnt (turns.py), an optional "task" groups evaluation figur
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from vlmpack.data.shards.json_text import parse_json
 from vlmpack.data.shards.keys import is_absent, refuse_unknown, unknown_record_keys
 from vlmpack.data.shards.naming import JSON_FIELD, is_image
 from vlmpack.data.shards.raw import RawSample
@@ -123,7 +123,7 @@ def cook_text(key: str, shard: str, document: bytes, fields: Sequence[str]) -> C
 
 def _parse(document: bytes) -> dict[str, object]:
     try:
-        value = json.loads(document.decode("utf-8-sig"))
+        value = parse_json(document.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise _SchemaError(f"the '.json' member cannot be parsed: {error}") from None
     if not isinstance(value, dict):

@@ -9,11 +9,11 @@ in the second case `<image>` in the text marks the places, unless parts without 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from vlmpack.data.shards.json_text import parse_json
 from vlmpack.data.shards.keys import is_absent, refuse_unknown, unknown_record_keys
 from vlmpack.data.shards.schemas import (
     IMAGE_MARKER,
@@ -99,7 +99,7 @@ def chat_turns(record: dict[str, Any]) -> ChatTurns:
     turns = record[schema]
     if isinstance(turns, str):  # a parquet column of JSON text
         try:
-            turns = json.loads(turns)
+            turns = parse_json(turns)
         except (ValueError, RecursionError) as error:
             raise _fault(f"{schema!r} is text that is no JSON: {error}") from None
     if not isinstance(turns, list) or not turns:

@@ -6,7 +6,6 @@ JSON is a record too, with a fault: whether it ends the conversion is the caller
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from vlmpack.data.shards.json_text import parse_json
 from vlmpack.data.shards.keys import MEANT_ELSEWHERE
 from vlmpack.data.shards.schemas import OTHER_MEDIA
 from vlmpack.errors import DataError, VlmpackError
@@ -93,7 +93,7 @@ def _json_lines(path: Path) -> Iterator[Record]:
 
 def _json_items(path: Path) -> Iterator[Record]:
     try:
-        items = json.loads(path.read_bytes())
+        items = parse_json(path.read_bytes().decode("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(
             f"cannot be read as JSON: {error}", error_class="schema", shard=str(path)
@@ -110,7 +110,7 @@ def _json_items(path: Path) -> Iterator[Record]:
 
 def _from_json(place: str, line: bytes) -> Record:
     try:
-        return _checked(place, json.loads(line.decode("utf-8-sig")))
+        return _checked(place, parse_json(line.decode("utf-8-sig")))
     except (ValueError, RecursionError) as error:
         return Record(place, None, f"is no JSON: {error}")
 

@@ -1,0 +1,28 @@
+"""JSON in which no key stands twice in an object: of two values Python keeps the last, unsaid."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twin = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twin[:60]!r} stands twice in one object; expected once")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_each_once)
+
+
+def parse_json(text: str) -> Any:
+    """The value.
+
+    Raises:
+        ValueError: no JSON, or a key twice in one object.
+        RecursionError: nested too deeply.
+    """
+    return _DECODER.decode(text)
