@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,7 @@ def test_files_that_are_no_shards_are_named_before_any_is_opened(
         with pytest.raises(RecipeError, match=f"data.train: '.*{name}' {reason}"):
             expand_shards([str(shards / pattern)], key="data.train")
     address = f"https://host/{name}?${{env:SIGNATURE}}"
-    with pytest.raises(RecipeError, match=rf"{name}\?\*\*\*' {reason}"):
+    with pytest.raises(RecipeError, match=rf"{re.escape(address)}' {reason}"):
         expand_shards([address], key="data.train")
     assert expand_shards(["https://host/x.tar?file=x.jsonl"], key="k")
 
