@@ -40,7 +40,7 @@ class FakeTokenizer:
     def apply_chat_template(self, messages: list[Any], **options: Any) -> str:
         del options["tokenize"]
         found: Any = chat_template_utils.render_jinja_template(
-            [messages], chat_template=self.chat_template, **options
+            [messages], **{"chat_template": self.chat_template, **options}
         )
         return str(found[0][0])
 
