@@ -13,7 +13,8 @@ for step in data.batches(state, rank=0, dp=1, max_steps=100):
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from typing import cast
 
 from vlmpack.data.config import DataConfig
 from vlmpack.data.index.overlong import Fitted
@@ -21,7 +22,7 @@ from vlmpack.data.index.parts import Progress
 from vlmpack.data.index.table import Int64s, SampleRef
 from vlmpack.data.loading.global_step import GlobalStep
 from vlmpack.data.loading.ledger import Ledger
-from vlmpack.data.loading.loader import BinDataset, BinRequest, MicroBatch, load_bins
+from vlmpack.data.loading.loader import BinDataset, BinRequest, MicroBatch, begin_bins, load_bins
 from vlmpack.data.loading.read import SampleReader, SkippedSample
 from vlmpack.data.packs.open import open_packed, survey_data
 from vlmpack.data.packs.restore import SavedBins
@@ -230,7 +231,23 @@ class TrainData:
             RunIdentityError: the state belongs to other data.
             DataError: a bad sample whose class is not skipped.
         """
-        state = self.admit(state)
+        yield from self.begin(state, rank=rank, dp=dp, max_steps=max_steps)
+
+    def begin(
+        self, state: DataState, *, rank: int, dp: int, max_steps: int | None
+    ) -> Generator[GlobalStep]:
+        """As `batches`, with workers that read the first bins when this returns; closing ends them.
+
+        Nothing is written down before a global batch is taken.
+        """
+        steps = self._steps(self.admit(state), rank=rank, dp=dp, max_steps=max_steps)
+        next(steps)
+        return cast(Generator[GlobalStep], steps)
+
+    def _steps(
+        self, state: DataState, *, rank: int, dp: int, max_steps: int | None
+    ) -> Iterator[GlobalStep | None]:
+        """None once the workers are at work, then the global batches."""
         coming: deque[tuple[PlannedBatch, Shares]] = deque()
 
         def requests() -> Iterator[BinRequest]:
@@ -242,7 +259,9 @@ class TrainData:
 
         share: list[MicroBatch] = []
         try:
-            for micro_batch in load_bins(self.dataset, requests(), self.config.loader):
+            bins = begin_bins(self.dataset, requests(), self.config.loader)
+            yield None
+            for micro_batch in bins:
                 share.append(micro_batch)
                 planned, shares = coming[0]
                 if len(share) < len(shares.bins[rank]):

@@ -22,6 +22,7 @@ from vlmpack.packing import Batch
 from vlmpack.recipe import Recipe, derive, identity
 from vlmpack.recipe.derived import counts_rows
 from vlmpack.training.assemble import build_engine, build_stepper, check_model, trainer_config
+from vlmpack.training.begun_steps import BegunSteps
 from vlmpack.training.data_figures import data_summary, log_data
 from vlmpack.training.launch_memory import say_memory
 from vlmpack.training.mask_print import show_first_sample
@@ -55,6 +56,7 @@ class Session:
         train, validation, test: the splits; the last two may be absent.
         engine: the model.
         trainer: the loop, resumed where there was a checkpoint.
+        begun: the global batches, on the rank that reads for its replica.
         resumed: whether there was one.
     """
 
@@ -67,6 +69,7 @@ class Session:
     test: TrainData | None
     engine: Engine
     trainer: Trainer
+    begun: BegunSteps
     resumed: bool
 
     def run(self) -> None:
@@ -84,6 +87,7 @@ class Session:
         finally:
             if reporting is not None:
                 reporting.close()
+            self.begun.close()
             if self.trainer.record is not None:
                 self.trainer.record.close()
 
@@ -105,14 +109,11 @@ class Session:
 
     def _read_steps(self) -> Iterator[TrainStep]:
         text = self.trainer.totals.data_state
-        state = DataState.from_json(text) if text is not None else self.train.start()
+        state = self.train.start()
+        if text is not None:
+            state = self.train.admit(DataState.from_json(text))
         shown = not self.ranks.is_main
-        for step in self.train.batches(
-            state,
-            rank=self.ranks.dp_rank,
-            dp=self.ranks.dp_size,
-            max_steps=self.trainer.config.total_steps,
-        ):
+        for step in self.begun.take(state):
             shown = shown or self._show_sample(step.micro_batches)
             yield TrainStep(
                 epoch=step.epoch,
@@ -151,8 +152,9 @@ def open_session(recipe: Recipe, ranks: Ranks, run_dir: RunDir, stop: StopFlag) 
     encoder = build_encoder(recipe)
     check_model(recipe, ranks)
     check_policy(recipe, encoder, ranks)
-    with watched_model(folder, ranks, run_dir, recorded) as model:
-        return _open(recipe, ranks, run_dir, stop, encoder, model)
+    begun = BegunSteps(ranks)
+    with watched_model(folder, ranks, run_dir, recorded) as model, begun.ended_on_error():
+        return _open(recipe, ranks, run_dir, stop, encoder, model, begun)
 
 
 def _open(
@@ -162,6 +164,7 @@ def _open(
     stop: StopFlag,
     encoder: Encoder,
     model: ModelWatch,
+    begun: BegunSteps,
 ) -> Session:
     derived = derive(recipe, ranks.world_size)
     ledger = Ledger(run_dir.data_errors)
@@ -189,6 +192,9 @@ def _open(
     ranks.on_main(lambda: say_memory(recipe, encoder, train, ranks))
     if recipe.training.verify and saved is None:
         verify_at_start(recipe, ranks, run_dir, encoder, train)
+    checkpoint = ranks.on_main(lambda: choose_checkpoint(recipe, run_dir))
+    steps = total_steps(recipe, train, checkpoint.state)
+    begun.begin(train, checkpoint.state, max_steps=steps)
     ACTIVITY.enter("launch: loading the model")
     engine = build_engine(recipe, encoder, ranks)
     set_timeout(recipe.parallelism.timeout_seconds)  # of the engine's own groups too
@@ -200,8 +206,6 @@ def _open(
     trained = policy_rows(engine.components, recipe)
     for line in policy_table(trained):
         logger.info("  %s", line)
-    checkpoint = ranks.on_main(lambda: choose_checkpoint(recipe, run_dir))
-    steps = total_steps(recipe, train, checkpoint.state)
     limiter, notes = SkipLimiter(SkipLimits(), ledger), SkipNotes(ledger)
 
     def on_skips(samples: int, skipped: int) -> None:
@@ -250,6 +254,7 @@ def _open(
         test=test,
         engine=engine,
         trainer=trainer,
+        begun=begun,
         resumed=checkpoint.folder is not None,
     )
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -211,12 +211,28 @@ class _Requests(Sampler[BinRequest]):
 def load_bins(
     dataset: BinDataset, requests: Iterable[BinRequest], settings: LoaderSettings
 ) -> Iterator[MicroBatch]:
-    """The batches of the requests, in their order.
+    """The batches of the requests, in their order; workers start with the first that is asked for.
 
     Raises:
         DataError: a sample whose error class is not skipped, no bin within the timeout, or a worker
             has died.
     """
+    yield from begin_bins(dataset, requests, settings)
+
+
+def begin_bins(
+    dataset: BinDataset, requests: Iterable[BinRequest], settings: LoaderSettings
+) -> Iterator[MicroBatch]:
+    """As `load_bins`, with workers that are at work when this returns. Closing ends them."""
+    bins = _bins(dataset, requests, settings)
+    next(bins)
+    return cast(Iterator[MicroBatch], bins)
+
+
+def _bins(
+    dataset: BinDataset, requests: Iterable[BinRequest], settings: LoaderSettings
+) -> Iterator[MicroBatch | None]:
+    """None once the workers are at work, then the batches."""
     workers = settings.num_workers
     generator = torch.Generator()
     generator.manual_seed(LOADER_SEED)
@@ -249,6 +265,7 @@ def load_bins(
         return f"waiting for {awaited[1]}, which was asked for {asked.in_words(awaited[0])}"
 
     try:
+        yield None
         while True:
             try:
                 with ACTIVITY.waiting(waits_for):
