@@ -7,6 +7,8 @@ its environment. Here it is always the second, which needs nothing that is not i
 
 from __future__ import annotations
 
+from functools import cache
+
 from vlmpack.capabilities import installed_versions
 
 IMAGE_BACKEND = "pil"
@@ -17,6 +19,7 @@ def made_with() -> str:
     return f"images by {IMAGE_BACKEND}, transformers {transformers_version()}"
 
 
+@cache
 def transformers_version() -> str:
-    """That which is installed."""
+    """That which is installed; looked up once, since every shard's index is named with it."""
     return str(installed_versions()["transformers"])

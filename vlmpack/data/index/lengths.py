@@ -15,11 +15,11 @@ from typing import Any
 
 import pyarrow as pa
 
+from vlmpack.data.index.gathered import open_parts
 from vlmpack.data.index.part_file import write_part
 from vlmpack.data.index.parts import (
     BuildSettings,
     Part,
-    build_parts,
     load_part,
     part_for,
 )
@@ -225,12 +225,15 @@ def open_lengths(
     Raises:
         DataError: the first shard in order that cannot be read.
     """
-    parts = [part_for(builder.index_dir, index.stamp, builder.rule) for index in indexes]
-    build_parts(parts, builder, settings, what="lengths")
-    tables = []
-    for part, index in zip(parts, indexes, strict=True):
-        tables.append(load_lengths(part, index, builder))
-    return tables
+    rule = builder.rule
+    parts = [part_for(builder.index_dir, index.stamp, rule) for index in indexes]
+    return open_parts(
+        parts,
+        builder,
+        settings,
+        lambda place, table: bool(table.num_rows == indexes[place].num_samples),
+        what="lengths",
+    )
 
 
 def load_lengths(part: Part, index: ShardIndex, builder: LengthsBuilder) -> Any:

@@ -17,11 +17,11 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
+from vlmpack.data.index.gathered import open_parts
 from vlmpack.data.index.part_file import write_part
 from vlmpack.data.index.parts import (
     BuildSettings,
     Part,
-    build_parts,
     load_part,
     part_for,
 )
@@ -265,15 +265,22 @@ def open_index(
         DataError: the first shard in order that is damaged or out of reach.
     """
     stamps = [builder.fetcher.head(shard) if isinstance(shard, str) else shard for shard in shards]
-    parts = [part_for(settings.directory, stamp, builder.rule) for stamp in stamps]
-    build_parts(parts, builder, settings, what="index")
-    return [load_index(part, builder) for part in parts]
+    rule = builder.rule
+    parts = [part_for(settings.directory, stamp, rule) for stamp in stamps]
+    tables = open_parts(parts, builder, settings, lambda _, table: _is_index(table), what="index")
+    return [_shard_index(part, table) for part, table in zip(parts, tables, strict=True)]
 
 
 def load_index(part: Part, builder: BuildIndex) -> ShardIndex:
     """One shard's index from its part, which is made again where it is damaged."""
-    needed = {_CONTENT, _UNKNOWN_KEYS}
-    table = load_part(part, builder, lambda table: needed <= set(table.schema.metadata or {}))
+    return _shard_index(part, load_part(part, builder, _is_index))
+
+
+def _is_index(table: Any) -> bool:
+    return {_CONTENT, _UNKNOWN_KEYS} <= set(table.schema.metadata or {})
+
+
+def _shard_index(part: Part, table: Any) -> ShardIndex:
     facts = table.schema.metadata
     unknown = json.loads(facts[_UNKNOWN_KEYS])
     return ShardIndex(part.stamp, table, facts[_CONTENT].decode(), unknown)
