@@ -38,6 +38,11 @@ def _written_out(match: re.Match[str]) -> str:
     return match[0].encode("unicode_escape", "surrogatepass").decode("ascii")
 
 
+def say_printable(text: str, level: int = logging.WARNING) -> None:
+    """Log a text from a process whose log may have no formatter of ours: a loader's, a script's."""
+    logging.getLogger("vlmpack").log(level, "%s", printable(text))
+
+
 class PrintableFormatter(logging.Formatter):
     """Lines of the log, for a terminal."""
 

@@ -16,10 +16,11 @@ import pytest
 from shard_fakes import micro_batches, open_data, write_shards
 from support.fault_server import Fault, FaultServer
 
-from vlmpack.activity import ACTIVITY, IDLE
+from vlmpack.activity import ACTIVITY, IDLE, Activity
 from vlmpack.data.loading.loader import LoaderSettings
 from vlmpack.data.stores import RoutingFetcher, StorageConfig
 from vlmpack.data.stores.reading import Reading
+from vlmpack.terminal import say_printable
 from vlmpack.watchdog import Watchdog
 
 WATCH = 1.0
@@ -177,6 +178,21 @@ def test_a_loader_process_says_itself_which_store_it_waits_for(tmp_path):
         said,
     ), said
     assert f"waiting for {url} for 1 s: no byte of its answer so far" in said
+
+
+def test_no_key_or_address_steers_the_terminal_through_a_watchdog(caplog):
+    """Loader processes, and scripts that call finetune, have no formatter of ours."""
+    activity = Activity()
+    activity.samples = ["k\x1b[2J", "e\u202eq"]
+    activity.enter("loading samples")
+    with (
+        activity.waiting(lambda: "waiting for https://u:hidden@h/x\x9b"),
+        Watchdog(activity, 0.1, who="loader process 0", say=say_printable),
+    ):
+        time.sleep(0.15)
+    assert r"k\x1b[2J, e\u202eq" in caplog.text
+    assert "hidden" not in caplog.text
+    assert not set(caplog.text) & set("\x1b\u202e\x9b")
 
 
 @pytest.mark.parametrize(("mine", "moves"), [(True, True), (False, False)], ids=["own", "other"])

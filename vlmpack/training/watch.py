@@ -11,9 +11,8 @@ from contextlib import ExitStack, contextmanager
 from vlmpack.activity import ACTIVITY, IDLE
 from vlmpack.distributed import Ranks
 from vlmpack.distributed.pulse import Pulse, pulse_store
+from vlmpack.terminal import say_printable
 from vlmpack.watchdog import Watchdog
-
-logger = logging.getLogger("vlmpack")
 
 
 @contextmanager
@@ -61,4 +60,4 @@ def _pulse(ranks: Ranks, seconds: float) -> Pulse | None:
 
 def _say(text: str) -> None:
     # Other ranks than the first show errors alone; one of them speaks when the first cannot.
-    logger.error("%s", text)
+    say_printable(text, logging.ERROR)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -12,12 +11,11 @@ from typing import TypeVar
 from vlmpack.activity import ACTIVITY
 from vlmpack.data.forkserver import worker_context
 from vlmpack.errors import VlmpackError
+from vlmpack.terminal import say_printable
 from vlmpack.watchdog import Watchdog
 
 Item = TypeVar("Item")
 Report = TypeVar("Report")
-
-logger = logging.getLogger("vlmpack")
 
 WATCH_SECONDS = 60.0
 """The longest silence of a process that waits for a store: that of a run, by default."""
@@ -76,7 +74,7 @@ def _watch_process() -> None:
     """Begins a process: it says itself which store it waits for."""
     who = f"process {os.getpid()}, which works on shards"
     # It lives as long as the process, whose threads end with it.
-    Watchdog(ACTIVITY, WATCH_SECONDS, who=who, say=logger.warning).__enter__()
+    Watchdog(ACTIVITY, WATCH_SECONDS, who=who, say=say_printable).__enter__()
 
 
 def _watched(work: Callable[[Item], Report], shard: Item) -> Report:

@@ -11,7 +11,6 @@ lock taken: whoever reads that message waits for ever, past every timeout. So:
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
@@ -26,9 +25,8 @@ import torch
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.errors import DataError
+from vlmpack.terminal import say_printable
 from vlmpack.watchdog import Watchdog
-
-logger = logging.getLogger("vlmpack")
 
 LOOK_SECONDS = 1.0
 """How often a waiting trainer looks whether its workers live."""
@@ -45,7 +43,7 @@ def start_worker(worker: int, *, trainer: int, watch_seconds: float = 60.0) -> N
     threading.Thread(target=_end_with, args=(trainer,), daemon=True).start()
     who = f"loader process {worker} (process {os.getpid()})"
     # It lives as long as the worker, whose threads end with it.
-    Watchdog(ACTIVITY, watch_seconds, who=who, say=logger.warning).__enter__()
+    Watchdog(ACTIVITY, watch_seconds, who=who, say=say_printable).__enter__()
 
 
 def _end_with(trainer: int) -> None:
