@@ -65,7 +65,10 @@ def balance(
 
 def _checked(costs: npt.ArrayLike) -> Floats:
     """(n, k)."""
-    table: npt.NDArray[Any] = np.asarray(costs)
+    try:
+        table: npt.NDArray[Any] = np.asarray(costs)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise PackingError(f"costs are no numbers of shape (n,) or (n, k): {error}") from error
     if table.ndim not in (1, 2) or table.dtype.kind not in "iuf":
         raise PackingError(
             f"costs must be numbers of shape (n,) or (n, k), found {table.dtype} of shape "

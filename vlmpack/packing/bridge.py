@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vlmpack.errors import PackingError
 from vlmpack.packing.batch import IGNORE_INDEX, PackedBatch
-from vlmpack.packing.collate import pack_rows
+from vlmpack.packing.collate import pack_rows, require_tensor
 from vlmpack.packing.row_layout import RowLayout
 
 
@@ -52,6 +52,18 @@ def pack_padded_batch(
             `lengths`; loss on padding or on an ignored label; labels without a loss mask, or a
             loss mask without labels.
     """
+    given = {
+        "tokens": tokens,
+        "position_ids": position_ids,
+        "labels": labels,
+        "loss_mask": loss_mask,
+        "attention_mask": attention_mask,
+        "padding_mask": padding_mask,
+        "lengths": lengths,
+    }
+    for name, value in given.items():
+        if value is not None or name in ("tokens", "position_ids"):
+            require_tensor(name, value)
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise PackingError(
             f"tokens must be (B, S) with B, S >= 1, found shape {tuple(tokens.shape)}"
@@ -63,6 +75,11 @@ def pack_padded_batch(
             raise PackingError(
                 f"{name} has shape {tuple(value.shape)}, expected {tuple(tokens.shape)} like tokens"
             )
+    if position_ids.ndim not in (2, 3):
+        raise PackingError(
+            f"position_ids have shape {tuple(position_ids.shape)}, expected {tuple(tokens.shape)} "
+            f"or (A, {rows}, {width})"
+        )
     positions = position_ids if position_ids.ndim == 3 else position_ids[None]
     if positions.shape[1:] != tokens.shape:
         raise PackingError(

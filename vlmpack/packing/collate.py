@@ -28,8 +28,21 @@ from torch import Tensor
 
 from vlmpack.errors import PackingError
 from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, Media, PackedBatch
+from vlmpack.packing.limits import whole
 from vlmpack.packing.media import check_media, image_blocks, media_of
 from vlmpack.packing.row_layout import FixedShape, RowLayout
+
+
+def require_tensor(name: str, value: object) -> None:
+    """Refuse anything but a tensor of integers with values.
+
+    Raises:
+        PackingError: it is something else, named.
+    """
+    if not isinstance(value, Tensor):
+        raise PackingError(f"{name} is of the type {type(value).__name__}, expected a tensor")
+    if value.is_meta:
+        raise PackingError(f"{name} is on the meta device, which holds no values")
 
 
 def check_sample(sample: EncodedSample) -> None:
@@ -38,13 +51,17 @@ def check_sample(sample: EncodedSample) -> None:
     Raises:
         PackingError: naming the sample, what was found and what was expected.
     """
-    length = sample.length
+    for name in ("input_ids", "labels", "position_ids", "media_positions"):
+        require_tensor(f"sample {sample.key!r}: {name}", getattr(sample, name))
+    length = sample.length if sample.input_ids.ndim else 0
     if sample.input_ids.ndim != 1 or length == 0:
         raise PackingError(
             f"sample {sample.key!r}: input_ids must be (s,) with s >= 1, "
             f"found shape {tuple(sample.input_ids.shape)}"
         )
-    if sample.labels.shape != sample.input_ids.shape or sample.position_ids.shape[1:] != (length,):
+    if sample.labels.shape != sample.input_ids.shape or (
+        sample.position_ids.ndim != 2 or sample.position_ids.shape[1:] != (length,)
+    ):
         raise PackingError(
             f"sample {sample.key!r}: {length} input_ids, but labels have shape "
             f"{tuple(sample.labels.shape)} and position_ids {tuple(sample.position_ids.shape)}; "
@@ -146,6 +163,7 @@ def pack_rows(
         PackingError: as `RowLayout.check`.
     """
     layout.check()
+    whole("pad_token_id", pad_token_id)
     physical, fillers = layout.physical, layout.fillers
     label_row = _with_gaps(labels, layout, IGNORE_INDEX)
     loss_mask = label_row != IGNORE_INDEX

@@ -85,8 +85,30 @@ def positive(name: str, value: object) -> int:
     except TypeError:
         number = 0
     if number < 1 or isinstance(value, bool):
-        raise PackingError(f"{name} is {value!r}, expected an integer of at least 1")
+        raise PackingError(f"{name} is {short_value(value)}, expected an integer of at least 1")
     return number
+
+
+def whole(name: str, value: object) -> int:
+    """An integer that an int64 holds.
+
+    Raises:
+        PackingError: anything else, named.
+    """
+    try:
+        number = index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or not -(2**63) <= number < 2**63:
+        raise PackingError(f"{name} is {short_value(value)}, expected an integer")
+    return number
+
+
+def short_value(value: object) -> str:
+    """A value for a message; of huge numbers only their size, which Python would not spell out."""
+    if isinstance(value, int) and value.bit_length() > 1000:
+        return f"an integer of {value.bit_length():,} bits"
+    return f"{value!r:.100}"
 
 
 def integers(name: str, values: Lengths, *, least: int) -> Integers:
@@ -96,7 +118,10 @@ def integers(name: str, values: Lengths, *, least: int) -> Integers:
         PackingError: not one-dimensional, not integers, or a value below `least`; named, with the
             first such sample.
     """
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise PackingError(f"{name} must be integers of shape (n,): {error}") from error
     if array.size == 0 and array.ndim == 1:
         return np.zeros(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":

@@ -21,6 +21,11 @@ def check_media(sample: EncodedSample) -> None:
     Raises:
         PackingError: naming the sample, what was found and what was expected.
     """
+    if sample.media_positions.ndim != 1:
+        raise PackingError(
+            f"sample {sample.key!r}: media_positions must be (M,), found shape "
+            f"{tuple(sample.media_positions.shape)}"
+        )
     num_positions = int(sample.media_positions.shape[0])
     media = sample.media
     num_expected = sum(media.num_tokens) if media is not None else 0

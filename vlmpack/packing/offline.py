@@ -17,12 +17,15 @@ import numpy as np
 from vlmpack.errors import PackingError
 from vlmpack.packing.histogram import place_lengths
 from vlmpack.packing.limits import Bools, Integers, Lengths, PackLimits, integers
-from vlmpack.packing.lower_bound import fewest_packs, sums_by_pack
+from vlmpack.packing.lower_bound import exact_sum, fewest_packs, sums_by_pack
 from vlmpack.packing.stream import StreamPacker
 from vlmpack.packing.two_budgets import countable_budget, place_pairs
 
 REPACKED_SAMPLES = 80_000
 """Most samples that are packed anew after best-fit-decreasing: 0.2 to 0.4 s."""
+
+MAX_UNITS = 1 << 24
+"""Of the alignment in a pack."""
 
 BUFFER_SIZE = 64
 """Samples that the second packer chooses from."""
@@ -73,11 +76,28 @@ def plan_packs(
     units = -(-tokens // limits.alignment)
     if units[longest] > limits.units:
         raise limits.too_long(f"lengths[{longest}]", int(tokens[longest]))
+    if limits.units > MAX_UNITS:
+        limits = replace(limits, capacity=limits.alignment * _countable(units, limits))
     if extra is not None and extra.any():
         limits = replace(limits, second_budget=countable_budget(extra, limits))
     else:
         extra = None
     return _members(_fewest(units, extra, limits))
+
+
+def _countable(units: Integers, limits: PackLimits) -> int:
+    """Units of a pack, not more than all samples have: rooms are counted one by one.
+
+    Raises:
+        PackingError: they are too many.
+    """
+    most = min(limits.units, exact_sum(units))
+    if most > MAX_UNITS:
+        raise PackingError(
+            f"capacity {limits.capacity} at alignment {limits.alignment} is {most:,} units, and at "
+            f"most {MAX_UNITS:,} are planned; raise alignment, and give lengths in tokens"
+        )
+    return most
 
 
 def _second(second: Lengths | None, limits: PackLimits, count: int) -> Integers | None:

@@ -7,6 +7,10 @@ from typing import Literal
 
 from vlmpack.alignment import round_up
 from vlmpack.errors import PackingError
+from vlmpack.packing.limits import positive, short_value
+
+MAX_MULTIPLE = 1 << 24
+"""Of tokens; padding to more is a mistake, and no memory has room for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +89,12 @@ class RowLayout:
         return (*tail, *([0] * (segments - len(self.lengths) - len(tail))))
 
     def check(self) -> None:
-        """Raise PackingError for multiples that contradict each other, or a row that is too
-        small."""
+        """Raise PackingError for multiples that are none or contradict each other, or a row that is
+        too small."""
+        for name in ("pad_to_multiple_of", "total_multiple_of"):
+            if positive(name, getattr(self, name)) > MAX_MULTIPLE:
+                found = short_value(getattr(self, name))
+                raise PackingError(f"{name} is {found}, expected at most {MAX_MULTIPLE:,}")
         if self.total_multiple_of > 1 and self.total_multiple_of % self.pad_to_multiple_of:
             raise PackingError(
                 f"total_multiple_of={self.total_multiple_of} is not a multiple of "
