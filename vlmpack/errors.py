@@ -18,6 +18,18 @@ class VlmpackError(Exception):
     exit_code = 1
 
 
+UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+"""What a parser of ours, or of Python's, raises over a file that is not what it should be."""
+
+
 class RecipeError(VlmpackError):
     """A recipe with one or more problems; `problems` lists them all, one readable line each."""
 

@@ -46,7 +46,7 @@ def read_config(folder: Path) -> Mapping[str, object]:
         raise ModelError(f"model.path: {folder} has no config.json; it is no transformers model")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"model.path: {path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"model.path: {path} holds no JSON object, so it names no model_type")

@@ -120,7 +120,7 @@ def _storage(items: Sequence[str]) -> StorageConfig:
             )
         try:
             place[name] = yaml.safe_load(text)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, RecursionError):
             place[name] = text
     try:
         values = StorageSection.model_validate(given).model_dump()

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from PIL import Image
 
-from vlmpack.errors import CapabilityError, DataError, ModelError
+from vlmpack.errors import CapabilityError, DataError, ModelError, VlmpackError
 from vlmpack.families.assemble import Tokens, assemble
 from vlmpack.families.base import Family, ImageLayout, ImageRule, PixelBudget
 from vlmpack.families.chat import ChatEncoder, no_vision_tower
@@ -96,9 +96,12 @@ class Encoder:
         try:
             tokenizer = load_tokenizer(self.folder)
             template = processor_template(self.folder) if self.takes_images else None
-        except (OSError, ValueError) as error:
+        except VlmpackError:
+            raise
+        except Exception as error:  # an edited tokenizer raises anything in its reader
             raise ModelError(
-                f"model.path: {self.folder} has no usable tokenizer: {error}"
+                f"model.path: {self.folder} has no usable tokenizer: "
+                f"{type(error).__name__}: {error}"
             ) from error
         if template is not None:
             tokenizer.chat_template = template

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from vlmpack.data.plan.packers import RowBudget
 from vlmpack.data.plan.state import IdentityValue
-from vlmpack.errors import PacksError
+from vlmpack.errors import UNREADABLE, PacksError
 
 PACKS_VERSION = 2
 WITHOUT_DIGEST = 1
@@ -123,7 +123,7 @@ def read_manifest(folder: Path) -> Manifest:
         if not is_whole and (is_whole is False or version != WITHOUT_DIGEST):
             raise ValueError("its values are not those that were written")
         return _from_json(value)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except UNREADABLE as error:
         raise PacksError(
             f"packing.path: {path} cannot be read: {error!r}. Copy the folder again, or run "
             "`vlmpack pack` into a new one"

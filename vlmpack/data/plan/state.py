@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from vlmpack.data.plan.batches import Cursor, Cursors, Position
-from vlmpack.errors import CheckpointError
+from vlmpack.errors import UNREADABLE, CheckpointError
 
 STATE_VERSION = 1
 
@@ -95,7 +95,7 @@ class DataState:
             counts = {name: int(value[name]) for name in ("epoch", "window", "batch", "batches")}
             cursors = tuple(map(_cursor, value["cursors"]))
             state = cls(**counts, cursors=cursors, segments=segments, shards=value.get("shards"))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except UNREADABLE as error:
             raise CheckpointError(f"the data state cannot be read: {error!r}") from error
         if not segments or min(counts.values()) < 0:
             raise CheckpointError("the data state cannot be read: a count is negative or missing")

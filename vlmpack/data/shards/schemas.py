@@ -316,7 +316,7 @@ def _in_order(members: list[str]) -> list[str]:
     webdataset's writer sorts members by name, which puts `10.jpg` before `2.jpg`.
     """
     stems = [member.partition(".")[0] for member in members]
-    if all(stem.isascii() and stem.isdigit() for stem in stems):
+    if all(stem.isascii() and stem.isdigit() and len(stem) < 19 for stem in stems):
         return [member for _, member in sorted(zip(map(int, stems), members, strict=True))]
     return members
 

@@ -29,6 +29,7 @@ CHUNK_BYTES = 256 << 10
 _REDIRECTS = (301, 302, 303, 307, 308)
 _TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)
 _SAFE = "/%:@!$&'()*+,;=~-._"
+_HOST = re.compile(r"[A-Za-z0-9._~-]{1,253}|[0-9A-Fa-f:.]{2,45}(?:%[\w.-]{1,32})?")
 _SECONDS = re.compile(r"[0-9]{1,9}")
 _HEADER_VALUE = re.compile(r"[\x20-\x7e\xa0-\xff]*")
 
@@ -125,8 +126,8 @@ class HttpClient:
             answer = self._ask(method, url, sent, is_named=_place(url)[1] == host)
             if answer.status not in _REDIRECTS:
                 return _checked(answer)
-            target = urljoin(url, answer.headers.get("location", ""))
             try:
+                target = redirected(url, answer.headers)
                 elsewhere = _place(target) != _place(url)
             except Refused:
                 answer.close()
@@ -213,7 +214,11 @@ def _place(url: str) -> Place:
     Raises:
         Refused: anything but http and https.
     """
-    parts = urlsplit(url)
+    try:
+        url.encode()
+        parts = urlsplit(url)
+    except ValueError:
+        raise Refused("the address is no valid URL") from None
     scheme = parts.scheme.lower()
     if scheme not in ("http", "https") or not parts.hostname:
         raise Refused(f"redirected to the scheme '{scheme}:', which is never followed")
@@ -221,7 +226,34 @@ def _place(url: str) -> Place:
         port = parts.port
     except ValueError:
         raise Refused("the address has no valid port") from None
-    return scheme, parts.hostname, port or (443 if scheme == "https" else 80)
+    return scheme, _host_name(parts.hostname), port or (443 if scheme == "https" else 80)
+
+
+def _host_name(host: str) -> str:
+    """The host as it is asked for; names in other letters in their ASCII form.
+
+    Raises:
+        Refused: no host has such a name.
+    """
+    try:
+        name = host if host.isascii() else host.encode("idna").decode()
+    except UnicodeError:
+        name = ""
+    if _HOST.fullmatch(name) is None:
+        raise Refused("the address has no valid host")
+    return name
+
+
+def redirected(url: str, headers: Mapping[str, str]) -> str:
+    """Where an answer sends us.
+
+    Raises:
+        Refused: to no valid address.
+    """
+    try:
+        return urljoin(url, headers.get("location", ""))
+    except ValueError:
+        raise Refused("redirected to an address that is no valid URL") from None
 
 
 def _check_headers(headers: Mapping[str, str]) -> None:

@@ -12,16 +12,17 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from urllib.parse import quote, urljoin
+from urllib.parse import quote
 
 from vlmpack.data.stores.config import StorageConfig
 from vlmpack.data.stores.faults import Changed, Refused, Transient
 from vlmpack.data.stores.fetch import ShardStamp
-from vlmpack.data.stores.http import Answer
+from vlmpack.data.stores.http import Answer, redirected
 from vlmpack.data.stores.transport import (
     HttpTransport,
     check_range,
     limited,
+    size_of,
     total_size,
     version_of,
 )
@@ -52,7 +53,7 @@ class HubTransport(HttpTransport):
         size = answer.headers.get("x-linked-size")
         return ShardStamp(
             path,
-            int(size) if size is not None else total_size(answer.headers),
+            size_of(size) if size is not None else total_size(answer.headers),
             _hub_version(answer),
             pin=answer.headers.get("x-repo-commit", ""),
         )
@@ -72,7 +73,7 @@ class HubTransport(HttpTransport):
                 yield from self._ranged(answer, start, stop, stamp.size)
                 return
             answer.close(reusable=True)
-            location = urljoin(answer.url, answer.headers.get("location", ""))
+            location = redirected(answer.url, answer.headers)
             with self._lock:
                 self._locations[stamp] = (location, time.monotonic())
         try:
@@ -99,13 +100,16 @@ class HubTransport(HttpTransport):
             raise Refused("expected hf://datasets/<owner>/<name>[@<revision>]/<path>")
         from huggingface_hub import constants, hf_hub_url
 
-        return hf_hub_url(
-            match["repo"],
-            match["file"],
-            repo_type="dataset",
-            revision=pin or quote(match["revision"] or "main", safe=""),
-            endpoint=os.environ.get("HF_ENDPOINT") or constants.ENDPOINT,
-        )
+        try:
+            return hf_hub_url(
+                match["repo"],
+                match["file"],
+                repo_type="dataset",
+                revision=pin or quote(match["revision"] or "main", safe=""),
+                endpoint=os.environ.get("HF_ENDPOINT") or constants.ENDPOINT,
+            )
+        except ValueError:
+            raise Refused("the address is no valid name of a file on the hub") from None
 
     def _ranged(self, answer: Answer, start: int, stop: int, size: int) -> Iterator[bytes]:
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import glob
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -31,7 +31,7 @@ MAX_NAMED = 5
 """Files that are no shards, in a message."""
 
 _BRACES = re.compile(r"(?<!\$)\{([^{}]*)\}")
-_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_RANGE = re.compile(r"([0-9]{1,18})\.\.([0-9]{1,18})")
 _COLON = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?=//|.)")
 _SAME_IN_LIST_AND_HEAD = ("s3",)
 """Stores whose listing has the ETag that a request has, quotes and all."""
@@ -137,10 +137,10 @@ def _expand_one(pattern: str, fetcher: Fetcher | None) -> list[FoundShard]:
     for name in _expand_braces(path):
         if glob.has_magic(name):
             found_here = sorted(glob.glob(name))  # noqa: PTH207 - patterns may be absolute
-            matches = [match for match in found_here if Path(match).is_file()]
+            matches = [match for match in found_here if _is_there(match, Path.is_file)]
         else:
-            matches = [name] if Path(name).is_file() else []
-            if Path(name).is_dir():
+            matches = [name] if _is_there(name, Path.is_file) else []
+            if _is_there(name, Path.is_dir):
                 raise ValueError(f"is a folder; name its shards, for example '{name}/*.tar'")
         if not matches:
             missing.append(name)
@@ -197,11 +197,22 @@ def _matches(name: str, pattern: str) -> bool:
     )
 
 
+def _is_there(name: str, is_so: Callable[[Path], bool]) -> bool:
+    """Whether a path is a file, or a folder; no name that the system refuses is."""
+    try:
+        return is_so(Path(name))
+    except (OSError, ValueError):
+        return False
+
+
 def _local_path(pattern: str) -> str:
     """The pattern as a local path; ValueError for every scheme but `file`."""
     scheme = _COLON.match(pattern)
-    if scheme is None or Path(pattern).exists():
-        return str(Path(pattern).expanduser())
+    if scheme is None or _is_there(pattern, Path.exists):
+        try:
+            return str(Path(pattern).expanduser())
+        except RuntimeError:
+            raise ValueError("names the home of an unknown user") from None
     name = scheme.group(1).lower()
     if name == "file":
         parts = urlsplit(pattern.replace("?", "%3F").replace("#", "%23"))

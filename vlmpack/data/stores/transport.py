@@ -16,7 +16,8 @@ NO_RANGES = (
     "the server answers a range with the whole shard, so samples cannot be read from it; use a "
     "server that supports ranges, or copy the shards"
 )
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
+_SIZE = re.compile(r"[0-9]{1,18}")
 
 
 class Transport(Protocol):
@@ -58,7 +59,7 @@ class HttpTransport:
             size = answer.headers.get("content-length", "")
             ranges = answer.headers.get("accept-ranges", "").strip().lower() == "bytes"
             answer.close(reusable=True)
-            if size == "0" or (size.isdecimal() and ranges):
+            if size == "0" or (_SIZE.fullmatch(size) and ranges):
                 return ShardStamp(path, int(size), version_of(answer.headers))
         except Refused:
             pass  # a signed address is often good for GET alone; GET says what is wrong
@@ -104,6 +105,8 @@ class HttpTransport:
             return resolve_address(path)
         except KeyError as missing:
             raise Refused(f"the environment variable {missing.args[0]} is not set") from None
+        except UnicodeEncodeError:
+            raise Refused("the address is not UTF-8") from None
 
 
 def version_of(headers: Mapping[str, str]) -> str:
@@ -119,9 +122,18 @@ def total_size(headers: Mapping[str, str]) -> int:
     """
     match = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
     size = match[3] if match else headers.get("content-length", "")
-    if not size.isdecimal():
+    return size_of(size)
+
+
+def size_of(text: str) -> int:
+    """A size that a header gives.
+
+    Raises:
+        Refused: it is no number.
+    """
+    if _SIZE.fullmatch(text) is None:
         raise Refused("the server does not say how large the shard is")
-    return int(size)
+    return int(text)
 
 
 def check_range(answer: Answer, start: int, stop: int, size: int) -> None:
@@ -135,7 +147,7 @@ def check_range(answer: Answer, start: int, stop: int, size: int) -> None:
         if start:
             raise Refused(NO_RANGES)
         length = answer.headers.get("content-length")
-        if length is not None and int(length) != size:
+        if length is not None and length != str(size):
             raise Changed(f"the shard has {length} bytes, {size} when it was indexed")
         return
     match = _CONTENT_RANGE.fullmatch(answer.headers.get("content-range", ""))

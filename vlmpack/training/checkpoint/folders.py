@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from vlmpack.errors import UNREADABLE
 from vlmpack.training.checkpoint.index import TensorIndex
 from vlmpack.training.checkpoint.safetensors_file import CHUNK_BYTES, FileDigest
 
@@ -57,7 +58,7 @@ def data_state_of(folder: Path) -> str | None:
     """The data state of a checkpoint, as JSON text; None where it holds none that verifies."""
     try:
         text = read_verified(folder, STATE)["totals"]["data_state"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except UNREADABLE:
         return None
     return text if isinstance(text, str) else None
 
@@ -112,7 +113,7 @@ def find_damage(folder: Path, *, hashed: Collection[str] = ()) -> str | None:
         return f"{COMPLETE} is missing: the save did not finish"
     try:
         files = _listed_files(folder)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except UNREADABLE as error:
         return f"{MANIFEST} is unreadable: {error}"
     try:
         for name, expected in files.items():
@@ -123,7 +124,7 @@ def find_damage(folder: Path, *, hashed: Collection[str] = ()) -> str | None:
                 return f"{name} has {path.stat().st_size} bytes, expected {expected['bytes']}"
             if name not in hashed and sha256(path) != expected["sha256"]:
                 return f"{name} does not match its SHA-256"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except UNREADABLE as error:
         return f"{MANIFEST} is unreadable: {error}"
     return _find_unlisted(folder, set(files))
 
@@ -140,7 +141,7 @@ def _find_unlisted(folder: Path, listed: set[str]) -> str | None:
                 return f"{MANIFEST} does not list {name}"
         for name in sorted(TensorIndex.from_json(read_json(folder / INDEX)).files() - listed):
             return f"{MANIFEST} does not list {name}"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except UNREADABLE as error:
         return f"{STATE} or {INDEX} is unreadable: {error}"
     return None
 

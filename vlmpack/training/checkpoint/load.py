@@ -13,7 +13,7 @@ from torch import Tensor
 from vlmpack.backends.engine import Engine
 from vlmpack.backends.slices import Kind, TensorSlice
 from vlmpack.distributed import Ranks
-from vlmpack.errors import CheckpointError
+from vlmpack.errors import UNREADABLE, CheckpointError
 from vlmpack.training.checkpoint.folders import (
     FORMAT_VERSION,
     INDEX,
@@ -52,7 +52,7 @@ class CheckpointReader:
                 )
             self.optimizer_steps = int(self.state["optimizer_steps"])
             self._index = TensorIndex.from_json(read_json(folder / INDEX))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except UNREADABLE as error:
             raise CheckpointError(f"{folder} cannot be read: {error}") from error
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -73,7 +73,7 @@ class CheckpointReader:
         """
         try:
             return read_tensors(self.folder / RANDOM)
-        except (OSError, ValueError) as error:
+        except UNREADABLE as error:
             raise CheckpointError(f"{self.folder} cannot be read: {error}") from error
 
     def read(self, kind: Kind, box: TensorSlice) -> Tensor | None:
@@ -95,7 +95,7 @@ class CheckpointReader:
         try:
             result = torch.empty(box.lengths, dtype=DTYPES[stored[0].dtype])
             filled = sum(self._copy(part, box, result) for part in stored)
-        except (OSError, ValueError, KeyError) as error:
+        except UNREADABLE as error:
             raise CheckpointError(f"{self.folder} cannot be read: {error}") from error
         if filled != result.numel():
             raise CheckpointError(

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlmpack.errors import UNREADABLE
+
 CHUNK_BYTES = 1 << 22
 _MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 DTYPES: dict[str, torch.dtype] = {
@@ -189,7 +191,7 @@ class TensorFile:
                 if stop - start != entry.num_bytes or not 0 <= start <= stop <= size - 8 - length:
                     raise ValueError(f"bytes {start} to {stop} are not those of {entry}")
                 found[key] = entry, 8 + length + start
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"{path} has a bad safetensors header: {error}") from error
         return found
 
