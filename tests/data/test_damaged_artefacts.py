@@ -17,6 +17,7 @@ from support.damage import SHARE, TAIL_BYTES, Noticed, damaged_copies, try_damag
 from test_packs import PackEncoder, online, pack
 
 from vlmpack.data.cache.block_store import BlockStore
+from vlmpack.data.index.gathered import LEAST_GATHERED
 from vlmpack.data.index.lengths import LengthsBuilder, open_lengths
 from vlmpack.data.index.part_file import SEAL_BYTES, read_part
 from vlmpack.data.index.parts import BuildSettings
@@ -80,6 +81,31 @@ def test_index_files(tmp_path: Path, kind: str, share: float) -> None:
     for _, damaged in damaged_copies(part.read_bytes(), share=share / 100):
         part.write_bytes(damaged)
         assert rows_of(pattern, tmp_path / "i") == truth, "made again"
+
+
+def test_gathered_index_files(tmp_path: Path, share: float) -> None:
+    """One file for many shards: a damaged one is made again from the files of each."""
+    pattern = write_shards(tmp_path, 2 * LEAST_GATHERED, per_shard=2)
+    index = IndexBuilder(FETCHER)
+    shards = expand_shards([pattern], key="k")
+    assert len(shards) == LEAST_GATHERED
+
+    def rows() -> Any:
+        found = open_index(shards, index, BuildSettings(directory=tmp_path / "i"))
+        return [shard.table.to_pylist() for shard in found]
+
+    truth = rows()
+    (path,) = (tmp_path / "i").glob("*.gathered")
+
+    def read() -> Any:
+        table = read_part(str(path))
+        return Noticed if table is None else table.to_pylist()
+
+    found = try_damage(path, read, share=share)
+    assert found["noticed"] > 0.9 * share * 9 * TAIL_BYTES and not found["harmless"]
+    for _, damaged in damaged_copies(path.read_bytes(), share=share / 100):
+        path.write_bytes(damaged)
+        assert rows() == truth, "read from the files of each shard"
 
 
 def test_a_reader_without_the_digest_would_be_caught(tmp_path: Path) -> None:
