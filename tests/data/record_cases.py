@@ -191,7 +191,8 @@ def _beside(name: str, value: Any, refused: str = "", *, unknown: bool = False) 
         for outcome in case.outcomes.values():
             outcome.unknown += [name] if unknown else []
 
-    return Key(f"{name}={value!r}", f"beside {name}", write)
+    touches = {"system": "system", "images": "images", "image": "images"}
+    return Key(f"{name}={value!r}", touches.get(name, f"beside {name}"), write)
 
 
 def _in_turn(place: int, values: dict[str, Any], refused: str = "", learn: bool = True) -> Key:
@@ -322,7 +323,7 @@ def _literal(marker: str) -> Key:
             "[13] places? for images"
         )
 
-    return Key(f"literal {marker}", "text", write)
+    return Key(f"literal {marker}", "images", write)
 
 
 def keys() -> Iterator[Key]:
@@ -385,7 +386,7 @@ def _exclude_all(case: Case) -> None:
     case.refuse("excludes 2 turns of the assistant")
 
 
-def cases(num_mixed: int, seed: int = 0) -> Iterator[Case]:
+def cases(num_mixed: int) -> Iterator[Case]:
     """Each layout with each key, and some with several keys at once.
 
     Args:
@@ -396,9 +397,19 @@ def cases(num_mixed: int, seed: int = 0) -> Iterator[Case]:
         for key in every:
             if (case := _written(layout, [key])) is not None:
                 yield case
-    draw = random.Random(seed)
+    yield from mixed_cases(num_mixed, most=3, seed=0)
+
+
+def mixed_cases(num_mixed: int, *, most: int, seed: int) -> Iterator[Case]:
+    """Some with several keys at once.
+
+    Args:
+        num_mixed: how many.
+        most: keys at most.
+    """
+    every, draw = list(keys()), random.Random(seed)
     while num_mixed:
-        chosen = draw.sample(every, draw.choice((2, 3)))
+        chosen = draw.sample(every, draw.randint(2, most))
         if len({key.touches for key in chosen}) < len(chosen):
             continue
         # Keys that name a turn by its place go before those that put one before it.
@@ -412,6 +423,9 @@ def _written(layout: Layout, chosen: list[Key]) -> Case | None:
     case = layout.case()
     if any(key.write(case) is False for key in chosen):
         return None
+    for outcome in case.outcomes.values():
+        if not any(turn.learn for turn in outcome.turns if turn.role == "assistant"):
+            outcome.refused.append("excludes 2 turns of the assistant")
     return replace(case, name=f"{layout.name}: {', '.join(key.name for key in chosen)}")
 
 

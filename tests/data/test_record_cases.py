@@ -20,7 +20,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from record_cases import LAYOUTS, Case, Outcome, Reader, cases, image_name, matches
+from record_cases import (
+    LAYOUTS,
+    Case,
+    Outcome,
+    Reader,
+    cases,
+    image_name,
+    matches,
+    mixed_cases,
+)
 from shard_fakes import image_bytes, write_shard
 
 from vlmpack.data.index.shard_index import IndexBuilder
@@ -33,6 +42,7 @@ from vlmpack.data.stores.sources import FoundShard
 from vlmpack.data.tools.convert import ConvertReport, ConvertSettings, convert, open_records
 from vlmpack.data.tools.convert.convert import sample_fields
 from vlmpack.data.tools.convert.images import ImageRoot
+from vlmpack.data.tools.convert.records import Record
 from vlmpack.data.tools.lint import LintOne, LintReport
 from vlmpack.errors import DataError
 from vlmpack.families import Encoder, ImagePart, Message, TextPart, VLMSample
@@ -268,6 +278,28 @@ def test_rows_of_a_table_are_records(
         kept.append(case)
     trained, refused = check(each_once, kept, seen, "convert")
     assert min(trained, refused, filled) > 30
+
+
+@pytest.mark.soak
+def test_many_keys_at_once(each_once: EachOnce, tmp_path: Path) -> None:
+    for number, data in enumerate(IMAGES):
+        (tmp_path / image_name(number)).write_bytes(data)
+    chosen = list(mixed_cases(20_000, most=6, seed=1))
+    root, direct, from_convert = ImageRoot(tmp_path, CAPS), [], []
+    for case in chosen:
+        members = {image_name(member): IMAGES[member] for member in case.members}
+        direct.append(seen_of(json.dumps(case.record).encode(), members))
+        try:
+            fields, _ = sample_fields(Record("here", case.record), 0, root)
+        except DataError as error:
+            from_convert.append(Seen(None, error.reason))
+        else:
+            from_convert.append(seen_of(fields.pop("json"), fields))
+    for found in (
+        check(each_once, chosen, direct, "direct"),
+        check(each_once, chosen, from_convert, "convert"),
+    ):
+        assert min(found) > 2000, "trained, refused"
 
 
 def seen_of(document: bytes, members: dict[str, bytes]) -> Seen:
