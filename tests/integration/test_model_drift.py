@@ -145,7 +145,7 @@ def test_a_run_of_an_older_version_goes_on_with_a_line(
 
 
 def unsigned(folder: Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint's state anew, with the manifest that fits it."""
+    """Write a checkpoint's state anew, with the manifest that fits it, as an older version did."""
     from vlmpack.training.checkpoint.folders import sha256
 
     text = json.dumps(state)
@@ -156,3 +156,4 @@ def unsigned(folder: Path, state: dict[str, Any]) -> None:
         "sha256": sha256(folder / "state.json"),
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "COMPLETE").write_text("step 1\n")
