@@ -240,17 +240,21 @@ def _streamed(
     lengths = units.tolist()
     others = repeat(0) if extra is None else extra.tolist()
     spare = most * limits.units - sum(lengths)
-    packs: list[list[int]] = []
+    samples: list[int] = []  # of all packs in one list: many small ones keep the collector busy
+    sizes: list[int] = []
     for pack in packer.packs(lengths, others):
-        packs.append(pack)
+        samples += pack
+        sizes.append(len(pack))
         spare -= limits.units - sum(map(lengths.__getitem__, pack))
         if spare < 0:
             return None
-    packs += packer.flush()
-    if len(packs) > most:
+    for pack in packer.flush():
+        samples += pack
+        sizes.append(len(pack))
+    if len(sizes) > most:
         return None
     found = np.empty(len(units), np.int64)
-    found[np.concatenate(packs)] = np.repeat(np.arange(len(packs)), list(map(len, packs)))
+    found[samples] = np.repeat(np.arange(len(sizes)), sizes)
     return found
 
 

@@ -75,7 +75,8 @@ class StreamPacker:
             PackingError: a sample that fits no pack; it is not added.
         """
         units = self._checked(length, second)
-        return self._add(units, index(second))
+        self._add(units, index(second))
+        return [self._pack()] if len(self._units) >= self._buffer_size else []
 
     def packs(self, units: Iterable[int], second: Iterable[int]) -> Iterator[list[int]]:
         """Add samples that are known to fit a pack; yields packs as `push` returns them.
@@ -85,14 +86,15 @@ class StreamPacker:
             second: the second quantity of each.
         """
         for length, other in zip(units, second, strict=False):
-            yield from self._add(length, other)
+            self._add(length, other)
+            if len(self._units) >= self._buffer_size:
+                yield self._pack()
 
-    def _add(self, units: int, second: int) -> list[list[int]]:
+    def _add(self, units: int, second: int) -> None:
         self._numbers.append(self._pushed)
         self._units.append(units)
         self._second.append(second)
         self._pushed += 1
-        return [self._pack()] if len(self._units) >= self._buffer_size else []
 
     def flush(self) -> list[list[int]]:
         """Packs of all samples that wait; the packer is then empty, and its numbers go on."""
