@@ -15,6 +15,7 @@ import torch
 from bench_attention import bench_attention, bench_collator
 from bench_data import bench_data
 from bench_fewest import bench_fewest
+from bench_launch import bench_launch
 from bench_memory import bench_context_memory
 from bench_packers import bench_packers
 from bench_plan import bench_plan
@@ -53,6 +54,7 @@ def _benchmarks(rounds: int) -> dict[str, Callable[[], dict[str, object]]]:
         "attention": lambda: bench_attention(rounds),
         "segments": lambda: bench_segments(rounds),
         "data": lambda: bench_data(rounds),
+        "launch": lambda: bench_launch(rounds),
         "plan": bench_plan,
         "fewest packs": lambda: bench_fewest(rounds),
         "packers": lambda: bench_packers(rounds),
