@@ -6,10 +6,10 @@ Published templates are rendered as jinja2 renders them without our bounds.
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
 from support import templates
+from support.fake_tokenizer import FakeTokenizer
 from support.templates import Template
 from transformers.utils import chat_template_utils
 
@@ -23,26 +23,6 @@ TALK = tuple(
     for role, text in [("user", "What is it?"), ("assistant", "A cat."), ("user", "And this?")]
 )
 PUBLISHED = [value for value in vars(templates).values() if isinstance(value, Template)]
-
-
-class FakeTokenizer:
-    """As much of a tokenizer as a template needs."""
-
-    name_or_path = "a-model"
-    special_tokens_map: dict[str, str] = {}  # noqa: RUF012 - never changed
-
-    def __init__(self, text: str) -> None:
-        self.chat_template = text
-
-    def get_chat_template(self) -> str:
-        return self.chat_template
-
-    def apply_chat_template(self, messages: list[Any], **options: Any) -> str:
-        del options["tokenize"]
-        found: Any = chat_template_utils.render_jinja_template(
-            [messages], **{"chat_template": self.chat_template, **options}
-        )
-        return str(found[0][0])
 
 
 def render(text: str) -> str:
@@ -77,6 +57,9 @@ ENDLESS = {
 }
 
 
+ENDS = r"it makes|it takes|RecursionError"
+
+
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_bounds, "MAX_SECONDS", 0.1)
@@ -88,7 +71,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_without_an_end_is_an_error_that_says_so(name: str) -> None:
     begin = time.monotonic()
-    with pytest.raises((DataError, ModelError), match="the chat template") as caught:
+    with pytest.raises((DataError, ModelError), match=ENDS) as caught:
         render(ENDLESS[name])
     assert time.monotonic() - begin < 20
     assert len(str(caught.value)) < 500

@@ -25,10 +25,10 @@ RECIPE = {
         "on_error": {"schema": "skip"},
     },
     "packing": {"mode": "online", "max_tokens": 512},
-    "training": {"max_steps": 3, "global_batch_size": 2, "seq_length": 128},
-    "trainable": {"lora": {"rank": 4, "targets": ["q_proj"]}},
+    "training": {"max_steps": 3, "global_batch_size": 2, "seq_length": 128, "micro_batch_size": 1},
+    "trainable": {"language": "lora", "lora": {"rank": 4, "targets": ["q_proj"]}},
     "optim": {"lr": 1e-3, "betas": [0.9, 0.95]},
-    "parallelism": {"tensor": 2},
+    "parallelism": {"sharding": "none"},
     "logging": {"trackers": []},
     "run_dir": "r",
 }
@@ -175,7 +175,7 @@ def _balance(_: Path) -> Go:
 
 DOORS = [
     Door("YAML", 0.5, _yaml),
-    Door("recipe", 1, _mapping),
+    Door("recipe", 0.6, _mapping),
     Door("plan_packs", 6, _plan),
     Door("pack_padded_batch", 4, _padded),
     Door("pack_batch_sequences", 4, _samples),

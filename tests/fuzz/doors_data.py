@@ -307,5 +307,5 @@ DOORS = [
     Door("energon index", 2, _energon),
     Door("pack.json", 3, _pack_json),
     Door("data state", 5, _state),
-    Door("lines", 2, _lines),
+    Door("lines", 1, _lines),
 ]

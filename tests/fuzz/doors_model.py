@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from support import templates
+from support.fake_tokenizer import FakeTokenizer
 from support.fuzz import Door, changed, damaged, json_bytes
 from support.shards import TINY_MODEL
-from transformers.utils import chat_template_utils
 
 from vlmpack.capabilities import read_config, served_model_type
 from vlmpack.families import Encoder, family_of
@@ -37,26 +37,6 @@ TALK = tuple(
 )
 
 
-class FakeTokenizer:
-    """As much of a tokenizer as a template needs."""
-
-    name_or_path = "a-model"
-    special_tokens_map: dict[str, str] = {"eos_token": "</s>", "bos_token": "<s>"}  # noqa: RUF012
-
-    def __init__(self, text: str) -> None:
-        self.chat_template = text
-
-    def get_chat_template(self) -> str:
-        return self.chat_template
-
-    def apply_chat_template(self, messages: list[Any], **options: Any) -> str:
-        del options["tokenize"]
-        found: Any = chat_template_utils.render_jinja_template(
-            [messages], chat_template=self.chat_template, **options, **self.special_tokens_map
-        )
-        return str(found[0][0])
-
-
 def _template(_: Path) -> Go:
     good = [
         value.text.encode()
@@ -67,6 +47,10 @@ def _template(_: Path) -> Go:
     def go(draw: random.Random) -> None:
         text = damaged(draw.choice(good), draw, good).decode("utf-8", "replace")
         ChatEncoder(FakeTokenizer(text), takes_images=False).render(TALK)
+
+    # The damage alone is what is refused.
+    for text in good:
+        ChatEncoder(FakeTokenizer(text.decode()), takes_images=False)
 
     return go
 
@@ -106,7 +90,11 @@ def _small_files(root: Path) -> Go:
     folder = _folder(root)
     names = ("generation_config.json", "preprocessor_config.json", "tokenizer_config.json")
     good = {name: (folder / name).read_bytes() for name in names}
-    index = {"metadata": {"total_size": 4}, "weight_map": {"a": "x.safetensors", "b": "../y"}}
+    index = {
+        "metadata": {"total_size": 4},
+        "weight_map": {"a": "x.safetensors", "b": "x.safetensors"},
+    }
+    (folder / "x.safetensors").write_bytes(b"")
 
     def go(draw: random.Random) -> None:
         name = draw.choice(names)
@@ -194,6 +182,6 @@ DOORS = [
     Door("template", 1, _template),
     Door("config.json", 1, _config),
     Door("small files of a model", 1, _small_files),
-    Door("encoder of a model", 0.1, _encoder),
+    Door("encoder of a model", 0.02, _encoder),
     Door("checkpoint", 1, _checkpoint),
 ]

@@ -149,6 +149,8 @@ def _address(_: Path) -> Go:
 def _url(_: Path) -> Go:
     """Addresses that are asked, up to the connection."""
 
+    fetcher = RoutingFetcher(StorageConfig(max_tries=1, allow_private=True))
+
     def refuse(self: Connection) -> None:
         allowed = allowed_addresses
         if self.host.replace(".", "").isdecimal():
@@ -159,7 +161,6 @@ def _url(_: Path) -> Go:
         text = text_of(draw)
         if not text.lower().startswith(("http", "hf")):
             text = "http://" + text
-        fetcher = RoutingFetcher(StorageConfig(max_tries=1, allow_private=True))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Connection, "connect", refuse)
             for name in ("USER", "WORD", "SIG"):
@@ -201,7 +202,7 @@ def _host(_: Path) -> Go:
 DOORS = [
     Door("server", 6, _server),
     Door("address", 9, _address),
-    Door("asked address", 4, _url),
+    Door("asked address", 3, _url),
     Door("storage option", 0.5, _option),
     Door("host", 0.1, _host),
 ]

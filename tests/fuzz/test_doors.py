@@ -51,7 +51,7 @@ def bare(door: Door, folder: Path, count: int) -> tuple[list[str], Counter[str]]
 
 
 def check(door: Door, folder: Path, share: float) -> None:
-    count = max(5, round(ALL * share * door.share / SHARES))
+    count = max(2, round(ALL * share * door.share / SHARES))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found, ends = bare(door, folder, count)
