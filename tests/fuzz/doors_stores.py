@@ -170,7 +170,8 @@ def _url(_: Path) -> Go:
     return go
 
 
-def _option(_: Path) -> Go:
+def _option(folder: Path) -> Go:
+    (folder / "x.tar").write_bytes(b"")
     good = [
         b"endpoint=http://10.0.0.5:9000", b"allow_private=[a, b]", b"max_tries=3",
         b"credentials.hf_token=${env:T}", b"retry_seconds=1e3", b"region=eu", b"credentials={}",
@@ -182,7 +183,7 @@ def _option(_: Path) -> Go:
         ]
         if draw.random() < 0.3:
             items[0] = f"{items[0].partition('=')[0]}={draw.choice(VALUES)!r}"
-        open_reading(["/nowhere/x.tar"], recipe=None, storage=items, max_image_pixels=None)
+        open_reading([str(folder / "x.tar")], recipe=None, storage=items, max_image_pixels=None)
 
     return go
 

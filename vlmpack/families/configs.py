@@ -30,6 +30,8 @@ def whole_config(config: Mapping[str, Any]) -> dict[str, Any]:
         content: dict[str, Any] = config_of(config).to_dict()
     except (TypeError, ValueError, StrictDataclassError) as error:
         raise ModelError(f"config.json: {error}") from error
+    except Exception as error:  # values of another type fail anywhere in a config's class
+        raise ModelError(f"config.json: {type(error).__name__}: {error}") from error
     return content
 
 

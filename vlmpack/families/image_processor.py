@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from vlmpack.errors import VlmpackError
 from vlmpack.families.processor_config import processor_setting
 from vlmpack.model_folder import load_image_processor
 
@@ -19,7 +20,12 @@ def image_processor(folder: Path, **settings: Any) -> Any:
     section = processor_setting(folder, "image_processor", None)
     if section is None and not (folder / "preprocessor_config.json").is_file():
         raise FileNotFoundError("the file is missing")
-    return load_image_processor(folder, **settings)
+    try:
+        return load_image_processor(folder, **settings)
+    except (VlmpackError, OSError, ValueError):
+        raise
+    except Exception as error:  # values of another type fail anywhere in a processor's class
+        raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def family_processor(folder: Path, *kinds: str) -> Any:

@@ -75,7 +75,7 @@ def _content(path: Path) -> Content:
     data = path.read_bytes()
     try:
         values = json.loads(data) if path.suffix == ".json" else None
-    except ValueError:
+    except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
         return {path.name: f"{len(data):,} bytes, digest {_digest(data)}"}

@@ -188,7 +188,7 @@ def _named_code(folder: Path) -> str:
     for name in _CONFIGS:
         try:
             content = json.loads((folder / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue
         found += [f"{name}: {code}" for code in _auto_maps(content)]
     return first(found) if found else "no auto_map names it"

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from vlmpack.errors import ModelError
+from vlmpack.errors import UNREADABLE, ModelError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -28,7 +28,7 @@ def weight_files(folder: Path) -> list[Path]:
         raise ModelError(f"model.path: {folder} has no weights; expected {_expected(folder)}")
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except UNREADABLE as error:
         raise ModelError(f"model.path: {index} is no index of weights: {error!r}") from error
     odd = sorted(repr(name) for name in names if not _is_plain(name))
     if odd:

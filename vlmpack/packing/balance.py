@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmpack.errors import PackingError
-from vlmpack.packing.limits import Integers, positive
+from vlmpack.packing.limits import MAX_COUNT, Integers, positive, short_value
 
 Floats = npt.NDArray[np.float64]
 
@@ -48,6 +48,8 @@ def balance(
     table = _checked(costs)
     ranks = positive("num_ranks", num_ranks)
     count = len(table)
+    if ranks > MAX_COUNT:
+        raise PackingError(f"num_ranks is {short_value(ranks)}, expected at most {MAX_COUNT:,}")
     if count % ranks:
         raise PackingError(
             f"costs has {count} items, not a multiple of num_ranks {ranks}; add "
@@ -69,7 +71,7 @@ def _checked(costs: npt.ArrayLike) -> Floats:
         table: npt.NDArray[Any] = np.asarray(costs)
     except (ValueError, TypeError, OverflowError) as error:
         raise PackingError(f"costs are no numbers of shape (n,) or (n, k): {error}") from error
-    if table.ndim not in (1, 2) or table.dtype.kind not in "iuf":
+    if table.ndim not in (1, 2) or table.dtype.kind not in "iuf" or 0 in table.shape[1:]:
         raise PackingError(
             f"costs must be numbers of shape (n,) or (n, k), found {table.dtype} of shape "
             f"{table.shape}"

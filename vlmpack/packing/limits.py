@@ -16,6 +16,9 @@ import numpy.typing as npt
 
 from vlmpack.errors import PackingError
 
+MAX_COUNT = 1 << 31
+"""Of tokens that a length is rounded up to, or of ranks."""
+
 Bools = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
 Lengths = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -47,9 +50,14 @@ class PackLimits:
                 continue
             number = positive(name, value)
             object.__setattr__(self, name, number)
+        if self.alignment > MAX_COUNT:
+            raise PackingError(
+                f"alignment is {short_value(self.alignment)}, expected at most {MAX_COUNT:,}"
+            )
         if self.capacity < self.alignment:
             raise PackingError(
-                f"capacity is {self.capacity}, below alignment {self.alignment}: no sample fits"
+                f"capacity is {short_value(self.capacity)}, below alignment {self.alignment}: no "
+                "sample fits"
             )
 
     @property

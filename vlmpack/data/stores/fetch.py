@@ -92,8 +92,8 @@ def stamp_shards(fetcher: Fetcher, paths: Sequence[str]) -> list[ShardStamp]:
             raise
 
 
-def _unreachable(path: str, error: OSError) -> DataError:
-    reason = error.strerror or str(error)
+def _unreachable(path: str, error: OSError | ValueError) -> DataError:
+    reason = getattr(error, "strerror", None) or str(error)
     return DataError(f"cannot be read: {reason}", error_class="transport", shard=path)
 
 
@@ -112,7 +112,7 @@ class LocalFetcher:
         """See Fetcher."""
         try:
             status = Path(path).stat()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # no path has a null character
             raise _unreachable(path, error) from error
         return ShardStamp(path, status.st_size, str(status.st_mtime_ns))
 
