@@ -119,6 +119,8 @@ class FakeEncoder:
     """
 
     fingerprint: str = "fake-1"
+    former_fingerprints: tuple[str, ...] = ()
+    former_rules: tuple[str, ...] = ()
     refuse: frozenset[str] = field(default_factory=frozenset)
     wrong: frozenset[str] = field(default_factory=frozenset)
     crash: frozenset[str] = field(default_factory=frozenset)

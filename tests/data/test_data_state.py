@@ -10,7 +10,9 @@ from shard_fakes import FakeEncoder, open_data, write_shards
 
 from vlmpack.data.config import SourceConfig
 from vlmpack.data.plan.state import DataState
+from vlmpack.data.splits.prepare import short_digest
 from vlmpack.errors import CheckpointError, RecipeError, RunIdentityError
+from vlmpack.families import Encoder
 
 
 @pytest.fixture
@@ -60,6 +62,35 @@ def test_other_settings_are_refused_readably(
         next(other.batches(state, rank=0, dp=1, max_steps=1))
     for name in names:
         assert name in str(caught.value)
+
+
+def test_a_run_of_an_earlier_version_goes_on(
+    pattern: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = open_data(pattern, tmp_path / "i", encoder=FakeEncoder(fingerprint="former"))
+    state = next(old.batches(old.start(), rank=0, dp=1, max_steps=1)).state
+    left = next(old.batches(state, rank=0, dp=1, max_steps=2)).micro_batches[0].samples
+    encoder = FakeEncoder(fingerprint="today", former_fingerprints=("former", "older"))
+    data = open_data(pattern, tmp_path / "j", encoder=encoder, resume=state)
+    assert "an earlier version of vlmpack began this run" in caplog.text
+    step = next(data.batches(state, rank=0, dp=1, max_steps=2))
+    assert left
+    assert step.micro_batches[0].samples == left
+    assert step.state.identity == data.identity
+    caplog.clear()
+    open_data(pattern, tmp_path / "j", encoder=encoder, resume=step.state)
+    assert "earlier version" not in caplog.text
+    with pytest.raises(RunIdentityError, match="encoder: the run has"):
+        open_data(pattern, tmp_path / "k", encoder=FakeEncoder(fingerprint="today"), resume=state)
+
+
+def test_the_encoder_of_the_version_before_is_known(tiny_folder: Path) -> None:
+    encoder = Encoder(tiny_folder)
+    # From the data state of a demo run, and of packs, that 0.1.0's commit b9bd023 wrote.
+    assert [short_digest(name) for name in encoder.former_fingerprints] == ["67508e2e7e6a99b4"]
+    assert encoder.fingerprint not in encoder.former_fingerprints
+    assert encoder.former_rules == ("defd9929dd1a86d5",)
+    assert encoder.fingerprint_parts["rules"] not in encoder.former_rules
 
 
 def test_other_data_is_refused_with_its_counts(pattern: str, tmp_path: Path) -> None:

@@ -490,6 +490,24 @@ def test_other_processors_lengths_and_sources_are_refused(folder: Path, tmp_path
     offline(*arguments)
 
 
+@pytest.mark.parametrize("kind", ["plan", "tokens"])
+def test_packs_of_an_earlier_version_are_used_where_they_keep_no_labels(
+    folder: Path, tmp_path: Path, kind: Any
+) -> None:
+    pack(online(folder, tmp_path / "i"), tmp_path / "packs", kind=kind)
+    encoder = PackEncoder(
+        fingerprint="today", former_fingerprints=("fake-1",), former_rules=("fake-1",)
+    )
+    arguments = (folder, tmp_path / "packs", tmp_path / "i")
+    if kind == "plan":
+        offline(*arguments, encoder=encoder)
+    else:
+        with pytest.raises(PacksError, match="how this version encodes: fake-1 in the packs"):
+            offline(*arguments, encoder=encoder)
+    with pytest.raises(PacksError, match="how this version encodes"):
+        offline(*arguments, encoder=replace(encoder, former_rules=()))
+
+
 @pytest.mark.parametrize("kind", ["plan", "shards"])
 def test_weights_of_another_kind_are_refused(folder: Path, tmp_path: Path, kind: Any) -> None:
     weighed = (SourceConfig(name="one", paths=(str(folder / "s-*.tar"),), weight=1.0),)

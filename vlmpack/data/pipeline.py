@@ -12,6 +12,7 @@ for step in data.batches(state, rank=0, dp=1, max_steps=100):
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from typing import cast
@@ -29,14 +30,14 @@ from vlmpack.data.packs.restore import SavedBins
 from vlmpack.data.plan.batches import Plan, PlannedBatch
 from vlmpack.data.plan.packers import Bin, BudgetPacker
 from vlmpack.data.plan.packs import PackPlan
-from vlmpack.data.plan.segments import admit, check_identity
+from vlmpack.data.plan.segments import admit, check_identity, taken_over
 from vlmpack.data.plan.shares import Shares, assign, share_out
 from vlmpack.data.plan.state import DataState, Identity, Segment
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.protocols import Collator, Encoder
 from vlmpack.data.splits.building import build_settings, make_builder
 from vlmpack.data.splits.indexed import open_indexed
-from vlmpack.data.splits.prepare import probe_lengths
+from vlmpack.data.splits.prepare import probe_lengths, short_digest
 from vlmpack.data.splits.split import Split
 from vlmpack.data.splits.streamed import open_streamed
 from vlmpack.data.splits.summary import DataSummary, EpochLength
@@ -47,6 +48,8 @@ from vlmpack.families.sample import VLMSample
 from vlmpack.packing.collate import PackCollator
 
 __all__ = ["GlobalStep", "TrainData"]
+
+logger = logging.getLogger("vlmpack")
 
 READ_TOGETHER = 64
 """Samples that are asked for at once where no bin says so."""
@@ -120,6 +123,11 @@ class TrainData:
         collator = _with_settled_shape(collator, split)
         data = cls(config, split, dataset(reader, encoder, collator, config.on_error), ledger)
         begin = data.start() if launch.resume is None else data.admit(launch.resume)
+        if launch.resume is not None and data.taken_over(launch.resume) is not launch.resume:
+            logger.warning(
+                "note: an earlier version of vlmpack began this run; ids and lengths are the same, "
+                "and from here on a token that joins the template's text with an answer is learnt"
+            )
         probe_lengths(config, split.probed(config.num_probed, begin), reader, encoder)
         return data
 
@@ -182,7 +190,12 @@ class TrainData:
         Raises:
             RunIdentityError: with every difference.
         """
-        check_identity(state, self.identity, key=self.config.key)
+        check_identity(self.taken_over(state), self.identity, key=self.config.key)
+
+    def taken_over(self, state: DataState) -> DataState:
+        """A state as this version of vlmpack would have written it."""
+        former = self.dataset.encoder.former_fingerprints
+        return taken_over(state, self.identity, {short_digest(name) for name in former})
 
     def admit(self, state: DataState) -> DataState:
         """The state to go on from: the same, or that of a new segment where the data changed.
@@ -191,7 +204,7 @@ class TrainData:
             RunIdentityError: other data and `on_data_change: refuse`, or another order.
         """
         return admit(
-            state,
+            self.taken_over(state),
             self.identity,
             key=self.config.key,
             new_segment=self.config.on_data_change == "new_segment",

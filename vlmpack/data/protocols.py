@@ -44,6 +44,10 @@ class Encoder(Protocol):
     def fingerprint(self) -> str:
         """Changes with tokenizer, chat template, image processor and length rule."""
 
+    @property
+    def former_fingerprints(self) -> Sequence[str]:
+        """Fingerprints of earlier versions of vlmpack that stand for the same ids and lengths."""
+
     def length(self, sample: VLMSample, sizes: Sequence[ImageSize]) -> SampleLength:
         """The exact length from text and image sizes alone.
 

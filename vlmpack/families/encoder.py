@@ -6,7 +6,6 @@ Cheap to pickle: workers get the folder and load tokenizer and image processor o
 from __future__ import annotations
 
 import datetime
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,17 +21,19 @@ from vlmpack.families.base import Family, ImageLayout, ImageRule, PixelBudget
 from vlmpack.families.chat import ChatEncoder, no_vision_tower
 from vlmpack.families.clock import noted_date, reads_clock, today
 from vlmpack.families.decode import decode_image
-from vlmpack.families.fingerprint import digest, processor_parts
+from vlmpack.families.fingerprint import EncoderFacts
 from vlmpack.families.processor_config import processor_template
 from vlmpack.families.registry import family_of
 from vlmpack.families.sample import Message, VLMSample
 from vlmpack.families.thoughts import last_turn_alone
 from vlmpack.model_folder import load_tokenizer, made_with
-from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.packing import EncodedSample, Media
 
 ENCODER_VERSION = 4
 """Raise it when the shared encoding changes lengths, labels or positions."""
+
+SAME_TOKENS = (3,)
+"""Earlier versions whose ids, lengths and positions are the same, so that their runs go on."""
 
 LossOn = Literal["assistant", "all"]
 Learn = Literal["all_turns", "last_turn"]
@@ -174,23 +175,36 @@ class Encoder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """blake2b over the processor files' bytes, the sizes of images in config.json, the rules'
-        versions and the loss rule."""
-        digest = hashlib.blake2b(digest_size=16)
-        digest.update(f"{ENCODER_VERSION}/{self.family.name}/{self.family.rule_version}".encode())
-        digest.update(self.loss_on.encode())
-        if self.budget != PixelBudget():
-            digest.update(repr(self.budget).encode())
-        if self.date is not None:
-            digest.update(self.date.isoformat().encode())
-        if self.learn != "all_turns":
-            digest.update(self.learn.encode())
-        for name in PROCESSOR_FILES:
-            path = self.folder / name
-            digest.update(name.encode() + b"\0")
-            digest.update(path.read_bytes() if path.is_file() else b"-")
-        digest.update(self._image_sizes.encode())
-        return digest.hexdigest()
+        """Of all that decides ids, labels, lengths, positions and pixels."""
+        return self._facts.fingerprint(ENCODER_VERSION)
+
+    @property
+    def former_fingerprints(self) -> tuple[str, ...]:
+        """What earlier versions of vlmpack called this encoder, where ids and lengths are those of
+        today; labels may differ."""
+        return tuple(map(self._facts.fingerprint, SAME_TOKENS))
+
+    @cached_property
+    def fingerprint_parts(self) -> dict[str, str]:
+        """The fingerprint taken apart, so that a difference can be named."""
+        return self._facts.parts(ENCODER_VERSION)
+
+    @property
+    def former_rules(self) -> tuple[str, ...]:
+        """The part `rules` of `former_fingerprints`."""
+        return tuple(map(self._facts.rules, SAME_TOKENS))
+
+    @cached_property
+    def _facts(self) -> EncoderFacts:
+        return EncoderFacts(
+            folder=self.folder,
+            family=f"{self.family.name}/{self.family.rule_version}",
+            loss_on=self.loss_on,
+            budget=self.budget,
+            date=self.date,
+            learn=self.learn,
+            image_sizes=self._image_sizes,
+        )
 
     @cached_property
     def _image_sizes(self) -> str:
@@ -205,21 +219,6 @@ class Encoder:
         except (CapabilityError, ModelError, OSError, ValueError):
             return ""  # nothing can be encoded; whoever tries is told why
         return "" if rule is None else repr(replace(rule, folder=Path()))
-
-    @cached_property
-    def fingerprint_parts(self) -> dict[str, str]:
-        """The fingerprint taken apart, so that a difference can be named: tokenizer, template,
-        processor, the rules of this version, the budget where one is set, the date where the
-        template reads the clock, which answers are learnt where that is not all, and what made
-        them, which may be another version of transformers without another fingerprint."""
-        rules = f"{ENCODER_VERSION}/{self.family.name}/{self.family.rule_version}/{self.loss_on}"
-        images = {} if self.budget == PixelBudget() else {"images": _shown(self.budget)}
-        parts = processor_parts(self.folder)
-        parts["processor"] = digest(f"{parts['processor']} {self._image_sizes}".encode())
-        day = {} if self.date is None else {"date": self.date.isoformat()}
-        made = {"made_with": made_with()}
-        learn = {} if self.learn == "all_turns" else {"learn": str(self.learn)}
-        return {"rules": digest(rules.encode()), **parts, **images, **day, **learn, **made}
 
     def length(self, sample: VLMSample, sizes: Sequence[tuple[int, int]]) -> SampleLength:
         """Exact length from the messages and the image sizes alone.
@@ -366,15 +365,6 @@ class Encoder:
 
     def _decode(self, data: bytes, index: int) -> Image.Image:
         return decode_image(data, index, max_pixels=self.max_image_pixels)
-
-
-def _shown(budget: PixelBudget) -> str:
-    """The bounds that are set, readable."""
-    return ", ".join(
-        f"{name} {value}"
-        for name in ("min_pixels", "max_pixels", "max_tiles")
-        if (value := getattr(budget, name)) is not None
-    )
 
 
 def _rebuild(

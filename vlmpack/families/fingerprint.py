@@ -1,12 +1,75 @@
-"""What decides tokens and pixels: the processor's files, taken apart for messages."""
+"""What decides tokens and pixels: the processor's files and the rules, taken apart for messages."""
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
+from vlmpack.families.base import PixelBudget
+from vlmpack.model_folder import made_with
 from vlmpack.model_folder.content import PROCESSOR_FILES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderFacts:
+    """What decides the ids, labels, lengths, positions and pixels of an encoder.
+
+    Args:
+        folder: with the processor's files.
+        family: its name and the version of its rules.
+        loss_on: what is learnt at all.
+        budget: bounds on what an image costs.
+        date: where the template reads the clock.
+        learn: which answers are learnt.
+        image_sizes: the numbers of the image rule, some of them config.json's.
+    """
+
+    folder: Path
+    family: str
+    loss_on: str
+    budget: PixelBudget
+    date: datetime.date | None
+    learn: str
+    image_sizes: str
+
+    def fingerprint(self, version: int) -> str:
+        """All of it, under a version of the shared encoding: 32 hex digits."""
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(f"{version}/{self.family}".encode())
+        digest.update(self.loss_on.encode())
+        if self.budget != PixelBudget():
+            digest.update(repr(self.budget).encode())
+        if self.date is not None:
+            digest.update(self.date.isoformat().encode())
+        if self.learn != "all_turns":
+            digest.update(self.learn.encode())
+        for name in PROCESSOR_FILES:
+            path = self.folder / name
+            digest.update(name.encode() + b"\0")
+            digest.update(path.read_bytes() if path.is_file() else b"-")
+        digest.update(self.image_sizes.encode())
+        return digest.hexdigest()
+
+    def rules(self, version: int) -> str:
+        """What code decides, under a version of the shared encoding."""
+        return digest(f"{version}/{self.family}/{self.loss_on}".encode())
+
+    def parts(self, version: int) -> dict[str, str]:
+        """The rules, tokenizer, template and processor, the budget where one is set, the date where
+        the template reads the clock, which answers are learnt where that is not all, and what made
+        them, which may be another version of transformers without another fingerprint."""
+        parts = {"rules": self.rules(version), **processor_parts(self.folder)}
+        parts["processor"] = digest(f"{parts['processor']} {self.image_sizes}".encode())
+        if self.budget != PixelBudget():
+            parts["images"] = _shown(self.budget)
+        if self.date is not None:
+            parts["date"] = self.date.isoformat()
+        if self.learn != "all_turns":
+            parts["learn"] = self.learn
+        return parts | {"made_with": made_with()}
 
 
 def processor_parts(folder: Path) -> dict[str, str]:
@@ -44,3 +107,12 @@ def _without_template(data: bytes) -> tuple[bytes, bytes]:
     if template is None:
         return data, b""
     return json.dumps(config, sort_keys=True).encode(), json.dumps(template).encode()
+
+
+def _shown(budget: PixelBudget) -> str:
+    """The bounds that are set, readable."""
+    return ", ".join(
+        f"{name} {value}"
+        for name in ("min_pixels", "max_pixels", "max_tiles")
+        if (value := getattr(budget, name)) is not None
+    )

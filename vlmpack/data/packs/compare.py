@@ -74,11 +74,13 @@ def encoder_differences(manifest: Manifest, encoder: Encoder) -> list[str]:
     """One line for each part of the processor that is another one."""
     parts: Any = encoder
     now = parts.fingerprint_parts
+    before = dict(manifest.encoder)
+    if manifest.kind == "plan" and before.get("rules") in parts.former_rules:
+        before["rules"] = now["rules"]  # saved tokens keep the labels of their version, a plan none
     return [
-        f"{what}: {manifest.encoder.get(part, 'not set')} in the packs, "
-        f"{now.get(part, 'not set')} now"
+        f"{what}: {before.get(part, 'not set')} in the packs, {now.get(part, 'not set')} now"
         for part, what in _PARTS.items()
-        if manifest.encoder.get(part) != now.get(part)
+        if before.get(part) != now.get(part)
     ]
 
 
