@@ -87,3 +87,15 @@ def test_a_hostile_shard_is_listed_without_steering(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert r"x\x1b[2J.tar" in shown and r"a\u202eb" in shown
     assert shown.replace("\n", "").replace("\t", "").isprintable()
+
+
+@pytest.mark.parametrize("value", ["\u00b2", "x", "", "-1", "9" * 5000])
+def test_an_odd_rank_is_no_reason_for_a_traceback(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vlmpack.cli import app
+
+    monkeypatch.setenv("RANK", value)
+    assert app._rank() == 0
+    monkeypatch.setenv("RANK", "3")
+    assert app._rank() == 3

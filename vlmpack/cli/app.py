@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from typing import Annotated
 
@@ -21,6 +22,8 @@ from vlmpack.cli.recipe import app as recipe_app
 from vlmpack.cli.verify import verify
 from vlmpack.errors import VlmpackError
 from vlmpack.terminal import PrintableFormatter, say
+
+_NUMBER = re.compile(r"[0-9]{1,9}")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -54,7 +57,7 @@ def finetune(
     world = os.environ.get("WORLD_SIZE", "1")
     # An odd WORLD_SIZE is named when the process group starts.
     loaded = load_recipe(
-        recipe, overrides or (), world_size=int(world) if world.isdigit() else None
+        recipe, overrides or (), world_size=int(world) if _NUMBER.fullmatch(world) else None
     )
     from vlmpack.training.worker_server import start_worker_server
 
@@ -71,7 +74,8 @@ def finetune(
 
 
 def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+    text = os.environ.get("RANK", "0")  # an odd one is named when the process group starts
+    return int(text) if _NUMBER.fullmatch(text) else 0
 
 
 def main() -> None:
