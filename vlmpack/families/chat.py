@@ -213,12 +213,15 @@ class ChatEncoder:
         learnt, excluded = self._learnt_and_excluded(shown, text)
         written = write_out(text, [*learnt, *excluded], self.marker, images)
         ids, places = self._tokenise(written.text, has_literals)
-        words = written_by(places, without([(0, len(written.text))], written.images))
+        from_image = [False] * len(ids)
+        if written.images:
+            words = written_by(places, without([(0, len(written.text))], written.images))
+            from_image = [not word for word in words]
         learnt, excluded = written.spans[: len(learnt)], written.spans[len(learnt) :]
         return ChatTokens(
             input_ids=ids,
             from_assistant=written_by(places, without(learnt, self._around(written))),
-            from_image=[not word for word in words],
+            from_image=from_image,
             excluded=written_by(places, excluded),
         )
 

@@ -28,6 +28,8 @@ def written_by(places: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
         spans: of the same text; empty ones have no character.
     """
     found = [False] * len(places)
+    if not spans:
+        return found
     starts = [start for start, _ in places]
     for a, b in spans:
         at = bisect_left(starts, b) if a < b else 0
