@@ -127,7 +127,7 @@ def _load(recipe: str, overrides: list[str]) -> Recipe:
 
     world = os.environ.get("WORLD_SIZE", "1")
     # An odd WORLD_SIZE is named when the process group starts.
-    size = int(world) if world.isdigit() else None
+    size = int(world) if world.isascii() and world.isdigit() and len(world) < 10 else None
     if not Path(recipe).is_dir():  # a recipe's problems show without torch
         return load_recipe(recipe, overrides, world_size=size)
     from vlmpack.training.reopen import read_recipe
