@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
@@ -148,12 +149,14 @@ def _typed(document: Document) -> tuple[Recipe | None, dict[str, object], list[P
     except ValidationError as error:
         problems = explain(error, values, json_schema())
         wrong = {problem.path[0] for problem in problems if problem.path}
-        sections: dict[str, object] = {
-            name: section.model_validate(values[name])
-            for name, section in SECTIONS.items()
-            if name not in wrong
-        }
-        if "run_dir" not in wrong:
+        sections: dict[str, object] = {}
+        for name, section in SECTIONS.items():
+            if name in wrong:
+                continue
+            # A problem may be named where it was written, which is not where it was found.
+            with suppress(ValidationError):
+                sections[name] = section.model_validate(values[name])
+        if isinstance(values.get("run_dir"), str) and "run_dir" not in wrong:
             sections["run_dir"] = values["run_dir"]
         return None, sections, problems
     sections = {name: getattr(recipe, name) for name in Recipe.model_fields}
