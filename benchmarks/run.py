@@ -19,6 +19,7 @@ from bench_launch import bench_launch
 from bench_memory import bench_context_memory
 from bench_packers import bench_packers
 from bench_plan import bench_plan
+from bench_safety import bench_safety
 from bench_segments import bench_segments
 from bench_step import bench_step
 
@@ -56,6 +57,7 @@ def _benchmarks(rounds: int) -> dict[str, Callable[[], dict[str, object]]]:
         "data": lambda: bench_data(rounds),
         "launch": lambda: bench_launch(rounds),
         "plan": bench_plan,
+        "safety": lambda: bench_safety(rounds),
         "fewest packs": lambda: bench_fewest(rounds),
         "packers": lambda: bench_packers(rounds),
         "step": lambda: bench_step(rounds, width=512),
