@@ -35,7 +35,7 @@ test-rest: $(STAMP)  ## the tests that `make test` leaves out
 test-all: lint test test-rest  ## linters and every test that CI runs
 
 soak: $(STAMP)  ## repetitions and further layouts, before a release
-	$(BIN)/python -m pytest -m soak --timeout 3600
+	$(TWO_AT_A_TIME) -m soak --timeout 3600
 
 lint: $(STAMP)  ## format, lint, types, layers
 	$(BIN)/ruff format --check .

@@ -162,7 +162,10 @@ def test_a_run_goes_on_with_another_layout_and_on_the_other_engine(demo, finetun
     (run_dir / "result.json").unlink()
     assert [path.name for path in list_checkpoints(run_dir / "checkpoints")] == ["step-00000002"]
     for recipe, steps in stages:
-        finetune(recipe, run_dir, 2, **{"training.max_steps": steps})
+        finetune(recipe, run_dir, 2, **{"checkpoint.interval_steps": 1, "checkpoint.keep": STEPS})
+        for step in range(steps + 1, STEPS + 1):
+            shutil.rmtree(step_folder(run_dir / "checkpoints", step))
+        (run_dir / "result.json").unlink()
     result = finetune("digits-demo", run_dir, 1)
     assert result["engine"]["engine"].startswith("hf")
     assert result["steps"] == STEPS
