@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -148,6 +149,19 @@ def write_model(folder: Path, shapes: dict[str, tuple[int, ...]], text: dict[str
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     (folder / "config.json").write_text(json.dumps(text))
     return folder
+
+
+def test_weights_that_lie_there_twice_count_once(tmp_path: Path) -> None:
+    """Mistral's folders hold them under names of Mistral's own too, in a file that is not read."""
+    folder = tmp_path / "model"
+    shutil.copytree(TINY_MODEL, folder)
+    header = json.dumps(
+        {"layers.0.w": {"dtype": "BF16", "shape": [9, 9], "data_offsets": [0, 0]}}
+    ).encode()
+    second = folder / "consolidated.safetensors"
+    second.write_bytes(struct.pack("<Q", len(header)) + header)
+    assert read_shapes(second)
+    assert read_sizes(folder) == read_sizes(TINY_MODEL)
 
 
 def test_what_a_rank_holds_under_each_sharding(tmp_path: Path) -> None:

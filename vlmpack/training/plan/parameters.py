@@ -16,6 +16,7 @@ from typing import Any
 
 from vlmpack.errors import ModelError
 from vlmpack.families.configs import whole_config
+from vlmpack.model_folder import weight_files
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
@@ -81,11 +82,12 @@ def read_sizes(folder: Path) -> ModelSizes | None:
     """The sizes of a model folder; None where it has no safetensors file.
 
     Raises:
-        ModelError: a file that is none, or a config.json without the sizes of a decoder.
+        ModelError: a file that is none or is missing, or a config.json without the sizes of a
+            decoder.
     """
-    paths = sorted(folder.glob("*.safetensors"))
-    if not paths:
+    if next(folder.glob("*.safetensors"), None) is None:
         return None
+    paths = weight_files(folder)  # not all there are: some folders hold the weights twice
     shapes: dict[str, tuple[int, ...]] = {}
     for path in paths:
         shapes.update(read_shapes(path))
