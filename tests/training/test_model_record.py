@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from support.drifts import DRIFTS, reshard, said, touch
 from support.engines import single_rank
+from support.payloads import say
 from support.shards import TINY_MODEL
 
 from vlmpack.errors import ModelError, RunDirError, RunIdentityError
@@ -153,6 +154,30 @@ def test_files_that_are_the_same_are_not_taken_apart_again(
     assert set(taken) == {"config.json", "generation_config.json"}
     assert ModelRecord.of_files(folder, recorded.weights) == recorded
     assert "tokenizer.json" in taken
+
+
+def test_numbers_and_texts_of_every_kind_are_compared(folder: Path, run_dir: RunDir) -> None:
+    """NaN equals nothing, 10000.0 is 10000 and true is not 1, half a surrogate pair is a text."""
+    odd = {"a": float("nan"), "b": 10000, "c": [2, 0.5], "d": "\ud800" * 200, "e": True}
+    say(folder, "config.json", **odd)
+    run_dir.result.unlink()
+    parts, _ = launch(folder, run_dir)
+    run_dir.result.write_text("{}")
+    say(folder, "config.json", b=10000.0, c=[2.0, 0.5])
+    assert launch(folder, run_dir)[0] == parts
+    check_trained_from(run_dir.path, parts, check_model_again(folder, run_dir))
+    for name, other in {"a": 1.0, "c": [2, 0.25], "d": "\ud801" * 200, "e": 1}.items():
+        say(folder, "config.json", **{name: other})
+        with pytest.raises(RunIdentityError, match=rf"config\.json: {name}: .* in the run"):
+            launch(folder, run_dir)
+        say(folder, "config.json", **{name: odd[name]})
+
+
+def test_a_record_of_a_later_version_is_named_as_such(folder: Path, run_dir: RunDir) -> None:
+    later = json.loads(run_dir.model.read_text()) | {"version": 2, "more": {}}
+    run_dir.model.write_text(json.dumps(later))
+    with pytest.raises(RunDirError, match="has version 2, this version reads 1"):
+        launch(folder, run_dir)
 
 
 def test_generation_settings_are_said_once(

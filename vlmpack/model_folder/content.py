@@ -105,8 +105,21 @@ def _flat(prefix: str, values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 def _kept(value: Any) -> Any:
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
     if len(text) <= LONGEST:
+        return _same_number(value)
+    # A JSON string may hold half a surrogate pair, which no other encoding takes.
+    return f"{len(text):,} characters, digest {_digest(text.encode(errors='surrogatepass'))}"
+
+
+def _same_number(value: Any) -> Any:
+    """10000.0 as 10000, since whoever saves a config may write either; and NaN, which equals
+    nothing, as a text."""
+    if isinstance(value, list):
+        return [_same_number(each) for each in value]
+    if not isinstance(value, float):
         return value
-    return f"{len(text):,} characters, digest {_digest(text.encode())}"
+    if value != value:
+        return "NaN"
+    return int(value) if value.is_integer() else value
 
 
 def _digest(data: bytes) -> str:

@@ -91,16 +91,16 @@ class ModelRecord:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             version, check = content.pop("version"), content.pop("check")
+            if version != RECORD_VERSION:
+                raise RunDirError(
+                    f"run_dir: {path} has version {version}, this version reads {RECORD_VERSION}; "
+                    f"resume with the version that wrote it"
+                )
             record = cls(**content)
-            if version == RECORD_VERSION and check != record._check():
+            if check != record._check():
                 raise ValueError("its content does not match its digest")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunDirError(f"run_dir: {path} is damaged: {error}") from error
-        if version != RECORD_VERSION:
-            raise RunDirError(
-                f"run_dir: {path} has version {version}, this version reads {RECORD_VERSION}; "
-                f"resume with the version that wrote it"
-            )
         return record
 
     def to_json(self) -> str:
@@ -156,7 +156,7 @@ def differing_parts(saved: object, now: Mapping[str, str]) -> list[str]:
 
 
 def _changes(prefix: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    keys = [key for key in sorted({*old, *new}) if old.get(key, _ABSENT) != new.get(key, _ABSENT)]
+    keys = [key for key in sorted({*old, *new}) if _said(old, key) != _said(new, key)]
     lines = [
         f"{prefix}{key}: {_said(old, key)} in the run, {_said(new, key)} now"
         for key in keys[:MAX_LINES]
@@ -164,9 +164,6 @@ def _changes(prefix: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> lis
     if len(keys) > MAX_LINES:
         lines.append(f"{prefix or 'entries '}... and {len(keys) - MAX_LINES} more of {len(new)}")
     return lines
-
-
-_ABSENT = object()
 
 
 def _said(values: Mapping[str, Any], key: str) -> str:
