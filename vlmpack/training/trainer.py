@@ -221,7 +221,10 @@ class Trainer:
         begun = self.totals.step
         while self.totals.step < self.config.total_steps:
             with self.config.timeouts.of_step(is_first=self.totals.step == begun):
-                stopping = self._one_step(steps, reporting)
+                sums = self._one_step(steps, reporting)
+            stopping = sums.stop_votes > 0
+            if sums.num_writing == 0:
+                self._saver.finish()  # as long as any save may take
             if not stopping and _due(self.totals.step, self.config.validation_interval):
                 self.validate(reporting)
             if stopping or _due(self.totals.step, self.config.checkpoint_interval):
@@ -234,8 +237,8 @@ class Trainer:
         self.validate(reporting)
         self.save(last=True)
 
-    def _one_step(self, steps: Iterator[TrainStep], reporting: Reporting | None) -> bool:
-        """Train one step; whether any rank was asked to stop."""
+    def _one_step(self, steps: Iterator[TrainStep], reporting: Reporting | None) -> StepSums:
+        """Train one step, and report it."""
         started = time.perf_counter()
         ACTIVITY.step = self.totals.step + 1
         ACTIVITY.enter("waiting for data")
@@ -284,9 +287,7 @@ class Trainer:
                     {name: getattr(row, name) for name in TRACKED},
                     self.totals.step,
                 )
-        if sums.num_writing == 0:
-            self._saver.finish()
-        return sums.stop_votes > 0
+        return sums
 
     def validate(self, reporting: Reporting | None) -> float | None:
         """Mean loss of a label token over the validation split; once per step number."""

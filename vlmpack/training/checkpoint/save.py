@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.backends.slices import Kind, TensorSlice
 from vlmpack.distributed import Ranks
 from vlmpack.errors import CheckpointError
@@ -133,6 +134,7 @@ class Saver:
         """
         if self._pending is None:
             return
+        ACTIVITY.enter("publishing a checkpoint")
         pending, self._pending = self._pending, None
         self._publish(pending.folder, pending.content, pending.share.result())
 

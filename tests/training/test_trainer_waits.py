@@ -1,0 +1,77 @@
+"""What a training step waits for, and what is none of its time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from support.engines import single_rank
+
+from vlmpack.distributed.timeouts import CollectiveTimeouts
+from vlmpack.training.run_dir import RunDir
+from vlmpack.training.step import StepSums
+from vlmpack.training.stop import StopFlag
+from vlmpack.training.trainer import Trainer, TrainerConfig
+
+STEPS = 4
+
+
+events: list[str] = []
+
+
+class _Steps(CollectiveTimeouts):
+    """Knows whether a step's timeout holds."""
+
+    @contextmanager
+    def of_step(self, *, is_first: bool) -> Iterator[None]:
+        events.append("first step" if is_first else "step")
+        yield
+        events.append("behind it")
+
+
+class _Saver:
+    is_writing = False
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: events.append(name)
+
+
+def test_a_checkpoint_is_published_outside_of_the_steps_timeout(tmp_path: Path) -> None:
+    """The main rank looks at the files and removes old ones while the others wait for it, for as
+    long as any save may take: a later step's time is shorter."""
+    events.clear()
+    sums = StepSums(**{entry.name: 0 for entry in fields(StepSums)})
+    stepper: Any = SimpleNamespace(
+        ranks=single_rank(),
+        train=lambda *_, **__: (sums, {}),
+        engine=SimpleNamespace(parameter_shapes=dict, optimizer_steps=0, owned_slices=None),
+    )
+    trainer = Trainer(
+        stepper=stepper,
+        config=TrainerConfig(
+            total_steps=STEPS,
+            checkpoint_interval=2,
+            keep_checkpoints=1,
+            asynchronous_checkpoints=True,
+            validation_interval=None,
+            log_interval=1,
+            timeouts=_Steps(),
+        ),
+        run_dir=RunDir(tmp_path),
+        stop=StopFlag(),
+    )
+    saver: Any = _Saver()
+    trainer._saver = saver
+    step: Any = SimpleNamespace(
+        batches=[], samples=SimpleNamespace(names=[]), num_skipped=0, num_planned=0, data_state="",
+    )  # fmt: skip
+    trainer.run(iter([step] * STEPS), None)
+    whole = ["behind it", "finish"]
+    assert events == [
+        *("first step", *whole, "step", *whole, "save_in_background"),
+        *("step", *whole, "step", *whole, "save", "abandon"),
+    ]
