@@ -43,10 +43,12 @@ _PLAIN_PARAMETERS = frozenset(
     {"version", "versionid", "generation", "snapshot", "revision", "ref"}
     | {"download", "dl", "raw", "alt", "format", "file", "part", "shard"}
 )
-_HTTP_LOGIN = re.compile(r"(https?://)([^\s]*)@", re.IGNORECASE)
+# Each of these takes an address whole, whether it holds the part that is looked for or not: a text
+# of many addresses would else be read again from each of them.
+_HTTP_LOGIN = re.compile(r"(https?://)(\S*)", re.IGNORECASE)
 _LOGIN = re.compile(r"://([^/\s]*)@")
-_QUERY = re.compile(r"(https?://[^\s?#\"'<>]*)\?([^\s#\"'<>]*)", re.IGNORECASE)
-_FRAGMENT = re.compile(r"((?:https?|hf)://[^\s#\"'<>]*)#[^\s\"'<>]+", re.IGNORECASE)
+_QUERY = re.compile(r"(https?://[^\s?#\"'<>]*)(?:\?([^\s#\"'<>]*))?", re.IGNORECASE)
+_FRAGMENT = re.compile(r"((?:https?|hf)://[^\s#\"'<>]*)(#[^\s\"'<>]+)?", re.IGNORECASE)
 _IN_ADDRESS = re.compile(r"(?<=://)[^\s\"'<>]+")
 _TOKEN = re.compile(
     r"(?<![A-Za-z0-9_-])(?:"
@@ -221,11 +223,20 @@ def resolve_address(address: str) -> str:
 def redacted(text: str) -> str:
     """A text without the user names, passwords, queries, fragments and tokens of the addresses in
     it. `${env:NAME}` is no secret and stays."""
-    text = _HTTP_LOGIN.sub(lambda found: f"{found[1]}{_hidden_login(found[2])}@", text)
+    text = _HTTP_LOGIN.sub(_without_login, text)
     text = _LOGIN.sub(lambda found: f"://{_hidden_login(found[1])}@", text)
-    text = _QUERY.sub(lambda found: f"{found[1]}?{_hidden_query(found[2])}", text)
-    text = _FRAGMENT.sub(r"\1#***", text)
+    text = _QUERY.sub(_without_query, text)
+    text = _FRAGMENT.sub(lambda found: f"{found[1]}#***" if found[2] else found[1], text)
     return _IN_ADDRESS.sub(lambda found: _RANDOM.sub("***", _TOKEN.sub("***", found[0])), text)
+
+
+def _without_login(found: re.Match[str]) -> str:
+    login, at, rest = found[2].rpartition("@")
+    return f"{found[1]}{_hidden_login(login)}@{rest}" if at else found[0]
+
+
+def _without_query(found: re.Match[str]) -> str:
+    return found[0] if found[2] is None else f"{found[1]}?{_hidden_query(found[2])}"
 
 
 def _hidden_login(login: str) -> str:

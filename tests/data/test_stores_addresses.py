@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import time
 from pathlib import Path
 
 import pytest
@@ -176,3 +177,11 @@ def test_storage_options_that_collide_are_refused(items: tuple[str, ...]) -> Non
     with pytest.raises(RecipeError, match=r"--storage (credentials|region)") as caught:
         open_reading(["x.tar"], recipe=None, storage=items, max_image_pixels=None)
     assert "canary" not in str(caught.value)
+
+
+@pytest.mark.parametrize("unit", ["http://", "http://a?", "http://#", "https://user:http://"])
+def test_a_text_of_many_addresses_is_read_once(unit: str) -> None:
+    began = time.process_time()
+    shown = redacted(unit * 4000)
+    assert time.process_time() - began < 0.5, "1 to 17 s where each address reads on to the end"
+    assert shown.startswith("http")
