@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ from support.engines import single_rank
 from support.shards import TINY_MODEL, mixed_samples
 
 from vlmpack.backends.policy import EVERYTHING, ComponentPolicy, TrainingPolicy
+from vlmpack.cli import verify as verify_command
 from vlmpack.distributed import Ranks
 from vlmpack.errors import CapabilityError
 from vlmpack.families import Encoder, family_of
 from vlmpack.packing import FixedShape, PackCollator, PadCollator
 from vlmpack.report.verify import head, table_rows
+from vlmpack.terminal import open_console
 from vlmpack.training.verify import Check, Verification, memory
 from vlmpack.training.verify.compare import Compared, check_log_probabilities, loss_error
 from vlmpack.training.verify.figures import bounded, relative_l2, with_noise, worst
@@ -278,6 +281,21 @@ def test_the_last_line_says_what_to_look_at():
     written = json.loads(json.dumps(as_json(found), allow_nan=False))
     assert written["checks"][1]["measured"] == "inf"
     assert [row[0] for row in table_rows(found)] == ["pass", "FAIL"]
+
+
+def test_a_terminal_shows_colours_and_no_escapes(monkeypatch, capfd, tmp_path):
+    console = partial(open_console, force_terminal=True, color_system="standard")
+    monkeypatch.setattr(verify_command, "open_console", console)
+    failing = Check(name="leak test", status="fail", measured=math.inf, detail="a\x1b[2Jmoves b")
+    sample = {"tokens": 7, "labels": 3, "images": 1}
+    engine = {"reference": "M", "engine": "hf", "attention": "a", "device": "cpu", "processes": "1"}
+    facts = {"model": "M", "samples": [sample], "samples_wanted": 1, "engine": engine}
+    facts |= {"mode": "none", "dtype": "float32", "seconds": 1.0}
+    verify_command._print(Verification(checks=(failing,), facts=facts), tmp_path / "v.json")
+    shown = capfd.readouterr().out
+    assert "\x1b[1;31mFAIL" in shown
+    assert "\\x1b[1;31m" not in shown and "\\x1b[0m" not in shown
+    assert "a\\x1b[2Jmoves b" in shown
 
 
 def head_of(**facts):

@@ -162,7 +162,7 @@ def _print(found: Verification, path: Path) -> None:
     with console.capture() as captured:
         console.print(table)
     for line in captured.get().splitlines():
-        say(line.rstrip())
+        console.print(Text.from_ansi(line.rstrip()), soft_wrap=True)
     console.print(Text(f"json      {path}"), soft_wrap=True)
     # The last line is for scripts too: plain, and never broken.
     say(conclusion(found))
