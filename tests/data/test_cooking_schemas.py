@@ -418,3 +418,13 @@ def test_numbered_images_go_by_number_not_by_name() -> None:
     assert members[2] == "10.jpg"
     found = cooked(chat(("user", [IMAGE] * 12), ("assistant", "A")), *members)
     assert found.image_fields == tuple(f"{number}.jpg" for number in range(12))
+
+
+@pytest.mark.parametrize("depth", [100, 500, 900])
+def test_deep_values_of_other_keys_are_read_or_refused(depth: int) -> None:
+    """Each as deeply as the parser reads: what looks into them is not to fail sooner."""
+    deep = b'{"a":' * depth + b"1" + b"}" * depth
+    document = json.dumps(chat(("user", "Q"), ("assistant", "A"))).encode()[:-1]
+    assert cooked(document + b',"x":' + deep + b"}").unknown_keys == ("x",)
+    with pytest.raises(DataError, match="'tools'"):
+        cooked(document + b',"tools":' + deep + b"}")

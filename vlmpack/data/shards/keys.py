@@ -94,9 +94,14 @@ _MEANT_IN_TURNS: Mapping[str, str] = {
 
 def is_absent(value: object) -> bool:
     """Whether a key with this value says nothing: null, or empty all through."""
-    if isinstance(value, dict):
-        return all(map(is_absent, value.values()))
-    return value is None or value in ("", [])
+    left = [value]  # no recursion: a record may be nested as deeply as JSON is read
+    while left:
+        item = left.pop()
+        if isinstance(item, dict):
+            left += item.values()
+        elif item is not None and item not in ("", []):
+            return False
+    return True
 
 
 def unknown_record_keys(record: Mapping[str, object]) -> tuple[str, ...]:
