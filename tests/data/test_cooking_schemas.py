@@ -9,6 +9,7 @@ import pytest
 
 from vlmpack.data.shards.keys import MEANT_ELSEWHERE
 from vlmpack.data.shards.schemas import CookedText, cook_text
+from vlmpack.data.tools.convert.chat import chat_turns
 from vlmpack.errors import DataError
 from vlmpack.families.sample import ImagePart, TextPart
 
@@ -418,6 +419,28 @@ def test_numbered_images_go_by_number_not_by_name() -> None:
     assert members[2] == "10.jpg"
     found = cooked(chat(("user", [IMAGE] * 12), ("assistant", "A")), *members)
     assert found.image_fields == tuple(f"{number}.jpg" for number in range(12))
+
+
+def test_the_index_of_an_image_is_its_place_or_refused() -> None:
+    """As HuggingFaceH4/llava-instruct-mix-vsft writes its parts."""
+
+    def record(*places: object) -> dict[str, Any]:
+        parts = [{"index": place, "text": None, "type": "image"} for place in places]
+        words = {"index": None, "text": "Q", "type": "text"}
+        return chat(("user", [words, parts[0]]), ("assistant", "A"), ("user", [*parts[1:], words]))
+
+    for places in ((0, 1), (0.0, None)):
+        found = cooked(record(*places), "0.jpg", "1.jpg")
+        assert found.image_fields == ("0.jpg", "1.jpg")
+        named_too = chat_turns(record(*places) | {"images": ["a.jpg", "b.jpg"]})
+        assert named_too.images == ("a.jpg", "b.jpg")
+    for places in ((1, 0), (0, 0), (False, 1), ("0", 1)):
+        with pytest.raises(DataError, match="index is"):
+            cooked(record(*places), "0.jpg", "1.jpg")
+        with pytest.raises(DataError, match="index is"):
+            chat_turns(record(*places) | {"images": ["a.jpg", "b.jpg"]})
+    with pytest.raises(DataError, match="'index'"):
+        cooked(chat(("user", [{"type": "text", "text": "Q", "index": 0}]), ("assistant", "A")))
 
 
 @pytest.mark.parametrize("depth", [100, 500, 900])

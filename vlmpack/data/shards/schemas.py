@@ -57,7 +57,7 @@ class CookedText:
         return sum(len(message.text.encode("utf-8")) for message in self.sample.messages)
 
 
-_PART_KEYS = {kind: frozenset(("type", kind)) for kind in ("text", "image")}
+_PART_KEYS = {"text": frozenset(("type", "text")), "image": frozenset(("type", "image", "index"))}
 
 _AS_TEXT = "a literal {} is written in the 'messages' schema, where it is text"
 
@@ -179,6 +179,7 @@ def _chat_turn(turn: object, where: str, names: list[str | None]) -> Message:
                 raise _SchemaError(
                     f"{where}.content[{number}].image is {_kind(name)}; expected a member's name"
                 )
+            check_place(part, len(names), f"{where}.content[{number}]")
             parts.append(ImagePart(len(names)))
             names.append(name)
         elif kind in OTHER_MEDIA:
@@ -254,6 +255,28 @@ def named_images(value: Mapping[str, object]) -> object:
             error_class="schema",
         )
     return given[0] if given else None
+
+
+def check_place(part: Mapping[str, object], place: int, where: str) -> None:
+    """Whether the `index` of an image part, in files of Hugging Face's, is where it stands anyway.
+
+    Args:
+        part: with its keys.
+        place: images before it in the record.
+        where: its own place, for messages.
+
+    Raises:
+        DataError: (schema) it is another.
+    """
+    index = part.get("index")
+    if is_absent(index):
+        return
+    if isinstance(index, bool) or index != place:
+        raise DataError(
+            f"{where}.index is {index!r}, and it is image {place} of the record, counted from 0; "
+            "images are shown in their order: put the parts into that of the images",
+            error_class="schema",
+        )
 
 
 def marks_video(schema: str) -> str:

@@ -19,6 +19,7 @@ from vlmpack.data.shards.schemas import (
     IMAGE_MARKER,
     OTHER_MEDIA,
     VIDEO_MARKER,
+    check_place,
     marks_video,
     named_images,
     other_media,
@@ -47,7 +48,7 @@ _FILE_KEYS = frozenset(("bytes", "path"))
 _URL_KEYS = frozenset(("url",))
 _PART_KEYS = {
     "text": frozenset(("type", "text")),
-    "image": frozenset(("type", *_IMAGE_NAMES)),
+    "image": frozenset(("type", "index", *_IMAGE_NAMES)),
     "image_url": frozenset(("type", "image_url")),
 }
 
@@ -113,7 +114,8 @@ def chat_turns(record: dict[str, Any]) -> ChatTurns:
     for where, turn in placed_turns(record, schema, turns):
         role, content, learn = _turn(turn, schema, where)
         heads.append((where, role, learn))
-        parts.append(list(_parts(content, where)))
+        shown = sum(isinstance(part, ImagePlace) for row in parts for part in row)
+        parts.append(list(_parts(content, where, shown)))
     places = [part for row in parts for part in row if isinstance(part, ImagePlace)]
     if schema == "conversations" or (named and not places):
         _refuse_video_markers([where for where, _, _ in heads], parts, schema)
@@ -150,7 +152,8 @@ def _turn(turn: object, schema: str, where: str) -> tuple[str, object, bool]:
     return roles[role], turn.get(content_field), is_learnt(turn, roles[role], where)
 
 
-def _parts(content: object, where: str) -> Iterator[str | ImagePlace]:
+def _parts(content: object, where: str, shown: int) -> Iterator[str | ImagePlace]:
+    """The parts of a turn, behind so many images of the record."""
     if isinstance(content, str):
         yield content
         return
@@ -163,12 +166,15 @@ def _parts(content: object, where: str) -> Iterator[str | ImagePlace]:
         if kind == "text" and isinstance(part.get("text"), str):
             yield part["text"]
         elif kind == "image":
+            check_place(part, shown, f"{where}[{number}]")
+            shown += 1
             yield _image_part(part, f"{where}[{number}]")
         elif kind == "image_url":
             url = part.get("image_url")
             if isinstance(url, dict):
                 refuse_unknown({**url, "detail": _detail(url)}, _URL_KEYS, f"{where}[{number}]")
                 url = url.get("url")
+            shown += 1
             yield ImagePlace(_source(url, f"{where}[{number}]"))
         elif kind in OTHER_MEDIA:
             raise _fault(f"{where}[{number}] has the type {kind!r}; {other_media(kind)}")
