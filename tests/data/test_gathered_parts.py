@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from shard_fakes import open_data, sample_fields, write_shard, write_shards
 
+from vlmpack.data.config import SourceConfig
 from vlmpack.data.index import gathered, parts
 from vlmpack.data.index.part_file import read_part
 from vlmpack.errors import DataError
@@ -128,4 +129,39 @@ def test_old_ones_are_removed(tmp_path: Path, monkeypatch: Any) -> None:
         assert len(columns(open_data(pattern, tmp_path / "i"))["keys"]) == count
         newest = max(files(tmp_path / "i"), key=lambda file: file.stat().st_mtime_ns)
         assert newest.name.endswith("lengths.gathered")
+    assert len(files(tmp_path / "i")) == 2 * gathered.MOST_KEPT
+
+
+def test_many_sources_share_one_file_of_each_kind(
+    tmp_path: Path, opened: list[str], monkeypatch: Any
+) -> None:
+    """A file for each would be more than are kept, and each launch would make all of them again."""
+    monkeypatch.setattr(gathered, "LEAST_GATHERED", 2)
+    sources = tuple(
+        SourceConfig(
+            name=f"s{number}", paths=(write_shards(tmp_path / f"d{number}", 4, per_shard=2),)
+        )
+        for number in range(gathered.MOST_KEPT + 2)
+    )
+    first = open_data("unused", tmp_path / "i", sources=sources)
+    opened.clear()
+    again = open_data("unused", tmp_path / "i", sources=sources)
+    assert sorted(name.partition(".")[2] for name in opened) == [
+        "index.gathered",
+        "lengths.gathered",
+    ]
+    assert columns(again) == columns(first)
+    assert len(columns(again)["keys"]) == 4 * len(sources)
+    assert again.identity == first.identity
+
+
+def test_a_file_in_use_is_kept(tmp_path: Path, opened: list[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(gathered, "LEAST_GATHERED", 1)
+    used = write_shards(tmp_path / "used", 4, per_shard=2)
+    open_data(used, tmp_path / "i")
+    for number in range(gathered.MOST_KEPT + 2):
+        open_data(write_shards(tmp_path / f"d{number}", 2, per_shard=1), tmp_path / "i")
+        opened.clear()
+        open_data(used, tmp_path / "i")
+        assert not [name for name in opened if name.endswith(".part")]
     assert len(files(tmp_path / "i")) == 2 * gathered.MOST_KEPT

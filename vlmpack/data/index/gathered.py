@@ -15,7 +15,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ logger = logging.getLogger("vlmpack")
 LEAST_GATHERED = 16
 """Fewer parts are read one by one."""
 MOST_KEPT = 8
-"""Files of one kind in a folder; the oldest are removed, for they are copies."""
+"""Files of one kind in a folder; those used longest ago are removed, for they are copies."""
 
 _PARTS = b"vlmpack.parts"
 
@@ -80,6 +82,8 @@ def _read(path: Path, parts: Sequence[Part], fits: Fits) -> list[Any] | None:
     names = [part.path.rpartition("/")[2] for part in parts]
     if [name for name, _, _ in facts] != names:
         return None
+    with suppress(OSError):
+        os.utime(path)  # used: others are older
     whole = whole.combine_chunks()
     tables, start = [], 0
     for place, (_, rows, metadata) in enumerate(facts):
@@ -97,10 +101,7 @@ def _write(path: Path, parts: Sequence[Part], tables: Sequence[Any]) -> None:
         [
             part.path.rpartition("/")[2],
             table.num_rows,
-            {
-                name.decode(): value.decode()
-                for name, value in (table.schema.metadata or {}).items()
-            },
+            _in_text(table.schema.metadata or {}),
         ]
         for part, table in zip(parts, tables, strict=True)
     ]

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -64,10 +65,7 @@ def prepare_split(
         DataError: a damaged shard; a bad sample whose class is not skipped; an over-long sample.
         EmptyDataError: nothing to train on.
     """
-    joined: list[tuple[Sequence[ShardIndex], Sequence[Any]]] = []
-    for stamps in survey.sources:
-        indexes = open_index(stamps, builder, settings)
-        joined.append((indexes, open_lengths(indexes, builder.lengths, settings)))
+    joined = _open_sources(survey, builder, settings)
     table = join_tables(joined)
     check_faults(table, config)
     check_unknown_keys(table, config)
@@ -81,6 +79,17 @@ def prepare_split(
     )
     check_not_empty([fitted], config)
     return PreparedSplit(fitted, _identity(config, survey, builder.lengths.encoder, joined))
+
+
+def _open_sources(
+    survey: Survey, builder: ShardBuilder, settings: BuildSettings
+) -> list[tuple[Sequence[ShardIndex], Sequence[Any]]]:
+    """Indexes and lengths of each source; all are opened together, from one file of each kind."""
+    stamps = [stamp for source in survey.sources for stamp in source]
+    indexes = open_index(stamps, builder, settings)
+    lengths = open_lengths(indexes, builder.lengths, settings)
+    ends = list(accumulate(map(len, survey.sources), initial=0))
+    return [(indexes[a:b], lengths[a:b]) for a, b in pairwise(ends)]
 
 
 @dataclass(frozen=True, slots=True)
