@@ -7,8 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shard_fakes import chat_json, image_bytes, key_of, sample_fields, write_shard, write_shards
+from shard_fakes import (
+    FakeEncoder,
+    chat_json,
+    image_bytes,
+    key_of,
+    sample_fields,
+    write_shard,
+    write_shards,
+)
 
+from vlmpack.activity import ACTIVITY
+from vlmpack.data.index.lengths import LengthsBuilder, open_lengths
 from vlmpack.data.index.part_file import read_part
 from vlmpack.data.index.parts import BuildSettings, Part, part_for
 from vlmpack.data.index.shard_index import IndexBuilder, ShardIndex, open_index
@@ -192,3 +202,18 @@ def test_a_part_is_tied_to_size_version_and_rule(tmp_path: Path) -> None:
     second = part_for(tmp_path, LocalFetcher().head(str(path)), BUILDER.rule)
     assert len({first.path, second.path, part_for(tmp_path, stamp, "other-1").path}) == 3
     assert read_part(Part(stamp, str(tmp_path / "none")).path) is None
+
+
+def test_every_sample_that_is_indexed_or_measured_is_progress(tmp_path: Path) -> None:
+    """The watchdog calls it a stall where nothing moves, and a local shard is read without a
+    store that would say so."""
+    path = tmp_path / "s.tar"
+    write_shard(path, [(key_of(number), sample_fields(number)) for number in range(12)])
+    begun = ACTIVITY.beats
+    [found] = open_index([str(path)], BUILDER, BuildSettings(directory=tmp_path / "i"))
+    assert found.num_samples == 12
+    assert ACTIVITY.beats - begun >= 12
+    begun = ACTIVITY.beats
+    lengths = LengthsBuilder(LocalFetcher(), BUILDER, tmp_path / "i", FakeEncoder())
+    open_lengths([found], lengths, BuildSettings(directory=tmp_path / "i"))
+    assert ACTIVITY.beats - begun >= 12

@@ -57,3 +57,30 @@ def test_each_process_is_watched_while_it_works() -> None:
     for number, (given, phase, threads) in enumerate(reports, start=1):
         assert (given, phase) == (number, "working on a shard")
         assert "vlmpack-watchdog" in threads
+
+
+def test_each_report_is_progress_of_the_process_that_waits_for_it() -> None:
+    """It is no stall that other processes index hundreds of shards."""
+    beats: list[int] = []
+    reports = each_shard(doubled, [1, 2, 3], processes=2, preload=(), in_order=False, remedy="none")
+    for _ in reports:
+        beats.append(ACTIVITY.beats)
+    assert len(beats) == len(set(beats)) == 3
+    assert not ACTIVITY.waits()
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_what_is_waited_for_is_said(in_order: bool) -> None:
+    said: list[str] = []
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.wait(0.01):
+            said.extend(ACTIVITY.waits())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    list(each_shard(watched, [1, 2], processes=2, preload=(), in_order=in_order, remedy="none"))
+    done.set()
+    thread.join()
+    assert set(said) == {"waiting for the processes that work on shards"}

@@ -15,6 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.data.index.gathered import open_parts
 from vlmpack.data.index.part_file import write_part
 from vlmpack.data.index.parts import (
@@ -147,6 +148,7 @@ class LengthsBuilder:
         return found
 
     def _row(self, stamp: ShardStamp, row: dict[str, Any], document: bytes) -> dict[str, Any]:
+        ACTIVITY.moved()
         try:
             text = text_of(stamp, row, document)
         except DataError as error:

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.data.folders import default_cache_dir
 from vlmpack.data.forkserver import DEFAULT_PRELOAD
 from vlmpack.data.index.part_file import SUFFIX, read_part, unwritable
@@ -136,6 +137,7 @@ def build_parts(
                 return
         if len(missing) < left_before:
             deadline, left_before = time.monotonic() + stall_timeout_seconds, len(missing)
+            ACTIVITY.moved()
         elif time.monotonic() > deadline:
             raise DataError(
                 f"waited {stall_timeout_seconds:.0f} s for {what}: {len(missing)} of {total} "
@@ -172,6 +174,7 @@ def share_parts(
         holders = [build_unless_held(part, build, what) for part in left]
         if len(left) < left_before or None in holders:
             deadline, left_before = time.monotonic() + timeout, len(left)
+            ACTIVITY.moved()
         elif time.monotonic() > deadline:
             raise DataError(
                 f"waited {timeout:.0f} s for {what}: {len(left)} of {len(parts)} parts in "

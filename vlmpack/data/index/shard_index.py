@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.data.index.gathered import open_parts
 from vlmpack.data.index.part_file import write_part
 from vlmpack.data.index.parts import (
@@ -135,7 +136,10 @@ class IndexBuilder:
                 max_member_bytes=self.caps.max_member_bytes,
             )
             samples = group_members(members, shard=stamp.path, caps=self.caps)
-            rows = [index_row(raw, self.caps, note) for raw in samples]
+            rows = []
+            for raw in samples:
+                rows.append(index_row(raw, self.caps, note))
+                ACTIVITY.moved()
         if self.fetcher.head(stamp.path) != stamp:
             raise DataError(
                 "the shard changed while it was indexed", error_class="integrity", shard=stamp.path

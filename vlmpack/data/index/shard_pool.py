@@ -84,9 +84,9 @@ def _watched(work: Callable[[Item], Report], shard: Item) -> Report:
 
 def _taken(begun: list[Future[Report]], in_order: bool) -> Report:
     """The first report, or one that is there; waits for it."""
-    if in_order:
-        return begun.pop(0).result()
-    done, _ = wait(begun, return_when=FIRST_COMPLETED)
+    with ACTIVITY.waiting(lambda: "waiting for the processes that work on shards"):
+        done, _ = wait(begun[:1] if in_order else begun, return_when=FIRST_COMPLETED)
+    ACTIVITY.moved()
     future = next(one for one in begun if one in done)
     begun.remove(future)
     return future.result()
