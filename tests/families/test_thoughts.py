@@ -108,7 +108,7 @@ def test_lengths_packs_and_workers_know_what_is_learnt(folder):
     assert pickle.loads(pickle.dumps(last)).fingerprint == last.fingerprint
 
     class Packs:
-        encoder = every.fingerprint_parts
+        kind, encoder = "tokens", every.fingerprint_parts
 
     assert encoder_differences(Packs, last) == ["data.learn: not set in the packs, last_turn now"]
 

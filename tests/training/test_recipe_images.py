@@ -54,12 +54,12 @@ def test_an_image_longer_than_a_sample_is_noted(build, caplog):
 
 def test_packs_of_another_budget_are_refused_by_name(build):
     plain, bound = build(), build(max_pixels=20_000)
-    made: Any = SimpleNamespace(encoder=dict(bound.fingerprint_parts))
+    made: Any = SimpleNamespace(kind="plan", encoder=dict(bound.fingerprint_parts))
     assert encoder_differences(made, bound) == []
     assert encoder_differences(made, plain) == [
         "images: max_pixels 20000 in the packs, not set now"
     ]
-    older: Any = SimpleNamespace(encoder=dict(plain.fingerprint_parts))
+    older: Any = SimpleNamespace(kind="plan", encoder=dict(plain.fingerprint_parts))
     assert encoder_differences(older, plain) == []
     assert encoder_differences(older, bound) == [
         "images: not set in the packs, max_pixels 20000 now"
