@@ -364,6 +364,60 @@ def test_ranks_share_the_work(
     assert max(shares.values()) < 0.35 * total
 
 
+def hash_on_machines(folders: list[Path], nothing: RememberedDigests) -> list[Any]:
+    """What each of some ranks finds, or raises, that see a folder each; and the bytes it hashed."""
+    room, found = _Room(len(folders)), {}
+
+    def work(rank: int) -> None:
+        ranks: Any = _Threads(rank, room)
+        try:
+            with hashing_weights(folders[rank], ranks, nothing) as hashing:
+                mine = sum(piece.stop - piece.start for piece in hashing._shares[rank])
+                found[rank] = hashing.finish(), mine
+        except ModelError as error:
+            found[rank] = str(error)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(folders))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[rank] for rank in range(len(folders))]
+
+
+def test_a_machine_with_a_copy_of_its_own_hashes_that(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    nothing = RememberedDigests(tmp_path / "no" / "where")
+    found = hash_on_machines([folder, folder, copy, copy], nothing)
+    assert len({str(whole) for whole, _ in found}) == 1
+    hashed = [mine for _, mine in found]
+    assert sum(hashed[:2]) == sum(hashed[2:]) > 1e6
+    assert min(hashed) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("other bytes, size and mtime the same", "weights: "),
+        ("rms_norm_eps", "config.json"),
+        ("a missing file", "has no weights"),
+    ],
+)
+def test_a_copy_that_is_another_is_refused_by_all(
+    folder: Path, tmp_path: Path, name: str, what: str
+) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    if name == "a missing file":
+        (copy / "model.safetensors").unlink()
+    else:
+        DRIFTS[name][0](copy)
+    told = hash_on_machines([folder, folder, copy], RememberedDigests(tmp_path / "kept"))
+    assert len(set(told)) == 1
+    assert what in told[0]
+    if name != "a missing file":
+        assert "the folder of rank 2 on" in told[0]
+
+
 def test_every_part_counts() -> None:
     record = ModelRecord(weights={"w": "1"}, config={"c": 1}, processor={"p": 1})
     for part in ("weights", "config", "processor"):

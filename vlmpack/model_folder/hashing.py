@@ -1,16 +1,24 @@
-"""The digests of a folder's weights, made by threads of all ranks while the model is loaded."""
+"""The digests of a folder's weights, made by threads of all ranks while the model is loaded.
+
+Ranks that see the same files share them. A machine with a copy of its own hashes that one, and all
+copies must hold the same.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Iterator, Mapping
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from vlmpack.distributed import Ranks
 from vlmpack.errors import ModelError
+from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.model_folder.digests import (
     Piece,
     StoredTensor,
@@ -20,14 +28,30 @@ from vlmpack.model_folder.digests import (
     tensors_of,
 )
 from vlmpack.model_folder.remembered import RememberedDigests, SeenFile, look_at
-from vlmpack.model_folder.weights import weight_files
+from vlmpack.model_folder.weights import first, weight_files
 
 MAX_THREADS = 8
+
+Result = TypeVar("Result")
+
+
+class _View(NamedTuple):
+    """A model folder as one rank sees it.
+
+    Args:
+        host: its machine.
+        files: those of weights, as the file system knows them, whichever machine asks.
+        small: digests of the other files that decide what is trained.
+    """
+
+    host: str
+    files: tuple[str, ...]
+    small: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What the main rank found.
+    """What the first of the ranks that share files found.
 
     Args:
         seen: every file of weights, before any is hashed.
@@ -44,8 +68,9 @@ class WeightHashing:
     """Work that has begun; `hashing_weights` makes one.
 
     Args:
-        task: the same on every rank.
+        task: the same on every rank that sees the same files.
         ranks: who this process is.
+        views: of all ranks.
         remembered: digests of earlier launches.
         executor: what this rank hashes with.
     """
@@ -54,41 +79,44 @@ class WeightHashing:
         self,
         task: _Task,
         ranks: Ranks,
+        views: Sequence[_View],
         remembered: RememberedDigests,
         executor: ThreadPoolExecutor,
     ) -> None:
-        self._task, self._ranks, self._remembered = task, ranks, remembered
+        self._task, self._ranks, self._views, self._remembered = task, ranks, views, remembered
+        self._sharing = _sharing(views, ranks.rank)
         size_first = sorted(pieces_of(task.unknown), key=lambda piece: piece.start - piece.stop)
-        self._shares = [size_first[rank :: ranks.world_size] for rank in range(ranks.world_size)]
+        number = len(self._sharing)
+        self._shares = {rank: size_first[i::number] for i, rank in enumerate(self._sharing)}
         self._mine: list[Future[bytes]] = [
             executor.submit(hash_piece, piece) for piece in self._shares[ranks.rank]
         ]
 
     @property
     def num_bytes(self) -> int:
-        """What all ranks together hash; the rest is remembered."""
-        return sum(piece.stop - piece.start for share in self._shares for piece in share)
+        """What the ranks that share these files together hash; the rest is remembered."""
+        return sum(piece.stop - piece.start for share in self._shares.values() for piece in share)
 
     def finish(self) -> dict[str, str]:
         """Name -> dtype, shape and digest of every tensor. Collective.
 
         Raises:
-            ModelError: on every rank; a file cannot be read, or has changed since the beginning.
+            ModelError: on every rank; a file cannot be read, or has changed since the beginning, or
+                another machine's copy holds other weights.
         """
-        mine: list[bytes] = []
-        problem: str | None = None
-        try:
-            mine = [future.result() for future in self._mine]
-        except ModelError as error:
-            problem = str(error)
-        gathered = self._ranks.gather_objects((mine, problem))
-        problems = [text for _, text in gathered if text is not None]
-        if problems:
-            raise ModelError("; ".join(dict.fromkeys(problems)))
+        gathered = _on_each(self._ranks, lambda: [future.result() for future in self._mine])
         hashed: dict[Piece, bytes] = {}
-        for share, (digests, _) in zip(self._shares, gathered, strict=True):
-            hashed.update(zip(share, digests, strict=True))
-        return self._ranks.on_main(lambda: self._whole(hashed))
+        for rank, share in self._shares.items():
+            hashed.update(zip(share, gathered[rank], strict=True))
+        leads = self._ranks.rank == self._sharing[0]
+        wholes = _on_each(self._ranks, lambda: self._whole(hashed) if leads else None)
+        found = wholes[0]
+        assert found is not None  # the first rank leads those that see its files
+        for rank, whole in enumerate(wholes):
+            if whole is not None and whole != found:
+                names = [name for name in {**found, **whole} if found.get(name) != whole.get(name)]
+                raise _another(self._views, rank, f"weights: {first(sorted(names))}")
+        return found
 
     def _whole(self, hashed: Mapping[Piece, bytes]) -> dict[str, str]:
         for path, seen in self._task.seen.items():
@@ -114,23 +142,77 @@ def hashing_weights(
     """Begin to hash a folder's weights. Collective; what is not done at the end is dropped.
 
     Raises:
-        ModelError: there are none, or a file that is damaged.
+        ModelError: on every rank; there are none, or a file that is damaged, or another machine's
+            copy has another config, tokenizer or processor.
     """
+    seen: dict[Path, SeenFile] = {}
 
-    def look() -> _Task:
-        task = _Task({path: look_at(path) for path in weight_files(folder)})
-        for path, seen in task.seen.items():
-            known = remembered.get(seen)
-            if known is None:
-                task.unknown.extend(tensors_of(path))
-            else:
-                task.known.update(known)
-        return task
+    def look() -> _View:
+        seen.update({path: look_at(path) for path in weight_files(folder)})
+        return _View(
+            socket.gethostname(), tuple(each.on_its_disk for each in seen.values()), _small(folder)
+        )
 
-    task = ranks.on_main(look)
+    views = _on_each(ranks, look)
+    for rank, view in enumerate(views):
+        here = views[0].small
+        if view.small != here:
+            names = {**view.small, **here}
+            other = sorted(name for name in names if view.small.get(name) != here.get(name))
+            raise _another(views, rank, ", ".join(other))
+    lead = _sharing(views, ranks.rank)[0]
+    tasks = _on_each(ranks, lambda: _task(seen, remembered) if ranks.rank == lead else None)
+    task = tasks[lead]
+    assert task is not None
     threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
     executor = ThreadPoolExecutor(threads, thread_name_prefix="weights")
     try:
-        yield WeightHashing(task, ranks, remembered, executor)
+        yield WeightHashing(task, ranks, views, remembered, executor)
     finally:
         executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _task(seen: dict[Path, SeenFile], remembered: RememberedDigests) -> _Task:
+    task = _Task(seen)
+    for path, each in seen.items():
+        known = remembered.get(each)
+        if known is None:
+            task.unknown.extend(tensors_of(path))
+        else:
+            task.known.update(known)
+    return task
+
+
+def _small(folder: Path) -> dict[str, str]:
+    paths = [folder / name for name in ("config.json", *PROCESSOR_FILES)]
+    there = [path for path in paths if path.is_file()]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in there}
+
+
+def _sharing(views: Sequence[_View], rank: int) -> list[int]:
+    """The ranks that see the files of that one."""
+    return [other for other, view in enumerate(views) if view.files == views[rank].files]
+
+
+def _another(views: Sequence[_View], rank: int, what: str) -> ModelError:
+    return ModelError(
+        f"model.path: the folder of rank {rank} on {views[rank].host} is another than that of rank "
+        f"0 on {views[0].host} ({what}); expected the same model on all machines"
+    )
+
+
+def _on_each(ranks: Ranks, work: Callable[[], Result]) -> list[Result]:
+    """What every rank's work gives, in their order. Collective; what fails is raised by all."""
+    result: Result | None = None
+    problem: str | None = None
+    try:
+        result = work()
+    except ModelError as error:
+        problem = str(error)
+    except OSError as error:  # a file that has just gone
+        problem = f"model.path: {error}"
+    gathered = ranks.gather_objects((result, problem))
+    problems = [text for _, text in gathered if text is not None]
+    if problems:
+        raise ModelError("; ".join(dict.fromkeys(problems)))
+    return [each for each, _ in gathered]

@@ -34,6 +34,11 @@ class SeenFile:
     key: str
     is_young: bool
 
+    @property
+    def on_its_disk(self) -> str:
+        """The key without the device, whose number each machine gives by itself."""
+        return self.key.partition("-")[2]
+
 
 def look_at(path: Path) -> SeenFile:
     """Look at a file, or at what a link leads to; raises OSError."""
