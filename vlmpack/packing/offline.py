@@ -154,14 +154,15 @@ def _repacked(
         limits: bounds of a pack.
         least: how few packs there can be.
     """
-    used, sizes = sums_by_pack(packs, units), np.bincount(packs)
-    apart = np.zeros(len(used), bool)
+    taken = _count(packs)
+    excess = taken - least
+    apart = np.zeros(taken, bool)
     if extra is not None:
         apart = _relieved(sums_by_pack(packs, extra), limits)
     over = bool(apart.any())
-    excess = len(used) - least
     if not over and excess <= 0:
         return packs
+    used, sizes = sums_by_pack(packs, units), np.bincount(packs)
     if over and sizes[apart].sum() > min(REPACKED_SAMPLES, len(units) // 4):
         return None
     if limits.max_sequences is not None and excess > least // 100:
@@ -171,17 +172,17 @@ def _repacked(
         apart[_emptiest(rooms, sizes, (excess + 0.5) * limits.units)] = True
     # Mixed, since neighbours in the order of the samples may be alike.
     samples = np.random.default_rng(0).permutation(np.flatnonzero(apart[packs]))
-    taken = int(np.count_nonzero(apart))
+    num_apart = int(np.count_nonzero(apart))
     anew = _streamed(
         units[samples],
         None if extra is None else extra[samples],
         limits,
-        most=len(samples) if over else taken - 1,
+        most=len(samples) if over else num_apart - 1,
     )
     if anew is None:
         return packs
     found = ((~apart).cumsum() - 1)[packs]
-    found[samples] = len(used) - taken + anew
+    found[samples] = taken - num_apart + anew
     return found
 
 
