@@ -277,3 +277,10 @@ def test_what_starts_a_process_does_not_hand_the_lock_on(tmp_path):
     finally:
         os.kill(child, signal.SIGKILL)
         holder.communicate()
+
+
+def test_a_lock_that_cannot_be_written_is_named(tmp_path: Path):
+    lock = tmp_path / "run.lock"
+    lock.mkdir()
+    with pytest.raises(RunDirError, match=r"run\.lock cannot be locked \(Is a directory\)"):
+        RunLock(lock).take()

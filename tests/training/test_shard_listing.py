@@ -91,3 +91,12 @@ def test_without_a_list_the_message_is_shorter(
     if content is not None:
         (tmp_path / LISTING_NAME).write_bytes(content)
     assert refusal(tmp_path, encoder, state)[-1].startswith("Restore these")
+
+
+def test_a_listing_that_cannot_be_written_ends_no_launch(
+    tmp_path: Path, shards: list[Path], encoder: Encoder, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One rank writes it: the others would wait in the next collective for one that is gone."""
+    (tmp_path / LISTING_NAME).mkdir()
+    opened(tmp_path, encoder)
+    assert f"{LISTING_NAME} cannot be written: " in caplog.text

@@ -45,8 +45,18 @@ class RunLock:
         """Become the holder.
 
         Raises:
-            RunDirError: another process holds it; the message says which, where, since when.
+            RunDirError: another process holds it; the message says which, where, since when. Or the
+                file is another user's, or cannot be written.
         """
+        try:
+            self._take()
+        except OSError as error:
+            raise RunDirError(
+                f"run_dir: {self.path} cannot be locked ({error.strerror or error}); expected a "
+                f"file that this user may write. If no run works there, delete it"
+            ) from error
+
+    def _take(self) -> None:
         for _ in range(TURNS):
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:

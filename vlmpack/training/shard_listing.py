@@ -7,12 +7,15 @@ relies on it: where it is missing or damaged, a message is shorter.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from vlmpack.data.splits.survey import Survey
 from vlmpack.words import counted
+
+logger = logging.getLogger("vlmpack")
 
 LISTING_NAME = "shards.json"
 MAX_LISTED = 100_000
@@ -36,8 +39,11 @@ class ShardListing:
             return
         text = json.dumps([[path, *version] for path, version in shards.items()], indent=0)
         temporary = self.path.with_name(f".{self.path.name}.tmp-{os.getpid()}")
-        temporary.write_text(text + "\n", encoding="utf-8")
-        temporary.replace(self.path)
+        try:
+            temporary.write_text(text + "\n", encoding="utf-8")
+            temporary.replace(self.path)
+        except OSError as error:  # one rank's failure alone, so the others would wait for it
+            logger.warning("note: %s cannot be written: %s", self.path, error)
 
     def changes(self, survey: Survey) -> list[str]:
         """What differs from the last launch, a line for each kind; empty where nothing is known."""
