@@ -6,6 +6,7 @@ Published templates are rendered as jinja2 renders them without our bounds.
 from __future__ import annotations
 
 import time
+import tracemalloc
 
 import pytest
 from support import templates
@@ -75,6 +76,43 @@ def test_a_template_without_an_end_is_an_error_that_says_so(name: str) -> None:
         render(ENDLESS[name])
     assert time.monotonic() - begin < 20
     assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ '{:1000000000}'.format(1)|length }}",
+        "{{ '{a:1000000000}'.format_map({'a': 1})|length }}",
+        "{{ '%1000000000d'|format(1)|length }}",
+        "{{ ('a' * 10**6).translate({97: 'b' * 10**3})|length }}",
+        "{{ ('a' * 10**5).replace('a', 'b' * 10**4)|length }}",
+        "{{ ('a' * 10**5)|replace('a', new='b' * 10**4)|length }}",
+        "{{ ('b' * 10**4).join('a' * 10**5)|length }}",
+        "{{ ('a' * 10**5)|join(d='b' * 10**4)|length }}",
+        "{{ lipsum(n=10**6) }}",
+    ],
+)
+def test_no_single_call_makes_a_huge_text(text: str) -> None:
+    """Refused before it is made: what came of it was a gigabyte, or half a minute."""
+    tracemalloc.start()
+    try:
+        with pytest.raises((DataError, ModelError), match=f"{ENDS}|'lipsum' is undefined"):
+            render(text)
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_long_texts_are_replaced_joined_and_filled_in() -> None:
+    long = "{% set t = 'ab ' * 10**5 %}"
+    for text, expected in (
+        ("{{ t.replace(t, '')|length }}", "0"),
+        ("{{ t|replace('a', new='xyz')|length }}", str(5 * 10**5)),
+        ("{{ t.split()|join(', ')|length }}", str(4 * 10**5 - 2)),
+        ("{{ '{0:>9} 123456789'.format('x') }}", "        x 123456789"),
+        ("{{ 'abc'.translate({97: 'x'}) }}", "xbc"),
+    ):
+        assert render(long + text) == expected
 
 
 @pytest.mark.parametrize(

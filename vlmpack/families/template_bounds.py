@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, wraps
+from itertools import permutations
 from threading import local
 from typing import Any
 
 from jinja2 import Template, nodes
 from jinja2.exceptions import TemplateRuntimeError
+from jinja2.filters import do_format
 from transformers.utils import chat_template_utils
 
 MAX_TURNS = 2_000_000
@@ -31,10 +33,10 @@ MAX_CHARACTERS = 64 << 20
 """Of the text, and of anything that goes into it."""
 _MAX_BITS = 100_000
 _TURNS_PER_LOOK = 16
-_GROWING = frozenset({"replace", "do_replace", "join", "do_join"})
 _SIZED = (str, list, tuple)
 _NUMBERS = (int, float)
 _DIGITS = re.compile(r"[0-9]{5,}")
+_WIDTHS = re.compile(r"\{[^{}]*:[^{}]*?([0-9]{5,})")
 _OPERATORS = frozenset({"*", "**", "+", "%"})
 
 
@@ -84,6 +86,7 @@ def _compiled(chat_template: str) -> Template:
     environment._generate = generate_counted
     environment.vlmpack_turn = turn
     environment.vlmpack_checked = _checked
+    environment.globals.pop("lipsum", None)  # random text without end, in one call
     environment.filters = {
         name: _counted(function, turn) for name, function in environment.filters.items()
     }
@@ -169,12 +172,59 @@ def _check_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     for value in (*args, *kwargs.values()):
         if isinstance(value, int) and abs(value) > MAX_CHARACTERS:
             raise _too_large("number as an argument", value)
-    if getattr(function, "__name__", "") not in _GROWING:
+    name = getattr(function, "__name__", "").removeprefix("do_")
+    if name not in _GROWING:
         return
-    texts = [value for value in (getattr(function, "__self__", None), *args) if _is_sized(value)]
-    sizes = sorted((_total(text) for text in texts), reverse=True)
-    if len(sizes) > 1 and sizes[0] * max(1, sizes[1]) > MAX_CHARACTERS * 1024:
-        raise _too_large("replacement", sizes[0] * sizes[1])
+    if function is do_format:
+        _check_operands("%", args[0], args[1:] or tuple(kwargs.values()))
+        return
+    plain = getattr(function, "__wrapped__", function)  # the sandbox wraps a text's `format`
+    named = [kwargs[key] for key in sorted(kwargs, key="new".__eq__)]  # what is new comes last
+    given = (getattr(plain, "__self__", None), *args, *named)
+    size = _GROWING[name]([value for value in given if isinstance(value, (*_SIZED, dict))])
+    if size > MAX_CHARACTERS:
+        raise _too_large(f"text by {name}", size)
+
+
+def _replaced(given: list[Any]) -> int:
+    """Characters of a text in which one is replaced by another, in this order."""
+    texts = [value for value in given if isinstance(value, str)]
+    if len(texts) < 3:
+        return 0
+    text, one, other = texts[:3]
+    return len(text) + text.count(one) * len(other)
+
+
+def _joined(given: list[Any]) -> int:
+    """Characters of the items and of a text between them, whichever is which."""
+    if len(given) < 2:
+        return 0
+    between = max(len(items) * len(text) for items, text in permutations(given, 2))
+    return between + sum(map(_total, given))
+
+
+def _translated(given: list[Any]) -> int:
+    """Characters of a text whose characters stand for texts."""
+    longest = [
+        len(v) for item in given if isinstance(item, dict) for v in item.values() if _is_sized(v)
+    ]
+    return max(longest, default=1) * max(map(len, given), default=0)
+
+
+def _formatted(given: list[Any]) -> int:
+    """The largest width in a text to fill in."""
+    text = given[0] if given and isinstance(given[0], str) else ""
+    return max((int(digits[:18]) for digits in _WIDTHS.findall(text)), default=0)
+
+
+_GROWING: Mapping[str, Callable[[list[Any]], int]] = {
+    "replace": _replaced,
+    "join": _joined,
+    "translate": _translated,
+    "format": _formatted,
+    "format_map": _formatted,
+}
+"""Function -> how much it makes of the texts that it is given, at most."""
 
 
 def _is_sized(value: Any) -> bool:
