@@ -26,7 +26,7 @@ from vlmpack.data.index.table import PackPlace
 from vlmpack.data.packs.arrays import ARRAYS, load_arrays
 from vlmpack.data.packs.manifest import MANIFEST, read_manifest
 from vlmpack.data.packs.open import check_files
-from vlmpack.data.packs.parts import PartFacts, read_facts, tar_name
+from vlmpack.data.packs.parts import PartFacts, facts_path, read_facts, tar_name
 from vlmpack.data.packs.restore import load_pack
 from vlmpack.data.packs.spans import SavedSample
 from vlmpack.data.stores.fetch import LocalFetcher, ShardStamp
@@ -195,3 +195,10 @@ def test_cached_blocks(tmp_path: Path, size: int, share: float) -> None:
 
     found = try_damage(path, read, share=share)
     assert found["noticed"] > 0.9 * share * 9 * min(size, TAIL_BYTES) and not found["harmless"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "1", '{"a":' * 5000, '{"digest": "x"}'])
+def test_facts_of_a_pack_that_are_none_are_made_again(tmp_path: Path, text: str) -> None:
+    (tmp_path / tar_name(0)).touch()
+    facts_path(tmp_path, 0).write_text(text)
+    assert read_facts(tmp_path, 0) is None

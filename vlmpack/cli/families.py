@@ -113,7 +113,6 @@ def _print_model(folder: Path, versions: Mapping[str, str | None]) -> None:
 
 
 def _console() -> Console:
-
     console = open_console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = PIPED_WIDTH

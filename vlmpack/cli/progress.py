@@ -17,7 +17,6 @@ class BytesBar:
     """
 
     def __init__(self, what: str, total: int | None) -> None:
-
         self._console = open_console(stderr=True)
         self.what = what
         self.total = total

@@ -22,7 +22,7 @@ from vlmpack.data.loading.loader import BinDataset, BinRequest, check_length
 from vlmpack.data.loading.workers import start_worker
 from vlmpack.data.packs.manifest import Kind, MediaForm, sealed, take_seal, write_file
 from vlmpack.data.packs.spans import ARCHIVE_END, SavedSample, write_span
-from vlmpack.errors import DataError
+from vlmpack.errors import UNREADABLE, DataError
 from vlmpack.packing.batch import EncodedSample, Media
 
 
@@ -84,7 +84,7 @@ def read_facts(folder: Path, number: int) -> PartFacts | None:
         size = (folder / tar_name(number)).stat().st_size
         if not take_seal(value):
             return None
-    except (OSError, ValueError, AttributeError):
+    except UNREADABLE:
         return None
     holes = {int(key): (name, reason) for key, (name, reason) in value.pop("holes").items()}
     facts = PartFacts(**value, holes=holes)

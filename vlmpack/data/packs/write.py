@@ -42,7 +42,7 @@ from vlmpack.data.splits.building import build_settings, make_builder
 from vlmpack.data.splits.prepare import PreparedSplit, name_unknown_keys, prepare_split
 from vlmpack.data.splits.split import Split
 from vlmpack.data.splits.survey import survey_split
-from vlmpack.errors import PacksError
+from vlmpack.errors import UNREADABLE, PacksError
 
 HOLES = "holes.json"
 PRELOAD = ("vlmpack.data.packs.parts",)
@@ -196,7 +196,7 @@ def _begin(folder: Path, manifest: Manifest, part_packs: int) -> None:
         try:
             begun = json.loads(path.read_text(encoding="utf-8"))
             _drop_form(begun)
-        except (ValueError, AttributeError, TypeError) as error:
+        except UNREADABLE as error:
             raise PacksError(f"-o {folder}: {path.name} cannot be read: {error!r}") from error
         if lines := flat_differences(begun, making):
             raise PacksError(
