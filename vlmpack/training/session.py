@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.backends.engine import Engine
@@ -15,6 +16,7 @@ from vlmpack.data.loading.loader import MicroBatch
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.data.splits.prepare import name_unknown_keys
+from vlmpack.data.splits.summary import DataSummary
 from vlmpack.distributed import Ranks, share_iterator
 from vlmpack.distributed.timeouts import set_timeout
 from vlmpack.families import Encoder
@@ -166,9 +168,87 @@ def _open(
     model: ModelWatch,
     begun: BegunSteps,
 ) -> Session:
-    derived = derive(recipe, ranks.world_size)
     ledger = Ledger(run_dir.data_errors)
     saved = ranks.on_main(lambda: saved_state(recipe, run_dir))
+    splits = _open_splits(recipe, ranks, run_dir, encoder, ledger, saved)
+    train = splits.train
+    ranks.on_main(lambda: say_memory(recipe, encoder, train, ranks))
+    if recipe.training.verify and saved is None:
+        verify_at_start(recipe, ranks, run_dir, encoder, train)
+    checkpoint = ranks.on_main(lambda: choose_checkpoint(recipe, run_dir))
+    steps = total_steps(recipe, train, checkpoint.state)
+    begun.begin(train, checkpoint.state, max_steps=steps)
+    ACTIVITY.enter("launch: loading the model")
+    engine = build_engine(recipe, encoder, ranks)
+    set_timeout(recipe.parallelism.timeout_seconds)  # of the engine's own groups too
+    fingerprint = model.settle()
+    trained = _describe(recipe, encoder, engine)
+    limiter, notes = SkipLimiter(SkipLimits(), ledger), SkipNotes(ledger)
+
+    def on_skips(samples: int, skipped: int) -> None:
+        notes.note(skipped)
+        limiter.check(samples=samples, skipped=skipped)
+
+    trainer = Trainer(
+        stepper=build_stepper(recipe, engine, ranks, total_steps=steps),
+        config=trainer_config(recipe, total_steps=steps),
+        run_dir=run_dir,
+        stop=stop,
+        validation=_validation_batches(recipe, splits.validation, ranks),
+        on_skips=on_skips,
+        model=fingerprint,
+    )
+    if checkpoint.folder is not None:
+        trainer.resume(checkpoint.folder)
+    ranks.on_main(model.keep)
+    done = trainer.totals.step
+    ranks.on_main(lambda: ledger.rewind(done, skipped=trainer.totals.num_skipped))
+    limiter.replay(batches=done, samples_per_batch=_samples_per_batch(recipe, trainer.totals))
+    text = trainer.totals.data_state
+    state = train.start() if text is None else train.admit(DataState.from_json(text))
+    _name_new_segment(state)
+    ranks.on_main(lambda: take_back(run_dir, done))
+    trainer.record = open_record(run_dir.samples, ranks, start=done, state=state.to_json())
+    if ranks.is_main:
+        write_atomically(run_dir.trainable, json.dumps(trained, indent=1) + "\n")
+        write_atomically(
+            run_dir.data_summary,
+            json.dumps(data_summary(recipe, train, state, splits.summary)) + "\n",
+        )
+    return Session(
+        recipe=recipe,
+        ranks=ranks,
+        run_dir=run_dir,
+        encoder=encoder,
+        train=train,
+        validation=splits.validation,
+        test=splits.test,
+        engine=engine,
+        trainer=trainer,
+        begun=begun,
+        resumed=checkpoint.folder is not None,
+    )
+
+
+class _Splits(NamedTuple):
+    """The recipe's data, and what was found of the training split."""
+
+    train: TrainData
+    validation: TrainData | None
+    test: TrainData | None
+    summary: DataSummary
+
+
+def _open_splits(
+    recipe: Recipe,
+    ranks: Ranks,
+    run_dir: RunDir,
+    encoder: Encoder,
+    ledger: Ledger,
+    saved: DataState | None,
+) -> _Splits:
+    """Opens them, and says what they hold."""
+    derived = derive(recipe, ranks.world_size)
     train = open_split(
         recipe,
         "data.train",
@@ -189,16 +269,11 @@ def _open(
     for split in (validation, test):
         if split is not None:
             name_unknown_keys(split.fitted.table.unknown_keys, split.config.key)
-    ranks.on_main(lambda: say_memory(recipe, encoder, train, ranks))
-    if recipe.training.verify and saved is None:
-        verify_at_start(recipe, ranks, run_dir, encoder, train)
-    checkpoint = ranks.on_main(lambda: choose_checkpoint(recipe, run_dir))
-    steps = total_steps(recipe, train, checkpoint.state)
-    begun.begin(train, checkpoint.state, max_steps=steps)
-    ACTIVITY.enter("launch: loading the model")
-    engine = build_engine(recipe, encoder, ranks)
-    set_timeout(recipe.parallelism.timeout_seconds)  # of the engine's own groups too
-    fingerprint = model.settle()
+    return _Splits(train, validation, test, summary)
+
+
+def _describe(recipe: Recipe, encoder: Encoder, engine: Engine) -> list[dict[str, Any]]:
+    """Says what trains what; returns the table of it."""
     for name, value in engine.description.items():
         logger.info("%-14s %s", name, value)
     if encoder.images_made_with is not None:
@@ -206,29 +281,10 @@ def _open(
     trained = policy_rows(engine.components, recipe)
     for line in policy_table(trained):
         logger.info("  %s", line)
-    limiter, notes = SkipLimiter(SkipLimits(), ledger), SkipNotes(ledger)
+    return trained
 
-    def on_skips(samples: int, skipped: int) -> None:
-        notes.note(skipped)
-        limiter.check(samples=samples, skipped=skipped)
 
-    trainer = Trainer(
-        stepper=build_stepper(recipe, engine, ranks, total_steps=steps),
-        config=trainer_config(recipe, total_steps=steps),
-        run_dir=run_dir,
-        stop=stop,
-        validation=_validation_batches(recipe, validation, ranks),
-        on_skips=on_skips,
-        model=fingerprint,
-    )
-    if checkpoint.folder is not None:
-        trainer.resume(checkpoint.folder)
-    ranks.on_main(model.keep)
-    done = trainer.totals.step
-    ranks.on_main(lambda: ledger.rewind(done, skipped=trainer.totals.num_skipped))
-    limiter.replay(batches=done, samples_per_batch=_samples_per_batch(recipe, trainer.totals))
-    text = trainer.totals.data_state
-    state = train.start() if text is None else train.admit(DataState.from_json(text))
+def _name_new_segment(state: DataState) -> None:
     if 0 < state.batches == state.segments[-1].start_batch:
         logger.info(
             "%-14s the data changed; from global batch %d on, segment %d trains epoch %d of them",
@@ -237,26 +293,6 @@ def _open(
             len(state.segments),
             state.epoch,
         )
-    ranks.on_main(lambda: take_back(run_dir, done))
-    trainer.record = open_record(run_dir.samples, ranks, start=done, state=state.to_json())
-    if ranks.is_main:
-        write_atomically(run_dir.trainable, json.dumps(trained, indent=1) + "\n")
-        write_atomically(
-            run_dir.data_summary, json.dumps(data_summary(recipe, train, state, summary)) + "\n"
-        )
-    return Session(
-        recipe=recipe,
-        ranks=ranks,
-        run_dir=run_dir,
-        encoder=encoder,
-        train=train,
-        validation=validation,
-        test=test,
-        engine=engine,
-        trainer=trainer,
-        begun=begun,
-        resumed=checkpoint.folder is not None,
-    )
 
 
 def _samples_per_batch(recipe: Recipe, totals: Totals) -> int:
