@@ -323,14 +323,15 @@ def test_lint_finds_what_is_refused_and_nothing_else(
     assert set(report.unknown_keys) >= {"source", "label", "Tools", "meta"}
 
 
-@pytest.mark.parametrize("broken", ["turn", "record", "flag", "order"])
+@pytest.mark.parametrize("broken", ["turn", "part", "record", "flag", "order"])
 def test_a_reader_that_leaves_something_out_is_caught(
     each_once: EachOnce, every_case: list[Case], broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative controls of this suite."""
     module = "vlmpack.data.shards.schemas"
     replacements: dict[str, tuple[str, Any]] = {
-        "turn": ("refuse_unknown", lambda item, known, where: None),
+        "turn": ("refuse_foreign", lambda turn, schema, where: None),
+        "part": ("refuse_unknown", lambda item, known, where: None),
         "record": ("unknown_record_keys", lambda record: ()),
         "flag": ("is_learnt", lambda turn, role, where: True),
         "order": ("named_images", lambda value: None),

@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 from vlmpack.cli.app import app
 from vlmpack.data.index.part_file import read_part, write_part
 from vlmpack.data.shards.keys import MAX_KEYS, OTHER_KEYS, count_keys, describe_keys
+from vlmpack.data.shards.schemas import cook_text
+from vlmpack.data.tools.convert.chat import chat_turns
 from vlmpack.errors import DataError
 from vlmpack.recipe.derived import plans_rows
 from vlmpack.training.data_figures import log_data
@@ -164,3 +166,61 @@ def test_a_thousand_names_are_counted_and_a_few_are_shown() -> None:
     text = describe_keys(found)
     assert text.startswith("'often' (1,000 records), ") and text.endswith(" more")
     assert len(text) < 600
+
+
+def refused_by_both(document: dict[str, Any], *members: str) -> set[str]:
+    """Why shards read directly and `convert` refuse a record."""
+    with pytest.raises(DataError) as direct:
+        cook_text("k", "s", json.dumps(document).encode(), ("json", *members))
+    with pytest.raises(DataError) as converted:
+        chat_turns(document)
+    assert {direct.value.error_class, converted.value.error_class} == {"schema"}
+    return {direct.value.reason, converted.value.reason}
+
+
+CHAT = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+LLAVA = [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]
+
+
+def renamed(turns: list[dict[str, str]], old: str, new: str) -> list[dict[str, str]]:
+    """With a key of the last turn under another name."""
+    last = {new if key == old else key: value for key, value in turns[-1].items()}
+    return [*turns[:-1], last]
+
+
+@pytest.mark.parametrize(
+    ("document", "reason"),
+    [
+        (
+            {"messages": renamed(CHAT, "role", "rol")},
+            "messages[1] has the key 'rol', which would be lost: did you mean 'role'?",
+        ),
+        (
+            {"conversations": renamed(LLAVA, "from", "form")},
+            "conversations[1] has the key 'form', which would be lost: did you mean 'from'?",
+        ),
+        (
+            {"messages": renamed(CHAT, "content", "contents")},
+            "messages[1] has the key 'contents', which would be lost: did you mean 'content'?",
+        ),
+        (
+            {"messages": LLAVA},
+            "messages[0] has the keys 'from' and 'value': these are turns of 'conversations'; "
+            "rename the record's key 'messages'",
+        ),
+        (
+            {"conversations": [turn | {"from": None, "value": None} for turn in CHAT]},
+            "conversations[0] has the keys 'role' and 'content': these are turns of 'messages'; "
+            "rename the record's key 'conversations'",
+        ),
+        (
+            {"messages": [{"content": "Q"}]},
+            "messages[0] has no key 'role'; found 'content'",
+        ),
+        ({"messages": [{}]}, "messages[0] has no key 'role'; found nothing"),
+    ],
+)
+def test_the_keys_of_a_turn_are_looked_at_before_its_role(
+    document: dict[str, Any], reason: str
+) -> None:
+    assert refused_by_both(document) == {reason}

@@ -23,7 +23,7 @@ from vlmpack.data.shards.json_text import parse_json
 from vlmpack.data.shards.keys import is_absent, refuse_unknown, unknown_record_keys
 from vlmpack.data.shards.naming import JSON_FIELD, is_image
 from vlmpack.data.shards.raw import RawSample
-from vlmpack.data.shards.turns import TURN_KEYS, is_learnt, placed_turns
+from vlmpack.data.shards.turns import TURN_FIELDS, is_learnt, placed_turns, refuse_foreign
 from vlmpack.errors import DataError
 from vlmpack.families.sample import ImagePart, Message, Role, TextPart, VLMSample
 from vlmpack.words import counted
@@ -157,9 +157,8 @@ def _conversation(value: dict[str, object]) -> tuple[tuple[Message, ...], list[s
 
 
 def _chat_turn(turn: object, where: str, names: list[str | None]) -> Message:
-    role = _role(turn, "role", _CHAT_ROLES, where)
+    role = _role(turn, "messages", _CHAT_ROLES, where)
     assert isinstance(turn, dict)
-    refuse_unknown(turn, TURN_KEYS["messages"], where)
     learn = is_learnt(turn, role, where)
     content = turn.get("content")
     if isinstance(content, str):
@@ -194,9 +193,8 @@ def _chat_turn(turn: object, where: str, names: list[str | None]) -> Message:
 
 
 def _llava_turn(turn: object, where: str, names: list[str | None]) -> Message:
-    role = _role(turn, "from", _LLAVA_ROLES, where)
+    role = _role(turn, "conversations", _LLAVA_ROLES, where)
     assert isinstance(turn, dict)
-    refuse_unknown(turn, TURN_KEYS["conversations"], where)
     learn = is_learnt(turn, role, where)
     value = turn.get("value")
     if not isinstance(value, str):
@@ -344,9 +342,11 @@ def _in_order(members: list[str]) -> list[str]:
     return members
 
 
-def _role(turn: object, field: str, roles: dict[str, Role], where: str) -> Role:
+def _role(turn: object, schema: str, roles: dict[str, Role], where: str) -> Role:
     if not isinstance(turn, dict):
         raise _SchemaError(f"{where} is {_kind(turn)}; expected an object")
+    refuse_foreign(turn, schema, where)
+    field = TURN_FIELDS[schema][0]
     name = turn.get(field)
     if not isinstance(name, str) or name not in roles:
         expected = ", ".join(repr(role) for role in roles)

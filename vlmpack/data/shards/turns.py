@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from vlmpack.data.shards.keys import is_absent, refuse_unknown
 from vlmpack.errors import DataError
 
 SYSTEM = "system"
@@ -57,6 +58,30 @@ def placed_turns(
                 "expected one of them"
             )
     return [("'system'", {role: SYSTEM, content: system}), *placed]
+
+
+def refuse_foreign(turn: Mapping[str, object], schema: str, where: str) -> None:
+    """Raise DataError (schema) where a turn has a key that is not read, or no role.
+
+    This goes before its role is looked at: a misspelt `role` is a key that is not read.
+
+    Args:
+        turn: with its keys.
+        schema: a key of TURN_FIELDS.
+        where: its place, for messages.
+    """
+    role = TURN_FIELDS[schema][0]
+    if is_absent(turn.get(role)):
+        for other, names in TURN_FIELDS.items():
+            if other != schema and not any(is_absent(turn.get(name)) for name in names):
+                raise _fault(
+                    f"{where} has the keys {names[0]!r} and {names[1]!r}: these are turns of "
+                    f"{other!r}; rename the record's key {schema!r}"
+                )
+    refuse_unknown(turn, TURN_KEYS[schema], where)
+    if role not in turn:
+        found = ", ".join(repr(name[:60]) for name in list(turn)[:8]) or "nothing"
+        raise _fault(f"{where} has no key {role!r}; found {found}")
 
 
 def is_learnt(turn: Mapping[str, object], role: str, where: str) -> bool:

@@ -24,7 +24,7 @@ from vlmpack.data.shards.schemas import (
     named_images,
     other_media,
 )
-from vlmpack.data.shards.turns import TURN_FIELDS, TURN_KEYS, is_learnt, placed_turns
+from vlmpack.data.shards.turns import TURN_FIELDS, is_learnt, placed_turns, refuse_foreign
 from vlmpack.errors import DataError
 from vlmpack.words import counted
 
@@ -143,12 +143,12 @@ class ImagePlace:
 def _turn(turn: object, schema: str, where: str) -> tuple[str, object, bool]:
     if not isinstance(turn, dict):
         raise _fault(f"{where} is {_kind(turn)}; expected an object")
+    refuse_foreign(turn, schema, where)
     role_field, content_field = TURN_FIELDS[schema]
     role, roles = turn.get(role_field), _ROLES[schema]
     if not isinstance(role, str) or role not in roles:
         expected = ", ".join(repr(name) for name in roles)
         raise _fault(f"{where} has the {role_field} {role!r}; expected one of {expected}")
-    refuse_unknown(turn, TURN_KEYS[schema], where)
     return roles[role], turn.get(content_field), is_learnt(turn, roles[role], where)
 
 
