@@ -16,12 +16,13 @@ from support.damage import SHARE, Noticed, try_damage
 from test_audit import count_steps, launch, open_split
 
 from vlmpack.data.loading.ledger import Ledger
+from vlmpack.errors import RunDirError
 from vlmpack.model_folder.remembered import RememberedDigests, SeenFile
 from vlmpack.training.audit import audit_run
 from vlmpack.training.checkpoint import find_damage, newest_checkpoint
 from vlmpack.training.model_record import ModelRecord
 from vlmpack.training.record import read_launches, read_steps
-from vlmpack.training.recorded import take_back
+from vlmpack.training.recorded import take_back, warn_of_damage
 from vlmpack.training.run_dir import RunDir
 
 
@@ -65,6 +66,30 @@ def test_the_record(run_dir: RunDir, tmp_path: Path, name: str, share: float) ->
     assert found["noticed"] > 4 * found["harmless"] and by_audit
     if share == 1:
         assert found["harmless"] > 10, "the spelling of a checksum's own name"
+
+
+def test_a_launch_names_damage_in_its_own_record_once(
+    run_dir: RunDir, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is not refused: training needs none of it. The audit would be the first to tell."""
+    warn_of_damage(run_dir.samples)
+    assert caplog.text == "", "a whole record is not spoken of"
+    for name, line in (("rank-0000.jsonl", 3), ("rank-0001.jsonl", 4), ("rank-0001.jsonl", 6)):
+        lines = (run_dir.samples / name).read_bytes().splitlines(keepends=True)
+        lines[line - 1] = lines[line - 1].replace(b'"batch":', b'"catch":')
+        (run_dir.samples / name).write_bytes(b"".join(lines))
+    with pytest.raises(RunDirError, match="line 3: damaged"):
+        audit_run(run_dir, open_split(tmp_path, Ledger(None)))
+    with (run_dir.samples / "rank-0001.jsonl").open("ab") as stream:
+        stream.write(b'{"launch": 1, "ba')  # cut by a kill, and taken back by the next line
+    warn_of_damage(run_dir.samples)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(
+        f"{run_dir.samples / 'rank-0000.jsonl'}, line 3: damaged (its checksum is not that of its "
+        "text), and 2 more lines of the record. Training goes on"
+    )
+    assert "`vlmpack data audit` cannot prove what this run trained" in said
+    assert "Restore" in said
 
 
 def _record(run_dir: RunDir) -> Any:

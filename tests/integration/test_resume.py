@@ -249,9 +249,16 @@ def test_a_finished_run_is_not_trained_again(settings: dict[str, Any]) -> None:
     assert Path(settings["run_dir"], "metrics.jsonl").read_text() == before
 
 
-def test_a_finished_run_can_be_made_longer(settings: dict[str, Any]) -> None:
+def test_a_finished_run_can_be_made_longer(
+    settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """And says on the way that its own record of what it trained is damaged."""
     run_recipe(resolve(settings, {}))
+    record = Path(settings["run_dir"], "samples", "rank-0000.jsonl")
+    assert "samples/rank-0000.jsonl" not in caplog.text
+    record.write_bytes(record.read_bytes().replace(b'"batch":2', b'"batch":7'))
     longer = run_recipe(resolve(changed(settings, training__max_steps=5), {}))
+    assert f"{record}, line 3: damaged" in caplog.text
     assert longer.steps == 5
     assert [row[0] for row in rows(settings["run_dir"], "step")] == [1, 2, 3, 4, 5]
 

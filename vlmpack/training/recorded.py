@@ -11,9 +11,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vlmpack.data.loading.checked_lines import damaged_lines
 from vlmpack.training.metrics import drop_rows_after
-from vlmpack.training.record import Launch, SampleName, StepSamples, read_steps, recorded_ranks
+from vlmpack.training.record import (
+    Launch,
+    SampleName,
+    StepSamples,
+    rank_file,
+    read_steps,
+    recorded_ranks,
+)
 from vlmpack.training.run_dir import RunDir
+from vlmpack.words import counted
 
 logger = logging.getLogger("vlmpack")
 
@@ -50,6 +59,33 @@ class RecordedBatch:
         return [name for step in self.steps.values() for name in step.holes]
 
 
+def warn_of_damage(folder: Path) -> None:
+    """At a launch: damaged lines of the record that it goes on with, in one warning.
+
+    Training needs none of them, so it is not refused; only the audit would tell, perhaps days on.
+
+    Args:
+        folder: `samples` of the run folder.
+    """
+    paths = (rank_file(folder, rank) for rank in recorded_ranks(folder))
+    found = [(path, number, error) for path in paths for number, error in damaged_lines(path)]
+    if not found:
+        return
+    path, line, error = found[0]
+    more = f", and {counted(len(found) - 1, 'more line')} of the record" if found[1:] else ""
+    logger.warning(
+        "%s, line %d: damaged (%s)%s. Training goes on and needs none of it, but `vlmpack data "
+        "audit` cannot prove what this run trained as long as it is so. Restore the folder %s from "
+        "a copy; or stop, move it away and resume: then a new record begins with that launch, and "
+        "what was trained before it has none",
+        path,
+        line,
+        error,
+        more,
+        folder,
+    )
+
+
 def take_back(run_dir: RunDir, steps: int) -> None:
     """Before a launch is noted: what earlier ones counted past its start is lost work.
 
@@ -60,12 +96,12 @@ def take_back(run_dir: RunDir, steps: int) -> None:
         drop_rows_after(run_dir.metrics, steps)
     if run_dir.result.is_file():
         try:
-            counted = int(json.loads(run_dir.result.read_bytes())["steps"])
+            steps_counted = int(json.loads(run_dir.result.read_bytes())["steps"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             logger.warning("%s is damaged (%r) and removed", run_dir.result, error)
             run_dir.result.unlink()
             return
-        if counted > steps:
+        if steps_counted > steps:
             run_dir.result.unlink()
 
 

@@ -33,7 +33,7 @@ from vlmpack.training.model_watch import ModelWatch, recorded_model, watched_mod
 from vlmpack.training.policy import check_policy, policy_rows, policy_table
 from vlmpack.training.recipe_data import build_encoder, open_split
 from vlmpack.training.record import StepSamples, open_record
-from vlmpack.training.recorded import take_back
+from vlmpack.training.recorded import take_back, warn_of_damage
 from vlmpack.training.resume_point import choose_checkpoint, saved_state
 from vlmpack.training.run_dir import RunDir, write_atomically
 from vlmpack.training.run_length import total_steps
@@ -208,6 +208,7 @@ def _open(
     state = train.start() if text is None else train.admit(DataState.from_json(text))
     _name_new_segment(state)
     ranks.on_main(lambda: take_back(run_dir, done))
+    ranks.on_main(lambda: warn_of_damage(run_dir.samples))
     trainer.record = open_record(run_dir.samples, ranks, start=done, state=state.to_json())
     if ranks.is_main:
         write_atomically(run_dir.trainable, json.dumps(trained, indent=1) + "\n")

@@ -40,9 +40,9 @@ def parse_line(text: bytes) -> dict[str, Any]:
     text = text.removesuffix(b"\n")
     found = _CHECKED.fullmatch(text)
     if found is not None:
-        text = found.group(1) + b"}"
-        if zlib.crc32(text) != int(found.group(2), 16):
+        if not _has_its_checksum(found):
             raise ValueError("its checksum is not that of its text")
+        text = found.group(1) + b"}"
     try:
         value = json.loads(text)
     except RecursionError:
@@ -64,6 +64,28 @@ def parse_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | ValueError]]
                 yield number, parse_line(text)
             except ValueError as error:
                 yield number, error
+
+
+def damaged_lines(path: Path) -> Iterator[tuple[int, ValueError]]:
+    """(line number, what is wrong) of a file's damaged lines, at the speed of a checksum; a last
+    line without its end is left out."""
+    if not path.exists():
+        return
+    with path.open("rb") as stream:
+        for number, text in enumerate(stream, start=1):
+            if not text.endswith(b"\n"):
+                return
+            found = _CHECKED.fullmatch(text, 0, len(text) - 1)
+            if found is not None and _has_its_checksum(found):
+                continue
+            try:
+                parse_line(text)
+            except ValueError as error:
+                yield number, error
+
+
+def _has_its_checksum(found: re.Match[bytes]) -> bool:
+    return zlib.crc32(b"}", zlib.crc32(found.group(1))) == int(found.group(2), 16)
 
 
 def ends_torn(path: Path) -> bool:
