@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch.distributed as dist
 
-from vlmpack.distributed import Ranks, start_process_group
+from vlmpack.distributed import Ranks, start_process_group, world_size_from_environment
 from vlmpack.errors import CapabilityError
 
 
@@ -79,3 +79,15 @@ def test_one_process_alone_shares_with_itself(one_rank: Ranks):
     assert one_rank.is_main
     assert one_rank.is_lead
     assert one_rank.share_in_replica({"a": 1}) == {"a": 1}
+
+
+@pytest.mark.parametrize("text", ["\N{SUPERSCRIPT TWO}", "", "0", "-1", "2.0", "9" * 5000])
+def test_a_world_size_that_is_no_count_is_named(monkeypatch, text):
+    monkeypatch.setenv("WORLD_SIZE", text)
+    with pytest.raises(CapabilityError, match="expected a positive integer"):
+        world_size_from_environment()
+
+
+def test_a_world_size_is_read(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "016")
+    assert world_size_from_environment() == 16

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -146,7 +147,7 @@ def world_size_from_environment() -> int:
         CapabilityError: it is set, but is no positive integer.
     """
     text = os.environ.get("WORLD_SIZE", "1")
-    if not text.isdigit() or int(text) < 1:
+    if not re.fullmatch("0*[1-9][0-9]{0,8}", text):
         raise CapabilityError(f"WORLD_SIZE is {text!r}, expected a positive integer")
     return int(text)
 

@@ -210,12 +210,13 @@ def _open(
     ranks.on_main(lambda: take_back(run_dir, done))
     ranks.on_main(lambda: warn_of_damage(run_dir.samples))
     trainer.record = open_record(run_dir.samples, ranks, start=done, state=state.to_json())
-    if ranks.is_main:
+
+    def write_figures() -> None:
         write_atomically(run_dir.trainable, json.dumps(trained, indent=1) + "\n")
-        write_atomically(
-            run_dir.data_summary,
-            json.dumps(data_summary(recipe, train, state, splits.summary)) + "\n",
-        )
+        figures = data_summary(recipe, train, state, splits.summary)
+        write_atomically(run_dir.data_summary, json.dumps(figures) + "\n")
+
+    ranks.on_main(write_figures)  # a full disk is every rank's error, so that none waits
     return Session(
         recipe=recipe,
         ranks=ranks,

@@ -94,11 +94,6 @@ class ConvertReport:
         """Written."""
         return sum(shard.samples for shard in self.shards)
 
-    @property
-    def skipped_by_class(self) -> dict[str, int]:
-        """Error class -> records."""
-        return dict(sorted(Counter(item.error_class for item in self.skipped).items()))
-
 
 def convert(
     records: Iterable[Record], settings: ConvertSettings, progress: Progress | None = None
