@@ -20,6 +20,7 @@ from vlmpack.data.index.part_file import read_part, write_part
 from vlmpack.data.shards.keys import MAX_KEYS, OTHER_KEYS, count_keys, describe_keys
 from vlmpack.data.shards.schemas import cook_text
 from vlmpack.data.tools.convert.chat import chat_turns
+from vlmpack.data.tools.convert.records import open_records
 from vlmpack.errors import DataError
 from vlmpack.recipe.derived import plans_rows
 from vlmpack.training.data_figures import log_data
@@ -33,7 +34,7 @@ def extra_keys(number: int) -> dict[str, Any]:
     """What a record has beside its turns; one key comes late, one is never there."""
     found: dict[str, Any] = {"source": "web", "empty": None}
     if number % 3 == 0:
-        found["systm"] = "S"
+        found["tasks"] = "S"
     if number >= COUNT - PER_SHARD:
         found["late\u202e\x1b"] = number
     return found
@@ -50,7 +51,7 @@ EXPECTED = Counter(
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
-    assert set(EXPECTED) == {"source", "systm", "late\u202e\x1b"}, "the reference counts too little"
+    assert set(EXPECTED) == {"source", "tasks", "late\u202e\x1b"}, "the reference counts too little"
     for shard in range(COUNT // PER_SHARD):
         numbers = range(shard * PER_SHARD, (shard + 1) * PER_SHARD)
         samples = ((key_of(n), {"json": json.dumps(record(n)).encode()}) for n in numbers)
@@ -78,7 +79,7 @@ def test_a_launch_names_them_once_with_their_counts(
         assert data.summary().unknown_keys == EXPECTED
         caplog.clear()
         [line] = launch_lines(data.summary(), caplog)
-        assert "'source' (24 records), 'systm' (8 records; did you mean 'system'?), " in line
+        assert "'source' (24 records), 'tasks' (8 records; did you mean 'task'?), " in line
         assert r"'late\u202e\x1b' (4 records)" in line and line.isprintable()
 
 
@@ -114,7 +115,7 @@ def test_an_index_part_without_counts_is_made_again(shards: Path) -> None:
     kept = {k: v for k, v in table.schema.metadata.items() if k != b"vlmpack.unknown_keys"}
     assert len(kept) < len(table.schema.metadata)
     write_part(str(part), table, kept)
-    assert open_data(pattern, shards / "i").summary().unknown_keys == {"source": 4, "systm": 2}
+    assert open_data(pattern, shards / "i").summary().unknown_keys == {"source": 4, "tasks": 2}
 
 
 def test_index_and_lint_name_them(shards: Path) -> None:
@@ -124,10 +125,10 @@ def test_index_and_lint_name_them(shards: Path) -> None:
     pattern = str(shards / "s-*.tar")
     indexed = run("index", pattern, "--index-dir", str(shards / "i"))
     assert indexed.exit_code == 0
-    assert "'source' (24 records), 'systm'" in " ".join(indexed.output.split())
+    assert "'source' (24 records), 'tasks'" in " ".join(indexed.output.split())
     linted = run("data", "lint", pattern)
     assert linted.exit_code == 0 and "no fault" in linted.output
-    assert "keys of records that are not read: 'source' (24 records), 'systm' (8" in linted.output
+    assert "keys of records that are not read: 'source' (24 records), 'tasks' (8" in linted.output
     as_json = json.loads(run("data", "lint", pattern, "--json").stdout)
     assert as_json["unknown_keys"] == EXPECTED and as_json["findings"] == []
 
@@ -224,3 +225,52 @@ def test_the_keys_of_a_turn_are_looked_at_before_its_role(
     document: dict[str, Any], reason: str
 ) -> None:
     assert refused_by_both(document) == {reason}
+
+
+MISSPELT = {
+    "image": ("imgae", "iamge", "imge", "imag", "Image", "image_"),
+    "images": ("imgaes", "imges", "IMAGES"),
+    "messages": ("mesages", "message", "messagse"),
+    "conversations": ("conversation", "converations", "Conversations"),
+    "system": ("systm", "sytem", "systems"),
+}
+HARMLESS = (
+    *("image_id", "image_size", "image_path", "imageid", "image_w", "img_width", "img_height"),
+    *("num_images", "n_images", "imagery", "manage", "page", "message_id", "message_count"),
+    *("conversation_id", "system_id", "source", "usage", "stage", "items", "x" * 1000),
+)
+
+
+@pytest.mark.parametrize("schema", ["messages", "conversations"])
+def test_a_slip_in_a_key_that_holds_the_sample_is_refused(schema: str) -> None:
+    """It was counted, and what it holds was left out: an image's record trained its text alone."""
+    turns = {"messages": CHAT, "conversations": LLAVA}[schema]
+    for meant, keys in MISSPELT.items():
+        for key in keys:
+            for document in ({schema: turns, key: "0.jpg"}, {key: turns}):
+                [reason] = refused_by_both(document)
+                expected = f"the record has the key '{key}', which would be lost: did you mean "
+                assert reason.startswith(f"{expected}'{meant}'?")
+
+
+@pytest.mark.parametrize("value", ["0.jpg", None])
+def test_a_column_with_a_slip_in_its_name_is_looked_at(tmp_path: Path, value: str | None) -> None:
+    """A table's other columns are not; nulls in such a one are none."""
+    source = tmp_path / "chat.parquet"
+    pq.write_table(pa.table({"messages": [CHAT], "imgae": [value], "image_id": ["7"]}), source)
+    [record] = open_records(source)
+    assert record.value is not None and record.unread == ("image_id",)
+    if value is None:
+        assert chat_turns(record.value).unknown_keys == ()
+        return
+    with pytest.raises(DataError, match=r"the key 'imgae', .* did you mean 'image'\?"):
+        chat_turns(record.value)
+
+
+def test_keys_that_are_merely_alike_are_counted() -> None:
+    document = {"messages": CHAT, "id": "1", "imgae": None} | dict.fromkeys(HARMLESS, "v")
+    expected = tuple(sorted(HARMLESS))
+    encoded = json.dumps(document).encode()
+    assert cook_text("k", "s", encoded, ("json",)).unknown_keys == expected
+    assert chat_turns(document).unknown_keys == expected
+    assert "did you mean" not in describe_keys(dict.fromkeys(HARMLESS, 1))

@@ -37,7 +37,7 @@ from vlmpack.data.stores.fetch import Fetcher, ShardStamp
 from vlmpack.errors import DataError
 from vlmpack.families.sample import VLMSample
 
-INDEX_RULE = "index-2"
+INDEX_RULE = "index-3"
 """Changes whenever a row would differ for the same shard."""
 
 _CONTENT = b"vlmpack.content"

@@ -1,9 +1,9 @@
 """The keys of a record, of a turn and of a part of its content: none is left out in silence.
 
 A key that we do not read is refused by name: in a turn and in a part always, in a record where
-other trainers give it a meaning, since what it says would be lost. Other keys of a record (a
-source, a score) are counted. A key without a value is none: Arrow gives each struct the keys of
-all.
+other trainers give it a meaning or where it is a misspelt one of ours, since what it says would be
+lost. Other keys of a record (a source, a score) are counted. A key without a value is none: Arrow
+gives each struct the keys of all.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache
 
 from vlmpack.errors import DataError
 from vlmpack.words import counted
@@ -26,6 +27,9 @@ RECORD_KEYS = frozenset(
     {"messages", "conversations", "system", "image", "images", "task", "id", "__key__"}
 )
 """Keys of a record that are read, or name it."""
+
+_CONTENT_KEYS = frozenset({"messages", "conversations", "system", "image", "images"})
+"""Those without which a sample would be another one: `imgae` would leave its text alone."""
 
 _ONE_ANSWER = "preferences and rewards are not trained here: keep the answer to learn in the turns"
 _TOOLS = "this version trains no tool calls"
@@ -108,7 +112,7 @@ def unknown_record_keys(record: Mapping[str, object]) -> tuple[str, ...]:
     """The keys of a record that are not read and mean nothing that we know.
 
     Raises:
-        DataError: (schema) a key that other trainers give a meaning.
+        DataError: (schema) a key that other trainers give a meaning, or a misspelt one of ours.
     """
     if record.keys() <= RECORD_KEYS:
         return ()
@@ -118,7 +122,18 @@ def unknown_record_keys(record: Mapping[str, object]) -> tuple[str, ...]:
             raise _fault(f"the record has {key!r}: {MEANT_ELSEWHERE[key]}")
         if key == "label" and isinstance(record[key], bool):
             raise _fault(f"the record has 'label', a yes or no: {_ONE_ANSWER}")
+        if (meant := misspelt(key)) is not None:
+            raise _fault(
+                f"the record has the key {key!r}, which would be lost: did you mean {meant!r}? "
+                "If not, give it a name that is less alike"
+            )
     return tuple(sorted(unknown))
+
+
+def misspelt(key: str) -> str | None:
+    """The key of the turns or of their images that an unknown key, or the column of a table, nearly
+    is."""
+    return _near(key, _CONTENT_KEYS)
 
 
 def refuse_unknown(item: Mapping[str, object], known: frozenset[str], where: str) -> None:
@@ -162,12 +177,29 @@ def describe_keys(counts: Mapping[str, int]) -> str:
     """
     words = []
     for key, count in list(counts.items())[:MAX_SHOWN]:
-        close = difflib.get_close_matches(key.lower(), sorted(RECORD_KEYS), n=1, cutoff=SIMILAR)
-        meant = f"; did you mean {close[0]!r}?" if close else ""
+        close = _near(key, RECORD_KEYS)
+        meant = f"; did you mean {close!r}?" if close else ""
         name = "others" if key == OTHER_KEYS else repr(key)
         words.append(f"{name} ({counted(count, 'record')}{meant})")
     more = len(counts) - len(words)
     return ", ".join(words) + (f" and {more} more" if more else "")
+
+
+def _near(key: str, known: frozenset[str]) -> str | None:
+    """The known key that this one is, but for a slip of the pen; None where it is another word.
+
+    A slip changes the length by one character at most: `image_id` and `conversation_id`, much
+    alike to a comparison of letters, are words of their own.
+    """
+    if len(key) > max(map(len, known)) + 1:
+        return None
+    return _nearest(key.lower(), known)
+
+
+@lru_cache(maxsize=4096)
+def _nearest(key: str, known: frozenset[str]) -> str | None:
+    alike = sorted(name for name in known if abs(len(name) - len(key)) <= 1)
+    return next(iter(difflib.get_close_matches(key, alike, n=1, cutoff=SIMILAR)), None)
 
 
 def suggestion(key: str, known: Collection[str]) -> str:

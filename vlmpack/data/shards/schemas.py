@@ -94,8 +94,8 @@ def cook_text(key: str, shard: str, document: bytes, fields: Sequence[str]) -> C
     """
     try:
         value = _parse(document)
-        messages, names = _conversation(value)
         unknown = unknown_record_keys(value)
+        messages, names = _conversation(value)
         if messages[0].role == "assistant":
             raise _SchemaError(
                 "the conversation starts with the assistant; expected a user's turn first"

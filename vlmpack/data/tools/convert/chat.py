@@ -92,6 +92,7 @@ def chat_turns(record: dict[str, Any]) -> ChatTurns:
     Raises:
         DataError: class `schema`; says what was found and what was expected.
     """
+    unknown = unknown_record_keys(record)
     schemas = [name for name in TURN_FIELDS if name in record]
     if len(schemas) != 1:
         found = ", ".join(repr(name) for name in sorted(record)[:8]) or "nothing"
@@ -129,7 +130,7 @@ def chat_turns(record: dict[str, Any]) -> ChatTurns:
             for (_, role, learn), row in zip(heads, parts, strict=True)
         ),
         images=images,
-        unknown_keys=unknown_record_keys(record),
+        unknown_keys=unknown,
     )
 
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vlmpack.data.shards.json_text import parse_json
-from vlmpack.data.shards.keys import MEANT_ELSEWHERE
+from vlmpack.data.shards.keys import MEANT_ELSEWHERE, RECORD_KEYS, misspelt
 from vlmpack.data.shards.schemas import OTHER_MEDIA
 from vlmpack.errors import DataError, VlmpackError
 
@@ -177,7 +177,8 @@ def _columns(file: Path, names: Sequence[str]) -> list[str]:
             shard=str(file),
         )
     read = (*IMAGE_COLUMNS, *KEPT_COLUMNS, *OTHER_MEDIA, *MEANT_ELSEWHERE, "label")
-    return [*chat, *(name for name in read if name in names)]
+    slips = [name for name in names if name not in RECORD_KEYS and misspelt(name)]
+    return [*chat, *(name for name in (*read, *slips) if name in names)]
 
 
 def _without_nulls(value: Any) -> Any:
