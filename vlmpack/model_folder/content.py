@@ -83,7 +83,9 @@ def _content(path: Path) -> Content:
     if path.name == "tokenizer.json":
         flat |= _added_tokens(values.pop("added_tokens", None))
         values["model"] = _kept(values.get("model"))  # the vocabulary and its merges, as one
-    flat |= {key: value for key, value in _flat("", values) if key not in _IGNORED}
+    flat |= {
+        key: value for key, value in _flat("", values) if key.rpartition(".")[2] not in _IGNORED
+    }
     return {f"{path.name}: {key}": value for key, value in flat.items()}
 
 
