@@ -59,7 +59,8 @@ def test_loss_is_drawn_for_any_number_of_steps(tmp_path, num_steps: int) -> None
 
 
 def test_loss_of_zero_and_lost_values_are_drawn(tmp_path) -> None:
-    rows = [{"step": 1, "loss": float("nan")}, {"step": 2, "loss": 0.0}, {"step": 3, "loss": 9.0}]
+    values = (float("nan"), 0.0, 9.0, None)
+    rows = [{"step": step, "loss": loss} for step, loss in enumerate(values, start=1)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = read_run(tmp_path)
     assert run.series("loss") == ([2, 3], [0.0, 9.0])

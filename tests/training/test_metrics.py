@@ -62,6 +62,23 @@ def test_a_row_has_what_the_readme_promises(tmp_path):
     assert written["tokens_per_second"] == 150.0, "padding is never counted"
 
 
+def test_a_step_of_holes_alone_has_no_loss_and_not_a_perfect_one(tmp_path, capsys):
+    holes = row(2, loss=None, num_samples=0, num_label_tokens=0, num_tokens=0, num_skipped=8)
+    log = MetricsLog(tmp_path / "metrics.jsonl", resume_step=0)
+    log.write(holes.as_row())
+    log.close()
+    assert '"loss": null' in (tmp_path / "metrics.jsonl").read_text()
+    MetricsLog(tmp_path / "metrics.jsonl", resume_step=2).close()
+    assert steps_of(tmp_path / "metrics.jsonl") == [2]
+    progress = Progress("plain", total_steps=3, interval_steps=1)
+    progress.update(holes)
+    said = capsys.readouterr().err
+    assert said.startswith("step 2/3  no sample left  ")
+    assert "loss" not in said
+    progress.update(row(3, loss=0.0))
+    assert "loss 0.0000" in capsys.readouterr().err, "one that was measured"
+
+
 @pytest.mark.parametrize(("resume_step", "kept"), [(0, []), (2, [1, 2, 2]), (5, [1, 2, 2, 3, 4])])
 def test_rows_after_the_resumed_step_are_dropped(tmp_path, resume_step, kept):
     path = tmp_path / "metrics.jsonl"
@@ -178,5 +195,8 @@ def test_trackers_see_finite_values_alone(tmp_path):
     trackers = Trackers((), tmp_path, {})
     recording = Recording()
     trackers._trackers.append(recording)
-    trackers.log({"loss": float("nan"), "fill": 0.5}, 1)
-    assert recording.seen == {"fill": 0.5}
+    for absent in (float("nan"), None):
+        recording.seen = None
+        trackers.log({"loss": absent, "fill": 0.5}, 1)
+        assert recording.seen == {"fill": 0.5}
+    assert trackers._trackers == [recording], "it was dropped"

@@ -2,13 +2,13 @@
 
 Rows of training steps:
 
-    step, epoch, loss, grad_norm, learning_rate, num_tokens (real), num_slots (computed, padding
-    included), num_padded_slots (what mode none computes for the same
-    samples), num_label_tokens, num_samples, num_skipped, num_rows (micro-batches that hold a
-    sample), imbalance (the largest planned cost of a replica over the mean; FLOPs, but tokens under
-    packing.balance: none), fill, padding (1 - fill), seconds, data_wait_seconds, data_wait_share,
-    read_seconds and encode_seconds (in the loader, beside the training), forward_backward_seconds,
-    optimizer_seconds, tokens_per_second
+    step, epoch, loss (null where every sample became a hole), grad_norm, learning_rate, num_tokens
+    (real), num_slots (computed, padding included), num_padded_slots (what mode none computes for
+    the same samples), num_label_tokens, num_samples, num_skipped, num_rows (micro-batches that hold
+    a sample), imbalance (the largest planned cost of a replica over the mean; FLOPs, but tokens
+    under packing.balance: none), fill, padding (1 - fill), seconds, data_wait_seconds,
+    data_wait_share, read_seconds and encode_seconds (in the loader, beside the training),
+    forward_backward_seconds, optimizer_seconds, tokens_per_second
 
 Rows of validations: step, validation_loss, validation_label_tokens. Real tokens per second never
 count padding.
@@ -38,7 +38,7 @@ class StepRow:
 
     step: int
     epoch: int
-    loss: float
+    loss: float | None
     grad_norm: float
     learning_rate: float
     num_tokens: int
@@ -193,9 +193,13 @@ class Trackers:
                 continue
             self._trackers.append(tracker)
 
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Send scalars to every tracker."""
-        finite = {key: value for key, value in values.items() if math.isfinite(value)}
+    def log(self, values: Mapping[str, float | None], step: int) -> None:
+        """Send scalars to every tracker, those that there are."""
+        finite = {
+            key: value
+            for key, value in values.items()
+            if value is not None and math.isfinite(value)
+        }
         for tracker in list(self._trackers):
             try:
                 tracker.log(finite, step=step)
@@ -283,8 +287,9 @@ class Progress:
             self._smooth[name] = old + (value - old) * 0.05 if name in self._smooth else value
         left = (self.total_steps - row.step) * self._smooth["seconds"]
         imbalance = f"imbalance {row.imbalance:.2f}  " if row.imbalance > 1 else ""
+        loss = "no sample left" if row.loss is None else f"loss {row.loss:.4f}"
         return (
-            f"loss {row.loss:.4f}  {self._smooth['rate']:,.0f} real tokens/s  "
+            f"{loss}  {self._smooth['rate']:,.0f} real tokens/s  "
             f"fill {row.fill:.0%}  {row.num_samples} samples  {imbalance}"
             f"data wait {self._smooth['wait']:.0%}  ETA {_clock(left)}"
         )

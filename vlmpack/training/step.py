@@ -56,9 +56,9 @@ class StepSums:
     grad_norm: float = 0.0
 
     @property
-    def loss(self) -> float:
-        """Mean loss of a label token."""
-        return self.loss_sum / max(1, self.num_label_tokens)
+    def loss(self) -> float | None:
+        """Mean loss of a label token; None without any: 0 would be a perfect one."""
+        return self.loss_sum / self.num_label_tokens if self.num_label_tokens else None
 
 
 def _local_sums(
