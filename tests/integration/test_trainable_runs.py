@@ -80,7 +80,8 @@ def test_exports_of_checkpoints(finished, tmp_path):
     result = runner.invoke(app, ["export", str(run), "--merge", "-o", str(tmp_path / "merged")])
     assert result.exit_code == 0, result.output
     assert "step-00000004" in result.output
-    assert "export.dtype: float32 keeps all of it" in " ".join(result.output.split())
+    said = " ".join(result.output.split())
+    assert "it was trained in float32, and --dtype float32 keeps all of it" in said
     assert same(tmp_path / "merged", run / "export", "model.safetensors")
     kept = tmp_path / "kept"
     command = ["export", str(run), "--merge", "--dtype", "float32", "-o", str(kept)]

@@ -51,4 +51,6 @@ def export(
     transformers_logging.disable_progress_bar()
     written = export_run(run, merge=merge, out=out, step=checkpoint, dtype=dtype)
     line = f"{written.folder}, from {written.checkpoint}"
-    say(line if written.dtype is None else f"{line}, {written_as(written.dtype)}")
+    if written.dtype is not None:
+        line = f"{line}, {written_as(written.dtype, '--dtype float32')}"
+    say(line)

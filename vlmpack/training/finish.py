@@ -189,12 +189,16 @@ def export_dtype(name: str, source: Path) -> torch.dtype:
     return dtypes.get(name, torch.float32)
 
 
-def written_as(dtype: torch.dtype) -> str:
-    """In which dtype a model was written, and what that took from the trained weights."""
+def written_as(dtype: torch.dtype, knob: str = "export.dtype: float32") -> str:
+    """In which dtype a model was written, and what that took from the trained weights.
+
+    Args:
+        knob: what keeps them as they are.
+    """
     name = str(dtype).removeprefix("torch.")
     if dtype == torch.float32:
         return f"in {name}, as it was trained"
-    return f"in {name}; it was trained in float32, and export.dtype: float32 keeps all of it"
+    return f"in {name}; it was trained in float32, and {knob} keeps all of it"
 
 
 def write_result(session: Session, before: Scores | None, after: Scores | None) -> dict[str, Any]:
