@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from shard_fakes import FakeEncoder, chat_json, image_bytes, key_of, sample_fiel
 from typer.testing import CliRunner
 
 from vlmpack.cli.app import app
+from vlmpack.data.index.parts import BuildSettings
+from vlmpack.data.index.shard_index import IndexBuilder, open_index
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.stores.fetch import LocalFetcher
 from vlmpack.data.stores.sources import FoundShard
@@ -98,3 +101,50 @@ def test_the_command_prints_lines_or_json_and_fails(tmp_path: Path) -> None:
     assert summary["findings"][0]["key"] == "y"
     with Image.open(io.BytesIO(FAULTS["cut"][0]["0.jpg"])) as image:
         assert image.size == (40, 40), "the header alone would have passed"
+
+
+def index_made(path: Path, folder: Path) -> None:
+    builder = IndexBuilder(LocalFetcher(), SampleCaps())
+    open_index([str(path)], builder, BuildSettings(directory=folder))
+
+
+def changed_in_place(path: Path, data: bytes) -> None:
+    """Other bytes under the same size and time stamp."""
+    before = path.stat()
+    assert len(data) == before.st_size and data != path.read_bytes()
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_bytes_that_changed_after_they_were_indexed_are_found(tmp_path: Path) -> None:
+    """Training skips such a sample, and lint called its shard sound."""
+    path = write_shard(tmp_path / "s.tar", ((key_of(n), sample_fields(n)) for n in range(6)))
+    folder = tmp_path / "i"
+    compared = LintOne(LocalFetcher(), SampleCaps(), index_dir=folder)
+    assert compared(FoundShard(str(path))).findings == ()
+    assert not folder.exists(), "an index was made"
+    index_made(path, folder)
+    assert compared(FoundShard(str(path))).findings == ()
+    changed_in_place(path, path.read_bytes().replace(b"q2 ", b"Q2 "))
+    assert lint(path).findings == (), "not a sound shard, or no change that only the index shows"
+    (finding,) = compared(FoundShard(str(path))).findings
+    assert (finding.key, finding.error_class) == (key_of(2), "integrity")
+    assert "bytes changed after they were indexed; restore the shard, or touch" in finding.reason
+    run = CliRunner().invoke
+    options = ["data", "lint", str(path), "--processes", "1", "--index-dir"]
+    assert run(app, [*options, str(folder)]).exit_code == 1
+    assert run(app, [*options, str(tmp_path / "none")]).exit_code == 0
+    os.utime(path)
+    assert compared(FoundShard(str(path))).findings == (), "it is to be indexed anew"
+
+
+def test_a_shard_of_other_samples_than_its_index_is_one_finding(tmp_path: Path) -> None:
+    samples = [(key_of(n), sample_fields(n)) for n in range(6)]
+    path = write_shard(tmp_path / "s.tar", samples)
+    index_made(path, tmp_path / "i")
+    other = write_shard(tmp_path / "t.tar", [*samples[:5], ("00007", samples[5][1])])
+    changed_in_place(path, other.read_bytes())
+    report = LintOne(LocalFetcher(), SampleCaps(), index_dir=tmp_path / "i")(FoundShard(str(path)))
+    (finding,) = report.findings
+    assert (finding.key, finding.error_class) == (None, "integrity")
+    assert "6 samples are not the 6 of its index part" in finding.reason

@@ -11,6 +11,7 @@ import typer
 from vlmpack.cli.convert import convert
 from vlmpack.cli.options import (
     AsJson,
+    IndexDir,
     MaxImagePixels,
     Processes,
     RecipeOption,
@@ -51,6 +52,7 @@ def lint(
     ] = None,
     processes: Processes = None,
     max_image_pixels: MaxImagePixels = None,
+    index_dir: IndexDir = None,
     as_json: AsJson = False,
 ) -> None:
     """Check shards down to the pixels: one line a fault, exit code 1 if there is any."""
@@ -82,7 +84,8 @@ def lint(
     paths = reading.paths
     reports: list[LintReport] = []
     refuse = reading.recipe is not None and reading.recipe.data.unknown_keys == "refuse"
-    work = LintOne(reading.fetcher, reading.caps, encoder, refuse_unknown_keys=refuse)
+    folder = reading.index_folder(index_dir)
+    work = LintOne(reading.fetcher, reading.caps, encoder, refuse, folder)
     with BytesBar("checking", len(paths)) as bar:
         count = num_processes(processes, paths, LINT_BYTES_A_SECOND)
         for report in lint_shards(reading.shards, work, processes=count, preload=preload):

@@ -41,7 +41,6 @@ def index(
     """Index shards: where each sample lies, its checksum, its image sizes; with a recipe, its
     length too. Only new and changed shards are read, so it can be stopped and run again. Exit code
     1 if a shard is damaged, or no sample can be used."""
-    from vlmpack.data.folders import default_cache_dir
     from vlmpack.data.tools.index_shards import index_shards, parts_builder
 
     begin = time.perf_counter()
@@ -55,9 +54,7 @@ def index(
         from vlmpack.training.worker_server import WORKER_PRELOAD
 
         encoder, preload = build_encoder(reading.recipe), WORKER_PRELOAD
-        if index_dir is None and reading.recipe.data.index_dir is not None:
-            index_dir = Path(reading.recipe.data.index_dir)
-    folder = index_dir if index_dir is not None else default_cache_dir()
+    folder = reading.index_folder(index_dir)
     builder = parts_builder(reading.fetcher, reading.caps, folder, encoder)
     reports: list[ShardReport] = []
     with BytesBar("indexing", len(paths)) as bar:

@@ -38,6 +38,16 @@ class Reading:
         """Of the shards."""
         return [shard.path for shard in self.shards]
 
+    def index_folder(self, given: Path | None) -> Path:
+        """Where the index is kept: as an option says, else the recipe's folder, else the cache."""
+        from vlmpack.data.folders import default_cache_dir
+
+        if given is not None:
+            return given
+        if self.recipe is not None and self.recipe.data.index_dir is not None:
+            return Path(self.recipe.data.index_dir)
+        return default_cache_dir()
+
 
 def open_reading(
     shards: Sequence[str] | None,

@@ -15,7 +15,7 @@ from typing import Literal
 from vlmpack.addresses import is_remote
 from vlmpack.data.index.table import SampleRef
 from vlmpack.data.shards.caps import SampleCaps
-from vlmpack.data.shards.raw import RawSample, parse_span
+from vlmpack.data.shards.raw import RawSample, changed_since_indexed, parse_span
 from vlmpack.data.shards.schemas import cook
 from vlmpack.data.stores.fetch import Fetcher, ShardStamp
 from vlmpack.errors import DataError, ErrorClass, RecipeError
@@ -168,11 +168,7 @@ class SampleReader:
     def _verified(self, ref: SampleRef, span: bytes) -> RawSample:
         found = zlib.crc32(span)
         if found != ref.crc32:
-            raise DataError(
-                f"the sample's checksum is {found:08x}, the index has {ref.crc32:08x}: its bytes "
-                "changed after they were indexed",
-                error_class="integrity",
-            )
+            raise changed_since_indexed(found, ref.crc32)
         raw = parse_span(span, shard=ref.shard, offset=ref.offset, caps=self.caps, verified=found)
         if raw.key != ref.key:
             raise DataError(f"the byte range holds the sample {raw.key!r}", error_class="integrity")

@@ -17,6 +17,9 @@ from vlmpack.data.shards.tar import TarMember, read_span
 from vlmpack.errors import DataError
 from vlmpack.words import counted
 
+REINDEX = "restore the shard, or touch it where it is as it should be, so that it is indexed anew"
+"""What to do about a shard that changed behind its index."""
+
 
 @dataclass(frozen=True, slots=True)
 class RawSample:
@@ -165,3 +168,17 @@ def _fault(run: list[TarMember], count: int, caps: SampleCaps) -> str | None:
             "a dot inside a name splits it there)"
         )
     return None
+
+
+def changed_since_indexed(found: int, indexed: int) -> DataError:
+    """The fault of a sample whose bytes are not those that its index row was made from.
+
+    Args:
+        found: the checksum of its bytes.
+        indexed: the row's.
+    """
+    return DataError(
+        f"the sample's checksum is {found:08x}, the index has {indexed:08x}: its bytes changed "
+        f"after they were indexed; {REINDEX}",
+        error_class="integrity",
+    )

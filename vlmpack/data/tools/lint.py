@@ -1,9 +1,10 @@
 """The strict checks over whole shards, down to the pixels; `vlmpack data lint`.
 
-Shards are read again, whatever an index says. Per shard: the tar's structure, and Energon's index
-beside it. Per sample: names and keys, the conversation, image headers, every image decoded; with
-an encoder the chat template and the length rule too. A bad sample is one finding, and so is a
-damaged shard: nobody can say what lies behind the damage.
+Shards are read again, whatever an index says; where one has been made, the samples' checksums are
+compared with it, since training does so and skips what differs. Per shard: the tar's structure, and
+Energon's index beside it. Per sample: names and keys, the conversation, image headers, every image
+decoded; with an encoder the chat template and the length rule too. A bad sample is one finding, and
+so is a damaged shard: nobody can say what lies behind the damage.
 """
 
 from __future__ import annotations
@@ -11,18 +12,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from vlmpack.data.index.shard_index import IndexRow, flag_repeated_keys, index_row, unknown_keys_of
+from vlmpack.data.index.part_file import read_part
+from vlmpack.data.index.parts import part_for
+from vlmpack.data.index.shard_index import (
+    IndexBuilder,
+    IndexRow,
+    flag_repeated_keys,
+    index_row,
+    unknown_keys_of,
+)
 from vlmpack.data.index.shard_pool import each_shard
 from vlmpack.data.protocols import Encoder
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.energon import check_energon_index
 from vlmpack.data.shards.images import oriented_size
 from vlmpack.data.shards.keys import count_keys
-from vlmpack.data.shards.raw import RawSample, group_members
+from vlmpack.data.shards.raw import REINDEX, RawSample, changed_since_indexed, group_members
 from vlmpack.data.shards.schemas import cook
 from vlmpack.data.shards.tar import read_members
 from vlmpack.data.stores.fetch import Fetcher, ShardStamp
@@ -87,12 +97,14 @@ class LintOne:
         caps: limits of one sample.
         encoder: renders and measures, where given.
         refuse_unknown_keys: whether a record with a key that is not read is a fault.
+        index_dir: where index parts lie that shards are compared with; none is made.
     """
 
     fetcher: Fetcher
     caps: SampleCaps
     encoder: Encoder | None = None
     refuse_unknown_keys: bool = False
+    index_dir: Path | None = None
 
     def __call__(self, shard: FoundShard) -> LintReport:
         """All findings of one shard."""
@@ -109,6 +121,7 @@ class LintOne:
                     images += self._check_content(raw, row)
                 rows.append(row)
             flag_repeated_keys(rows)
+            self._compare_with_index(stamp, rows)
             check_energon_index(self.fetcher, stamp, _spans(rows))
         except DataError as error:
             flag_repeated_keys(rows)
@@ -129,6 +142,33 @@ class LintOne:
                 stream, stamp.size, shard=stamp.path, max_member_bytes=self.caps.max_member_bytes
             )
             yield from group_members(members, shard=stamp.path, caps=self.caps)
+
+    def _compare_with_index(self, stamp: ShardStamp, rows: Sequence[IndexRow]) -> None:
+        """Notes in the rows what training would refuse: other bytes than those that were indexed.
+
+        A shard of the same size and time stamp is the same one to the index.
+
+        Raises:
+            DataError: (integrity) the index has other samples.
+        """
+        if self.index_dir is None:
+            return
+        part = part_for(self.index_dir, stamp, IndexBuilder(self.fetcher, self.caps).rule)
+        table = read_part(part.path)
+        if table is None:
+            return
+        names = ("key", "offset", "length")
+        indexed = list(zip(*(table.column(name).to_pylist() for name in names), strict=True))
+        if indexed != [(row.key, row.offset, row.length) for row in rows]:
+            raise DataError(
+                f"the shard's {len(rows)} samples are not the {len(indexed)} of its index part "
+                f"({part.path}): the shard changed and kept its size and time stamp; {REINDEX}",
+                error_class="integrity",
+            )
+        for row, checksum in zip(rows, table.column("crc32").to_pylist(), strict=True):
+            if row.reason is None and row.crc32 != checksum:
+                fault = changed_since_indexed(row.crc32, checksum)
+                row.error_class, row.reason = fault.error_class, fault.reason
 
     def _check_content(self, raw: RawSample, row: IndexRow) -> int:
         """Decode every image, and encode; notes a fault in the row. Returns the images decoded."""
