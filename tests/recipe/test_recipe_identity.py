@@ -138,6 +138,33 @@ def test_what_weights_count_is_identity_where_it_is_not_the_default(minimal):
     assert len(identity_differences(old, new)) == 1
 
 
+@pytest.mark.parametrize(
+    ("override", "default", "value"),
+    [
+        ("data.learn=last_turn", "'all_turns'", "'last_turn'"),
+        ("data.weights=tokens", "'samples'", "'tokens'"),
+        ("trainable.vision=frozen", "'full'", "'frozen'"),
+    ],
+)
+def test_a_field_that_one_side_lacks_is_named_with_its_default(minimal, override, default, value):
+    """Run folders leave out what is as by default, and those of earlier versions have no more."""
+    old, new = identity(load_recipe(minimal)), identity(load_recipe(minimal, [WEIGHTED, override]))
+    key = override.partition("=")[0]
+    assert key not in old and key in new
+    line = f"{key}: {default}, by default, in the run folder, {value} in the recipe"
+    assert line in identity_differences(old, new)
+    back = f"{key}: {value} in the run folder, {default}, by default, in the recipe"
+    assert back in identity_differences(new, old)
+
+
+def test_a_field_that_does_not_apply_on_one_side_is_absent_there(minimal):
+    """Its default says nothing: without planned rows there is no scope of them."""
+    old, new = identity(load_recipe(minimal)), identity(load_recipe(minimal, [*ROWS]))
+    lines = [line for line in identity_differences(old, new) if line.startswith("packing.")]
+    assert any(line.startswith("packing.scope: absent in the run folder") for line in lines)
+    assert not any("by default" in line for line in lines)
+
+
 @pytest.mark.parametrize("override", IMAGES)
 def test_pixel_budgets_are_identity_where_they_are_set(minimal, override):
     old, new = identity(load_recipe(minimal)), identity(load_recipe(minimal, [override]))

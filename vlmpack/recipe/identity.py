@@ -50,6 +50,10 @@ _INCLUDE: Mapping[str, Any] = {
     },
 }
 
+_WHERE_THEY_APPLY = ("packing.", "trainable.lora.")
+"""Fields that an identity lacks where they mean nothing, and not only where they are as by default.
+"""
+
 _ROW_FIELDS = ("mode", "max_tokens", "max_vision_patches", "max_sequences", "scope")
 _ROWS: Mapping[str, Any] = dict.fromkeys(_ROW_FIELDS, True)
 
@@ -90,7 +94,7 @@ def identity_differences(
         new_segment: whether `checkpoint.on_data_change` lets the run go on with other data.
     """
     return [
-        f"{key}: {_shown(key, old)} in the run folder, {_shown(key, new)} in the recipe"
+        f"{key}: {_shown(key, old, new)} in the run folder, {_shown(key, new, old)} in the recipe"
         for key in [*old, *(key for key in new if key not in old)]
         if not (key in old and key in new and old[key] == new[key])
         and not _grows(key, old, new)
@@ -135,8 +139,24 @@ def _grows(key: str, old: Mapping[str, object], new: Mapping[str, object]) -> bo
     return key in MAY_GROW and isinstance(before, int) and isinstance(after, int) and after > before
 
 
-def _shown(key: str, values: Mapping[str, object]) -> str:
-    return shown(values[key]) if key in values else "absent"
+def _shown(key: str, values: Mapping[str, object], others: Mapping[str, object]) -> str:
+    """A value; where there is none, the default that stands for it, unless the field did not
+    apply."""
+    if key in values:
+        return shown(values[key])
+    default = None if key.startswith(_WHERE_THEY_APPLY) else _default(key)
+    return "absent" if default in (None, others[key]) else f"{shown(default)}, by default,"
+
+
+def _default(key: str) -> object:
+    """That of a recipe's field; None where it has none, or is no plain field."""
+    section: Any = Recipe
+    *path, name = key.split(".")
+    for part in path:
+        field = getattr(section, "model_fields", {}).get(part)
+        section = None if field is None else field.annotation
+    field = getattr(section, "model_fields", {}).get(name)
+    return None if field is None or field.is_required() else field.default
 
 
 def _flatten(prefix: str, value: object, flat: dict[str, object]) -> None:
