@@ -11,7 +11,7 @@ import timeit
 import pytest
 
 from vlmpack.activity import ACTIVITY, IDLE, Activity
-from vlmpack.watchdog import Watchdog
+from vlmpack.watchdog import Silence, Watchdog
 
 SECONDS = 0.4
 
@@ -65,6 +65,27 @@ def test_whoever_moves_or_has_no_orders_is_left_alone(activity):
 
 def test_another_process_speaks_for_those_that_do_not(activity):
     assert heard(activity, 2 * SECONDS, speaks=lambda: False) == []
+
+
+def test_time_in_which_the_process_was_stopped_itself_is_no_silence(activity):
+    """Looks every second; a stop of 60 s counts as the one pause that the thread meant to wait."""
+    activity.since = 100.0
+    silence = Silence(1.0, 100.0)
+    assert [silence.at(now, activity) for now in (101.0, 102.1)] == pytest.approx([1.0, 2.1])
+    assert silence.at(162.1, activity) == pytest.approx(3.1)
+    assert silence.at(163.1, activity) == pytest.approx(4.1), "what follows counts again"
+    activity.moved()
+    activity.since = 163.5
+    assert silence.at(223.1, activity) == pytest.approx(1.0), "it moved, and was stopped then"
+    activity.moved()
+    activity.since = 224.0
+    assert silence.at(224.1, activity) == pytest.approx(0.1)
+
+
+def test_a_thread_that_is_always_late_still_hears_silence(activity):
+    activity.since = 0.0
+    silence = Silence(1.0, 0.0)
+    assert [silence.at(now, activity) for now in (5.0, 10.0, 15.0)] == [1.0, 2.0, 3.0]
 
 
 def test_where_no_python_thread_can_run_the_last_resort_prints_the_stack():

@@ -3,7 +3,8 @@
 It looks four times in `seconds`, and speaks when the last change is three of these looks old: so
 never later than `seconds` after the last one. It speaks again as often while nothing moves. The
 main thread's stack comes with the first time. Where a C function keeps every Python thread from
-running, and so this one, Python's faulthandler prints the stacks instead.
+running, and so this one, Python's faulthandler prints the stacks instead. Time in which this thread
+did not run itself is no silence: the process was stopped, and nothing in it could move.
 """
 
 from __future__ import annotations
@@ -25,6 +26,31 @@ FRAMES = 12
 
 Others = Callable[[], Sequence[str]]
 """What is known of other processes, a line each."""
+
+
+class Silence:
+    """For how long nothing has moved, as the watchdog's thread has lived it.
+
+    Args:
+        pause: seconds between two looks, as they are meant.
+        began: when the first pause began.
+    """
+
+    def __init__(self, pause: float, began: float) -> None:
+        self._pause = pause
+        self._looked = began
+        self._beats = -1
+        self._quiet = 0.0
+
+    def at(self, now: float, activity: Activity) -> float:
+        """Seconds without a change, at this look."""
+        passed, self._looked = now - self._looked, now
+        lived = passed if passed < 2 * self._pause else self._pause
+        if activity.beats == self._beats:
+            self._quiet += lived
+        else:
+            self._beats, self._quiet = activity.beats, min(now - activity.since, lived)
+        return self._quiet
 
 
 class Watchdog:
@@ -78,11 +104,12 @@ class Watchdog:
     def _run(self) -> None:
         said_of, said_at = -1, float("-inf")
         pause = self.seconds / LOOKS
+        silence = Silence(pause, time.monotonic())
         with _last_resort(2 * self.seconds if self._last_resort else None) as look:
             while not self._stopped.wait(pause):
                 look()
                 activity, now = self.activity, time.monotonic()
-                beats, quiet = activity.beats, now - activity.since
+                beats, quiet = activity.beats, silence.at(now, activity)
                 # A look comes a moment late, hence less than three whole pauses.
                 if activity.phase == IDLE or min(quiet, now - said_at) < 2.8 * pause:
                     continue
