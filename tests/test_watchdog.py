@@ -117,6 +117,14 @@ def test_a_phase_inside_another_falls_back(activity):
     assert activity.beats == before + 2
 
 
+def test_outside_of_steps_no_samples_are_named(activity):
+    watchdog = Watchdog(activity, SECONDS, who="process 7", say=print)
+    assert "last samples: a, b, c and 2 more" in watchdog.report(9.0, stack=False)
+    activity.enter_alone("writing the report")
+    said = watchdog.report(9.0, stack=False)
+    assert said == "no progress for 9 s: process 7: step 12, writing the report"
+
+
 def test_a_step_is_not_slowed():
     """Some ten changes a step; a step of a millisecond would be a short one."""
     seconds = min(timeit.repeat(lambda: ACTIVITY.enter(IDLE), number=10_000, repeat=5)) / 10_000

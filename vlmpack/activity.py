@@ -45,6 +45,12 @@ class Activity:
         self.phase = phase
         self.moved()
 
+    def enter_alone(self, phase: str) -> None:
+        """Something else begins that is about no samples: those of the step before are not named
+        with it."""
+        self.samples = ()
+        self.enter(phase)
+
     def moved(self) -> None:
         """What is done goes on."""
         self.since = time.monotonic()

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.errors import VlmpackError
 from vlmpack.recipe import (
     Recipe,
@@ -210,6 +211,7 @@ def _train(recipe: Recipe, ranks: Ranks, run_dir: RunDir, stop: StopFlag) -> Non
         except VlmpackError as error:
             logger.warning("no report: %s", error)
 
+    ACTIVITY.enter_alone("writing the report")
     ranks.on_main(finish)
 
 

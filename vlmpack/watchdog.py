@@ -127,9 +127,9 @@ class Watchdog:
         """
         activity = self.activity
         step = f"step {activity.step}, " if activity.step else ""
+        samples = f"; last samples: {activity.last_samples()}" if activity.samples else ""
         lines = [
-            f"no progress for {quiet:.0f} s: {self.who}: {step}{activity.phase}; last samples: "
-            f"{activity.last_samples()}",
+            f"no progress for {quiet:.0f} s: {self.who}: {step}{activity.phase}{samples}",
             *activity.waits(),
             *self._others(),
         ]

@@ -129,7 +129,7 @@ def export_model(session: Session) -> None:
     recipe = session.recipe
     if not recipe.export.enabled:
         return
-    ACTIVITY.enter("exporting the model")
+    ACTIVITY.enter_alone("exporting the model")
     engine, source = session.engine, Path(recipe.model.path)
     session.ranks.on_main(lambda: check_model_again(source, session.run_dir))
     dtype = export_dtype(recipe.export.dtype, source)

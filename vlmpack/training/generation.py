@@ -93,7 +93,7 @@ def answer_questions(
     done = len(questions) - len(prompts)
     with _greedy(model, encoder, max_new_tokens), _few_threads(model):
         for start in range(0, len(prompts), batch_size):
-            ACTIVITY.enter("answering questions")
+            ACTIVITY.enter_alone("answering questions")
             batch = prompts[start : start + batch_size]
             ready: list[tuple[_Prompt, Media | None]] = []
             for prompt in batch:

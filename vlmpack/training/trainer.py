@@ -294,7 +294,7 @@ class Trainer:
         if self.validation is None or self._validated_step == self.totals.step:
             return None
         loss_sum, num_labels = 0.0, 0
-        ACTIVITY.enter("validation")
+        ACTIVITY.enter_alone("validation")
         for batch in self.validation():
             sums = self.stepper.evaluate([batch])
             loss_sum += sums.loss_sum
@@ -330,7 +330,7 @@ class Trainer:
             return
         if self.record is not None:
             self.record.sync()
-        ACTIVITY.enter("saving a checkpoint")
+        ACTIVITY.enter_alone("saving a checkpoint")
         engine = self.stepper.engine
         content = CheckpointContent(
             step=self.totals.step,
