@@ -23,6 +23,7 @@ from vlmpack.data.shards.schemas import cook
 from vlmpack.data.shards.tar import read_members
 from vlmpack.data.stores.fetch import LocalFetcher
 from vlmpack.data.tools.convert import ConvertReport, ConvertSettings, convert, open_records
+from vlmpack.data.tools.convert.images import ImageRoot
 from vlmpack.errors import DataError, EmptyDataError, VlmpackError
 from vlmpack.families import Encoder
 from vlmpack.families.sample import VLMSample
@@ -213,11 +214,12 @@ def test_what_training_refuses_is_left_out(
     report = run(source, tmp_path / "out", images, skip_bad=True, encoder=model)
     reasons = {int(item.place.rpartition(" ")[2]): item.reason for item in report.skipped}
     assert sorted(reasons) == ([2, 3, 4, 5] if with_model else [2, 3])
-    assert "image 'cut.jpg': image 0 cannot be decoded: image file is trunc" in reasons[2]
+    assert "image 'cut.jpg' cannot be decoded: image file is trunc" in reasons[2]
     assert "starts with the assistant" in reasons[3]
     classes = [item.error_class for item in report.skipped]
     assert classes == ["decode", "schema", "decode", "schema"][: len(reasons)]
     if with_model:
+        assert "image 0 ('flat.png'): an image of" in reasons[4]
         assert "more than 200 times longer" in reasons[4] and "special token" in reasons[5]
         assert len([encoder.encode(sample) for sample in cooked(tmp_path / "out")]) == 2
 
@@ -442,3 +444,11 @@ def test_overwriting_leaves_the_files_of_others(tmp_path: Path, images: Path) ->
     assert {name: (out / name).read_text() for name in others} == {n: n for n in others}
     left = {path.name for path in out.iterdir() if path.is_file()} - set(others)
     assert left == {"train-000000.tar", "train-manifest.json"}
+
+
+def test_a_refused_url_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The root of a source in the working folder was said to be `.`."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError) as caught:
+        ImageRoot(Path()).load("http://127.0.0.1/a.png")
+    assert f"is a URL; only files below {tmp_path.resolve()} are read" in caught.value.reason

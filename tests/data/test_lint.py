@@ -40,7 +40,11 @@ def _truncated(seed: int) -> bytes:
 
 
 FAULTS = {
-    "cut": ({"json": chat_json("q", "a", 1), "0.jpg": _truncated(1)}, "decode", "image 0 cannot"),
+    "cut": (
+        {"json": chat_json("q", "a", 1), "0.jpg": _truncated(1)},
+        "decode",
+        "image 0 ('0.jpg') cannot",
+    ),
     "header": ({"json": chat_json("q", "a", 1), "0.jpg": b"\xff\xd8no"}, "decode", "no readable"),
     "pickle": ({"json": chat_json("q", "a"), "pkl": b"x"}, "integrity", "may hold a pickle"),
     "nojson": ({"0.png": image_bytes(4, 4)}, "integrity", "no '.json' member"),

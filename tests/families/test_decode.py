@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from PIL import Image, ImageFile
@@ -158,3 +160,15 @@ def test_the_encoder_names_the_image_and_passes_its_cap_on(tiny_folder):
     encoder = Encoder(tiny_folder, max_image_pixels=100)
     with pytest.raises(DataError, match="image 0 has 48 x 32 pixels"):
         encoder.encode(one_image(file_of(picture())))
+
+
+def test_the_encoder_says_which_member_an_image_is(tiny_folder):
+    """A place among the images of a sample left its member to be counted out."""
+    sample = replace(one_image(file_of(picture())), image_names=("0.jpg",))
+    with pytest.raises(DataError, match=r"image 0 \('0.jpg'\) has 48 x 32 pixels"):
+        Encoder(tiny_folder, max_image_pixels=100).encode(sample)
+    flat = replace(sample, images=(file_of(picture().resize((4000, 8))),))
+    encoder = Encoder(tiny_folder)
+    for call in (lambda: encoder.length(flat, [(4000, 8)]), lambda: encoder.encode(flat)):
+        with pytest.raises(DataError, match=r"image 0 \('0.jpg'\): an image of 4000 x 8 pixels"):
+            call()

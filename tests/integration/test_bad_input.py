@@ -113,7 +113,7 @@ def test_corrupt_jpeg_is_skipped_and_listed_by_default(
     assert code == 0
     [line] = [text for text in caplog.messages if text.startswith("skipped ")]
     assert f"1 sample of this launch left out; the last is {key!r} in " in line
-    assert "(decode): image 0 cannot be decoded" in line
+    assert "(decode): image 0 ('0." in line and "cannot be decoded" in line
     ledger = Path(settings["run_dir"], "data-errors.jsonl").read_text().splitlines()
     assert [json.loads(line)["key"] for line in ledger] == [key]
     result = json.loads(Path(settings["run_dir"], "result.json").read_text())

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Sequence
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from vlmpack.errors import DataError
 
 
-def decode_image(data: bytes, index: int = 0, *, max_pixels: int) -> Image.Image:
+def which_image(index: int, names: Sequence[str]) -> str:
+    """What a message calls an image: its place, and its name where it has one."""
+    return f"{index} ({names[index]!r})" if index < len(names) else str(index)
+
+
+def decode_image(data: bytes, which: int | str = 0, *, max_pixels: int) -> Image.Image:
     """Decode one image file to upright RGB.
 
     Args:
         data: the encoded file.
-        index: which image of the sample it is, for the message.
+        which: image of the sample it is, for the message.
         max_pixels: larger images are refused from their header, before any pixel is decoded.
 
     Raises:
@@ -25,7 +31,7 @@ def decode_image(data: bytes, index: int = 0, *, max_pixels: int) -> Image.Image
         with warnings.catch_warnings():
             # Pillow warns of large images (the cap is stricter) and of odd EXIF (it is ignored).
             warnings.simplefilter("ignore")
-            return _decode_upright(data, index, max_pixels)
+            return _decode_upright(data, which, max_pixels)
     except (
         UnidentifiedImageError,
         OSError,
@@ -34,15 +40,15 @@ def decode_image(data: bytes, index: int = 0, *, max_pixels: int) -> Image.Image
         Image.DecompressionBombError,
     ) as error:
         raise DataError(
-            f"image {index} cannot be decoded: {error}", error_class="decode"
+            f"image {which} cannot be decoded: {error}", error_class="decode"
         ) from error
 
 
-def _decode_upright(data: bytes, index: int, max_pixels: int) -> Image.Image:
+def _decode_upright(data: bytes, which: int | str, max_pixels: int) -> Image.Image:
     image = Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP"))
     if image.width * image.height > max_pixels:
         raise DataError(
-            f"image {index} has {image.width} x {image.height} pixels, more than "
+            f"image {which} has {image.width} x {image.height} pixels, more than "
             f"data.max_image_pixels = {max_pixels}",
             error_class="decode",
         )

@@ -20,7 +20,7 @@ from vlmpack.families.assemble import Tokens, assemble
 from vlmpack.families.base import Family, ImageLayout, ImageRule, PixelBudget
 from vlmpack.families.chat import ChatEncoder, no_vision_tower
 from vlmpack.families.clock import noted_date, reads_clock, today
-from vlmpack.families.decode import decode_image
+from vlmpack.families.decode import decode_image, which_image
 from vlmpack.families.fingerprint import EncoderFacts
 from vlmpack.families.processor_config import processor_template
 from vlmpack.families.registry import family_of
@@ -231,7 +231,7 @@ class Encoder:
             DataError: (schema) as `encode`.
         """
         self._refuse_images(max(sample.num_images, len(sizes)))
-        layouts = self.layouts(sizes)
+        layouts = self.layouts(sizes, sample.image_names)
         ids, supervised = self._tokens(sample, layouts)
         num_image_tokens = sum(layout.num_tokens for layout in layouts)
         num_runs = sum(len(layout.runs) for layout in layouts)
@@ -263,8 +263,9 @@ class Encoder:
                 f"{len(sample.images)} images",
                 error_class="schema",
             )
-        images = self._images(sample.images, sizes)
-        layouts = self.layouts([image.size for image in images])
+        names = sample.image_names
+        images = self._images(sample.images, sizes, names)
+        layouts = self.layouts([image.size for image in images], names)
         ids, supervised = self._tokens(sample, layouts)
         media = self.image_rule.preprocess(images) if images else None
         tokens = Tokens(ids, supervised, self.placeholder_id)
@@ -289,10 +290,13 @@ class Encoder:
         return self.image_rule.preprocess(images) if images else None
 
     def _images(
-        self, files: Sequence[bytes], sizes: Sequence[tuple[int, int]] | None
+        self,
+        files: Sequence[bytes],
+        sizes: Sequence[tuple[int, int]] | None,
+        names: Sequence[str] = (),
     ) -> list[Image.Image]:
         """Decoded, and resized where the plan shrank them."""
-        images = [self._decode(data, index) for index, data in enumerate(files)]
+        images = [self._decode(data, which_image(n, names)) for n, data in enumerate(files)]
         if sizes is None:
             return images
         return [
@@ -349,22 +353,29 @@ class Encoder:
         """The turns, with what this encoder excludes from the loss beside what the data do."""
         return messages if self.learn == "all_turns" else last_turn_alone(messages)
 
-    def layouts(self, sizes: Sequence[tuple[int, int]]) -> list[ImageLayout]:
+    def layouts(
+        self, sizes: Sequence[tuple[int, int]], names: Sequence[str] = ()
+    ) -> list[ImageLayout]:
         """What the images of a sample become.
 
         Args:
             sizes: (width, height) in pixels of all of its images.
+            names: of the images, for messages.
 
         Raises:
             DataError: (decode) a size that the family refuses.
         """
-        try:
-            return [self.image_rule.layout(*size, num_images=len(sizes)) for size in sizes]
-        except ValueError as error:
-            raise DataError(str(error), error_class="decode") from error
+        found = []
+        for place, size in enumerate(sizes):
+            try:
+                found.append(self.image_rule.layout(*size, num_images=len(sizes)))
+            except ValueError as error:
+                reason = f"image {which_image(place, names)}: {error}"
+                raise DataError(reason, error_class="decode") from error
+        return found
 
-    def _decode(self, data: bytes, index: int) -> Image.Image:
-        return decode_image(data, index, max_pixels=self.max_image_pixels)
+    def _decode(self, data: bytes, which: str) -> Image.Image:
+        return decode_image(data, which, max_pixels=self.max_image_pixels)
 
 
 def _rebuild(

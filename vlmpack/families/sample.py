@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Role = Literal["system", "user", "assistant"]
@@ -53,6 +53,7 @@ class VLMSample:
         messages: the turns, in order; image parts point into `images`.
         images: encoded image files (JPEG, PNG, WebP) as bytes, in token order. Empty while only
             text and image sizes are needed (lengths).
+        image_names: what messages call the images: their members, or the files that they come from.
         task: a label that evaluation groups its figures by, if the data has one.
     """
 
@@ -61,6 +62,7 @@ class VLMSample:
     messages: tuple[Message, ...]
     images: tuple[bytes, ...] = ()
     task: str | None = None
+    image_names: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def num_images(self) -> int:

@@ -117,7 +117,7 @@ def cook_text(key: str, shard: str, document: bytes, fields: Sequence[str]) -> C
         raise DataError(str(fault), error_class="schema", key=key, shard=shard) from None
     except DataError as fault:
         raise fault.located(key=key, shard=shard) from None
-    sample = VLMSample(key=key, url=shard, messages=messages, task=task)
+    sample = VLMSample(key=key, url=shard, messages=messages, task=task, image_names=image_fields)
     return CookedText(sample, image_fields, unknown)
 
 

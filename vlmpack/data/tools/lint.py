@@ -39,6 +39,7 @@ from vlmpack.data.stores.fetch import Fetcher, ShardStamp
 from vlmpack.data.stores.sources import FoundShard
 from vlmpack.errors import DataError
 from vlmpack.families import decode_image
+from vlmpack.families.decode import which_image
 
 PRELOAD = ("vlmpack.data.tools.lint",)
 
@@ -176,7 +177,11 @@ class LintOne:
         try:
             sample = cook(raw)
             for index, data in enumerate(sample.images):
-                decode_image(data, index, max_pixels=self.caps.max_image_pixels)
+                decode_image(
+                    data,
+                    which_image(index, sample.image_names),
+                    max_pixels=self.caps.max_image_pixels,
+                )
                 count += 1
             if self.encoder is not None:
                 sizes = [oriented_size(i.width, i.height, i.orientation) for i in row.images]

@@ -13,7 +13,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +189,11 @@ def sample_fields(
     cooked = cook_text(_key(number), "", data, (JSON_FIELD, *names))
     assert cooked.image_fields == names, (cooked.image_fields, names)
     if encoder is not None:
-        encoder.length(cooked.sample, [image.size for image in loaded])
+        paths = tuple(
+            s if isinstance(s, str) else n for s, n in zip(turns.images, names, strict=True)
+        )
+        sample = replace(cooked.sample, image_names=paths)
+        encoder.length(sample, [image.size for image in loaded])
     members = {name: image.data for name, image in zip(names, loaded, strict=True)}
     return {JSON_FIELD: data} | members, (*turns.unknown_keys, *record.unread)
 

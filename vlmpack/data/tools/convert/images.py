@@ -62,16 +62,13 @@ class ImageRoot:
             )
         name = source if isinstance(source, str) else "in the record"
         facts = image_facts(data, name, self.caps)
-        try:
-            decode_image(data, max_pixels=self.caps.max_image_pixels)
-        except DataError as error:
-            raise DataError(f"image {name!r}: {error.reason}", error_class="decode") from None
+        decode_image(data, repr(name), max_pixels=self.caps.max_image_pixels)
         return LoadedImage(SUFFIXES[facts.format], data, facts.size)
 
     def _read(self, name: str) -> bytes:
         if _URL.match(name):
             raise _refused(
-                f"the image {name[:60]!r} is a URL; only files below {self.root} are read"
+                f"the image {name[:60]!r} is a URL; only files below {self.root.resolve()} are read"
             )
         root = self.root.resolve()
         try:
