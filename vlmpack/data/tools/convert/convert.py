@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -147,6 +147,8 @@ def convert(
         raise VlmpackError(f"{settings.folder} cannot be written: {error}") from error
     finally:
         shards.abandon()
+        if isinstance(records, Generator):
+            records.close()  # with its file, which the fault's traceback would keep open
     report = ConvertReport(number, tuple(shards.shards), tuple(skipped), count_keys([unknown]))
     if not report.samples:
         first = f"; the first: {skipped[0].place}: {skipped[0].reason}" if skipped else ""
