@@ -375,3 +375,18 @@ def test_the_command_shows_one_model(tiny_folder, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "lfm2_vl"}))
     result = CliRunner().invoke(app, ["families", str(tmp_path)])
     assert "LFM2-VL (model_type 'lfm2_vl') cannot be trained" in str(result.exception)
+
+
+def test_a_run_folder_that_is_taken_for_a_model_names_its_export(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    asked = ["generate", "What is it?", "--model", str(run)]
+    plain = CliRunner().invoke(app, asked)
+    assert plain.exit_code != 0 and "export" not in str(plain.exception)
+    assert "has no config.json" in str(plain.exception)
+    (run / "export").mkdir()
+    (run / "export" / "config.json").write_text("{}")
+    found = CliRunner().invoke(app, asked)
+    assert found.exit_code != 0
+    assert f"{run} has no config.json" in str(found.exception)
+    assert f"a run's model is in its folder export: {run / 'export'}" in str(found.exception)

@@ -43,7 +43,15 @@ def read_config(folder: Path) -> Mapping[str, object]:
             f"(config.json, *.safetensors, tokenizer and processor files){_download(folder)}"
         )
     if not path.is_file():
-        raise ModelError(f"model.path: {folder} has no config.json; it is no transformers model")
+        export = folder / "export"
+        hint = (
+            f" (a run's model is in its folder export: {export})"
+            if (export / "config.json").is_file()
+            else ""
+        )
+        raise ModelError(
+            f"model.path: {folder} has no config.json; it is no transformers model{hint}"
+        )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
