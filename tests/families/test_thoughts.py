@@ -97,8 +97,11 @@ def test_a_last_answer_that_the_data_exclude_leaves_nothing(folder):
     turns = THINKING.messages
     excluded = replace(THINKING, messages=(*turns[:-1], replace(turns[-1], learn=False)))
     assert targets(Encoder(folder), excluded) == "seven<|im_end|>"
-    with pytest.raises(DataError, match="no token to learn"):
+    with pytest.raises(DataError, match=r"no token .* excluded \(data.learn: last_turn leaves out"):
         Encoder(folder, learn="last_turn").encode(excluded)
+    none = replace(excluded, messages=tuple(replace(turn, learn=False) for turn in turns))
+    with pytest.raises(DataError, match=r"its turns are excluded$"):
+        Encoder(folder).encode(none)
 
 
 def test_lengths_packs_and_workers_know_what_is_learnt(folder):

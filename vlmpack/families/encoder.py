@@ -343,8 +343,10 @@ class Encoder:
         else:
             supervised = tokens.from_assistant
         if not any(supervised[1:]):
+            left = " (data.learn: last_turn leaves out all but the last)"
             raise DataError(
-                "no token to learn: the assistant says nothing, or its turns are excluded",
+                "no token to learn: the assistant says nothing, or its turns are excluded"
+                + (left if self.learn == "last_turn" else ""),
                 error_class="schema",
             )
         return ids, supervised
