@@ -103,6 +103,97 @@ def test_no_single_call_makes_a_huge_text(text: str) -> None:
         tracemalloc.stop()
 
 
+_SHARED = (
+    "{%% set ns = namespace(x=%s, y=%s) %%}{%% for a in range(25) %%}{%% set ns.x = %s %%}"
+    "{%% set ns.y = %s %%}{%% endfor %%}%s"
+)
+
+
+def shared(one: str, twice: str, end: str) -> str:
+    """Two values that hold the one before twice each, and what is done with them."""
+    return _SHARED % (one, one, twice.replace("@", "ns.x"), twice.replace("@", "ns.y"), end)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        shared("[]", "[@, @]", "{{ ns.x }}"),
+        shared("[]", "[@, @]", "{{ ns.x|string|length }}"),
+        shared("[]", "[@, @]", "{{ ns.x|tojson|length }}"),
+        shared("[]", "[@, @]", "{{ (ns.x ~ '')|length }}"),
+        shared("[1]", "[@, @]", "{{ ns.x == ns.y }}"),
+        shared("[1]", "[@, @]", "{{ ns.x in [ns.y] }}"),
+        shared("(1,)", "(@, @)", "{{ ns.x == ns.y }}"),
+        shared("{}", "{'a': @, 'b': @}", "{{ ns.x == ns.y }}"),
+        shared("{}", "dict(a=@, b=@)", "{{ ns.x == ns.y }}"),
+        shared("[]", "[@] + [@]", "{{ ns.x == ns.y }}"),
+        shared("[]", "[@] * 2", "{{ ns.x == ns.y }}"),
+        shared("[]", "[@, @, 0][:2]", "{{ ns.x == ns.y }}"),
+        shared("{}", "{'a': @.values(), 'b': @.items()}", "{{ ns.x|string|length }}"),
+        shared("[]", "[[@, @]]|first", "{{ ns.x == ns.y }}"),
+        shared("[]", "[1, 2]|map(attribute='no', default=@)|list", "{{ ns.x == ns.y }}"),
+        "{% set n = namespace(x=[]) %}{% macro m() %}{% set n.x = varargs %}{% endmacro %}"
+        "{% for a in range(25) %}{{ m(n.x, n.x) }}{% endfor %}{{ n.x|string|length }}",
+        "{% set m = [messages] * 10**6 %}{{ m|string|length }}",
+        "{% set t = 'x' * 10**7 %}{{ ([t] * 1000)|string|length }}",
+    ],
+)
+def test_lists_that_share_their_items_are_counted_as_they_are_written(text: str) -> None:
+    """A list of twenty-five doublings is small, and its text, or a look at each item, is not."""
+    tracemalloc.start()
+    try:
+        with pytest.raises((DataError, ModelError), match=ENDS):
+            render(text)
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% set t = 'x' * 3 * 10**6 %}{{ (t ~ t ~ t ~ t ~ t ~ t ~ t ~ t)|length }}",
+        "{% set n = namespace(x=[1]) %}{% for a in range(26) %}{% set n.x = n.x + n.x %}"
+        "{% endfor %}",
+        "{% set n = namespace(x=(1,)) %}{% for a in range(26) %}{% set n.x = n.x * 2 %}"
+        "{% endfor %}",
+        "{% set n = namespace(x=[1]) %}{% for a in range(26) %}"
+        "{% set n.x = [n.x, n.x]|sum(start=[]) %}{% endfor %}",
+    ],
+)
+def test_what_is_put_together_is_measured_before_it_is_made(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_bounds, "MAX_CHARACTERS", 4 << 20)
+    template = template_bounds._compiled(text)
+    tracemalloc.start()
+    try:
+        with pytest.raises(template_bounds.TemplateLimit, match="it makes"):
+            template.render()
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_namespace_is_not_written_with_what_is_in_it() -> None:
+    assert render(shared("1", "namespace(a=@, b=@)", "{{ ns.x }}")) == "<Namespace>"
+
+
+def test_lists_of_a_template_are_what_jinja_makes() -> None:
+    for text in (
+        "{% set n = namespace(x=[]) %}{% for m in messages %}{% set n.x = n.x + [m.role] %}"
+        "{% endfor %}{{ n.x }}{{ n.x|tojson }}{{ n.x == ['user', 'assistant', 'user'] }}",
+        "{% for a, b in [('x', messages|length), (1, 2)] %}{{ a }}{{ b }}{% endfor %}",
+        "{% set a, b = messages[0].role, 1 %}{{ a ~ b ~ [a, b] ~ none }}{{ 2 * (a, b) }}",
+        "{{ {'a': messages[0].role, 'b': {'c': [1.5, true]}} }}{{ {messages[0].role: 1}['user'] }}",
+        "{{ [[messages[0].role], [1]]|sum(start=[]) }}{{ [1, 2.5]|sum }}{{ 'a' + 'b' ~ (1 + 2) }}",
+        "{{ ([{'a': messages[0].role}] + messages)|map(attribute='role')|list|length }}",
+    ):
+        plain = chat_template_utils._cached_compile_jinja_template(text)
+        messages = [{"role": message.role, "content": message.text} for message in TALK]
+        assert render(text) == plain.render(messages=messages)
+
+
 def test_long_texts_are_replaced_joined_and_filled_in() -> None:
     long = "{% set t = 'ab ' * 10**5 %}"
     for text, expected in (

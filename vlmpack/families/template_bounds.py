@@ -4,10 +4,15 @@ transformers renders them in jinja2's sandbox, which keeps them from files and f
 from looping for hours. Here its own environment is taken before it has compiled anything, and
 
     every turn of a loop, call and filter counts; so many are allowed, and so much processor time
-    no text, list or number grows beyond a limit by one operation
+    no text, list or number grows beyond a limit: what is put together is measured before it is
+        made, and a list by what it would be written out (template_sizes.py)
     the whole text has a limit
 
-so that a hostile template ends in a TemplateError, which is the conversation's fault by name.
+Not bounded before they are made: the texts of a block (`{% set x %}`, a macro's), and what a filter
+or method makes in one go (`format` or `%` of a text with many fields, `indent`, `wordwrap`,
+`expandtabs`, `tojson` with an indent). Time is looked at between operations, so that one of them
+(a sort, a comparison of two lists) ends first.
+So a hostile template ends in a TemplateError, which is the conversation's fault by name.
 """
 
 from __future__ import annotations
@@ -22,8 +27,12 @@ from typing import Any
 
 from jinja2 import Template, nodes
 from jinja2.exceptions import TemplateRuntimeError
-from jinja2.filters import do_format
+from jinja2.filters import do_format, make_attrgetter
+from jinja2.runtime import Macro, markup_join, str_join
+from jinja2.utils import pass_environment
 from transformers.utils import chat_template_utils
+
+from vlmpack.families.template_sizes import NESTED, Sizes
 
 MAX_TURNS = 2_000_000
 """Turns of loops, calls and filters of one rendering; a published template makes tens a message."""
@@ -33,6 +42,7 @@ MAX_CHARACTERS = 64 << 20
 """Of the text, and of anything that goes into it."""
 _MAX_BITS = 100_000
 _TURNS_PER_LOOK = 16
+_ITEMS_PER_LOOK = 4096
 _SIZED = (str, list, tuple)
 _NUMBERS = (int, float)
 _DIGITS = re.compile(r"[0-9]{5,}")
@@ -55,7 +65,7 @@ def _compiled(chat_template: str) -> Template:
     """The template as transformers compiles it, in a bounded environment of its own."""
     environment: Any = chat_template_utils._cached_compile_jinja_template("").environment
     costs = _Costs()
-    turn = costs.turn
+    turn, made, join = costs.turn, costs.made, costs.check
     plain_call, plain_binop = environment.call, environment.call_binop
     generate = environment._generate
 
@@ -63,18 +73,28 @@ def _compiled(chat_template: str) -> Template:
         turn()
         if function is turn:
             return ""
-        if function is _checked:
-            return _checked(*args)
+        if function is made:
+            return made(*args)
+        if function is join:
+            costs.check(*args)
+            return (markup_join if context.eval_ctx.autoescape else str_join)(args)
         _check_arguments(function, args, kwargs)
-        return _checked(plain_call(context, function, *args, **kwargs))
+        if isinstance(function, Macro):  # which puts them in a list that it makes itself
+            costs.check(*args, *kwargs.values())
+        return made(plain_call(context, function, *args, **kwargs))
 
     def call_binop(context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "+":  # by far the most frequent: one look is enough, and no turn
-            value = left + right
-            return value if isinstance(value, _NUMBERS) else _checked(value)
+            if isinstance(left, str) and isinstance(right, str):
+                if len(left) + len(right) > MAX_CHARACTERS:
+                    raise _too_large("text", len(left) + len(right))
+                return left + right
+            return left + right if isinstance(left, _NUMBERS) else costs.added(left, right)
         turn()
         _check_operands(operator, left, right)
-        return _checked(plain_binop(context, operator, left, right))
+        if operator == "*":
+            return costs.repeated(left, right)
+        return made(plain_binop(context, operator, left, right))
 
     def generate_counted(source: nodes.Template, *args: Any, **kwargs: Any) -> Any:
         _count_turns(source)
@@ -85,22 +105,27 @@ def _compiled(chat_template: str) -> Template:
     environment.intercepted_binops = environment.intercepted_binops | _OPERATORS
     environment._generate = generate_counted
     environment.vlmpack_turn = turn
-    environment.vlmpack_checked = _checked
+    environment.vlmpack_made, environment.vlmpack_join = made, join
     environment.globals.pop("lipsum", None)  # random text without end, in one call
+    environment.globals["namespace"].__repr__ = lambda _: "<Namespace>"  # not what is in it
     environment.filters = {
-        name: _counted(function, turn) for name, function in environment.filters.items()
+        name: _counted(function, costs) for name, function in environment.filters.items()
     }
+    environment.filters["sum"] = _summed(environment.filters["sum"], costs)
     template: Template = environment.from_string(chat_template)
     render = template.root_render_func
 
     def bounded(context: Any, *args: Any, **kwargs: Any) -> Iterator[str]:
         costs.begin()
         length = 0
-        for text in render(context, *args, **kwargs):
-            length += len(text)
-            if length > MAX_CHARACTERS:
-                raise _too_large("text", length)
-            yield text
+        try:
+            for text in render(context, *args, **kwargs):
+                length += len(text)
+                if length > MAX_CHARACTERS:
+                    raise _too_large("text", length)
+                yield text
+        finally:
+            costs.sizes.forget()
 
     template.root_render_func = bounded
     return template
@@ -111,6 +136,9 @@ class _Costs(local):
 
     turns = 0
     until = float("inf")
+
+    def __init__(self) -> None:
+        self.sizes = Sizes()
 
     def begin(self) -> None:
         self.turns = 0
@@ -123,9 +151,52 @@ class _Costs(local):
             return ""
         if turns > MAX_TURNS:
             raise TemplateLimit(f"it makes more than {MAX_TURNS:,} turns of loops and calls")
+        self.look()
+        return ""
+
+    def look(self) -> None:
+        """At the clock."""
         if time.thread_time() > self.until:
             raise TemplateLimit(f"it takes longer than {MAX_SECONDS:g} s")
-        return ""
+
+    def check(self, *values: Any) -> int:
+        """Refuses to put these together if they are too large by what is in them."""
+        size = sum(map(self.sizes.of, values))
+        if size > MAX_CHARACTERS:
+            raise _too_large("value", size)
+        return size
+
+    def made(self, value: Any) -> Any:
+        """The value of an operation, if it is not too large by what is in it."""
+        if isinstance(value, str):
+            return _checked(value)
+        if isinstance(value, (list, tuple, dict)):
+            self.check(value)
+            if len(value) > _ITEMS_PER_LOOK:
+                self.look()
+        elif isinstance(value, bytes):
+            raise TemplateLimit("it makes bytes; only texts are measured")
+        return value
+
+    def added(self, left: Any, right: Any) -> Any:
+        size = self.check(left, right)
+        return self.keep(left + right, size)
+
+    def repeated(self, left: Any, right: Any) -> Any:
+        value, count = (left, right) if isinstance(left, NESTED) else (right, left)
+        if not isinstance(value, NESTED) or not isinstance(count, int):
+            return self.made(left * right)
+        size = self.sizes.of(value) * count
+        if size > MAX_CHARACTERS:
+            raise _too_large("repetition", size)
+        return self.keep(left * right, size)
+
+    def keep(self, value: Any, size: int) -> Any:
+        if isinstance(value, NESTED):
+            self.sizes.keep(value, size)
+            if len(value) > _ITEMS_PER_LOOK:
+                self.look()
+        return value
 
 
 def _count_turns(source: nodes.Template) -> None:
@@ -149,20 +220,50 @@ def _wrap_joins(node: nodes.Node) -> None:
 
 
 def _wrapped(node: nodes.Node) -> nodes.Node:
-    if not isinstance(node, nodes.Concat):
+    """In a call that measures: a join before it is made, a list or a dict as soon as it is."""
+    if isinstance(node, nodes.Concat):
+        name, given = "vlmpack_join", node.nodes
+    elif isinstance(node, (nodes.List, nodes.Tuple, nodes.Dict)) and not _is_fixed(node):
+        name, given = "vlmpack_made", [node]
+    else:
         return node
-    joined = nodes.EnvironmentAttribute("vlmpack_checked")
-    return nodes.Call(joined, [node], [], None, None).set_lineno(node.lineno)
+    measure = nodes.EnvironmentAttribute(name)
+    return nodes.Call(measure, given, [], None, None).set_lineno(node.lineno)
 
 
-def _counted(function: Callable[..., Any], turn: Callable[[], str]) -> Callable[..., Any]:
+def _is_fixed(node: nodes.Node) -> bool:
+    """Whether it is what the template spells, or names to assign to."""
+    if isinstance(node, (nodes.List, nodes.Tuple)):
+        return getattr(node, "ctx", "") == "store" or all(map(_is_fixed, node.items))
+    if isinstance(node, nodes.Dict):
+        return all(_is_fixed(pair.key) and _is_fixed(pair.value) for pair in node.items)
+    return isinstance(node, nodes.Const)
+
+
+def _counted(function: Callable[..., Any], costs: _Costs) -> Callable[..., Any]:
     @wraps(function)  # with jinja's marks of what it is passed
     def counted(*args: Any, **kwargs: Any) -> Any:
-        turn()
+        costs.turn()
         _check_arguments(function, args, kwargs)
-        return _checked(function(*args, **kwargs))
+        return costs.made(function(*args, **kwargs))
 
     return counted
+
+
+def _summed(plain: Callable[..., Any], costs: _Costs) -> Callable[..., Any]:
+    @pass_environment
+    def summed(environment: Any, items: Any, attribute: Any = None, start: Any = 0) -> Any:
+        """jinja's, except that lists are measured before they are joined."""
+        if not isinstance(start, (list, tuple)):
+            return plain(environment, items, attribute, start)
+        if attribute is not None:
+            items = map(make_attrgetter(environment, attribute), items)
+        for item in items:
+            costs.turn()
+            start = costs.added(start, item)
+        return start
+
+    return summed
 
 
 def _check_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
