@@ -159,6 +159,13 @@ def test_lists_that_share_their_items_are_counted_as_they_are_written(text: str)
         "{% endfor %}",
         "{% set n = namespace(x=[1]) %}{% for a in range(26) %}"
         "{% set n.x = [n.x, n.x]|sum(start=[]) %}{% endfor %}",
+        "{% set n = namespace(x='aa') %}{% for a in range(26) %}{% set n.x %}{{ n.x }}{{ n.x }}"
+        "{% endset %}{% endfor %}",
+        "{% set n = namespace(x='aa') %}{% macro m(t) %}{{ t }}{{ t }}{% endmacro %}"
+        "{% for a in range(26) %}{% set n.x = m(n.x) %}{% endfor %}",
+        "{% set x %}{% for a in range(10**5) %}" + "written" * 100 + "{% endfor %}{% endset %}",
+        "{% set n = namespace(x=['aa']) %}{% set x %}{% for a in range(10**5) %}{{ n.x * 100 }}"
+        "{% endfor %}{% endset %}",
     ],
 )
 def test_what_is_put_together_is_measured_before_it_is_made(

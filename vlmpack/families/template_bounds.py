@@ -6,12 +6,11 @@ from looping for hours. Here its own environment is taken before it has compiled
     every turn of a loop, call and filter counts; so many are allowed, and so much processor time
     no text, list or number grows beyond a limit: what is put together is measured before it is
         made, and a list by what it would be written out (template_sizes.py)
-    the whole text has a limit
+    the whole text has a limit, and so have those of all blocks (`{% set x %}`, a macro's) together
 
-Not bounded before they are made: the texts of a block (`{% set x %}`, a macro's), and what a filter
-or method makes in one go (`format` or `%` of a text with many fields, `indent`, `wordwrap`,
-`expandtabs`, `tojson` with an indent). Time is looked at between operations, so that one of them
-(a sort, a comparison of two lists) ends first.
+Not bounded before it is made: what a filter or method makes in one go (`format` or `%` of a text
+with many fields, `indent`, `wordwrap`, `expandtabs`, `tojson` with an indent). Time is looked at
+between operations, so that one of them (a sort, a comparison of two lists) ends first.
 So a hostile template ends in a TemplateError, which is the conversation's fault by name.
 """
 
@@ -48,6 +47,8 @@ _NUMBERS = (int, float)
 _DIGITS = re.compile(r"[0-9]{5,}")
 _WIDTHS = re.compile(r"\{[^{}]*:[^{}]*?([0-9]{5,})")
 _OPERATORS = frozenset({"*", "**", "+", "%"})
+_BLOCKS = (nodes.AssignBlock, nodes.Macro, nodes.CallBlock, nodes.FilterBlock)
+"""What keeps a text before it is written."""
 
 
 class TemplateLimit(TemplateRuntimeError):
@@ -65,7 +66,7 @@ def _compiled(chat_template: str) -> Template:
     """The template as transformers compiles it, in a bounded environment of its own."""
     environment: Any = chat_template_utils._cached_compile_jinja_template("").environment
     costs = _Costs()
-    turn, made, join = costs.turn, costs.made, costs.check
+    turn, made, join, written = costs.turn, costs.made, costs.check, costs.written
     plain_call, plain_binop = environment.call, environment.call_binop
     generate = environment._generate
 
@@ -75,6 +76,8 @@ def _compiled(chat_template: str) -> Template:
             return ""
         if function is made:
             return made(*args)
+        if function is written:
+            return written(*args)
         if function is join:
             costs.check(*args)
             return (markup_join if context.eval_ctx.autoescape else str_join)(args)
@@ -104,7 +107,7 @@ def _compiled(chat_template: str) -> Template:
     environment.call_binop = call_binop
     environment.intercepted_binops = environment.intercepted_binops | _OPERATORS
     environment._generate = generate_counted
-    environment.vlmpack_turn = turn
+    environment.vlmpack_turn, environment.vlmpack_written = turn, written
     environment.vlmpack_made, environment.vlmpack_join = made, join
     environment.globals.pop("lipsum", None)  # random text without end, in one call
     environment.globals["namespace"].__repr__ = lambda _: "<Namespace>"  # not what is in it
@@ -136,12 +139,13 @@ class _Costs(local):
 
     turns = 0
     until = float("inf")
+    in_blocks = 0
 
     def __init__(self) -> None:
         self.sizes = Sizes()
 
     def begin(self) -> None:
-        self.turns = 0
+        self.turns = self.in_blocks = 0
         self.until = time.thread_time() + MAX_SECONDS
 
     def turn(self) -> str:
@@ -178,6 +182,14 @@ class _Costs(local):
             raise TemplateLimit("it makes bytes; only texts are measured")
         return value
 
+    def written(self, value: Any) -> Any:
+        """A value that a block writes, if those of all blocks are not too large together: a block
+        that writes itself twice doubles."""
+        self.in_blocks += len(value) if isinstance(value, str) else self.sizes.of(value)
+        if self.in_blocks > MAX_CHARACTERS:
+            raise _too_large("text in blocks", self.in_blocks)
+        return value
+
     def added(self, left: Any, right: Any) -> Any:
         size = self.check(left, right)
         return self.keep(left + right, size)
@@ -200,11 +212,17 @@ class _Costs(local):
 
 
 def _count_turns(source: nodes.Template) -> None:
-    """Puts a call into every loop, and around every join of texts."""
+    """Puts a call into every loop, around every join of texts, and round what blocks write."""
     for loop in list(source.find_all(nodes.For)):
         turn = nodes.Call(nodes.EnvironmentAttribute("vlmpack_turn"), [], [], None, None)
         loop.body.insert(0, nodes.ExprStmt(turn).set_lineno(loop.lineno))
     _wrap_joins(source)
+    seen: set[int] = set()
+    for block in source.find_all(_BLOCKS):
+        for output in block.find_all(nodes.Output):
+            if id(output) not in seen:  # blocks nest
+                seen.add(id(output))
+                output.nodes = [_measured("vlmpack_written", [node]) for node in output.nodes]
 
 
 def _wrap_joins(node: nodes.Node) -> None:
@@ -227,8 +245,11 @@ def _wrapped(node: nodes.Node) -> nodes.Node:
         name, given = "vlmpack_made", [node]
     else:
         return node
-    measure = nodes.EnvironmentAttribute(name)
-    return nodes.Call(measure, given, [], None, None).set_lineno(node.lineno)
+    return _measured(name, given).set_lineno(node.lineno)
+
+
+def _measured(name: str, given: list[nodes.Expr]) -> nodes.Call:
+    return nodes.Call(nodes.EnvironmentAttribute(name), given, [], None, None)
 
 
 def _is_fixed(node: nodes.Node) -> bool:
