@@ -7,10 +7,12 @@ before `SkipLimiter.check`, so that all ranks stop at the same step.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -286,12 +288,15 @@ class SkipLimiter:
 
 def _append(path: Path, data: bytes) -> None:
     """One write to a file opened for appending: whole lines, whoever else writes. What a kill or a
-    full disk left of a last line is ended first: it would swallow the next one."""
+    full disk left of a last line is ended first: it would swallow the next one. The file is locked
+    meanwhile, since a line that another process is about to end looks torn."""
     try:
-        if ends_torn(path):
-            data = b"\n" + data
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if ends_torn(path):
+                data = b"\n" + data
             while data:
                 data = data[os.write(descriptor, data) :]
         finally:
