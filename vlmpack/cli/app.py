@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 from typing import Annotated
 
@@ -16,14 +15,13 @@ from vlmpack.cli.families import families
 from vlmpack.cli.generate import generate
 from vlmpack.cli.index import index
 from vlmpack.cli.inspect import inspect
+from vlmpack.cli.options import launcher_number
 from vlmpack.cli.pack import pack
 from vlmpack.cli.plan import plan
 from vlmpack.cli.recipe import app as recipe_app
 from vlmpack.cli.verify import verify
 from vlmpack.errors import VlmpackError
 from vlmpack.terminal import PrintableFormatter, say
-
-_NUMBER = re.compile(r"[0-9]{1,9}")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -54,11 +52,7 @@ def finetune(
     """Finetune as a recipe says; the same command resumes. Runs under torchrun too."""
     from vlmpack.recipe import load_recipe
 
-    world = os.environ.get("WORLD_SIZE", "1")
-    # An odd WORLD_SIZE is named when the process group starts.
-    loaded = load_recipe(
-        recipe, overrides or (), world_size=int(world) if _NUMBER.fullmatch(world) else None
-    )
+    loaded = load_recipe(recipe, overrides or (), world_size=launcher_number("WORLD_SIZE", 1))
     from vlmpack.training.worker_server import start_worker_server
 
     start_worker_server(loaded)  # beside the imports below
@@ -74,8 +68,7 @@ def finetune(
 
 
 def _rank() -> int:
-    text = os.environ.get("RANK", "0")  # an odd one is named when the process group starts
-    return int(text) if _NUMBER.fullmatch(text) else 0
+    return launcher_number("RANK", 0) or 0
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -62,6 +63,13 @@ MaxImagePixels = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def launcher_number(name: str, default: int) -> int | None:
+    """What the launcher says of RANK or WORLD_SIZE; None where that is no number, which is named
+    when the process group starts."""
+    text = os.environ.get(name, str(default))
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
 
 
 def num_processes(asked: int | None, shards: Sequence[str], bytes_a_second: int) -> int:

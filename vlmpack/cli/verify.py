@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from enum import StrEnum
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vlmpack.cli.options import launcher_number
 from vlmpack.terminal import open_console, say
 
 if TYPE_CHECKING:
@@ -125,9 +125,7 @@ def _require_folder(folder: Path) -> None:
 def _load(recipe: str, overrides: list[str]) -> Recipe:
     from vlmpack.recipe import check_world, load_recipe
 
-    world = os.environ.get("WORLD_SIZE", "1")
-    # An odd WORLD_SIZE is named when the process group starts.
-    size = int(world) if world.isascii() and world.isdigit() and len(world) < 10 else None
+    size = launcher_number("WORLD_SIZE", 1)
     if not Path(recipe).is_dir():  # a recipe's problems show without torch
         return load_recipe(recipe, overrides, world_size=size)
     from vlmpack.training.reopen import read_recipe
