@@ -37,12 +37,12 @@ from first_batch import fetcher_for, open_data
 from loopback import SAMPLE_BYTES, SAMPLES, SHARDS, Server, serve, write_shards
 from timing import medians
 
-from vlmpack.data.cache.cached import CachedFetcher
 from vlmpack.data.index.table import SampleRef
 from vlmpack.data.loading.read import SampleReader
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.packers import MIN_WINDOW_SAMPLES
 from vlmpack.data.plan.state import DataState
+from vlmpack.storage.cache.cached import CachedFetcher
 
 LATENCY_MS = 40.0
 

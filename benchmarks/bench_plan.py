@@ -76,8 +76,8 @@ def write_index(folder: Path, *, shards: int = 100, samples: int = 10_000) -> No
     from vlmpack.data.index.part_file import read_part, write_part
     from vlmpack.data.index.parts import part_for
     from vlmpack.data.splits.building import make_builder
-    from vlmpack.data.stores.fetch import LocalFetcher
     from vlmpack.families import Encoder
+    from vlmpack.storage.fetch import LocalFetcher
 
     first = folder / "train-0000.tar"
     _repeat_samples(ROOT / "assets/digits/train-000000.tar", first, samples)
@@ -177,7 +177,7 @@ def synthetic_inputs(count: int, mode: str, **settings: object):
 def synthetic_table(count: int):
     """A table of two sources of one shard each; a thousandth of the samples is bad."""
     from vlmpack.data.index.table import SampleTable
-    from vlmpack.data.stores.fetch import ShardStamp
+    from vlmpack.storage.fetch import ShardStamp
 
     lengths, patches = mixed_lengths(count, CAPACITY)
     tokens, images = np.maximum(lengths, 16), patches // 4

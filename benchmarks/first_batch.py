@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vlmpack.data.cache.cached import CachedFetcher
     from vlmpack.data.pipeline import TrainData
     from vlmpack.data.plan.state import DataState
-    from vlmpack.data.stores import RoutingFetcher
+    from vlmpack.storage import RoutingFetcher
+    from vlmpack.storage.cache.cached import CachedFetcher
 
 MANY = 100
 BATCH = 8
@@ -33,8 +33,8 @@ def name_of(number: int) -> str:
 
 def fetcher_for(cache: Path | None) -> CachedFetcher | RoutingFetcher:
     """As a recipe's with remote shards; without a cache where there is no folder for it."""
-    from vlmpack.data.cache.cached import READ_AHEAD_BYTES, CacheConfig, CachedFetcher
-    from vlmpack.data.stores import RoutingFetcher, StorageConfig
+    from vlmpack.storage import RoutingFetcher, StorageConfig
+    from vlmpack.storage.cache.cached import READ_AHEAD_BYTES, CacheConfig, CachedFetcher
 
     stores = RoutingFetcher(StorageConfig(allow_private=True))
     if cache is None:

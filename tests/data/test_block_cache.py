@@ -17,12 +17,12 @@ from typing import BinaryIO
 
 import pytest
 
-from vlmpack.data.cache.background import BackgroundFetch
-from vlmpack.data.cache.block_store import BlockStore
-from vlmpack.data.cache.cached import CacheConfig, CachedFetcher
 from vlmpack.data.forkserver import worker_context
-from vlmpack.data.stores.fetch import LocalFetcher, ShardStamp
 from vlmpack.errors import DataError, RecipeError
+from vlmpack.storage.cache.background import BackgroundFetch
+from vlmpack.storage.cache.block_store import BlockStore
+from vlmpack.storage.cache.cached import CacheConfig, CachedFetcher
+from vlmpack.storage.fetch import LocalFetcher, ShardStamp
 
 BLOCK = 64 << 10
 BUCKET = "s3://bucket"
@@ -471,7 +471,7 @@ def test_a_block_of_another_user_is_used_and_kept(
     def denied(*args: object) -> None:
         raise PermissionError("not the owner")
 
-    monkeypatch.setattr("vlmpack.data.cache.block_store.os.utime", denied)
+    monkeypatch.setattr("vlmpack.storage.cache.block_store.os.utime", denied)
     assert cached.read(stamp, 100, 50) == first
     assert block_files(tmp_path) == before and before
     assert len(store.requests()) == requests

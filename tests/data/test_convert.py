@@ -15,18 +15,18 @@ import pytest
 import webdataset as wds
 from shard_fakes import image_bytes
 
+from vlmpack.convert import ConvertReport, ConvertSettings, convert, open_records
+from vlmpack.convert.images import ImageRoot
 from vlmpack.data.index.parts import part_for
 from vlmpack.data.index.shard_index import IndexBuilder
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.raw import group_members
 from vlmpack.data.shards.schemas import cook
 from vlmpack.data.shards.tar import read_members
-from vlmpack.data.stores.fetch import LocalFetcher
-from vlmpack.data.tools.convert import ConvertReport, ConvertSettings, convert, open_records
-from vlmpack.data.tools.convert.images import ImageRoot
 from vlmpack.errors import DataError, EmptyDataError, VlmpackError
 from vlmpack.families import Encoder
 from vlmpack.families.sample import VLMSample
+from vlmpack.storage.fetch import LocalFetcher
 
 CAPS = SampleCaps()
 TURNS = [

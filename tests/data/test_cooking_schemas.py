@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from vlmpack.convert.chat import chat_turns
 from vlmpack.data.shards.keys import MEANT_ELSEWHERE
 from vlmpack.data.shards.schemas import CookedText, cook_text
-from vlmpack.data.tools.convert.chat import chat_turns
 from vlmpack.errors import DataError
 from vlmpack.families.sample import ImagePart, TextPart
 

@@ -16,7 +16,6 @@ from shard_fakes import write_shards
 from support.damage import SHARE, TAIL_BYTES, Noticed, damaged_copies, try_damage
 from test_packs import PackEncoder, online, pack
 
-from vlmpack.data.cache.block_store import BlockStore
 from vlmpack.data.index.gathered import LEAST_GATHERED
 from vlmpack.data.index.lengths import LengthsBuilder, open_lengths
 from vlmpack.data.index.part_file import SEAL_BYTES, read_part
@@ -29,9 +28,10 @@ from vlmpack.data.packs.open import check_files
 from vlmpack.data.packs.parts import PartFacts, facts_path, read_facts, tar_name
 from vlmpack.data.packs.restore import load_pack
 from vlmpack.data.packs.spans import SavedSample
-from vlmpack.data.stores.fetch import LocalFetcher, ShardStamp
-from vlmpack.data.stores.sources import expand_shards
 from vlmpack.errors import DataError
+from vlmpack.storage.cache.block_store import BlockStore
+from vlmpack.storage.fetch import LocalFetcher, ShardStamp
+from vlmpack.storage.sources import expand_shards
 
 SAMPLES = 40
 FETCHER = LocalFetcher()

@@ -14,10 +14,10 @@ from shard_fakes import key_of, sample_fields, write_shard
 
 from vlmpack.data.index.shard_index import IndexBuilder
 from vlmpack.data.shards.energon import check_energon_index
-from vlmpack.data.stores.fetch import LocalFetcher
-from vlmpack.data.stores.sources import FoundShard
 from vlmpack.data.tools.index_shards import ShardReport, index_shards
 from vlmpack.errors import DataError
+from vlmpack.storage.fetch import LocalFetcher
+from vlmpack.storage.sources import FoundShard
 
 
 def energon_offsets(path: Path) -> list[int]:

@@ -17,11 +17,11 @@ from shard_fakes import (
 )
 from support.fault_server import Fault, FaultServer, SeededFaults
 
-from vlmpack.data.cache.cached import CacheConfig, CachedFetcher
 from vlmpack.data.loading.loader import LoaderSettings, MicroBatch
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.stores import RoutingFetcher, StorageConfig
-from vlmpack.data.stores.fetch import Fetcher
+from vlmpack.storage import RoutingFetcher, StorageConfig
+from vlmpack.storage.cache.cached import CacheConfig, CachedFetcher
+from vlmpack.storage.fetch import Fetcher
 
 COUNT = 37
 STEPS = 7  # an epoch of five global batches, and into the next

@@ -11,9 +11,9 @@ from typer.testing import CliRunner, Result
 
 from vlmpack.cli.app import app
 from vlmpack.data.index.shard_index import IndexBuilder
-from vlmpack.data.stores.fetch import LocalFetcher
-from vlmpack.data.stores.sources import FoundShard
 from vlmpack.data.tools.index_shards import index_shards
+from vlmpack.storage.fetch import LocalFetcher
+from vlmpack.storage.sources import FoundShard
 
 
 def invoke(*arguments: object) -> Result:

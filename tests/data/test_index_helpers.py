@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from shard_fakes import config_for, open_data, write_shards
 
-from vlmpack.data.cache.cached import CacheConfig, CachedFetcher
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.splits.helpers import IndexHelpers
 from vlmpack.data.splits.shard_book import ShardBook
-from vlmpack.data.stores.fetch import LocalFetcher
+from vlmpack.storage.cache.cached import CacheConfig, CachedFetcher
+from vlmpack.storage.fetch import LocalFetcher
 
 
 def deaf(ready: Any) -> None:

@@ -16,8 +16,8 @@ import pytest
 from vlmpack.data.forkserver import worker_context
 from vlmpack.data.index.part_file import write_part
 from vlmpack.data.index.parts import BuildSettings, Part, build_parts
-from vlmpack.data.stores.fetch import ShardStamp
 from vlmpack.errors import DataError
+from vlmpack.storage.fetch import ShardStamp
 
 
 @dataclass(frozen=True)

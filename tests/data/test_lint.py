@@ -18,9 +18,9 @@ from vlmpack.cli.app import app
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.shard_index import IndexBuilder, open_index
 from vlmpack.data.shards.caps import SampleCaps
-from vlmpack.data.stores.fetch import LocalFetcher
-from vlmpack.data.stores.sources import FoundShard
 from vlmpack.data.tools.lint import LintOne, LintReport
+from vlmpack.storage.fetch import LocalFetcher
+from vlmpack.storage.sources import FoundShard
 
 
 def lint(path: Path, encoder: Any = None) -> LintReport:

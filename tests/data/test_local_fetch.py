@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vlmpack.data.stores.fetch import LocalFetcher, ShardStamp
 from vlmpack.errors import DataError
+from vlmpack.storage.fetch import LocalFetcher, ShardStamp
 
 
 def stamp(path):

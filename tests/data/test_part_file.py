@@ -14,9 +14,9 @@ from shard_fakes import write_shards
 from vlmpack.data.index.part_file import SEAL_BYTES, read_part, write_part
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.shard_index import IndexBuilder, open_index
-from vlmpack.data.stores.fetch import LocalFetcher
-from vlmpack.data.stores.sources import expand_shards
 from vlmpack.errors import DataError
+from vlmpack.storage.fetch import LocalFetcher
+from vlmpack.storage.sources import expand_shards
 
 SAMPLES = 40
 

@@ -9,10 +9,10 @@ import pytest
 from shard_fakes import FakeEncoder, chat_json, collator, config_for, image_bytes, write_shard
 from support.fault_server import FaultServer
 
-from vlmpack.data.cache.cached import CacheConfig, CachedFetcher
 from vlmpack.data.loading.loader import BinRequest, MicroBatch
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.stores import RoutingFetcher, StorageConfig
+from vlmpack.storage import RoutingFetcher, StorageConfig
+from vlmpack.storage.cache.cached import CacheConfig, CachedFetcher
 
 IN_SHARD = 50
 

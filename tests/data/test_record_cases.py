@@ -32,22 +32,22 @@ from record_cases import (
 )
 from shard_fakes import image_bytes, write_shard
 
+from vlmpack.convert import ConvertReport, ConvertSettings, convert, open_records
+from vlmpack.convert.convert import sample_fields
+from vlmpack.convert.images import ImageRoot
+from vlmpack.convert.records import Record
 from vlmpack.data.index.shard_index import IndexBuilder
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.raw import group_members
 from vlmpack.data.shards.schemas import cook, cook_text
 from vlmpack.data.shards.tar import read_members
-from vlmpack.data.stores.fetch import LocalFetcher
-from vlmpack.data.stores.sources import FoundShard
-from vlmpack.data.tools.convert import ConvertReport, ConvertSettings, convert, open_records
-from vlmpack.data.tools.convert.convert import sample_fields
-from vlmpack.data.tools.convert.images import ImageRoot
-from vlmpack.data.tools.convert.records import Record
 from vlmpack.data.tools.lint import LintOne, LintReport
 from vlmpack.errors import DataError
 from vlmpack.families import Encoder, ImagePart, Message, TextPart, VLMSample
 from vlmpack.families.encoder import SampleLength
 from vlmpack.packing import IGNORE_INDEX, EncodedSample
+from vlmpack.storage.fetch import LocalFetcher
+from vlmpack.storage.sources import FoundShard
 
 SIZES = [(28, 28), (56, 28), (84, 56)]
 """Of the images; each costs another number of tokens, so that their order shows."""

@@ -21,8 +21,8 @@ from shard_fakes import (
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import BinRequest
 from vlmpack.data.loading.read import ErrorPolicy
-from vlmpack.data.stores.fetch import LocalFetcher
 from vlmpack.errors import DataError, EmptyDataError
+from vlmpack.storage.fetch import LocalFetcher
 
 
 def test_lengths_equal_what_is_encoded(tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ from vlmpack.data.index.part_file import read_part
 from vlmpack.data.index.parts import BuildSettings, Part, part_for
 from vlmpack.data.index.shard_index import IndexBuilder, ShardIndex, open_index
 from vlmpack.data.shards.caps import SampleCaps
-from vlmpack.data.stores.fetch import LocalFetcher
-from vlmpack.data.stores.sources import expand_shards
 from vlmpack.errors import DataError
+from vlmpack.storage.fetch import LocalFetcher
+from vlmpack.storage.sources import expand_shards
 
 BUILDER = IndexBuilder(LocalFetcher())
 

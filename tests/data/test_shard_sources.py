@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vlmpack.data.stores.sources import expand_shards
 from vlmpack.errors import RecipeError
+from vlmpack.storage.sources import expand_shards
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from support.fault_server import Fault, FaultServer
 
 from vlmpack.activity import ACTIVITY, IDLE, Activity
 from vlmpack.data.loading.loader import LoaderSettings
-from vlmpack.data.stores import RoutingFetcher, StorageConfig
-from vlmpack.data.stores.reading import Reading
+from vlmpack.storage import RoutingFetcher, StorageConfig
+from vlmpack.storage.reading import Reading
 from vlmpack.terminal import say_printable
 from vlmpack.watchdog import Watchdog
 
@@ -140,7 +140,7 @@ from pathlib import Path
 from shard_fakes import FakeEncoder, collator, config_for
 from vlmpack.data.loading.loader import LoaderSettings
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.stores import RoutingFetcher, StorageConfig
+from vlmpack.storage import RoutingFetcher, StorageConfig
 
 if __name__ == "__main__":
     url, folder = sys.argv[1:]

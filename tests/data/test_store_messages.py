@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from vlmpack.addresses import secret_in
 from vlmpack.cli.app import app
-from vlmpack.data.stores import RoutingFetcher, StorageConfig, faults, remote
-from vlmpack.data.stores.sources import find_shards
 from vlmpack.errors import DataError
+from vlmpack.storage import RoutingFetcher, StorageConfig, faults, remote
+from vlmpack.storage.sources import find_shards
 
 
 def storage(endpoint: str, **changes: Any) -> StorageConfig:

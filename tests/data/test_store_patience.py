@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from support.fault_server import Fault, FaultServer
 
-from vlmpack.data.stores import RoutingFetcher, StorageConfig
-from vlmpack.data.stores.faults import Transient, Tries
-from vlmpack.data.stores.http import _retry_after
 from vlmpack.errors import DataError
+from vlmpack.storage import RoutingFetcher, StorageConfig
+from vlmpack.storage.faults import Transient, Tries
+from vlmpack.storage.http import _retry_after
 
 SIZE = 6_000_000
 BUDGET = 180.0
@@ -42,7 +42,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("vlmpack.data.stores.faults.time", clock)
+    monkeypatch.setattr("vlmpack.storage.faults.time", clock)
     return clock
 
 
@@ -195,5 +195,5 @@ def test_only_a_number_or_a_date_is_a_wish(
     monkeypatch: pytest.MonkeyPatch, headers: dict[str, str], expected: float
 ) -> None:
     now: Callable[[], float] = lambda: NOW  # noqa: E731
-    monkeypatch.setattr("vlmpack.data.stores.http.time.time", now)
+    monkeypatch.setattr("vlmpack.storage.http.time.time", now)
     assert _retry_after(headers) == expected

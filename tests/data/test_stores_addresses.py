@@ -11,9 +11,9 @@ from support.fault_server import Fault, FaultServer
 
 from vlmpack.addresses import redacted, resolve_address, secret_in
 from vlmpack.cli.stores import open_reading
-from vlmpack.data.stores import RoutingFetcher, StorageConfig
-from vlmpack.data.stores.http import HttpClient
 from vlmpack.errors import DataError, RecipeError
+from vlmpack.storage import RoutingFetcher, StorageConfig
+from vlmpack.storage.http import HttpClient
 
 HOSTILE = "ca/na#ry?%41@:&x"
 HF_TOKEN = "hf_" + "canaryCANARY0123456789canary"

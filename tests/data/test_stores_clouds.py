@@ -13,9 +13,9 @@ import pytest
 from support.azure_emulator import ACCOUNT, PUBLIC_KEY, azure_server, azurite, make_container, put
 from support.fault_server import Fault, FaultServer
 
-from vlmpack.data.stores import RoutingFetcher, StorageConfig
-from vlmpack.data.stores.sources import stamped_shards
 from vlmpack.errors import DataError
+from vlmpack.storage import RoutingFetcher, StorageConfig
+from vlmpack.storage.sources import stamped_shards
 
 CONTENT = bytes(range(256)) * 400
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from support.fault_server import Fault, FaultServer
 
-from vlmpack.data.stores import RoutingFetcher, StorageConfig
-from vlmpack.data.stores.faults import Refused, Transient
-from vlmpack.data.stores.guard import allowed_addresses
 from vlmpack.errors import DataError, RecipeError
+from vlmpack.storage import RoutingFetcher, StorageConfig
+from vlmpack.storage.faults import Refused, Transient
+from vlmpack.storage.guard import allowed_addresses
 
 PRIVATE = [
     "127.0.0.1",
@@ -173,7 +173,7 @@ def test_redirects_are_judged(tmp_path: Path, scheme: str, location: str, reason
 
 def test_redirects_to_private_addresses_need_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A public server that sends us inside."""
-    from vlmpack.data.stores.http import HttpClient
+    from vlmpack.storage.http import HttpClient
 
     client = HttpClient(StorageConfig())
     asked: list[str] = []
@@ -262,7 +262,7 @@ def test_a_redirect_brings_no_other_object(tmp_path: Path) -> None:
 
 
 def test_a_login_stays_with_its_host(tmp_path: Path) -> None:
-    from vlmpack.data.stores.http import HttpClient
+    from vlmpack.storage.http import HttpClient
 
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "x.tar").write_bytes(b"0123456789")

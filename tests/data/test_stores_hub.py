@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from support.fault_server import Fault, FaultServer
 
-from vlmpack.data.stores import RoutingFetcher, StorageConfig
-from vlmpack.data.stores.fetch import ShardStamp
 from vlmpack.errors import DataError
+from vlmpack.storage import RoutingFetcher, StorageConfig
+from vlmpack.storage.fetch import ShardStamp
 
 TOKEN = "canary-token"
 COMMIT = "c" * 40

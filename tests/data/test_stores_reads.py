@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 from support.fault_server import Fault, FaultServer, SeededFaults
 
-from vlmpack.data.stores import RoutingFetcher, StorageConfig
-from vlmpack.data.stores.fetch import HEADS_AT_ONCE, ShardStamp, stamp_shards
-from vlmpack.data.stores.remote import GAP_BYTES, stretches_of
-from vlmpack.data.stores.sources import expand_shards, stamped_shards
 from vlmpack.errors import CapabilityError, DataError, RecipeError
+from vlmpack.storage import RoutingFetcher, StorageConfig
+from vlmpack.storage.fetch import HEADS_AT_ONCE, ShardStamp, stamp_shards
+from vlmpack.storage.remote import GAP_BYTES, stretches_of
+from vlmpack.storage.sources import expand_shards, stamped_shards
 
 SIZE = 2_500_000
 RANGES = [(2_400_000, 100_000), (10, 50_000), (60_010, 20), (1_000_000, 300_000), (0, 5), (70, 0)]

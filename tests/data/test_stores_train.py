@@ -19,9 +19,9 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import LoaderSettings, MicroBatch
 from vlmpack.data.loading.read import ErrorPolicy
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.stores import RoutingFetcher, StorageConfig
 from vlmpack.errors import DataError, RecipeError, VlmpackError
 from vlmpack.packing import PackCollator
+from vlmpack.storage import RoutingFetcher, StorageConfig
 
 CANARIES = {
     "STORE_KEY": "canary-access-key",

@@ -21,8 +21,8 @@ from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.raw import RawSample, group_members
 from vlmpack.data.shards.tar import MAX_EXTENSION_BYTES, MAX_EXTENSIONS, read_members
 from vlmpack.data.shards.tar_header import MAX_FOREIGN_BYTES, MAX_NAME_BYTES, MAX_PAX_RECORDS
-from vlmpack.data.stores.fetch import LocalFetcher
 from vlmpack.errors import DataError
+from vlmpack.storage.fetch import LocalFetcher
 
 CAPS = SampleCaps()
 TALK = b'{"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b"}]}'

@@ -20,8 +20,8 @@ from vlmpack.data.shards.raw import RawSample, group_members, parse_span
 from vlmpack.data.shards.schemas import cook
 from vlmpack.data.shards.tar import read_members
 from vlmpack.data.shards.tar_header import parse_header
-from vlmpack.data.stores.fetch import LocalFetcher, ShardStamp
 from vlmpack.errors import DataError
+from vlmpack.storage.fetch import LocalFetcher, ShardStamp
 
 CAPS = SampleCaps()
 

@@ -9,16 +9,16 @@ from pathlib import Path
 from shard_fakes import config_for
 from support.shards import ROOT
 
+from vlmpack.convert import ConvertSettings, convert, open_records
 from vlmpack.data.config import DataConfig
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.shards.caps import SampleCaps
-from vlmpack.data.stores.fetch import LocalFetcher
-from vlmpack.data.stores.sources import FoundShard
-from vlmpack.data.tools.convert import ConvertSettings, convert, open_records
 from vlmpack.data.tools.lint import LintOne
 from vlmpack.data.tools.show import show_bin
 from vlmpack.families import Encoder
 from vlmpack.packing import PackCollator
+from vlmpack.storage.fetch import LocalFetcher
+from vlmpack.storage.sources import FoundShard
 
 MODEL = ROOT / "assets" / "tiny-qwen3"
 IMAGES = ROOT / "assets" / "digits" / "val-000000.tar"

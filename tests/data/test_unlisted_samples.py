@@ -13,8 +13,8 @@ from shard_fakes import key_of, sample_fields, write_shard
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.shard_index import IndexBuilder, open_index
 from vlmpack.data.shards.unlisted import unlisted_samples
-from vlmpack.data.stores.fetch import LocalFetcher, ShardStamp
 from vlmpack.errors import DataError
+from vlmpack.storage.fetch import LocalFetcher, ShardStamp
 
 FETCHER = LocalFetcher()
 COUNT = 9

@@ -14,13 +14,13 @@ from support.fuzz import PIECES, VALUES, Door, damaged
 
 from vlmpack.addresses import endpoint_problem, redacted, resolve_address, scheme_of, secret_in
 from vlmpack.cli.stores import open_reading
-from vlmpack.data.stores import RoutingFetcher, StorageConfig
-from vlmpack.data.stores.connection import Connection
-from vlmpack.data.stores.faults import StoreFault
-from vlmpack.data.stores.fetch import ShardStamp
-from vlmpack.data.stores.guard import allowed_addresses
-from vlmpack.data.stores.sources import find_shards
 from vlmpack.errors import VlmpackError
+from vlmpack.storage import RoutingFetcher, StorageConfig
+from vlmpack.storage.connection import Connection
+from vlmpack.storage.faults import StoreFault
+from vlmpack.storage.fetch import ShardStamp
+from vlmpack.storage.guard import allowed_addresses
+from vlmpack.storage.sources import find_shards
 from vlmpack.terminal import printable
 
 Go = Callable[[random.Random], object]

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from vlmpack.data.cache.cached import READ_AHEAD_BYTES, CachedFetcher, default_block_dir
-from vlmpack.data.stores import RoutingFetcher
 from vlmpack.errors import RecipeError
 from vlmpack.recipe import Recipe, load_recipe
+from vlmpack.storage import RoutingFetcher
+from vlmpack.storage.cache.cached import READ_AHEAD_BYTES, CachedFetcher, default_block_dir
 from vlmpack.training.recipe_data import build_fetcher
 
 

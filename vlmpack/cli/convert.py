@@ -13,7 +13,7 @@ from vlmpack.terminal import say
 from vlmpack.words import counted
 
 if TYPE_CHECKING:
-    from vlmpack.data.tools.convert import ConvertReport
+    from vlmpack.convert import ConvertReport
 
 Source = Annotated[
     Path,
@@ -66,9 +66,9 @@ def convert(  # noqa: PLR0913 - the options of a command
     index_dir: IndexDir = None,
 ) -> None:
     """Convert to WebDataset shards, and index them, in one pass over the source."""
-    from vlmpack.data.folders import default_cache_dir
-    from vlmpack.data.tools.convert import ConvertSettings, open_records
-    from vlmpack.data.tools.convert import convert as run
+    from vlmpack.convert import ConvertSettings, open_records
+    from vlmpack.convert import convert as run
+    from vlmpack.storage.folders import default_cache_dir
 
     encoder = None
     if model is not None:

@@ -11,10 +11,10 @@ from vlmpack.errors import RecipeError
 
 if TYPE_CHECKING:
     from vlmpack.data.shards.caps import SampleCaps
-    from vlmpack.data.stores import StorageConfig
-    from vlmpack.data.stores.fetch import Fetcher
-    from vlmpack.data.stores.sources import FoundShard
     from vlmpack.recipe import Recipe
+    from vlmpack.storage import StorageConfig
+    from vlmpack.storage.fetch import Fetcher
+    from vlmpack.storage.sources import FoundShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Reading:
 
     def index_folder(self, given: Path | None) -> Path:
         """Where the index is kept: as an option says, else the recipe's folder, else the cache."""
-        from vlmpack.data.folders import default_cache_dir
+        from vlmpack.storage.folders import default_cache_dir
 
         if given is not None:
             return given
@@ -68,7 +68,7 @@ def open_reading(
         RecipeError: what is wrong with any of them.
     """
     from vlmpack.data.shards.caps import SampleCaps
-    from vlmpack.data.stores.sources import find_shards
+    from vlmpack.storage.sources import find_shards
 
     loaded: Recipe | None = None
     fetcher: Fetcher
@@ -82,7 +82,7 @@ def open_reading(
         fetcher = build_fetcher(loaded)
         max_image_pixels = max_image_pixels or loaded.data.max_image_pixels
     else:
-        from vlmpack.data.stores import RoutingFetcher
+        from vlmpack.storage import RoutingFetcher
 
         fetcher = RoutingFetcher(_storage(storage or ()))
     caps = SampleCaps()
@@ -99,7 +99,7 @@ def open_reading(
 
 def _all_splits(recipe: Recipe, fetcher: Fetcher) -> list[FoundShard]:
     """The shards of every split, each once."""
-    from vlmpack.data.stores.sources import find_shards
+    from vlmpack.storage.sources import find_shards
 
     found: dict[str, FoundShard] = {}
     for name in ("train", "validation", "test"):
@@ -114,8 +114,8 @@ def _storage(items: Sequence[str]) -> StorageConfig:
     import yaml
     from pydantic import ValidationError
 
-    from vlmpack.data.stores import StorageConfig
     from vlmpack.recipe.storage import StorageSection
+    from vlmpack.storage import StorageConfig
 
     given: dict[str, Any] = {}
     for item in items:

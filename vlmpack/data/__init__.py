@@ -1,6 +1,6 @@
 """From shards to micro-batches, on the CPU. `pipeline.TrainData` is the door.
 
-tools       the commands around training: index, lint, show, convert/
+tools       the commands around training: index, lint, show
 pipeline    TrainData: a split and the loader that feeds a rank from it
 packs       rows made before training: write (`vlmpack pack`), open (as a split), restore
 splits      survey (which shards, which shuffle), split (the interface), prepare and indexed (all
@@ -13,8 +13,7 @@ index       shard_index, lengths, parts (one a shard), gathered (many), shard_po
             at once), overlong
 shards      tar, tar_header, naming, raw, schemas, images, image_headers, caps; energon (its index,
             compared)
-cache       cached on blocks, block_store and background: pieces of remote shards on a local disk
-stores      fetch (the interface, local files), sources (patterns -> shards), s3, gs, az, hf, http
 
-Imports go down this list only; forkserver, folders and protocols lie under all of it.
+Imports go down this list only; forkserver and protocols lie under all of it. The bytes come from
+`vlmpack.storage`.
 """

@@ -42,10 +42,10 @@ from vlmpack.data.splits.split import Split
 from vlmpack.data.splits.streamed import open_streamed
 from vlmpack.data.splits.summary import DataSummary, EpochLength
 from vlmpack.data.splits.survey import DataLaunch
-from vlmpack.data.stores.fetch import Fetcher, LocalFetcher
 from vlmpack.errors import DataError
 from vlmpack.families.sample import VLMSample
 from vlmpack.packing.collate import PackCollator
+from vlmpack.storage.fetch import Fetcher, LocalFetcher
 
 __all__ = ["GlobalStep", "TrainData"]
 

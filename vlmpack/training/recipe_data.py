@@ -9,12 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from vlmpack.addresses import is_remote
-from vlmpack.data.cache.cached import (
-    READ_AHEAD_BYTES,
-    CacheConfig,
-    CachedFetcher,
-    default_block_dir,
-)
 from vlmpack.data.config import DataConfig, SourceConfig
 from vlmpack.data.index.parts import Progress
 from vlmpack.data.loading.ledger import Ledger
@@ -26,8 +20,6 @@ from vlmpack.data.plan.shares import RowCost, token_cost
 from vlmpack.data.plan.state import DataState
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.splits.survey import DataLaunch
-from vlmpack.data.stores import RoutingFetcher, StorageConfig
-from vlmpack.data.stores.fetch import Fetcher
 from vlmpack.distributed import Ranks
 from vlmpack.errors import ModelError, RunIdentityError
 from vlmpack.families import Encoder, PixelBudget
@@ -35,6 +27,14 @@ from vlmpack.families.thoughts import dropped_thoughts
 from vlmpack.packing import PackCollator, PadCollator
 from vlmpack.packing.cost import CostModel
 from vlmpack.recipe import Derived, Recipe, Source
+from vlmpack.storage import RoutingFetcher, StorageConfig
+from vlmpack.storage.cache.cached import (
+    READ_AHEAD_BYTES,
+    CacheConfig,
+    CachedFetcher,
+    default_block_dir,
+)
+from vlmpack.storage.fetch import Fetcher
 from vlmpack.training.date import encoder_date
 from vlmpack.training.recipe_rows import fixed_shape, packs_config, row_budget
 from vlmpack.training.shard_listing import ShardListing

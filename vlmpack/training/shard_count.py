@@ -9,8 +9,8 @@ from vlmpack.data.packs.split import PackedSplit
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.shards.unlisted import unlisted_samples
 from vlmpack.data.splits.streamed import StreamedSplit
-from vlmpack.data.stores.fetch import ShardStamp
 from vlmpack.errors import DataError
+from vlmpack.storage.fetch import ShardStamp
 from vlmpack.training.findings import Audit, listed
 
 

@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.data.folders import default_cache_dir
 from vlmpack.data.forkserver import DEFAULT_PRELOAD
 from vlmpack.data.index.part_file import SUFFIX, read_part, unwritable
 from vlmpack.data.index.shard_pool import each_shard
-from vlmpack.data.stores.fetch import ShardStamp
 from vlmpack.errors import DataError, VlmpackError
+from vlmpack.storage.fetch import ShardStamp
+from vlmpack.storage.folders import default_cache_dir
 
 logger = logging.getLogger("vlmpack")
 

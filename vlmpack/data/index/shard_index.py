@@ -33,9 +33,9 @@ from vlmpack.data.shards.naming import JSON_FIELD
 from vlmpack.data.shards.raw import RawSample, group_members
 from vlmpack.data.shards.schemas import cook_text
 from vlmpack.data.shards.tar import read_members
-from vlmpack.data.stores.fetch import Fetcher, ShardStamp
 from vlmpack.errors import DataError
 from vlmpack.families.sample import VLMSample
+from vlmpack.storage.fetch import Fetcher, ShardStamp
 
 INDEX_RULE = "index-3"
 """Changes whenever a row would differ for the same shard."""

@@ -18,7 +18,7 @@ import pyarrow as pa
 from vlmpack.data.index.shard_index import ShardIndex
 from vlmpack.data.protocols import ImageSize
 from vlmpack.data.shards.keys import count_keys
-from vlmpack.data.stores.fetch import ShardStamp
+from vlmpack.storage.fetch import ShardStamp
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

@@ -17,9 +17,9 @@ from vlmpack.data.index.table import SampleRef
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.raw import RawSample, changed_since_indexed, parse_span
 from vlmpack.data.shards.schemas import cook
-from vlmpack.data.stores.fetch import Fetcher, ShardStamp
 from vlmpack.errors import DataError, ErrorClass, RecipeError
 from vlmpack.families.sample import VLMSample
+from vlmpack.storage.fetch import Fetcher, ShardStamp
 
 Action = Literal["raise", "skip"]
 

@@ -32,8 +32,8 @@ from vlmpack.data.splits.prepare import (
 )
 from vlmpack.data.splits.split import OnDropped
 from vlmpack.data.splits.survey import Survey, survey_split
-from vlmpack.data.stores.fetch import Fetcher, ShardStamp
 from vlmpack.errors import PacksError
+from vlmpack.storage.fetch import Fetcher, ShardStamp
 
 
 def survey_data(

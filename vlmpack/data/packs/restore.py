@@ -16,9 +16,9 @@ from vlmpack.data.loading.loader import BinDataset, BinRequest
 from vlmpack.data.loading.read import ErrorPolicy, SampleReader
 from vlmpack.data.packs.spans import SavedSample, read_pack
 from vlmpack.data.protocols import Collator, Encoder, ImageSize
-from vlmpack.data.stores.fetch import LocalFetcher
 from vlmpack.errors import DataError
 from vlmpack.packing.batch import EncodedSample, Media
+from vlmpack.storage.fetch import LocalFetcher
 
 
 class PixelEncoder(Protocol):

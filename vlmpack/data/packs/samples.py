@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 
 from vlmpack.data.index.overlong import Dropped, Fitted
 from vlmpack.data.index.table import SampleTable
-from vlmpack.data.stores.fetch import ShardStamp
 from vlmpack.errors import PacksError
+from vlmpack.storage.fetch import ShardStamp
 
 SAMPLES = "samples.parquet"
 _NUMBERS = (

@@ -19,7 +19,7 @@ from vlmpack.data.plan.state import DataState, Identity
 from vlmpack.data.splits.prepare import probed_samples
 from vlmpack.data.splits.split import planned_rows
 from vlmpack.data.splits.summary import DataSummary, EpochLength, summarise
-from vlmpack.data.stores.fetch import ShardStamp
+from vlmpack.storage.fetch import ShardStamp
 
 
 @dataclass(frozen=True)

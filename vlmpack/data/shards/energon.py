@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from vlmpack.addresses import is_remote
-from vlmpack.data.stores.fetch import Fetcher, ShardStamp
 from vlmpack.errors import DataError
+from vlmpack.storage.fetch import Fetcher, ShardStamp
 
 SUFFIX = ".idx"
 ENTRY_BYTES = 8

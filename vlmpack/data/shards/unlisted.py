@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmpack.data.shards.tar import read_stretch
-from vlmpack.data.stores.fetch import Fetcher, ShardStamp
 from vlmpack.errors import DataError
+from vlmpack.storage.fetch import Fetcher, ShardStamp
 
 READ_BYTES = 256 << 10
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from vlmpack.data.config import DataConfig
-from vlmpack.data.folders import default_cache_dir
 from vlmpack.data.index.lengths import LengthsBuilder, ShardBuilder
 from vlmpack.data.index.parts import BuildSettings, Progress
 from vlmpack.data.index.shard_index import IndexBuilder
 from vlmpack.data.protocols import Encoder
-from vlmpack.data.stores.fetch import Fetcher
+from vlmpack.storage.fetch import Fetcher
+from vlmpack.storage.folders import default_cache_dir
 
 
 def make_builder(config: DataConfig, encoder: Encoder, fetcher: Fetcher) -> ShardBuilder:

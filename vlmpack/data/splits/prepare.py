@@ -32,8 +32,8 @@ from vlmpack.data.shards.keys import describe_keys
 from vlmpack.data.splits.blending import blended_draws
 from vlmpack.data.splits.row_packer import cut_indexed
 from vlmpack.data.splits.survey import Survey
-from vlmpack.data.stores.fetch import Fetcher
 from vlmpack.errors import DataError, EmptyDataError
+from vlmpack.storage.fetch import Fetcher
 
 logger = logging.getLogger("vlmpack")
 

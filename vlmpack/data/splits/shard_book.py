@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from vlmpack.data.cache.cached import CachedFetcher
 from vlmpack.data.config import DataConfig
 from vlmpack.data.index.lengths import (
     LengthsBuilder,
@@ -43,8 +42,9 @@ from vlmpack.data.loading.read import SkippedSample
 from vlmpack.data.shards.keys import describe_keys
 from vlmpack.data.splits.helpers import IndexHelpers
 from vlmpack.data.splits.prepare import check_faults, check_unknown_keys, dropped_samples
-from vlmpack.data.stores.fetch import ShardStamp
 from vlmpack.errors import DataError
+from vlmpack.storage.cache.cached import CachedFetcher
+from vlmpack.storage.fetch import ShardStamp
 
 logger = logging.getLogger("vlmpack")
 

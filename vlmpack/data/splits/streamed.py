@@ -33,8 +33,8 @@ from vlmpack.data.splits.shard_book import HELPER_MIN_BYTES, ShardBook
 from vlmpack.data.splits.split import OnDropped, planned_rows
 from vlmpack.data.splits.summary import DataSummary, EpochLength, summarise
 from vlmpack.data.splits.survey import DataLaunch, Survey
-from vlmpack.data.stores.fetch import ShardStamp
 from vlmpack.errors import RecipeError
+from vlmpack.storage.fetch import ShardStamp
 
 MAX_SPREAD = 8
 """Shards that ranks index at the same time before any count is known."""

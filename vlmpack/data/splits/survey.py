@@ -16,8 +16,8 @@ from vlmpack.data.plan.batches import Shuffle
 from vlmpack.data.plan.state import DataState
 from vlmpack.data.protocols import Encoder
 from vlmpack.data.splits.building import index_folder, make_builder
-from vlmpack.data.stores.fetch import Fetcher, ShardStamp
-from vlmpack.data.stores.sources import stamped_shards
+from vlmpack.storage.fetch import Fetcher, ShardStamp
+from vlmpack.storage.sources import stamped_shards
 
 
 @dataclass(frozen=True, slots=True)

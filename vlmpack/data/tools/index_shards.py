@@ -21,9 +21,9 @@ from vlmpack.data.index.shard_pool import each_shard
 from vlmpack.data.protocols import Encoder
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.energon import check_energon_index
-from vlmpack.data.stores.fetch import Fetcher
-from vlmpack.data.stores.sources import FoundShard
 from vlmpack.errors import DataError, VlmpackError
+from vlmpack.storage.fetch import Fetcher
+from vlmpack.storage.sources import FoundShard
 
 PRELOAD = ("vlmpack.data.tools.index_shards",)
 

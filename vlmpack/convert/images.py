@@ -8,10 +8,10 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vlmpack.convert.chat import ImageSource
 from vlmpack.data.protocols import ImageSize
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.images import image_facts
-from vlmpack.data.tools.convert.chat import ImageSource
 from vlmpack.errors import DataError
 from vlmpack.families import decode_image
 

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import BinaryIO
 
 from vlmpack.addresses import HTTP_SCHEMES, OBJECT_SCHEMES, scheme_of
-from vlmpack.data.stores.config import StorageConfig
-from vlmpack.data.stores.fetch import LocalFetcher, ShardStamp
-from vlmpack.data.stores.remote import MakeTransport, RemoteFetcher
-from vlmpack.data.stores.transport import HttpTransport, Transport
 from vlmpack.errors import DataError
+from vlmpack.storage.config import StorageConfig
+from vlmpack.storage.fetch import LocalFetcher, ShardStamp
+from vlmpack.storage.remote import MakeTransport, RemoteFetcher
+from vlmpack.storage.transport import HttpTransport, Transport
 
 
 def _objects(config: StorageConfig) -> Transport:
-    from vlmpack.data.stores.objects import ObjectTransport
+    from vlmpack.storage.objects import ObjectTransport
 
     return ObjectTransport(config)
 
@@ -24,7 +24,7 @@ def _http(config: StorageConfig) -> Transport:
 
 
 def _hub(config: StorageConfig) -> Transport:
-    from vlmpack.data.stores.hub import HubTransport
+    from vlmpack.storage.hub import HubTransport
 
     return HubTransport(config)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from vlmpack.data.stores.faults import Changed, Refused, StoreFault, Transient
+from vlmpack.storage.faults import Changed, Refused, StoreFault, Transient
 
 NO_PROXY_HERE = "127.0.0.1:1"
 """Where requests to any other host than a plain-HTTP endpoint are sent, to fail."""

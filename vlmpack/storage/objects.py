@@ -19,17 +19,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from vlmpack.addresses import scheme_of
-from vlmpack.data.stores.config import StorageConfig
-from vlmpack.data.stores.faults import Changed, Refused, StoreFault, Transient
-from vlmpack.data.stores.fetch import ShardStamp
-from vlmpack.data.stores.guard import allowed_addresses
-from vlmpack.data.stores.object_faults import (
+from vlmpack.errors import CapabilityError
+from vlmpack.storage.config import StorageConfig
+from vlmpack.storage.faults import Changed, Refused, StoreFault, Transient
+from vlmpack.storage.fetch import ShardStamp
+from vlmpack.storage.guard import allowed_addresses
+from vlmpack.storage.object_faults import (
     NO_PROXY_HERE,
     NoCredentials,
     fault_of,
     invalid_configuration,
 )
-from vlmpack.errors import CapabilityError
 
 CHUNK_BYTES = 1 << 20
 CREDENTIAL_TRIES = 3

@@ -20,9 +20,9 @@ from email.utils import parsedate_to_datetime
 from typing import Literal
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
-from vlmpack.data.stores.config import StorageConfig
-from vlmpack.data.stores.connection import Connection, Place
-from vlmpack.data.stores.faults import Changed, Refused, Transient
+from vlmpack.storage.config import StorageConfig
+from vlmpack.storage.connection import Connection, Place
+from vlmpack.storage.faults import Changed, Refused, Transient
 
 MAX_REDIRECTS = 5
 CHUNK_BYTES = 256 << 10

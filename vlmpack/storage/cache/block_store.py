@@ -24,8 +24,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vlmpack.data.cache.block_file import read_checked, read_sums, tail_of, write_all
-from vlmpack.data.cache.blocks import Bytes
+from vlmpack.storage.cache.block_file import read_checked, read_sums, tail_of, write_all
+from vlmpack.storage.cache.blocks import Bytes
 
 logger = logging.getLogger("vlmpack")
 

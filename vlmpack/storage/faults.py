@@ -11,8 +11,8 @@ import random
 import time
 
 from vlmpack.addresses import redacted
-from vlmpack.data.stores.config import StorageConfig
 from vlmpack.errors import DataError
+from vlmpack.storage.config import StorageConfig
 
 logger = logging.getLogger("vlmpack")
 

@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 
 from vlmpack.data.index.parts import part_for
 from vlmpack.data.index.shard_index import IndexBuilder, load_index
-from vlmpack.data.stores.fetch import LocalFetcher
 from vlmpack.errors import CapabilityError, VlmpackError
+from vlmpack.storage.fetch import LocalFetcher
 
 PARTIAL = ".partial"
 

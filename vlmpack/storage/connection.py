@@ -10,8 +10,8 @@ import time
 from dataclasses import dataclass
 from typing import BinaryIO, cast
 
-from vlmpack.data.stores.config import StorageConfig
-from vlmpack.data.stores.guard import allowed_addresses
+from vlmpack.storage.config import StorageConfig
+from vlmpack.storage.guard import allowed_addresses
 
 Place = tuple[str, str, int]
 """Scheme, host and port."""

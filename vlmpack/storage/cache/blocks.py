@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vlmpack.data.stores.fetch import ShardStamp
+from vlmpack.storage.fetch import ShardStamp
 
 BLOCK_RULE = "block-1"
 

@@ -23,8 +23,8 @@ from vlmpack.addresses import (
     scheme_of,
     secret_in,
 )
-from vlmpack.data.stores.fetch import Fetcher, ShardStamp, stamp_shards
 from vlmpack.errors import DataError, RecipeError
+from vlmpack.storage.fetch import Fetcher, ShardStamp, stamp_shards
 
 MAX_EXPANDED = 1_000_000
 MAX_NAMED = 5

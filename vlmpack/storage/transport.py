@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from vlmpack.addresses import resolve_address
-from vlmpack.data.stores.config import StorageConfig
-from vlmpack.data.stores.faults import Changed, Refused
-from vlmpack.data.stores.fetch import ShardStamp
-from vlmpack.data.stores.http import Answer, HttpClient
+from vlmpack.storage.config import StorageConfig
+from vlmpack.storage.faults import Changed, Refused
+from vlmpack.storage.fetch import ShardStamp
+from vlmpack.storage.http import Answer, HttpClient
 
 NO_RANGES = (
     "the server answers a range with the whole shard, so samples cannot be read from it; use a "

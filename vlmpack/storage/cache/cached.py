@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from vlmpack.addresses import is_remote
-from vlmpack.data.cache.background import BackgroundFetch
-from vlmpack.data.cache.block_store import BlockStore, make_folder
-from vlmpack.data.cache.blocks import BlockStream, Bytes, ShardBlocks, Span, runs
-from vlmpack.data.folders import default_cache_dir
-from vlmpack.data.stores.fetch import Fetcher, ShardStamp
 from vlmpack.errors import RecipeError
+from vlmpack.storage.cache.background import BackgroundFetch
+from vlmpack.storage.cache.block_store import BlockStore, make_folder
+from vlmpack.storage.cache.blocks import BlockStream, Bytes, ShardBlocks, Span, runs
+from vlmpack.storage.fetch import Fetcher, ShardStamp
+from vlmpack.storage.folders import default_cache_dir
 
 REQUEST_BYTES = 32 << 20
 """The longest stretch of missing blocks that one request asks for, and that is held in memory."""

@@ -18,18 +18,18 @@ from operator import itemgetter
 from typing import BinaryIO, TypeVar, cast
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.data.stores.config import StorageConfig
-from vlmpack.data.stores.faults import (
+from vlmpack.errors import CapabilityError, DataError
+from vlmpack.storage.config import StorageConfig
+from vlmpack.storage.faults import (
     NOTICE_SECONDS,
     SlowNotice,
     StoreFault,
     Transient,
     Tries,
 )
-from vlmpack.data.stores.fetch import READ_BUFFER_BYTES, ShardStamp
-from vlmpack.data.stores.reading import Reading
-from vlmpack.data.stores.transport import Transport
-from vlmpack.errors import CapabilityError, DataError
+from vlmpack.storage.fetch import READ_BUFFER_BYTES, ShardStamp
+from vlmpack.storage.reading import Reading
+from vlmpack.storage.transport import Transport
 
 GAP_BYTES = 32 << 10
 """Ranges with a smaller gap between them are one request; it costs no more than a round trip."""

@@ -17,19 +17,19 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from vlmpack.data.folders import default_cache_dir
+from vlmpack.convert.chat import chat_turns
+from vlmpack.convert.images import ImageRoot
+from vlmpack.convert.records import Record
+from vlmpack.convert.shards import ShardFolder, WrittenShard
 from vlmpack.data.index.shard_index import IndexBuilder
 from vlmpack.data.protocols import Encoder
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.keys import count_keys
 from vlmpack.data.shards.naming import JSON_FIELD
 from vlmpack.data.shards.schemas import cook_text
-from vlmpack.data.stores.fetch import LocalFetcher
-from vlmpack.data.tools.convert.chat import chat_turns
-from vlmpack.data.tools.convert.images import ImageRoot
-from vlmpack.data.tools.convert.records import Record
-from vlmpack.data.tools.convert.shards import ShardFolder, WrittenShard
 from vlmpack.errors import DataError, EmptyDataError, VlmpackError
+from vlmpack.storage.fetch import LocalFetcher
+from vlmpack.storage.folders import default_cache_dir
 
 MANIFEST_RULE = "convert-2"
 KEY_DIGITS = 9

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 
-from vlmpack.data.stores.faults import Refused, Transient
+from vlmpack.storage.faults import Refused, Transient
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 

@@ -7,8 +7,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from vlmpack.data.stores.fetch import ShardStamp
 from vlmpack.errors import VlmpackError
+from vlmpack.storage.fetch import ShardStamp
 
 logger = logging.getLogger("vlmpack")
 

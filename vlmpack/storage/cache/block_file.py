@@ -11,7 +11,7 @@ import os
 import struct
 import zlib
 
-from vlmpack.data.cache.blocks import Bytes
+from vlmpack.storage.cache.blocks import Bytes
 
 CHUNK_BYTES = 8 << 10
 _SEAL_BYTES = 16

@@ -14,11 +14,11 @@ import time
 from collections.abc import Iterator
 from urllib.parse import quote
 
-from vlmpack.data.stores.config import StorageConfig
-from vlmpack.data.stores.faults import Changed, Refused, Transient
-from vlmpack.data.stores.fetch import ShardStamp
-from vlmpack.data.stores.http import Answer, redirected
-from vlmpack.data.stores.transport import (
+from vlmpack.storage.config import StorageConfig
+from vlmpack.storage.faults import Changed, Refused, Transient
+from vlmpack.storage.fetch import ShardStamp
+from vlmpack.storage.http import Answer, redirected
+from vlmpack.storage.transport import (
     HttpTransport,
     check_range,
     limited,
