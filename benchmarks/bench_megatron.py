@@ -20,7 +20,7 @@ from vlmpack.backends.mcore.cpu import megatron_on_cpu
 from vlmpack.backends.mcore.engine import MegatronEngine, MegatronEngineConfig
 from vlmpack.backends.mcore.model import MergedRow
 from vlmpack.distributed import start_process_group
-from vlmpack.families import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.packing import Batch
 from vlmpack.training.optim import Schedule
 from vlmpack.training.step import Stepper

@@ -76,7 +76,7 @@ def write_index(folder: Path, *, shards: int = 100, samples: int = 10_000) -> No
     from vlmpack.data.index.part_file import read_part, write_part
     from vlmpack.data.index.parts import part_for
     from vlmpack.data.splits.building import make_builder
-    from vlmpack.families import Encoder
+    from vlmpack.encode import Encoder
     from vlmpack.storage.fetch import LocalFetcher
 
     first = folder / "train-0000.tar"

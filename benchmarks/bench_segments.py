@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from vlmpack.attention import segment_attention
-from vlmpack.families import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.packing import EncodedSample, PackedSeqParams, pack_batch_sequences
 
 TOKENS, COUNTS = 4096, (16, 64, 256)

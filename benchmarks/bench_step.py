@@ -23,7 +23,7 @@ from vlmpack.backends.hf.model import MergedInputs, PackedVLM
 from vlmpack.data.config import DataConfig, SourceConfig
 from vlmpack.data.loading.loader import LoaderSettings
 from vlmpack.data.pipeline import TrainData
-from vlmpack.families import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.packing import Batch, PackCollator, PadCollator
 
 SHARDS = str(ROOT / "assets" / "digits" / "train-*.tar")

@@ -24,7 +24,7 @@ from vlmpack.distributed import (
     stop_process_group,
     world_size_from_environment,
 )
-from vlmpack.families import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.packing import IGNORE_INDEX, EncodedSample, pack_batch_sequences
 
 

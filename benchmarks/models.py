@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vlmpack.families import PROCESSOR_FILES
+from vlmpack.model_folder.content import PROCESSOR_FILES
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "assets" / "tiny-qwen2_5_vl"

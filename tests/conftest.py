@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from support.runs import Run
     from support.shards import RawSample
 
-    from vlmpack.families import Encoder
+    from vlmpack.encode import Encoder
     from vlmpack.packing import EncodedSample
 
 
@@ -37,7 +37,7 @@ def tiny_folder() -> Path:
 @pytest.fixture(scope="session")
 def encoder(tiny_folder: Path) -> Encoder:
     """Assistant-only labels."""
-    from vlmpack.families import Encoder
+    from vlmpack.encode import Encoder
 
     return Encoder(tiny_folder)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.shards import ROOT, read_shard
 
-from vlmpack.families import Encoder, Message, TextPart, VLMSample
+from vlmpack.encode import Encoder, Message, TextPart, VLMSample
 
 DIGITS = ROOT / "assets" / "digits"
 MODEL = ROOT / "assets" / "tiny-qwen2_5_vl"

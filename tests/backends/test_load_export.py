@@ -13,8 +13,9 @@ from support.runs import pack
 from support.stock import StockProcessor, load_stock
 
 from vlmpack.backends.hf.load import load_model
+from vlmpack.encode import Encoder
 from vlmpack.errors import ModelError
-from vlmpack.families import PROCESSOR_FILES, Encoder
+from vlmpack.model_folder.content import PROCESSOR_FILES
 
 
 @pytest.fixture

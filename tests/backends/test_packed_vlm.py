@@ -16,8 +16,8 @@ from vlmpack.attention import AttentionChoice, segment_attention
 from vlmpack.backends import cross_entropy
 from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.hf.model import transformers_spelling
+from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
-from vlmpack.families import Encoder
 from vlmpack.packing import PackCollator, pad_batch_sequences
 
 TEXT_BOUNDARIES = {

@@ -36,8 +36,8 @@ from vlmpack.capabilities import (
 from vlmpack.capabilities.served import nearest
 from vlmpack.capabilities.text import BEGIN, END, markdown, text_table, with_block
 from vlmpack.cli.app import app
+from vlmpack.encode import Encoder
 from vlmpack.errors import ModelError
-from vlmpack.families import Encoder
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = Path(util.find_spec("transformers").origin).parent / "models"

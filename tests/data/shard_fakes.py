@@ -26,8 +26,8 @@ from vlmpack.data.config import DataConfig, SourceConfig
 from vlmpack.data.loading.loader import LoaderSettings, MicroBatch
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.splits.survey import DataLaunch
+from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError
-from vlmpack.families.sample import VLMSample
 from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, Media
 from vlmpack.packing.collate import PackCollator
 

@@ -23,9 +23,9 @@ from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.raw import group_members
 from vlmpack.data.shards.schemas import cook
 from vlmpack.data.shards.tar import read_members
+from vlmpack.encode import Encoder
+from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError, EmptyDataError, VlmpackError
-from vlmpack.families import Encoder
-from vlmpack.families.sample import VLMSample
 from vlmpack.storage.fetch import LocalFetcher
 
 CAPS = SampleCaps()

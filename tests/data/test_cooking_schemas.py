@@ -10,8 +10,8 @@ import pytest
 from vlmpack.convert.chat import chat_turns
 from vlmpack.data.shards.keys import MEANT_ELSEWHERE
 from vlmpack.data.shards.schemas import CookedText, cook_text
+from vlmpack.encode.sample import ImagePart, TextPart
 from vlmpack.errors import DataError
-from vlmpack.families.sample import ImagePart, TextPart
 
 
 def cooked(document: Any, *fields: str, key: str = "dir/k7") -> CookedText:

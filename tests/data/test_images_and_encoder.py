@@ -12,8 +12,8 @@ from shard_fakes import image_bytes
 
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.images import image_facts
+from vlmpack.encode import decode_image
 from vlmpack.errors import DataError
-from vlmpack.families import decode_image
 
 PIXELS = 10_000
 

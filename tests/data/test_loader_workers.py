@@ -19,8 +19,8 @@ from shard_fakes import FakeEncoder, micro_batches, open_data, write_shards
 
 from vlmpack.data.loading import workers
 from vlmpack.data.loading.loader import LoaderSettings
+from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError
-from vlmpack.families.sample import VLMSample
 from vlmpack.packing.batch import EncodedSample
 
 NEVER = 600

@@ -35,8 +35,8 @@ from vlmpack.data.packs.write import PackOrder, PackSource, make_packs
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.packers import RowBudget
 from vlmpack.data.plan.state import DataState
+from vlmpack.encode.sample import Message, TextPart, VLMSample
 from vlmpack.errors import DataError, PacksError
-from vlmpack.families.sample import Message, TextPart, VLMSample
 from vlmpack.packing.batch import Media
 from vlmpack.training.audit import audit_run
 from vlmpack.training.run_dir import RunDir

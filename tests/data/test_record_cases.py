@@ -42,9 +42,9 @@ from vlmpack.data.shards.raw import group_members
 from vlmpack.data.shards.schemas import cook, cook_text
 from vlmpack.data.shards.tar import read_members
 from vlmpack.data.tools.lint import LintOne, LintReport
+from vlmpack.encode import Encoder, ImagePart, Message, TextPart, VLMSample
+from vlmpack.encode.encoder import SampleLength
 from vlmpack.errors import DataError
-from vlmpack.families import Encoder, ImagePart, Message, TextPart, VLMSample
-from vlmpack.families.encoder import SampleLength
 from vlmpack.packing import IGNORE_INDEX, EncodedSample
 from vlmpack.storage.fetch import LocalFetcher
 from vlmpack.storage.sources import FoundShard

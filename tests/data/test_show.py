@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from vlmpack.cli.app import app
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.tools.show import ShownBin, show_bin
-from vlmpack.families import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.packing.batch import IGNORE_INDEX
 from vlmpack.training.reopen import open_train, planned_batch
 

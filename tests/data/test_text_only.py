@@ -15,7 +15,7 @@ from vlmpack.data.pipeline import TrainData
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.tools.lint import LintOne
 from vlmpack.data.tools.show import show_bin
-from vlmpack.families import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.packing import PackCollator
 from vlmpack.storage.fetch import LocalFetcher
 from vlmpack.storage.sources import FoundShard

@@ -22,7 +22,7 @@ from support.runs import (
 from support.shards import TINY_MODEL, same_size_pair, with_answer
 from support.stock import StockProcessor, run_one_by_one
 
-from vlmpack.families import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.packing.batch import IGNORE_INDEX
 from vlmpack.training import step as step_module
 from vlmpack.training.vlm_step import forward_step

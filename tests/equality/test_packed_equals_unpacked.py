@@ -29,7 +29,7 @@ from support.runs import (
 from support.shards import TINY_MODEL
 from support.stock import StockProcessor, run_one_by_one, run_padded
 
-from vlmpack.families import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.packing import pad_batch_sequences
 
 ALIGNMENTS = (1, 4, 8, 16)

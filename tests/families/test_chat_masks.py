@@ -20,10 +20,10 @@ from support.templates import (
     chat_encoder,
 )
 
+from vlmpack.encode.chat import ChatEncoder, ChatTokens
+from vlmpack.encode.literals import hide_literals, put_back, renamed_tokenizer
+from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError
-from vlmpack.families.chat import ChatEncoder, ChatTokens
-from vlmpack.families.literals import hide_literals, put_back, renamed_tokenizer
-from vlmpack.families.sample import VLMSample
 
 EVERY = pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 

@@ -11,8 +11,10 @@ from support.images import conversation
 from support.shards import TINY_MODEL
 from transformers.utils import chat_template_utils
 
-from vlmpack.families import PROCESSOR_FILES, Encoder, clock
-from vlmpack.families.clock import noted_date, reads_clock, with_date, write_note
+from vlmpack.encode import Encoder
+from vlmpack.encode.clock import noted_date, reads_clock, with_date, write_note
+from vlmpack.families import clock
+from vlmpack.model_folder.content import PROCESSOR_FILES
 
 DAYS = [datetime.date(2026, 11, 22), datetime.date(2024, 2, 3), datetime.date(2025, 12, 31)]
 
@@ -103,7 +105,7 @@ def test_which_templates_read_the_clock(dated, tmp_path):
 def test_ids_lengths_and_fingerprints_follow_the_date_alone(dated, monkeypatch):
     sample = conversation(("user", ["?"]), ("assistant", ["7"]))
     first, second = (Encoder(dated, date=day) for day in DAYS[:2])
-    monkeypatch.setattr("vlmpack.families.encoder.today", lambda: pytest.fail("the clock was read"))
+    monkeypatch.setattr("vlmpack.encode.encoder.today", lambda: pytest.fail("the clock was read"))
     again = Encoder(dated, date=DAYS[0])
     assert again.encode(sample).input_ids.tolist() == first.encode(sample).input_ids.tolist()
     assert again.fingerprint == first.fingerprint != second.fingerprint
@@ -115,9 +117,9 @@ def test_ids_lengths_and_fingerprints_follow_the_date_alone(dated, monkeypatch):
 
 
 def test_a_worker_gets_the_date_of_the_process_that_sent_it_its_encoder(dated, monkeypatch):
-    monkeypatch.setattr("vlmpack.families.encoder.today", lambda: DAYS[1])
+    monkeypatch.setattr("vlmpack.encode.encoder.today", lambda: DAYS[1])
     sent = pickle.dumps(Encoder(dated))
-    monkeypatch.setattr("vlmpack.families.encoder.today", lambda: DAYS[2])
+    monkeypatch.setattr("vlmpack.encode.encoder.today", lambda: DAYS[2])
     assert pickle.loads(sent).date == DAYS[1]
     assert Encoder(dated).date == DAYS[2]
 

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image, ImageFile
 from support.images import file_of, one_image, picture
 
+from vlmpack.encode import Encoder, decode_image
 from vlmpack.errors import DataError
-from vlmpack.families import Encoder, decode_image
 
 CAP = 1_000_000
 JPEG_ERROR = 6

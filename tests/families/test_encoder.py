@@ -16,8 +16,9 @@ from support.families import TEXT_TEMPLATE, tiny_family_folder
 from support.images import conversation, file_of, one_image, picture
 from support.shards import read_shard
 
+from vlmpack.encode import Encoder, ImagePart, Message, VLMSample
 from vlmpack.errors import CapabilityError, DataError, ModelError
-from vlmpack.families import PROCESSOR_FILES, Encoder, ImagePart, Message, VLMSample
+from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.packing import IGNORE_INDEX
 
 PLACEHOLDER = "<|image_pad|>"

@@ -10,7 +10,7 @@ from support.runs import GRADIENT_TOLERANCE, relative_l2
 from support.shards import text_samples
 from support.stock import StockProcessor
 
-from vlmpack.families import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.packing import PackCollator
 
 OFTEN = ("qwen3_vl_moe", "gemma3", "llava_onevision", "llama")

@@ -50,7 +50,8 @@ from support.stock import (
 )
 
 from vlmpack.backends.hf.model import MergedInputs
-from vlmpack.families import Encoder, family_of, model_types
+from vlmpack.encode import Encoder
+from vlmpack.families import family_of, model_types
 from vlmpack.packing import IGNORE_INDEX, PackCollator, pad_batch_sequences
 
 SHARED_MATMUL_TOLERANCE = 1e-5

@@ -23,8 +23,9 @@ from vlmpack.backends.hf import model as hf_model
 from vlmpack.backends.hf.engine import HFEngine, HFEngineConfig
 from vlmpack.backends.hf.model import MergedInputs
 from vlmpack.capabilities import SERVED
+from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError, ModelError
-from vlmpack.families import Encoder, family_of
+from vlmpack.families import family_of
 from vlmpack.packing import pad_batch_sequences
 
 

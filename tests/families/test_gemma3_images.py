@@ -19,8 +19,9 @@ from support.stock import StockProcessor, load_stock, run_one_by_one
 from support.tiny_gemma3 import BREAKS, TILE_TOKENS, TOKENS
 from transformers import AutoImageProcessor, AutoTokenizer, Gemma3Processor
 
+from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError, ModelError
-from vlmpack.families import Encoder, PixelBudget
+from vlmpack.families import PixelBudget
 
 CUTS = {
     "do_pan_and_scan": True,

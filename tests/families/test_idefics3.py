@@ -20,8 +20,9 @@ from transformers.image_utils import SizeDict
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 
+from vlmpack.encode import Encoder, write_budget
 from vlmpack.errors import CapabilityError, ModelError
-from vlmpack.families import Encoder, PixelBudget, write_budget
+from vlmpack.families import PixelBudget
 from vlmpack.families.idefics3 import Idefics3ImageRule, _bounded
 
 SQUARE, WIDE, TALL = (300, 300), (300, 90), (50, 210)

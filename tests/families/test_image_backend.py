@@ -18,7 +18,7 @@ from transformers.models.auto import image_processing_auto
 
 from vlmpack.data.index.lengths import LengthsBuilder
 from vlmpack.data.packs.compare import note_makers
-from vlmpack.families import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.families.image_processor import image_processor
 from vlmpack.model_folder import images, load_image_processor, made_with
 

@@ -18,8 +18,9 @@ from support.runs import find_differences, pack, run_batch
 from support.stock import StockProcessor, load_stock, run_one_by_one
 from support.tiny_internvl import TILE_TOKENS, TOKENS, config, decoder
 
+from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError, ModelError
-from vlmpack.families import Encoder, PixelBudget
+from vlmpack.families import PixelBudget
 from vlmpack.families.internvl import InternVLImageRule
 
 EXTREME = [(1, 1), (1, 4000), (4000, 1), (2, 2), (31, 33), (32, 32), (64, 64), (65, 64), (12000, 9)]

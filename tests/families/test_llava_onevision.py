@@ -16,8 +16,8 @@ from support.processor_classes import processed, processor_of
 from support.stock import load_stock
 from support.tiny_llava_onevision import MAX_TILES, PINPOINTS, SEEN, TILE
 
+from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError, ModelError
-from vlmpack.families import Encoder
 from vlmpack.families.anyres import AnyRes
 
 PUBLISHED = [[384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)]

@@ -25,9 +25,9 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from vlmpack.families.chat import ChatEncoder
-from vlmpack.families.sample import Message
-from vlmpack.families.token_places import written_by
+from vlmpack.encode.chat import ChatEncoder
+from vlmpack.encode.sample import Message
+from vlmpack.encode.token_places import written_by
 
 PIECES = [
     *(" Yes", "Yes", "\n", "\n\n", " \n", " ", "  ", "No.", ".\n", "1", "user", "assistant\n"),

@@ -12,8 +12,10 @@ import pytest
 from support.families import tiny_family_folder
 from support.images import conversation, file_of, one_image, picture
 
+from vlmpack.encode import Encoder, write_budget
 from vlmpack.errors import CapabilityError
-from vlmpack.families import PROCESSOR_FILES, Encoder, PixelBudget, write_budget
+from vlmpack.families import PixelBudget
+from vlmpack.model_folder.content import PROCESSOR_FILES
 
 BUDGETS = [
     PixelBudget(max_pixels=60_000),

@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.image_utils import ChannelDimension
 from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
 
+from vlmpack.encode import Encoder, write_budget
 from vlmpack.errors import CapabilityError, ModelError
-from vlmpack.families import Encoder, PixelBudget, family_of, write_budget
+from vlmpack.families import PixelBudget, family_of
 from vlmpack.families.pixtral import PixtralImageRule
 from vlmpack.families.pixtral_tower import tower_output
 

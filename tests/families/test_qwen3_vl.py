@@ -16,8 +16,8 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryE
 
 from vlmpack.backends.hf.load import load_model
 from vlmpack.backends.hf.model import ImageFeatures, PackedVLM
+from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
-from vlmpack.families import Encoder
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from support.stock import StockProcessor, load_stock, run_one_by_one, with_strin
 
 from vlmpack.backends.hf.load import load_model
 from vlmpack.backends.hf.model import PackedLM
+from vlmpack.encode import Encoder, ImagePart, Message, TextPart
 from vlmpack.errors import CapabilityError, DataError
-from vlmpack.families import Encoder, ImagePart, Message, TextPart
 from vlmpack.packing import IGNORE_INDEX, EncodedSample
 from vlmpack.training.generation import answer_questions
 from vlmpack.training.scoring import Question

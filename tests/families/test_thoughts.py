@@ -14,9 +14,10 @@ from support.shards import TINY_MODEL
 from support.templates import TEMPLATES, chat_encoder
 
 from vlmpack.data.packs.compare import encoder_differences
+from vlmpack.encode import Encoder
+from vlmpack.encode.thoughts import dropped_thoughts
 from vlmpack.errors import DataError
-from vlmpack.families import PROCESSOR_FILES, Encoder
-from vlmpack.families.thoughts import dropped_thoughts
+from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.packing import IGNORE_INDEX
 from vlmpack.recipe import identity, load_recipe
 from vlmpack.training.recipe_data import build_encoder

@@ -31,7 +31,7 @@ from vlmpack.data.shards.images import image_facts
 from vlmpack.data.shards.raw import group_members, parse_span
 from vlmpack.data.shards.schemas import cook_text
 from vlmpack.data.shards.tar import read_members
-from vlmpack.families.decode import decode_image
+from vlmpack.encode.decode import decode_image
 from vlmpack.storage.fetch import LocalFetcher
 from vlmpack.training.metrics import read_rows
 from vlmpack.training.record import read_launches, read_steps, recorded_ranks

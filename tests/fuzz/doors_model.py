@@ -15,10 +15,11 @@ from support.fuzz import Door, changed, damaged, json_bytes
 from support.shards import TINY_MODEL
 
 from vlmpack.capabilities import read_config, served_model_type
-from vlmpack.families import Encoder, family_of
-from vlmpack.families.chat import ChatEncoder
+from vlmpack.encode import Encoder
+from vlmpack.encode.chat import ChatEncoder
+from vlmpack.encode.sample import Message, TextPart
+from vlmpack.families import family_of
 from vlmpack.families.configs import whole_config
-from vlmpack.families.sample import Message, TextPart
 from vlmpack.model_folder.content import config_content, generation_content, processor_content
 from vlmpack.model_folder.weights import weight_files
 from vlmpack.training.checkpoint.folders import (

@@ -26,7 +26,7 @@ from support.token_losses import (
 )
 
 from vlmpack.attention import RopeLayout, apply_rope, rope_cos_sin
-from vlmpack.families import Encoder
+from vlmpack.encode import Encoder
 
 
 def installed(module):

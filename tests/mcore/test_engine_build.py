@@ -16,8 +16,8 @@ from support.shards import TINY_MODEL
 
 from vlmpack.backends.mcore.cpu import megatron_on_cpu
 from vlmpack.backends.mcore.engine import MegatronEngine, MegatronEngineConfig
+from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
-from vlmpack.families import Encoder
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`torch.distributed.*is deprecated:FutureWarning",

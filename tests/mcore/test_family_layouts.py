@@ -18,7 +18,7 @@ from support.engines import make_engine, make_stepper
 from support.families import tiny_family_folder
 from support.stock import load_stock
 
-from vlmpack.families import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.training.checkpoint import load_checkpoint, step_folder
 
 FAMILIES = ("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "llama", "qwen2", "qwen3")

@@ -15,7 +15,7 @@ from support.layouts import LAYOUTS, STEPS, TESTS, torchrun
 from support.relayout import STEPS_BEFORE, file_of, run_job
 from support.shards import TINY_MODEL
 
-from vlmpack.families import Encoder
+from vlmpack.encode import Encoder
 
 WORKER = TESTS / "support" / "relayout.py"
 

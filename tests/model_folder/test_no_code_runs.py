@@ -18,8 +18,8 @@ from support.shards import TINY_MODEL
 from transformers import AutoModelForImageTextToText, dynamic_module_utils
 
 from vlmpack.cli import main
+from vlmpack.encode import Encoder
 from vlmpack.errors import ModelError, VlmpackError
-from vlmpack.families import Encoder
 from vlmpack.model_folder import load_config, load_image_processor, load_tokenizer, weight_files
 from vlmpack.training.generation import load_for_generation
 

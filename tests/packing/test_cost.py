@@ -12,8 +12,9 @@ import torch
 from support.families import FAMILIES, tiny_family_folder
 from support.images import picture
 
+from vlmpack.encode import Encoder
 from vlmpack.errors import ModelError
-from vlmpack.families import Encoder, family_of
+from vlmpack.families import family_of
 from vlmpack.packing import CostModel, Media
 
 MODEL = CostModel(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
-from vlmpack.families import ImagePart, Message, TextPart
+from vlmpack.encode import ImagePart, Message, TextPart
 from vlmpack.training.scoring import (
     PREDICTIONS_AFTER,
     PREDICTIONS_BEFORE,

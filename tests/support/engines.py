@@ -17,7 +17,7 @@ from vlmpack.backends.policy import (
     TrainingPolicy,
 )
 from vlmpack.distributed import Ranks
-from vlmpack.families import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.training.first_step import FirstStepCheck
 from vlmpack.training.optim import Schedule
 from vlmpack.training.step import Stepper

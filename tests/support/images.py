@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vlmpack.families import ImagePart, Message, TextPart, VLMSample
+from vlmpack.encode import ImagePart, Message, TextPart, VLMSample
 
 
 def picture(width: int = 48, height: int = 32, *, seed: int = 0) -> Image.Image:

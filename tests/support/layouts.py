@@ -29,7 +29,7 @@ from support.shards import TINY_MODEL, mixed_samples, text_samples
 from torch import Tensor
 
 from vlmpack.distributed import Ranks, start_process_group, stop_process_group
-from vlmpack.families import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.packing import EncodedSample, FixedShape, PackCollator, PackedBatch, alignment
 from vlmpack.training.step import Stepper
 

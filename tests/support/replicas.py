@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from vlmpack.distributed import Ranks, start_process_group, stop_process_group
+from vlmpack.encode import Encoder
 from vlmpack.errors import CheckpointError, NonFiniteError
-from vlmpack.families import Encoder
 from vlmpack.packing import EncodedSample, PackCollator
 from vlmpack.training.checkpoint import Saver, load_checkpoint, step_folder
 from vlmpack.training.step import Stepper

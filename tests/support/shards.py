@@ -14,7 +14,7 @@ from typing import Any
 
 from PIL import Image
 
-from vlmpack.families import ImagePart, Message, TextPart, VLMSample
+from vlmpack.encode import ImagePart, Message, TextPart, VLMSample
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_MODEL = ROOT / "assets" / "tiny-qwen2_5_vl"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from support.shards import TINY_MODEL
 
-from vlmpack.families.chat import ChatEncoder
+from vlmpack.encode.chat import ChatEncoder
 
 
 class Template(NamedTuple):

@@ -23,7 +23,7 @@ from support.shards import TINY_MODEL, read_shard
 from torch import Tensor
 
 from vlmpack.distributed import Ranks, stop_process_group
-from vlmpack.families import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.packing import EncodedSample, PackedBatch
 from vlmpack.training.vlm_step import forward_step
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from vlmpack.backends.policy import ComponentPolicy, LoraSettings, TrainingPolicy
 from vlmpack.distributed import Ranks, start_process_group, stop_process_group
-from vlmpack.families import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.training.checkpoint import load_checkpoint, step_folder
 
 STEPS = 3

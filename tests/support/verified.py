@@ -11,7 +11,7 @@ import torch
 from support.engines import single_rank
 from support.shards import SHARD, RawSample
 
-from vlmpack.families import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.packing import EncodedSample, PackCollator
 from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.training.verify import Check

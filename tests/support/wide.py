@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from support.shards import TINY_MODEL
 
-from vlmpack.families import PROCESSOR_FILES
+from vlmpack.model_folder.content import PROCESSOR_FILES
 
 WIDTH = 512
 LAYERS = 8

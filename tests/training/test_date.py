@@ -16,8 +16,8 @@ from support.shards import TINY_MODEL
 
 from vlmpack.api import run_recipe
 from vlmpack.data.packs.write import PackOrder
+from vlmpack.encode.clock import noted_date
 from vlmpack.errors import PacksError, RecipeError, RunIdentityError
-from vlmpack.families.clock import noted_date
 from vlmpack.recipe import identity, load_recipe
 from vlmpack.training import date as date_module
 from vlmpack.training.date import settle_date

@@ -17,8 +17,8 @@ from support.shards import SHARD, read_shard
 from typer.testing import CliRunner
 
 from vlmpack.cli.generate import generate
+from vlmpack.encode import Encoder, Message, TextPart
 from vlmpack.errors import DataError, ModelError, VlmpackError
-from vlmpack.families import Encoder, Message, TextPart
 from vlmpack.training.generation import (
     _model_inputs,
     _tokenise,
@@ -186,7 +186,7 @@ from support.engines import make_engine
 from support.shards import TINY_MODEL, read_shard
 from vlmpack.distributed import start_process_group, stop_process_group
 from vlmpack.errors import DataError
-from vlmpack.families import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.training.generation import answer_over_ranks
 from vlmpack.training.scoring import Question
 from dataclasses import replace

@@ -208,7 +208,7 @@ def test_activations_beside_what_autograd_keeps() -> None:
     from support.engines import make_engine
     from support.shards import read_shard
 
-    from vlmpack.families import Encoder
+    from vlmpack.encode import Encoder
     from vlmpack.packing import pack_batch_sequences
 
     encoder = Encoder(TINY_MODEL)

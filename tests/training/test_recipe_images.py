@@ -12,8 +12,9 @@ import pytest
 from support.recipes import run_settings, small_settings
 
 from vlmpack.data.packs.compare import encoder_differences
+from vlmpack.encode import Encoder
 from vlmpack.errors import RecipeError, RunIdentityError
-from vlmpack.families import Encoder, PixelBudget
+from vlmpack.families import PixelBudget
 from vlmpack.recipe import load_recipe
 from vlmpack.training.recipe_data import build_encoder
 

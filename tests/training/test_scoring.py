@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from vlmpack.encode import ImagePart, Message, TextPart, VLMSample
 from vlmpack.errors import DataError, RunDirError
-from vlmpack.families import ImagePart, Message, TextPart, VLMSample
 from vlmpack.training.scoring import (
     NO_TASK,
     Prediction,

@@ -13,8 +13,8 @@ from support.shards import ROOT
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
+from vlmpack.encode import Encoder
 from vlmpack.errors import RunIdentityError
-from vlmpack.families import Encoder
 from vlmpack.recipe import load_recipe
 from vlmpack.recipe.derived import derive
 from vlmpack.training.recipe_data import open_split

@@ -15,8 +15,9 @@ from support.shards import TINY_MODEL, mixed_samples
 from vlmpack.backends.policy import EVERYTHING, ComponentPolicy, TrainingPolicy
 from vlmpack.cli import verify as verify_command
 from vlmpack.distributed import Ranks
+from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
-from vlmpack.families import Encoder, family_of
+from vlmpack.families import family_of
 from vlmpack.packing import FixedShape, PackCollator, PadCollator
 from vlmpack.report.verify import head, table_rows
 from vlmpack.terminal import open_console

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 
 import vlmpack
 from vlmpack.cli.app import app
+from vlmpack.encode import Encoder
 from vlmpack.errors import EmptyDataError, ModelError, RecipeError, RunDirError, VerificationError
-from vlmpack.families import Encoder
 from vlmpack.packing import IGNORE_INDEX, PackCollator
 from vlmpack.training.verify.tiny import write_tiny_model
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmpack.families import PROCESSOR_FILES
+from vlmpack.model_folder.content import PROCESSOR_FILES
 
 
 def save_model_folder(

@@ -72,7 +72,7 @@ def convert(  # noqa: PLR0913 - the options of a command
 
     encoder = None
     if model is not None:
-        from vlmpack.families import Encoder
+        from vlmpack.encode import Encoder
 
         encoder = Encoder(model)
         encoder.load()  # a wrong folder is named before any record is read

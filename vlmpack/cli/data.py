@@ -58,7 +58,7 @@ def lint(
     """Check shards down to the pixels: one line a fault, exit code 1 if there is any."""
     from vlmpack.data.shards.keys import describe_keys
     from vlmpack.data.tools.lint import LintOne, LintReport, lint_shards, lint_summary
-    from vlmpack.families import Encoder
+    from vlmpack.encode import Encoder
 
     reading = open_reading(
         shards, recipe=recipe, storage=storage, max_image_pixels=max_image_pixels

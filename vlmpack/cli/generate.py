@@ -28,7 +28,7 @@ def generate(
     # Heavy: only once the files are known to be there.
     from transformers.utils import logging as transformers_logging
 
-    from vlmpack.families import ImagePart, Message, TextPart
+    from vlmpack.encode import ImagePart, Message, TextPart
     from vlmpack.training.generation import answer_questions, load_for_generation
     from vlmpack.training.scoring import Question
 

@@ -12,8 +12,8 @@ from vlmpack.convert.chat import ImageSource
 from vlmpack.data.protocols import ImageSize
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.images import image_facts
+from vlmpack.encode import decode_image
 from vlmpack.errors import DataError
-from vlmpack.families import decode_image
 
 SUFFIXES = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
 

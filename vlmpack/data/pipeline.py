@@ -42,8 +42,8 @@ from vlmpack.data.splits.split import Split
 from vlmpack.data.splits.streamed import open_streamed
 from vlmpack.data.splits.summary import DataSummary, EpochLength
 from vlmpack.data.splits.survey import DataLaunch
+from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError
-from vlmpack.families.sample import VLMSample
 from vlmpack.packing.collate import PackCollator
 from vlmpack.storage.fetch import Fetcher, LocalFetcher
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from vlmpack.families.sample import VLMSample
+from vlmpack.encode.sample import VLMSample
 from vlmpack.packing.batch import EncodedSample, PackedBatch, PaddedBatch
 
 ImageSize = tuple[int, int]

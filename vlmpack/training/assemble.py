@@ -11,7 +11,7 @@ from vlmpack.backends.adamw import AdamWConfig
 from vlmpack.backends.engine import Engine
 from vlmpack.distributed import Ranks
 from vlmpack.distributed.timeouts import CollectiveTimeouts
-from vlmpack.families import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.recipe import Recipe
 from vlmpack.training.first_step import FirstStepCheck
 from vlmpack.training.optim import Schedule

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from vlmpack.backends.slices import whole
+from vlmpack.encode import write_budget
+from vlmpack.encode.clock import write_note
 from vlmpack.errors import CheckpointError, VlmpackError
-from vlmpack.families import write_budget
-from vlmpack.families.clock import write_note
 from vlmpack.recipe import Recipe
 from vlmpack.training.checkpoint import (
     CheckpointReader,

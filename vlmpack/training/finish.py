@@ -15,9 +15,9 @@ import torch
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.distributed import Ranks
+from vlmpack.encode import write_budget
+from vlmpack.encode.clock import write_note
 from vlmpack.errors import CapabilityError, DataError
-from vlmpack.families import write_budget
-from vlmpack.families.clock import write_note
 from vlmpack.model_folder import transformers_version
 from vlmpack.recipe import identity
 from vlmpack.training.generation import answer_over_ranks

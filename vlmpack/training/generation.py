@@ -27,8 +27,8 @@ from vlmpack.backends.engine import Engine
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.images import image_facts
 from vlmpack.distributed import Ranks
+from vlmpack.encode import Encoder, decode_image
 from vlmpack.errors import DataError
-from vlmpack.families import Encoder, decode_image
 from vlmpack.packing import Media
 from vlmpack.packing.media import concatenate_media
 from vlmpack.training.scoring import Question

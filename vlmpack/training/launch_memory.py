@@ -15,8 +15,8 @@ import numpy as np
 
 from vlmpack.data.pipeline import TrainData
 from vlmpack.distributed import Ranks
+from vlmpack.encode import Encoder
 from vlmpack.errors import ModelError
-from vlmpack.families import Encoder
 from vlmpack.recipe import Recipe, derive
 from vlmpack.recipe.derived import plans_rows, row_tokens
 from vlmpack.training.machine_memory import Room, room_of

@@ -20,7 +20,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from vlmpack.families import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.packing import IGNORE_INDEX, Batch
 from vlmpack.terminal import open_console
 from vlmpack.training.run_dir import write_atomically

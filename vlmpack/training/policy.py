@@ -13,7 +13,7 @@ from vlmpack.backends.policy import (
     TrainingPolicy,
 )
 from vlmpack.distributed import Ranks
-from vlmpack.families import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.recipe import Recipe
 
 COLUMNS = ("component", "mode", "parameters", "trained", "share", "peak lr", "weight decay")

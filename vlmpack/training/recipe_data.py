@@ -21,9 +21,10 @@ from vlmpack.data.plan.state import DataState
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.splits.survey import DataLaunch
 from vlmpack.distributed import Ranks
+from vlmpack.encode import Encoder
+from vlmpack.encode.thoughts import dropped_thoughts
 from vlmpack.errors import ModelError, RunIdentityError
-from vlmpack.families import Encoder, PixelBudget
-from vlmpack.families.thoughts import dropped_thoughts
+from vlmpack.families import PixelBudget
 from vlmpack.packing import PackCollator, PadCollator
 from vlmpack.packing.cost import CostModel
 from vlmpack.recipe import Derived, Recipe, Source

@@ -14,8 +14,8 @@ from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.batches import PlannedBatch
 from vlmpack.data.plan.state import DataState, identity_differences
 from vlmpack.distributed import Ranks
+from vlmpack.encode import Encoder
 from vlmpack.errors import VlmpackError
-from vlmpack.families import Encoder
 from vlmpack.recipe import Recipe, derive, load_recipe
 from vlmpack.training.recipe_data import build_encoder, open_split
 from vlmpack.training.recipe_rows import keep_alignment

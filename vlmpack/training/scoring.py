@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from vlmpack.encode import ImagePart, Message, VLMSample
 from vlmpack.errors import DataError, RunDirError
-from vlmpack.families import ImagePart, Message, VLMSample
 
 PREDICTIONS_BEFORE = "predictions-before.jsonl"
 PREDICTIONS_AFTER = "predictions-after.jsonl"

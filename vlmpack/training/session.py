@@ -19,7 +19,7 @@ from vlmpack.data.splits.prepare import name_unknown_keys
 from vlmpack.data.splits.summary import DataSummary
 from vlmpack.distributed import Ranks, share_iterator
 from vlmpack.distributed.timeouts import set_timeout
-from vlmpack.families import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.packing import Batch
 from vlmpack.recipe import Recipe, derive, identity
 from vlmpack.recipe.derived import counts_rows

@@ -12,7 +12,7 @@ from vlmpack.recipe import Recipe
 WORKER_PRELOAD = (
     "torch",
     "vlmpack.data.loading.loader",
-    "vlmpack.families.encoder",
+    "vlmpack.encode.encoder",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.auto.image_processing_auto",
 )

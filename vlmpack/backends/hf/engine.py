@@ -44,7 +44,7 @@ from vlmpack.backends.policy import (
 from vlmpack.backends.recompute import recompute_layers
 from vlmpack.backends.slices import Kind, ReadSlice, TensorSlice
 from vlmpack.distributed import Ranks
-from vlmpack.families import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.packing import Batch
 
 __all__ = ["HFEngine", "HFEngineConfig"]

@@ -55,8 +55,8 @@ from vlmpack.backends.recompute import recompute_layers
 from vlmpack.backends.skeleton import model_skeleton
 from vlmpack.backends.slices import Kind, ReadSlice, TensorSlice, whole
 from vlmpack.distributed import Ranks
+from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
-from vlmpack.families import Encoder
 from vlmpack.model_folder import build_model, build_part
 from vlmpack.packing import (
     Batch,

@@ -28,8 +28,8 @@ from vlmpack.data.index.shard_index import IndexBuilder, IndexRow, ShardIndex, o
 from vlmpack.data.protocols import Encoder, ImageSize
 from vlmpack.data.shards.images import oriented_size
 from vlmpack.data.shards.schemas import cook_text
+from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError
-from vlmpack.families.sample import VLMSample
 from vlmpack.model_folder import made_with
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 

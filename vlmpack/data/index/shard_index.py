@@ -33,8 +33,8 @@ from vlmpack.data.shards.naming import JSON_FIELD
 from vlmpack.data.shards.raw import RawSample, group_members
 from vlmpack.data.shards.schemas import cook_text
 from vlmpack.data.shards.tar import read_members
+from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError
-from vlmpack.families.sample import VLMSample
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 
 INDEX_RULE = "index-3"

@@ -17,8 +17,8 @@ from vlmpack.data.index.table import SampleRef
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.raw import RawSample, changed_since_indexed, parse_span
 from vlmpack.data.shards.schemas import cook
+from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError, ErrorClass, RecipeError
-from vlmpack.families.sample import VLMSample
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 
 Action = Literal["raise", "skip"]

@@ -24,8 +24,8 @@ from vlmpack.data.shards.keys import is_absent, refuse_unknown, unknown_record_k
 from vlmpack.data.shards.naming import JSON_FIELD, is_image
 from vlmpack.data.shards.raw import RawSample
 from vlmpack.data.shards.turns import TURN_FIELDS, is_learnt, placed_turns, refuse_foreign
+from vlmpack.encode.sample import ImagePart, Message, Role, TextPart, VLMSample
 from vlmpack.errors import DataError
-from vlmpack.families.sample import ImagePart, Message, Role, TextPart, VLMSample
 from vlmpack.words import counted
 
 IMAGE_MARKER = "<image>"

@@ -35,9 +35,9 @@ from vlmpack.data.shards.keys import count_keys
 from vlmpack.data.shards.raw import REINDEX, RawSample, changed_since_indexed, group_members
 from vlmpack.data.shards.schemas import cook
 from vlmpack.data.shards.tar import read_members
+from vlmpack.encode import decode_image
+from vlmpack.encode.decode import which_image
 from vlmpack.errors import DataError
-from vlmpack.families import decode_image
-from vlmpack.families.decode import which_image
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 from vlmpack.storage.sources import FoundShard
 

@@ -27,8 +27,8 @@ from vlmpack.data.index.table import SampleRef
 from vlmpack.data.loading.loader import BinRequest, MicroBatch
 from vlmpack.data.loading.read import SkippedSample
 from vlmpack.data.pipeline import TrainData
+from vlmpack.encode import Encoder, VLMSample
 from vlmpack.errors import DataError, VlmpackError
-from vlmpack.families import Encoder, VLMSample
 from vlmpack.packing.batch import IGNORE_INDEX, GridTHW, Media, PackedBatch, PaddedBatch
 
 MAX_CANDIDATES = 6

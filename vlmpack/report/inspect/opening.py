@@ -11,8 +11,8 @@ from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.packers import Bin, BudgetPacker
 from vlmpack.data.splits.split import first_epoch
 from vlmpack.data.tools.show import find_samples
+from vlmpack.encode import Encoder
 from vlmpack.errors import RecipeError, VlmpackError
-from vlmpack.families import Encoder
 from vlmpack.recipe import Recipe
 from vlmpack.recipe.derived import multiples
 from vlmpack.recipe.packing_rules import alignment_splits_over_context, rows_hold_a_sample

@@ -14,7 +14,7 @@ from io import BytesIO
 from PIL.Image import Image, Resampling
 
 from vlmpack.data.tools.show import ShownSample
-from vlmpack.families import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.report.document import html_document
 from vlmpack.report.inspect.canvas import BAD, GOOD, Canvas
 from vlmpack.report.inspect.checks import Check

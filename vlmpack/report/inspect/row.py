@@ -25,8 +25,8 @@ from vlmpack.data.tools.show import (
     refs_of,
     take_apart,
 )
+from vlmpack.encode import Encoder
 from vlmpack.errors import PackingError
-from vlmpack.families import Encoder
 from vlmpack.packing import CostModel, EncodedSample, PackedBatch, PaddedBatch
 from vlmpack.packing.batch import ContextSlice
 from vlmpack.packing.context import padded_as_row, slice_for_context

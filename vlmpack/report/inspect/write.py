@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from vlmpack.encode import Encoder
 from vlmpack.errors import VlmpackError
-from vlmpack.families import Encoder
 from vlmpack.report.inspect.checks import Check
 from vlmpack.report.inspect.page import render_page
 from vlmpack.report.inspect.png import write_png

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from typing import Any
 
+from vlmpack.encode import Encoder, Message, TextPart, VLMSample
 from vlmpack.errors import DataError
-from vlmpack.families import Encoder, Message, TextPart, VLMSample
 from vlmpack.packing import IGNORE_INDEX, EncodedSample
 from vlmpack.training.verify.figures import Check
 
@@ -80,7 +80,7 @@ def _broken(encoder: Encoder, sample: EncodedSample, turn: int, message: Message
         name=ANSWERS,
         status="fail",
         detail=f"{sample.key}: turn {turn} answers {text!r}; its token {at}, {written!r}, {what}",
-        look_at="the turns that the chat template writes (vlmpack/families/turns.py)",
+        look_at="the turns that the chat template writes (vlmpack/encode/turns.py)",
     )
 
 

@@ -6,8 +6,8 @@ import logging
 
 from vlmpack.data.pipeline import TrainData
 from vlmpack.distributed import Ranks
+from vlmpack.encode import Encoder
 from vlmpack.errors import VerificationError
-from vlmpack.families import Encoder
 from vlmpack.recipe import Recipe
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.verify.record import conclusion, write_verification

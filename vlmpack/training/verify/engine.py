@@ -11,7 +11,7 @@ from torch import nn
 
 from vlmpack.backends.engine import Engine, compute_dtype
 from vlmpack.distributed import Ranks
-from vlmpack.families import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.recipe import Recipe
 from vlmpack.training.assemble import build_engine
 from vlmpack.training.checkpoint.random_states import random_state, restore_random_state

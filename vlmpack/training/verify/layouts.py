@@ -7,7 +7,7 @@ from typing import Any
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.packers import BudgetPacker
 from vlmpack.distributed import Ranks
-from vlmpack.families import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.packing import PackCollator, PadCollator
 from vlmpack.recipe import Recipe, derive
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vlmpack.backends.engine import Engine
 from vlmpack.distributed import Ranks
-from vlmpack.families import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.packing import EncodedSample, PackCollator, PadCollator
 from vlmpack.recipe.trainable import OptimSection
 from vlmpack.training.first_step import count_seen_images

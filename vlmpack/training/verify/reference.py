@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from vlmpack.families import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.families.base import stock_arguments
 from vlmpack.packing import IGNORE_INDEX, EncodedSample
 from vlmpack.packing.media import media_of

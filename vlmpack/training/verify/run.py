@@ -22,7 +22,7 @@ from vlmpack.capabilities.versions import installed_versions
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.distributed import Ranks
-from vlmpack.families import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.packing import PackCollator, PadCollator
 from vlmpack.recipe import Recipe, derive
 from vlmpack.training.assemble import check_model

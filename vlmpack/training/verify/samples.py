@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from vlmpack.data.index.table import SampleRef
 from vlmpack.data.loading.loader import BinRequest
 from vlmpack.data.pipeline import TrainData
+from vlmpack.encode import VLMSample
 from vlmpack.errors import DataError, EmptyDataError
-from vlmpack.families import VLMSample
 from vlmpack.packing import EncodedSample
 
 logger = logging.getLogger("vlmpack")

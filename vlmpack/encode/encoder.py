@@ -15,17 +15,17 @@ from typing import Any, Literal
 
 from PIL import Image
 
+from vlmpack.encode.assemble import Tokens, assemble
+from vlmpack.encode.chat import ChatEncoder, no_vision_tower
+from vlmpack.encode.clock import noted_date, reads_clock, today
+from vlmpack.encode.decode import decode_image, which_image
+from vlmpack.encode.fingerprint import EncoderFacts
+from vlmpack.encode.sample import Message, VLMSample
+from vlmpack.encode.thoughts import last_turn_alone
 from vlmpack.errors import CapabilityError, DataError, ModelError, VlmpackError
-from vlmpack.families.assemble import Tokens, assemble
 from vlmpack.families.base import Family, ImageLayout, ImageRule, PixelBudget
-from vlmpack.families.chat import ChatEncoder, no_vision_tower
-from vlmpack.families.clock import noted_date, reads_clock, today
-from vlmpack.families.decode import decode_image, which_image
-from vlmpack.families.fingerprint import EncoderFacts
 from vlmpack.families.processor_config import processor_template
 from vlmpack.families.registry import family_of
-from vlmpack.families.sample import Message, VLMSample
-from vlmpack.families.thoughts import last_turn_alone
 from vlmpack.model_folder import load_tokenizer, made_with
 from vlmpack.packing import EncodedSample, Media
 

@@ -15,8 +15,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
+from vlmpack.encode.sample import Message, TextPart
 from vlmpack.errors import DataError
-from vlmpack.families.sample import Message, TextPart
 
 _HIDDEN, _RENAMED = "\U000f1e00", "\U000f1e01"
 """Private-use characters: no text that is meant to be read has them."""

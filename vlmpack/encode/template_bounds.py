@@ -31,7 +31,7 @@ from jinja2.runtime import Macro, markup_join, str_join
 from jinja2.utils import pass_environment
 from transformers.utils import chat_template_utils
 
-from vlmpack.families.template_sizes import NESTED, Sizes
+from vlmpack.encode.template_sizes import NESTED, Sizes
 
 MAX_TURNS = 2_000_000
 """Turns of loops, calls and filters of one rendering; a published template makes tens a message."""

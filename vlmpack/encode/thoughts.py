@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
+from vlmpack.encode.sample import Message, Role, TextPart
 from vlmpack.errors import DataError
-from vlmpack.families.sample import Message, Role, TextPart
 
 Dropped = Literal["none", "earlier", "all"]
 

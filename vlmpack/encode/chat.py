@@ -15,20 +15,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vlmpack.errors import DataError, ModelError, VlmpackError
-from vlmpack.families.clock import with_date
-from vlmpack.families.content import Form, find_forms, turn_dicts
-from vlmpack.families.image_text import Span, WrittenOut, write_out
-from vlmpack.families.literals import hide_literals, put_back, renamed_tokenizer
-from vlmpack.families.sample import ImagePart, Message, Role, TextPart
-from vlmpack.families.template_bounds import bound_templates
-from vlmpack.families.token_places import (
+from vlmpack.encode.clock import with_date
+from vlmpack.encode.content import Form, find_forms, turn_dicts
+from vlmpack.encode.literals import hide_literals, put_back, renamed_tokenizer
+from vlmpack.encode.sample import ImagePart, Message, Role, TextPart
+from vlmpack.encode.template_bounds import bound_templates
+from vlmpack.encode.token_places import (
     cuts_places,
     with_whole_places,
     without,
     written_by,
 )
-from vlmpack.families.turns import AssistantTurns, difference
+from vlmpack.encode.turns import AssistantTurns, difference
+from vlmpack.errors import DataError, ModelError, VlmpackError
+from vlmpack.families.image_text import Span, WrittenOut, write_out
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """A template that marks what the assistant writes."""

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from vlmpack.encode.sample import ImagePart, Message, Role, TextPart
 from vlmpack.errors import DataError
-from vlmpack.families.sample import ImagePart, Message, Role, TextPart
 
 Form = Literal["parts", "string"]
 

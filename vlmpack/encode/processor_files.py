@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vlmpack.families.base import PixelBudget
 
 if TYPE_CHECKING:
-    from vlmpack.families.encoder import Encoder
+    from vlmpack.encode.encoder import Encoder
 
 _FILES = (("preprocessor_config.json", None), ("processor_config.json", "image_processor"))
 """Where transformers looks for an image processor: a file, or a section of one."""

@@ -1,0 +1,29 @@
+"""From a conversation to an EncodedSample: ids, labels, positions and pixels of one sample, on CPU.
+
+encoder        Encoder: a model folder's tokenizer, chat template and image rule; lengths without
+               decoding a pixel; `assemble` puts a sample together
+sample         VLMSample: messages of text and images, as the data layer cooks them
+chat           the chat template rendered and tokenized, with what is learnt of it (`turns`,
+               `token_places`, `content`, `literals`); `template_bounds` and `template_sizes` keep a
+               template from taking the machine; `clock`: a template that writes the day;
+               `thoughts`: one that leaves thoughts out
+decode         image bytes -> pixels
+fingerprint    what an encoder's output depends on, for caches and the run's identity
+processor_files  a pixel budget, written into an exported folder
+"""
+
+from vlmpack.encode.decode import decode_image
+from vlmpack.encode.encoder import Encoder, SampleLength
+from vlmpack.encode.processor_files import write_budget
+from vlmpack.encode.sample import ImagePart, Message, TextPart, VLMSample
+
+__all__ = [
+    "Encoder",
+    "ImagePart",
+    "Message",
+    "SampleLength",
+    "TextPart",
+    "VLMSample",
+    "decode_image",
+    "write_budget",
+]
