@@ -75,7 +75,7 @@ def write_index(folder: Path, *, shards: int = 100, samples: int = 10_000) -> No
     from vlmpack.data.config import DataConfig, SourceConfig
     from vlmpack.data.index.part_file import read_part, write_part
     from vlmpack.data.index.parts import part_for
-    from vlmpack.data.splits.building import make_builder
+    from vlmpack.data.splits.part_settings import make_builder
     from vlmpack.encode import Encoder
     from vlmpack.storage.fetch import LocalFetcher
 
@@ -133,14 +133,14 @@ def synthetic_inputs(count: int, mode: str, **settings: object):
         mode: packing.mode.
         settings: dotted keys of the recipe with `__` for dots.
     """
+    from vlmpack.build.rows import row_budget
     from vlmpack.data.config import DataConfig, SourceConfig
     from vlmpack.data.index.overlong import SampleLimits
     from vlmpack.data.splits.indexed import IndexedSplit
     from vlmpack.data.splits.prepare import make_plan
+    from vlmpack.forecast.make import PlanInputs
+    from vlmpack.forecast.parameters import read_sizes
     from vlmpack.recipe import load_recipe
-    from vlmpack.training.plan.make import PlanInputs
-    from vlmpack.training.plan.parameters import read_sizes
-    from vlmpack.training.recipe_rows import row_budget
 
     online = mode == "online"
     recipe = load_recipe(
@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--mode", choices=MODES, required=True)
     parser.add_argument("--samples", type=int, default=SAMPLES)
     arguments = parser.parse_args()
-    from vlmpack.training.plan.make import plan_figures
+    from vlmpack.forecast.make import plan_figures
 
     inputs = synthetic_inputs(arguments.samples, arguments.mode)
     made, processor = time.perf_counter(), time.process_time()

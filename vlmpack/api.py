@@ -115,19 +115,19 @@ def resolve(
 
 def run_recipe(recipe: Recipe) -> FinetuneResult:
     """Run a resolved recipe on this process: resume or start, train, evaluate, export, report."""
-    from vlmpack.training.worker_server import start_worker_server
+    from vlmpack.build.worker_server import start_worker_server
 
     start_worker_server(recipe)  # beside the imports below
+    from vlmpack.build.date import settle_date
     from vlmpack.distributed import (
         start_process_group,
         stop_process_group,
         world_size_from_environment,
     )
-    from vlmpack.training.date import settle_date
+    from vlmpack.run.watch import watched
     from vlmpack.training.metrics import require_trackers
     from vlmpack.training.run_dir import RunDir
     from vlmpack.training.stop import StopFlag, interrupt_told, stop_on_sigterm
-    from vlmpack.training.watch import watched
 
     check_world(recipe, world_size=world_size_from_environment())
     split = recipe.parallelism
@@ -159,7 +159,7 @@ def run_recipe(recipe: Recipe) -> FinetuneResult:
 
 def _record_recipe(recipe: Recipe, run_dir: RunDir) -> None:
     """Check whose run this is, then write down the resolved recipe."""
-    from vlmpack.training.packs import packs_note
+    from vlmpack.run.packs import packs_note
     from vlmpack.training.run_dir import write_atomically
 
     current = identity(recipe)
@@ -189,13 +189,13 @@ def _is_finished(recipe: Recipe, run_dir: RunDir) -> bool:
 def _train(recipe: Recipe, ranks: Ranks, run_dir: RunDir, stop: StopFlag) -> None:
     """Train, with evaluation by generation around it, and leave result, export and report."""
     from vlmpack.report import write_report
-    from vlmpack.training.finish import (
+    from vlmpack.run.result import (
         evaluate_by_generation,
         export_model,
         test_questions,
         write_result,
     )
-    from vlmpack.training.session import open_session
+    from vlmpack.run.session import open_session
 
     session = open_session(recipe, ranks, run_dir, stop)
     questions = test_questions(session)

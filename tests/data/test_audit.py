@@ -21,6 +21,7 @@ from shard_fakes import (
     write_shard,
 )
 
+from vlmpack.build.read_only import planned_batch
 from vlmpack.data.config import SourceConfig
 from vlmpack.data.index.part_file import read_part, write_part
 from vlmpack.data.loading.checked_lines import checked_line
@@ -31,8 +32,8 @@ from vlmpack.data.plan.batches import Plan, PlannedBatch, Position
 from vlmpack.data.plan.state import DataState
 from vlmpack.distributed import Ranks
 from vlmpack.errors import RunDirError, VlmpackError
-from vlmpack.training.audit import audit_run
-from vlmpack.training.findings import Audit
+from vlmpack.proof.audit.audit import audit_run
+from vlmpack.proof.audit.findings import Audit
 from vlmpack.training.record import (
     SampleName,
     SampleRecord,
@@ -41,8 +42,7 @@ from vlmpack.training.record import (
     read_launches,
     read_steps,
 )
-from vlmpack.training.recorded import standing_batches, take_back
-from vlmpack.training.reopen import planned_batch
+from vlmpack.training.record_history import standing_batches, take_back
 from vlmpack.training.run_dir import RunDir
 
 BAD = (key_of(4), key_of(11))

@@ -18,11 +18,11 @@ from test_audit import count_steps, launch, open_split
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.errors import RunDirError
 from vlmpack.model_folder.remembered import RememberedDigests, SeenFile
-from vlmpack.training.audit import audit_run
+from vlmpack.proof.audit.audit import audit_run
 from vlmpack.training.checkpoint import find_damage, newest_checkpoint
 from vlmpack.training.model_record import ModelRecord
 from vlmpack.training.record import read_launches, read_steps
-from vlmpack.training.recorded import take_back, warn_of_damage
+from vlmpack.training.record_history import take_back, warn_of_damage
 from vlmpack.training.run_dir import RunDir
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from shard_fakes import key_of, open_data, sample_fields, write_shard, write_shards
 
+from vlmpack.build.run_length import total_steps
 from vlmpack.data.config import SourceConfig
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.segments import MAX_STATE_BYTES, begin_segment
 from vlmpack.data.plan.state import DataState, Segment
 from vlmpack.errors import RecipeError, RunIdentityError
-from vlmpack.training.run_length import total_steps
 
 SHUFFLES = pytest.mark.parametrize("shuffle", ["global", "window"])
 

@@ -13,7 +13,7 @@ import pytest
 from shard_fakes import config_for, open_data, write_shards
 
 from vlmpack.data.index.parts import BuildSettings
-from vlmpack.data.splits.helpers import IndexHelpers
+from vlmpack.data.splits.index_ahead import IndexHelpers
 from vlmpack.data.splits.shard_book import ShardBook
 from vlmpack.storage.cache.cached import CacheConfig, CachedFetcher
 from vlmpack.storage.fetch import LocalFetcher
@@ -27,7 +27,7 @@ def deaf(ready: Any) -> None:
 
 
 def test_a_helper_that_does_not_hear_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlmpack.data.splits.helpers.CLOSE_SECONDS", 0.3)
+    monkeypatch.setattr("vlmpack.data.splits.index_ahead.CLOSE_SECONDS", 0.3)
     context = multiprocessing.get_context("fork")
     helpers, ready = IndexHelpers(), [context.Event(), context.Event()]
     helpers._processes += [context.Process(target=deaf, args=(event,)) for event in ready]

@@ -38,7 +38,7 @@ from vlmpack.data.plan.state import DataState
 from vlmpack.encode.sample import Message, TextPart, VLMSample
 from vlmpack.errors import DataError, PacksError
 from vlmpack.packing.batch import Media
-from vlmpack.training.audit import audit_run
+from vlmpack.proof.audit.audit import audit_run
 from vlmpack.training.run_dir import RunDir
 
 pytestmark = pytest.mark.usefixtures("few_rows")

@@ -10,15 +10,15 @@ import pytest
 from shard_fakes import FakeEncoder, config_for, write_shards
 from support.shards import TINY_MODEL
 
+from vlmpack.build.rows import row_budget
 from vlmpack.data.loading.read import ErrorPolicy
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.packers import RowBudget
+from vlmpack.forecast.figures import ModeFigures, RunPlan
+from vlmpack.forecast.make import PlanInputs, plan_figures
 from vlmpack.packing import PackCollator, PadCollator
 from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.recipe.derived import multiples
-from vlmpack.training.plan.figures import ModeFigures, RunPlan
-from vlmpack.training.plan.make import PlanInputs, plan_figures
-from vlmpack.training.recipe_rows import row_budget
 
 COUNT = 203
 MODES = ("none", "in_batch", "online, stream", "online, batch")

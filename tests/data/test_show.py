@@ -14,12 +14,12 @@ from support.recipes import changed, small_settings, write_recipe
 from support.shards import read_shard
 from typer.testing import CliRunner, Result
 
+from vlmpack.build.read_only import open_train, planned_batch
 from vlmpack.cli.app import app
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.tools.show import ShownBin, show_bin
 from vlmpack.encode import Encoder
 from vlmpack.packing.batch import IGNORE_INDEX
-from vlmpack.training.reopen import open_train, planned_batch
+from vlmpack.proof.rows.show import ShownBin, show_bin
 
 
 @pytest.fixture(scope="module")

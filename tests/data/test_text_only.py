@@ -14,9 +14,9 @@ from vlmpack.data.config import DataConfig
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.tools.lint import LintOne
-from vlmpack.data.tools.show import show_bin
 from vlmpack.encode import Encoder
 from vlmpack.packing import PackCollator
+from vlmpack.proof.rows.show import show_bin
 from vlmpack.storage.fetch import LocalFetcher
 from vlmpack.storage.sources import FoundShard
 

@@ -39,8 +39,8 @@ from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.shard_book import SHARD_STRIDE
 from vlmpack.data.splits.survey import DataLaunch, settle_shuffle
 from vlmpack.errors import DataError, EmptyDataError, RecipeError, RunIdentityError
+from vlmpack.run.data_summary import data_summary
 from vlmpack.storage.fetch import ShardStamp
-from vlmpack.training.data_figures import data_summary
 
 # Windows of 16 over the shards of `folder`: eight global batches, the last short.
 pytestmark = pytest.mark.usefixtures("small_windows")

@@ -11,9 +11,8 @@ from support.images import conversation
 from support.shards import TINY_MODEL
 from transformers.utils import chat_template_utils
 
-from vlmpack.encode import Encoder
+from vlmpack.encode import Encoder, clock
 from vlmpack.encode.clock import noted_date, reads_clock, with_date, write_note
-from vlmpack.families import clock
 from vlmpack.model_folder.content import PROCESSOR_FILES
 
 DAYS = [datetime.date(2026, 11, 22), datetime.date(2024, 2, 3), datetime.date(2025, 12, 31)]

@@ -365,7 +365,7 @@ def test_the_cost_of_the_published_4b_model(tmp_path):
 
 
 def test_memory_is_estimated_from_the_folder(gemma):
-    from vlmpack.training.plan.parameters import read_sizes
+    from vlmpack.forecast.parameters import read_sizes
 
     sizes = read_sizes(gemma.folder)
     count = sum(p.numel() for p in gemma.vlm.model.parameters())

@@ -19,9 +19,9 @@ from vlmpack.backends.hf.load import load_model
 from vlmpack.backends.hf.model import PackedLM
 from vlmpack.encode import Encoder, ImagePart, Message, TextPart
 from vlmpack.errors import CapabilityError, DataError
+from vlmpack.evaluation.generation import answer_questions
+from vlmpack.evaluation.scoring import Question
 from vlmpack.packing import IGNORE_INDEX, EncodedSample
-from vlmpack.training.generation import answer_questions
-from vlmpack.training.scoring import Question
 
 LLAMA_3 = """\
 {{- bos_token }}

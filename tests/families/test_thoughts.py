@@ -13,15 +13,15 @@ from support.recipes import changed, small_settings
 from support.shards import TINY_MODEL
 from support.templates import TEMPLATES, chat_encoder
 
+from vlmpack.build.data import build_encoder
 from vlmpack.data.packs.compare import encoder_differences
 from vlmpack.encode import Encoder
 from vlmpack.encode.thoughts import dropped_thoughts
 from vlmpack.errors import DataError
 from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.packing import IGNORE_INDEX
+from vlmpack.proof.verify.answers import check_answers
 from vlmpack.recipe import identity, load_recipe
-from vlmpack.training.recipe_data import build_encoder
-from vlmpack.training.verify.answers import check_answers
 
 QWEN3 = (
     "{%- set last = namespace(index=0) %}{%- for message in messages %}"

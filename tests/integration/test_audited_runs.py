@@ -18,10 +18,10 @@ from support.shards import ROOT
 from typer.testing import CliRunner
 
 from vlmpack.api import resolve, run_recipe
+from vlmpack.build.read_only import open_train
 from vlmpack.cli.app import app
-from vlmpack.training.audit import audit_run
-from vlmpack.training.findings import Audit
-from vlmpack.training.reopen import open_train
+from vlmpack.proof.audit.audit import audit_run
+from vlmpack.proof.audit.findings import Audit
 from vlmpack.training.run_dir import RunDir
 
 pytestmark = pytest.mark.slow

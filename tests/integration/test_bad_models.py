@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from vlmpack.cli import main
 from vlmpack.cli.app import app
 from vlmpack.errors import DataError, RecipeError
-from vlmpack.training import session
+from vlmpack.run import session
 
 EMBEDDING = "model.embed_tokens.weight"
 

@@ -22,10 +22,10 @@ from support.recipes import changed, copy_samples, rows, write_recipe
 from support.shards import ROOT
 
 from vlmpack.api import resolve, run_recipe
-from vlmpack.training.audit import audit_run
+from vlmpack.build.read_only import open_train
+from vlmpack.proof.audit.audit import audit_run
 from vlmpack.training.record import SampleName, read_launches
-from vlmpack.training.recorded import standing_batches
-from vlmpack.training.reopen import open_train
+from vlmpack.training.record_history import standing_batches
 from vlmpack.training.run_dir import RunDir
 
 STEPS_PER_KILL = 6

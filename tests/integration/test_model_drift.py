@@ -16,8 +16,8 @@ from support.shards import TINY_MODEL
 
 from vlmpack.api import resolve, run_recipe
 from vlmpack.errors import RunIdentityError, VlmpackError
-from vlmpack.training.export_run import export_run
-from vlmpack.training.session import Session
+from vlmpack.run.export import export_run
+from vlmpack.run.session import Session
 
 
 def settings_of(place: Path, **values: Any) -> dict[str, Any]:

@@ -17,13 +17,13 @@ from test_audited_runs import audited
 from test_resume import run_until
 
 from vlmpack.api import resolve, run_recipe
+from vlmpack.build.read_only import open_recipe
 from vlmpack.cli import pack as cli
 from vlmpack.data.packs.manifest import Manifest, read_manifest
 from vlmpack.data.packs.write import PackOrder
 from vlmpack.errors import PacksError, RecipeError
 from vlmpack.recipe import load_recipe
-from vlmpack.training.packs import pack_recipe
-from vlmpack.training.reopen import open_recipe
+from vlmpack.run.packs import pack_recipe
 
 SAME = ("step", "epoch", "num_tokens", "num_label_tokens", "num_samples", "num_rows", "num_slots")
 BITS = (*SAME, "loss", "grad_norm")

@@ -15,7 +15,7 @@ from support.shards import ROOT
 import vlmpack
 from vlmpack.api import resolve, run_recipe
 from vlmpack.errors import CheckpointError, Preempted, RunDirError, RunIdentityError
-from vlmpack.training import session as session_module
+from vlmpack.run import session as session_module
 from vlmpack.training.checkpoint import Saver, find_damage, newest_checkpoint
 from vlmpack.training.checkpoint import save as save_module
 

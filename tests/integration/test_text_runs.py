@@ -18,8 +18,8 @@ import vlmpack
 from vlmpack.api import resolve
 from vlmpack.cli.app import app
 from vlmpack.data.packs.write import PackOrder
-from vlmpack.training.packs import pack_recipe
-from vlmpack.training.scoring import PREDICTIONS_AFTER, read_predictions
+from vlmpack.evaluation.scoring import PREDICTIONS_AFTER, read_predictions
+from vlmpack.run.packs import pack_recipe
 
 RECIPE = ROOT / "recipes" / "text-sft.yaml"
 STEPS = 20

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from vlmpack.api import resolve, run_recipe
 from vlmpack.cli.app import app
 from vlmpack.errors import CapabilityError, Preempted, RunIdentityError, VlmpackError
-from vlmpack.training import session as session_module
-from vlmpack.training.export_run import export_run
+from vlmpack.run import session as session_module
+from vlmpack.run.export import export_run
 
 
 def lora_settings(tmp_path: Path) -> dict:

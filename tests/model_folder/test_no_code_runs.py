@@ -20,8 +20,8 @@ from transformers import AutoModelForImageTextToText, dynamic_module_utils
 from vlmpack.cli import main
 from vlmpack.encode import Encoder
 from vlmpack.errors import ModelError, VlmpackError
+from vlmpack.evaluation.generation import load_for_generation
 from vlmpack.model_folder import load_config, load_image_processor, load_tokenizer, weight_files
-from vlmpack.training.generation import load_for_generation
 
 
 @pytest.fixture(autouse=True)

@@ -29,6 +29,6 @@ def opened_row(inspect_recipe: Path) -> Any:
     """(row, bin, encoder) of the row with the hostile sample, over two context-parallel ranks."""
     from inspected import HOSTILE_KEY
 
-    from vlmpack.report.inspect.opening import Wanted, open_row
+    from vlmpack.proof.rows.opening import Wanted, open_row
 
     return open_row(inspect_recipe, Wanted(key=HOSTILE_KEY), context=2)

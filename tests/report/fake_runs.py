@@ -11,7 +11,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw
 
 from vlmpack.encode import ImagePart, Message, TextPart
-from vlmpack.training.scoring import (
+from vlmpack.evaluation.scoring import (
     PREDICTIONS_AFTER,
     PREDICTIONS_BEFORE,
     Prediction,

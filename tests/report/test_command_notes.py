@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from vlmpack.cli.app import app
 from vlmpack.recipe import dump_recipe, load_recipe
-from vlmpack.training.packs import packs_note
+from vlmpack.run.packs import packs_note
 
 
 def invoke(*arguments: object) -> Result:

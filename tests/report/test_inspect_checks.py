@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from vlmpack.alignment import Alignment
+from vlmpack.build.read_only import open_train
 from vlmpack.data.loading.loader import MicroBatch, TrainedSample
-from vlmpack.data.tools.show import take_apart
 from vlmpack.packing.batch import IGNORE_INDEX, PackedBatch
-from vlmpack.report.inspect.checks import check_row
-from vlmpack.report.inspect.opening import Wanted, open_row
+from vlmpack.proof.rows.checks import check_row
+from vlmpack.proof.rows.opening import Wanted, open_row
+from vlmpack.proof.rows.row import Row, cut_row
+from vlmpack.proof.rows.show import take_apart
 from vlmpack.report.inspect.page import render_page
-from vlmpack.report.inspect.row import Row, cut_row
-from vlmpack.training.reopen import open_train
 
 SAMPLES, LABELS, POSITIONS = (
     "every sample whole, once",

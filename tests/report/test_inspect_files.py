@@ -20,14 +20,14 @@ from typer.testing import CliRunner, Result
 from vlmpack.cli.app import app
 from vlmpack.errors import VlmpackError
 from vlmpack.packing import collate
+from vlmpack.proof.rows.checks import check_row
+from vlmpack.proof.rows.row import Row, cut_row
 from vlmpack.report.inspect import write
 from vlmpack.report.inspect.canvas import Canvas, Rect, Text, Thumb, fitted, text_width
-from vlmpack.report.inspect.checks import check_row
 from vlmpack.report.inspect.colors import IMAGE_TOKENS, LOSS, PAD, rank_color, segment_color
 from vlmpack.report.inspect.lanes import RANK_HEIGHT, SAMPLE_HEIGHT, STRIP_HEIGHT, draw_lanes
 from vlmpack.report.inspect.lines import GUTTER, row_lines
 from vlmpack.report.inspect.page import LAYOUTS, render_page
-from vlmpack.report.inspect.row import Row, cut_row
 from vlmpack.report.inspect.sheet import draw_row
 from vlmpack.report.inspect.svg import svg, visible
 from vlmpack.report.inspect.table import COLUMNS, table_rows

@@ -11,13 +11,13 @@ from inspected import make_settings
 from support.recipes import copy_samples
 from support.shards import ROOT
 
+from vlmpack.build.read_only import open_recipe
 from vlmpack.data.pipeline import TrainData
 from vlmpack.distributed import Ranks
 from vlmpack.errors import VlmpackError
+from vlmpack.proof.rows.opening import Wanted, open_row
 from vlmpack.recipe import dump_recipe, load_recipe
-from vlmpack.report.inspect.opening import Wanted, open_row
 from vlmpack.training.record import open_record
-from vlmpack.training.reopen import open_recipe
 from vlmpack.training.run_dir import RunDir
 
 ONE = Ranks(rank=0, world_size=1, local_rank=0, dp_rank=0, dp_size=1, device=torch.device("cpu"))

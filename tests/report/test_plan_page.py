@@ -12,9 +12,7 @@ import pytest
 from rich.console import Console
 
 from vlmpack.cli.plan import print_sections
-from vlmpack.report.plan import as_json, sections, write_page
-from vlmpack.report.plan.numbers import compact, gib, share
-from vlmpack.training.plan.figures import (
+from vlmpack.forecast.figures import (
     BatchFigures,
     BoundChoice,
     ImbalanceFigures,
@@ -25,6 +23,8 @@ from vlmpack.training.plan.figures import (
     SequenceFigures,
     SourceFigures,
 )
+from vlmpack.report.forecast import as_json, sections, write_page
+from vlmpack.report.forecast.numbers import compact, gib, share
 from vlmpack.words import counted
 
 

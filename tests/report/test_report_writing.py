@@ -14,8 +14,8 @@ from fake_runs import metrics_rows, write_run
 from PIL import Image
 
 from vlmpack.errors import CapabilityError, RunDirError
+from vlmpack.evaluation.scoring import PREDICTIONS_AFTER, read_predictions, write_predictions
 from vlmpack.report import write_report
-from vlmpack.training.scoring import PREDICTIONS_AFTER, read_predictions, write_predictions
 
 PICTURES = {"loss.png", "lengths.png", "samples.png"}
 HOSTILE = '<script>alert("x")</script> $\\frac{1}{$ \x00 \u4f60\u597d ' + "W" * 300

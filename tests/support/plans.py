@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vlmpack.training.plan.figures import ModeFigures
+from vlmpack.forecast.figures import ModeFigures
 
 
 def mode_of(**values: Any) -> ModeFigures:

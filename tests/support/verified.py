@@ -13,12 +13,12 @@ from support.shards import SHARD, RawSample
 
 from vlmpack.encode import Encoder
 from vlmpack.packing import EncodedSample, PackCollator
+from vlmpack.proof.verify import Check
+from vlmpack.proof.verify.engine import as_it_was, verified_recipe
+from vlmpack.proof.verify.numbers import ReferenceRuns
+from vlmpack.proof.verify.row import make_row
+from vlmpack.proof.verify.run import check_rows
 from vlmpack.recipe import Recipe, load_recipe
-from vlmpack.training.verify import Check
-from vlmpack.training.verify.engine import as_it_was, verified_recipe
-from vlmpack.training.verify.numbers import ReferenceRuns
-from vlmpack.training.verify.row import make_row
-from vlmpack.training.verify.run import check_rows
 
 
 def recipe_for(folder: Path, **overrides: Any) -> Recipe:

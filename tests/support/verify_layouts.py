@@ -18,9 +18,9 @@ from support.layouts import Layout, one_layout
 from torch import Tensor
 
 from vlmpack.distributed import stop_process_group
+from vlmpack.proof.verify import VerifyOptions, verify_recipe
+from vlmpack.proof.verify.record import write_verification
 from vlmpack.recipe import load_recipe
-from vlmpack.training.verify import VerifyOptions, verify_recipe
-from vlmpack.training.verify.record import write_verification
 
 
 def over_the_row(lengths: Any, *, rank: int, size: int) -> Tensor:

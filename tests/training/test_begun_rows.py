@@ -10,6 +10,8 @@ import torch
 from support.recipes import changed, small_settings
 from typer.testing import CliRunner
 
+from vlmpack.build.data import build_encoder, open_split
+from vlmpack.build.read_only import open_recipe, open_train
 from vlmpack.cli.app import app
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
@@ -18,9 +20,7 @@ from vlmpack.data.plan.state import DataState
 from vlmpack.distributed import Ranks
 from vlmpack.packing import PackCollator
 from vlmpack.recipe import derive, dump_recipe, load_recipe
-from vlmpack.training.recipe_data import build_encoder, open_split
 from vlmpack.training.record import open_record
-from vlmpack.training.reopen import open_recipe, open_train
 from vlmpack.training.run_dir import RunDir
 
 ONE = Ranks(rank=0, world_size=1, local_rank=0, dp_rank=0, dp_size=1, device=torch.device("cpu"))

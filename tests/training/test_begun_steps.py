@@ -9,7 +9,7 @@ import pytest
 
 import vlmpack
 from vlmpack.data.loading import loader
-from vlmpack.training import session
+from vlmpack.run import session
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -19,14 +19,14 @@ from typer.testing import CliRunner
 from vlmpack.cli.generate import generate
 from vlmpack.encode import Encoder, Message, TextPart
 from vlmpack.errors import DataError, ModelError, VlmpackError
-from vlmpack.training.generation import (
+from vlmpack.evaluation.generation import (
     _model_inputs,
     _tokenise,
     answer_over_ranks,
     answer_questions,
     load_for_generation,
 )
-from vlmpack.training.scoring import Question
+from vlmpack.evaluation.scoring import Question
 
 NUM_NEW = 8
 
@@ -134,7 +134,7 @@ def test_answers_stop_at_the_end_of_the_turn(loaded, questions) -> None:
 
 
 def _media_of(asked: Question, encoder: Encoder) -> Any:
-    from vlmpack.training.generation import _media
+    from vlmpack.evaluation.generation import _media
 
     return _media(asked, encoder)
 
@@ -187,8 +187,8 @@ from support.shards import TINY_MODEL, read_shard
 from vlmpack.distributed import start_process_group, stop_process_group
 from vlmpack.errors import DataError
 from vlmpack.encode import Encoder
-from vlmpack.training.generation import answer_over_ranks
-from vlmpack.training.scoring import Question
+from vlmpack.evaluation.generation import answer_over_ranks
+from vlmpack.evaluation.scoring import Question
 from dataclasses import replace
 
 out = Path(sys.argv[1])

@@ -8,8 +8,8 @@ import pytest
 from support.images import conversation, file_of, picture
 
 from vlmpack.packing import PackCollator, PadCollator
+from vlmpack.proof.rows.first_sample import MAX_LINES, first_sample, show_first_sample
 from vlmpack.training import mask_print
-from vlmpack.training.mask_print import MAX_LINES, first_sample, show_first_sample
 
 
 @pytest.fixture(scope="module")

@@ -17,15 +17,15 @@ from support.shards import ROOT, TINY_MODEL
 from vlmpack.data.plan.packers import RowBudget, pack_in_order
 from vlmpack.data.plan.shares import share_out, token_cost
 from vlmpack.errors import ModelError
+from vlmpack.forecast.batch import batch_figures
+from vlmpack.forecast.imbalance import imbalance_figures
+from vlmpack.forecast.layout import RowShape, lay_out, layout_of
+from vlmpack.forecast.memory import memory_figures
+from vlmpack.forecast.modes import PlannedMode
+from vlmpack.forecast.parameters import read_shapes, read_sizes
+from vlmpack.forecast.sequences import bound_choices
 from vlmpack.packing.cost import CostModel
 from vlmpack.recipe import load_recipe
-from vlmpack.training.plan.batch import batch_figures
-from vlmpack.training.plan.imbalance import imbalance_figures
-from vlmpack.training.plan.layout import RowShape, lay_out, layout_of
-from vlmpack.training.plan.memory import memory_figures
-from vlmpack.training.plan.modes import PlannedMode
-from vlmpack.training.plan.parameters import read_shapes, read_sizes
-from vlmpack.training.plan.sequences import bound_choices
 
 COSTS = CostModel(per_token=10.0, per_squared_length=0.01, per_patch=6.0)
 

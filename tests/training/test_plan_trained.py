@@ -9,12 +9,12 @@ from support.engines import make_engine, make_stepper
 from support.plans import mode_of
 from support.shards import ROOT, TINY_MODEL
 
+from vlmpack.build.policy import policy_of
+from vlmpack.forecast.memory import NF4_BYTES, memory_figures
+from vlmpack.forecast.parameters import read_sizes
+from vlmpack.forecast.trained import trained_sizes
 from vlmpack.packing import PackCollator
 from vlmpack.recipe import Recipe, load_recipe
-from vlmpack.training.plan.memory import NF4_BYTES, memory_figures
-from vlmpack.training.plan.parameters import read_sizes
-from vlmpack.training.plan.trained import trained_sizes
-from vlmpack.training.policy import policy_of
 
 LORA = {"trainable.vision": "frozen", "trainable.language": "lora"}
 CASES: dict[str, dict[str, Any]] = {

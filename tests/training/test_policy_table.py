@@ -7,8 +7,8 @@ from support.engines import make_engine
 from support.recipes import MINIMAL
 
 from vlmpack.backends.policy import EVERYTHING
+from vlmpack.build.policy import policy_of, policy_rows, policy_table
 from vlmpack.recipe import load_recipe
-from vlmpack.training.policy import policy_of, policy_rows, policy_table
 
 RECIPE = MINIMAL | {
     "training": MINIMAL["training"] | {"seed": 3},

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from vlmpack.build.data import build_fetcher
 from vlmpack.errors import RecipeError
 from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.cache.cached import READ_AHEAD_BYTES, CachedFetcher, default_block_dir
-from vlmpack.training.recipe_data import build_fetcher
 
 
 def recipe(path: str, **data: Any) -> Recipe:

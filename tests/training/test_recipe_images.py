@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from support.recipes import run_settings, small_settings
 
+from vlmpack.build.data import build_encoder
 from vlmpack.data.packs.compare import encoder_differences
 from vlmpack.encode import Encoder
 from vlmpack.errors import RecipeError, RunIdentityError
 from vlmpack.families import PixelBudget
 from vlmpack.recipe import load_recipe
-from vlmpack.training.recipe_data import build_encoder
 
 
 @pytest.fixture

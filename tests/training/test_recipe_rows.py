@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from vlmpack.build.rows import row_budget
 from vlmpack.data.plan.state import DataState, Segment
 from vlmpack.recipe import Recipe, load_recipe
-from vlmpack.training.recipe_rows import row_budget
 
 
 def recipe(*, context: int = 1, **packing: Any) -> Recipe:

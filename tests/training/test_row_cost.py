@@ -13,13 +13,13 @@ import torch
 from support.recipes import SMALL, changed, copy_samples
 from support.shards import ROOT, TINY_MODEL
 
+from vlmpack.build.data import build_encoder, open_split
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.shares import token_cost
 from vlmpack.distributed import Ranks
 from vlmpack.packing.cost import CostModel
 from vlmpack.recipe import derive, load_recipe
-from vlmpack.training.recipe_data import build_encoder, open_split
 
 
 class TwoReplicas(Ranks):

@@ -8,7 +8,7 @@ import pytest
 
 from vlmpack.encode import ImagePart, Message, TextPart, VLMSample
 from vlmpack.errors import DataError, RunDirError
-from vlmpack.training.scoring import (
+from vlmpack.evaluation.scoring import (
     NO_TASK,
     Prediction,
     Question,

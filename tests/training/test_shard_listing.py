@@ -10,6 +10,8 @@ from support.engines import single_rank
 from support.recipes import copy_samples, small_settings
 from support.shards import ROOT
 
+from vlmpack.build.data import open_split
+from vlmpack.build.shard_listing import LISTING_NAME, MAX_NAMED, ShardListing
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
@@ -17,8 +19,6 @@ from vlmpack.encode import Encoder
 from vlmpack.errors import RunIdentityError
 from vlmpack.recipe import load_recipe
 from vlmpack.recipe.derived import derive
-from vlmpack.training.recipe_data import open_split
-from vlmpack.training.shard_listing import LISTING_NAME, MAX_NAMED, ShardListing
 
 SOURCE = ROOT / "assets/digits/train-000000.tar"
 

@@ -10,10 +10,9 @@ from support.families import VISION_FAMILIES, tiny_family_folder
 from support.images import conversation, file_of, picture
 from support.shards import TINY_MODEL
 
-from vlmpack.encode import Encoder
-from vlmpack.families import chat, turns
+from vlmpack.encode import Encoder, chat, turns
 from vlmpack.model_folder.content import PROCESSOR_FILES
-from vlmpack.training.verify.answers import check_answers
+from vlmpack.proof.verify.answers import check_answers
 
 
 @pytest.fixture(scope="module")

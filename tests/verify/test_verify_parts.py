@@ -19,19 +19,19 @@ from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.families import family_of
 from vlmpack.packing import FixedShape, PackCollator, PadCollator
+from vlmpack.proof.verify import Check, Verification, memory
+from vlmpack.proof.verify.compare import Compared, check_log_probabilities, loss_error
+from vlmpack.proof.verify.figures import bounded, relative_l2, with_noise, worst
+from vlmpack.proof.verify.layouts import rows_in_words
+from vlmpack.proof.verify.leak import Perturbation, check_leaks
+from vlmpack.proof.verify.outputs import FEWEST_SLOTS, KEPT_NUMBERS, kept_slots
+from vlmpack.proof.verify.packed import Packed
+from vlmpack.proof.verify.record import as_json, conclusion
+from vlmpack.proof.verify.reference import Unpacked
+from vlmpack.proof.verify.row import group_samples, make_row
+from vlmpack.proof.verify.tiny import cut_layers
 from vlmpack.report.verify import head, table_rows
 from vlmpack.terminal import open_console
-from vlmpack.training.verify import Check, Verification, memory
-from vlmpack.training.verify.compare import Compared, check_log_probabilities, loss_error
-from vlmpack.training.verify.figures import bounded, relative_l2, with_noise, worst
-from vlmpack.training.verify.layouts import rows_in_words
-from vlmpack.training.verify.leak import Perturbation, check_leaks
-from vlmpack.training.verify.outputs import FEWEST_SLOTS, KEPT_NUMBERS, kept_slots
-from vlmpack.training.verify.packed import Packed
-from vlmpack.training.verify.record import as_json, conclusion
-from vlmpack.training.verify.reference import Unpacked
-from vlmpack.training.verify.row import group_samples, make_row
-from vlmpack.training.verify.tiny import cut_layers
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from vlmpack.cli.app import app
 from vlmpack.encode import Encoder
 from vlmpack.errors import EmptyDataError, ModelError, RecipeError, RunDirError, VerificationError
 from vlmpack.packing import IGNORE_INDEX, PackCollator
-from vlmpack.training.verify.tiny import write_tiny_model
+from vlmpack.proof.verify.tiny import write_tiny_model
 
 OTHERS = sorted(set(VISION_FAMILIES) - {"qwen3_vl"})
 
@@ -115,7 +115,7 @@ def test_weights_that_do_not_fit_are_named_before_any_data(recipe, tmp_path, mon
     tensors = load_file(folder / "model.safetensors")
     del tensors[max(tensors)]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    monkeypatch.setattr("vlmpack.training.verify.run.build_encoder", pytest.fail)
+    monkeypatch.setattr("vlmpack.proof.verify.run.build_encoder", pytest.fail)
     done = run(recipe, f"model.path={folder}")
     assert isinstance(done.exception, ModelError)
     assert "LOAD REPORT" not in done.output + capfd.readouterr().err

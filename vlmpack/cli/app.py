@@ -53,7 +53,7 @@ def finetune(
     from vlmpack.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or (), world_size=launcher_number("WORLD_SIZE", 1))
-    from vlmpack.training.worker_server import start_worker_server
+    from vlmpack.build.worker_server import start_worker_server
 
     start_worker_server(loaded)  # beside the imports below
     from transformers.utils import logging as transformers_logging

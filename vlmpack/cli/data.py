@@ -26,7 +26,7 @@ from vlmpack.terminal import open_console, say
 from vlmpack.words import counted
 
 if TYPE_CHECKING:
-    from vlmpack.training.findings import Audit
+    from vlmpack.proof.audit.findings import Audit
 
 app = typer.Typer(
     no_args_is_help=True, help="Check shards, convert to them, show and prove what a run saw."
@@ -68,9 +68,9 @@ def lint(
     encoder = None
     preload: tuple[str, ...] = ()
     if model is not None:
-        from vlmpack.training.date import encoder_date
-        from vlmpack.training.recipe_data import pixel_budget
-        from vlmpack.training.worker_server import WORKER_PRELOAD
+        from vlmpack.build.data import pixel_budget
+        from vlmpack.build.date import encoder_date
+        from vlmpack.build.worker_server import WORKER_PRELOAD
 
         preload = WORKER_PRELOAD
         encoder = Encoder(
@@ -143,8 +143,7 @@ def show(
     ] = None,
 ) -> None:
     """Rebuild what the model sees of a global batch, or of one sample, as text and as a picture."""
-    from vlmpack.data.tools.show import find_samples, show_bin
-    from vlmpack.training.reopen import (
+    from vlmpack.build.read_only import (
         check_batch,
         last_state,
         open_recipe,
@@ -153,6 +152,7 @@ def show(
         run_folder,
         trained_in,
     )
+    from vlmpack.proof.rows.show import find_samples, show_bin
 
     if (batch is None) == (key is None):
         raise VlmpackError("expected one of --batch N and --key KEY")
@@ -183,7 +183,7 @@ def show(
         for number, epoch, path in trained_in(run_dir, key):
             say(f"trained in batch {number}, epoch {epoch} ({path})")
     if picture is not None:
-        from vlmpack.data.tools.show_picture import draw_bins
+        from vlmpack.report.show_picture import draw_bins
 
         draw_bins(shown, picture)
         say(f"picture: {picture}")
@@ -196,8 +196,8 @@ def audit(
 ) -> None:
     """Prove which samples a run trained, skipped, and has still to come; exit code 1 if that
     cannot be proven."""
-    from vlmpack.training.audit import audit_run
-    from vlmpack.training.reopen import open_train
+    from vlmpack.build.read_only import open_train
+    from vlmpack.proof.audit.audit import audit_run
     from vlmpack.training.run_dir import RunDir
 
     train, _ = open_train(run)

@@ -45,8 +45,8 @@ def export(
     where there are none) the whole model in transformers'."""
     from transformers.utils import logging as transformers_logging
 
-    from vlmpack.training.export_run import export_run
-    from vlmpack.training.finish import written_as
+    from vlmpack.run.export import export_run
+    from vlmpack.run.result import written_as
 
     transformers_logging.disable_progress_bar()
     written = export_run(run, merge=merge, out=out, step=checkpoint, dtype=dtype)

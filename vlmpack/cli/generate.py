@@ -29,8 +29,8 @@ def generate(
     from transformers.utils import logging as transformers_logging
 
     from vlmpack.encode import ImagePart, Message, TextPart
-    from vlmpack.training.generation import answer_questions, load_for_generation
-    from vlmpack.training.scoring import Question
+    from vlmpack.evaluation.generation import answer_questions, load_for_generation
+    from vlmpack.evaluation.scoring import Question
 
     parts: tuple[TextPart | ImagePart, ...] = (
         *(ImagePart(index) for index in range(len(images))),

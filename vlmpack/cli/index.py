@@ -50,8 +50,8 @@ def index(
     paths, encoder = reading.paths, None
     preload: tuple[str, ...] = ()
     if reading.recipe is not None:
-        from vlmpack.training.recipe_data import build_encoder
-        from vlmpack.training.worker_server import WORKER_PRELOAD
+        from vlmpack.build.data import build_encoder
+        from vlmpack.build.worker_server import WORKER_PRELOAD
 
         encoder, preload = build_encoder(reading.recipe), WORKER_PRELOAD
     folder = reading.index_folder(index_dir)

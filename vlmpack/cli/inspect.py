@@ -12,8 +12,8 @@ from vlmpack.terminal import open_console, say
 
 if TYPE_CHECKING:
     from vlmpack.data.loading.read import SkippedSample
-    from vlmpack.report.inspect.checks import Check
-    from vlmpack.report.inspect.row import Row
+    from vlmpack.proof.rows.checks import Check
+    from vlmpack.proof.rows.row import Row
 
 PIPED_WIDTH = 120
 """Columns of the output where no terminal says."""
@@ -58,8 +58,8 @@ def inspect(
 
     Needs no GPU and no weights: the model folder's configuration and tokenizer are enough.
     """
-    from vlmpack.report.inspect.checks import check_row
-    from vlmpack.report.inspect.opening import Wanted, open_row
+    from vlmpack.proof.rows.checks import check_row
+    from vlmpack.proof.rows.opening import Wanted, open_row
     from vlmpack.report.inspect.write import write_row
 
     wanted = Wanted(bin=bin_, batch=batch, key=key, shard=shard)

@@ -86,7 +86,7 @@ def pack(
             err=True,
         )
     from vlmpack.data.packs.write import PackOrder
-    from vlmpack.training.packs import pack_recipe
+    from vlmpack.run.packs import pack_recipe
 
     begin = time.perf_counter()
     with ExitStack() as stack:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from vlmpack.recipe import Recipe
-    from vlmpack.report.plan import Section
+    from vlmpack.report.forecast import Section
 
 
 def plan(
@@ -52,7 +52,7 @@ def plan(
     from vlmpack.recipe import load_recipe
 
     if Path(recipe).is_dir():
-        from vlmpack.training.reopen import read_recipe
+        from vlmpack.build.read_only import read_recipe
 
         loaded = read_recipe(Path(recipe), overrides or ())
     else:  # a recipe's problems show without torch
@@ -61,9 +61,9 @@ def plan(
         if file is not None and str(file) != "-" and not file.absolute().parent.is_dir():
             raise VlmpackError(f"{file}: the folder {file.absolute().parent} does not exist")
     processes = world_size if world_size is not None else _one_copy(loaded)
-    from vlmpack.report.plan import as_json as to_json
-    from vlmpack.report.plan import sections, write_page
-    from vlmpack.training.plan.open import plan_recipe
+    from vlmpack.forecast.open import plan_recipe
+    from vlmpack.report.forecast import as_json as to_json
+    from vlmpack.report.forecast import sections, write_page
 
     with PlanBar() as bar:
         made = plan_recipe(loaded, world_size=processes, progress=bar)

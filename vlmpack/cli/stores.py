@@ -73,9 +73,9 @@ def open_reading(
     loaded: Recipe | None = None
     fetcher: Fetcher
     if recipe is not None:
+        from vlmpack.build.data import build_fetcher
+        from vlmpack.build.read_only import recipe_file
         from vlmpack.recipe import load_recipe
-        from vlmpack.training.recipe_data import build_fetcher
-        from vlmpack.training.reopen import recipe_file
 
         items = [f"data.storage.{item}" for item in storage or ()]
         loaded = load_recipe(recipe_file(recipe), items)

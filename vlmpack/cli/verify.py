@@ -13,8 +13,8 @@ from vlmpack.cli.options import launcher_number
 from vlmpack.terminal import open_console, say
 
 if TYPE_CHECKING:
+    from vlmpack.proof.verify import Verification
     from vlmpack.recipe import Recipe
-    from vlmpack.training.verify import Verification
 
 PIPED_WIDTH = 10_000
 """Columns that the table may take where no terminal says; it takes what it needs."""
@@ -88,8 +88,8 @@ def verify(
     from transformers.utils import logging as transformers_logging
 
     from vlmpack.distributed import start_process_group, stop_process_group
-    from vlmpack.training.verify import VerifyOptions, verify_recipe
-    from vlmpack.training.verify.record import write_verification
+    from vlmpack.proof.verify import VerifyOptions, verify_recipe
+    from vlmpack.proof.verify.record import write_verification
 
     transformers_logging.disable_progress_bar()
     split = loaded.parallelism
@@ -128,7 +128,7 @@ def _load(recipe: str, overrides: list[str]) -> Recipe:
     size = launcher_number("WORLD_SIZE", 1)
     if not Path(recipe).is_dir():  # a recipe's problems show without torch
         return load_recipe(recipe, overrides, world_size=size)
-    from vlmpack.training.reopen import read_recipe
+    from vlmpack.build.read_only import read_recipe
 
     loaded = read_recipe(Path(recipe), overrides)
     if size is not None:
@@ -140,8 +140,8 @@ def _print(found: Verification, path: Path) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from vlmpack.proof.verify.record import conclusion
     from vlmpack.report.verify import COLUMNS, head, table_rows
-    from vlmpack.training.verify.record import conclusion
 
     console = open_console(highlight=False)
     if not console.is_terminal:

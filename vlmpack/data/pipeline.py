@@ -35,8 +35,8 @@ from vlmpack.data.plan.shares import Shares, assign, share_out
 from vlmpack.data.plan.state import DataState, Identity, Segment
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.protocols import Collator, Encoder
-from vlmpack.data.splits.building import build_settings, make_builder
 from vlmpack.data.splits.indexed import open_indexed
+from vlmpack.data.splits.part_settings import build_settings, make_builder
 from vlmpack.data.splits.prepare import probe_lengths, short_digest
 from vlmpack.data.splits.split import Split
 from vlmpack.data.splits.streamed import open_streamed

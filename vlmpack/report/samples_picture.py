@@ -11,6 +11,7 @@ from typing import Any
 
 from PIL import Image
 
+from vlmpack.evaluation.scoring import NO_TASK, Prediction
 from vlmpack.report.style import (
     FAINT,
     GREEN,
@@ -27,7 +28,6 @@ from vlmpack.report.style import (
     save_png,
     shorten,
 )
-from vlmpack.training.scoring import NO_TASK, Prediction
 
 MAX_CELLS = 24
 COLUMNS = 4

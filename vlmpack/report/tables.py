@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vlmpack.evaluation.scoring import Scores, Tally, score
 from vlmpack.report.run_files import RunFiles
 from vlmpack.report.style import percent
-from vlmpack.training.scoring import Scores, Tally, score
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from vlmpack.training.verify import Check, Verification
-from vlmpack.training.verify.samples import LABELS_IN_BFLOAT16
+from vlmpack.proof.verify import Check, Verification
+from vlmpack.proof.verify.samples import LABELS_IN_BFLOAT16
 
 COLUMNS = ("", "check", "found", "bound", "unpacked", "")
 """Heads of the columns; `unpacked` is what the unpacked run differs from itself by."""

@@ -17,13 +17,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from vlmpack.errors import RunDirError
+from vlmpack.evaluation.scoring import Prediction, Question
 from vlmpack.report.lengths_picture import draw_lengths
 from vlmpack.report.loss_picture import draw_loss
 from vlmpack.report.page import render_page
 from vlmpack.report.run_files import RunFiles, read_run
 from vlmpack.report.samples_picture import choose, draw_samples
 from vlmpack.training.run_dir import write_atomically
-from vlmpack.training.scoring import Prediction, Question
 
 SampleName = tuple[str, str]
 """(shard, key)."""

@@ -1,0 +1,13 @@
+"""What trains: the forward step, one optimizer step, the loop, checkpoints, metrics, the record.
+
+vlm_step      the forward step of a vision-language model
+step          one optimizer step: micro-batches in, updated weights and one report out
+trainer       the loop, with validation, checkpoints and a clean stop (`stop`)
+checkpoint    saving and loading
+metrics       metrics.jsonl, the progress line, experiment trackers
+record        which samples were trained, at which step; `record_history`: what of it stands
+run_dir       the run folder and its lock (`run_lock`)
+model_record  which model a run is trained from (`model_watch`: hashed beside loading)
+first_step    what is trained, checked at the first optimizer step
+optim         the learning rate
+"""

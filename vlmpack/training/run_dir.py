@@ -5,7 +5,7 @@ runs/demo/
   identity.json          the fields that decide objective and order
   model.json             what the model folder held, see vlmpack.training.model_record
   run.lock               who works here, while somebody does; see vlmpack.training.run_lock
-  shards.json            the shards of the last launch, see vlmpack.training.shard_listing
+  shards.json            the shards of the last launch, see vlmpack.build.shard_listing
   metrics.jsonl          one row a step; .old: of a run of other values that saved nothing
   data-errors.jsonl      one row a skipped sample
   first-sample.txt       what the first sample teaches, token by token

@@ -19,7 +19,9 @@ from vlmpack.backends.export import save_model_folder
 from vlmpack.backends.hf.adapters import apply_policy, merged_state, modules_in_full, save_adapter
 from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.hf.config import HFEngineConfig
-from vlmpack.backends.hf.held import (
+from vlmpack.backends.hf.load import load_model
+from vlmpack.backends.hf.model import packed_model
+from vlmpack.backends.hf.parameter_boxes import (
     gradient_squares,
     load_slices,
     local_part,
@@ -27,8 +29,6 @@ from vlmpack.backends.hf.held import (
     whole_shapes,
     whole_state,
 )
-from vlmpack.backends.hf.load import load_model
-from vlmpack.backends.hf.model import packed_model
 from vlmpack.backends.hf.quantize import check_quantization
 from vlmpack.backends.hf.schedule import forward_backward_no_pipelining
 from vlmpack.backends.hf.sharding import shard_model

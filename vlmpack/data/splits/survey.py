@@ -15,7 +15,7 @@ from vlmpack.data.index.parts import part_for
 from vlmpack.data.plan.batches import Shuffle
 from vlmpack.data.plan.state import DataState
 from vlmpack.data.protocols import Encoder
-from vlmpack.data.splits.building import index_folder, make_builder
+from vlmpack.data.splits.part_settings import index_folder, make_builder
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 from vlmpack.storage.sources import stamped_shards
 

@@ -1,1 +1,1 @@
-"""What the commands around training do: index, lint, show."""
+"""What the commands around training do: index, lint."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from vlmpack.proof.rows.row import Row, Segment
 from vlmpack.report.inspect.canvas import FAINT, INK, MUTED, Canvas, Path, Rect, Text, text_width
 from vlmpack.report.inspect.colors import (
     AXES,
@@ -28,7 +29,6 @@ from vlmpack.report.inspect.colors import (
 )
 from vlmpack.report.inspect.legend import draw_legend
 from vlmpack.report.inspect.lines import GUTTER, Line, row_lines, runs
-from vlmpack.report.inspect.row import Row, Segment
 from vlmpack.report.inspect.thumbs import place_thumbs
 
 SMALL = 10.0

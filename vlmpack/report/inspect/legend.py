@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vlmpack.proof.rows.row import Row
 from vlmpack.report.inspect.canvas import INK, Canvas, Path, Rect, Text, fitted, text_width
 from vlmpack.report.inspect.colors import (
     AXES,
@@ -15,7 +16,6 @@ from vlmpack.report.inspect.colors import (
     segment_color,
 )
 from vlmpack.report.inspect.lines import GUTTER
-from vlmpack.report.inspect.row import Row
 
 SMALL = 10.0
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-from vlmpack.report.inspect.row import Row
+from vlmpack.proof.rows.row import Row
 
 GUTTER = 58.0
 """Pixels for the lanes' names, left of the slots."""

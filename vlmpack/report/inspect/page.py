@@ -13,14 +13,14 @@ from io import BytesIO
 
 from PIL.Image import Image, Resampling
 
-from vlmpack.data.tools.show import ShownSample
 from vlmpack.encode import Encoder
+from vlmpack.proof.rows.checks import Check
+from vlmpack.proof.rows.row import Row, Segment
+from vlmpack.proof.rows.show import ShownSample
 from vlmpack.report.document import html_document
 from vlmpack.report.inspect.canvas import BAD, GOOD, Canvas
-from vlmpack.report.inspect.checks import Check
 from vlmpack.report.inspect.colors import segment_color
 from vlmpack.report.inspect.lanes import draw_lanes
-from vlmpack.report.inspect.row import Row, Segment
 from vlmpack.report.inspect.svg import svg, visible
 from vlmpack.report.inspect.table import COLUMNS, Total, table_rows, totals
 

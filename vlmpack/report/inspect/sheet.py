@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from PIL.Image import Image
 
+from vlmpack.proof.rows.checks import Check
+from vlmpack.proof.rows.row import Row
 from vlmpack.report.inspect.canvas import (
     BAD,
     FAINT,
@@ -18,11 +20,9 @@ from vlmpack.report.inspect.canvas import (
     fitted,
     text_width,
 )
-from vlmpack.report.inspect.checks import Check
 from vlmpack.report.inspect.colors import PAD, PAD_LINES, segment_color
 from vlmpack.report.inspect.lanes import draw_lanes
 from vlmpack.report.inspect.png import draw_png
-from vlmpack.report.inspect.row import Row
 from vlmpack.report.inspect.table import COLUMNS, table_rows, totals
 
 WIDTH = 1200.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from vlmpack.report.inspect.row import Row, Segment
+from vlmpack.proof.rows.row import Row, Segment
 
 COLUMNS = ("", "key", "shard", "tokens", "image", "loss", "logical", "physical", "positions")
 """Of the segments; numbers but for key and shard."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
+from vlmpack.proof.rows.row import Row
 from vlmpack.report.inspect.canvas import MUTED, Canvas, Path, Text, Thumb
-from vlmpack.report.inspect.row import Row
 
 HEIGHT = 40.0
 MIN_SHRINK = 0.25

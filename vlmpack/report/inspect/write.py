@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from vlmpack.encode import Encoder
 from vlmpack.errors import VlmpackError
-from vlmpack.report.inspect.checks import Check
+from vlmpack.proof.rows.checks import Check
+from vlmpack.proof.rows.row import Row
 from vlmpack.report.inspect.page import render_page
 from vlmpack.report.inspect.png import write_png
-from vlmpack.report.inspect.row import Row
 from vlmpack.report.inspect.sheet import draw_row
 from vlmpack.training.run_dir import write_atomically
 

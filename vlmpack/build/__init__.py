@@ -1,0 +1,11 @@
+"""Recipe -> engine, data, training policy: the room where a whole recipe is read.
+
+data           encoder, collator, fetcher, and the splits opened with them (`rows`: what a planned
+               row holds; `shard_listing`: which shards the run's last launch had)
+engine         engine, stepper, trainer configuration
+policy         what is trained, checked against the model
+read_only      a recipe's training split, opened again to look at
+date           the one date of a run whose chat template writes the day
+run_length     how many optimizer steps a run takes
+worker_server  the server that loader processes fork from
+"""

@@ -1,0 +1,287 @@
+"""Recipe -> the data of a run: encoder, collator, fetcher, and the splits opened with them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from vlmpack.addresses import is_remote
+from vlmpack.build.date import encoder_date
+from vlmpack.build.rows import fixed_shape, packs_config, row_budget
+from vlmpack.build.shard_listing import ShardListing
+from vlmpack.build.worker_server import WORKER_PRELOAD
+from vlmpack.data.config import DataConfig, SourceConfig
+from vlmpack.data.index.parts import Progress
+from vlmpack.data.loading.ledger import Ledger
+from vlmpack.data.loading.loader import LoaderSettings
+from vlmpack.data.loading.read import ErrorPolicy
+from vlmpack.data.packs.open import survey_data
+from vlmpack.data.pipeline import TrainData
+from vlmpack.data.plan.shares import RowCost, token_cost
+from vlmpack.data.plan.state import DataState
+from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.splits.survey import DataLaunch
+from vlmpack.distributed import Ranks
+from vlmpack.encode import Encoder
+from vlmpack.encode.thoughts import dropped_thoughts
+from vlmpack.errors import ModelError, RunIdentityError
+from vlmpack.families import PixelBudget
+from vlmpack.packing import PackCollator, PadCollator
+from vlmpack.packing.cost import CostModel
+from vlmpack.recipe import Derived, Recipe, Source
+from vlmpack.storage import RoutingFetcher, StorageConfig
+from vlmpack.storage.cache.cached import (
+    READ_AHEAD_BYTES,
+    CacheConfig,
+    CachedFetcher,
+    default_block_dir,
+)
+from vlmpack.storage.fetch import Fetcher
+
+logger = logging.getLogger("vlmpack")
+
+
+def build_encoder(recipe: Recipe) -> Encoder:
+    """The processor of the recipe's model folder.
+
+    Raises:
+        ModelError, CapabilityError: the folder, a family this version does not know, or a pixel
+            budget that it cannot keep.
+    """
+    encoder = Encoder(
+        Path(recipe.model.path),
+        max_image_pixels=recipe.data.max_image_pixels,
+        budget=pixel_budget(recipe),
+        date=encoder_date(recipe),
+        learn=recipe.data.learn,
+    )
+    encoder.load()  # now, to fail early
+    _note_long_images(recipe, encoder)
+    _note_thoughts(encoder)
+    return encoder
+
+
+def pixel_budget(recipe: Recipe) -> PixelBudget:
+    """The recipe's bounds on what an image may cost; what it does not set is left out."""
+    return PixelBudget(**recipe.images.set_values())
+
+
+def _note_long_images(recipe: Recipe, encoder: Encoder) -> None:
+    """Say where a budget lets one image be longer than a sample may be."""
+    if not recipe.images.set_values():
+        return
+    side = math.isqrt(recipe.data.max_image_pixels)
+    tokens = encoder.image_rule.layout(side, side).num_tokens
+    if tokens > recipe.training.seq_length:
+        knobs = ", ".join(f"images.{name}: {n}" for name, n in recipe.images.set_values().items())
+        logger.warning(
+            "note: a large image takes up to %d tokens with %s, more than training.seq_length %d; "
+            "data.over_long: %s decides about such samples",
+            tokens,
+            knobs,
+            recipe.training.seq_length,
+            recipe.data.over_long,
+        )
+
+
+def _note_thoughts(encoder: Encoder) -> None:
+    """Say where the template leaves thoughts out that the data may have."""
+    dropped = dropped_thoughts(encoder.chat.render)
+    if dropped == "earlier" and encoder.learn == "all_turns":
+        logger.warning(
+            "note: the chat template leaves the thoughts (<think>) of earlier turns out, so their "
+            "answers are taught as if said without thinking; data.learn: last_turn teaches the "
+            "last answer of each conversation alone"
+        )
+    elif dropped == "all":
+        logger.warning(
+            "note: the chat template leaves the thoughts (<think>) of all answers out, the last "
+            "one's too: they are not taught; a template that writes them would"
+        )
+
+
+def build_collator(
+    recipe: Recipe, encoder: Encoder, derived: Derived, key: str = "data.train"
+) -> PackCollator | PadCollator:
+    """What turns a bin of a split into a batch."""
+    if recipe.packing.mode == "none":
+        return PadCollator(
+            pad_token_id=encoder.pad_token_id,
+            num_position_axes=encoder.num_position_axes,
+            pad_to_multiple_of=derived.row_multiple,
+        )
+    return PackCollator(
+        pad_token_id=encoder.pad_token_id,
+        num_position_axes=encoder.num_position_axes,
+        pad_to_multiple_of=derived.sequence_multiple,
+        total_multiple_of=derived.row_multiple,
+        fixed=fixed_shape(recipe) if key == "data.train" else None,
+    )
+
+
+def build_cost_model(encoder: Encoder) -> CostModel:
+    """What a row costs on the recipe's model.
+
+    Raises:
+        ModelError: config.json lacks a size.
+    """
+    config = json.loads((encoder.folder / "config.json").read_text(encoding="utf-8"))
+    return encoder.family.cost_model(config)
+
+
+def _row_cost(recipe: Recipe, encoder: Encoder, ranks: Ranks) -> RowCost:
+    """What evens out the ranks of a run: the model's FLOPs, or tokens where config.json leaves out
+    a size that they follow from; that is said once."""
+    if ranks.dp_size == 1 or recipe.packing.balance != "cost":
+        return token_cost
+    try:
+        return build_cost_model(encoder)
+    except ModelError as error:
+        if ranks.is_main:
+            logger.warning(
+                "%-14s packing.balance: cost counts tokens alone, since %s", "data", error
+            )
+        return token_cost
+
+
+def _data_config(
+    recipe: Recipe,
+    key: str,
+    sources: tuple[Source, ...],
+    *,
+    micro: int,
+    whole: int,
+    resume: DataState | None,
+) -> DataConfig:
+    data = recipe.data
+    mode = recipe.packing.mode
+    budget = packs = None
+    if key != "data.train":
+        mode = "none" if mode == "none" else "in_batch"
+    elif mode == "online":
+        budget = row_budget(recipe, resume)
+    elif mode == "offline":
+        packs = packs_config(recipe)
+    return DataConfig(
+        key=key,
+        sources=tuple(
+            SourceConfig(name=source.name, paths=(source.path,), weight=source.weight)
+            for source in sources
+        ),
+        seq_length=recipe.training.seq_length,
+        mode=mode,
+        budget=budget,
+        packs=packs,
+        scope=recipe.packing.scope,
+        balance=recipe.packing.balance,
+        micro_batch_size=micro,
+        global_batch_size=whole,
+        seed=recipe.training.seed,
+        shuffle=data.shuffle if key == "data.train" else "none",
+        on_data_change=recipe.checkpoint.on_data_change,
+        weights=data.weights if key == "data.train" else "samples",
+        epoch_size=data.epoch_size if key == "data.train" else None,
+        over_long=data.over_long,
+        on_error=ErrorPolicy.from_mapping(
+            {name: getattr(data.on_error, name) for name in ErrorPolicy.__slots__}
+        ),
+        unknown_keys=data.unknown_keys,
+        caps=SampleCaps(max_image_pixels=data.max_image_pixels),
+        loader=LoaderSettings(
+            watch_seconds=recipe.logging.watch_seconds,
+            num_workers=data.num_workers,
+            prefetch_bins=data.prefetch_batches,
+            preload=WORKER_PRELOAD,
+        ),
+        index_dir=Path(data.index_dir) if data.index_dir is not None else None,
+    )
+
+
+def build_fetcher(recipe: Recipe) -> Fetcher:
+    """What reads the recipe's shards, wherever they lie; remote ones through `data.cache`.
+
+    Raises:
+        RecipeError: a store or the cache that cannot be used as the recipe says.
+    """
+    data = recipe.data
+    values = data.storage.model_dump()
+    credentials = {name: value for name, value in values.pop("credentials").items() if value}
+    stores = RoutingFetcher(StorageConfig(credentials=credentials, **values))
+    sources = [
+        source for split in (data.train, data.validation, data.test) for source in split or ()
+    ]
+    if not data.cache.max_bytes or not any(is_remote(source.path) for source in sources):
+        return stores
+    directory = data.cache.directory
+    config = CacheConfig(
+        directory=default_block_dir() if directory is None else Path(directory),
+        max_bytes=data.cache.max_bytes,
+        # In any other order than `global` the samples of a shard are used close together.
+        read_ahead_bytes=0 if data.shuffle == "global" else READ_AHEAD_BYTES,
+    )
+    return CachedFetcher(stores, config)
+
+
+def open_split(
+    recipe: Recipe,
+    key: str,
+    encoder: Encoder,
+    derived: Derived,
+    *,
+    ranks: Ranks,
+    ledger: Ledger,
+    resume: DataState | None = None,
+    progress: Progress | None = None,
+    listing: ShardListing | None = None,
+) -> TrainData | None:
+    """Open `data.train`, `data.validation` or `data.test`; None where the recipe has no such split.
+
+    Collective: the main rank lists the shards for all.
+
+    Args:
+        resume: where the run goes on, as far as that is known before the model is built.
+        progress: told about index and lengths parts.
+        listing: has the shards of the run's last launch; gets those of this one.
+
+    Raises:
+        RecipeError, DataError, EmptyDataError: what is wrong with the split.
+        RunIdentityError: `resume` is of other data.
+    """
+    sources = {
+        "data.train": recipe.data.train,
+        "data.validation": recipe.data.validation,
+        "data.test": recipe.data.test,
+    }[key]
+    if not sources:
+        return None
+    training = recipe.training
+    micro, whole = training.micro_batch_size, training.global_batch_size
+    if key != "data.train":
+        micro = whole = recipe.evaluation.batch_size
+    config = _data_config(recipe, key, sources, micro=micro, whole=whole, resume=resume)
+    if key == "data.train":
+        config = replace(config, row_cost=_row_cost(recipe, encoder, ranks))
+    fetcher = build_fetcher(recipe)
+    survey = ranks.on_main(lambda: survey_data(config, encoder, fetcher, resume))
+    try:
+        opened = TrainData.open(
+            config,
+            encoder,
+            build_collator(recipe, encoder, derived, key),
+            ledger=ledger,
+            fetcher=fetcher,
+            list_dropped=ranks.is_main,
+            progress=progress,
+            launch=DataLaunch(
+                survey=survey, resume=resume, share=ranks.rank, shares=ranks.world_size
+            ),
+        )
+    except RunIdentityError as error:
+        changes = [] if listing is None else listing.changes(survey)
+        raise RunIdentityError("\n".join([str(error), *changes])) from None
+    if listing is not None and ranks.is_main:
+        listing.keep(survey)
+    return opened

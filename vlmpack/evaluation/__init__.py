@@ -1,0 +1,1 @@
+"""Answers to test questions, and what they score."""

@@ -1,0 +1,315 @@
+"""Greedy answers to test questions, by transformers' own `generate`.
+
+    VLMSample -> Question (the turns before the last answer) -> prompt ids, placeholders expanded
+    -> batches of similar length, padded on the left -> generate -> answers in the given order
+
+Only ids, the padding mask, pixels and grids go in; the model derives its positions itself, without
+any code of ours for packing. So what is measured is what a user of the exported folder will get.
+
+Shape letters: B questions of a batch, S columns of the padded prompts.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from vlmpack.activity import ACTIVITY
+from vlmpack.backends.engine import Engine
+from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.images import image_facts
+from vlmpack.distributed import Ranks
+from vlmpack.encode import Encoder, decode_image
+from vlmpack.errors import DataError
+from vlmpack.evaluation.scoring import Question
+from vlmpack.packing import Media
+from vlmpack.packing.media import concatenate_media
+
+Progress = Callable[[int, int], None]
+"""Called with the number of questions answered so far and their total."""
+
+OnBadSample = Callable[[DataError], None]
+"""Told about a question that cannot be asked; whether it goes on is its decision."""
+
+NARROW_MODEL = 512
+"""Hidden size up to which a CPU generates with one thread. The operations of one token are then so
+short that threads mostly wait for each other: on two busy cores two threads took 4 times as long
+as one (hidden size 128, batch 64), and used 3 times the CPU time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A tokenised question, not yet decoded: its place in the input, ids with one placeholder for
+    each run of an image, the lengths of the runs, and its length with placeholders expanded."""
+
+    index: int
+    ids: list[int]
+    runs: tuple[int, ...]
+    num_tokens: int
+
+
+def answer_questions(
+    model: Any,
+    encoder: Encoder,
+    questions: Sequence[Question],
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+    progress: Progress | None = None,
+    on_bad_sample: OnBadSample | None = None,
+) -> list[str | None]:
+    """Greedy answers, in the order of the questions.
+
+    Args:
+        model: a whole transformers model with its head, in eval mode, with unsharded weights.
+        encoder: the processor of its folder.
+        questions: what to ask.
+        batch_size: questions per forward pass; similar lengths share a batch, the longest first.
+        max_new_tokens: longest answer, in tokens; an answer also stops at the end of its turn.
+        progress: called after every batch.
+        on_bad_sample: called with each question that cannot be asked (an unreadable image, say).
+            Without it such a question raises.
+
+    Returns:
+        One answer per question, stripped, without special tokens; None for a bad question.
+
+    Raises:
+        DataError: a bad question, where `on_bad_sample` is None.
+    """
+    prompts: list[_Prompt] = []
+    for index, question in enumerate(questions):
+        with _placed(question, on_bad_sample):
+            prompts.append(_tokenise(index, question, encoder))
+    prompts.sort(key=lambda prompt: -prompt.num_tokens)
+    answers: list[str | None] = [None] * len(questions)
+    done = len(questions) - len(prompts)
+    with _greedy(model, encoder, max_new_tokens), _few_threads(model):
+        for start in range(0, len(prompts), batch_size):
+            ACTIVITY.enter_alone("answering questions")
+            batch = prompts[start : start + batch_size]
+            ready: list[tuple[_Prompt, Media | None]] = []
+            for prompt in batch:
+                with _placed(questions[prompt.index], on_bad_sample):
+                    ready.append((prompt, _media(questions[prompt.index], encoder)))
+            texts = _generate(model, encoder, ready) if ready else []
+            for (prompt, _), text in zip(ready, texts, strict=True):
+                answers[prompt.index] = text
+            done += len(batch)
+            if progress is not None:
+                progress(done, len(questions))
+    return answers
+
+
+def answer_over_ranks(
+    engine: Engine,
+    encoder: Encoder,
+    questions: Sequence[Question],
+    *,
+    ranks: Ranks,
+    batch_size: int,
+    max_new_tokens: int,
+    progress: Progress | None = None,
+    on_bad_sample: OnBadSample | None = None,
+) -> list[str | None]:
+    """Deal the questions over the ranks and gather all answers on every rank. Collective.
+
+    Ranks generate independently of each other, with whole weights: replicas have them, and for a
+    sharded model each rank gathers a whole copy first and drops it afterwards. (Generating through
+    shards would gather every layer again for every token.)
+
+    Args:
+        engine: the model being trained.
+        encoder: its processor.
+        questions: the same on every rank.
+        ranks: who this process is.
+        batch_size: questions per forward pass and process.
+        max_new_tokens: longest answer, in tokens.
+        progress: called on this rank with this rank's share.
+        on_bad_sample: called on every rank with the bad questions of all ranks, at the end.
+
+    Returns:
+        As `answer_questions`.
+
+    Raises:
+        DataError: on every rank, for a bad question where `on_bad_sample` is None.
+    """
+    bad: list[DataError] = []
+    with engine.generation() as model:
+        answers = answer_questions(
+            _whole_copy(model, engine) if _is_sharded(model) else model,
+            encoder,
+            questions[ranks.rank :: ranks.world_size],
+            batch_size=batch_size,
+            max_new_tokens=max_new_tokens,
+            progress=progress,
+            on_bad_sample=bad.append,
+        )
+    gathered = ranks.gather_objects((answers, bad))
+    for _, errors in gathered:
+        for error in errors:
+            if on_bad_sample is None:
+                raise error
+            on_bad_sample(error)
+    merged: list[str | None] = [None] * len(questions)
+    for rank, (part, _) in enumerate(gathered):
+        merged[rank :: ranks.world_size] = part
+    return merged
+
+
+def load_for_generation(folder: Path) -> tuple[Any, Encoder]:
+    """A model folder, ready to answer: on the GPU in bfloat16, or on the CPU in float32.
+
+    Raises:
+        ModelError: a folder without config, weights or processor files.
+        CapabilityError: a model family that is not known.
+    """
+    from vlmpack.backends.hf.load import load_model
+
+    encoder = Encoder(folder)
+    model = load_model(folder)
+    if torch.cuda.is_available():
+        _halve(model.to("cuda"))
+    return model.eval(), encoder
+
+
+@contextmanager
+def _placed(question: Question, on_bad_sample: OnBadSample | None) -> Iterator[None]:
+    """Fill in the place of a bad question's error, and pass it on or raise it."""
+    try:
+        yield
+    except DataError as error:
+        placed = error.located(key=question.key, shard=question.shard)
+        if on_bad_sample is None:
+            raise placed from error
+        on_bad_sample(placed)
+
+
+def _tokenise(index: int, question: Question, encoder: Encoder) -> _Prompt:
+    """Ids and exact length; image sizes come from the headers, no pixel is decoded."""
+    caps = SampleCaps(max_image_pixels=encoder.max_image_pixels)
+    sizes = [image_facts(data, str(n), caps).size for n, data in enumerate(question.images)]
+    layouts = encoder.layouts(sizes)
+    ids = encoder.chat.encode_prompt(question.messages, [layout.text for layout in layouts])
+    runs = tuple(run for layout in layouts for run in layout.runs)
+    return _Prompt(index, ids, runs, len(ids) - len(runs) + sum(runs))
+
+
+def _media(question: Question, encoder: Encoder) -> Media | None:
+    if not question.images:
+        return None
+    pixels = encoder.max_image_pixels
+    images = [decode_image(data, i, max_pixels=pixels) for i, data in enumerate(question.images)]
+    return encoder.image_rule.preprocess(images)
+
+
+def _generate(
+    model: Any, encoder: Encoder, ready: Sequence[tuple[_Prompt, Media | None]]
+) -> list[str]:
+    """One call of `generate`; answers in the order of `ready`."""
+    inputs = _model_inputs(encoder, ready)
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        output: Tensor = model.generate(**{name: x.to(device) for name, x in inputs.items()})
+    new_ids = output[:, inputs["input_ids"].shape[1] :].tolist()
+    texts = encoder.tokenizer.batch_decode(new_ids, skip_special_tokens=True)
+    return [str(text).strip() for text in texts]
+
+
+def _model_inputs(
+    encoder: Encoder, ready: Sequence[tuple[_Prompt, Media | None]]
+) -> dict[str, Tensor]:
+    """Left-padded inputs of one batch.
+
+    ids  pad pad  q0  q0 img img      (two placeholders for a two-token image)
+    mask  0   0   1   1   1   1
+    kind  0   0   0   0   1   1       (mm_token_type_ids: the model's own position rule reads it)
+    """
+    rows: list[list[int]] = []
+    for prompt, _ in ready:
+        runs = iter(prompt.runs)
+        row: list[int] = []
+        for token in prompt.ids:
+            row.extend([token] * (next(runs) if token == encoder.placeholder_id else 1))
+        rows.append(row)
+    width = max(map(len, rows))
+    input_ids = torch.full((len(rows), width), encoder.pad_token_id)
+    attention_mask = torch.zeros((len(rows), width), dtype=torch.int64)
+    for place, row in enumerate(rows):
+        input_ids[place, width - len(row) :] = torch.tensor(row)
+        attention_mask[place, width - len(row) :] = 1
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+    shown = [media for _, media in ready if media is not None]
+    if shown:
+        inputs |= encoder.family.token_arguments(input_ids == encoder.placeholder_id)
+        inputs |= encoder.family.image_arguments(concatenate_media(shown))
+    return inputs
+
+
+@contextmanager
+def _greedy(model: Any, encoder: Encoder, max_new_tokens: int) -> Iterator[None]:
+    """Greedy decoding alone: what generation_config.json says of sampling or penalties is set
+    aside, since `generate` would mix it into whatever it is given; only the end tokens are kept.
+    """
+    from transformers import GenerationConfig
+
+    own = model.generation_config
+    stops = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
+    stops = sorted({int(x) for x in [*stops, encoder.tokenizer.eos_token_id] if x is not None})
+    model.generation_config = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=stops,
+        pad_token_id=encoder.pad_token_id,
+        use_cache=True,
+    )
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+@contextmanager
+def _few_threads(model: Any) -> Iterator[None]:
+    """One thread for a narrow model on a CPU; the number is restored."""
+    threads = torch.get_num_threads()
+    width = model.get_input_embeddings().weight.shape[1]
+    if next(model.parameters()).device.type == "cpu" and width <= NARROW_MODEL:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _halve(model: nn.Module) -> None:
+    """Weights to bfloat16, in place. Buffers stay float32: rotary frequencies lose positions."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def _whole_copy(model: Any, engine: Engine) -> Any:
+    """The same model with whole weights on this rank. Collective.
+
+    On a GPU the copy is in bfloat16: it costs 2 bytes a parameter there while it answers.
+    """
+    whole = type(model)(copy.deepcopy(model.config))
+    whole.generation_config = copy.deepcopy(model.generation_config)
+    sources = dict(model.named_parameters())
+    for name, parameter in whole.named_parameters():
+        source = sources[name].detach()
+        parameter.data.copy_(source.full_tensor() if isinstance(source, DTensor) else source)
+    if engine.device.type == "cuda":
+        _halve(whole)
+    return whole.to(engine.device).eval()

@@ -1,0 +1,300 @@
+"""The figures of a plan. Shares are fractions of 1; units are in the names or said beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+PERCENTILES = (0, 5, 25, 50, 75, 90, 95, 99, 100)
+SAME_BATCH = 0.02  # change of the batch below which it counts as the same: last ones are short
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFigures:
+    """One source of `data.train`, or all of them together.
+
+    Args:
+        name: of the source; "total" for all.
+        num_samples: in the shards, bad and over-long ones included.
+        num_usable: that an epoch can train on.
+        num_drawn: draws from it in an epoch; as many as usable ones, without weights, and the known
+            holes.
+        num_dropped: left out because they are too long, by the limit that they break.
+        num_shrunk: whose images are made smaller.
+        num_bad: known to be bad, by class; they stay as holes.
+        num_tokens, num_image_tokens, num_label_tokens, num_patches: of the usable samples, once
+            each.
+        length_percentiles: percentile -> tokens of a usable sample; empty where there is none.
+        length_histogram: upper edges of equal bins of tokens, and the usable samples in each.
+    """
+
+    name: str
+    num_samples: int
+    num_usable: int
+    num_drawn: int
+    num_dropped: dict[str, int]
+    num_shrunk: int
+    num_bad: dict[str, int]
+    num_tokens: int
+    num_image_tokens: int
+    num_label_tokens: int
+    num_patches: int
+    length_percentiles: dict[int, int]
+    length_histogram: tuple[tuple[int, int], ...]
+
+    @property
+    def vision_share(self) -> float:
+        """Of the tokens."""
+        return self.num_image_tokens / max(1, self.num_tokens)
+
+    @property
+    def label_share(self) -> float:
+        """Of the tokens."""
+        return self.num_label_tokens / max(1, self.num_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """One sample that will not be trained, and why."""
+
+    key: str
+    shard: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModeFigures:
+    """The first epoch under one packing mode.
+
+    Args:
+        name: of the mode, with scope or planner.
+        is_recipes: whether the recipe says so; its figures are then those of the run.
+        is_estimated: whether it was packed from a part of the samples and carried over.
+        micro_batch_size: samples in a micro-batch; 1 row where rows are planned.
+        steps: optimizer steps of the epoch at the recipe's `training.global_batch_size`.
+        counts_rows: whether that size counts rows.
+        samples: trained in the epoch.
+        rows: of the epoch.
+        tokens: real ones.
+        slots: computed, padding included, empty bins too.
+        empty_rows: bins without samples that fill the model copies' last shares up.
+        row_tokens: what a row may hold; 0 where rows are not planned.
+        vision_patches: of the epoch.
+        compute: FLOPs relative to mode `none` over the same samples.
+        max_row_slots, max_row_patches: the largest micro-batch.
+        mean_batch_samples, mean_batch_tokens: of a whole global batch.
+    """
+
+    name: str
+    is_recipes: bool
+    is_estimated: bool
+    micro_batch_size: int
+    steps: int
+    counts_rows: bool
+    samples: int
+    rows: int
+    tokens: int
+    slots: int
+    empty_rows: int
+    row_tokens: int
+    vision_patches: int
+    compute: float
+    max_row_slots: int
+    max_row_patches: int
+    mean_batch_samples: float
+    mean_batch_tokens: float
+
+    @property
+    def fill(self) -> float:
+        """Real tokens per computed slot: `fill` of metrics.jsonl, over the epoch."""
+        return self.tokens / max(1, self.slots)
+
+    @property
+    def padding(self) -> float:
+        """Share of the slots that hold no token."""
+        return 1 - self.fill
+
+    @property
+    def row_fill(self) -> float | None:
+        """Real tokens per token that the rows may hold; None where rows are not planned."""
+        return self.tokens / max(1, self.rows * self.row_tokens) if self.row_tokens else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundChoice:
+    """One choice of the most samples in a row.
+
+    Args:
+        basis: where it comes from.
+        max_sequences: the bound.
+        covered: share of unbounded rows that keep it: the others would run without a CUDA graph.
+        extra_rows: rows that the packer makes more when it enforces the bound, as a share.
+        is_recipes: whether the recipe's plan has this bound.
+    """
+
+    basis: str
+    max_sequences: int
+    covered: float
+    extra_rows: float
+    is_recipes: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceFigures:
+    """Samples in a row.
+
+    Args:
+        mode: whose rows, by the name of its figures.
+        mean: samples in a row of the epoch.
+        percentiles: percentile -> samples.
+        histogram: (samples in a row, rows).
+        dry_run_samples: samples that the choices below were packed from, without a bound.
+        choices: for fixed shapes; empty where rows are not planned and none were packed.
+    """
+
+    mode: str
+    mean: float
+    percentiles: dict[str, int]
+    histogram: tuple[tuple[int, int], ...]
+    dry_run_samples: int
+    choices: tuple[BoundChoice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImbalanceFigures:
+    """Largest load of a rank over the mean one, averaged over steps.
+
+    Args:
+        data_parallel: ranks that share a global batch.
+        micro_batches: of each rank in a step.
+        steps: that were averaged, spread over the epoch.
+        total_dealt, vision_dealt: bins dealt in turn.
+        total_balanced, vision_balanced: bins dealt by cost; vision: 1 where there is none.
+        is_recipes: whether the run has so many ranks.
+    """
+
+    data_parallel: int
+    micro_batches: int
+    steps: int
+    total_dealt: float
+    vision_dealt: float
+    total_balanced: float
+    vision_balanced: float
+    is_recipes: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchFigures:
+    """What an optimizer step trains, beside the unpacked run's.
+
+    Args:
+        global_batch_size: of the recipe, in rows or samples.
+        counts_rows: whether it counts rows.
+        samples, tokens: of a mean global batch of the recipe's mode.
+        unpacked_samples, unpacked_tokens: of mode `none` at the same `global_batch_size`.
+        samples_per_row: of the recipe's mode, or of rows that fill `training.seq_length`.
+        keeping_size: global batch in rows that keeps the unpacked run's samples per step, a
+            multiple of the model copies; None where the mode keeps them anyway.
+        learning_rate: of the recipe.
+        scaled_learning_rate: by the square root of the batch's growth; None where it is the same.
+    """
+
+    global_batch_size: int
+    counts_rows: bool
+    samples: float
+    tokens: float
+    unpacked_samples: float
+    unpacked_tokens: float
+    samples_per_row: float
+    keeping_size: int | None
+    learning_rate: float
+    scaled_learning_rate: float | None
+
+    @property
+    def kept_samples(self) -> float:
+        """Samples of a step with `keeping_size` rows: rounding moves it off the unpacked run's."""
+        return (self.keeping_size or 0) * max(1.0, self.samples_per_row)
+
+    @property
+    def growth(self) -> float:
+        """Samples of a step, over the unpacked run's."""
+        return self.samples / max(1e-9, self.unpacked_samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFigures:
+    """Bytes of the fullest rank; see `vlmpack.forecast.memory` for the formula.
+
+    Args:
+        parameters: of the whole model; `tower_parameters` of these in the vision tower.
+        counted_from: the files that said so.
+        rank_parameters: that the fullest rank computes with, before any sharding over replicas,
+            adapters left out; `rank_trained`: that are updated there, adapters included.
+        where: which rank that is.
+        dtype: of the compute.
+        weights, gradients, optimizer, activations, logits: bytes.
+        row_tokens, row_patches: the micro-batch that the activations are of.
+        rows_in_flight: micro-batches whose activations a stage holds at once.
+        formula: in words, with what is left out.
+    """
+
+    parameters: int
+    tower_parameters: int
+    counted_from: str
+    rank_parameters: int
+    rank_trained: int
+    where: str
+    dtype: str
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    row_tokens: int
+    row_patches: int
+    rows_in_flight: int
+    formula: tuple[str, ...]
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """Everything that `vlmpack plan` shows.
+
+    Args:
+        model: the folder of what is finetuned.
+        world_size, data_parallel: processes, and model copies among them.
+        sources: one each; `total` over all of them.
+        left_out: the first few samples that are not trained.
+        steps_per_epoch: of the first epoch.
+        epochs: of the run, perhaps a part of one.
+        run_steps: optimizer steps of the run.
+        modes: one of them is the recipe's.
+        sequences, imbalance, batch, memory: see their classes. `memory` is None where the model
+            folder does not say enough.
+        notes: what a reader must know about these figures.
+    """
+
+    model: str
+    world_size: int
+    data_parallel: int
+    sources: tuple[SourceFigures, ...]
+    total: SourceFigures
+    left_out: tuple[LeftOut, ...]
+    steps_per_epoch: int
+    epochs: float
+    run_steps: int
+    modes: tuple[ModeFigures, ...]
+    sequences: SequenceFigures
+    imbalance: tuple[ImbalanceFigures, ...]
+    batch: BatchFigures
+    memory: MemoryFigures | None
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def mode(self) -> ModeFigures:
+        """The recipe's."""
+        return next(mode for mode in self.modes if mode.is_recipes)

@@ -1,0 +1,230 @@
+"""The samples of a split, a recipe and a model's sizes -> RunPlan. Nothing is read, numpy only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from vlmpack.build.rows import row_budget
+from vlmpack.data.config import DataConfig
+from vlmpack.data.index.table import Int64s
+from vlmpack.data.plan.batches import Plan, Position
+from vlmpack.data.plan.packers import BudgetPacker, RowBudget, pack_in_order
+from vlmpack.data.plan.windows import WindowPlan
+from vlmpack.data.shards.keys import describe_keys
+from vlmpack.data.splits.row_packer import dry_run_order, settled_budget
+from vlmpack.data.splits.split import Split
+from vlmpack.forecast.batch import batch_figures
+from vlmpack.forecast.figures import RunPlan
+from vlmpack.forecast.imbalance import imbalance_figures
+from vlmpack.forecast.memory import memory_figures
+from vlmpack.forecast.modes import (
+    BATCH,
+    OFFLINE,
+    SAVED,
+    STREAM,
+    ModePlanner,
+    PlannedMode,
+    mode_figures,
+)
+from vlmpack.forecast.parameters import ModelSizes
+from vlmpack.forecast.progress import Progress, counted, silent
+from vlmpack.forecast.sequences import sequence_figures
+from vlmpack.forecast.sources import left_out, source_figures
+from vlmpack.forecast.trained import TrainedSizes
+from vlmpack.recipe import Recipe, derive
+from vlmpack.recipe.derived import multiples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanInputs:
+    """What a plan is made of.
+
+    Args:
+        recipe: of the run; its `packing.mode` may be one that `config` stands in for.
+        config: of the split.
+        split: opened, every shard indexed.
+        sizes: of the model; None where its folder does not say them.
+        world_size: processes.
+        trained: what of the model is; None for every weight.
+    """
+
+    recipe: Recipe
+    config: DataConfig
+    split: Split
+    sizes: ModelSizes | None
+    world_size: int
+    trained: TrainedSizes | None = None
+
+    @property
+    def copies(self) -> int:
+        """Of the model."""
+        return derive(self.recipe, self.world_size).data_parallel
+
+
+def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
+    """Every figure of the plan.
+
+    Args:
+        progress: told how many windows are packed.
+    """
+    recipe, config, split = inputs.recipe, inputs.config, inputs.split
+    copies, fitted = inputs.copies, split.fitted
+    dry_tokens, dry_patches = _dry_run(inputs)
+    budget = _settled_budget(inputs, dry_tokens, dry_patches)
+    wanted = multiples(recipe.parallelism)
+    width = budget.max_tokens if recipe.packing.pad_to_max_length else 0
+    planner = ModePlanner(
+        config=config,
+        fitted=fitted,
+        budget=budget,
+        multiples=wanted,
+        width=width,
+        progress=progress,
+    )
+    planned = _all_modes(planner, split, offline=recipe.packing.mode == "offline", copies=copies)
+    by_name = {mode.name: mode for mode in planned}
+    own = next(mode for mode in planned if mode.is_recipes)
+    rows = own if own.budget is not None else by_name[STREAM]
+    modes = tuple(mode_figures(mode, copies, config.row_cost, by_name["none"]) for mode in planned)
+    figures = {mode.name: mode for mode in modes}
+    sequences = sequence_figures(rows, dry_tokens, dry_patches)
+    drawn = [source.num_draws for source in split.plan.sources]
+    names = [source.name for source in config.sources]
+    counts = [numbers.size for _, numbers in split.numbers()]
+    sources, total = source_figures(
+        fitted,
+        names,
+        [count if draws is None else draws for count, draws in zip(counts, drawn, strict=True)],
+        config.limits,
+    )
+    steps = figures[own.name].steps
+    run_steps = _run_steps(inputs, own, progress)
+    epochs = recipe.training.num_epochs
+    return RunPlan(
+        model=recipe.model.path,
+        world_size=inputs.world_size,
+        data_parallel=copies,
+        sources=sources,
+        total=total,
+        left_out=left_out(fitted),
+        steps_per_epoch=steps,
+        epochs=float(epochs) if epochs is not None else run_steps / max(1, steps),
+        run_steps=run_steps,
+        modes=modes,
+        sequences=sequences,
+        imbalance=imbalance_figures(own, copies, config.row_cost),
+        batch=batch_figures(
+            recipe,
+            figures[own.name],
+            figures["none"],
+            samples_per_row=sequences.mean,
+            copies=copies,
+        ),
+        memory=None
+        if inputs.sizes is None
+        else memory_figures(
+            recipe,
+            inputs.sizes,
+            figures[own.name],
+            copies=copies,
+            world_size=inputs.world_size,
+            trained=inputs.trained,
+        ),
+        notes=_notes(inputs, own, figures["in_batch"].micro_batch_size),
+    )
+
+
+def _all_modes(
+    planner: ModePlanner, split: Split, *, offline: bool, copies: int
+) -> list[PlannedMode]:
+    """In the order of the table; the recipe's own as the run plans it."""
+    own = planner.own(split)
+    offline = offline and own.name != SAVED  # planned anew: `own` stands in for it
+    own = replace(own, is_recipes=not offline)
+    stream = own if own.name == STREAM else planner.online("stream")
+    batch = own if own.name == BATCH else planner.online("batch")
+    micro = own.micro_batch_size
+    if own.budget is not None or micro < 2:
+        bins = stream.layout.bins
+        wanted = max(2, round(float(bins.mean())) if bins.size else 2)
+        micro = _dividing(planner.config.global_batch_size // copies, wanted)
+    none = own if own.name == "none" else planner.fixed("none", micro)
+    in_batch = own if own.name == "in_batch" else planner.fixed("in_batch", micro)
+    packed = own
+    if own.name != SAVED:
+        packed = planner.offline(own.layout, is_recipes=offline)
+    return [none, in_batch, stream, batch, packed]
+
+
+def _dividing(whole: int, wanted: int) -> int:
+    """The largest divisor of `whole` up to `wanted`."""
+    return max(size for size in range(1, wanted + 1) if max(1, whole) % size == 0)
+
+
+def _dry_run(inputs: PlanInputs) -> tuple[Int64s, Int64s]:
+    """(n,) tokens and patches of the first samples, in the order in which a run packs them."""
+    split, plan = inputs.split, inputs.split.plan
+    if isinstance(plan, WindowPlan):
+        return split.sizes(plan.plan_window(0, 0, split.start()).order)
+    shuffle = plan.shuffle if isinstance(plan, Plan) else "global"
+    return split.sizes(dry_run_order(plan.sources, inputs.config.seed, shuffle))
+
+
+def _settled_budget(inputs: PlanInputs, tokens: Int64s, patches: Int64s) -> RowBudget:
+    """Of planned rows, with the bound on sequences that the run has or would have."""
+    packer = inputs.split.plan.packer
+    if isinstance(packer, BudgetPacker):
+        return packer.budget
+    budget = row_budget(inputs.recipe, None)
+    if budget.max_sequences is not None:
+        return budget
+    return settled_budget(budget, pack_in_order(tokens, patches, budget))
+
+
+def _run_steps(inputs: PlanInputs, own: PlannedMode, progress: Progress) -> int:
+    """As `vlmpack.build.run_length` counts them, for a run that has not begun."""
+    training, plan = inputs.recipe.training, inputs.split.plan
+    if training.max_steps is not None:
+        return training.max_steps
+    epochs, first = training.num_epochs, int(own.layout.steps.size)
+    assert epochs is not None  # one of the two is set, the recipe's rules see to it
+    if epochs == 1 or plan.packer.num_batches(1) is not None or own.name == OFFLINE:
+        return epochs * first
+    if isinstance(plan, WindowPlan):
+        return int(plan.steps_until(epochs, Position(), inputs.split.start()))
+    later = counted(range(1, epochs), "packing: later epochs", epochs - 1, progress)
+    return first + sum(plan.num_steps(epoch) for epoch in later)
+
+
+def _notes(inputs: PlanInputs, own: PlannedMode, micro: int) -> tuple[str, ...]:
+    notes = []
+    if own.budget is not None:
+        notes.append(
+            f"none and in_batch are shown with micro-batches of {micro} samples, about as many as "
+            "a planned row or a global batch holds; training.micro_batch_size is "
+            f"{own.micro_batch_size}"
+        )
+    elif micro != own.micro_batch_size:
+        notes.append(
+            f"in_batch is shown with micro-batches of {micro} samples; "
+            f"training.micro_batch_size is {own.micro_batch_size}"
+        )
+    if inputs.split.fitted.table.bad.any():
+        notes.append("bad samples keep their place in a batch as holes, so no other sample moves")
+    notes.append(
+        "samples whose damage shows only when they are read (an image that cannot be decoded) are "
+        "not known here; a run counts them as holes"
+    )
+    if unknown := inputs.split.fitted.table.unknown_keys:
+        notes.append(f"keys of records that are not read: {describe_keys(unknown)}")
+    if isinstance(inputs.split.plan, WindowPlan):
+        notes.append(
+            "data.shuffle is window: the recipe's mode is planned by it, the other modes by a "
+            "shuffle over all samples"
+        )
+    if own.name == OFFLINE:
+        notes.append(
+            "packing.path holds no packs yet, so offline is planned by best-fit-decreasing; with "
+            "--planner stream it has the figures of online, stream"
+        )
+    return tuple(notes)

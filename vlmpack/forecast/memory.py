@@ -1,0 +1,284 @@
+"""Bytes that the fullest rank must hold, estimated from sizes alone. No model is built.
+
+With h the decoder's width, q and k the total widths of its query and key heads, f the MLP's columns
+that a token passes, e the bytes of a number:
+
+    hf       weights 4, gradients 4, AdamW's moments 8 bytes a parameter, over all ranks with fsdp;
+             bfloat16 adds a 2-byte copy of the weights (fsdp: of two blocks and of what lies
+             outside the blocks)
+    mcore    weights e, gradients 4, main weights and moments 12 bytes (8 in float32), these over
+             data- and context-parallel ranks with the distributed optimizer; matrices of decoder
+             layers, embedding and head are cut by tensor, layers by pipeline, experts by expert;
+             the tower is whole on the first stage
+    activations of one layer, in bytes a token: n h + (2 q + 2 k + 4 f) e, where n counts what the
+             two norms keep (24 in float32, 20 under autocast, 16 with fsdp in bfloat16, 4 e with
+             mcore); with experts 3 h e more for each expert that a token is sent to. The tower's
+             blocks likewise, by patches; a plain MLP keeps 2 f. With activation checkpointing: e h
+             a layer, and one layer or block whole. (After Korthikanti et al., 2205.05198, section
+             4, without attention scores, which varlen kernels do not keep, and without dropout.)
+    Gradients and AdamW's numbers are those of trained parameters alone, adapters included, and with
+    mcore so are main weights. Weights in 4 bits (QLoRA) take 0.516 bytes and no copy. Components in
+    front of the first trained one record no graph: no copies of their weights, and of a frozen
+    tower's activations one block at a time. What adapters themselves keep (rank numbers a token and
+    layer, with dropout a copy of their input) is left out.
+    logits   one chunk in float32, three times (values, gradient, exponentials)
+
+Compared with what autograd keeps of the tiny model (hf, CPU): it keeps 1.2 times the activations in
+float32 and 1.3 times in bfloat16, since attention segment by segment holds its output twice.
+
+Left out: the CUDA context and NCCL's buffers (1 to 3 GB), buckets of communication, temporary
+tensors of kernels, fragmentation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from vlmpack.forecast.figures import MemoryFigures
+from vlmpack.forecast.parameters import ModelSizes
+from vlmpack.forecast.trained import TrainedSizes
+from vlmpack.recipe import Recipe
+
+LOGIT_COPIES = 3
+
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Of a weight in 4 bits: with an 8-bit scale for 64 of them, and a float32 one for 256 of those."""
+
+
+class MicroBatchSizes(Protocol):
+    """The largest micro-batch: samples, computed slots, vision patches."""
+
+    @property
+    def micro_batch_size(self) -> int: ...
+    @property
+    def max_row_slots(self) -> int: ...
+    @property
+    def max_row_patches(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rank:
+    """One rank's share.
+
+    Args:
+        where: which rank.
+        parameters: it computes with; of these `experts` in experts.
+        layers: decoder layers.
+        in_flight: micro-batches whose activations it holds.
+        has_tower, has_head: whether it is on the first, the last stage.
+    """
+
+    where: str
+    parameters: int
+    experts: int
+    layers: int
+    in_flight: int
+    has_tower: bool
+    has_head: bool
+
+
+def memory_figures(
+    recipe: Recipe,
+    sizes: ModelSizes,
+    mode: MicroBatchSizes,
+    *,
+    copies: int,
+    world_size: int,
+    trained: TrainedSizes | None = None,
+) -> MemoryFigures:
+    """The fullest rank's.
+
+    Args:
+        mode: the recipe's; its largest micro-batch is what activations are counted for.
+        copies: of the model.
+        trained: what is; None for every weight.
+    """
+    estimate = _Estimate(recipe, sizes, mode, copies, world_size, trained)
+    return max((estimate.of(rank) for rank in estimate.ranks()), key=lambda one: one.total)
+
+
+@dataclass(frozen=True, slots=True)
+class _Estimate:
+    recipe: Recipe
+    sizes: ModelSizes
+    mode: MicroBatchSizes
+    copies: int
+    world_size: int
+    trained: TrainedSizes | None
+
+    @property
+    def dtype(self) -> str:
+        """`auto` is what a GPU computes in."""
+        name = self.recipe.model.dtype
+        return "bfloat16" if name == "auto" else name
+
+    @property
+    def number(self) -> int:
+        """Bytes of an activation's number."""
+        return 2 if self.dtype == "bfloat16" else 4
+
+    def ranks(self) -> list[_Rank]:
+        """The first and the last pipeline stage."""
+        split, sizes = self.recipe.parallelism, self.sizes
+        stages, tensor = split.pipeline, split.tensor
+        per_step = self.recipe.training.global_batch_size
+        accumulation = max(1, per_step // (self.mode.micro_batch_size * self.copies))
+        layers = (sizes.layers // tensor + sizes.vectors) // stages
+        experts = sizes.experts // stages // split.expert
+        first = layers + experts + sizes.embedding // tensor + sizes.tower
+        head = (sizes.head or (sizes.embedding if stages > 1 else 0)) // tensor
+        each = sizes.num_layers // stages
+        if stages == 1:
+            return [_Rank(
+                where="every rank alike", parameters=first + head, experts=experts, layers=each,
+                in_flight=1, has_tower=True, has_head=True,
+            )]  # fmt: skip
+        return [
+            _Rank(
+                where="first pipeline stage", parameters=first, experts=experts, layers=each,
+                in_flight=min(stages, accumulation), has_tower=True, has_head=False,
+            ),
+            _Rank(
+                where="last pipeline stage", parameters=layers + experts + head, experts=experts,
+                layers=each, in_flight=1, has_tower=False, has_head=True,
+            ),
+        ]  # fmt: skip
+
+    def of(self, rank: _Rank) -> MemoryFigures:
+        """The figures of one rank."""
+        weights, gradients, optimizer = (
+            self._mcore_state(rank)
+            if self.recipe.model.backend == "mcore"
+            else self._hf_state(rank)
+        )
+        return MemoryFigures(
+            parameters=self.sizes.parameters,
+            tower_parameters=self.sizes.tower,
+            counted_from=self.sizes.files,
+            rank_parameters=rank.parameters,
+            rank_trained=self._trained(rank),
+            where=rank.where,
+            dtype=self.dtype,
+            weights=weights,
+            gradients=gradients,
+            optimizer=optimizer,
+            activations=rank.in_flight * self._activations(rank),
+            logits=self._logits() if rank.has_head else 0,
+            row_tokens=self.mode.max_row_slots,
+            row_patches=self.mode.max_row_patches,
+            rows_in_flight=rank.in_flight,
+            formula=self._formula(),
+        )
+
+    def _trained(self, rank: _Rank, *, experts: bool = False) -> int:
+        """Parameters of a rank that are updated, before any sharding over replicas.
+
+        Args:
+            experts: those in experts alone.
+        """
+        trained = self.trained
+        if trained is None:
+            return rank.experts if experts else rank.parameters
+        if experts:
+            return rank.experts if trained.language else 0
+        count = trained.adapters
+        if trained.language:
+            count += rank.parameters - (trained.images if rank.has_tower else 0)
+        return count + (trained.trained_images if rank.has_tower else 0)
+
+    def _hf_state(self, rank: _Rank) -> tuple[int, int, int]:
+        sizes, trained = self.sizes, self.trained
+        packed = trained.packed if trained is not None else 0
+        count = rank.parameters - packed + (trained.adapters if trained is not None else 0)
+        shards = self.world_size if self.recipe.parallelism.sharding == "fsdp" else 1
+        held, updated = -(-count // shards), -(-self._trained(rank) // shards)
+        copied = 0
+        if shards > 1:
+            root = sizes.embedding + sizes.head
+            copied = self.number * (root + 2 * sizes.largest_block)
+        elif self.dtype == "bfloat16":
+            copied = 2 * (count - (trained.before_graph if trained is not None else 0))
+        return 4 * held + round(NF4_BYTES * packed) + copied, 4 * updated, 8 * updated
+
+    def _mcore_state(self, rank: _Rank) -> tuple[int, int, int]:
+        split = self.recipe.parallelism
+        each = 12 if self.dtype == "bfloat16" else 8
+        updated, experts = self._trained(rank), self._trained(rank, experts=True)
+        dense = updated - experts
+        optimizer = each * updated
+        if split.distributed_optimizer:
+            over = self.copies * split.context
+            expert_over = max(1, over * split.tensor // split.expert)
+            optimizer = each * (-(-dense // over) + -(-experts // expert_over))
+        return self.number * rank.parameters, 4 * updated, optimizer
+
+    def _activations(self, rank: _Rank) -> int:
+        split, sizes, mode, number = self.recipe.parallelism, self.sizes, self.mode, self.number
+        recompute = self.recipe.model.activation_checkpointing
+        tokens = -(-mode.max_row_slots // split.context)
+        narrow = split.tensor if split.sequence else 1
+        norms = self._norm_bytes() * sizes.hidden // narrow
+        wide = 2 * sizes.query + 2 * sizes.key + 4 * sizes.intermediate
+        layer = norms + number * wide // split.tensor
+        layer += 3 * number * sizes.choices * sizes.hidden
+        block, blocks, patches = self._tower_block(rank)
+        keeps = self.trained is None or self.trained.tower_keeps
+        if not recompute:
+            return tokens * rank.layers * layer + patches * block * (blocks if keeps else 1)
+        kept = tokens * rank.layers * number * sizes.hidden // narrow
+        if sizes.vision is not None and keeps:
+            kept += patches * blocks * number * sizes.vision.width
+        return kept + max(
+            tokens * layer, patches * block
+        )  # one of them is computed again at a time
+
+    def _tower_block(self, rank: _Rank) -> tuple[int, int, int]:
+        """Bytes a patch keeps in a block of the tower, blocks, and patches of this rank."""
+        split, vision = self.recipe.parallelism, self.sizes.vision
+        if vision is None or not rank.has_tower:
+            return 0, 0, 0
+        mlp = (4 if vision.gated else 2) * vision.intermediate
+        block = self._norm_bytes() * vision.width + self.number * (4 * vision.width + mlp)
+        return block, vision.blocks, -(-self.mode.max_row_patches // (split.tensor * split.context))
+
+    def _norm_bytes(self) -> int:
+        """That the two norms of a layer keep for each column of a token."""
+        if self.recipe.model.backend == "mcore":
+            return 4 * self.number
+        if self.dtype == "float32":
+            return 24
+        return 16 if self.recipe.parallelism.sharding == "fsdp" else 20
+
+    def _logits(self) -> int:
+        from vlmpack.backends.cross_entropy import chunk_rows  # imports torch
+
+        rows = min(self.mode.max_row_slots, chunk_rows(self.sizes.vocabulary))
+        return LOGIT_COPIES * 4 * rows * self.sizes.vocabulary // self.recipe.parallelism.tensor
+
+    def _formula(self) -> tuple[str, ...]:
+        mcore = self.recipe.model.backend == "mcore"
+        split = self.recipe.parallelism
+        if mcore:
+            each = "12" if self.dtype == "bfloat16" else "8"
+            over = ", over data and context ranks" if split.distributed_optimizer else ""
+            state = f"{self.number} + 4 + {each} bytes a parameter (the last{over or ' whole'})"
+        else:
+            over = (
+                f" over {self.world_size} ranks" if split.sharding == "fsdp" else " on every rank"
+            )
+            copy = " + copies in bfloat16" if self.dtype == "bfloat16" else ""
+            state = f"4 + 4 + 8 bytes a parameter{over}{copy}"
+        if self.trained is not None:
+            state += "; gradients and AdamW's numbers of trained parameters alone"
+        norm, number = self._norm_bytes(), self.number
+        layer = f"{norm} h + {number} (2 q + 2 k + 4 f) bytes a token and layer"
+        if self.recipe.model.activation_checkpointing:
+            layer = f"{number} h bytes a token and layer, and one layer of {layer}"
+        return (
+            f"weights + gradients + AdamW: {state}",
+            f"activations of the largest micro-batch: {layer} (h width, q and k heads, f MLP "
+            "columns), the tower's blocks likewise by patches",
+            "left out: CUDA context and NCCL (1 to 3 GB), communication buckets, kernels' "
+            "temporaries, fragmentation",
+        )

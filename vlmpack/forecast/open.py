@@ -1,0 +1,68 @@
+"""A recipe's training split, opened as a run opens it, and planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from vlmpack.build.data import build_cost_model, build_encoder, open_split
+from vlmpack.data.loading.ledger import Ledger
+from vlmpack.data.packs.manifest import MANIFEST
+from vlmpack.distributed import Ranks
+from vlmpack.forecast.figures import RunPlan
+from vlmpack.forecast.make import PlanInputs, plan_figures
+from vlmpack.forecast.parameters import read_sizes
+from vlmpack.forecast.progress import Progress, silent
+from vlmpack.forecast.trained import trained_sizes
+from vlmpack.recipe import Recipe, check_world, derive, load_recipe
+
+
+def plan_recipe(recipe: Recipe, *, world_size: int, progress: Progress = silent) -> RunPlan:
+    """What a run of the recipe would do. No model is loaded, no GPU is used.
+
+    What is not indexed yet is indexed first.
+
+    Args:
+        world_size: processes that the run would have.
+        progress: told how far indexing and packing are.
+
+    Raises:
+        RecipeError: the recipe cannot run on so many processes.
+        ModelError, CapabilityError: the model folder.
+        DataError, EmptyDataError: the data.
+    """
+    check_world(recipe, world_size)
+    encoder = build_encoder(recipe)
+    sizes = read_sizes(Path(recipe.model.path))
+    trained = None if sizes is None else trained_sizes(recipe, encoder.family)
+    ranks = Ranks(
+        rank=0, world_size=1, local_rank=0, dp_rank=0, dp_size=1, device=torch.device("cpu")
+    )
+    opened, packs = recipe, recipe.packing.path
+    if recipe.packing.mode == "offline" and not (packs and (Path(packs) / MANIFEST).is_file()):
+        opened = load_recipe(recipe, {"packing.mode": "online"})
+    train = open_split(
+        opened,
+        "data.train",
+        encoder,
+        derive(recipe, world_size),
+        ranks=ranks,
+        ledger=Ledger(None),
+        progress=progress,
+    )
+    assert train is not None  # data.train is required
+    try:
+        train.split.index_all()
+        inputs = PlanInputs(
+            recipe=recipe,
+            config=replace(train.config, row_cost=build_cost_model(encoder)),
+            split=train.split,
+            sizes=sizes,
+            trained=trained,
+            world_size=world_size,
+        )
+        return plan_figures(inputs, progress)
+    finally:
+        train.split.close()

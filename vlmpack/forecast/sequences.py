@@ -1,0 +1,94 @@
+"""How many samples share a row, and what a fixed bound on them costs.
+
+CUDA graphs want `cu_seqlens` of one size, so a bound on the samples of a row. Two ways to keep it:
+the packer enforces it and makes more rows, or rows above it run without a graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from vlmpack.alignment import round_up
+from vlmpack.data.index.table import Int64s
+from vlmpack.data.plan.packers import RowBudget, pack_in_order
+from vlmpack.forecast.figures import BoundChoice, SequenceFigures
+from vlmpack.forecast.modes import PlannedMode
+
+NAMED = (("p50", 50.0), ("p90", 90.0), ("p99", 99.0), ("p99.9", 99.9), ("max", 100.0))
+"""Percentiles of the samples in a row."""
+
+BOUND_MULTIPLE = 8
+
+COST_SAMPLES = 16_384
+
+
+def sequence_figures(mode: PlannedMode, tokens: Int64s, patches: Int64s) -> SequenceFigures:
+    """The samples in a row of a mode's epoch, and the choices of a bound.
+
+    Args:
+        mode: of planned rows.
+        tokens, patches: (n,) of the dry run's samples, in the order of the run.
+    """
+    assert mode.budget is not None
+    bins = mode.layout.bins
+    counts = np.bincount(bins) if bins.size else np.zeros(1, np.int64)
+    used = np.flatnonzero(counts)
+    return SequenceFigures(
+        mode=mode.name,
+        mean=float(bins.mean()) if bins.size else 0.0,
+        percentiles=_percentiles(bins),
+        histogram=tuple(zip(used.tolist(), counts[used].tolist(), strict=True)),
+        dry_run_samples=int(tokens.size),
+        choices=bound_choices(mode.budget, tokens, patches),
+    )
+
+
+def bound_choices(budget: RowBudget, tokens: Int64s, patches: Int64s) -> tuple[BoundChoice, ...]:
+    """What each bound covers and costs, by dry runs with and without it.
+
+    Args:
+        budget: of a row; its own bound is marked.
+        tokens, patches: (n,) of the samples; the cost is taken from the first COST_SAMPLES.
+    """
+    free = _row_sizes(tokens, patches, replace(budget, max_sequences=None))
+    if not free.size:
+        return ()
+    bounds: dict[int, str] = {}
+    for name, size in _percentiles(free).items():
+        bound = round_up(size, BOUND_MULTIPLE)
+        bounds[bound] = f"{bounds[bound]}, {name}" if bound in bounds else name
+    own = budget.max_sequences
+    if own is not None and own not in bounds:
+        bounds[own] = "recipe"
+    some = (tokens[:COST_SAMPLES], patches[:COST_SAMPLES])
+    rows = _row_sizes(*some, replace(budget, max_sequences=None))
+    choices = []
+    for bound, basis in sorted(bounds.items()):
+        extra = 0.0
+        if (rows > bound).any():
+            enforced = _row_sizes(*some, replace(budget, max_sequences=bound))
+            extra = enforced.size / rows.size - 1
+        choices.append(
+            BoundChoice(
+                basis=basis,
+                max_sequences=bound,
+                covered=float((free <= bound).mean()),
+                extra_rows=extra,
+                is_recipes=bound == own,
+            )
+        )
+    return tuple(choices)
+
+
+def _percentiles(sizes: Int64s) -> dict[str, int]:
+    if not sizes.size:
+        return {name: 0 for name, _ in NAMED}
+    values = np.percentile(sizes, [share for _, share in NAMED], method="higher").tolist()
+    return {name: int(value) for (name, _), value in zip(NAMED, values, strict=True)}
+
+
+def _row_sizes(tokens: Int64s, patches: Int64s, budget: RowBudget) -> Int64s:
+    rows = pack_in_order(tokens, patches, budget)
+    return np.fromiter(map(len, rows), np.int64, len(rows))

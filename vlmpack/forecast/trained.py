@@ -1,0 +1,83 @@
+"""What of a model is trained, for its memory: from names and shapes, as an engine counts it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+from vlmpack.backends.policy import ComponentCount, count_components, is_adapter
+from vlmpack.build.policy import policy_of
+from vlmpack.families import Family
+from vlmpack.recipe import Recipe
+from vlmpack.recipe.trainable import TrainableSection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedSizes:
+    """What memory depends on beside the model's sizes.
+
+    Args:
+        counts: the components, adapters included; those that an engine would count.
+        images: parameters of tower and projector, without adapters.
+        trained_images: trained ones among them.
+        language: whether the language model's own weights are trained.
+        adapters: parameters that adapters add, all of them trained.
+        packed: weights held in 4 bits.
+        before_graph: parameters, adapters excluded, of the frozen components that come before the
+            first trained one: no gradient passes them.
+    """
+
+    counts: tuple[ComponentCount, ...]
+    images: int
+    trained_images: int
+    language: bool
+    adapters: int
+    packed: int
+    before_graph: int
+
+    @property
+    def tower_keeps(self) -> bool:
+        """Whether the tower keeps activations for a backward pass."""
+        return any(count.component == "vision" and count.trained for count in self.counts)
+
+
+def trained_sizes(recipe: Recipe, family: Family) -> TrainedSizes | None:
+    """None where every weight is trained. The model is built without storage.
+
+    Raises:
+        CapabilityError: adapters without a layer to go to.
+        ModelError: config.json is none that transformers can build.
+    """
+    if recipe.trainable == TrainableSection():
+        return None
+    from vlmpack.backends.hf.adapters import adapter_shapes, adapter_targets
+    from vlmpack.backends.skeleton import model_skeleton
+
+    policy, paths = policy_of(recipe), family.modules
+    model = model_skeleton(family.auto_class(), Path(recipe.model.path))
+    base = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+    added: list[tuple[str, tuple[int, ...]]] = []
+    packed = 0
+    if policy.lora is not None:
+        targets = adapter_targets(model, paths, policy)
+        added = list(adapter_shapes(model, targets, policy.lora))
+        if policy.lora.quantize != "none":
+            packed = sum(model.get_submodule(name).weight.numel() for name in targets)
+    assert all(is_adapter(name) for name, _ in added)
+    own = {count.component: count for count in count_components(base, policy, paths)}
+    before = 0
+    for count in own.values():  # in the order of the forward pass
+        if policy.trains(count.component):
+            break
+        before += count.parameters
+    images = [own[name] for name in ("vision", "projector") if name in own]
+    return TrainedSizes(
+        counts=tuple(count_components(chain(base, added), policy, paths)),
+        images=sum(count.parameters for count in images),
+        trained_images=sum(count.trained for count in images),
+        language=policy.language.mode == "full",
+        adapters=sum(count.parameters for count in count_components(added, policy, paths)),
+        packed=packed,
+        before_graph=before,
+    )

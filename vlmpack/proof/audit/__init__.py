@@ -1,0 +1,1 @@
+"""A run against its plan: every draw of an epoch trained once, or accounted for."""

@@ -1,0 +1,220 @@
+"""Recipe -> the bin that was asked for, planned as training would plan it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vlmpack.build.data import build_cost_model
+from vlmpack.build.read_only import (
+    check_batch,
+    last_state,
+    open_recipe,
+    planned_batch,
+    read_recipe,
+    run_folder,
+)
+from vlmpack.data.index.table import SampleRef
+from vlmpack.data.pipeline import TrainData
+from vlmpack.data.plan.packers import Bin, BudgetPacker
+from vlmpack.data.splits.split import first_epoch
+from vlmpack.encode import Encoder
+from vlmpack.errors import RecipeError, VlmpackError
+from vlmpack.proof.rows.row import Row, RowRules, load_row
+from vlmpack.proof.rows.show import find_samples
+from vlmpack.recipe import Recipe
+from vlmpack.recipe.derived import multiples
+from vlmpack.recipe.packing_rules import alignment_splits_over_context, rows_hold_a_sample
+from vlmpack.training.run_dir import RunDir
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which bin: exactly one of `bin` (alone or within `batch`) and `key`.
+
+    Args:
+        bin: counted from 0 over the first epoch; within `batch` where that is given.
+        batch: a global batch, counted from 0 since the run's start.
+        key: of a sample; the first epoch's bin that holds it.
+        shard: a part of the path of that sample's shard.
+    """
+
+    bin: int | None = None
+    batch: int | None = None
+    key: str | None = None
+    shard: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.bin is None) == (self.key is None):
+            raise VlmpackError("expected one of --bin N and --key KEY")
+        if self.batch is not None and self.bin is None:
+            raise VlmpackError("--batch goes with --bin")
+        if self.shard is not None and self.key is None:
+            raise VlmpackError("--shard goes with --key")
+
+
+@dataclass(frozen=True, slots=True)
+class FoundBin:
+    """A bin of the plan.
+
+    Args:
+        number: over the first epoch, or in its batch.
+        batch: its global batch.
+        epoch: its epoch.
+        samples: those of the bin.
+        stem: a file name for it.
+    """
+
+    number: int
+    batch: int
+    epoch: int
+    samples: tuple[SampleRef, ...]
+    stem: str
+
+    @property
+    def title(self) -> str:
+        """For the reader."""
+        if self.stem.startswith("batch"):
+            return f"bin {self.number} of global batch {self.batch}, epoch {self.epoch}"
+        return f"bin {self.number} of the first epoch, in global batch {self.batch}"
+
+
+def open_row(
+    recipe: Path, wanted: Wanted, *, overrides: Sequence[str] = (), context: int | None = None
+) -> tuple[Row, FoundBin, Encoder]:
+    """The row that training would get.
+
+    Args:
+        recipe: its path, or a run folder.
+        wanted: which bin.
+        overrides: `key=value`.
+        context: CP, in place of the recipe's; the plan is then that of a run with it.
+
+    Raises:
+        VlmpackError: what is wrong with the recipe, the model folder or the data, no such bin, or
+            a run that trained other rows than can be planned now.
+    """
+    run_dir = run_folder(recipe)
+    values = read_recipe(recipe, overrides)
+    if context is not None:
+        values = _with_context(values, context)
+    train, encoder = open_recipe(values, begun=last_state(run_dir))
+    try:
+        if wanted.batch is not None:
+            check_batch(values, train, wanted.batch, run_dir)
+        found = find_bin(train, wanted, run_dir)
+        packer = train.plan.packer
+        rules = RowRules(
+            mode=values.packing.mode,
+            context=values.parallelism.context,
+            multiples=multiples(values.parallelism),
+            budget=packer.budget if isinstance(packer, BudgetPacker) else None,
+            placeholder_id=encoder.placeholder_id,
+            pad_token_id=encoder.pad_token_id,
+            cost=build_cost_model(encoder),
+        )
+        row = load_row(train, encoder, found.samples, found.title, rules)
+    finally:
+        train.split.close()
+    return row, found, encoder
+
+
+def _with_context(recipe: Recipe, context: int) -> Recipe:
+    """The recipe at another CP, whatever its engine can run."""
+    parallelism = recipe.parallelism.model_copy(update={"context": context})
+    problems = [
+        *alignment_splits_over_context(recipe.packing, parallelism),
+        *rows_hold_a_sample(recipe.packing, recipe.training, parallelism),
+    ]
+    if problems:
+        raise RecipeError(
+            [f"--cp {context}: {'.'.join(map(str, p.path))}: {p.message}" for p in problems]
+        )
+    return recipe.model_copy(update={"parallelism": parallelism})
+
+
+def find_bin(train: TrainData, wanted: Wanted, run_dir: RunDir | None) -> FoundBin:
+    """The bin in the plan.
+
+    Args:
+        run_dir: of the run, if there is one: its launches say what a batch was planned from.
+
+    Raises:
+        VlmpackError: there is none, and the message says what there is; or the run did not plan it.
+    """
+    if wanted.batch is None:
+        found = _in_first_epoch(train, wanted)
+        _check_planned(train, found, run_dir)
+        return found
+    assert wanted.bin is not None
+    planned = planned_batch(train, wanted.batch, run_dir)
+    if wanted.bin >= len(planned.bins):
+        raise VlmpackError(
+            f"--bin {wanted.bin}: batch {wanted.batch} has {len(planned.bins)} bins, counted from 0"
+        )
+    return FoundBin(
+        wanted.bin,
+        wanted.batch,
+        planned.position.epoch,
+        _refs(train, planned.bins[wanted.bin]),
+        f"batch-{wanted.batch}-bin-{wanted.bin}",
+    )
+
+
+def _check_planned(train: TrainData, found: FoundBin, run_dir: RunDir | None) -> None:
+    """Refuses a bin of the first epoch that the run planned otherwise."""
+    if run_dir is None:
+        return
+    planned = planned_batch(train, found.batch, run_dir)
+    if found.samples not in [_refs(train, samples) for samples in planned.bins]:
+        raise VlmpackError(
+            f"{run_dir.path}: {found.title}, is not what the run planned there: its data changed "
+            "on the way. Choose with --batch N --bin N instead, counted from the run's start"
+        )
+
+
+def _in_first_epoch(train: TrainData, wanted: Wanted) -> FoundBin:
+    if wanted.key is not None:
+        return _holding(train, wanted.key, wanted.shard)
+    number = -1
+    for number, batch, samples in _first_bins(train):
+        if number == wanted.bin:
+            return FoundBin(number, batch, 0, _refs(train, samples), f"bin-{number}")
+    raise VlmpackError(
+        f"--bin {wanted.bin}: the first epoch has {number + 1:,} bins, counted from 0"
+    )
+
+
+def _first_bins(train: TrainData) -> Iterator[tuple[int, int, Bin]]:
+    """(bin over the first epoch, global batch, samples)."""
+    number = 0
+    for batch, planned in enumerate(first_epoch(train.split)):
+        for samples in planned.bins:
+            yield number, batch, samples
+            number += 1
+
+
+def _refs(train: TrainData, samples: Bin) -> tuple[SampleRef, ...]:
+    return train.split.refs(samples)
+
+
+def _holding(train: TrainData, key: str, shard: str | None) -> FoundBin:
+    found = find_samples(train, key, shard)
+    shards = sorted({ref.shard for ref in found})
+    if len(shards) > 1:
+        raise VlmpackError(
+            f"--key {key}: {len(shards)} shards have it: {', '.join(shards[:6])}; choose one with "
+            "--shard TEXT, a part of its path"
+        )
+    places = {(ref.shard, ref.offset) for ref in found}
+    for number, batch, samples in _first_bins(train):
+        refs = _refs(train, samples)
+        if any((ref.shard, ref.offset) in places for ref in refs):
+            return FoundBin(number, batch, 0, refs, f"bin-{number}")
+    numbers = {ref.number for ref in found}
+    why = [item.reason for item in train.fitted.dropped if item.number in numbers]
+    raise VlmpackError(
+        f"--key {key}: the sample is in {shards[0]}, but in no bin of the first epoch"
+        + (f": {why[0]}" if why else "")
+    )

@@ -1,0 +1,199 @@
+"""Whether the samples' labels teach their answers: by transformers' own look-up of a character's
+token, not by what the encoder made its labels with.
+
+    messages    user "Is it?"   assistant "\\nYes."
+    rendered    ...assistant \\nYes.<|im_end|>     the answer lies between two marks put round it
+    char_to_token of its first and its last character: both tokens must be labels, and neither
+    where the data excludes the turn
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, product
+from typing import Any
+
+from vlmpack.encode import Encoder, Message, TextPart, VLMSample
+from vlmpack.errors import DataError
+from vlmpack.packing import IGNORE_INDEX, EncodedSample
+from vlmpack.proof.verify.figures import Check
+
+ANSWERS = "answers are learnt"
+
+_OPEN, _CLOSE = "\U000f1e02", "\U000f1e03"
+"""Private-use characters, put round an answer to see where the template writes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a template writes an answer.
+
+    Args:
+        first: its first character; None where the template leaves the beginning out (a thought).
+        last: its last character.
+    """
+
+    first: int | None
+    last: int
+
+
+def check_answers(
+    encoder: Encoder, samples: Sequence[EncodedSample], cooked: Sequence[VLMSample | None]
+) -> Check | None:
+    """The first and the last character of every answer lie in tokens that are labels.
+
+    Args:
+        encoder: template and tokenizer.
+        samples: as they are trained.
+        cooked: their messages; None where a pack holds the tokens alone.
+
+    Returns:
+        None where there is no answer to look for.
+    """
+    looked_at = found = 0
+    for sample, messages in zip(samples, cooked, strict=True):
+        if messages is None:
+            continue
+        for turn, message in enumerate(encoder.taught(messages.messages)):
+            if message.role != "assistant" or not message.text.strip():
+                continue
+            looked_at += 1
+            tokens = _tokens_of(encoder, sample, messages, turn)
+            found += bool(tokens)
+            wrong = [at for at in tokens if _is_label(sample, at) != message.learn]
+            if wrong:
+                return _broken(encoder, sample, turn, message, wrong[0])
+    if not looked_at:
+        return None
+    detail = f"{found} of {looked_at}, by the tokens of their first and last characters"
+    return Check(name=ANSWERS, status="pass" if found else "too few", detail=detail)
+
+
+def _broken(encoder: Encoder, sample: EncodedSample, turn: int, message: Message, at: int) -> Check:
+    written = encoder.tokenizer.decode(sample.input_ids[at : at + 1])
+    text = (
+        message.text if len(message.text) <= 40 else message.text[:18] + "..." + message.text[-18:]
+    )
+    what = "is no label" if message.learn else "is a label, though the data excludes the turn"
+    return Check(
+        name=ANSWERS,
+        status="fail",
+        detail=f"{sample.key}: turn {turn} answers {text!r}; its token {at}, {written!r}, {what}",
+        look_at="the turns that the chat template writes (vlmpack/encode/turns.py)",
+    )
+
+
+def _is_label(sample: EncodedSample, token: int) -> bool:
+    """Whether a token is learnt: labels are shifted."""
+    return token > 0 and int(sample.labels[token - 1]) != IGNORE_INDEX
+
+
+def _tokens_of(encoder: Encoder, sample: EncodedSample, cooked: VLMSample, turn: int) -> list[int]:
+    """The sample's tokens that hold the first and the last character of an answer, as far as they
+    can be told and a template that has marks of its own marks them."""
+    chat = encoder.chat
+    if chat.marker and any(chat.marker in message.text for message in cooked.messages):
+        return []  # as text it is tokenised otherwise
+    text = chat.render(cooked.messages)
+    place = find_answer(encoder, cooked.messages, turn, text)
+    if place is None:
+        return []
+    found: Any = encoder.tokenizer(text, add_special_tokens=False)
+    characters = [at for at in (place.first, place.last) if at is not None]
+    tokens = [found.char_to_token(at) for at in characters]
+    moved = align(found["input_ids"], sample, encoder.tokenizer.convert_tokens_to_ids(chat.marker))
+    marked = chat.mask_of_transformers(cooked.messages)
+    return [
+        moved[token]
+        for token in tokens
+        if token is not None and token in moved and (marked is None or marked[token])
+    ]
+
+
+def find_answer(
+    encoder: Encoder, messages: tuple[Message, ...], turn: int, text: str
+) -> Place | None:
+    """Where the template writes an answer, by marks put round it.
+
+    Round all of it, white space included; where the template then writes something else, as one
+    that strips white space does, round what is left without.
+
+    Returns:
+        None where neither leaves the rest of the text as it is.
+    """
+    for stripped in (False, True):
+        marked = list(messages)
+        marked[turn] = _marked(messages[turn], stripped=stripped)
+        try:
+            found = encoder.chat.render(tuple(marked))
+        except DataError:
+            return None
+        if found.replace(_OPEN, "").replace(_CLOSE, "") != text or found.count(_CLOSE) != 1:
+            continue
+        first, last = found.find(_OPEN), found.index(_CLOSE) - 1
+        return Place(None, last) if first < 0 else Place(first, last - 1)
+    return None
+
+
+def _marked(message: Message, *, stripped: bool) -> Message:
+    """The turn with a mark before its first character and one behind its last, white space left
+    outside of them where it is `stripped`."""
+    texts = {
+        number: part.text
+        for number, part in enumerate(message.parts)
+        if isinstance(part, TextPart) and (part.text.strip() if stripped else part.text)
+    }
+    last = max(texts)
+    at = len(texts[last].rstrip() if stripped else texts[last])
+    texts[last] = texts[last][:at] + _CLOSE + texts[last][at:]
+    first = min(texts)
+    at = len(texts[first]) - len(texts[first].lstrip()) if stripped else 0
+    texts[first] = texts[first][:at] + _OPEN + texts[first][at:]
+    parts = [
+        TextPart(texts[number]) if number in texts else part
+        for number, part in enumerate(message.parts)
+    ]
+    return replace(message, parts=tuple(parts))
+
+
+def align(ids: Sequence[int], sample: EncodedSample, marker: int) -> dict[int, int]:
+    """Token of the rendered text -> token of the sample, whose images are written out.
+
+    Args:
+        ids: of the rendered text, one marker an image.
+        sample: the same text.
+        marker: its id.
+
+    Returns:
+        Without the tokens that merge with what is written for an image.
+    """
+    theirs = sample.input_ids.tolist()
+    media = sample.media
+    if media is None:
+        return {at: at for at in range(len(ids))} if list(ids) == theirs else {}
+    features, ends = sample.media_positions.tolist(), [0, *accumulate(media.num_tokens)]
+    starts = [0, *(features[end - 1] + 1 for end in ends[1:])]
+    stops = [*(features[end] for end in ends[:-1]), len(theirs)]
+    cuts = [-1, *(at for at, token in enumerate(ids) if token == marker), len(ids)]
+    if len(cuts) - 1 != len(starts):
+        return {}
+    moved: dict[int, int] = {}
+    for cut, stop, start, limit in zip(cuts, cuts[1:], starts, stops, strict=False):
+        piece, inside = range(cut + 1, stop), theirs[start:limit]
+        # What is written for an image may end or begin in white space that joins that of the piece.
+        for left, right in sorted(product(range(3), repeat=2), key=sum):
+            core = piece[left : len(piece) - right]
+            at = _find([ids[token] for token in core], inside)
+            if at is not None and (left or cut >= 0 or at == 0):
+                moved |= {token: start + at + k for k, token in enumerate(core)}
+                break
+    return moved
+
+
+def _find(piece: list[int], inside: list[int]) -> int | None:
+    """Where a stretch of tokens stands last; None where it does not, or is empty."""
+    if not piece:
+        return None
+    places = range(len(inside) - len(piece), -1, -1)
+    return next((at for at in places if inside[at : at + len(piece)] == piece), None)

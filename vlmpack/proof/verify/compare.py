@@ -1,0 +1,269 @@
+"""Packed numbers against the unpacked reference's: losses, logits, outputs of each part.
+
+In float32 every figure has a bound, raised where the unpacked model differs from itself by more
+(`with_noise`). In bfloat16 one figure has: the L2 norm of the errors of the label tokens'
+log-probabilities against float32, over the same norm of the unpacked bfloat16 run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vlmpack.packing import EncodedSample
+from vlmpack.proof.verify.figures import (
+    LOSS_BOUND,
+    OUTPUT_BOUND,
+    Check,
+    bounded,
+    quotient,
+    relative_l2,
+    with_noise,
+    worst,
+)
+from vlmpack.proof.verify.outputs import Point
+from vlmpack.proof.verify.packed import Packed, SlotLosses
+from vlmpack.proof.verify.reference import Unpacked
+from vlmpack.proof.verify.row import Row
+
+BFLOAT16_RATIO = 1.1
+"""Of the packed run's error to the unpacked run's, both in bfloat16 against float32."""
+
+FEWEST_LABELS = 1000
+"""Label tokens below which that ratio is mostly chance."""
+
+ISOLATION = "attention isolation: boundaries must reach every attention layer"
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What every comparison needs.
+
+    Args:
+        samples: by number.
+        rows: the micro-batches.
+        reference: unpacked, float32.
+        noise: unpacked again, another way; in bfloat16 where that is what is verified.
+        exact: whether bounds of float32 apply.
+    """
+
+    samples: Sequence[EncodedSample]
+    rows: Sequence[Row]
+    reference: Unpacked
+    noise: Unpacked
+    exact: bool
+
+    def bound(self, stated: float, noise: float) -> float | None:
+        """The bound that applies; None in bfloat16."""
+        return with_noise(stated, noise) if self.exact else None
+
+
+def losses_by_sample(rows: Sequence[Row], losses: SlotLosses) -> dict[int, Tensor]:
+    """(l,) losses of each sample's own slots and the gap behind them, in order."""
+    found: dict[int, Tensor] = {}
+    for place, row in enumerate(rows):
+        values = losses.get(place, {})
+        slots = sorted(values)
+        for number, start, end in zip(row.numbers, row.starts, row.ends, strict=True):
+            found[number] = torch.tensor([values[s] for s in slots if start <= s < end])
+    return found
+
+
+def loss_error(ours: Tensor, theirs: Tensor) -> float:
+    """Relative error of a sample's mean loss; inf for another number of label tokens.
+
+    A loss below one nat counts as one: that of a token that the model is sure of is the difference
+    of two large logits, and keeps their rounding.
+    """
+    if ours.shape != theirs.shape:
+        return math.inf
+    if not len(theirs):
+        return 0.0
+    mean = float(theirs.double().mean())
+    return abs(float(ours.double().mean()) - mean) / max(1.0, mean)
+
+
+def check_losses(compared: Compared, losses: SlotLosses) -> Check:
+    """The loss of every sample."""
+    ours = losses_by_sample(compared.rows, losses)
+    errors = [
+        loss_error(ours[number], theirs) for number, theirs in enumerate(compared.reference.losses)
+    ]
+    again = compared.noise.losses
+    tokens = torch.cat(again).double() - torch.cat(compared.reference.losses).double()
+    noise = worst(
+        [
+            *map(loss_error, again, compared.reference.losses),
+            # A sample of few label tokens may have been lucky.
+            float(tokens.square().mean().sqrt()),
+        ]
+    )
+    at = _where_worst(errors)
+    detail = f"{len(errors)} samples, worst {compared.samples[at].key}"
+    if math.isinf(errors[at]):
+        wanted = len(compared.reference.losses[at])
+        detail = f"{compared.samples[at].key}: {len(ours[at])} label tokens, alone {wanted}"
+    return bounded(
+        "loss of each sample",
+        worst(errors),
+        compared.bound(LOSS_BOUND, noise),
+        noise=noise,
+        detail=detail,
+        look_at="the rows above; if they pass, the cross entropy",
+    )
+
+
+def check_log_probabilities(compared: Compared, losses: SlotLosses) -> Check:
+    """bfloat16: the packed run's errors against those of the unpacked run."""
+    name = "log-probabilities of label tokens"
+    ours = losses_by_sample(compared.rows, losses)
+    theirs = torch.cat(compared.reference.losses).double()
+    found = torch.cat([ours[number] for number in range(len(ours))]).double()
+    if found.shape != theirs.shape:
+        return Check(
+            name=name, status="fail", detail=f"{len(found)} label tokens, alone {len(theirs)}"
+        )
+    error = float((found - theirs).norm())
+    noise = float((torch.cat(compared.noise.losses).double() - theirs).norm())
+    check = bounded(
+        name,
+        quotient(error, noise),
+        BFLOAT16_RATIO,
+        noise=1.0,
+        detail=f"L2 of {len(theirs):,} errors against float32: packed {error:.3g}, unpacked "
+        f"{noise:.3g}",
+        look_at="rerun without --dtype: float32 says where",
+    )
+    if len(theirs) >= FEWEST_LABELS:
+        return check
+    return Check(
+        name=name,
+        status="too few",
+        measured=check.measured,
+        bound=BFLOAT16_RATIO,
+        noise=1.0,
+        detail=f"data.train has {len(theirs):,} label tokens, the bound needs {FEWEST_LABELS:,}; "
+        f"{check.detail}",
+    )
+
+
+def check_logits(compared: Compared, logits: Mapping[int, Tensor]) -> Check:
+    """The logits of every sample.
+
+    Args:
+        logits: (n, V) of the kept slots, by sample.
+    """
+    pairs = list(enumerate(compared.reference.logits))
+    errors = [relative_l2(logits[number], theirs) for number, theirs in pairs]
+    noise = worst(
+        relative_l2(again, theirs)
+        for again, theirs in zip(compared.noise.logits, compared.reference.logits, strict=True)
+    )
+    kept = sum(len(theirs) for _, theirs in pairs)
+    return bounded(
+        "logits of each sample",
+        worst(errors),
+        compared.bound(OUTPUT_BOUND, noise),
+        noise=noise,
+        detail=f"{kept:,} tokens, worst {compared.samples[_where_worst(errors)].key}",
+        look_at=ISOLATION,
+    )
+
+
+def split_outputs(
+    compared: Compared, packed: Packed, point: Point, kept: Sequence[Tensor]
+) -> dict[int, Tensor]:
+    """A point's output of each sample, out of the rows."""
+    found: dict[int, Tensor] = {}
+    for row, outputs in zip(compared.rows, packed.outputs, strict=True):
+        theirs = {n: compared.reference.outputs[n].get(point.path) for n in row.numbers}
+        numbers = [n for n in row.numbers if theirs[n] is not None]
+        if not numbers:  # a row without images: the tower saw the blank one
+            continue
+        if point.kind == "language model":
+            counts = [len(kept[n]) for n in numbers]
+        else:
+            counts = [len(value) for n in numbers if (value := theirs[n]) is not None]
+        value = outputs.get(point.path)
+        if value is None:  # a family may call the parts of a tower without the tower
+            continue
+        if len(value) != sum(counts):
+            found.update({n: torch.empty(0) for n in numbers})
+            continue
+        found.update(zip(numbers, value.split(counts), strict=True))
+    return found
+
+
+def check_outputs(
+    compared: Compared, packed: Packed, points: Sequence[Point], kept: Sequence[Tensor]
+) -> list[Check]:
+    """What each part of the model puts out, in the order of the forward pass."""
+    checks = []
+    for kind, name in (
+        ("tower", "tower: features"),
+        ("projector", "projector: features"),
+        ("language model", "language model: each layer's output"),
+    ):
+        mine = [point for point in points if point.kind == kind]
+        check = _check_points(name, compared, packed, mine, kept)
+        if check is not None:
+            checks.append(check)
+    return checks
+
+
+def _check_points(
+    name: str,
+    compared: Compared,
+    packed: Packed,
+    points: Sequence[Point],
+    kept: Sequence[Tensor],
+) -> Check | None:
+    """The points of one part: the largest error, and where the first one beyond its bound is."""
+    largest = noise = 0.0
+    bound: float | None = compared.bound(OUTPUT_BOUND, 0.0)
+    first = ""
+    first_bound = bound
+    seen = 0
+    for point in points:
+        ours = split_outputs(compared, packed, point, kept)
+        if not ours:
+            continue
+        seen += 1
+        theirs = {n: compared.reference.outputs[n][point.path] for n in ours}
+        errors = {n: relative_l2(value, theirs[n]) for n, value in ours.items()}
+        own = worst(relative_l2(compared.noise.outputs[n][point.path], theirs[n]) for n in theirs)
+        limit = compared.bound(OUTPUT_BOUND, own)
+        largest, noise = worst([largest, *errors.values()]), worst([noise, own])
+        if limit is not None:
+            bound = max(bound or 0.0, limit)
+            if not first and not worst(errors.values()) <= limit:
+                keys = [compared.samples[n].key for n, e in errors.items() if not e <= limit]
+                first = f"first differs: {point}, in {len(keys)} samples, e.g. {keys[0]}"
+                first_bound = limit
+    if not seen:
+        return None
+    detail = f"{seen} modules" if seen > 1 else points[0].path
+    check = bounded(name, largest, bound, noise=noise, detail=first or detail)
+    if not first:
+        return check
+    look_at = "the order of images in the row" if points[0].kind != "language model" else ISOLATION
+    if "(recurrent)" in first:
+        look_at = "recurrent layers: their state must be reset at every boundary"
+    return Check(
+        name=name,
+        status="fail",
+        measured=largest,
+        bound=first_bound,
+        noise=noise,
+        detail=first,
+        look_at=look_at,
+    )
+
+
+def _where_worst(errors: Sequence[float]) -> int:
+    """The index of the largest, nan above all."""
+    return max(range(len(errors)), key=lambda n: math.inf if math.isnan(errors[n]) else errors[n])

@@ -1,0 +1,74 @@
+"""The recipe's engine as it is verified: as the run builds it, less what is random or rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import nn
+
+from vlmpack.backends.engine import Engine, compute_dtype
+from vlmpack.build.engine import build_engine
+from vlmpack.distributed import Ranks
+from vlmpack.encode import Encoder
+from vlmpack.recipe import Recipe
+from vlmpack.training.checkpoint.random_states import random_state, restore_random_state
+
+Dtype = Literal["float32", "recipe"]
+
+
+def verified_dtype(recipe: Recipe, dtype: Dtype, device: torch.device) -> torch.dtype:
+    """What the packed run computes in."""
+    return torch.float32 if dtype == "float32" else compute_dtype(recipe.model.dtype, device)
+
+
+def verified_recipe(recipe: Recipe, encoder: Encoder, dtype: torch.dtype) -> Recipe:
+    """The recipe with what verifying needs otherwise.
+
+    Attention kernels that know bfloat16 alone give way to the automatic choice in float32; 4-bit
+    weights and dropout, which the reference has not, are left out; so is the experts' auxiliary
+    loss, which is no part of a sample's loss.
+    """
+    model = recipe.model
+    exact = dtype is torch.float32
+    needs_bfloat16 = model.attention not in ("auto", "segments")
+    changed = model.model_copy(
+        update={
+            "path": str(encoder.folder),
+            "dtype": "float32" if exact else "bfloat16",
+            "attention": "auto" if exact and needs_bfloat16 else model.attention,
+            "router_aux_loss_coef": 0.0,
+        }
+    )
+    trainable = recipe.trainable
+    lora = trainable.lora.model_copy(update={"dropout": 0.0, "quantize": "none"})
+    return recipe.model_copy(
+        update={"model": changed, "trainable": trainable.model_copy(update={"lora": lora})}
+    )
+
+
+def build_verified_engine(recipe: Recipe, encoder: Encoder, ranks: Ranks) -> Engine:
+    """An engine of its own, to be thrown away; collective."""
+    engine = build_engine(recipe, encoder, ranks)
+    for module in engine.module.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return engine
+
+
+@contextmanager
+def as_it_was() -> Iterator[None]:
+    """float32 matmuls without TF32 inside; random numbers go on afterwards as if nothing had been.
+
+    Any more rounding would be the measure's own, not the packing's.
+    """
+    states = random_state()
+    matmul, conv = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, conv
+        restore_random_state(states)

@@ -1,0 +1,153 @@
+"""Leak test: change one sample at unchanged lengths; nothing of the others may move.
+
+Ids and pixels of one sample are replaced, the row is packed and run again, and the final hidden
+states of all slots that are not the sample's own are compared bit by bit (losses of label tokens
+where the engine's model is its own). Logits are a function of a slot's final hidden state alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from vlmpack.packing import EncodedSample, PackCollator, PadCollator
+from vlmpack.proof.verify.figures import Check, names_of, relative_l2, worst
+from vlmpack.proof.verify.packed import Packed, PackedRun
+from vlmpack.proof.verify.row import Row, make_row
+
+SHARED_MATMUL_BOUND = 1e-5
+"""Relative L2 where samples share the experts' matmuls: another number of tokens at an expert is
+blocked in another way, which changes the last bit."""
+
+NAME = "leak test"
+
+
+@dataclass(frozen=True, slots=True)
+class Perturbation:
+    """How a sample is changed.
+
+    Args:
+        pool: (n,) int64 ids of ordinary tokens, ascending.
+    """
+
+    pool: Tensor
+
+    @classmethod
+    def of(cls, samples: Sequence[EncodedSample], special: Sequence[int]) -> Perturbation:
+        """From the ordinary tokens of the samples.
+
+        Args:
+            special: ids that have a meaning of their own (turns, images) and stay.
+        """
+        ids = torch.cat([sample.input_ids for sample in samples]).unique()
+        return cls(ids[~torch.isin(ids, torch.tensor(list(special), dtype=ids.dtype))])
+
+    def changed(self, sample: EncodedSample) -> EncodedSample:
+        """Other ordinary tokens and other pixels; everything else is the same."""
+        ids = sample.input_ids.clone()
+        at = torch.isin(ids, self.pool)
+        places = torch.searchsorted(self.pool, ids[at])
+        ids[at] = self.pool[(places + 1) % len(self.pool)]
+        media = sample.media
+        if media is not None:
+            media = replace(media, pixel_values=0.5 - media.pixel_values.flip(0))
+        return replace(sample, input_ids=ids, media=media)
+
+
+def check_leaks(
+    run: PackedRun,
+    collator: PackCollator | PadCollator,
+    rows: Sequence[Row],
+    perturbation: Perturbation,
+    *,
+    shared_matmuls: bool,
+    exact: bool = True,
+) -> Check:
+    """Perturb every sample of every row in turn. Collective.
+
+    Args:
+        run: the engine.
+        collator: that made the rows.
+        rows: each with two samples or more.
+        perturbation: how.
+        shared_matmuls: whether samples share matmuls, so that the last bit may differ.
+        exact: whether that last bit is one of float32; in bfloat16 it has no bound.
+    """
+    bound = SHARED_MATMUL_BOUND if shared_matmuls else 0.0
+    leaks: list[str] = []
+    unmoved: list[str] = []
+    largest = 0.0
+    tested = 0
+    for row in rows:
+        before = run.run([row], backward=False)
+        for place, sample in enumerate(row.samples):
+            samples = list(row.samples)
+            samples[place] = perturbation.changed(sample)
+            after = run.run([make_row(collator, samples, row.numbers)], backward=False)
+            tested += 1
+            moved = _differences(row, before, after)
+            if moved[place] == 0.0 and _shows(row, place, before):
+                unmoved.append(sample.key)
+            for other, error in enumerate(moved):
+                if other != place:
+                    largest = worst([largest, error])
+                    if not error <= bound:
+                        leaks.append(f"{sample.key} moves {row.samples[other].key}")
+    if not tested:
+        return Check(
+            name=NAME, status="too few", detail="no row has room for two samples: nothing can leak"
+        )
+    if unmoved:
+        return Check(
+            name=NAME,
+            status="fail",
+            measured=largest,
+            bound=bound,
+            detail=f"changing {names_of(unmoved)} changed nothing of its own",
+            look_at="whether the model reads ids and pixels at all",
+        )
+    said = "bit by bit the same" if bound == 0.0 else "the same but for the experts' last bits"
+    if leaks and shared_matmuls and not exact and math.isfinite(largest):
+        return Check(
+            name=NAME,
+            status="shown",
+            measured=largest,
+            detail=f"{tested} samples in turn; experts' matmuls are blocked by the number of their "
+            f"tokens: rerun without --dtype",
+        )
+    return Check(
+        name=NAME,
+        status="fail" if leaks else "pass",
+        measured=largest,
+        bound=bound,
+        detail=names_of(leaks, 2) if leaks else f"{tested} samples in turn, the others {said}",
+        look_at="what mixes slots: attention, recurrent layers, the tower",
+    )
+
+
+def _shows(row: Row, place: int, before: Packed) -> bool:
+    """Whether a change of a sample can be seen: where losses alone are known, it needs labels."""
+    slots = range(row.starts[place], row.ends[place])
+    return bool(before.hidden) or any(slot in slots for slot in before.losses.get(0, {}))
+
+
+def _differences(row: Row, before: Packed, after: Packed) -> list[float]:
+    """Relative L2 of what each sample's slots compute, padding included."""
+    found = []
+    for start, end in zip(row.starts, row.ends, strict=True):
+        if before.hidden:
+            found.append(relative_l2(after.hidden[0][start:end], before.hidden[0][start:end]))
+            continue
+        was, now = before.losses.get(0, {}), after.losses.get(0, {})
+        slots = [slot for slot in sorted(was) if start <= slot < end]
+        found.append(
+            relative_l2(
+                torch.tensor([now[slot] for slot in slots]),
+                torch.tensor([was[slot] for slot in slots]),
+            )
+        )
+    return found

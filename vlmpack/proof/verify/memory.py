@@ -1,0 +1,109 @@
+"""Whether a model fits: the reference with its gradients, then the engine with AdamW's moments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from vlmpack.backends.policy import TrainingPolicy
+from vlmpack.distributed import Ranks
+from vlmpack.errors import CapabilityError
+from vlmpack.families import ModulePaths
+from vlmpack.forecast.parameters import read_shapes
+
+REFERENCE_BYTES = 8
+"""Of a parameter: weight and gradient in float32. The engine is built when they are gone."""
+
+WEIGHT_BYTES = 4
+"""Of a parameter of the engine."""
+
+TRAINED_BYTES = 12
+"""More of one that is trained: gradient and both moments."""
+
+KEPT_BYTES = 4
+"""Of a parameter: the reference's gradients wait in host memory."""
+
+
+def require_memory(
+    folder: Path,
+    paths: ModulePaths,
+    policy: TrainingPolicy,
+    device: torch.device,
+    *,
+    split: int = 1,
+) -> None:
+    """Refuse a model that does not fit, before any weight is read.
+
+    Args:
+        folder: model folder.
+        paths: where its parts live.
+        policy: what is trained; adapters are too small to count.
+        device: where it would compute.
+        split: processes that share one engine's weights.
+
+    Raises:
+        CapabilityError: with both numbers, and what to do.
+    """
+    sizes = {
+        name: shape
+        for path in folder.glob("*.safetensors")
+        for name, shape in read_shapes(path).items()
+    }
+    parameters = sum(map(math.prod, sizes.values()))
+    trained = sum(
+        math.prod(shape)
+        for name, shape in sizes.items()
+        if policy.of_parameter(name, len(shape), paths).trains
+    )
+    engine = (WEIGHT_BYTES * parameters + TRAINED_BYTES * trained) // split
+    model = max(REFERENCE_BYTES * parameters, engine)
+    if device.type == "cuda":
+        _require(parameters, model, str(device), torch.cuda.mem_get_info(device)[0])
+        # Of two unpacked runs, until they were compared.
+        _require(parameters, 2 * KEPT_BYTES * parameters, "the host", available_bytes())
+    else:
+        _require(parameters, model + KEPT_BYTES * parameters, str(device), available_bytes())
+
+
+def _require(parameters: int, needed: int, where: str, free: int | None) -> None:
+    if free is not None and needed > free:
+        raise CapabilityError(
+            f"verify compares {parameters:,} parameters in float32, which takes about "
+            f"{_gib(needed)} beside activations; {where} has {_gib(free)} free. "
+            f"`vlmpack verify --tiny` takes a model of the same architecture with a few layers and "
+            f"random weights, on the same samples"
+        )
+
+
+def on_every_rank(ranks: Ranks, check: Callable[[], None]) -> None:
+    """Run a check on each rank; the first problem of any rank is raised on all of them. Collective.
+
+    Free memory differs by machine and by moment: a rank that went on alone would wait for the
+    others.
+    """
+    problem: CapabilityError | None = None
+    try:
+        check()
+    except CapabilityError as error:
+        problem = error
+    for found in ranks.gather_objects(problem):
+        if found is not None:
+            raise found
+
+
+def available_bytes() -> int | None:
+    """Bytes that Linux can hand out; None elsewhere."""
+    path = Path("/proc/meminfo")
+    if not path.is_file():
+        return None
+    for line in path.read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB"

@@ -1,0 +1,276 @@
+"""The reference's runs, the engine's run, and the rows of the table that compare them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from vlmpack.backends.engine import Engine
+from vlmpack.distributed import Ranks
+from vlmpack.encode import Encoder
+from vlmpack.packing import EncodedSample, PackCollator, PadCollator
+from vlmpack.proof.verify.adapters import AdapterRun, check_adapters
+from vlmpack.proof.verify.compare import (
+    Compared,
+    check_log_probabilities,
+    check_logits,
+    check_losses,
+    check_outputs,
+)
+from vlmpack.proof.verify.figures import Check
+from vlmpack.proof.verify.gradients import (
+    GradientError,
+    check_gradients,
+    gradient_errors,
+    part_of,
+    with_missing,
+)
+from vlmpack.proof.verify.leak import Perturbation, check_leaks
+from vlmpack.proof.verify.outputs import Point, has_experts, recurrent_modules
+from vlmpack.proof.verify.packed import Packed, PackedRun
+from vlmpack.proof.verify.reference import How, Reference, Unpacked
+from vlmpack.proof.verify.row import Row
+from vlmpack.proof.verify.trained import BeforeStep, check_trained
+from vlmpack.recipe.trainable import OptimSection
+from vlmpack.training.first_step import count_seen_images
+
+TOKENS_TOGETHER = 8192
+"""Slots of a padded batch of the unpacked model, so that its logits have room."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceRuns:
+    """What the stock model said; the model itself is gone.
+
+    Args:
+        samples: by number.
+        unpacked: float32, one by one.
+        noise: another unpacked run, without its gradients.
+        noise_gradients: the errors of its gradients.
+        parts: of each parameter.
+        positions, positions_of: of each sample, and what counted them.
+        points, kept: whose outputs are compared, and at which slots.
+        shared_matmuls: whether samples share the experts' matmuls.
+        stock: the class and its attention.
+        exact: whether the packed run computes in float32.
+    """
+
+    samples: tuple[EncodedSample, ...]
+    unpacked: Unpacked
+    noise: Unpacked
+    noise_gradients: dict[str, GradientError]
+    parts: dict[str, str]
+    positions: list[Tensor]
+    positions_of: str
+    points: list[Point]
+    kept: list[Tensor]
+    shared_matmuls: bool
+    stock: str
+    exact: bool
+
+    @classmethod
+    def make(
+        cls,
+        encoder: Encoder,
+        samples: Sequence[EncodedSample],
+        device: torch.device,
+        *,
+        dtype: torch.dtype,
+        half_weights: bool,
+    ) -> ReferenceRuns:
+        """Run the stock model.
+
+        Args:
+            encoder: the model folder's processor.
+            samples: to run.
+            device: where.
+            dtype: of the packed run.
+            half_weights: whether a bfloat16 run has bfloat16 weights too, not matmuls alone.
+        """
+        reference = Reference(encoder, samples, device)
+        exact = dtype is torch.float32
+        unpacked = reference.run()
+        longest = max(sample.length for sample in samples)
+        together = min(len(samples), max(2, TOKENS_TOGETHER // longest))
+        how = How(together=together, reverse=True)
+        if not exact:
+            how = How(autocast=not half_weights)
+            if half_weights:
+                reference.model.to(torch.bfloat16)
+        noise = reference.run(how)
+        positions, source = reference.positions()
+        paths = encoder.family.modules
+        attention = reference.model.config._attn_implementation
+        recurrent = [
+            f"{paths.language}.{name}"
+            for name in recurrent_modules(reference.model.get_submodule(paths.language))
+        ]
+        return cls(
+            samples=tuple(samples),
+            unpacked=unpacked,
+            noise=replace(noise, gradients={}),
+            noise_gradients=gradient_errors(unpacked.gradients, noise.gradients.items()),
+            parts={name: part_of(name, paths, recurrent) for name in unpacked.gradients},
+            positions=positions,
+            positions_of=source,
+            points=reference.points,
+            kept=reference.kept,
+            shared_matmuls=has_experts(reference.model.get_submodule(paths.language)),
+            stock=f"{type(reference.model).__name__} ({attention})",
+            exact=exact,
+        )
+
+    def compared(self, rows: Sequence[Row]) -> Compared:
+        """With the rows that hold the samples."""
+        return Compared(self.samples, rows, self.unpacked, self.noise, self.exact)
+
+
+def verify_rows(
+    engine: Engine,
+    ranks: Ranks,
+    rows: Sequence[Row],
+    *,
+    collator: PackCollator | PadCollator,
+    reference: ReferenceRuns | None,
+    encoder: Encoder,
+    optim: OptimSection,
+) -> list[Check]:
+    """Run the engine on the rows and compare. Collective; the engine's weights change.
+
+    Args:
+        engine: fresh.
+        ranks: who this process is.
+        rows: the micro-batches.
+        collator: that made them.
+        reference: on the main rank.
+        encoder: the model folder's processor.
+        optim: AdamW's settings.
+
+    Returns:
+        On every rank the same.
+    """
+    points, kept, shared, exact = ranks.broadcast_object(
+        (reference.points, reference.kept, reference.shared_matmuls, reference.exact)
+        if reference is not None
+        else None
+    )
+    run = PackedRun(engine, ranks, points, kept)
+    samples = [sample for row in rows for sample in row.samples]
+    special = {*encoder.tokenizer.all_special_ids, encoder.placeholder_id}
+    shared_rows = [row for row in rows if len(row.samples) > 1]
+    leak = check_leaks(
+        run,
+        collator,
+        shared_rows if exact else shared_rows[:1],  # bfloat16 has many
+        Perturbation.of(samples, sorted(special)),
+        shared_matmuls=shared,
+        exact=exact,
+    )
+    stepped = _one_step(run, rows, reference, optim)
+    seen = count_seen_images([row.batch for row in rows])
+    trained = check_trained(engine, ranks, stepped.before, num_seen_images=seen)
+
+    def numeric() -> list[Check]:
+        assert reference is not None
+        expected = _trained_names(engine, encoder, reference)
+        errors = with_missing(stepped.errors, reference.unpacked.gradients, expected)
+        adapters = check_adapters(
+            reference.compared(rows),
+            stepped.adapters,
+            engine.policy.lora,
+            reference.noise_gradients,
+        )
+        return [*_numeric(reference, rows, stepped.packed, stepped.logits, errors), *adapters]
+
+    return [*ranks.on_main(numeric), leak, *trained]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stepped:
+    """What an optimizer step left behind.
+
+    Args:
+        packed: of the forward pass.
+        logits: of the kept slots of each sample, before the step.
+        errors: of the gradients that the stock model has too; empty but on the main rank.
+        adapters: what it has not.
+        before: the step.
+    """
+
+    packed: Packed
+    logits: dict[int, Tensor]
+    errors: dict[str, GradientError]
+    adapters: AdapterRun
+    before: BeforeStep
+
+
+def _one_step(
+    run: PackedRun,
+    rows: Sequence[Row],
+    reference: ReferenceRuns | None,
+    optim: OptimSection,
+) -> _Stepped:
+    """Forward, backward, and one step of the optimizer. Collective."""
+    engine = run.engine
+    num_labels = sum(row.batch.num_label_tokens for row in rows)
+    count = torch.tensor(float(num_labels * run.ranks.dp_size), device=engine.device)
+    engine.zero_gradients()
+    packed = run.run(rows, backward=True)
+    logits = _logits(run, rows, packed)
+    engine.finish_gradients(count, None)
+    adapters = AdapterRun.of(run.model, engine.policy.lora)
+    before = BeforeStep.of(engine)
+    engine.step(optim.lr)
+    # Every rank walks through all gradients, the main one compares.
+    theirs = reference.unpacked.gradients if reference is not None else {}
+    return _Stepped(
+        packed=packed,
+        logits=logits,
+        errors=gradient_errors(theirs, run.gradients(optim.betas[0])),
+        adapters=adapters,
+        before=before,
+    )
+
+
+def _trained_names(engine: Engine, encoder: Encoder, reference: ReferenceRuns) -> list[str]:
+    """The stock model's parameters that the recipe trains."""
+    paths = encoder.family.modules
+    return [
+        name
+        for name, gradient in reference.unpacked.gradients.items()
+        if engine.policy.of_parameter(name, gradient.ndim, paths).trains
+    ]
+
+
+def _logits(run: PackedRun, rows: Sequence[Row], packed: Packed) -> dict[int, Tensor]:
+    """(n, V) of the kept slots of each sample, with the weights as they are; empty where the
+    engine's model is its own. Collective."""
+    found: dict[int, Tensor] = {}
+    for row, hidden in zip(rows, packed.hidden, strict=False):
+        for number, start in zip(row.numbers, row.starts, strict=True):
+            found[number] = run.logits(hidden[run.kept[number] + start])
+    return found
+
+
+def _numeric(
+    reference: ReferenceRuns,
+    rows: Sequence[Row],
+    packed: Packed,
+    logits: dict[int, Tensor],
+    errors: dict[str, GradientError],
+) -> list[Check]:
+    """What only the main rank can compare."""
+    compared = reference.compared(rows)
+    checks: list[Check] = []
+    if packed.outputs:
+        checks += check_outputs(compared, packed, reference.points, reference.kept)
+    if not reference.exact:
+        checks.append(check_log_probabilities(compared, packed.losses))
+    checks.append(check_losses(compared, packed.losses))
+    if logits:
+        checks.append(check_logits(compared, logits))
+    own = reference.noise_gradients
+    return [*checks, *check_gradients(compared, errors, own, reference.parts)]

@@ -1,0 +1,191 @@
+"""The recipe's engine on the rows, as training runs it: forward, backward, one optimizer step.
+
+Works on any engine and layout: losses come from the forward step, by slot of the row, and gradients
+are read out of AdamW's first moment after its first step, which is (1 - beta1) times the gradient,
+under transformers' names and in whatever pieces the ranks hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from vlmpack.backends.engine import Engine, LossFunction
+from vlmpack.backends.slices import TensorSlice
+from vlmpack.distributed import Ranks
+from vlmpack.packing import Batch, PackedBatch
+from vlmpack.proof.verify.outputs import Capture, Point
+from vlmpack.proof.verify.row import Row
+from vlmpack.training.vlm_step import forward_step
+
+SlotLosses = dict[int, dict[int, float]]
+"""Row -> flat slot -> loss of the label token there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What the rows computed, on CPU, on the main rank.
+
+    Args:
+        losses: of each row by slot.
+        outputs: of each row, (rows, D) by point; empty where the engine's model is not
+            transformers' own.
+        hidden: of each row (T, D), final hidden states of all its slots; empty likewise.
+    """
+
+    losses: SlotLosses
+    outputs: list[dict[str, Tensor]]
+    hidden: list[Tensor]
+
+
+class PackedRun:
+    """Runs rows through an engine.
+
+    Args:
+        engine: as the recipe has it.
+        ranks: who this process is; all replicas run the same rows.
+        points: whose outputs are captured.
+        kept: the slots that are kept of each sample.
+    """
+
+    def __init__(
+        self, engine: Engine, ranks: Ranks, points: Sequence[Point], kept: Sequence[Tensor]
+    ) -> None:
+        self.engine, self.ranks, self.kept = engine, ranks, kept
+        self.model = transformers_model(engine)
+        self.points = tuple(points) if self.model is not None else ()
+
+    def run(self, rows: Sequence[Row], *, backward: bool) -> Packed:
+        """All rows as the micro-batches of one optimizer step; gradients are accumulated."""
+        losses: SlotLosses = {}
+        outputs: list[dict[str, Tensor]] = []
+        hidden: list[Tensor] = []
+        capture = Capture(self.model, self.points) if self.model is not None else None
+        decoder = _Decoder(self.model, self.points) if self.model is not None else None
+        numbers = count()
+
+        def step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[Tensor, LossFunction]:
+            number = next(numbers)
+            taken: list[Batch] = []
+            if capture is not None:
+                capture.slots, capture.on = self.row_slots(rows[number]), True
+            output, function = forward_step(_tapped(data_iterator, taken), model)
+            if capture is not None and decoder is not None:
+                capture.on = False
+                outputs.append(capture.take())
+                hidden.append(decoder.take())
+
+            def recorded(value: Tensor) -> tuple[Tensor, int, dict[str, Tensor]]:
+                slots = _label_slots(taken[0]).tolist()
+                found = value.detach().float().cpu().tolist()
+                losses[number] = dict(zip(slots, found, strict=True))
+                return function(value)
+
+            return output, recorded
+
+        try:
+            self.engine.forward_backward(
+                step,
+                iter([row.batch for row in rows]),
+                num_microbatches=len(rows),
+                forward_only=not backward,
+            )
+        finally:
+            if capture is not None and decoder is not None:
+                capture.close()
+                decoder.close()
+        return Packed(self._gathered(losses), outputs, hidden)
+
+    def row_slots(self, row: Row) -> Tensor:
+        """(n,) flat slots of a row: those that are kept of its samples, in their order."""
+        return torch.cat(
+            [self.kept[n] + start for n, start in zip(row.numbers, row.starts, strict=True)]
+        )
+
+    def _gathered(self, losses: SlotLosses) -> SlotLosses:
+        """The first replica's, from whichever ranks computed them."""
+        mine = losses if self.ranks.dp_rank == 0 else {}
+        found: SlotLosses = {}
+        for share in self.ranks.gather_objects(mine):
+            for number, values in share.items():
+                found.setdefault(number, {}).update(values)
+        return found
+
+    def gradients(self, beta1: float) -> Iterator[tuple[str, Tensor]]:
+        """Every trained parameter's gradient, whole, after the first optimizer step. Collective.
+
+        Args:
+            beta1: of AdamW.
+        """
+        boxes: dict[str, list[tuple[TensorSlice, Tensor]]] = {}
+        for kind, box, values in self.engine.owned_slices():
+            if kind == "exp_avg":
+                boxes.setdefault(box.name, []).append((box, values))
+        device = self.engine.device
+        trained = sorted({n for names in self.ranks.gather_objects([*boxes]) for n in names})
+        shapes = self.engine.parameter_shapes()
+        for name in trained:
+            whole = torch.zeros(shapes[name], dtype=torch.float32, device=device)
+            for box, values in boxes.get(name, ()):
+                whole[box.index] = values.to(device).float()
+            if self.ranks.world_size > 1:
+                dist.all_reduce(whole)  # each element was filled in by one rank: the sum is exact
+            yield name, whole.cpu() / (1 - beta1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(n, V) of (n, D) final hidden states, by the head of the engine's own model."""
+        assert self.model is not None
+        head: Any = self.model.get_output_embeddings()
+        weight = head.weight.detach()
+        if isinstance(weight, DTensor):
+            weight = weight.full_tensor()
+        logits: Tensor = (hidden.to(weight.device, weight.dtype) @ weight.T).float().cpu()
+        return logits
+
+
+class _Decoder:
+    """Final hidden states of all slots."""
+
+    def __init__(self, model: nn.Module, points: Sequence[Point]) -> None:
+        self.latest: Tensor | None = None
+        self._hook = model.get_submodule(points[-1].path).register_forward_hook(self._keep)
+
+    def _keep(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        self.latest = output[0].detach().flatten(0, -2).float().cpu()
+
+    def take(self) -> Tensor:
+        """Those of the last call."""
+        assert self.latest is not None
+        return self.latest
+
+    def close(self) -> None:
+        """Remove the hook."""
+        self._hook.remove()
+
+
+def transformers_model(engine: Engine) -> Any:
+    """The transformers model inside an engine's module; None where the engine has its own."""
+    from vlmpack.backends.hf.model import PackedLM
+
+    found = [m for m in engine.module.modules() if isinstance(m, PackedLM)]
+    return found[0].inner if found else None
+
+
+def _tapped(batches: Iterator[Batch], taken: list[Batch]) -> Iterator[Batch]:
+    for batch in batches:
+        taken.append(batch)
+        yield batch
+
+
+def _label_slots(batch: Batch) -> Tensor:
+    """(l,) flat slots of the row whose losses this rank computes."""
+    if isinstance(batch, PackedBatch) and batch.context is not None:
+        return batch.context.row_index[batch.context.label_positions]
+    return batch.label_positions

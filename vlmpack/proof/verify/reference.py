@@ -1,0 +1,230 @@
+"""The reference: the stock transformers class, one sample at a time, without any packing.
+
+load -> run() each sample alone, in float32: losses, logits, outputs of its parts, gradients
+     -> run(padded) the same with every sample padded to the longest, in reverse order: what
+        the unpacked model differs from itself by, its noise
+     -> run(dtype) each sample alone in bfloat16
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from vlmpack.encode import Encoder
+from vlmpack.families.base import stock_arguments
+from vlmpack.packing import IGNORE_INDEX, EncodedSample
+from vlmpack.packing.media import media_of
+from vlmpack.proof.verify.outputs import Capture, Point, kept_slots, points_of
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """What the stock model computed, on CPU.
+
+    Args:
+        losses: (l,) float32 of each sample's label tokens in order.
+        logits: (n, V) of each sample's kept slots.
+        outputs: of each point, (rows, D) by sample; a point that a sample did not use is absent.
+        gradients: of the mean loss over all label tokens, under transformers' names; empty without
+            a backward pass.
+    """
+
+    losses: list[Tensor]
+    logits: list[Tensor]
+    outputs: list[dict[str, Tensor]]
+    gradients: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _One:
+    """What one sample gave: see `Unpacked`."""
+
+    number: int
+    losses: Tensor
+    logits: Tensor
+    outputs: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How samples are run.
+
+    Args:
+        together: samples in a padded batch; 1 for each alone, without padding.
+        reverse: the last batch first, so that gradients are summed in another order.
+        backward: compute gradients.
+        autocast: run matmuls in bfloat16.
+    """
+
+    together: int = 1
+    reverse: bool = False
+    backward: bool = True
+    autocast: bool = False
+
+
+class Reference:
+    """The stock model of a folder.
+
+    Args:
+        encoder: the model folder's processor.
+        samples: what is compared.
+        device: where it computes.
+
+    Raises:
+        ModelError: the folder cannot be loaded.
+    """
+
+    def __init__(
+        self, encoder: Encoder, samples: Sequence[EncodedSample], device: torch.device
+    ) -> None:
+        from vlmpack.backends.hf.load import load_model
+
+        self.encoder, self.samples, self.device = encoder, samples, device
+        self.model: Any = load_model(encoder.folder).to(device).eval()
+        self.points: list[Point] = points_of(self.model, encoder.family.modules)
+        text = self.model.config.get_text_config()
+        layers = sum(point.kind == "language model" for point in self.points)
+        self.kept = kept_slots(samples, text.vocab_size + layers * text.hidden_size)
+        self._parameters = inspect.signature(self.model.forward).parameters
+        self._rows: dict[int, dict[str, int]] = {}
+
+    @property
+    def num_labels(self) -> int:
+        """Label tokens of all samples."""
+        return sum(int((sample.labels != IGNORE_INDEX).sum()) for sample in self.samples)
+
+    def arguments(self, samples: Sequence[EncodedSample]) -> dict[str, Any]:
+        """The forward's keyword arguments, on the model's device: of one sample, or of some as a
+        batch that is padded at the right."""
+        family, placeholder = self.encoder.family, self.encoder.placeholder_id
+        if len(samples) == 1:
+            found = stock_arguments(family, samples[0], placeholder_id=placeholder)
+        else:
+            ids = pad_sequence(
+                [sample.input_ids for sample in samples],
+                batch_first=True,
+                padding_value=self.encoder.pad_token_id,
+            )
+            lengths = torch.tensor([sample.length for sample in samples])
+            real = torch.arange(ids.shape[1]) < lengths[:, None]
+            media = media_of(samples)
+            found = {
+                "input_ids": ids,
+                "attention_mask": real.long(),
+                **family.token_arguments((ids == placeholder) & real),
+                **(family.image_arguments(media) if media is not None else {}),
+            }
+        return {
+            name: value.to(self.device) if isinstance(value, Tensor) else value
+            for name, value in found.items()
+        }
+
+    def positions(self) -> tuple[list[Tensor], str]:
+        """(A, s) of each sample as the class itself counts them, and the name of what did."""
+        counters = [m for m in self.model.modules() if hasattr(m, "get_rope_index")]
+        if not counters:
+            return [torch.arange(s.length)[None] for s in self.samples], "0, 1, 2, ..."
+        counter: Any = counters[-1]
+        takes = inspect.signature(counter.get_rope_index).parameters
+        found = []
+        for sample in self.samples:
+            arguments = {k: v for k, v in self.arguments([sample]).items() if k in takes}
+            positions, _ = counter.get_rope_index(**arguments)
+            found.append(positions[:, 0].cpu())
+        return found, f"get_rope_index of {type(counter).__name__}"
+
+    def run(self, how: How = How()) -> Unpacked:
+        """All samples, one by one."""
+        self.model.zero_grad(set_to_none=True)
+        numbers = range(len(self.samples))
+        groups = [list(numbers[at : at + how.together]) for at in numbers[:: how.together]]
+        done = [
+            one
+            for group in (groups[::-1] if how.reverse else groups)
+            for one in self._run_group(group, how)
+        ]
+        done.sort(key=lambda one: one.number)
+        gradients = self._take_gradients() if how.backward else {}
+        return Unpacked(
+            [one.losses for one in done],
+            [one.logits for one in done],
+            [one.outputs for one in done],
+            gradients,
+        )
+
+    def _run_group(self, numbers: Sequence[int], how: How) -> list[_One]:
+        """Some samples in one forward pass: alone, or as a padded batch."""
+        samples = [self.samples[number] for number in numbers]
+        places = [(sample.labels != IGNORE_INDEX).nonzero()[:, 0] for sample in samples]
+        wanted = torch.cat([*places, *(self.kept[number] for number in numbers)]).unique()
+        can_choose = "logits_to_keep" in self._parameters
+        only = {"logits_to_keep": wanted.to(self.device)} if can_choose else {}
+        width = max(sample.length for sample in samples)
+        capture = Capture(self.model, self.points)
+        capture.on = True
+        capture.slots = torch.cat(
+            [self.kept[number] + row * width for row, number in enumerate(numbers)]
+        )
+        cast = torch.autocast(self.device.type, torch.bfloat16) if how.autocast else nullcontext()
+        try:
+            with torch.set_grad_enabled(how.backward), cast:
+                output = self.model(use_cache=False, **self.arguments(samples), **only)
+        finally:
+            capture.close()
+        logits = output.logits if can_choose else output.logits[:, wanted.to(self.device)]
+        losses = []
+        for row, (sample, at) in enumerate(zip(samples, places, strict=True)):
+            picked = logits[row, torch.searchsorted(wanted, at).to(self.device)]
+            targets = sample.labels[at].to(self.device)
+            losses.append(F.cross_entropy(picked.float(), targets, reduction="none"))
+        if how.backward:
+            (torch.cat(losses).sum() / self.num_labels).backward()
+        outputs = self._by_sample(capture.take(), numbers)
+        return [
+            _One(
+                number,
+                losses[row].detach().cpu(),
+                logits.detach()[row, torch.searchsorted(wanted, self.kept[number]).to(self.device)]
+                .float()
+                .cpu(),
+                outputs[row],
+            )
+            for row, number in enumerate(numbers)
+        ]
+
+    def _by_sample(
+        self, outputs: dict[str, Tensor], numbers: Sequence[int]
+    ) -> list[dict[str, Tensor]]:
+        """Each point's output taken apart: as many rows for each sample as it has alone."""
+        if len(numbers) == 1:
+            self._rows[numbers[0]] = {path: len(value) for path, value in outputs.items()}
+            return [outputs]
+        found: list[dict[str, Tensor]] = [{} for _ in numbers]
+        for path, value in outputs.items():
+            counts = [self._rows[number].get(path, 0) for number in numbers]
+            for own, part, count in zip(found, value.split(counts), counts, strict=True):
+                if count:
+                    own[path] = part
+        return found
+
+    def _take_gradients(self) -> dict[str, Tensor]:
+        """All of them on CPU, zeros where there is none; the model's own are dropped."""
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            gradient = parameter.grad
+            found[name] = (
+                torch.zeros(parameter.shape)
+                if gradient is None
+                else gradient.detach().float().cpu()  # on CPU the same memory: dropped just below
+            )
+            parameter.grad = None
+        return found

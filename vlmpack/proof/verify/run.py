@@ -1,0 +1,292 @@
+"""All checks of a recipe in order, on one process or under torchrun.
+
+The main rank alone runs the reference, then lets go of it; every rank runs the engine. The verdict
+is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+
+from vlmpack.build.data import build_encoder, open_split
+from vlmpack.build.date import settle_date
+from vlmpack.build.engine import check_model
+from vlmpack.build.policy import policy_of
+from vlmpack.capabilities.versions import installed_versions
+from vlmpack.data.loading.ledger import Ledger
+from vlmpack.data.pipeline import TrainData
+from vlmpack.distributed import Ranks
+from vlmpack.encode import Encoder
+from vlmpack.packing import PackCollator, PadCollator
+from vlmpack.proof.verify.answers import check_answers
+from vlmpack.proof.verify.engine import (
+    Dtype,
+    as_it_was,
+    build_verified_engine,
+    verified_dtype,
+    verified_recipe,
+)
+from vlmpack.proof.verify.figures import Check
+from vlmpack.proof.verify.layouts import layouts, row_tokens, rows_in_words
+from vlmpack.proof.verify.memory import on_every_rank, require_memory
+from vlmpack.proof.verify.numbers import ReferenceRuns, verify_rows
+from vlmpack.proof.verify.row import (
+    Row,
+    check_boundaries,
+    check_labels,
+    check_pixels,
+    check_positions,
+    group_samples,
+    make_row,
+)
+from vlmpack.proof.verify.samples import (
+    LABELS_IN_BFLOAT16,
+    Chosen,
+    choose_samples,
+    labels_of,
+)
+from vlmpack.proof.verify.tiny import tiny_model
+from vlmpack.recipe import Recipe, derive
+from vlmpack.version import __version__
+
+logger = logging.getLogger("vlmpack")
+
+RANDOM_WEIGHTS = "random weights, the folder's weights were not read"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyOptions:
+    """What is verified.
+
+    Args:
+        num_samples: samples in the row.
+        dtype: float32, or the recipe's.
+        tiny: verify a tiny model of the same architecture.
+        scratch: folder in which the tiny model has one of its own for a while, on a file system
+            that all ranks see.
+    """
+
+    num_samples: int = 8
+    dtype: Dtype = "float32"
+    tiny: bool = False
+    scratch: Path = Path("verify")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What was found.
+
+    Args:
+        checks: the table, in order.
+        facts: what it was found on: model, samples, dtype, device, versions.
+    """
+
+    checks: tuple[Check, ...]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        """The checks that failed."""
+        return tuple(check for check in self.checks if check.fails)
+
+    @property
+    def passes(self) -> bool:
+        """Whether packed equals unpacked."""
+        return not self.failed
+
+
+def verify_recipe(recipe: Recipe, ranks: Ranks, options: VerifyOptions) -> Verification:
+    """Open a recipe as a run does, and verify it. Collective.
+
+    Raises:
+        VlmpackError: what is wrong with model folder or data, or a model that does not fit.
+    """
+    recipe = settle_date(recipe, ranks)
+    model = recipe.model.path
+    if not options.tiny:
+        check_model(recipe, ranks)
+        return _verify_opened(recipe, ranks, options)
+    with tiny_model(Path(model), options.scratch, ranks) as folder:
+        tiny = recipe.model.model_copy(update={"path": str(folder)})
+        found = _verify_opened(recipe.model_copy(update={"model": tiny}), ranks, options)
+    return Verification(checks=found.checks, facts=found.facts | {"model": model})
+
+
+def _verify_opened(recipe: Recipe, ranks: Ranks, options: VerifyOptions) -> Verification:
+    """Open encoder and data, and verify. Collective."""
+    encoder = build_encoder(recipe)
+    train = open_split(
+        recipe,
+        "data.train",
+        encoder,
+        derive(recipe, ranks.world_size),
+        ranks=ranks,
+        ledger=Ledger(None),
+    )
+    assert train is not None  # data.train is required
+    try:
+        return verify_split(recipe, ranks, encoder, train, options)
+    finally:
+        train.split.close()
+
+
+def verify_split(
+    recipe: Recipe, ranks: Ranks, encoder: Encoder, train: TrainData, options: VerifyOptions
+) -> Verification:
+    """Verify a recipe whose data are open. Collective; nothing of the run changes.
+
+    Raises:
+        VlmpackError: a model that does not fit, or too few samples.
+    """
+    started = time.perf_counter()
+    dtype = verified_dtype(recipe, options.dtype, ranks.device)
+    parallel = recipe.parallelism
+    split = parallel.tensor * parallel.pipeline
+    if parallel.sharding == "fsdp":
+        split *= ranks.dp_size
+    on_every_rank(
+        ranks,
+        lambda: require_memory(
+            encoder.folder, encoder.family.modules, policy_of(recipe), ranks.device, split=split
+        ),
+    )
+    chosen = ranks.on_main(
+        lambda: choose_samples(
+            train,
+            options.num_samples,
+            min_labels=0 if dtype is torch.float32 else LABELS_IN_BFLOAT16,
+        )
+    )
+    with as_it_was():
+        checks, engine_facts = _all_checks(recipe, ranks, encoder, train, (chosen, dtype, options))
+    facts = {
+        "model": recipe.model.path,
+        "tiny": options.tiny,
+        "weights": RANDOM_WEIGHTS if options.tiny else "the folder's",
+        "mode": recipe.packing.mode,
+        "dtype": str(dtype).removeprefix("torch."),
+        "engine": engine_facts,
+        "samples_wanted": options.num_samples,
+        "samples": [
+            {
+                "key": sample.key,
+                "shard": shard,
+                "tokens": sample.length,
+                "labels": labels_of(sample),
+                "images": sample.media.num_images if sample.media is not None else 0,
+            }
+            for sample, shard in zip(chosen.samples, chosen.shards, strict=True)
+        ],
+        "versions": _versions(),
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+    return Verification(checks=tuple(checks), facts=facts)
+
+
+def _all_checks(
+    recipe: Recipe,
+    ranks: Ranks,
+    encoder: Encoder,
+    train: TrainData,
+    what: tuple[Chosen, torch.dtype, VerifyOptions],
+) -> tuple[list[Check], dict[str, str]]:
+    """The checks of every way to lay the samples out, and the engine's description."""
+    chosen, dtype, options = what
+    changed = verified_recipe(recipe, encoder, dtype)
+    held: list[ReferenceRuns] = []  # on the main rank alone: too large to send around
+
+    def run_reference() -> None:
+        logger.info("%-14s %d samples, unpacked, one by one", "reference", len(chosen.samples))
+        held.append(
+            ReferenceRuns.make(
+                encoder,
+                chosen.samples,
+                ranks.device,
+                dtype=dtype,
+                half_weights=recipe.model.backend == "mcore",
+            )
+        )
+
+    ranks.on_main(run_reference)
+    gc.collect()  # models are cycles; memory is needed for the next one now
+    answers = ranks.on_main(lambda: check_answers(encoder, chosen.samples, chosen.messages))
+    checks = [answers] if answers is not None else []
+    facts: dict[str, str] = {}
+    for prefix, collator in layouts(recipe, encoder, train, ranks):
+        groups = group_samples(
+            chosen.samples, options.num_samples, collator, max_tokens=row_tokens(train)
+        )
+        rows = [
+            make_row(collator, [chosen.samples[n] for n in numbers], numbers) for numbers in groups
+        ]
+        logger.info("%-14s %s", "engine", rows_in_words(len(rows), collator))
+        found, facts = check_rows(
+            changed, ranks, encoder, collator, rows, held[0] if ranks.is_main else None
+        )
+        gc.collect()
+        checks += [replace(check, name=prefix + check.name) for check in found]
+    stock = ranks.broadcast_object(held[0].stock if ranks.is_main else "")
+    return checks, facts | {"reference": stock}
+
+
+def check_rows(
+    recipe: Recipe,
+    ranks: Ranks,
+    encoder: Encoder,
+    collator: PackCollator | PadCollator,
+    rows: Sequence[Row],
+    reference: ReferenceRuns | None,
+) -> tuple[list[Check], dict[str, str]]:
+    """Everything about some rows, on an engine that is built for them. Collective.
+
+    Args:
+        recipe: of the engine, see `verified_recipe`.
+        collator: that made the rows.
+        reference: on the main rank.
+
+    Returns:
+        The checks, and the engine's description; on every rank the same.
+    """
+
+    def without_model() -> list[Check]:
+        assert reference is not None
+        pixels = check_pixels(rows, encoder.placeholder_id)
+        return [
+            check_boundaries(rows),
+            check_labels(rows),
+            check_positions(rows, reference.positions, reference.positions_of),
+            *([pixels] if pixels is not None else []),
+        ]
+
+    found = ranks.on_main(without_model)
+    engine = build_verified_engine(recipe, encoder, ranks)
+    found += verify_rows(
+        engine,
+        ranks,
+        rows,
+        collator=collator,
+        reference=reference,
+        encoder=encoder,
+        optim=recipe.optim,
+    )
+    return found, dict(engine.description)
+
+
+def _versions() -> dict[str, str]:
+    own = {
+        "vlmpack": __version__,
+        "torch": torch.__version__,
+        "accelerate": accelerate.__version__,
+    }
+    others = {name: found for name, found in installed_versions().items() if found is not None}
+    return {"python": platform.python_version()} | own | others

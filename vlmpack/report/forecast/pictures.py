@@ -1,0 +1,211 @@
+"""The plan's pictures, each narrow enough for a telephone: a wide page shows two side by side."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlmpack.forecast.figures import RunPlan, SourceFigures
+from vlmpack.report.forecast.numbers import compact, share
+from vlmpack.report.style import (
+    BLUE,
+    GREEN,
+    INK,
+    MUTED,
+    ORANGE,
+    PADDING,
+    PALE_BLUE,
+    SMALL,
+    figure,
+    one_line,
+    save_png,
+    shorten,
+)
+
+WIDTH_INCHES = 4.6
+HEIGHT_INCHES = 3.1
+COLORS = (BLUE, ORANGE, GREEN, PALE_BLUE)
+MAX_COLORED = 4
+"""Sources with a colour; the last one stands for all others where there are more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A drawing.
+
+    Args:
+        title: above it.
+        caption: what a reader who cannot see it is told, too.
+        png: the file.
+    """
+
+    title: str
+    caption: str
+    png: bytes
+
+
+def draw_pictures(plan: RunPlan) -> list[Picture]:
+    """All that the plan has figures for.
+
+    Raises:
+        CapabilityError: matplotlib is not installed.
+    """
+    own = plan.mode
+    drawn = [
+        Picture(
+            "How long the samples are",
+            "Usable samples by their tokens, image tokens included"
+            + (", stacked by source" if len(plan.sources) > 1 else ""),
+            _png(lambda axes: _lengths(axes, plan.sources)),
+        ),
+        Picture(
+            "What is computed",
+            "Slots of one epoch: real tokens in blue, padding in grey. The recipe's mode, "
+            f"{own.name}, is in bold",
+            _png(lambda axes: _modes(axes, plan), left=0.27),
+        ),
+        Picture(
+            "Samples in a row",
+            f"Rows of {plan.sequences.mode} by the samples they hold; dashed: bounds for CUDA "
+            "graphs, with the share of rows below them",
+            _png(lambda axes: _sequences(axes, plan)),
+        ),
+    ]
+    if plan.imbalance:
+        drawn.append(
+            Picture(
+                "How long a step waits",
+                "Cost of the slowest rank above the mean, by the number of ranks: bins dealt in "
+                "turn, and by cost",
+                _png(lambda axes: _imbalance(axes, plan)),
+            )
+        )
+    return drawn
+
+
+def _png(draw: Callable[[Any], None], *, left: float = 0.14) -> bytes:
+    with (
+        tempfile.TemporaryDirectory(prefix="vlmpack-plan-") as folder,
+        figure(HEIGHT_INCHES, WIDTH_INCHES) as drawing,
+    ):
+        axes = drawing.add_axes((left, 0.15, 0.97 - left, 0.8))
+        draw(axes)
+        path = Path(folder) / "picture.png"
+        save_png(drawing, path)
+        return path.read_bytes()
+
+
+def _lengths(axes: Any, sources: Sequence[SourceFigures]) -> None:
+    groups = [(one_line(source.name), source.length_histogram) for source in sources]
+    if len(groups) > MAX_COLORED:
+        others = groups[MAX_COLORED - 1 :]
+        merged = tuple(
+            (columns[0][0], sum(count for _, count in columns))
+            for columns in zip(*(bars for _, bars in others), strict=True)
+        )
+        groups = [*groups[: MAX_COLORED - 1], (f"{len(others)} others", merged)]
+    bottoms = [0] * len(groups[0][1])
+    for color, (name, bars) in zip(COLORS, groups, strict=False):
+        if not bars:
+            continue
+        width, counts = bars[0][0], [count for _, count in bars]
+        axes.bar(
+            [edge - width for edge, _ in bars], counts, bottom=bottoms, width=0.9 * width,
+            align="edge", color=color, linewidth=0, label=shorten(name, 24),
+        )  # fmt: skip
+        bottoms = [low + count for low, count in zip(bottoms, counts, strict=True)]
+    if len(groups) > 1:
+        axes.legend(frameon=False, fontsize=SMALL, loc="upper right")
+    axes.set_xlabel("tokens")
+    _count_axis(axes.yaxis)
+    _count_axis(axes.xaxis)
+    axes.grid(axis="y")
+    axes.set_axisbelow(True)
+    axes.set_xlim(left=0)
+
+
+def _modes(axes: Any, plan: RunPlan) -> None:
+    most = max(mode.slots for mode in plan.modes)
+    for place, mode in enumerate(plan.modes):
+        axes.barh(-place, mode.slots, height=0.46, color=PADDING, linewidth=0)
+        axes.barh(-place, mode.tokens, height=0.46, color=BLUE, linewidth=0)
+        axes.text(
+            0, 0.26 - place, f"{share(mode.padding)} padding, {mode.steps:,} steps",
+            va="bottom", fontsize=SMALL, color=INK,
+        )  # fmt: skip
+    axes.set_ylim(0.35 - len(plan.modes), 0.65)
+    axes.set_yticks(
+        [-place for place in range(len(plan.modes))], [mode.name for mode in plan.modes]
+    )
+    for label, mode in zip(axes.get_yticklabels(), plan.modes, strict=True):
+        label.set_color(INK)
+        label.set_weight("bold" if mode.is_recipes else "normal")
+    axes.set_xlim(0, 1.02 * most)
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel("slots of an epoch")
+    _count_axis(axes.xaxis)
+
+
+def _sequences(axes: Any, plan: RunPlan) -> None:
+    figures = plan.sequences
+    axes.bar(
+        [size for size, _ in figures.histogram], [rows for _, rows in figures.histogram],
+        width=0.9, color=BLUE, linewidth=0,
+    )  # fmt: skip
+    top = max((rows for _, rows in figures.histogram), default=1)
+    axes.set_ylim(0, 1.5 * top)  # room for what the bounds say
+    last = max([*(size for size, _ in figures.histogram), 1])
+    for choice in figures.choices:
+        last = max(last, choice.max_sequences)
+        color = INK if choice.is_recipes else MUTED
+        axes.axvline(choice.max_sequences + 0.5, color=color, linewidth=1, linestyle=(0, (3, 3)))
+        axes.annotate(
+            f"{choice.max_sequences}: {share(choice.covered)}", (choice.max_sequences + 0.5, 1.0),
+            xycoords=axes.get_xaxis_transform(), xytext=(-3, -2), textcoords="offset points",
+            ha="right", va="top", rotation=90, fontsize=SMALL, color=color,
+        )  # fmt: skip
+    axes.set_xlim(0, 1.03 * last + 0.5)
+    axes.set_xlabel("samples in a row")
+    axes.set_ylabel("rows")
+    axes.xaxis.get_major_locator().set_params(integer=True, nbins=8)
+    _count_axis(axes.yaxis)
+
+
+def _imbalance(axes: Any, plan: RunPlan) -> None:
+    places = range(len(plan.imbalance))
+    for offset, color, name, values in (
+        (-0.2, PALE_BLUE, "in turn", [one.total_dealt for one in plan.imbalance]),
+        (0.2, BLUE, "by cost", [one.total_balanced for one in plan.imbalance]),
+    ):
+        over = [100 * (value - 1) for value in values]
+        axes.bar(
+            [place + offset for place in places], over, width=0.38, color=color, linewidth=0,
+            label=name,
+        )  # fmt: skip
+        for place, value in zip(places, over, strict=True):
+            axes.annotate(
+                f"{value:.1f}%", (place + offset, value), xytext=(0, 2),
+                textcoords="offset points", ha="center", va="bottom", fontsize=SMALL, color=INK,
+            )  # fmt: skip
+    axes.set_xticks(
+        list(places),
+        [f"{one.data_parallel}" for one in plan.imbalance],
+    )
+    for label, one in zip(axes.get_xticklabels(), plan.imbalance, strict=True):
+        label.set_weight("bold" if one.is_recipes else "normal")
+    axes.set_xlabel("data-parallel ranks")
+    axes.set_ylabel("slowest rank above the mean")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}%")
+    axes.set_ylim(bottom=0)
+    axes.margins(y=0.12)
+    axes.legend(frameon=False, fontsize=SMALL, loc="upper left")
+    axes.grid(axis="y")
+    axes.set_axisbelow(True)
+
+
+def _count_axis(axis: Any) -> None:
+    axis.set_major_formatter(lambda value, _: compact(value))
+    axis.get_major_locator().set_params(integer=True, nbins=5)

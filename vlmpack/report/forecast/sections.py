@@ -1,0 +1,225 @@
+"""The plan as titled tables of text, in the order of the page."""
+
+from __future__ import annotations
+
+from vlmpack.forecast.figures import SAME_BATCH, MemoryFigures, RunPlan
+from vlmpack.report.forecast.data_section import data_section
+from vlmpack.report.forecast.numbers import compact, gib, share, times
+from vlmpack.report.forecast.section import Column, Section
+from vlmpack.words import counted
+
+MAX_SOURCES = 12
+"""Sources with a row of their own; the page and the JSON have more."""
+_ON_GPUS = "for GPUs, in bfloat16; on CPU, model.dtype: auto computes in float32 and needs more"
+
+
+def sections(plan: RunPlan, *, max_sources: int = MAX_SOURCES) -> tuple[Section, ...]:
+    """All of them."""
+    made = [
+        data_section(plan, max_sources),
+        _modes(plan),
+        _sequences(plan),
+        _imbalance(plan),
+        _batch(plan),
+    ]
+    made.append(_memory(plan.memory) if plan.memory is not None else _no_memory())
+    made.append(Section(title="Notes", lines=plan.notes))
+    return tuple(made)
+
+
+def _modes(plan: RunPlan) -> Section:
+    rows = []
+    estimated = False
+    for mode in plan.modes:
+        full, about = mode.row_fill, "~" if mode.is_estimated else ""
+        estimated = estimated or mode.is_estimated
+        rows.append(
+            (
+                mode.name,
+                about + compact(mode.rows),
+                about + compact(mode.slots),
+                share(mode.padding),
+                "" if full is None else share(full),
+                f"{about if mode.counts_rows else ''}{mode.steps:,}",
+                compact(mode.mean_batch_samples),
+                f"{mode.compute:.2f}",
+            )
+        )
+    epochs = "1 epoch" if plan.epochs == 1 else f"{plan.epochs:.3g} epochs"
+    run = f"the run: {counted(plan.run_steps, 'step', 'steps')}, {epochs}"
+    row_tokens = max(mode.row_tokens for mode in plan.modes)
+    return Section(
+        title="One epoch under every packing mode",
+        columns=(
+            Column("mode", is_text=True),
+            Column("rows"),
+            Column("slots"),
+            Column("padding"),
+            Column("row\nfull"),
+            Column("steps"),
+            Column("samples\na step"),
+            Column("compute"),
+        ),
+        rows=tuple(rows),
+        marked=tuple(i for i, mode in enumerate(plan.modes) if mode.is_recipes),
+        lines=(
+            f"recipe: {plan.mode.name}, {plan.steps_per_epoch:,} steps an epoch, on "
+            f"{counted(plan.data_parallel, 'model copy', 'model copies')} of "
+            f"{counted(plan.world_size, 'process', 'processes')}; {run}",
+            "slots: tokens and padding that are computed; row full: tokens of the "
+            f"{row_tokens:,} that a planned row may hold; compute: FLOPs relative to none",
+            *(
+                ["~: packed from a part of the samples; as the recipe's mode it is exact"]
+                if estimated
+                else []
+            ),
+        ),
+    )
+
+
+def _sequences(plan: RunPlan) -> Section:
+    figures = plan.sequences
+    listed = ", ".join(f"{name} {value}" for name, value in figures.percentiles.items())
+    return Section(
+        title="Samples in a row, and MAX_SEQS for CUDA graphs",
+        columns=(
+            Column("max\nsequences"),
+            Column("from", is_text=True),
+            Column("rows\ncovered"),
+            Column("eager\ninstead"),
+            Column("rows more\nif enforced"),
+        ),
+        rows=tuple(
+            (
+                str(choice.max_sequences),
+                choice.basis,
+                share(choice.covered, 2),
+                share(1 - choice.covered, 2),
+                share(choice.extra_rows, 2),
+            )
+            for choice in figures.choices
+        ),
+        marked=tuple(i for i, choice in enumerate(figures.choices) if choice.is_recipes),
+        lines=(
+            f"{figures.mode}: {figures.mean:.1f} on average, {listed}",
+            "choices are percentiles rounded up to 8, from rows without a bound over the first "
+            f"{figures.dry_run_samples:,} samples: enforce one by packing.max_sequences, or let "
+            "the rows above it run eagerly",
+        ),
+    )
+
+
+def _imbalance(plan: RunPlan) -> Section:
+    if not plan.imbalance:
+        return Section(
+            title="Imbalance across data-parallel ranks",
+            lines=("a global batch is one micro-batch: there is nothing to share out",),
+        )
+    steps = max(one.steps for one in plan.imbalance)
+    return Section(
+        title="Imbalance across data-parallel ranks",
+        columns=(
+            Column("ranks"),
+            Column("bins\neach"),
+            Column("total,\nin turn"),
+            Column("\nby cost"),
+            Column("vision,\nin turn"),
+            Column("\nby cost"),
+        ),
+        rows=tuple(
+            (
+                str(one.data_parallel),
+                str(one.micro_batches),
+                times(one.total_dealt),
+                times(one.total_balanced),
+                times(one.vision_dealt),
+                times(one.vision_balanced),
+            )
+            for one in plan.imbalance
+        ),
+        marked=tuple(i for i, one in enumerate(plan.imbalance) if one.is_recipes),
+        lines=(
+            f"largest cost of a rank over the mean, averaged over {steps} steps: 1.10 means that a "
+            "step waits 10% for its slowest rank; cost is FLOPs, and in turn is packing.balance: "
+            "none",
+        ),
+    )
+
+
+def _batch(plan: RunPlan) -> Section:
+    batch = plan.batch
+    unit = "rows" if batch.counts_rows else "samples"
+    if batch.scaled_learning_rate is None:
+        rate = f"learning rate: {batch.learning_rate:g} stays, a step trains as many samples"
+    else:
+        rate = (
+            f"learning rate, a hint: the batch is {batch.growth:.3g} times the unpacked one, and "
+            f"AdamW's square-root rule (Malladi et al., 2205.10287) makes {batch.learning_rate:g} "
+            f"-> {batch.scaled_learning_rate:.3g}"
+        )
+    return Section(
+        title="Effective batch",
+        columns=(Column("a step trains", is_text=True), Column("samples"), Column("tokens")),
+        rows=(
+            (
+                f"{plan.mode.name} ({batch.global_batch_size} {unit})",
+                compact(batch.samples),
+                compact(batch.tokens),
+            ),
+            (
+                f"unpacked ({batch.global_batch_size} samples)",
+                compact(batch.unpacked_samples),
+                compact(batch.unpacked_tokens),
+            ),
+        ),
+        marked=(0,),
+        lines=(*_keeping_size(plan), rate),
+    )
+
+
+def _keeping_size(plan: RunPlan) -> tuple[str, ...]:
+    """The hint for a batch in rows; none where the mode keeps the unpacked run's samples anyway."""
+    batch = plan.batch
+    if batch.keeping_size is None:
+        return ()
+    whole, kept = batch.global_batch_size, batch.kept_samples
+    line = (
+        f"to keep the unpacked run's {whole} samples a step in planned rows: "
+        f"new_GBS = GBS / samples per row = {whole} / {batch.samples_per_row:.1f} = "
+        f"{batch.keeping_size}"
+    )
+    why = [f"a multiple of the {plan.data_parallel} model copies"] * (plan.data_parallel > 1)
+    if abs(kept - whole) > SAME_BATCH * whole:
+        why.append(f"rounded, so a step would train {kept:.0f} samples")
+    return (f"{line} ({'; '.join(why)})" if why else line,)
+
+
+def _memory(memory: MemoryFigures) -> Section:
+    parts = (
+        ("weights", memory.weights),
+        ("gradients", memory.gradients),
+        ("optimizer", memory.optimizer),
+        ("activations", memory.activations),
+        ("logits", memory.logits),
+        ("total", memory.total),
+    )
+    flight = f", {memory.rows_in_flight} in flight" if memory.rows_in_flight > 1 else ""
+    part = memory.rank_trained != memory.rank_parameters
+    trained = f" {memory.rank_trained:,} trained on that rank;" if part else ""
+    return Section(
+        title=f"Memory of a rank, an estimate ({memory.where}, {memory.dtype})",
+        columns=tuple(Column(name) for name, _ in parts),
+        rows=(tuple(gib(size) for _, size in parts),),
+        lines=(
+            f"{compact(memory.parameters)} parameters, {compact(memory.tower_parameters)} of them "
+            f"in the vision tower, from {memory.counted_from};{trained} micro-batch of "
+            f"{memory.row_tokens:,} slots and {memory.row_patches:,} patches{flight}",
+            *memory.formula,
+            *([_ON_GPUS] if memory.dtype == "bfloat16" else []),
+        ),
+    )
+
+
+def _no_memory() -> Section:
+    why = "no estimate: model.path holds no safetensors file to count the parameters from"
+    return Section(title="Memory of a rank", lines=(why,))

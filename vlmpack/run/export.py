@@ -1,0 +1,179 @@
+"""A checkpoint of a run -> a transformers folder, or the adapters alone: one process, no optimizer.
+
+A checkpoint has trained parameters alone, under transformers' names whatever engine wrote it. The
+frozen ones are those of the model folder.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from vlmpack.backends.slices import whole
+from vlmpack.build.data import build_encoder
+from vlmpack.build.policy import policy_of
+from vlmpack.build.read_only import read_recipe
+from vlmpack.encode import write_budget
+from vlmpack.encode.clock import write_note
+from vlmpack.errors import CheckpointError, VlmpackError
+from vlmpack.recipe import Recipe
+from vlmpack.run.result import export_dtype
+from vlmpack.training.checkpoint import (
+    CheckpointReader,
+    find_damage,
+    list_checkpoints,
+    newest_checkpoint,
+    step_folder,
+)
+from vlmpack.training.checkpoint.folders import STATE, read_json
+from vlmpack.training.model_watch import check_model_again, check_trained_from
+from vlmpack.training.run_dir import RunDir
+
+
+class Exported(NamedTuple):
+    """What was written.
+
+    Args:
+        folder: where.
+        checkpoint: what it was made from.
+        dtype: of the whole model's weights; None for adapters, which are written as trained.
+    """
+
+    folder: Path
+    checkpoint: Path
+    dtype: torch.dtype | None
+
+
+def export_run(
+    run: Path,
+    *,
+    merge: bool,
+    out: Path | None = None,
+    step: int | None = None,
+    dtype: str | None = None,
+) -> Exported:
+    """Write what a run has trained.
+
+    Args:
+        run: its folder.
+        merge: the whole model, adapters merged; else the adapters. A run without adapters has only
+            the whole model.
+        out: folder to write, which must not be there yet. None: `export-N` or `adapter-N` in the
+            run folder, N the checkpoint's step.
+        step: of the checkpoint; None for the newest one that verifies.
+        dtype: of the whole model, one of those of the recipe's `export.dtype`; None for that.
+
+    Raises:
+        VlmpackError: no run folder, no such checkpoint, a place that is taken, a dtype for
+            adapters, or a model that cannot be built as the recipe says.
+        RunIdentityError: the model folder holds another model than the run was trained from.
+    """
+    if not run.is_dir():
+        raise VlmpackError(f"{run}: expected a run folder, found no folder there")
+    recipe = read_recipe(run)
+    checkpoint = _choose(RunDir(run), step)
+    adapter = bool(recipe.trainable.uses("lora")) and not merge
+    if adapter and dtype is not None:
+        raise VlmpackError("adapters are written as trained, in float32; add --merge for --dtype")
+    if out is None:
+        number = int(checkpoint.name.rpartition("-")[2])
+        out = run / f"{'adapter' if adapter else 'export'}-{number}"
+    if out.exists():
+        raise VlmpackError(f"{out} is there already; choose another place with -o, or delete it")
+    named = recipe.export.dtype if dtype is None else dtype
+    partial = out.with_name(f"{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        written = _write(recipe, RunDir(run), checkpoint, partial, dtype=None if adapter else named)
+        partial.rename(out)
+    except OSError as error:
+        raise VlmpackError(f"{out} cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return Exported(out, checkpoint, written)
+
+
+def _choose(run_dir: RunDir, step: int | None) -> Path:
+    there = list_checkpoints(run_dir.checkpoints)
+    known = ", ".join(str(int(path.name.rpartition("-")[2])) for path in there) or "none"
+    if step is not None:
+        folder = step_folder(run_dir.checkpoints, step)
+        if folder not in there:
+            raise VlmpackError(f"{run_dir.path} has no checkpoint of step {step}; it has {known}")
+        problem = find_damage(folder)
+        if problem is not None:
+            raise CheckpointError(f"{folder}: {problem}")
+        return folder
+    newest, damaged = newest_checkpoint(run_dir.checkpoints)
+    if newest is None:
+        listed = "".join(f"\n  {line}" for line in damaged)
+        raise VlmpackError(f"{run_dir.path} has no checkpoint that verifies{listed}")
+    return newest
+
+
+def _write(
+    recipe: Recipe, run_dir: RunDir, checkpoint: Path, folder: Path, *, dtype: str | None
+) -> torch.dtype | None:
+    """The whole model in that dtype, which is returned; None: the adapters."""
+    from vlmpack.backends.export import save_model_folder
+    from vlmpack.backends.hf.adapters import (
+        apply_policy,
+        merged_state,
+        modules_in_full,
+        save_adapter,
+    )
+    from vlmpack.backends.hf.load import load_model
+    from vlmpack.backends.hf.parameter_boxes import whole_state
+    from vlmpack.backends.hf.quantize import check_quantization
+
+    policy, source = policy_of(recipe), Path(recipe.model.path)
+    encoder = build_encoder(recipe)
+    paths = encoder.family.modules
+    now = check_model_again(source, run_dir)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    packed = policy.lora is not None and policy.lora.quantize != "none"
+    if packed:
+        check_quantization(device)
+    check_trained_from(checkpoint, read_json(checkpoint / STATE).get("model"), now)
+    model = load_model(source)
+    compute_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    apply_policy(model, paths, policy, device=device, compute_dtype=compute_dtype)
+    read_parameters(model, checkpoint)
+    if dtype is None:
+        in_full = modules_in_full(model, paths, policy)
+        state = whole_state(model, keep=True)
+        save_adapter(model, state, folder, in_full=in_full, base=recipe.model.path)
+        return None
+    chosen = export_dtype(dtype, source)
+    save_model_folder(
+        model,
+        merged_state(whole_state(model, keep=True), policy.lora),
+        folder,
+        processor_from=source,
+        dtype=chosen,
+    )
+    write_budget(encoder, folder)
+    write_note(folder, encoder.date)
+    return chosen
+
+
+def read_parameters(model: Any, checkpoint: Path) -> None:
+    """Fill a model's trained parameters from a checkpoint.
+
+    Raises:
+        CheckpointError: it does not fit the model.
+    """
+    trained: Mapping[str, nn.Parameter] = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
+    with CheckpointReader(checkpoint) as reader, torch.no_grad():
+        reader.check({name: tuple(parameter.shape) for name, parameter in trained.items()})
+        for name, parameter in trained.items():
+            value = reader.read("model", whole(name, tuple(parameter.shape)))
+            assert value is not None  # the check has found it
+            parameter.copy_(value)

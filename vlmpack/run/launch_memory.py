@@ -1,0 +1,116 @@
+"""The memory that a launch will need, beside what its machine has, said before any weight is read.
+
+A process that takes more than the machine has is ended by the kernel without a word. So the plan's
+estimate is made once more from what a launch knows: the model's headers and the lengths of the
+samples that are indexed.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from vlmpack.data.pipeline import TrainData
+from vlmpack.distributed import Ranks
+from vlmpack.encode import Encoder
+from vlmpack.errors import ModelError
+from vlmpack.forecast.figures import MemoryFigures
+from vlmpack.forecast.memory import memory_figures
+from vlmpack.forecast.parameters import read_sizes
+from vlmpack.forecast.trained import trained_sizes
+from vlmpack.recipe import Recipe, derive
+from vlmpack.recipe.derived import plans_rows, row_tokens
+from vlmpack.run.machine_memory import Room, room_of
+
+logger = logging.getLogger("vlmpack")
+
+DRAWN = 1000
+"""Micro-batches that are drawn for the largest one, where rows are not planned by a budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class LargestMicroBatch:
+    """As `vlmpack.forecast.memory` asks for it."""
+
+    micro_batch_size: int
+    max_row_slots: int
+    max_row_patches: int
+
+
+def say_memory(recipe: Recipe, encoder: Encoder, train: TrainData, ranks: Ranks) -> None:
+    """One line: the estimate, what there is; a warning with the knobs where it is more. Of the main
+    rank alone.
+
+    A model folder without the sizes that the estimate needs is passed over.
+    """
+    room = room_of(ranks.device)
+    try:
+        sizes = read_sizes(Path(recipe.model.path))
+    except ModelError:
+        return
+    if sizes is None or room is None:
+        return
+    figures = memory_figures(
+        _on(recipe, ranks),
+        sizes,
+        largest_micro_batch(recipe, train),
+        copies=derive(recipe, ranks.world_size).data_parallel,
+        world_size=ranks.world_size,
+        trained=trained_sizes(recipe, encoder.family),
+    )
+    line = memory_line(figures, room)
+    if figures.total * room.processes > room.size:
+        logger.warning("%-14s %s\n%s", "memory", line, ADVICE)
+    else:
+        logger.info("%-14s %s", "memory", line)
+
+
+ADVICE = (
+    "That is more than there is: the kernel (or CUDA) may end this run without a word. Less: "
+    "trainable.* frozen or lora, parallelism.sharding: fsdp or model.backend: mcore over more "
+    "processes, model.activation_checkpointing: true, a smaller training.micro_batch_size, "
+    "packing.max_tokens, packing.max_vision_patches or training.seq_length. `vlmpack plan` has the "
+    "figures one by one"
+)
+
+
+def memory_line(figures: MemoryFigures, room: Room) -> str:
+    """The estimate and what there is, in words."""
+    parts = ("weights", "gradients", "optimizer", "activations", "logits")
+    each = ", ".join(f"{name} {_gib(getattr(figures, name))}" for name in parts)
+    shared = f", for {room.processes} processes" if room.processes > 1 else ""
+    blind = figures.tower_parameters > 0 and figures.row_patches == 0
+    without = ", without the vision tower's activations" if blind else ""
+    return (
+        f"about {_gib(figures.total)} GiB a process ({each}{without}); {room.where} has "
+        f"{_gib(room.size)} GiB{shared}"
+    )
+
+
+def largest_micro_batch(recipe: Recipe, train: TrainData) -> LargestMicroBatch:
+    """Its slots: of a planned row its budget; else the largest of many drawn micro-batches. Its
+    patches: the budget's, 0 without one: no length of a sample says how many it has."""
+    packing, micro = recipe.packing, recipe.training.micro_batch_size
+    if plans_rows(packing):
+        tokens = row_tokens(packing, recipe.training, recipe.parallelism)
+        return LargestMicroBatch(1, tokens, packing.max_vision_patches or 0)
+    lengths = train.split.usable_tokens()
+    if not lengths.size:
+        return LargestMicroBatch(micro, 0, 0)
+    drawn = np.random.default_rng(0).choice(lengths, (DRAWN, micro))
+    rows = drawn.max(axis=1) * micro if packing.mode == "none" else drawn.sum(axis=1)
+    return LargestMicroBatch(micro, int(rows.max()), 0)
+
+
+def _on(recipe: Recipe, ranks: Ranks) -> Recipe:
+    """With `model.dtype: auto` as this device has it; the plan takes it for a GPU's."""
+    if recipe.model.dtype != "auto" or ranks.device.type == "cuda":
+        return recipe
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": "float32"})})
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.1f}"

@@ -1,0 +1,87 @@
+"""`vlmpack pack`: a recipe's training split, opened as mode `online` plans it, into a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vlmpack.build.date import begun_packs, date_of, with_date
+from vlmpack.build.read_only import open_recipe
+from vlmpack.data.packs.manifest import Manifest, read_manifest
+from vlmpack.data.packs.write import PackOrder, PackSource, make_packs
+from vlmpack.errors import PacksError, RecipeError
+from vlmpack.recipe import Recipe, load_recipe
+
+
+def pack_recipe(recipe: Recipe, folder: Path, order: PackOrder) -> Manifest:
+    """Packs what a recipe trains on, once.
+
+    Args:
+        recipe: in mode `online` or `offline`; both pack alike.
+        folder: to be made.
+        order: what to make.
+
+    Raises:
+        RecipeError: a recipe without planned rows.
+        PacksError: the folder cannot be used.
+        ModelError, DataError, EmptyDataError: what is wrong with model folder or data.
+    """
+    if recipe.packing.mode not in ("online", "offline"):
+        raise RecipeError(
+            [
+                f"packing.mode: {recipe.packing.mode} plans no rows that could be saved; set "
+                "packing.mode: online and training.micro_batch_size: 1, in the recipe or behind "
+                "the command; training.global_batch_size then counts rows"
+            ]
+        )
+    if recipe.packing.scope != "stream":
+        raise RecipeError(
+            [
+                f"packing.scope: {recipe.packing.scope} fills rows inside fixed sets of samples, "
+                "which saved packs do not have; use packing.scope: stream"
+            ]
+        )
+    recipe = load_recipe(recipe, {"packing.mode": "online"})
+    recipe = with_date(recipe, recipe.data.date or begun_packs(folder) or date_of(recipe))
+    train, _ = open_recipe(recipe, order.on_index)
+    try:
+        return make_packs(PackSource(train.config, train.split, train.dataset), folder, order)
+    finally:
+        train.split.close()
+
+
+def packs_note(recorded: Path, recipe: Recipe) -> str | None:
+    """What tells a run's packs and the recipe's apart; None where they are alike or unknown.
+
+    Args:
+        recorded: the run folder's recipe, of its latest launch.
+        recipe: that is to go on.
+    """
+    now = recipe.packing.path
+    if now is None or not recorded.is_file():
+        return None
+    try:
+        before = load_recipe(recorded).packing.path
+    except RecipeError:  # of another version of vlmpack
+        return None
+    if before is None or before == now:
+        return None
+    old, new = _manifest(before), _manifest(now)
+    if old is not None and new is not None and old.plan == new.plan:
+        return None
+    return (
+        f"packing.path: the run's latest launch had {_described(before, old)}, the recipe has "
+        f"{_described(now, new)}"
+    )
+
+
+def _manifest(folder: str) -> Manifest | None:
+    try:
+        return read_manifest(Path(folder))
+    except PacksError:
+        return None
+
+
+def _described(folder: str, manifest: Manifest | None) -> str:
+    if manifest is None:
+        return f"{folder} (no packs there)"
+    return f"{folder} (kind {manifest.kind}, planner {manifest.planner})"

@@ -1,0 +1,241 @@
+"""What surrounds training: answers before and after, the exported model, result.json."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from vlmpack.activity import ACTIVITY
+from vlmpack.distributed import Ranks
+from vlmpack.encode import write_budget
+from vlmpack.encode.clock import write_note
+from vlmpack.errors import CapabilityError, DataError
+from vlmpack.evaluation.generation import answer_over_ranks
+from vlmpack.evaluation.scoring import (
+    PREDICTIONS_AFTER,
+    PREDICTIONS_BEFORE,
+    Question,
+    Scores,
+    make_predictions,
+    read_predictions,
+    score,
+    write_predictions,
+)
+from vlmpack.model_folder import transformers_version
+from vlmpack.recipe import identity
+from vlmpack.run.session import Session
+from vlmpack.training.model_watch import check_model_again
+from vlmpack.training.run_dir import write_atomically
+from vlmpack.version import __version__
+
+logger = logging.getLogger("vlmpack")
+
+When = Literal["before", "after"]
+
+
+def test_questions(session: Session) -> list[Question]:
+    """The questions of `data.test` that the recipe asks to answer; none without generation."""
+    section = session.recipe.evaluation
+    if session.test is None or not section.generate:
+        return []
+    questions: list[Question] = []
+    for sample in session.test.samples():
+        try:
+            questions.append(Question.from_sample(sample))
+        except DataError as error:
+            _skip_or_raise(session, error)
+        if len(questions) == section.generate_max_samples:
+            break
+    return questions
+
+
+def evaluate_by_generation(
+    session: Session, when: When, questions: Sequence[Question]
+) -> Scores | None:
+    """Answer the test questions with the model as it is, and score the answers. Collective.
+
+    Answers from before training are kept in the run folder: a resumed run reads them.
+
+    Returns:
+        The figures, on every rank; None without questions, or for `before` once training has begun
+        and no answers were kept.
+
+    Raises:
+        DataError: a bad question whose error class is not skipped.
+    """
+    if not questions:
+        return None
+    name = PREDICTIONS_BEFORE if when == "before" else PREDICTIONS_AFTER
+    path = session.run_dir.path / name
+    kept = session.ranks.on_main(path.is_file)
+    if when == "before" and kept:
+        rows = read_predictions(path)
+        asked = {(question.shard, question.key) for question in questions}
+        if {(row.shard, row.key) for row in rows} <= asked and len(rows) <= len(questions):
+            return score(rows)
+        logger.warning("the answers in %s are to other questions; they are left out", path)
+        return None
+    if when == "before" and session.trainer.totals.step > 0:
+        return None
+    started = time.perf_counter()
+    answers = answer_over_ranks(
+        session.engine,
+        session.encoder,
+        questions,
+        ranks=session.ranks,
+        batch_size=session.recipe.evaluation.batch_size,
+        max_new_tokens=session.recipe.evaluation.max_new_tokens,
+        on_bad_sample=lambda error: _skip_or_raise(session, error),
+    )
+    predictions = make_predictions(questions, answers)
+    scores = score(predictions)
+    session.ranks.on_main(lambda: write_predictions(path, predictions))
+    logger.info(
+        "%s training: %s of %d %s answered exactly%s (%.0f s)",
+        when,
+        _percent(scores.exact_match),
+        scores.headline.num_questions,
+        "image questions" if scores.images.num_questions else "questions",
+        ""
+        if scores.digit_accuracy is None
+        else f", {_percent(scores.digit_accuracy)} of the characters read right",
+        time.perf_counter() - started,
+    )
+    return scores
+
+
+def _skip_or_raise(session: Session, error: DataError) -> None:
+    assert session.test is not None
+    if not session.test.config.on_error.skips(error.error_class):
+        raise error
+    logger.warning("test question left out: %s", error)
+
+
+def export_model(session: Session) -> None:
+    """Write the finetuned model in transformers format, adapters merged, and the adapters in
+    peft's. Collective.
+
+    Raises:
+        RunIdentityError: the model folder, which exports take files from, has changed meanwhile.
+    """
+    recipe = session.recipe
+    if not recipe.export.enabled:
+        return
+    ACTIVITY.enter_alone("exporting the model")
+    engine, source = session.engine, Path(recipe.model.path)
+    session.ranks.on_main(lambda: check_model_again(source, session.run_dir))
+    dtype = export_dtype(recipe.export.dtype, source)
+    publish_folder(
+        session.run_dir.export,
+        session.ranks,
+        lambda folder: _export_whole(session, folder, dtype),
+    )
+    logger.info("model written %s", written_as(dtype))
+    if recipe.trainable.uses("lora"):
+        try:
+            publish_folder(
+                session.run_dir.adapter,
+                session.ranks,
+                lambda folder: engine.export_adapter(folder, base=recipe.model.path),
+            )
+        except CapabilityError as error:
+            logger.warning("no adapter folder: %s", error)
+
+
+def _export_whole(session: Session, folder: Path, dtype: torch.dtype) -> None:
+    session.engine.export(folder, processor_from=Path(session.recipe.model.path), dtype=dtype)
+    session.ranks.on_main(lambda: write_budget(session.encoder, folder))
+    session.ranks.on_main(lambda: write_note(folder, session.encoder.date))
+
+
+def publish_folder(final: Path, ranks: Ranks, write: Callable[[Path], None]) -> None:
+    """Write a folder beside its place, then put it there: whole or not at all. Collective.
+
+    Args:
+        final: the place; what is there is replaced.
+        ranks: who this process is.
+        write: called on every rank with the folder to write to.
+    """
+    partial = final.with_name(f"{final.name}.partial")
+    if ranks.is_main:
+        shutil.rmtree(partial, ignore_errors=True)
+    write(partial)
+
+    def publish() -> None:
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+
+    ranks.on_main(publish)
+
+
+def _percent(share: float | None) -> str:
+    return "none" if share is None else f"{share:.1%}"
+
+
+def export_dtype(name: str, source: Path) -> torch.dtype:
+    """The recipe's dtype; auto is what the pretrained folder was saved in."""
+    if name == "auto":
+        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    return dtypes.get(name, torch.float32)
+
+
+def written_as(dtype: torch.dtype, knob: str = "export.dtype: float32") -> str:
+    """In which dtype a model was written, and what that took from the trained weights.
+
+    Args:
+        knob: what keeps them as they are.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if dtype == torch.float32:
+        return f"in {name}, as it was trained"
+    return f"in {name}; it was trained in float32, and {knob} keeps all of it"
+
+
+def write_result(session: Session, before: Scores | None, after: Scores | None) -> dict[str, Any]:
+    """Write result.json: the run's figures, and what they were measured on."""
+    totals = session.trainer.totals
+    figures: dict[str, Any] = {
+        "steps": totals.step,
+        "train_seconds": round(totals.train_seconds, 3),
+        "real_tokens": totals.num_tokens,
+        "padded_tokens": totals.num_padded_slots,
+        "computed_tokens": totals.num_slots,
+        "tokens_per_second": round(totals.num_tokens / max(1e-9, totals.train_seconds), 1),
+        "samples": totals.num_samples,
+        "skipped_samples": totals.num_skipped,
+        "packing_mode": session.recipe.packing.mode,
+        "model": session.recipe.model.path,
+        "engine": session.engine.description,
+        "image_processor": session.encoder.images_made_with,
+        "versions": {
+            "vlmpack": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers_version(),
+            "python": platform.python_version(),
+        },
+        "identity": identity(session.recipe),
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    for when, scores in (("before", before), ("after", after)):
+        figures[f"exact_match_{when}"] = scores.exact_match if scores else None
+        figures[f"digit_accuracy_{when}"] = scores.digit_accuracy if scores else None
+        figures[f"tasks_{when}"] = (
+            {
+                name: {"exact_match": tally.exact_match, "questions": tally.num_questions}
+                for name, tally in scores.tasks.items()
+            }
+            if scores
+            else None
+        )
+    write_atomically(session.run_dir.result, json.dumps(figures, indent=2) + "\n")
+    return figures
