@@ -14,10 +14,10 @@ from support.fake_tokenizer import FakeTokenizer
 from support.templates import Template
 from transformers.utils import chat_template_utils
 
+from vlmpack.encode import template_bounds
 from vlmpack.encode.chat import ChatEncoder
 from vlmpack.encode.sample import Message, TextPart
 from vlmpack.errors import DataError, ModelError
-from vlmpack.families import template_bounds
 
 TALK = tuple(
     Message(role, (TextPart(text),))

@@ -15,6 +15,7 @@ from support.recipes import changed, rows, run_settings
 from support.shards import TINY_MODEL
 
 from vlmpack.api import run_recipe
+from vlmpack.build import date as date_module
 from vlmpack.build.data import build_encoder
 from vlmpack.build.date import settle_date
 from vlmpack.build.read_only import open_recipe
@@ -23,7 +24,6 @@ from vlmpack.encode.clock import noted_date
 from vlmpack.errors import PacksError, RecipeError, RunIdentityError
 from vlmpack.recipe import identity, load_recipe
 from vlmpack.run.packs import pack_recipe
-from vlmpack.training import date as date_module
 
 FIRST, SECOND = datetime.date(2024, 3, 1), datetime.date(2024, 12, 24)
 

@@ -9,8 +9,8 @@ import torch
 from support.recipes import changed, run_settings
 
 from vlmpack.api import resolve, run_recipe
+from vlmpack.run import launch_memory, machine_memory
 from vlmpack.run.machine_memory import Room, room_of
-from vlmpack.training import launch_memory, machine_memory
 
 GIB = 2**30
 

@@ -8,8 +8,8 @@ import pytest
 from support.images import conversation, file_of, picture
 
 from vlmpack.packing import PackCollator, PadCollator
+from vlmpack.proof.rows import first_sample as first_sample_module
 from vlmpack.proof.rows.first_sample import MAX_LINES, first_sample, show_first_sample
-from vlmpack.training import mask_print
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +111,6 @@ def test_what_fails_here_stops_no_run(encoder, batches, tmp_path, monkeypatch, c
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(mask_print, "write_atomically", fail)
+    monkeypatch.setattr(first_sample_module, "write_atomically", fail)
     assert show_first_sample([batches["packed"]], encoder, tmp_path)
     assert "cannot be shown: disk full" in caplog.text

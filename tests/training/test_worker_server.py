@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from vlmpack.build import worker_server
 from vlmpack.recipe import load_recipe
-from vlmpack.training import worker_server
 
 ROOT = Path(__file__).resolve().parents[2]
 
