@@ -169,10 +169,10 @@ def _record_recipe(recipe: Recipe, run_dir: RunDir) -> None:
     other_packs = packs_note(run_dir.recipe, recipe)
     if other_packs is not None:
         logger.warning("note: %s", other_packs)
-    new_segment = recipe.checkpoint.on_data_change == "new_segment"
+    new_era = recipe.checkpoint.on_data_change != "refuse"
     run_dir.check_identity(
         current,
-        partial(identity_differences, new_segment=new_segment),
+        partial(identity_differences, new_era=new_era),
         hint=identity_hint(recorded, current),
     )
     write_atomically(run_dir.recipe, dump_recipe(recipe))

@@ -490,7 +490,7 @@ def test_samples_left_out_as_too_long_are_in_the_ledger(tmp_path: Path) -> None:
 
 
 def test_after_a_change_of_data_the_new_part_is_compared(tmp_path: Path) -> None:
-    """A segment of its own; going back to a checkpoint before it begins another one there."""
+    """An era of its own; going back to a checkpoint before it begins another one there."""
     run_dir = RunDir(tmp_path / "run")
     run_dir.prepare()
     ledger = Ledger(run_dir.data_errors)
@@ -499,7 +499,7 @@ def test_after_a_change_of_data_the_new_part_is_compared(tmp_path: Path) -> None
     write_shard(tmp_path / "data/s-9.tar", [(key_of(n), sample_fields(n)) for n in range(20, 26)])
     for state in old:
         ledger.rewind(state.batches)
-        data = open_split(tmp_path, ledger, on_data_change="new_segment")
+        data = open_split(tmp_path, ledger, on_data_change="new_era")
         launch(run_dir, data, data.admit(state), stop=10, dp=1)
     found = audited(tmp_path)
     assert found.problems == [] and (found.batches, found.launches) == (10, 3)
@@ -511,7 +511,7 @@ def test_after_a_change_of_data_the_new_part_is_compared(tmp_path: Path) -> None
 
 
 def test_a_shown_batch_is_the_one_that_was_trained(tmp_path: Path) -> None:
-    """Data A, then B as a segment of its own, then A again: only what A planned can be shown."""
+    """Data A, then B as an era of its own, then A again: only what A planned can be shown."""
     run_dir = RunDir(tmp_path / "run")
     run_dir.prepare()
     ledger = Ledger(run_dir.data_errors)
@@ -521,7 +521,7 @@ def test_a_shown_batch_is_the_one_that_was_trained(tmp_path: Path) -> None:
     write_shard(tmp_path / "data/s-9.tar", [(key_of(n), sample_fields(n)) for n in range(20, 26)])
     for stop in (8, 11):
         ledger.rewind(state.batches)
-        data = open_split(tmp_path, ledger, on_data_change="new_segment")
+        data = open_split(tmp_path, ledger, on_data_change="new_era")
         state = data.admit(state)
         launch(run_dir, data, state, stop=stop, dp=1)
         if stop == 8:

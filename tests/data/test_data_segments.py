@@ -1,4 +1,4 @@
-"""A run that goes on with other data: refused, or a new segment; the state stays small."""
+"""A run that goes on with other data: refused, or a new era; the state stays small."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shard_fakes import key_of, open_data, sample_fields, write_shard, write_sha
 from vlmpack.build.run_length import total_steps
 from vlmpack.data.config import SourceConfig
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.plan.segments import MAX_STATE_BYTES, begin_segment
-from vlmpack.data.plan.state import DataState, Segment
+from vlmpack.data.plan.eras import MAX_STATE_BYTES, begin_era
+from vlmpack.data.plan.state import DataState, Era
 from vlmpack.errors import RecipeError, RunIdentityError
 
 SHUFFLES = pytest.mark.parametrize("shuffle", ["global", "window"])
@@ -33,25 +33,23 @@ def again(state: DataState) -> DataState:
 
 
 @SHUFFLES
-def test_a_rewritten_shard_is_refused_or_begins_a_segment(tmp_path: Path, shuffle: str) -> None:
+def test_a_rewritten_shard_is_refused_or_begins_an_era(tmp_path: Path, shuffle: str) -> None:
     pattern = write_shards(tmp_path, 40, per_shard=5)
     data = open_data(pattern, tmp_path / "i", shuffle=shuffle)
     _, state = keys_of(data, data.start(), 3)
     write_shard(tmp_path / "s-0003.tar", [(f"new{n}", sample_fields(n)) for n in range(7)])
     refusing = open_data(pattern, tmp_path / "i", shuffle=shuffle)
-    with pytest.raises(
-        RunIdentityError, match=r"(?s)data\.train\.one.*on_data_change: new_segment"
-    ):
+    with pytest.raises(RunIdentityError, match=r"(?s)data\.train\.one.*on_data_change: new_era"):
         refusing.admit(state)
 
-    options: dict[str, Any] = {"shuffle": shuffle, "on_data_change": "new_segment"}
+    options: dict[str, Any] = {"shuffle": shuffle, "on_data_change": "new_era"}
     changed = open_data(pattern, tmp_path / "i", resume=again(state), **options)
     begun = changed.admit(again(state))
     assert (begun.epoch, begun.window, begun.batch, begun.batches) == (1, 0, 0, 3)
-    assert [segment.start_batch for segment in begun.segments] == [0, 3]
+    assert [era.start_batch for era in begun.eras] == [0, 3]
     assert begun.identity == changed.identity
-    assert set(begun.segments[0].identity) <= {"data.train.one", "lengths"}
-    assert begun.segments[0].identity["data.train.one"] == data.identity["data.train.one"]
+    assert set(begun.eras[0].identity) <= {"data.train.one", "lengths"}
+    assert begun.eras[0].identity["data.train.one"] == data.identity["data.train.one"]
 
     whole, end = keys_of(changed, state, 9)
     first_epoch = [key for batch in whole[:6] for key in batch]
@@ -61,17 +59,17 @@ def test_a_rewritten_shard_is_refused_or_begins_a_segment(tmp_path: Path, shuffl
 
     head, middle = keys_of(changed, state, 4)
     tail, last = keys_of(open_data(pattern, tmp_path / "i", **options), again(middle), 5)
-    assert head + tail == whole and last == end, "a resume inside the new segment"
+    assert head + tail == whole and last == end, "a resume inside the new era"
 
 
 @SHUFFLES
-def test_a_segment_at_an_epochs_edge_begins_that_epoch(tmp_path: Path, shuffle: str) -> None:
+def test_an_era_at_an_epochs_edge_begins_that_epoch(tmp_path: Path, shuffle: str) -> None:
     pattern = write_shards(tmp_path, 16, per_shard=4)
     data = open_data(pattern, tmp_path / "i", shuffle=shuffle)
     _, state = keys_of(data, data.start(), 2)
     assert (state.epoch, state.batch) == (1, 0)
     write_shards(tmp_path, 20, per_shard=4)
-    changed = open_data(pattern, tmp_path / "i", shuffle=shuffle, on_data_change="new_segment")
+    changed = open_data(pattern, tmp_path / "i", shuffle=shuffle, on_data_change="new_era")
     begun = changed.admit(state)
     assert (begun.epoch, begun.window, begun.batch) == (1, 0, 0)
     assert begun.cursors == (((1, 0, 0),) if shuffle == "window" else (20,))
@@ -85,7 +83,7 @@ def test_epochs_of_other_data_count_from_where_they_begin(tmp_path: Path, shuffl
         training = SimpleNamespace(num_epochs=epochs, max_steps=max_steps)
         return SimpleNamespace(training=training)
 
-    options: dict[str, Any] = {"shuffle": shuffle, "on_data_change": "new_segment"}
+    options: dict[str, Any] = {"shuffle": shuffle, "on_data_change": "new_era"}
     pattern = write_shards(tmp_path, 40, per_shard=8)
     data = open_data(pattern, tmp_path / "i", **options)
     assert total_steps(recipe(3), data, None) == 15
@@ -101,8 +99,8 @@ def test_epochs_of_other_data_count_from_where_they_begin(tmp_path: Path, shuffl
     assert total_steps(recipe(3), changed, early) == 8 + 2, "epoch 2 is of the new data"
     assert total_steps(recipe(5), changed, late) == 12 + 2 * 2
     _, inside = keys_of(changed, late, 1)
-    assert inside.segments[-1].start_batch == 12 < inside.batches
-    assert total_steps(recipe(5), changed, inside) == 12 + 2 * 2, "a resume in the new segment"
+    assert inside.eras[-1].start_batch == 12 < inside.batches
+    assert total_steps(recipe(5), changed, inside) == 12 + 2 * 2, "a resume in the new era"
     with pytest.raises(RecipeError, match=r"num_epochs: 3.*after 12 steps.*4 or more.*max_steps"):
         total_steps(recipe(3), changed, late)
     assert total_steps(recipe(None, 100), changed, late) == 100
@@ -110,24 +108,27 @@ def test_epochs_of_other_data_count_from_where_they_begin(tmp_path: Path, shuffl
 
 @SHUFFLES
 @pytest.mark.parametrize("change", [{"seed": 8}, {"global_batch_size": 4}, {"over_long": "drop"}])
-def test_another_order_is_never_a_segment(
+def test_another_order_is_never_an_era(
     tmp_path: Path, shuffle: str, change: dict[str, Any]
 ) -> None:
     pattern = write_shards(tmp_path, 16, per_shard=4)
     state = open_data(pattern, tmp_path / "i", shuffle=shuffle).start()
     write_shards(tmp_path, 20, per_shard=4)
-    options: dict[str, Any] = {"shuffle": shuffle, "on_data_change": "new_segment", **change}
+    options: dict[str, Any] = {"shuffle": shuffle, "on_data_change": "new_era", **change}
     with pytest.raises(RunIdentityError, match=next(iter(change))):
         open_data(pattern, tmp_path / "i", **options).admit(state)
 
 
-def test_other_weights_are_a_segment(tmp_path: Path) -> None:
+def test_other_weights_are_an_era(tmp_path: Path) -> None:
     def data_with(weight: float) -> TrainData:
         sources = tuple(
             SourceConfig(name=name, paths=(str(tmp_path / name / "s-*.tar"),), weight=w)
             for name, w in (("a", 1.0), ("b", weight))
         )
-        options: dict[str, Any] = {"epoch_size": 32, "on_data_change": "new_segment"}
+        options: dict[str, Any] = {
+            "epoch_size": 32,
+            "on_data_change": "new_segment",
+        }  # its old name
         return open_data("", tmp_path / "i", sources=sources, shuffle="window", **options)
 
     for name, start in (("a", 0), ("b", 100)):
@@ -136,12 +137,12 @@ def test_other_weights_are_a_segment(tmp_path: Path) -> None:
     _, state = keys_of(data, data.start(), 1)
     keys, end = keys_of(data_with(3.0), state, 4)
     assert sum(key < key_of(100) for batch in keys for key in batch) == 8
-    assert [segment.start_batch for segment in end.segments] == [0, 1]
+    assert [era.start_batch for era in end.eras] == [0, 1]
     assert "weight 3.0" in str(end.identity["data.train.b"])
-    assert "weight 1.0" in str(end.segments[0].identity["data.train.b"])
+    assert "weight 1.0" in str(end.eras[0].identity["data.train.b"])
 
 
-def test_old_segments_are_folded_where_the_state_would_grow() -> None:
+def test_old_eras_are_folded_where_the_state_would_grow() -> None:
     """Thirty changes of six sources with long names."""
 
     def identity(change: int) -> dict[str, Any]:
@@ -154,18 +155,18 @@ def test_old_segments_are_folded_where_the_state_would_grow() -> None:
         return {"data.seed": 1, "data.shuffle": "window", "packing.mode": "in_batch", **sources}
 
     cursors = tuple((3, 999, 4095) for _ in range(6))
-    state = DataState(0, 0, 0, 0, cursors, (Segment(0, identity(0)),))
+    state = DataState(0, 0, 0, 0, cursors, (Era(0, identity(0)),))
     for change in range(1, 31):
-        moved = DataState(change, 2, 5, change * 1000, cursors, state.segments)
-        state = begin_segment(moved, identity(change), epoch=change, cursors=cursors)
+        moved = DataState(change, 2, 5, change * 1000, cursors, state.eras)
+        state = begin_era(moved, identity(change), epoch=change, cursors=cursors)
         assert len(state.to_json()) < MAX_STATE_BYTES
         assert state.identity == identity(change)
         assert again(state) == state
-    starts = [segment.start_batch for segment in state.segments]
+    starts = [era.start_batch for era in state.eras]
     assert starts[0] == 0 and starts[-1] == 30_000 and starts == sorted(starts)
-    assert "folded" in state.segments[0].identity
-    assert state.segments[-2].identity.get("data.seed") is None, "only what differs is kept"
-    assert len(state.segments) >= 3, "the last change stays readable"
+    assert "folded" in state.eras[0].identity
+    assert state.eras[-2].identity.get("data.seed") is None, "only what differs is kept"
+    assert len(state.eras) >= 3, "the last change stays readable"
 
 
 def test_sixteen_sources_in_windows_stay_under_two_kilobytes(tmp_path: Path) -> None:

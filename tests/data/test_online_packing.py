@@ -236,13 +236,13 @@ def test_another_budget_is_another_run(folder: Path, tmp_path: Path) -> None:
     online(folder, tmp_path, balance="none").check(state)
 
 
-def test_another_alignment_may_begin_a_segment(folder: Path, tmp_path: Path) -> None:
+def test_another_alignment_may_begin_an_era(folder: Path, tmp_path: Path) -> None:
     state = online(folder, tmp_path).start()
     changed = online(
-        folder, tmp_path, budget=replace(BUDGET, alignment=8), on_data_change="new_segment"
+        folder, tmp_path, budget=replace(BUDGET, alignment=8), on_data_change="new_era"
     )
     admitted = changed.admit(state)
-    assert admitted.identity["packing.alignment"] == 8 and len(admitted.segments) == 2
+    assert admitted.identity["packing.alignment"] == 8 and len(admitted.eras) == 2
 
 
 def test_the_dry_run_settles_the_sequences_and_the_plan_keeps_to_them(

@@ -48,7 +48,7 @@ def steps_of(
     batches = []
     for shares in zip(*ranks, strict=True):
         assert len({len(share.micro_batches) for share in shares}) == 1, "unequal steps"
-        assert len({share.state for share in shares if not share.state.segments}) <= 1
+        assert len({share.state for share in shares if not share.state.eras}) <= 1
         assert all(share.state == shares[0].state for share in shares)
         keys = [
             sample.key

@@ -345,9 +345,9 @@ def test_a_rewritten_shard_is_refused_readably(tmp_path: Path) -> None:
     data = windowed(pattern, tmp_path / "i")
     _, state = steps_of(data, data.start(), 1)
     write_shard(tmp_path / "s-0003.tar", [(key_of(n), sample_fields(n + 1)) for n in range(5)])
-    with pytest.raises(RunIdentityError, match=r"(?s)data\.train\.one.*new_segment"):
+    with pytest.raises(RunIdentityError, match=r"(?s)data\.train\.one.*new_era"):
         windowed(pattern, tmp_path / "i", resume=state)
-    other = windowed(pattern, tmp_path / "i", on_data_change="new_segment", seed=8)
+    other = windowed(pattern, tmp_path / "i", on_data_change="new_era", seed=8)
     with pytest.raises(RunIdentityError, match=r"data\.seed"):
         next(other.batches(state, rank=0, dp=1, max_steps=9))
 

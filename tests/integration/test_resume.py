@@ -151,8 +151,8 @@ def test_the_length_of_a_run_follows_the_checkpoint_that_is_loaded(
         settings, training__max_steps=None, training__num_epochs=3, checkpoint__interval_steps=2
     )
     run_until(values, 7, monkeypatch, total=18)
-    values = changed(values, data__train=str(other), checkpoint__on_data_change="new_segment")
-    run_until(values, 8, monkeypatch, total=10)  # a new segment from step 7 on, in the third epoch
+    values = changed(values, data__train=str(other), checkpoint__on_data_change="new_era")
+    run_until(values, 8, monkeypatch, total=10)  # a new era from step 7 on, in the third epoch
     for folder in sorted(Path(values["run_dir"], "checkpoints").iterdir())[1:]:
         weights = folder / "model-00000-of-00001.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1])

@@ -287,5 +287,5 @@ def test_the_advice_fits_what_differs() -> None:
     shorter = identity_hint(run, {**run, "training.max_steps": 1})
     assert shorter == " training.max_steps may only grow: 60 or more."
     other_data = identity_hint(run, {**run, "data.train.0.path": "b"})
-    assert "on_data_change: new_segment" in other_data and "grow" not in other_data
+    assert "on_data_change: new_era" in other_data and "grow" not in other_data
     assert identity_hint(run, {**run, "training.max_steps": 61, "training.seed": 2}) == ""

@@ -1,4 +1,4 @@
-"""Which differences `checkpoint.on_data_change: new_segment` admits."""
+"""Which differences `checkpoint.on_data_change: new_era` admits."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ OLD = {
 def test_other_data_and_weights_alone(change: dict[str, object], is_data: bool) -> None:
     new = {**OLD, **change}
     assert len(identity_differences(OLD, new)) == len(change)
-    left = identity_differences(OLD, new, new_segment=True)
+    left = identity_differences(OLD, new, new_era=True)
     assert (not left) == is_data
     assert not any("data.train" in line for line in left)

@@ -32,7 +32,7 @@ def trained(tmp_path_factory: Any) -> tuple[RunDir, list[list[str]]]:
     settings = make_settings(root)
     settings["training"] |= {"global_batch_size": 1, "max_steps": STEPS}
     settings["data"]["train"] = str(root / "train-*.tar")
-    settings["checkpoint"] = {"on_data_change": "new_segment"}
+    settings["checkpoint"] = {"on_data_change": "new_era"}
     recipe = load_recipe(settings)
     run_dir = RunDir(Path(settings["run_dir"]))
     run_dir.prepare()

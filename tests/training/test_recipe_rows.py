@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vlmpack.build.rows import row_budget
-from vlmpack.data.plan.state import DataState, Segment
+from vlmpack.data.plan.state import DataState, Era
 from vlmpack.recipe import Recipe, load_recipe
 
 
@@ -31,8 +31,8 @@ def recipe(*, context: int = 1, **packing: Any) -> Recipe:
 
 
 def state_with(alignment: int) -> DataState:
-    segment = Segment(0, {"packing.alignment": alignment})
-    return DataState(0, 0, 3, 3, (0,), (segment,))
+    era = Era(0, {"packing.alignment": alignment})
+    return DataState(0, 0, 3, 3, (0,), (era,))
 
 
 @pytest.mark.parametrize(("context", "alignment"), [(1, 8), (2, 8), (4, 8), (8, 16), (3, 12)])

@@ -34,7 +34,7 @@ def total_steps(recipe: Recipe, train: TrainData, saved: DataState | None) -> in
         train.split.index_all()
     state = train.start() if saved is None else train.admit(saved)
     left = train.steps_until(epochs, state)
-    if left <= 0 and 0 < state.batches == state.segments[-1].start_batch:
+    if left <= 0 and 0 < state.batches == state.eras[-1].start_batch:
         raise RecipeError(
             [
                 f"training.num_epochs: {epochs}, but the data changed after {state.batches} steps, "

@@ -8,7 +8,7 @@ splits      survey (which shards, which shuffle), split (the interface), prepare
 config      what the data layer is told
 loading     read, loader, global_step: a planned bin -> a micro-batch; ledger (the holes)
 plan        batches (all known), windows on streams (known as the run goes on), packs (made before),
-            blend; state and segments (where a run stands)
+            blend; state and eras (where a run stands)
 index       shard_index, lengths, parts (one a shard), gathered (many), shard_pool; table (all rows
             at once), overlong
 shards      tar, tar_header, naming, raw, schemas, images, image_headers, caps; energon (its index,

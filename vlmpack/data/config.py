@@ -84,9 +84,9 @@ class DataConfig:
     are not indexed yet hold more than `index_first_bytes`; else `global`."""
     index_first_bytes: int = 32 << 30
     """Under `auto`: local shards without an index that are indexed before the first batch."""
-    on_data_change: Literal["refuse", "new_segment"] = "refuse"
+    on_data_change: Literal["refuse", "new_era", "new_segment"] = "refuse"
     """What a resume with other shards or weights does: stop with the differences, or begin a new
-    segment, which is a new epoch of the new data."""
+    era, which is a new epoch of the new data."""
     weights: Literal["samples", "tokens"] = "samples"
     """What the sources' weights are shares of. `tokens` needs to know every sample's length."""
     epoch_size: int | None = None

@@ -28,11 +28,11 @@ from vlmpack.data.loading.read import SampleReader, SkippedSample
 from vlmpack.data.packs.open import open_packed, survey_data
 from vlmpack.data.packs.restore import SavedBins
 from vlmpack.data.plan.batches import Plan, PlannedBatch
+from vlmpack.data.plan.eras import admit, check_identity, taken_over
 from vlmpack.data.plan.packers import Bin, BudgetPacker
 from vlmpack.data.plan.packs import PackPlan
-from vlmpack.data.plan.segments import admit, check_identity, taken_over
 from vlmpack.data.plan.shares import Shares, assign, share_out
-from vlmpack.data.plan.state import DataState, Identity, Segment
+from vlmpack.data.plan.state import DataState, Era, Identity
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.protocols import Collator, Encoder
 from vlmpack.data.splits.indexed import open_indexed
@@ -182,7 +182,7 @@ class TrainData:
 
     def start(self) -> DataState:
         """The state of a run that has not begun."""
-        return DataState(0, 0, 0, 0, self.split.start(), (Segment(0, self.identity),))
+        return DataState(0, 0, 0, 0, self.split.start(), (Era(0, self.identity),))
 
     def check(self, state: DataState) -> None:
         """Refuses a state of other data or another order.
@@ -198,7 +198,7 @@ class TrainData:
         return taken_over(state, self.identity, {short_digest(name) for name in former})
 
     def admit(self, state: DataState) -> DataState:
-        """The state to go on from: the same, or that of a new segment where the data changed.
+        """The state to go on from: the same, or that of a new era where the data changed.
 
         Raises:
             RunIdentityError: other data and `on_data_change: refuse`, or another order.
@@ -207,7 +207,7 @@ class TrainData:
             self.taken_over(state),
             self.identity,
             key=self.config.key,
-            new_segment=self.config.on_data_change == "new_segment",
+            new_era=self.config.on_data_change != "refuse",
             start=self.split.start,
         )
 
@@ -358,7 +358,7 @@ class TrainData:
             batch=following.batch,
             batches=before.batches + 1,
             cursors=planned.cursors,
-            segments=before.segments,
+            eras=before.eras,
             shards=planned.shards,
         )
         return GlobalStep(

@@ -9,8 +9,8 @@ engine, attention and recomputation, parallelism, micro-batch size, balance, fix
 the policy for bad samples, evaluation, checkpoints, logging, export, folders. Out too:
 `packing.alignment` and `packing.path`, since the plan records the one and the packs' fingerprint.
 
-With `checkpoint.on_data_change: new_segment` the training sources, their weights and the epoch size
-may change as well: the run goes on as a new segment.
+With `checkpoint.on_data_change: new_era` the training sources, their weights and the epoch size
+may change as well: the run goes on as a new era.
 
 A run may be made longer. Its learning-rate schedule then ends later as well, so from the resumed
 step on the learning rate is that of the longer run: not what the shorter run would have used next,
@@ -84,21 +84,21 @@ def identity(recipe: Recipe) -> dict[str, object]:
 
 
 def identity_differences(
-    old: Mapping[str, object], new: Mapping[str, object], *, new_segment: bool = False
+    old: Mapping[str, object], new: Mapping[str, object], *, new_era: bool = False
 ) -> list[str]:
     """Why the run with identity `old` cannot go on as `new`, one line per field; empty if it can.
 
     Args:
         old: identity in the run folder.
         new: identity of the recipe that wants to resume it.
-        new_segment: whether `checkpoint.on_data_change` lets the run go on with other data.
+        new_era: whether `checkpoint.on_data_change` lets the run go on with other data.
     """
     return [
         f"{key}: {_shown(key, old, new)} in the run folder, {_shown(key, new, old)} in the recipe"
         for key in [*old, *(key for key in new if key not in old)]
         if not (key in old and key in new and old[key] == new[key])
         and not _grows(key, old, new)
-        and not (new_segment and _says_which_data(key))
+        and not (new_era and _says_which_data(key))
     ]
 
 
@@ -117,7 +117,7 @@ def identity_hint(old: Mapping[str, object], new: Mapping[str, object]) -> str:
     if any(_says_which_data(key) for key in changed):
         hint += (
             " Where only data.train or data.epoch_size differ, checkpoint.on_data_change: "
-            "new_segment goes on with the new data."
+            "new_era goes on with the new data."
         )
     return hint
 

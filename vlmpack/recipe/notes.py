@@ -38,6 +38,11 @@ def notes(recipe: Recipe, world_size: int = 1) -> list[str]:
         *_unset_variables(recipe.data),
         *_absent_trackers(recipe.logging),
     ]
+    if recipe.checkpoint.on_data_change == "new_segment":
+        found.append(
+            "checkpoint.on_data_change: new_segment is now called new_era, which does the same; "
+            "the next release takes new_era alone"
+        )
     if recipe.parallelism.sharding == "fsdp" and world_size == 1:
         found.append("parallelism.sharding: fsdp shards nothing on one process")
     return found

@@ -309,9 +309,10 @@ class CheckpointSection(Section):
     """`auto`: continue from the run folder's newest checkpoint if it has one; `never`: start
     anew; `required`: stop if there is none."""
 
-    on_data_change: Literal["refuse", "new_segment"] = "refuse"
+    on_data_change: Literal["refuse", "new_era", "new_segment"] = "refuse"
     """A resume with other shards, rewritten ones, or other weights: stop with the differences, or
-    go on with the new data from the next global batch, as a new segment that begins an epoch."""
+    go on with the new data from the next global batch, as a new era that begins an epoch.
+    `new_segment` is what earlier versions called `new_era`."""
 
 
 class LoggingSection(Section):

@@ -206,7 +206,7 @@ def _open(
     limiter.replay(batches=done, samples_per_batch=_samples_per_batch(recipe, trainer.totals))
     text = trainer.totals.data_state
     state = train.start() if text is None else train.admit(DataState.from_json(text))
-    _name_new_segment(state)
+    _name_new_era(state)
     ranks.on_main(lambda: take_back(run_dir, done))
     ranks.on_main(lambda: warn_of_damage(run_dir.samples))
     trainer.record = open_record(run_dir.samples, ranks, start=done, state=state.to_json())
@@ -286,13 +286,13 @@ def _describe(recipe: Recipe, encoder: Encoder, engine: Engine) -> list[dict[str
     return trained
 
 
-def _name_new_segment(state: DataState) -> None:
-    if 0 < state.batches == state.segments[-1].start_batch:
+def _name_new_era(state: DataState) -> None:
+    if 0 < state.batches == state.eras[-1].start_batch:
         logger.info(
-            "%-14s the data changed; from global batch %d on, segment %d trains epoch %d of them",
+            "%-14s the data changed; from global batch %d on, era %d trains epoch %d of them",
             "data",
             state.batches,
-            len(state.segments),
+            len(state.eras),
             state.epoch,
         )
 

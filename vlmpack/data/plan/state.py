@@ -3,7 +3,7 @@
 The state belongs to the run, not to a rank: any number of ranks and workers continues from it with
 the same global batches. What the plan was made from is kept in readable form, so that a resume
 with other data or settings is refused with a list of the differences; or, where the user allows it
-and only the data differ, goes on as a new segment.
+and only the data differ, goes on as a new era.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Identity = Mapping[str, IdentityValue]
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class Era:
     """A stretch of the run with one identity.
 
     Args:
         start_batch: global batches consumed when it began.
-        identity: what the plan was made from. Of a segment that is over: what differs from the one
+        identity: what the plan was made from. Of an era that is over: what differs from the one
             after it, or `folded`, a digest of several.
     """
 
@@ -44,7 +44,7 @@ class DataState:
         epoch, window, batch: the next global batch's position in the plan.
         batches: global batches consumed by optimizer steps since the run's start.
         cursors: per source, where it stood before the current window began.
-        segments: oldest first; the last one is current.
+        eras: oldest first; the last one is current. On disk they are called `segments`.
         shards: digest of the shards that the current window, or a cursor, stands in; None where the
             identity has all of them, and in states of earlier versions.
     """
@@ -54,7 +54,7 @@ class DataState:
     batch: int
     batches: int
     cursors: Cursors
-    segments: tuple[Segment, ...]
+    eras: tuple[Era, ...]
     shards: str | None = None
 
     @property
@@ -64,12 +64,13 @@ class DataState:
 
     @property
     def identity(self) -> Identity:
-        """Of the current segment."""
-        return self.segments[-1].identity
+        """Of the current era."""
+        return self.eras[-1].identity
 
     def to_json(self) -> str:
         """One line of JSON."""
         value = {"version": STATE_VERSION, **asdict(self)}
+        value["segments"] = value.pop("eras")  # as every version before wrote it
         if self.shards is None:
             del value["shards"]
         return json.dumps(value, sort_keys=True, separators=(",", ":"))
@@ -88,16 +89,15 @@ class DataState:
                 raise CheckpointError(
                     f"the data state has version {version}; this vlmpack reads {STATE_VERSION}"
                 )
-            segments = tuple(
-                Segment(int(segment["start_batch"]), dict(segment["identity"]))
-                for segment in value["segments"]
+            eras = tuple(
+                Era(int(era["start_batch"]), dict(era["identity"])) for era in value["segments"]
             )
             counts = {name: int(value[name]) for name in ("epoch", "window", "batch", "batches")}
             cursors = tuple(map(_cursor, value["cursors"]))
-            state = cls(**counts, cursors=cursors, segments=segments, shards=value.get("shards"))
+            state = cls(**counts, cursors=cursors, eras=eras, shards=value.get("shards"))
         except UNREADABLE as error:
             raise CheckpointError(f"the data state cannot be read: {error!r}") from error
-        if not segments or min(counts.values()) < 0:
+        if not eras or min(counts.values()) < 0:
             raise CheckpointError("the data state cannot be read: a count is negative or missing")
         return state
 

@@ -105,7 +105,7 @@ class WindowPlan:
         )
 
     def start(self, first_pass: int = 0) -> Cursors:
-        """The cursors of a run's first window, or of a segment's."""
+        """The cursors of a run's first window, or of an era's."""
         return tuple((first_pass, 0, 0) for _ in self.sources)
 
     def quotas(self, window: int) -> list[int]:

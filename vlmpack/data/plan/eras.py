@@ -1,4 +1,4 @@
-"""Whether a state may go on with the data there are: the same, or a new segment of the run."""
+"""Whether a state may go on with the data there are: the same, or a new era of the run."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 
 from vlmpack.data.plan.batches import Cursors
-from vlmpack.data.plan.state import DataState, Identity, Segment, identity_differences
+from vlmpack.data.plan.state import DataState, Era, Identity, identity_differences
 from vlmpack.errors import RunIdentityError
 
 MAX_STATE_BYTES = 2048
-"""Old segments are folded together where they would make the state larger."""
+"""Old eras are folded together where they would make the state larger."""
 
 Start = Callable[[int, int], Cursors]
 
@@ -25,11 +25,11 @@ def taken_over(state: DataState, current: Identity, former_encoders: Collection[
         current: what the plan is made from now.
         former_encoders: what identities of earlier versions say for today's encoder.
     """
-    last = state.segments[-1]
+    last = state.eras[-1]
     if last.identity.get("encoder") not in former_encoders:
         return state
-    renamed = Segment(last.start_batch, {**last.identity, "encoder": current["encoder"]})
-    return replace(state, segments=(*state.segments[:-1], renamed))
+    renamed = Era(last.start_batch, {**last.identity, "encoder": current["encoder"]})
+    return replace(state, eras=(*state.eras[:-1], renamed))
 
 
 def check_identity(state: DataState, current: Identity, *, key: str) -> None:
@@ -43,7 +43,7 @@ def check_identity(state: DataState, current: Identity, *, key: str) -> None:
     """
     hint = ""
     if is_data_change(state.identity, current, key=key):
-        hint = "; checkpoint.on_data_change: new_segment goes on with the new data"
+        hint = "; checkpoint.on_data_change: new_era goes on with the new data"
     lines = identity_differences(state.identity, current)
     if lines:
         raise RunIdentityError(
@@ -75,34 +75,32 @@ def is_data_change(saved: Identity, current: Identity, *, key: str) -> bool:
 
 
 def admit(
-    state: DataState, current: Identity, *, key: str, new_segment: bool, start: Start
+    state: DataState, current: Identity, *, key: str, new_era: bool, start: Start
 ) -> DataState:
-    """The state to go on from: the same, or that of a new segment where the data changed.
+    """The state to go on from: the same, or that of a new era where the data changed.
 
-    A new segment begins an epoch of the new data: the current one where it has just begun, else
+    A new era begins an epoch of the new data: the current one where it has just begun, else
     the next, so that no order is begun a second time.
 
     Args:
         current: what the plan is made from now.
         key: the split's, such as "data.train".
-        new_segment: whether other data are admitted.
+        new_era: whether other data are admitted.
         start: (epoch, pass) -> the cursors of that epoch's first window.
 
     Raises:
         RunIdentityError: other data where they are refused, or another order.
     """
-    if not new_segment or not is_data_change(state.identity, current, key=key):
+    if not new_era or not is_data_change(state.identity, current, key=key):
         check_identity(state, current, key=key)
         return state
     begun = state.window > 0 or state.batch > 0
     epoch = state.epoch + begun
     passes = [cursor[0] + begun for cursor in state.cursors if isinstance(cursor, tuple)]
-    return begin_segment(state, current, epoch=epoch, cursors=start(epoch, max([epoch, *passes])))
+    return begin_era(state, current, epoch=epoch, cursors=start(epoch, max([epoch, *passes])))
 
 
-def begin_segment(
-    state: DataState, identity: Identity, *, epoch: int, cursors: Cursors
-) -> DataState:
+def begin_era(state: DataState, identity: Identity, *, epoch: int, cursors: Cursors) -> DataState:
     """The same run from its next global batch on, planned from other data.
 
     Args:
@@ -110,23 +108,23 @@ def begin_segment(
         identity: of the new data.
         epoch, cursors: where the new plan begins.
     """
-    old = state.segments[-1]
+    old = state.eras[-1]
     differing = {k: v for k, v in old.identity.items() if identity.get(k) != v}
-    segments = [
-        *state.segments[:-1],
-        Segment(old.start_batch, differing),
-        Segment(state.batches, identity),
+    eras = [
+        *state.eras[:-1],
+        Era(old.start_batch, differing),
+        Era(state.batches, identity),
     ]
     while True:
-        new = DataState(epoch, 0, 0, state.batches, cursors, tuple(segments))
-        old_ones = segments[:-1]
+        new = DataState(epoch, 0, 0, state.batches, cursors, tuple(eras))
+        old_ones = eras[:-1]
         is_folded = len(old_ones) == 1 and "folded" in old_ones[0].identity
         if len(new.to_json()) < MAX_STATE_BYTES or is_folded:
             return new
-        segments = [_fold(old_ones[:2]), *segments[len(old_ones[:2]) :]]
+        eras = [_fold(old_ones[:2]), *eras[len(old_ones[:2]) :]]
 
 
-def _fold(segments: Sequence[Segment]) -> Segment:
-    text = json.dumps([asdict(segment) for segment in segments], sort_keys=True)
+def _fold(eras: Sequence[Era]) -> Era:
+    text = json.dumps([asdict(era) for era in eras], sort_keys=True)
     digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-    return Segment(segments[0].start_batch, {"folded": digest})
+    return Era(eras[0].start_batch, {"folded": digest})
