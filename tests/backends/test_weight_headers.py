@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.families import FAMILIES, tiny_family_folder
 
-from vlmpack.backends.hf.headers import check_weights, weight_files
 from vlmpack.backends.hf.load import load_model
+from vlmpack.backends.hf.weight_headers import check_weights, weight_files
 from vlmpack.errors import ModelError
 
 

@@ -13,8 +13,8 @@ import pytest
 from shard_fakes import config_for, open_data, write_shards
 
 from vlmpack.data.index.parts import BuildSettings
+from vlmpack.data.splits.growing_index import GrowingIndex
 from vlmpack.data.splits.index_ahead import IndexHelpers
-from vlmpack.data.splits.shard_book import ShardBook
 from vlmpack.storage.cache.cached import CacheConfig, CachedFetcher
 from vlmpack.storage.fetch import LocalFetcher
 
@@ -53,7 +53,7 @@ def test_closing_a_book_stops_what_is_fetched_ahead(tmp_path: Path) -> None:
     fetcher = Watched(LocalFetcher(), CacheConfig(directory=tmp_path / "blocks"))
     builder: Any = SimpleNamespace(fetcher=fetcher)
     settings = BuildSettings(directory=tmp_path)
-    ShardBook(config_for("s-*.tar", tmp_path), [], builder, settings).close()
+    GrowingIndex(config_for("s-*.tar", tmp_path), [], builder, settings).close()
     assert stopped == [True]
 
 

@@ -36,7 +36,7 @@ from vlmpack.data.loading.read import ErrorPolicy
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.data.plan.windows import WindowPlan
-from vlmpack.data.splits.shard_book import SHARD_STRIDE
+from vlmpack.data.splits.growing_index import SHARD_STRIDE
 from vlmpack.data.splits.survey import DataLaunch, settle_shuffle
 from vlmpack.errors import DataError, EmptyDataError, RecipeError, RunIdentityError
 from vlmpack.run.data_summary import data_summary
@@ -367,17 +367,17 @@ def test_memory_of_the_index_is_bounded(folder: Path, tmp_path: Path, monkeypatc
     """No shard is read again inside a window, and old windows' shards are forgotten."""
     data = windowed(folder / "s-*.tar", tmp_path)
     one = steps_of(data, data.start(), 16)
-    assert len(data.split.book.kept()) == 9  # type: ignore[attr-defined]
-    monkeypatch.setattr("vlmpack.data.splits.shard_book.MAX_KEPT_ROWS", 1)
+    assert len(data.split.index.kept()) == 9  # type: ignore[attr-defined]
+    monkeypatch.setattr("vlmpack.data.splits.growing_index.MAX_KEPT_ROWS", 1)
     other = windowed(folder / "s-*.tar", tmp_path)
-    book = other.split.book  # type: ignore[attr-defined]
+    index = other.split.index  # type: ignore[attr-defined]
     loads: list[int] = []
-    original = book._load
-    monkeypatch.setattr(book, "_load", lambda shard: loads.append(shard) or original(shard))
+    original = index._load
+    monkeypatch.setattr(index, "_load", lambda shard: loads.append(shard) or original(shard))
     assert steps_of(other, other.start(), 16) == one
     assert 9 <= len(loads) <= 18, "each shard once an epoch, and some were forgotten in between"
-    assert len(book.kept()) < 9
-    rows = sum(fitted.table.num_samples for fitted in book.kept())
+    assert len(index.kept()) < 9
+    rows = sum(fitted.table.num_samples for fitted in index.kept())
     assert rows <= 3 * (16 + 2 * 7)
 
 
@@ -422,7 +422,7 @@ def test_real_ranks_share_an_index_folder_or_not(
 def test_the_next_window_is_indexed_while_this_one_trains(
     folder: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("vlmpack.data.splits.shard_book.HELPER_MIN_BYTES", 0)
+    monkeypatch.setattr("vlmpack.data.splits.growing_index.HELPER_MIN_BYTES", 0)
     data = windowed(folder / "s-*.tar", tmp_path)
     before = num_indexed(tmp_path)
     steps = data.batches(data.start(), rank=0, dp=1, max_steps=16)

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from support.shards import TINY_MODEL
 from support.stock import load_stock
 
+from vlmpack.backends.boxes import TensorSlice, whole
 from vlmpack.backends.mcore.pretrained import PretrainedReader
 from vlmpack.backends.mcore.weights import megatron_family
-from vlmpack.backends.slices import TensorSlice, whole
 from vlmpack.errors import ModelError
 
 FAMILY = megatron_family("qwen2_5_vl")

@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 from support.families import tiny_family_folder
 from support.stock import load_stock
 
+from vlmpack.backends.boxes import TensorSlice, whole
 from vlmpack.backends.mcore.pretrained import PretrainedReader
 from vlmpack.backends.mcore.weights import megatron_family
-from vlmpack.backends.slices import TensorSlice, whole
 from vlmpack.errors import ModelError
 
 FAMILY = megatron_family("qwen3_vl")

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 from support.shards import TINY_MODEL
 
+from vlmpack.backends.boxes import TensorSlice
 from vlmpack.backends.mcore.weights import (
     QwenLanguageMap,
     flat_boxes,
     megatron_family,
     stack_pieces,
 )
-from vlmpack.backends.slices import TensorSlice
 from vlmpack.errors import CapabilityError
 
 LAYERS, HIDDEN, HEADS, GROUPS, HEAD_DIM, INTERMEDIATE, VOCABULARY = 4, 128, 4, 2, 32, 384, 576

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from support.engines import single_rank
 from torch import Tensor
 
-from vlmpack.backends.slices import KINDS, Kind, ReadSlice, TensorSlice, whole
+from vlmpack.backends.boxes import KINDS, Kind, ReadSlice, TensorSlice, whole
 from vlmpack.distributed import Ranks
 from vlmpack.training.checkpoint import CheckpointContent, Saver, random_state, step_folder
 

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import MemoryEngine, content_of, save_engine, stored_tensors
 from support.engines import single_rank
 
+from vlmpack.backends.boxes import TensorSlice, whole
 from vlmpack.backends.hf.sharding import spread_by_size
-from vlmpack.backends.slices import TensorSlice, whole
 from vlmpack.distributed import Ranks
 from vlmpack.errors import CheckpointError
 from vlmpack.training.checkpoint import CheckpointReader, Saver, load_checkpoint, step_folder

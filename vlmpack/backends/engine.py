@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice
 from vlmpack.backends.policy import Component, ComponentCount, TrainingPolicy
-from vlmpack.backends.slices import Kind, ReadSlice, TensorSlice
 from vlmpack.packing import Batch
 
 LossFunction = Callable[[Tensor], tuple[Tensor, int, dict[str, Tensor]]]

@@ -27,7 +27,7 @@ def check_model(recipe: Recipe, ranks: Ranks) -> None:
     Raises:
         ModelError: they do not.
     """
-    from vlmpack.backends.hf.headers import check_weights
+    from vlmpack.backends.hf.weight_headers import check_weights
 
     ranks.on_main(lambda: check_weights(Path(recipe.model.path)))
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from vlmpack.backends.slices import whole
+from vlmpack.backends.boxes import whole
 from vlmpack.build.data import build_encoder
 from vlmpack.build.policy import policy_of
 from vlmpack.build.read_only import read_recipe

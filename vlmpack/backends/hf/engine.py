@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from vlmpack.attention import choose_attention
 from vlmpack.backends.adamw import AdamWConfig, build_adamw, set_learning_rate
+from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice
 from vlmpack.backends.digests import digests
 from vlmpack.backends.engine import ForwardStep, compute_dtype
 from vlmpack.backends.export import save_model_folder
@@ -42,7 +43,6 @@ from vlmpack.backends.policy import (
     describe_counts,
 )
 from vlmpack.backends.recompute import recompute_layers
-from vlmpack.backends.slices import Kind, ReadSlice, TensorSlice
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.packing import Batch

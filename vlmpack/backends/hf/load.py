@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from vlmpack.backends.hf.headers import raise_misfits
+from vlmpack.backends.hf.weight_headers import raise_misfits
 from vlmpack.errors import ModelError
 from vlmpack.families import family_of
 from vlmpack.model_folder import load_model_class, weight_files

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice
 from vlmpack.backends.hf.sharding import local_slice, spread_by_size
 from vlmpack.backends.policy import ComponentCount, component_of
-from vlmpack.backends.slices import Kind, ReadSlice, TensorSlice
 from vlmpack.distributed import Ranks
 from vlmpack.families import ModulePaths
 

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from vlmpack.backends.boxes import TensorSlice, whole
 from vlmpack.backends.hf.model import PackedLM
-from vlmpack.backends.slices import TensorSlice, whole
 from vlmpack.distributed import Ranks
 
 

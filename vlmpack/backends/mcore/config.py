@@ -292,14 +292,14 @@ def decoder_spec(
 
 
 def _transformer_engine_layer(dims: LanguageDims, *, experts: bool) -> ModuleSpec:
-    from vlmpack.backends.mcore.te import transformer_engine_layer  # needs CUDA
+    from vlmpack.backends.mcore.transformer_engine import transformer_engine_layer  # needs CUDA
 
     count = dims.experts.count if experts and dims.experts is not None else None
     return transformer_engine_layer(num_experts=count, qk_norm=dims.qk_norm)
 
 
 def _transformer_engine_norm() -> Any:
-    from vlmpack.backends.mcore.te import TENorm
+    from vlmpack.backends.mcore.transformer_engine import TENorm
 
     return TENorm
 

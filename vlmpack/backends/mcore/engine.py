@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from vlmpack.attention import VarlenAttention, choose_attention, segment_attention
 from vlmpack.attention.varlen import AttentionName
 from vlmpack.backends.adamw import AdamWConfig
+from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice, whole
 from vlmpack.backends.digests import digests
 from vlmpack.backends.engine import ForwardStep, compute_dtype
 from vlmpack.backends.export import save_model_folder
@@ -53,7 +54,6 @@ from vlmpack.backends.policy import (
 )
 from vlmpack.backends.recompute import recompute_layers
 from vlmpack.backends.skeleton import model_skeleton
-from vlmpack.backends.slices import Kind, ReadSlice, TensorSlice, whole
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
@@ -416,7 +416,7 @@ def _choose_attention(
     """
     name, context = config.attention, config.sizes.context
     if name == "transformer_engine":
-        from vlmpack.backends.mcore.te import require_transformer_engine
+        from vlmpack.backends.mcore.transformer_engine import require_transformer_engine
 
         require_transformer_engine(device)
         return None, "transformer_engine (as the recipe asks)"

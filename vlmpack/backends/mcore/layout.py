@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice, whole
 from vlmpack.backends.mcore.model import MegatronVLM
 from vlmpack.backends.mcore.optimizer import MegatronAdamW
 from vlmpack.backends.mcore.weights import Piece, QwenLanguageMap, flat_boxes, stack_pieces
-from vlmpack.backends.slices import Kind, ReadSlice, TensorSlice, whole
 from vlmpack.errors import ModelError
 from vlmpack.families import Family
 

@@ -10,8 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from vlmpack.backends.boxes import Kind, TensorSlice
 from vlmpack.backends.mcore.weights import MegatronFamily
-from vlmpack.backends.slices import Kind, TensorSlice
 from vlmpack.errors import ModelError
 from vlmpack.model_folder import weight_files
 

@@ -12,7 +12,7 @@ from vlmpack.data.packs.manifest import Planner
 from vlmpack.data.plan.packers import Bin, RowBudget
 from vlmpack.data.plan.packs import PackArrays
 from vlmpack.data.plan.windows import WindowPlan
-from vlmpack.data.splits.shard_book import SHARD_STRIDE
+from vlmpack.data.splits.growing_index import SHARD_STRIDE
 from vlmpack.data.splits.split import Split, first_epoch
 from vlmpack.packing import plan_packs
 

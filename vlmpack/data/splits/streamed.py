@@ -21,6 +21,7 @@ from vlmpack.data.plan.state import DataState, Identity
 from vlmpack.data.plan.streams import StreamSource
 from vlmpack.data.plan.windows import WINDOW_RULE, WindowPlan
 from vlmpack.data.splits.blending import blended_draws
+from vlmpack.data.splits.growing_index import HELPER_MIN_BYTES, GrowingIndex
 from vlmpack.data.splits.prepare import (
     MIN_PROBED,
     check_not_empty,
@@ -29,7 +30,6 @@ from vlmpack.data.splits.prepare import (
     split_identity,
 )
 from vlmpack.data.splits.row_packer import cut_streamed
-from vlmpack.data.splits.shard_book import HELPER_MIN_BYTES, ShardBook
 from vlmpack.data.splits.split import OnDropped, planned_rows
 from vlmpack.data.splits.summary import DataSummary, EpochLength, summarise
 from vlmpack.data.splits.survey import DataLaunch, Survey
@@ -54,7 +54,7 @@ class StreamedSplit:
     Args:
         config: the split.
         survey: its shards.
-        book: what is known of them.
+        index: what is known of them.
         plan: its global batches.
         identity: what decides its order.
         position, cursors: the window that this launch begins with; figures are taken from it.
@@ -62,7 +62,7 @@ class StreamedSplit:
 
     config: DataConfig
     survey: Survey
-    book: ShardBook
+    index: GrowingIndex
     plan: WindowPlan
     identity: Identity
     position: Position = field(default_factory=Position)
@@ -77,7 +77,7 @@ class StreamedSplit:
 
     def ref(self, number: int) -> SampleRef:
         """See Split."""
-        return self.book.ref(number)
+        return self.index.ref(number)
 
     def refs(self, samples: Bin) -> tuple[SampleRef, ...]:
         """See Split."""
@@ -85,7 +85,7 @@ class StreamedSplit:
 
     def sizes(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
         """See Split."""
-        return self.book.sizes(numbers)
+        return self.index.sizes(numbers)
 
     def epoch_length(self) -> EpochLength:
         """See Split. Exact where every shard has its parts: then they are read, unless they are
@@ -93,16 +93,16 @@ class StreamedSplit:
         if self.plan.weighted:
             size = sum(source.num_draws or 0 for source in self.plan.sources)
             return self._length_of(size, exact=True)
-        shards = range(len(self.book.stamps))
+        shards = range(len(self.index.stamps))
         few = len(shards) <= MAX_COUNTED or self._asked
-        if self.book.num_known == len(shards) or (few and self.book.all_made()):
-            total = sum(self.book.exact_count(shard) for shard in shards)
+        if self.index.num_known == len(shards) or (few and self.index.all_made()):
+            total = sum(self.index.exact_count(shard) for shard in shards)
             return self._length_of(total, exact=True)
         self._first_order()
-        known = [shard for shard in shards if self.book.count(shard) is not None]
-        num_bytes = sum(stamp.size for stamp in self.book.stamps)
-        rate = sum(self.book.count(shard) or 0 for shard in known) / sum(
-            max(1, self.book.stamps[shard].size) for shard in known
+        known = [shard for shard in shards if self.index.count(shard) is not None]
+        num_bytes = sum(stamp.size for stamp in self.index.stamps)
+        rate = sum(self.index.count(shard) or 0 for shard in known) / sum(
+            max(1, self.index.stamps[shard].size) for shard in known
         )
         total = max(1, round(rate * num_bytes))
         return self._length_of(total, exact=False)
@@ -136,15 +136,15 @@ class StreamedSplit:
 
     def index_all(self) -> None:
         """See Split."""
-        self.book.make_all()
+        self.index.make_all()
         self._asked = True
 
     @property
     def fitted(self) -> Fitted:
         """See Split: every shard is indexed first."""
         if self._fitted is None:
-            book = self.book
-            prepared = prepare_split(self.config, self.survey, book.builder, book.settings)
+            index = self.index
+            prepared = prepare_split(self.config, self.survey, index.builder, index.settings)
             self._fitted = prepared.fitted
         return self._fitted
 
@@ -153,13 +153,13 @@ class StreamedSplit:
         found = []
         for source in self.plan.sources:
             shards = range(source.first, source.first + source.num_shards)
-            found.append((source.name, np.concatenate([self.book.glance(s) for s in shards])))
+            found.append((source.name, np.concatenate([self.index.glance(s) for s in shards])))
         return found
 
     def usable_tokens(self) -> Int64s:
         """See Split: of the shards that the first window needed."""
         self._first_order()
-        kept = self.book.kept()
+        kept = self.index.kept()
         return np.concatenate([one.table.num_tokens[one.eligible] for one in kept])
 
     def probed(self, count: int, state: DataState) -> list[SampleRef]:
@@ -171,10 +171,10 @@ class StreamedSplit:
         """
         self.position, self.cursors = state.position, state.cursors
         order = self._first_order()
-        if _has_helpers(self.book.stamps):
-            start_server(self.book.settings.preload)  # it imports beside the first batch
-        kept = self.book.kept()
-        if len(kept) == len(self.book.stamps):  # else there may be usable samples further on
+        if _has_helpers(self.index.stamps):
+            start_server(self.index.settings.preload)  # it imports beside the first batch
+        kept = self.index.kept()
+        if len(kept) == len(self.index.stamps):  # else there may be usable samples further on
             check_not_empty(kept, self.config)
         count = min(count, MIN_PROBED, order.size)
         places = np.linspace(0, order.size - 1, num=count).astype(np.int64)
@@ -185,20 +185,20 @@ class StreamedSplit:
         """See Split."""
         order = self._first_order()
         order, bins = planned_rows([self.plan.packer(order)])
-        tokens, _ = self.book.sizes(order)
+        tokens, _ = self.index.sizes(order)
         found = summarise(
-            self.book.kept(),
-            num_shards=len(self.book.stamps),
+            self.index.kept(),
+            num_shards=len(self.index.stamps),
             epoch=self.epoch_length(),
             tokens=tokens,
             bins=bins,
         )
-        self.book.name_keys_from_now(found.unknown_keys)
+        self.index.name_keys_from_now(found.unknown_keys)
         return found
 
     def close(self) -> None:
         """See Split."""
-        self.book.close()
+        self.index.close()
 
     def _first_order(self) -> Int64s:
         cursors = self.cursors or self.start()
@@ -229,7 +229,7 @@ def open_streamed(
     stamps = [stamp for shards in survey.sources for stamp in shards]
     if len(os.sched_getaffinity(0)) > FEW_CORES and _has_helpers(stamps):
         start_server(settings.preload)  # it imports while the first window is indexed
-    book = ShardBook(
+    index = GrowingIndex(
         config,
         stamps,
         builder,
@@ -242,18 +242,18 @@ def open_streamed(
     if config.weighted:
         held = None
         if config.weights == "tokens":
-            held = _samples_and_tokens(config, book, [len(shards) for shards in survey.sources])
-        size = config.epoch_size or _count_all(config, book)
+            held = _samples_and_tokens(config, index, [len(shards) for shards in survey.sources])
+        size = config.epoch_size or _count_all(config, index)
         draws = blended_draws(config, size, held)
     sources, first = [], 0
     for source, shards, count in zip(config.sources, survey.sources, draws, strict=True):
         sizes = tuple(max(1, stamp.size) for stamp in shards)
         sources.append(StreamSource(source.name, first, sizes, count))
         first += len(shards)
-    cutting = cut_streamed(config, book.sizes)
+    cutting = cut_streamed(config, index.sizes)
     plan = WindowPlan(
         sources,
-        book,
+        index,
         seed=config.seed,
         window=cutting.window,
         packer=cutting.packer,
@@ -275,7 +275,7 @@ def open_streamed(
         lengths=LENGTHS_RULE,
         contents=contents,
     )
-    return StreamedSplit(config, survey, book, plan, {**identity, **cutting.identity})
+    return StreamedSplit(config, survey, index, plan, {**identity, **cutting.identity})
 
 
 def _has_helpers(stamps: Sequence[ShardStamp]) -> bool:
@@ -283,37 +283,37 @@ def _has_helpers(stamps: Sequence[ShardStamp]) -> bool:
     return sum(stamp.size for stamp in stamps) >= HELPER_MIN_BYTES
 
 
-def _count_all(config: DataConfig, book: ShardBook) -> int:
-    if not book.all_made():
+def _count_all(config: DataConfig, index: GrowingIndex) -> int:
+    if not index.all_made():
         raise RecipeError(
             [
                 "data.epoch_size: missing; with weights an epoch is a number of draws, by default "
-                f"the sum of all samples, but {len(book.stamps)} shards of {config.key} are not "
+                f"the sum of all samples, but {len(index.stamps)} shards of {config.key} are not "
                 "all indexed. Set data.epoch_size, or run `vlmpack index` first"
             ]
         )
-    return sum(book.exact_count(shard) for shard in range(len(book.stamps)))
+    return sum(index.exact_count(shard) for shard in range(len(index.stamps)))
 
 
 def _samples_and_tokens(
-    config: DataConfig, book: ShardBook, num_shards: Sequence[int]
+    config: DataConfig, index: GrowingIndex, num_shards: Sequence[int]
 ) -> list[tuple[int, int]]:
     """(usable samples, their tokens) of each source.
 
     Args:
         num_shards: of each source.
     """
-    if not book.all_made():
+    if not index.all_made():
         raise RecipeError(
             [
                 "data.weights: tokens, which needs the mean length of each source, but the "
-                f"{len(book.stamps)} shards of {config.key} are not all indexed. Run "
+                f"{len(index.stamps)} shards of {config.key} are not all indexed. Run "
                 "`vlmpack index --recipe` first, or set data.weights: samples"
             ]
         )
-    shards = iter(range(len(book.stamps)))
+    shards = iter(range(len(index.stamps)))
     found = []
     for count in num_shards:
-        parts = [book.glance_contents(shard) for shard in islice(shards, count)]
+        parts = [index.glance_contents(shard) for shard in islice(shards, count)]
         found.append((sum(samples for samples, _ in parts), sum(tokens for _, tokens in parts)))
     return found

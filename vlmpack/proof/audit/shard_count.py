@@ -38,8 +38,8 @@ def _spans(train: TrainData) -> Iterator[tuple[ShardStamp, Int64s, Int64s]]:
     """(shard, offsets, lengths of its samples) of each shard that is indexed."""
     split = train.split
     if isinstance(split, StreamedSplit):
-        for shard in split.book.made():
-            yield from _table_spans(split.book.look_up(shard).fitted.table)
+        for shard in split.index.made():
+            yield from _table_spans(split.index.look_up(shard).fitted.table)
     elif not (isinstance(split, PackedSplit) and split.manifest.kind == "shards"):
         yield from _table_spans(split.fitted.table)
 

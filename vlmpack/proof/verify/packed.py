@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from vlmpack.backends.boxes import TensorSlice
 from vlmpack.backends.engine import Engine, LossFunction
-from vlmpack.backends.slices import TensorSlice
 from vlmpack.distributed import Ranks
 from vlmpack.packing import Batch, PackedBatch
 from vlmpack.proof.verify.outputs import Capture, Point

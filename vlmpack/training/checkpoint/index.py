@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vlmpack.backends.slices import KINDS, Kind, TensorSlice, whole
+from vlmpack.backends.boxes import KINDS, Kind, TensorSlice, whole
 
 
 def box_key(kind: Kind, box: TensorSlice) -> str:

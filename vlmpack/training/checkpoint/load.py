@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from vlmpack.backends.boxes import Kind, TensorSlice
 from vlmpack.backends.engine import Engine
-from vlmpack.backends.slices import Kind, TensorSlice
 from vlmpack.distributed import Ranks
 from vlmpack.errors import UNREADABLE, CheckpointError
 from vlmpack.training.checkpoint.folders import (

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.backends.slices import Kind, TensorSlice
+from vlmpack.backends.boxes import Kind, TensorSlice
 from vlmpack.distributed import Ranks
 from vlmpack.errors import CheckpointError
 from vlmpack.training.checkpoint.folders import (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from vlmpack.backends.slices import Kind, TensorSlice
+from vlmpack.backends.boxes import Kind, TensorSlice
 from vlmpack.training.checkpoint.folders import sha256
 from vlmpack.training.checkpoint.index import StoredBox
 from vlmpack.training.checkpoint.safetensors_file import (

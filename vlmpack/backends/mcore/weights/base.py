@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from vlmpack.backends.slices import TensorSlice
+from vlmpack.backends.boxes import TensorSlice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from vlmpack.backends.boxes import whole
 from vlmpack.backends.mcore.weights.base import Piece, split, stack_pieces
-from vlmpack.backends.slices import whole
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 

@@ -67,7 +67,7 @@ class ShardSamples:
     numbers: Int64s
 
 
-class ShardBook:
+class GrowingIndex:
     """What is known of a split's shards.
 
     Args:
