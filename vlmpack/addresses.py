@@ -24,7 +24,6 @@ CREDENTIALS: Mapping[str, tuple[str, ...]] = {
     "hf": ("hf_token",),
 }
 """The names in `data.storage.credentials` that a scheme knows."""
-CREDENTIAL_NAMES = tuple(dict.fromkeys(name for names in CREDENTIALS.values() for name in names))
 _NOT_SECRET = ("account_name",)
 
 _RECORD_FILES: Mapping[str, tuple[str, ...]] = {
@@ -160,8 +159,6 @@ def _may_be_secret(item: str) -> bool:
 
 def credential_problem(name: str, value: str) -> str | None:
     """What is wrong with an entry of `data.storage.credentials`; its value is not quoted."""
-    if name not in CREDENTIAL_NAMES:
-        return f"unknown name; expected one of {', '.join(CREDENTIAL_NAMES)}"
     if name in _NOT_SECRET or is_reference(value):
         return None
     return "must name an environment variable, as '${env:NAME}'; a recipe holds no secret"

@@ -19,7 +19,8 @@ from support.fault_server import Fault, FaultServer, SeededFaults
 
 from vlmpack.data.loading.loader import LoaderSettings, MicroBatch
 from vlmpack.data.pipeline import TrainData
-from vlmpack.storage import RoutingFetcher, StorageConfig
+from vlmpack.recipe.storage import StorageSection
+from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.cache.cached import CacheConfig, CachedFetcher
 from vlmpack.storage.fetch import Fetcher
 
@@ -79,8 +80,8 @@ def placeless(data: TrainData) -> list[MicroBatch]:
     ]
 
 
-def storage(server: FaultServer) -> StorageConfig:
-    return StorageConfig(
+def storage(server: FaultServer) -> StorageSection:
+    return StorageSection(
         endpoint=server.url,
         region="us-east-1",
         anonymous=True,

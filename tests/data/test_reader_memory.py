@@ -11,7 +11,8 @@ from support.fault_server import FaultServer
 
 from vlmpack.data.loading.loader import BinRequest, MicroBatch
 from vlmpack.data.pipeline import TrainData
-from vlmpack.storage import RoutingFetcher, StorageConfig
+from vlmpack.recipe.storage import StorageSection
+from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.cache.cached import CacheConfig, CachedFetcher
 
 IN_SHARD = 50
@@ -37,7 +38,7 @@ def test_memory_stays_flat(tmp_path: Path, samples: int) -> None:
         keys = (f"{shard}-{number}" for number in range(IN_SHARD))
         write_shard(tmp_path / f"bucket/s-{shard}.tar", ((key, fields) for key in keys))
     with FaultServer(tmp_path) as server:
-        stores = RoutingFetcher(StorageConfig(allow_private=True))
+        stores = RoutingFetcher(StorageSection(allow_private=True))
         cache = CacheConfig(directory=tmp_path / "cache", max_bytes=4 << 20, block_bytes=1 << 18)
         fetcher = CachedFetcher(stores, cache)
         names = tuple(f"{server.url}/bucket/s-{shard}.tar" for shard in range(4))

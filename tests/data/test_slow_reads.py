@@ -18,7 +18,8 @@ from support.fault_server import Fault, FaultServer
 
 from vlmpack.activity import ACTIVITY, IDLE, Activity
 from vlmpack.data.loading.loader import LoaderSettings
-from vlmpack.storage import RoutingFetcher, StorageConfig
+from vlmpack.recipe.storage import StorageSection
+from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.reading import Reading
 from vlmpack.terminal import say_printable
 from vlmpack.watchdog import Watchdog
@@ -58,7 +59,7 @@ def storage(server, **changes):
         "read_timeout_seconds": 20.0,
         "max_tries": 1,
     }
-    return StorageConfig(**(values | {"endpoint": server.url} | changes))
+    return StorageSection(**(values | {"endpoint": server.url} | changes))
 
 
 @pytest.mark.parametrize(
@@ -140,13 +141,14 @@ from pathlib import Path
 from shard_fakes import FakeEncoder, collator, config_for
 from vlmpack.data.loading.loader import LoaderSettings
 from vlmpack.data.pipeline import TrainData
-from vlmpack.storage import RoutingFetcher, StorageConfig
+from vlmpack.recipe.storage import StorageSection
+from vlmpack.storage import RoutingFetcher
 
 if __name__ == "__main__":
     url, folder = sys.argv[1:]
     loader = LoaderSettings(num_workers=1, watch_seconds=1.0)
     config = config_for(url, Path(folder), num_probed=0, loader=loader)
-    fetcher = RoutingFetcher(StorageConfig(allow_private=True, read_timeout_seconds=20.0))
+    fetcher = RoutingFetcher(StorageSection(allow_private=True, read_timeout_seconds=20.0))
     data = TrainData.open(config, FakeEncoder(), collator(), fetcher=fetcher)
     sys.stderr.write("opened\\n")
     step = next(data.batches(data.start(), rank=0, dp=1, max_steps=1))

@@ -15,13 +15,15 @@ from typer.testing import CliRunner
 from vlmpack.addresses import secret_in
 from vlmpack.cli.app import app
 from vlmpack.errors import DataError
-from vlmpack.storage import RoutingFetcher, StorageConfig, faults, remote
+from vlmpack.recipe.storage import StorageSection
+from vlmpack.storage import RoutingFetcher, faults, remote
+from vlmpack.storage.access import place_of
 from vlmpack.storage.sources import find_shards
 
 
-def storage(endpoint: str, **changes: Any) -> StorageConfig:
+def storage(endpoint: str, **changes: Any) -> StorageSection:
     values: dict[str, Any] = {"anonymous": True, "allow_private": True, "max_tries": 4}
-    return StorageConfig(endpoint=endpoint, **(values | changes))
+    return StorageSection(endpoint=endpoint, **(values | changes))
 
 
 @pytest.fixture
@@ -56,11 +58,11 @@ def test_the_environments_endpoint_is_named_without_its_login(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "https://canary:word@minio.example.org:9000/a?canary=1")
-    config = StorageConfig(region="eu-west-9")
-    assert config.place_of("s3://b/x.tar") == "https://minio.example.org:9000"
+    config = StorageSection(region="eu-west-9")
+    assert place_of(config, "s3://b/x.tar") == "https://minio.example.org:9000"
     monkeypatch.delenv("AWS_ENDPOINT_URL")
-    assert config.place_of("s3://b/x.tar") == "s3's own endpoint in eu-west-9"
-    assert config.place_of("https://host/x.tar") == config.place_of("/a/x.tar") == ""
+    assert place_of(config, "s3://b/x.tar") == "s3's own endpoint in eu-west-9"
+    assert place_of(config, "https://host/x.tar") == place_of(config, "/a/x.tar") == ""
 
 
 def test_a_bucket_that_is_not_there_is_named(tmp_path: Path) -> None:

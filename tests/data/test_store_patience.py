@@ -15,7 +15,8 @@ import pytest
 from support.fault_server import Fault, FaultServer
 
 from vlmpack.errors import DataError
-from vlmpack.storage import RoutingFetcher, StorageConfig
+from vlmpack.recipe.storage import StorageSection
+from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.faults import Transient, Tries
 from vlmpack.storage.http import _retry_after
 
@@ -54,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def storage(server: FaultServer, **changes: object) -> StorageConfig:
+def storage(server: FaultServer, **changes: object) -> StorageSection:
     values: dict[str, object] = {
         "endpoint": server.url,
         "anonymous": True,
@@ -62,7 +63,7 @@ def storage(server: FaultServer, **changes: object) -> StorageConfig:
         "max_tries": 4,
         "retry_seconds": BUDGET,
     }
-    return StorageConfig(**(values | changes))  # type: ignore[arg-type]
+    return StorageSection(**(values | changes))  # type: ignore[arg-type]
 
 
 def address(scheme: str, server: FaultServer) -> str:
@@ -90,7 +91,7 @@ def test_a_download_that_goes_on_outlives_every_break(
 
 
 def test_the_clock_starts_at_the_first_fault_and_again_after_any_bytes(clock: Clock) -> None:
-    tries = Tries("x.tar", StorageConfig(max_tries=100, retry_seconds=BUDGET))
+    tries = Tries("x.tar", StorageSection(max_tries=100, retry_seconds=BUDGET))
     for _ in range(20):
         clock.now += 0.9 * BUDGET
         tries.note(Transient("broke off"))
@@ -103,7 +104,7 @@ def test_the_clock_starts_at_the_first_fault_and_again_after_any_bytes(clock: Cl
 
 
 def test_without_progress_the_budget_ends_the_tries(clock: Clock) -> None:
-    tries = Tries("x.tar", StorageConfig(max_tries=10_000, retry_seconds=BUDGET))
+    tries = Tries("x.tar", StorageSection(max_tries=10_000, retry_seconds=BUDGET))
     begin = clock.now
     with pytest.raises(DataError, match=r"retry_seconds 180"):
         while True:
@@ -113,7 +114,7 @@ def test_without_progress_the_budget_ends_the_tries(clock: Clock) -> None:
 
 
 def test_a_server_that_gives_little_at_a_time_still_spends_its_tries(clock: Clock) -> None:
-    tries = Tries("x.tar", StorageConfig(max_tries=5, retry_seconds=BUDGET))
+    tries = Tries("x.tar", StorageSection(max_tries=5, retry_seconds=BUDGET))
     for _ in range(4):
         tries.note(Transient("broke off"))
         tries.progressed(1000)
@@ -122,7 +123,7 @@ def test_a_server_that_gives_little_at_a_time_still_spends_its_tries(clock: Cloc
 
 
 def test_a_mebibyte_in_all_gives_the_tries_back(clock: Clock) -> None:
-    tries = Tries("x.tar", StorageConfig(max_tries=5, retry_seconds=BUDGET))
+    tries = Tries("x.tar", StorageSection(max_tries=5, retry_seconds=BUDGET))
     for _ in range(100):
         tries.note(Transient("broke off"))
         tries.progressed(400 << 10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import time
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from support.fault_server import Fault, FaultServer
 from vlmpack.addresses import redacted, resolve_address, secret_in
 from vlmpack.cli.stores import open_reading
 from vlmpack.errors import DataError, RecipeError
-from vlmpack.storage import RoutingFetcher, StorageConfig
+from vlmpack.recipe.storage import StorageSection
+from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.http import HttpClient
 
 HOSTILE = "ca/na#ry?%41@:&x"
@@ -120,7 +122,7 @@ def test_a_password_makes_no_other_host(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("STORE_WORD", f"{HOSTILE}\n")
     with FaultServer(tmp_path) as server:
         login = f"http://${{env:STORE_USER}}:${{env:STORE_WORD}}@127.0.0.1:{server.port}"
-        fetcher = RoutingFetcher(StorageConfig(allow_private=True, max_tries=1))
+        fetcher = RoutingFetcher(StorageSection(allow_private=True, max_tries=1))
         stamp = fetcher.head(f"{login}/b/x.tar")
         assert fetcher.read(stamp, 2, 3) == b"234"
         fetcher.close()
@@ -134,7 +136,7 @@ def test_answers_show_no_address(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "x.tar").write_bytes(b"0123456789")
     with FaultServer(tmp_path) as server:
-        client = HttpClient(StorageConfig(allow_private=True))
+        client = HttpClient(StorageSection(allow_private=True))
         url = f"http://u:canary@127.0.0.1:{server.port}/b/x.tar?canary"
         answer = client.request("GET", url, {})
         server.fail(Fault("redirect", location="http://127.0.0.1:1/?canary"))
@@ -151,7 +153,7 @@ def test_headers_that_drip_end_with_the_request(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "x.tar").write_bytes(b"0123456789")
     with FaultServer(tmp_path) as server:
-        config = StorageConfig(
+        config = StorageSection(
             allow_private=True, max_tries=1, read_timeout_seconds=0.3, total_timeout_seconds=0.4
         )
         fetcher = RoutingFetcher(config)
@@ -185,3 +187,16 @@ def test_a_text_of_many_addresses_is_read_once(unit: str) -> None:
     shown = redacted(unit * 4000)
     assert time.process_time() - began < 0.5, "1 to 17 s where each address reads on to the end"
     assert shown.startswith("http")
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ("endpoint=http://stores.example.org", "data.storage.endpoint: http:// is for stores in"),
+        ("credentials.hf_token=canary", "credentials.hf_token: must name an environment variable"),
+    ],
+)
+def test_storage_options_are_held_to_the_recipes_rules(item: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(message)) as caught:
+        open_reading(["x.tar"], recipe=None, storage=[item], max_image_pixels=None)
+    assert "canary" not in str(caught.value)

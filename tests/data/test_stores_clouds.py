@@ -14,7 +14,8 @@ from support.azure_emulator import ACCOUNT, PUBLIC_KEY, azure_server, azurite, m
 from support.fault_server import Fault, FaultServer
 
 from vlmpack.errors import DataError
-from vlmpack.storage import RoutingFetcher, StorageConfig
+from vlmpack.recipe.storage import StorageSection
+from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.sources import stamped_shards
 
 CONTENT = bytes(range(256)) * 400
@@ -56,7 +57,7 @@ def test_gs_on_our_own_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for name in ("x-000.tar", "x-001.tar", "other.txt"):
         (folder / name).write_bytes(CONTENT)
     with FaultServer(tmp_path) as server:
-        config = StorageConfig(endpoint=server.url, anonymous=True, allow_private=True)
+        config = StorageSection(endpoint=server.url, anonymous=True, allow_private=True)
         fetcher = RoutingFetcher(config)
         check_store(fetcher, "gs://bucket/deep")
         server.fail(Fault("truncate"), Fault("status"), Fault("reset"))
@@ -81,7 +82,7 @@ def test_az_on_azurite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         make_container(endpoint, "box")
         for name in ("x-000.tar", "x-001.tar", "other.txt"):
             put(endpoint, "box", f"deep/{name}", CONTENT)
-        config = StorageConfig(
+        config = StorageSection(
             endpoint=endpoint,
             allow_private=True,
             credentials={"account_name": ACCOUNT, "account_key": "${env:TEST_ACCOUNT_KEY}"},
@@ -94,8 +95,8 @@ def test_az_on_azurite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             lambda: put(endpoint, "box", "deep/x-001.tar", CONTENT[::-1]),
         )
         with pytest.raises(DataError, match="account_name"):
-            RoutingFetcher(StorageConfig(anonymous=True)).head("az://box/deep/x-000.tar")
-        unsigned = StorageConfig(
+            RoutingFetcher(StorageSection(anonymous=True)).head("az://box/deep/x-000.tar")
+        unsigned = StorageSection(
             endpoint=endpoint,
             allow_private=True,
             anonymous=True,

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from support.fault_server import Fault, FaultServer
 
-from vlmpack.errors import DataError, RecipeError
-from vlmpack.storage import RoutingFetcher, StorageConfig
+from vlmpack.errors import DataError
+from vlmpack.recipe.storage import StorageSection, unsafe_storage
+from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.faults import Refused, Transient
 from vlmpack.storage.guard import allowed_addresses
 
@@ -106,7 +107,7 @@ def test_the_connection_goes_to_the_address_that_was_judged(
         raise ConnectionRefusedError(111, "refused")
 
     monkeypatch.setattr(socket, "create_connection", connect)
-    fetcher = RoutingFetcher(StorageConfig(max_tries=1))
+    fetcher = RoutingFetcher(StorageSection(max_tries=1))
     with pytest.raises(DataError, match="the connection failed"):
         fetcher.head("http://shards.example.org:81/x.tar")
     assert asked[0] == ("8.8.8.8", 81)
@@ -117,9 +118,11 @@ def test_loopback_servers_and_endpoints_need_the_switch(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="allow_private") as caught:
             RoutingFetcher().head(f"{server.url}/b/x.tar")
         assert caught.value.error_class == "transport"
-        with pytest.raises(RecipeError, match="allow_private"):
-            StorageConfig(endpoint=server.url)
-        https = StorageConfig(endpoint=f"https://127.0.0.1:{server.port}")
+        plain = StorageSection(endpoint=server.url)
+        assert "allow_private" in unsafe_storage(plain)[0].message
+        with pytest.raises(DataError, match="allow_private"):
+            RoutingFetcher(plain).head("s3://b/x.tar")
+        https = StorageSection(endpoint=f"https://127.0.0.1:{server.port}")
         with pytest.raises(DataError, match="allow_private"):
             RoutingFetcher(https).head("s3://b/x.tar")
         assert server.num_requests == 0
@@ -132,7 +135,7 @@ def test_an_endpoint_from_the_environment_is_judged_too(
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
         monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
         with pytest.raises(DataError, match="allow_private"):
-            RoutingFetcher(StorageConfig(anonymous=True)).head("s3://b/x.tar")
+            RoutingFetcher(StorageSection(anonymous=True)).head("s3://b/x.tar")
         assert server.num_requests == 0
 
 
@@ -152,7 +155,7 @@ def test_redirects_are_judged(tmp_path: Path, scheme: str, location: str, reason
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "x.tar").write_bytes(b"0123456789")
     with FaultServer(tmp_path) as server:
-        config = StorageConfig(
+        config = StorageSection(
             endpoint=server.url, anonymous=True, allow_private=True, max_tries=2, retry_seconds=1
         )
         fetcher = RoutingFetcher(config)
@@ -175,7 +178,7 @@ def test_redirects_to_private_addresses_need_the_switch(monkeypatch: pytest.Monk
     """A public server that sends us inside."""
     from vlmpack.storage.http import HttpClient
 
-    client = HttpClient(StorageConfig())
+    client = HttpClient(StorageSection())
     asked: list[str] = []
 
     class Public:
@@ -215,7 +218,7 @@ def test_private_hosts_are_allowed_one_by_one(
     (tmp_path / "b" / "x.tar").write_bytes(b"0123456789")
     with FaultServer(tmp_path) as server:
         allowed = allow_private if isinstance(allow_private, bool) else tuple(allow_private)
-        fetcher = RoutingFetcher(StorageConfig(allow_private=allowed, max_tries=1))
+        fetcher = RoutingFetcher(StorageSection(allow_private=allowed, max_tries=1))
         inside = f"http://localhost:{server.port}/b/x.tar"
         if allow_private is True:
             fetcher.head(inside)  # the recipe names it here, and the connection is kept
@@ -236,11 +239,15 @@ def test_private_hosts_are_allowed_one_by_one(
 
 
 def test_an_endpoint_without_tls_is_allowed_by_its_name(tmp_path: Path) -> None:
-    StorageConfig(endpoint="http://10.0.0.5:9000", allow_private=("10.0.0.5",))
-    StorageConfig(endpoint="http://[fd00::1]:9000", allow_private=("fd00::1",))
-    for others in (("10.0.0.6",), ()):
-        with pytest.raises(RecipeError, match="allow_private"):
-            StorageConfig(endpoint="http://10.0.0.5:9000", allow_private=others)
+    for endpoint, hosts, is_safe in (
+        ("http://10.0.0.5:9000", ("10.0.0.5",), True),
+        ("http://[fd00::1]:9000", ("fd00::1",), True),
+        ("http://10.0.0.5:9000", ("10.0.0.6",), False),
+        ("http://10.0.0.5:9000", (), False),
+    ):
+        problems = unsafe_storage(StorageSection(endpoint=endpoint, allow_private=hosts))
+        assert is_safe == (not problems)
+        assert is_safe or "allow_private" in problems[0].message
 
 
 def test_a_redirect_brings_no_other_object(tmp_path: Path) -> None:
@@ -250,7 +257,7 @@ def test_a_redirect_brings_no_other_object(tmp_path: Path) -> None:
     (tmp_path / "b" / "y.tar").write_bytes(b"abcdefghij")
     with FaultServer(tmp_path) as server:
         fetcher = RoutingFetcher(
-            StorageConfig(endpoint=server.url, anonymous=True, allow_private=True)
+            StorageSection(endpoint=server.url, anonymous=True, allow_private=True)
         )
         for path in ("s3://b/x.tar", f"{server.url}/b/x.tar"):
             stamp = fetcher.head(path)
@@ -267,7 +274,7 @@ def test_a_login_stays_with_its_host(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "x.tar").write_bytes(b"0123456789")
     with FaultServer(tmp_path) as first, FaultServer(tmp_path) as other:
-        client = HttpClient(StorageConfig(allow_private=True))
+        client = HttpClient(StorageSection(allow_private=True))
         first.fail(Fault("redirect", location=f"{other.url}/b/x.tar"))
         answer = client.request("GET", f"{first.url}/b/x.tar", {"Authorization": "Bearer canary"})
         assert b"".join(answer.chunks()) == b"0123456789"

@@ -13,7 +13,8 @@ import pytest
 from support.fault_server import Fault, FaultServer
 
 from vlmpack.errors import DataError
-from vlmpack.storage import RoutingFetcher, StorageConfig
+from vlmpack.recipe.storage import StorageSection
+from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.fetch import ShardStamp
 
 TOKEN = "canary-token"
@@ -108,7 +109,7 @@ def hub(files: FaultServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 @pytest.fixture
 def fetcher(hub: Hub) -> Iterator[RoutingFetcher]:
     fetcher = RoutingFetcher(
-        StorageConfig(allow_private=True, max_tries=3, retry_seconds=2, read_timeout_seconds=0.5)
+        StorageSection(allow_private=True, max_tries=3, retry_seconds=2, read_timeout_seconds=0.5)
     )
     yield fetcher
     fetcher.close()
@@ -179,7 +180,7 @@ def test_a_push_does_not_reach_other_ranks(fetcher: RoutingFetcher, hub: Hub) ->
     """One rank looks at the shards and sends the stamps; all read the commit it saw."""
     stamp = fetcher.head(PATH)
     hub.head = NEXT
-    other = RoutingFetcher(StorageConfig(allow_private=True, max_tries=1))
+    other = RoutingFetcher(StorageSection(allow_private=True, max_tries=1))
     received = pickle.loads(pickle.dumps(stamp))
     assert other.read(received, 3, 9) == CONTENT[3:12]
     assert hub.asked[-1] == ("GET", f"/datasets/owner/name/resolve/{COMMIT}/data/x.tar")
@@ -205,7 +206,7 @@ def test_white_space_around_a_token_is_removed(
 ) -> None:
     monkeypatch.setenv(name, f" {TOKEN}\r\n")
     credentials = {"hf_token": "${env:MY_TOKEN}"} if name == "MY_TOKEN" else {}
-    fetcher = RoutingFetcher(StorageConfig(allow_private=True, credentials=credentials))
+    fetcher = RoutingFetcher(StorageSection(allow_private=True, credentials=credentials))
     assert fetcher.head(PATH).size == len(CONTENT)
     fetcher.close()
 
@@ -216,7 +217,7 @@ def test_a_token_that_no_header_may_hold_is_refused_unseen(
 ) -> None:
     monkeypatch.setenv("MY_TOKEN", token)
     fetcher = RoutingFetcher(
-        StorageConfig(allow_private=True, credentials={"hf_token": "${env:MY_TOKEN}"})
+        StorageSection(allow_private=True, credentials={"hf_token": "${env:MY_TOKEN}"})
     )
     with pytest.raises(DataError, match="header Authorization") as caught:
         fetcher.head(PATH)

@@ -19,7 +19,8 @@ import pytest
 from support.fault_server import Fault, FaultServer, SeededFaults
 
 from vlmpack.errors import CapabilityError, DataError, RecipeError
-from vlmpack.storage import RoutingFetcher, StorageConfig
+from vlmpack.recipe.storage import StorageSection
+from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.fetch import HEADS_AT_ONCE, ShardStamp, stamp_shards
 from vlmpack.storage.remote import GAP_BYTES, stretches_of
 from vlmpack.storage.sources import expand_shards, stamped_shards
@@ -64,7 +65,7 @@ def content(folder: Path) -> bytes:
     return (folder / "bucket" / "x.tar").read_bytes()
 
 
-def storage(server: FaultServer, **changes) -> StorageConfig:
+def storage(server: FaultServer, **changes) -> StorageSection:
     values = {
         "endpoint": server.url,
         "anonymous": True,
@@ -74,7 +75,7 @@ def storage(server: FaultServer, **changes) -> StorageConfig:
         "max_tries": 6,
         "retry_seconds": 5.0,
     }
-    return StorageConfig(**(values | changes))
+    return StorageSection(**(values | changes))
 
 
 def address(scheme: str, server: FaultServer, file: str = "x.tar") -> str:
@@ -334,7 +335,7 @@ def test_clients_do_not_travel(folder: Path, content: bytes) -> None:
         assert copied.read(stamp, 5, 9) == content[5:14]
 
 
-def _child(fetcher: RoutingFetcher, stamp: ShardStamp, config: StorageConfig, pipe) -> None:
+def _child(fetcher: RoutingFetcher, stamp: ShardStamp, config: StorageSection, pipe) -> None:
     for each in (fetcher, RoutingFetcher(config)):
         begin = time.monotonic()
         try:

@@ -21,7 +21,8 @@ from vlmpack.data.loading.read import ErrorPolicy
 from vlmpack.data.pipeline import TrainData
 from vlmpack.errors import DataError, RecipeError, VlmpackError
 from vlmpack.packing import PackCollator
-from vlmpack.storage import RoutingFetcher, StorageConfig
+from vlmpack.recipe.storage import StorageSection
+from vlmpack.storage import RoutingFetcher
 
 CANARIES = {
     "STORE_KEY": "canary-access-key",
@@ -42,7 +43,7 @@ def canaries(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def storage(endpoint: str, **changes) -> StorageConfig:
+def storage(endpoint: str, **changes) -> StorageSection:
     values = {
         "endpoint": endpoint,
         "region": "us-east-1",
@@ -54,7 +55,7 @@ def storage(endpoint: str, **changes) -> StorageConfig:
         "read_timeout_seconds": 5.0,
         "retry_seconds": 20.0,
     }
-    return StorageConfig(**(values | changes))
+    return StorageSection(**(values | changes))
 
 
 def first_epoch(data: TrainData) -> list[MicroBatch]:
@@ -207,7 +208,7 @@ def test_secrets_are_sent_and_never_shown(
 
 def test_a_variable_that_is_not_set_is_named(tmp_path: Path) -> None:
     with FaultServer(tmp_path) as server:
-        config = StorageConfig(
+        config = StorageSection(
             endpoint=server.url,
             allow_private=True,
             credentials={"access_key_id": "${env:NOT_SET_HERE}"},
@@ -238,7 +239,7 @@ def test_profiles_in_the_home_folder_are_found(
     monkeypatch.setenv("AWS_PROFILE", "special")
     with FaultServer(tmp_path / "served") as server:
         fetcher = RoutingFetcher(
-            StorageConfig(endpoint=server.url, allow_private=True, region="eu-west-9")
+            StorageSection(endpoint=server.url, allow_private=True, region="eu-west-9")
         )
         fetcher.head("s3://b/x.tar")
         sent = server.requests[0].headers["authorization"]

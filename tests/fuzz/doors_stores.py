@@ -15,7 +15,8 @@ from support.fuzz import PIECES, VALUES, Door, damaged
 from vlmpack.addresses import endpoint_problem, redacted, resolve_address, scheme_of, secret_in
 from vlmpack.cli.stores import open_reading
 from vlmpack.errors import VlmpackError
-from vlmpack.storage import RoutingFetcher, StorageConfig
+from vlmpack.recipe.storage import StorageSection
+from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.connection import Connection
 from vlmpack.storage.faults import StoreFault
 from vlmpack.storage.fetch import ShardStamp
@@ -72,7 +73,7 @@ class Wire:
 
 
 def _server(_: Path) -> Go:
-    config = StorageConfig(allow_private=True, max_tries=1)
+    config = StorageSection(allow_private=True, max_tries=1)
 
     def go(draw: random.Random) -> None:
         def answer() -> bytes:
@@ -127,7 +128,7 @@ def text_of(draw: random.Random) -> str:
 
 
 def _address(_: Path) -> Go:
-    fetcher = RoutingFetcher(StorageConfig(max_tries=1))
+    fetcher = RoutingFetcher(StorageSection(max_tries=1))
 
     def go(draw: random.Random) -> None:
         text = text_of(draw)
@@ -149,7 +150,7 @@ def _address(_: Path) -> Go:
 def _url(_: Path) -> Go:
     """Addresses that are asked, up to the connection."""
 
-    fetcher = RoutingFetcher(StorageConfig(max_tries=1, allow_private=True))
+    fetcher = RoutingFetcher(StorageSection(max_tries=1, allow_private=True))
 
     def refuse(self: Connection) -> None:
         allowed = allowed_addresses

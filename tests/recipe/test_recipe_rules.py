@@ -314,19 +314,19 @@ CASES = [
         {"data.test": "s3://bucket/{a,b}/x-*.tar"},
     ),
     (
-        "one_endpoint",
+        "stores_are_safe",
         {"data.storage.endpoint": "http://127.0.0.1:9000"},
         "data.storage.endpoint: http:// is for stores in a private network",
         {"data.storage.endpoint": "http://127.0.0.1:9000", "data.storage.allow_private": True},
     ),
     (
-        "one_endpoint",
+        "stores_are_safe",
         {"data.storage.endpoint": "http://10.0.0.5", "data.storage.allow_private": ["10.0.0.6"]},
         "data.storage.endpoint: http:// is for stores in a private network",
         {"data.storage.endpoint": "http://[FD00::5]", "data.storage.allow_private": ["fd00::5"]},
     ),
     (
-        "one_endpoint",
+        "stores_are_safe",
         {
             "data.storage.endpoint": "https://host",
             "data.train": "s3://a/x.tar",
@@ -336,7 +336,7 @@ CASES = [
         {"data.storage.endpoint": "https://host", "data.train": "s3://a/x.tar"},
     ),
     (
-        "one_endpoint",
+        "stores_are_safe",
         {"data.storage.credentials": {"access_key_id": "canary"}},
         "data.storage.credentials.access_key_id: must name an environment variable",
         {"data.storage.credentials.access_key_id": "${env:KEY}"},

@@ -32,7 +32,7 @@ from vlmpack.families import PixelBudget
 from vlmpack.packing import PackCollator, PadCollator
 from vlmpack.packing.cost import CostModel
 from vlmpack.recipe import Derived, Recipe, Source
-from vlmpack.storage import RoutingFetcher, StorageConfig
+from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.cache.cached import (
     READ_AHEAD_BYTES,
     CacheConfig,
@@ -207,9 +207,7 @@ def build_fetcher(recipe: Recipe) -> Fetcher:
         RecipeError: a store or the cache that cannot be used as the recipe says.
     """
     data = recipe.data
-    values = data.storage.model_dump()
-    credentials = {name: value for name, value in values.pop("credentials").items() if value}
-    stores = RoutingFetcher(StorageConfig(credentials=credentials, **values))
+    stores = RoutingFetcher(data.storage)
     sources = [
         source for split in (data.train, data.validation, data.test) for source in split or ()
     ]

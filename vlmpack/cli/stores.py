@@ -12,7 +12,7 @@ from vlmpack.errors import RecipeError
 if TYPE_CHECKING:
     from vlmpack.data.shards.caps import SampleCaps
     from vlmpack.recipe import Recipe
-    from vlmpack.storage import StorageConfig
+    from vlmpack.recipe.storage import StorageSection
     from vlmpack.storage.fetch import Fetcher
     from vlmpack.storage.sources import FoundShard
 
@@ -109,13 +109,13 @@ def _all_splits(recipe: Recipe, fetcher: Fetcher) -> list[FoundShard]:
     return list(found.values())
 
 
-def _storage(items: Sequence[str]) -> StorageConfig:
+def _storage(items: Sequence[str]) -> StorageSection:
     """`data.storage` from `key=value` texts. Values are not repeated in messages."""
     import yaml
     from pydantic import ValidationError
 
-    from vlmpack.recipe.storage import StorageSection
-    from vlmpack.storage import StorageConfig
+    from vlmpack.recipe.problems import key_name
+    from vlmpack.recipe.storage import StorageSection, unsafe_storage
 
     given: dict[str, Any] = {}
     for item in items:
@@ -133,7 +133,7 @@ def _storage(items: Sequence[str]) -> StorageConfig:
         except (yaml.YAMLError, ValueError, RecursionError):
             place[name] = text
     try:
-        values = StorageSection.model_validate(given).model_dump()
+        found = StorageSection.model_validate(given)
     except ValidationError as error:
         raise RecipeError(
             [
@@ -141,5 +141,6 @@ def _storage(items: Sequence[str]) -> StorageConfig:
                 for fault in error.errors()
             ]
         ) from None
-    credentials = {name: value for name, value in values.pop("credentials").items() if value}
-    return StorageConfig(credentials=credentials, **values)
+    if problems := unsafe_storage(found):
+        raise RecipeError([f"{key_name(problem.path)}: {problem.message}" for problem in problems])
+    return found

@@ -15,12 +15,9 @@ from pathlib import Path
 from vlmpack.addresses import (
     OBJECT_SCHEMES,
     REMOTE_SCHEMES,
-    credential_problem,
-    endpoint_problem,
     is_remote,
     no_shard,
     redacted,
-    same_host,
     scheme_of,
     secret_in,
     without_references,
@@ -28,6 +25,7 @@ from vlmpack.addresses import (
 from vlmpack.recipe.problems import KeyPath, Problem
 from vlmpack.recipe.schema import DataSection, ModelSection, PackingSection, Recipe
 from vlmpack.recipe.sources import Source
+from vlmpack.recipe.storage import unsafe_storage
 
 _SPLITS = ("train", "validation", "test")
 
@@ -55,18 +53,10 @@ def sources_are_readable(data: DataSection) -> list[Problem]:
     return problems
 
 
-def one_endpoint(data: DataSection) -> list[Problem]:
-    """An endpoint is that of one kind of store, and neither it nor a credential is a secret."""
-    storage, problems = data.storage, []
-    key: KeyPath = ("data", "storage", "endpoint")
-    if storage.endpoint is not None:
-        private = storage.allow_private
-
-        def allowed(host: str) -> bool:
-            return private if isinstance(private, bool) else same_host(host) in private
-
-        problem = endpoint_problem(storage.endpoint, allow_private=allowed)
-        problems += [Problem(key, problem)] if problem else []
+def stores_are_safe(data: DataSection) -> list[Problem]:
+    """No secret and no endpoint in the open, and one kind of store behind an endpoint."""
+    problems = unsafe_storage(data.storage)
+    if data.storage.endpoint is not None:
         used = {
             scheme_of(source.path)
             for source in (*data.train, *(data.validation or ()), *(data.test or ()))
@@ -74,12 +64,8 @@ def one_endpoint(data: DataSection) -> list[Problem]:
         stores = [scheme for scheme in OBJECT_SCHEMES if scheme in used]
         if len(stores) > 1:
             names = " and ".join(f"{scheme}://" for scheme in stores)
-            problems.append(Problem(key, f"one endpoint for {names}; shards of one of them only"))
-    problems += [
-        Problem(("data", "storage", "credentials", name), problem)
-        for name, value in storage.credentials
-        if value is not None and (problem := credential_problem(name, value))
-    ]
+            message = f"one endpoint for {names}; shards of one of them only"
+            problems.append(Problem(("data", "storage", "endpoint"), message))
     return problems
 
 

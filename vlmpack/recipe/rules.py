@@ -44,10 +44,10 @@ from vlmpack.recipe.packing_rules import (
 from vlmpack.recipe.path_rules import (
     index_dir_is_local,
     model_is_local,
-    one_endpoint,
     packs_are_local,
     run_dir_is_local,
     sources_are_readable,
+    stores_are_safe,
 )
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import (
@@ -198,7 +198,7 @@ RULES: tuple[Rule, ...] = (
     Rule(learning_rates_are_used, ("optim", "trainable")),
     Rule(model_is_local, ("model",)),
     Rule(sources_are_readable, ("data",)),
-    Rule(one_endpoint, ("data",)),
+    Rule(stores_are_safe, ("data",)),
     Rule(index_dir_is_local, ("data",)),
     Rule(packs_are_local, ("packing",)),
     Rule(run_dir_is_local, ("run_dir",)),

@@ -6,7 +6,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from vlmpack.addresses import same_host
+from vlmpack.addresses import credential_problem, endpoint_problem, same_host
+from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.sources import Section, as_tuple
 
 Host = Annotated[str, Field(min_length=1, max_length=253), AfterValidator(same_host)]
@@ -80,3 +81,27 @@ class StorageSection(Section):
 
     retry_seconds: float = Field(default=180.0, gt=0, le=86400)
     """Without progress: no new try begins so long after the first fault since bytes came."""
+
+    def allows_private(self, host: str, *, is_named: bool = True) -> bool:
+        """Whether a host may have a private address.
+
+        Args:
+            is_named: the endpoint or a shard's own address names it; a redirect does not.
+        """
+        if isinstance(self.allow_private, bool):
+            return self.allow_private and is_named
+        return same_host(host) in self.allow_private
+
+
+def unsafe_storage(storage: StorageSection) -> list[Problem]:
+    """An endpoint that is none or has no TLS, and credentials that are written out."""
+    problems = []
+    if storage.endpoint is not None:
+        problem = endpoint_problem(storage.endpoint, allow_private=storage.allows_private)
+        problems += [Problem(("data", "storage", "endpoint"), problem)] if problem else []
+    problems += [
+        Problem(("data", "storage", "credentials", name), problem)
+        for name, value in storage.credentials
+        if value is not None and (problem := credential_problem(name, value))
+    ]
+    return problems

@@ -7,7 +7,6 @@ which hosts may be asked at all; `cache` keeps pieces of remote shards on a loca
 knows what a sample is.
 """
 
-from vlmpack.storage.config import StorageConfig
 from vlmpack.storage.route import RoutingFetcher
 
-__all__ = ["RoutingFetcher", "StorageConfig"]
+__all__ = ["RoutingFetcher"]

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import BinaryIO, cast
 
-from vlmpack.storage.config import StorageConfig
+from vlmpack.recipe.storage import StorageSection
 from vlmpack.storage.guard import allowed_addresses
 
 Place = tuple[str, str, int]
@@ -22,7 +22,7 @@ class Connection(http.client.HTTPConnection):
     for the whole of an answer, its headers included."""
 
     def __init__(
-        self, place: Place, config: StorageConfig, tls: ssl.SSLContext | None, *, is_named: bool
+        self, place: Place, config: StorageSection, tls: ssl.SSLContext | None, *, is_named: bool
     ) -> None:
         super().__init__(place[1], place[2])
         self._config = config

@@ -12,7 +12,8 @@ import time
 
 from vlmpack.addresses import redacted
 from vlmpack.errors import DataError
-from vlmpack.storage.config import StorageConfig
+from vlmpack.recipe.storage import StorageSection
+from vlmpack.storage.access import place_of
 
 logger = logging.getLogger("vlmpack")
 
@@ -92,7 +93,9 @@ class Tries:
         notice: told when the tries take long.
     """
 
-    def __init__(self, shard: str, config: StorageConfig, notice: SlowNotice | None = None) -> None:
+    def __init__(
+        self, shard: str, config: StorageSection, notice: SlowNotice | None = None
+    ) -> None:
         self.shard = shard
         self.config = config
         self.notice = notice
@@ -136,7 +139,7 @@ class Tries:
         if self.notice is not None and stuck + wait >= NOTICE_SECONDS:
             self.notice.say(
                 self.shard,
-                self.config.place_of(self.shard),
+                place_of(self.config, self.shard),
                 f"{fault.reason}; try {self.failed + 1} of {self.config.max_tries} follows in "
                 f"{wait:.1f} s, for up to {self.config.retry_seconds:g} s without progress "
                 "(data.storage.max_tries, retry_seconds)",
@@ -156,5 +159,5 @@ class Tries:
 
     @property
     def _asked(self) -> str:
-        place = self.config.place_of(self.shard)
+        place = place_of(self.config, self.shard)
         return f" (asked {place})" if place else ""

@@ -20,7 +20,8 @@ from email.utils import parsedate_to_datetime
 from typing import Literal
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
-from vlmpack.storage.config import StorageConfig
+from vlmpack.recipe.storage import StorageSection
+from vlmpack.storage.access import MAX_CONCURRENT_READS
 from vlmpack.storage.connection import Connection, Place
 from vlmpack.storage.faults import Changed, Refused, Transient
 
@@ -92,7 +93,7 @@ class HttpClient:
         config: timeouts, and which hosts.
     """
 
-    def __init__(self, config: StorageConfig) -> None:
+    def __init__(self, config: StorageSection) -> None:
         self.config = config
         self._idle: dict[tuple[Place, bool], list[Connection]] = {}
         self._lock = threading.Lock()
@@ -147,7 +148,7 @@ class HttpClient:
         place = (_scheme(connection), connection.host, connection.port)
         with self._lock:
             idle = self._idle.setdefault((place, connection.is_named), [])
-            if len(idle) < self.config.max_concurrent_reads:
+            if len(idle) < MAX_CONCURRENT_READS:
                 idle.append(connection)
                 return
         connection.close()

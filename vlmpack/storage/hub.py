@@ -14,7 +14,8 @@ import time
 from collections.abc import Iterator
 from urllib.parse import quote
 
-from vlmpack.storage.config import StorageConfig
+from vlmpack.recipe.storage import StorageSection
+from vlmpack.storage.access import secrets
 from vlmpack.storage.faults import Changed, Refused, Transient
 from vlmpack.storage.fetch import ShardStamp
 from vlmpack.storage.http import Answer, redirected
@@ -40,7 +41,7 @@ class HubTransport(HttpTransport):
         config: timeouts, and the token.
     """
 
-    def __init__(self, config: StorageConfig) -> None:
+    def __init__(self, config: StorageSection) -> None:
         super().__init__(config)
         self.config = config
         self._locations: dict[ShardStamp, tuple[str, float]] = {}
@@ -127,7 +128,7 @@ class HubTransport(HttpTransport):
     def _login(self) -> dict[str, str]:
         from huggingface_hub import get_token
 
-        token = self.config.secrets("hf").get("hf_token") or get_token()
+        token = secrets(self.config, "hf").get("hf_token") or get_token()
         return {"Authorization": f"Bearer {token}"} if token else {}
 
 

@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 
 from vlmpack.addresses import scheme_of
 from vlmpack.errors import CapabilityError
-from vlmpack.storage.config import StorageConfig
+from vlmpack.recipe.storage import StorageSection
+from vlmpack.storage.access import endpoint_of, secrets
 from vlmpack.storage.faults import Changed, Refused, StoreFault, Transient
 from vlmpack.storage.fetch import ShardStamp
 from vlmpack.storage.guard import allowed_addresses
@@ -58,7 +59,7 @@ class ObjectTransport:
         CapabilityError: this process was forked from one that had used obstore.
     """
 
-    def __init__(self, config: StorageConfig) -> None:
+    def __init__(self, config: StorageSection) -> None:
         if _used_by and _used_by[0] != os.getpid():
             raise CapabilityError(
                 f"this process ({os.getpid()}) was forked from one ({_used_by[0]}) that had "
@@ -163,11 +164,11 @@ class ObjectTransport:
         config = self.config
         options: dict[str, Any] = {
             _CREDENTIAL_KEY[scheme].get(name, name): value
-            for name, value in config.secrets(scheme).items()
+            for name, value in secrets(config, scheme).items()
         }
         if config.anonymous:
             options["skip_signature"] = True
-        endpoint = config.endpoint_of(scheme)  # the environment's too, so that the guard sees it
+        endpoint = endpoint_of(config, scheme)  # the environment's too, so that the guard sees it
         if endpoint is not None:
             options[_ENDPOINT_KEY[scheme]] = endpoint
         if scheme == "s3" and config.region is not None:

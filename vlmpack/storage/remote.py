@@ -19,7 +19,8 @@ from typing import BinaryIO, TypeVar, cast
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.errors import CapabilityError, DataError
-from vlmpack.storage.config import StorageConfig
+from vlmpack.recipe.storage import StorageSection
+from vlmpack.storage.access import MAX_CONCURRENT_READS, place_of
 from vlmpack.storage.faults import (
     NOTICE_SECONDS,
     SlowNotice,
@@ -38,7 +39,7 @@ REQUEST_BYTES = 8 << 20
 
 T = TypeVar("T")
 S = TypeVar("S")
-MakeTransport = Callable[[StorageConfig], Transport]
+MakeTransport = Callable[[StorageSection], Transport]
 Range = tuple[int, int]
 
 
@@ -52,7 +53,7 @@ class RemoteFetcher:
 
     _live: tuple[int, Transport] | None
 
-    def __init__(self, make: MakeTransport, config: StorageConfig) -> None:
+    def __init__(self, make: MakeTransport, config: StorageSection) -> None:
         self._set(make, config)
 
     def head(self, path: str) -> ShardStamp:
@@ -64,7 +65,7 @@ class RemoteFetcher:
         """See Fetcher."""
         transport = self._transport()
         # A store's client may try a listing again by itself, without a word.
-        place, text = self.config.place_of(prefix), "its shards are being listed"
+        place, text = place_of(self.config, prefix), "its shards are being listed"
         timer = threading.Timer(NOTICE_SECONDS, self._notice.say, (prefix, place, text))
         timer.daemon = True
         timer.start()
@@ -147,7 +148,7 @@ class RemoteFetcher:
     def _at_once(self, call: Callable[[S], T], items: Sequence[S]) -> list[T]:
         if len(items) < 2:
             return [call(item) for item in items]
-        workers = min(len(items), self.config.max_concurrent_reads)
+        workers = min(len(items), MAX_CONCURRENT_READS)
         with ThreadPoolExecutor(workers) as pool:
             futures = [pool.submit(call, item) for item in items]
             try:
@@ -168,18 +169,18 @@ class RemoteFetcher:
             )
         return self._live[1]
 
-    def __getstate__(self) -> tuple[MakeTransport, StorageConfig]:
+    def __getstate__(self) -> tuple[MakeTransport, StorageSection]:
         return self._make, self.config
 
-    def __setstate__(self, state: tuple[MakeTransport, StorageConfig]) -> None:
+    def __setstate__(self, state: tuple[MakeTransport, StorageSection]) -> None:
         self._set(*state)
 
-    def _set(self, make: MakeTransport, config: StorageConfig) -> None:
+    def _set(self, make: MakeTransport, config: StorageSection) -> None:
         self._make = make
         self.config = config
         self._live = None
         self._notice = SlowNotice()
-        self._slots = threading.BoundedSemaphore(config.max_concurrent_reads)
+        self._slots = threading.BoundedSemaphore(MAX_CONCURRENT_READS)
 
 
 class _ShardStream(io.RawIOBase):

@@ -7,23 +7,23 @@ from typing import BinaryIO
 
 from vlmpack.addresses import HTTP_SCHEMES, OBJECT_SCHEMES, scheme_of
 from vlmpack.errors import DataError
-from vlmpack.storage.config import StorageConfig
+from vlmpack.recipe.storage import StorageSection
 from vlmpack.storage.fetch import LocalFetcher, ShardStamp
 from vlmpack.storage.remote import MakeTransport, RemoteFetcher
 from vlmpack.storage.transport import HttpTransport, Transport
 
 
-def _objects(config: StorageConfig) -> Transport:
+def _objects(config: StorageSection) -> Transport:
     from vlmpack.storage.objects import ObjectTransport
 
     return ObjectTransport(config)
 
 
-def _http(config: StorageConfig) -> Transport:
+def _http(config: StorageSection) -> Transport:
     return HttpTransport(config)
 
 
-def _hub(config: StorageConfig) -> Transport:
+def _hub(config: StorageSection) -> Transport:
     from vlmpack.storage.hub import HubTransport
 
     return HubTransport(config)
@@ -43,8 +43,8 @@ class RoutingFetcher:
         config: how stores are reached.
     """
 
-    def __init__(self, config: StorageConfig | None = None) -> None:
-        config = StorageConfig() if config is None else config
+    def __init__(self, config: StorageSection | None = None) -> None:
+        config = StorageSection() if config is None else config
         self.local = LocalFetcher()
         remotes = {make: RemoteFetcher(make, config) for make in TRANSPORTS.values()}
         self.remotes = {scheme: remotes[make] for scheme, make in TRANSPORTS.items()}

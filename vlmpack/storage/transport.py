@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from vlmpack.addresses import resolve_address
-from vlmpack.storage.config import StorageConfig
+from vlmpack.recipe.storage import StorageSection
 from vlmpack.storage.faults import Changed, Refused
 from vlmpack.storage.fetch import ShardStamp
 from vlmpack.storage.http import Answer, HttpClient
@@ -47,7 +47,7 @@ class HttpTransport:
         config: timeouts, and which hosts.
     """
 
-    def __init__(self, config: StorageConfig) -> None:
+    def __init__(self, config: StorageSection) -> None:
         self.client = HttpClient(config)
 
     def head(self, path: str) -> ShardStamp:

@@ -1,0 +1,63 @@
+"""Whom a request for a shard goes to, and with which credentials: a recipe's `data.storage`, with
+what the environment adds to it."""
+
+from __future__ import annotations
+
+import os
+from urllib.parse import urlsplit
+
+from vlmpack.addresses import CREDENTIALS, resolve_references, scheme_of
+from vlmpack.errors import RecipeError
+from vlmpack.recipe.storage import StorageSection
+
+ENDPOINT_VARIABLES = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+"""Where object stores take an endpoint from that the recipe does not name."""
+MAX_CONCURRENT_READS = 16
+"""Requests of one process at a time."""
+
+
+def endpoint_of(storage: StorageSection, scheme: str) -> str | None:
+    """The address of an object store: the configured one, else the environment's, as the store's
+    own client would take it; None for the cloud's."""
+    found = (os.environ.get(name) for name in ENDPOINT_VARIABLES.get(scheme, ()))
+    return storage.endpoint or next((value for value in found if value), None)
+
+
+def place_of(storage: StorageSection, path: str) -> str:
+    """Whom a request for a shard goes to, for messages; no login, no query. Empty where the
+    shard's address says it."""
+    scheme = scheme_of(path)
+    if scheme not in ENDPOINT_VARIABLES:
+        return ""
+    endpoint = endpoint_of(storage, scheme)
+    if endpoint is None:
+        return f"{scheme}'s own endpoint" + (f" in {storage.region}" if storage.region else "")
+    parts = urlsplit(endpoint)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+
+
+def secrets(storage: StorageSection, scheme: str) -> dict[str, str]:
+    """The credentials that a scheme knows, resolved now.
+
+    Raises:
+        RecipeError: an environment variable that is not set.
+    """
+    found = {}
+    for name in CREDENTIALS.get(scheme, ()):
+        reference = getattr(storage.credentials, name)
+        if not reference:
+            continue
+        try:
+            found[name] = resolve_references(reference)
+        except KeyError as missing:
+            raise RecipeError(
+                [
+                    f"data.storage.credentials.{name}: the environment variable "
+                    f"{missing.args[0]} is not set"
+                ]
+            ) from None
+    return found
