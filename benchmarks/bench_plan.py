@@ -136,8 +136,7 @@ def synthetic_inputs(count: int, mode: str, **settings: object):
     from vlmpack.build.rows import row_budget
     from vlmpack.data.config import DataConfig, SourceConfig
     from vlmpack.data.index.overlong import SampleLimits
-    from vlmpack.data.splits.indexed import IndexedSplit
-    from vlmpack.data.splits.prepare import make_plan
+    from vlmpack.data.splits.indexed import IndexedSplit, make_plan
     from vlmpack.forecast.make import PlanInputs
     from vlmpack.forecast.parameters import read_sizes
     from vlmpack.recipe import load_recipe

@@ -10,7 +10,7 @@ from shard_fakes import FakeEncoder, open_data, write_shards
 
 from vlmpack.data.config import SourceConfig
 from vlmpack.data.plan.state import DataState
-from vlmpack.data.splits.prepare import short_digest
+from vlmpack.data.splits.identity import short_digest
 from vlmpack.encode import Encoder
 from vlmpack.errors import CheckpointError, RecipeError, RunIdentityError
 

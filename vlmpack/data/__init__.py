@@ -3,8 +3,9 @@
 tools       the commands around training: index, lint
 pipeline    TrainData: a split and the loader that feeds a rank from it
 packs       rows made before training: write (`vlmpack pack`), open (as a split), restore
-splits      survey (which shards, which shuffle), split (the interface), prepare and indexed (all
-            first), streamed on growing_index and index_ahead (ahead of use), summary, part_settings
+splits      survey (which shards, which shuffle), split (the interface), indexed (all first),
+            streamed on growing_index and index_ahead (as the run goes on), checks, length_probe,
+            identity, summary
 config      what the data layer is told
 loading     read, loader, global_step: a planned bin -> a micro-batch; ledger (the holes)
 plan        batches (all known), windows on streams (known as the run goes on), packs (made before),

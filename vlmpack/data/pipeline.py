@@ -35,9 +35,10 @@ from vlmpack.data.plan.shares import Shares, assign, share_out
 from vlmpack.data.plan.state import DataState, Era, Identity
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.protocols import Collator, Encoder
+from vlmpack.data.splits.identity import short_digest
 from vlmpack.data.splits.indexed import open_indexed
+from vlmpack.data.splits.length_probe import probe_lengths
 from vlmpack.data.splits.part_settings import build_settings, make_builder
-from vlmpack.data.splits.prepare import probe_lengths, short_digest
 from vlmpack.data.splits.split import Split
 from vlmpack.data.splits.streamed import open_streamed
 from vlmpack.data.splits.summary import DataSummary, EpochLength

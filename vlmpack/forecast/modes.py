@@ -24,7 +24,7 @@ from vlmpack.data.plan.packers import Bin, BudgetPacker, RowBudget, Scope
 from vlmpack.data.plan.packs import PackPlan
 from vlmpack.data.plan.shares import RowCost
 from vlmpack.data.plan.windows import WindowPlan
-from vlmpack.data.splits.prepare import make_plan
+from vlmpack.data.splits.indexed import make_plan
 from vlmpack.data.splits.split import Split, first_epoch
 from vlmpack.forecast.figures import ModeFigures
 from vlmpack.forecast.layout import Layout, Rows, RowShape, empty_bins, lay_out, layout_of

@@ -9,7 +9,7 @@ from typing import Any
 
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
-from vlmpack.data.splits.prepare import name_unknown_keys
+from vlmpack.data.splits.checks import name_unknown_keys
 from vlmpack.data.splits.summary import DataSummary
 from vlmpack.recipe import Recipe
 from vlmpack.recipe.derived import counts_rows, plans_rows, row_tokens

@@ -20,7 +20,7 @@ from vlmpack.data.loading.ledger import Ledger, SkipLimiter, SkipLimits
 from vlmpack.data.loading.loader import MicroBatch
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
-from vlmpack.data.splits.prepare import name_unknown_keys
+from vlmpack.data.splits.checks import name_unknown_keys
 from vlmpack.data.splits.summary import DataSummary
 from vlmpack.distributed import Ranks, share_iterator
 from vlmpack.distributed.timeouts import set_timeout

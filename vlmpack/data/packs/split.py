@@ -16,7 +16,7 @@ from vlmpack.data.plan.batches import Cursors, Position
 from vlmpack.data.plan.packers import Bin
 from vlmpack.data.plan.packs import PackPlan
 from vlmpack.data.plan.state import DataState, Identity
-from vlmpack.data.splits.prepare import probed_samples
+from vlmpack.data.splits.length_probe import probed_samples
 from vlmpack.data.splits.split import planned_rows
 from vlmpack.data.splits.summary import DataSummary, EpochLength, summarise
 from vlmpack.storage.fetch import ShardStamp

@@ -38,8 +38,9 @@ from vlmpack.data.packs.parts import PartFacts, WritePart, facts_path, read_fact
 from vlmpack.data.packs.samples import SAMPLES, save_samples
 from vlmpack.data.plan.packers import BudgetPacker
 from vlmpack.data.plan.packs import PackArrays
+from vlmpack.data.splits.checks import name_unknown_keys
+from vlmpack.data.splits.indexed import PreparedSplit, prepare_split
 from vlmpack.data.splits.part_settings import build_settings, make_builder
-from vlmpack.data.splits.prepare import PreparedSplit, name_unknown_keys, prepare_split
 from vlmpack.data.splits.split import Split
 from vlmpack.data.splits.survey import survey_split
 from vlmpack.errors import UNREADABLE, PacksError

@@ -40,8 +40,8 @@ from vlmpack.data.index.shard_index import load_index, open_index
 from vlmpack.data.index.table import Int64s, SampleRef, SampleTable, join_tables
 from vlmpack.data.loading.read import SkippedSample
 from vlmpack.data.shards.keys import describe_keys
+from vlmpack.data.splits.checks import check_faults, check_unknown_keys, dropped_samples
 from vlmpack.data.splits.index_ahead import IndexHelpers
-from vlmpack.data.splits.prepare import check_faults, check_unknown_keys, dropped_samples
 from vlmpack.errors import DataError
 from vlmpack.storage.cache.cached import CachedFetcher
 from vlmpack.storage.fetch import ShardStamp

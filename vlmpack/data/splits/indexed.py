@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
 
 from vlmpack.data.config import DataConfig
-from vlmpack.data.index.lengths import ShardBuilder
-from vlmpack.data.index.overlong import Fitted
+from vlmpack.data.index.lengths import (
+    SampleText,
+    ShardBuilder,
+    lengths_digest,
+    open_lengths,
+    read_text,
+)
+from vlmpack.data.index.overlong import Fitted, apply_over_long
 from vlmpack.data.index.parts import BuildSettings
-from vlmpack.data.index.table import Int64s, SampleRef
-from vlmpack.data.plan.batches import Cursors, Plan, Position
+from vlmpack.data.index.shard_index import ShardIndex, open_index
+from vlmpack.data.index.table import Int64s, SampleRef, SampleTable, join_tables
+from vlmpack.data.plan.batches import PLAN_RULE, Cursors, Plan, PlanSource, Position, Shuffle
 from vlmpack.data.plan.packers import Bin, BudgetPacker
 from vlmpack.data.plan.state import DataState, Identity
-from vlmpack.data.splits.prepare import (
+from vlmpack.data.protocols import Encoder
+from vlmpack.data.splits.blending import blended_draws
+from vlmpack.data.splits.checks import (
+    check_faults,
+    check_not_empty,
+    check_unknown_keys,
     dropped_samples,
-    make_plan,
-    prepare_split,
-    probed_samples,
 )
+from vlmpack.data.splits.identity import short_digest, split_identity
+from vlmpack.data.splits.length_probe import probed_samples
+from vlmpack.data.splits.row_packer import cut_indexed
 from vlmpack.data.splits.split import OnDropped, planned_rows
 from vlmpack.data.splits.summary import DataSummary, EpochLength, summarise
 from vlmpack.data.splits.survey import Survey
+from vlmpack.errors import EmptyDataError
+from vlmpack.storage.fetch import Fetcher
 
 SUMMARY_SAMPLES = 262_144
 """Samples of an epoch that are packed for its figures at most: some 2 s."""
@@ -126,3 +145,126 @@ def open_indexed(
     on_dropped(dropped_samples(prepared.fitted))
     identity = {**prepared.identity, **packing}
     return IndexedSplit(config, prepared.fitted, identity, plan)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSplit:
+    """A split that is ready to be planned.
+
+    Args:
+        fitted: its samples and which of them may be used.
+        identity: what decides its order, for the state.
+    """
+
+    fitted: Fitted
+    identity: Identity
+
+
+def prepare_split(
+    config: DataConfig, survey: Survey, builder: ShardBuilder, settings: BuildSettings
+) -> PreparedSplit:
+    """Indexes what is new, measures what is new, applies the policies.
+
+    Raises:
+        DataError: a damaged shard; a bad sample whose class is not skipped; an over-long sample.
+        EmptyDataError: nothing to train on.
+    """
+    joined = _open_sources(survey, builder, settings)
+    table = join_tables(joined)
+    check_faults(table, config)
+    check_unknown_keys(table, config)
+    rows = _Rows(table, [index for indexes, _ in joined for index in indexes], builder.fetcher)
+    fitted = apply_over_long(
+        table,
+        policy=config.over_long,
+        limits=config.limits,
+        encoder=builder.lengths.encoder,
+        read_text=rows.read_text,
+    )
+    check_not_empty([fitted], config)
+    return PreparedSplit(fitted, _identity(config, survey, builder.lengths.encoder, joined))
+
+
+def _open_sources(
+    survey: Survey, builder: ShardBuilder, settings: BuildSettings
+) -> list[tuple[Sequence[ShardIndex], Sequence[Any]]]:
+    """Indexes and lengths of each source; all are opened together, from one file of each kind."""
+    stamps = [stamp for source in survey.sources for stamp in source]
+    indexes = open_index(stamps, builder, settings)
+    lengths = open_lengths(indexes, builder.lengths, settings)
+    ends = list(accumulate(map(len, survey.sources), initial=0))
+    return [(indexes[a:b], lengths[a:b]) for a, b in pairwise(ends)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Index rows by sample number, for the few samples that need their text again."""
+
+    table: SampleTable
+    indexes: list[ShardIndex]
+    fetcher: Fetcher
+
+    def read_text(self, number: int) -> SampleText:
+        shard = self.table.shard_of(number)
+        index = self.indexes[shard]
+        place = number - int(self.table.shard_starts[shard])
+        row: dict[str, Any] = index.table.slice(place, 1).to_pylist()[0]
+        return read_text(self.fetcher, index.stamp, row)
+
+
+def make_plan(config: DataConfig, fitted: Fitted, shuffle: Shuffle) -> tuple[Plan, Identity]:
+    """The plan of a split whose samples are all known, and what its packing adds to the identity.
+
+    Raises:
+        EmptyDataError: a source with weight and without a usable sample.
+    """
+    assert shuffle != "window"
+    table = fitted.table
+    bounds = [
+        (int(table.source_starts[d]), int(table.source_starts[d + 1]))
+        for d in range(len(config.sources))
+    ]
+    numbers = [np.flatnonzero(fitted.eligible[a:b]).astype(np.int64) + a for a, b in bounds]
+    sizes = [chosen.shape[0] for chosen in numbers]
+    draws: Sequence[int] = sizes
+    if config.weighted:
+        tokens = [int(table.num_tokens[chosen].sum()) for chosen in numbers]
+        contents = list(zip(sizes, tokens, strict=True))
+        draws = blended_draws(config, config.epoch_size or sum(sizes), contents)
+    sources = []
+    for d, source in enumerate(config.sources):
+        if draws[d] and not sizes[d]:
+            raise EmptyDataError(
+                f"{config.key}.{source.name}: no usable sample, but its weight is {source.weight}"
+            )
+        sources.append(PlanSource(source.name, numbers[d], draws[d]))
+
+    def token_counts(order: Int64s) -> tuple[Int64s, Int64s]:
+        return table.num_tokens[order], table.num_patches[order]
+
+    cutting = cut_indexed(config, sources, shuffle, token_counts)
+    plan = Plan(
+        sources,
+        seed=config.seed,
+        shuffle=shuffle,
+        window=cutting.window,
+        packer=cutting.packer,
+    )
+    return plan, cutting.identity
+
+
+def _identity(
+    config: DataConfig,
+    survey: Survey,
+    encoder: Encoder,
+    joined: Sequence[tuple[Sequence[ShardIndex], Sequence[Any]]],
+) -> Identity:
+    contents = []
+    for indexes, _ in joined:
+        samples = sum(index.num_samples for index in indexes)
+        content = short_digest("".join(index.content for index in indexes))
+        contents.append((f"{len(indexes)} shards, {samples} samples", content))
+    lengths = lengths_digest([table for _, tables in joined for table in tables])[:16]
+    return split_identity(
+        config, survey.shuffle, encoder, rule=PLAN_RULE, lengths=lengths, contents=contents
+    )

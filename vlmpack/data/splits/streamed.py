@@ -21,14 +21,11 @@ from vlmpack.data.plan.state import DataState, Identity
 from vlmpack.data.plan.streams import StreamSource
 from vlmpack.data.plan.windows import WINDOW_RULE, WindowPlan
 from vlmpack.data.splits.blending import blended_draws
+from vlmpack.data.splits.checks import check_not_empty
 from vlmpack.data.splits.growing_index import HELPER_MIN_BYTES, GrowingIndex
-from vlmpack.data.splits.prepare import (
-    MIN_PROBED,
-    check_not_empty,
-    prepare_split,
-    short_digest,
-    split_identity,
-)
+from vlmpack.data.splits.identity import short_digest, split_identity
+from vlmpack.data.splits.indexed import prepare_split
+from vlmpack.data.splits.length_probe import MIN_PROBED
 from vlmpack.data.splits.row_packer import cut_streamed
 from vlmpack.data.splits.split import OnDropped, planned_rows
 from vlmpack.data.splits.summary import DataSummary, EpochLength, summarise

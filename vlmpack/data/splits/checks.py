@@ -1,0 +1,93 @@
+"""What of a split stops a run before its first batch, and what is said of the rest."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from vlmpack.data.config import DataConfig
+from vlmpack.data.index.overlong import Fitted
+from vlmpack.data.index.table import SampleTable
+from vlmpack.data.loading.read import SampleReader, SkippedSample
+from vlmpack.data.shards.keys import describe_keys
+from vlmpack.errors import DataError, EmptyDataError
+
+logger = logging.getLogger("vlmpack")
+
+
+def check_faults(table: SampleTable, config: DataConfig) -> None:
+    """Stops before training where a sample is already known to be bad and may not be skipped."""
+    for number, (name, _) in sorted(table.faults.items()):
+        try:
+            SampleReader.raise_known(table.ref(number))
+        except DataError as error:
+            if config.on_error.skips(error.error_class):
+                continue
+            same = sum(kind == name for kind, _ in table.faults.values())
+            more = f" ({same - 1} more samples have errors of this class)" if same > 1 else ""
+            raise DataError(
+                f"{error.reason}{more}; repair the data, or set data.on_error.{name}: skip",
+                error_class=error.error_class,
+                key=error.key,
+                shard=error.shard,
+                offset=error.offset,
+            ) from None
+
+
+def check_unknown_keys(table: SampleTable, config: DataConfig) -> None:
+    """Stops where records have keys that are not read, and the recipe refuses them."""
+    if table.unknown_keys and config.unknown_keys == "refuse":
+        raise DataError(
+            f"{config.key}: records have keys that are not read: "
+            f"{describe_keys(table.unknown_keys)}; remove them, or set data.unknown_keys: report",
+            error_class="schema",
+            shard=table.shards[0].path if len(table.shards) == 1 else None,
+        )
+
+
+def name_unknown_keys(counts: Mapping[str, int], key: str = "data.train") -> None:
+    """One line in the log, where there are any.
+
+    Args:
+        counts: keys of records that are not read -> records.
+        key: the split's.
+    """
+    if counts:
+        logger.warning(
+            "%-14s keys of records that are not read%s: %s (data.unknown_keys: refuse would stop)",
+            "unknown keys",
+            "" if key == "data.train" else f" in {key}",
+            describe_keys(counts),
+        )
+
+
+def check_not_empty(fitted: Sequence[Fitted], config: DataConfig) -> None:
+    """Refuses a split without a usable sample.
+
+    Args:
+        fitted: all its samples.
+
+    Raises:
+        EmptyDataError: with what there is instead.
+    """
+    if any((one.eligible & ~one.table.bad).any() for one in fitted):
+        return
+    patterns = ", ".join(repr(path) for source in config.sources for path in source.paths)
+    tables = [one.table for one in fitted]
+    raise EmptyDataError(
+        f"{config.key}: no usable sample in {patterns}: "
+        f"{sum(table.num_samples for table in tables)} samples in "
+        f"{sum(len(table.shards) for table in tables)} shards, of which "
+        f"{sum(int(table.bad.sum()) for table in tables)} are bad and "
+        f"{sum(len(one.dropped) for one in fitted)} are longer than training.seq_length "
+        f"{config.seq_length}"
+    )
+
+
+def dropped_samples(fitted: Fitted) -> list[SkippedSample]:
+    """The over-long samples that the plan leaves out, for the ledger."""
+    refs = [(fitted.table.ref(item.number), item.reason) for item in fitted.dropped]
+    return [
+        SkippedSample(ref.number, ref.key, ref.shard, ref.offset, "too_long", reason)
+        for ref, reason in refs
+    ]
