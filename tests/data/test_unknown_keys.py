@@ -22,7 +22,7 @@ from vlmpack.data.index.part_file import read_part, write_part
 from vlmpack.data.shards.keys import MAX_KEYS, OTHER_KEYS, count_keys, describe_keys
 from vlmpack.data.shards.schemas import cook_text
 from vlmpack.errors import DataError
-from vlmpack.recipe.derived import plans_rows
+from vlmpack.recipe.schema import PackingSection
 from vlmpack.run.data_summary import log_data
 
 COUNT, PER_SHARD = 24, 4
@@ -64,8 +64,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def launch_lines(summary: Any, caplog: pytest.LogCaptureFixture) -> list[str]:
-    packing = SimpleNamespace(mode="none")
-    assert not plans_rows(packing)
+    packing = PackingSection(mode="none")
     with caplog.at_level(logging.INFO, "vlmpack"):
         log_data(SimpleNamespace(packing=packing), summary)
     return logged(caplog)

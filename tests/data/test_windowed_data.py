@@ -39,6 +39,7 @@ from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.growing_index import SHARD_STRIDE
 from vlmpack.data.splits.survey import DataLaunch, settle_shuffle
 from vlmpack.errors import DataError, EmptyDataError, RecipeError, RunIdentityError
+from vlmpack.recipe.schema import PackingSection
 from vlmpack.run.data_summary import data_summary
 from vlmpack.storage.fetch import ShardStamp
 
@@ -299,7 +300,7 @@ def test_the_reports_examples_are_the_launchs_next_bins(
     folder: Path, tmp_path: Path, shuffle: str
 ) -> None:
     pattern = str(folder / "s-*.tar")
-    recipe: Any = SimpleNamespace(packing=SimpleNamespace(mode="in_batch"))
+    recipe: Any = SimpleNamespace(packing=PackingSection(mode="in_batch"))
     first = open_data(pattern, tmp_path / "i", shuffle=shuffle)
     _, middle = steps_of(first, first.start(), 5)
     assert (middle.window, middle.batch) == (2, 1), "guard: inside a window"

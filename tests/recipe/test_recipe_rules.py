@@ -82,7 +82,7 @@ CASES = [
         {"training.num_epochs": 2},
     ),
     (
-        "in_batch_needs_two_samples",
+        "shared_rows_need_samples",
         {"training.micro_batch_size": 1},
         "training.micro_batch_size: 1, but packing.mode 'in_batch'",
         {"training.micro_batch_size": 1, "packing.mode": "none"},
@@ -107,7 +107,7 @@ CASES = [
         ONLINE | {"packing.max_tokens": 1020, "packing.alignment": 1},
     ),
     (
-        "offline_has_packs",
+        "saved_rows_have_packs",
         OFFLINE | {"packing.path": None},
         "packing.path: missing, but packing.mode 'offline' trains on packs",
         OFFLINE,
@@ -131,7 +131,7 @@ CASES = [
         ONLINE | {"packing.scope": "batch"},
     ),
     (
-        "offline_settles_the_scope",
+        "saved_rows_settle_the_scope",
         OFFLINE | {"packing.scope": "batch"},
         "packing.scope: batch, but packing.mode 'offline' trains on saved rows",
         OFFLINE,
@@ -217,7 +217,7 @@ CASES = [
         CP2 | {"packing.alignment": 12},
     ),
     (
-        "in_batch_needs_two_samples",
+        "shared_rows_need_samples",
         CP2 | {"training.micro_batch_size": 1},
         "training.micro_batch_size: 1, but packing.mode 'in_batch'",
         CP2 | {"training.micro_batch_size": 1, "packing.mode": "none"},

@@ -68,7 +68,7 @@ def with_date(recipe: Recipe, day: str | None) -> Recipe:
 
 def _packs(recipe: Recipe) -> str | None:
     """That of the packs which the recipe trains on."""
-    if recipe.packing.mode != "offline" or recipe.packing.path is None:
+    if not recipe.packing.facts.reads_packs or recipe.packing.path is None:
         return None
     try:
         return read_manifest(Path(recipe.packing.path)).encoder.get("date")

@@ -11,7 +11,6 @@ from math import sqrt
 
 from vlmpack.forecast.figures import SAME_BATCH, BatchFigures, ModeFigures
 from vlmpack.recipe import Recipe
-from vlmpack.recipe.derived import varies_in_rows
 
 
 def batch_figures(
@@ -31,7 +30,7 @@ def batch_figures(
     """
     size = recipe.training.global_batch_size
     keeping = None  # scope `batch` keeps the samples of a step by itself
-    if not varies_in_rows(recipe.packing):
+    if not recipe.packing.varies_in_rows:
         keeping = max(1, round(size / max(1.0, samples_per_row) / copies)) * copies
     growth = own.mean_batch_samples / max(1e-9, unpacked.mean_batch_samples)
     scaled = None if abs(growth - 1) < SAME_BATCH else recipe.optim.lr * sqrt(growth)

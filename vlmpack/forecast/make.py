@@ -81,7 +81,7 @@ def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
         width=width,
         progress=progress,
     )
-    planned = _all_modes(planner, split, offline=recipe.packing.mode == "offline", copies=copies)
+    planned = _all_modes(planner, split, offline=recipe.packing.facts.reads_packs, copies=copies)
     by_name = {mode.name: mode for mode in planned}
     own = next(mode for mode in planned if mode.is_recipes)
     rows = own if own.budget is not None else by_name[STREAM]

@@ -41,7 +41,7 @@ def plan_recipe(recipe: Recipe, *, world_size: int, progress: Progress = silent)
         rank=0, world_size=1, local_rank=0, dp_rank=0, dp_size=1, device=torch.device("cpu")
     )
     opened, packs = recipe, recipe.packing.path
-    if recipe.packing.mode == "offline" and not (packs and (Path(packs) / MANIFEST).is_file()):
+    if recipe.packing.facts.reads_packs and not (packs and (Path(packs) / MANIFEST).is_file()):
         opened = load_recipe(recipe, {"packing.mode": "online"})
     train = open_split(
         opened,

@@ -135,8 +135,8 @@ def _asked(sections: Mapping[str, object]) -> Iterator[tuple[KeyPath, object, Fe
     """(key, value, feature) of what a recipe asks for beyond one process and padded rows."""
     packing, split = sections.get("packing"), sections.get("parallelism")
     trainable = sections.get("trainable")
-    if isinstance(packing, PackingSection) and packing.mode != "none":
-        yield ("packing", "mode"), packing.mode, packing.mode
+    if isinstance(packing, PackingSection) and packing.facts.feature is not None:
+        yield ("packing", "mode"), packing.mode, packing.facts.feature
     if isinstance(split, ParallelismSection):
         sizes: tuple[tuple[str, int, Feature], ...] = (
             ("tensor", split.tensor, "TP"),

@@ -68,11 +68,6 @@ def plan_alignment(packing: PackingSection, parallelism: ParallelismSection) -> 
     return round_up(_DEFAULT_ALIGNMENT, 2 * parallelism.context)
 
 
-def plans_rows(packing: PackingSection) -> bool:
-    """Whether rows are planned by a token budget, so that a micro-batch is one row."""
-    return packing.mode in ("online", "offline")
-
-
 def row_tokens(
     packing: PackingSection, training: TrainingSection, parallelism: ParallelismSection
 ) -> int:
@@ -80,16 +75,6 @@ def row_tokens(
     if packing.max_tokens is not None:
         return packing.max_tokens
     return round_up(training.seq_length, plan_alignment(packing, parallelism))
-
-
-def counts_rows(packing: PackingSection) -> bool:
-    """Whether `training.global_batch_size` counts rows instead of samples."""
-    return plans_rows(packing) and packing.scope == "stream"
-
-
-def varies_in_rows(packing: PackingSection) -> bool:
-    """Whether a step trains a fixed set of samples, in as many rows as they happen to fill."""
-    return plans_rows(packing) and packing.scope == "batch"
 
 
 def derive(recipe: Recipe, world_size: int) -> Derived:
@@ -104,13 +89,13 @@ def derive(recipe: Recipe, world_size: int) -> Derived:
     wanted = multiples(parallelism)
     longest = round_up(training.seq_length, wanted.sequence)
     row = training.micro_batch_size * longest
-    if plans_rows(recipe.packing):
+    if recipe.packing.facts.plans_rows:
         row = row_tokens(recipe.packing, training, parallelism)
     return Derived(
         world_size=world_size,
         data_parallel=copies,
         gradient_accumulation_steps=None
-        if varies_in_rows(recipe.packing)
+        if recipe.packing.varies_in_rows
         else training.global_batch_size // (training.micro_batch_size * copies),
         alignment=plan_alignment(recipe.packing, parallelism),
         sequence_multiple=wanted.sequence,
@@ -152,7 +137,7 @@ def derived_rows(recipe: Recipe, world_size: int) -> list[DerivedRow]:
             "longest micro-batch",
             values.max_row_tokens,
             "tokens, packing.max_tokens"
-            if plans_rows(recipe.packing)
+            if recipe.packing.facts.plans_rows
             else f"tokens, {micro} x seq_length {training.seq_length}",
         ),
     ]

@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vlmpack.recipe.derived import plans_rows
 from vlmpack.recipe.messages import shown
 from vlmpack.recipe.schema import Recipe
 from vlmpack.recipe.trainable import COMPONENTS, OptimSection, TrainableSection
@@ -40,7 +39,6 @@ _INCLUDE: Mapping[str, Any] = {
         "epoch_size": True,
         "max_image_pixels": True,
     },
-    "packing": {"mode": True},
     "training": {
         "global_batch_size": True,
         "seq_length": True,
@@ -54,16 +52,11 @@ _WHERE_THEY_APPLY = ("packing.", "trainable.lora.")
 """Fields that an identity lacks where they mean nothing, and not only where they are as by default.
 """
 
-_ROW_FIELDS = ("mode", "max_tokens", "max_vision_patches", "max_sequences", "scope")
-_ROWS: Mapping[str, Any] = dict.fromkeys(_ROW_FIELDS, True)
-
 
 def identity(recipe: Recipe) -> dict[str, object]:
     """The run's identity: dotted key -> JSON scalar (`data.train.0.path`, `optim.betas.1`)."""
     flat: dict[str, object] = {}
-    include = dict(_INCLUDE)
-    if plans_rows(recipe.packing):
-        include["packing"] = _ROWS
+    include = {**_INCLUDE, "packing": set(recipe.packing.facts.identity)}
     if recipe.images.set_values():
         include["images"] = dict.fromkeys(recipe.images.set_values(), True)
     if recipe.data.weights != "samples":

@@ -110,7 +110,7 @@ def _long_warmup(optim: OptimSection, training: TrainingSection) -> list[str]:
 
 
 def _idle_alignment(packing: PackingSection) -> list[str]:
-    if packing.alignment is not None and packing.mode in ("none", "in_batch"):
+    if packing.alignment is not None and not packing.facts.plans_rows:
         return [f"packing.alignment has no effect with packing.mode: {packing.mode}"]
     return []
 

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 from vlmpack.alignment import round_up
-from vlmpack.recipe.derived import multiples, plan_alignment, plans_rows, row_tokens
+from vlmpack.recipe.derived import multiples, plan_alignment, row_tokens
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import PackingSection, ParallelismSection, TrainingSection
 
 
-def in_batch_needs_two_samples(packing: PackingSection, training: TrainingSection) -> list[Problem]:
+def shared_rows_need_samples(packing: PackingSection, training: TrainingSection) -> list[Problem]:
     """A row is made of the samples of one micro-batch, so one sample has no row to share."""
-    if packing.mode != "in_batch" or training.micro_batch_size >= 2:
+    least = packing.facts.least_samples
+    if training.micro_batch_size >= least:
         return []
     message = (
-        "1, but packing.mode 'in_batch' makes one row of the samples of a micro-batch, and one "
-        "sample has nothing to share its row with; use a micro_batch_size >= 2, or "
-        "packing.mode: online, which fills rows across micro-batches, or none"
+        f"{training.micro_batch_size}, but packing.mode '{packing.mode}' makes one row of the "
+        "samples of a micro-batch, and one sample has nothing to share its row with; use a "
+        f"micro_batch_size >= {least}, or packing.mode: online, which fills rows across "
+        "micro-batches, or none"
     )
     return [Problem(("training", "micro_batch_size"), message)]
 
 
 def _what(packing: PackingSection) -> str:
     """What a global batch counts, and what that means."""
-    if packing.scope == "batch" and packing.mode == "online":
+    chosen_here = not packing.facts.reads_packs
+    if packing.varies_in_rows and chosen_here:
         return "samples, as in the unpacked run"
-    kept = " (packing.scope: batch counts samples)" if packing.mode == "online" else ""
+    kept = " (packing.scope: batch counts samples)" if chosen_here else ""
     return f"rows of several samples each{kept}; `vlmpack plan` says how many samples that is"
 
 
@@ -32,7 +35,7 @@ def planned_rows_are_micro_batches(
     packing: PackingSection, training: TrainingSection
 ) -> list[Problem]:
     """Online and offline rows are full by plan: a micro-batch is one row."""
-    if not plans_rows(packing) or training.micro_batch_size == 1:
+    if not packing.facts.plans_rows or training.micro_batch_size == 1:
         return []
     message = (
         f"{training.micro_batch_size}, but packing.mode '{packing.mode}' fills each row by a "
@@ -46,7 +49,7 @@ def rows_hold_a_sample(
     packing: PackingSection, training: TrainingSection, parallelism: ParallelismSection
 ) -> list[Problem]:
     """The longest sample, rounded up, fits a row."""
-    if not plans_rows(packing):
+    if not packing.facts.plans_rows:
         return []
     alignment = plan_alignment(packing, parallelism)
     longest = round_up(training.seq_length, alignment)
@@ -60,12 +63,12 @@ def rows_hold_a_sample(
     return [Problem(("packing", "max_tokens"), message)]
 
 
-def offline_has_packs(packing: PackingSection) -> list[Problem]:
-    """Offline rows were made before."""
-    if packing.mode == "offline" and packing.path is None:
+def saved_rows_have_packs(packing: PackingSection) -> list[Problem]:
+    """Saved rows were made before."""
+    if packing.facts.reads_packs and packing.path is None:
         message = (
-            "missing, but packing.mode 'offline' trains on packs that were made before: run "
-            "`vlmpack pack RECIPE -o DIR` and set packing.path to DIR"
+            f"missing, but packing.mode '{packing.mode}' trains on packs that were made before: "
+            "run `vlmpack pack RECIPE -o DIR` and set packing.path to DIR"
         )
         return [Problem(("packing", "path"), message)]
     return []
@@ -73,7 +76,7 @@ def offline_has_packs(packing: PackingSection) -> list[Problem]:
 
 def packs_need_offline(packing: PackingSection) -> list[Problem]:
     """Saved packs are rows; mode online makes the same rows anew."""
-    if packing.path is None or plans_rows(packing):
+    if packing.path is None or packing.facts.plans_rows:
         return []
     message = (
         f"'{packing.path}', but packing.mode '{packing.mode}' reads no saved packs; use "
@@ -84,7 +87,7 @@ def packs_need_offline(packing: PackingSection) -> list[Problem]:
 
 def row_fields_need_rows(packing: PackingSection) -> list[Problem]:
     """What describes a planned row has no meaning elsewhere."""
-    if plans_rows(packing):
+    if packing.facts.plans_rows:
         return []
     unset = PackingSection()
     names = ("max_tokens", "max_vision_patches", "max_sequences", "scope", "pad_to_max_length")
@@ -99,13 +102,13 @@ def row_fields_need_rows(packing: PackingSection) -> list[Problem]:
     ]
 
 
-def offline_settles_the_scope(packing: PackingSection) -> list[Problem]:
+def saved_rows_settle_the_scope(packing: PackingSection) -> list[Problem]:
     """Saved packs are rows; no set of samples is fixed beforehand."""
-    if packing.mode != "offline" or packing.scope == "stream":
+    if not packing.facts.reads_packs or packing.scope == "stream":
         return []
     message = (
-        "batch, but packing.mode 'offline' trains on saved rows; fixed sets of samples need "
-        "packing.mode: online"
+        f"batch, but packing.mode '{packing.mode}' trains on saved rows; fixed sets of samples "
+        "need packing.mode: online"
     )
     return [Problem(("packing", "scope"), message)]
 
@@ -122,7 +125,7 @@ def fixed_rows_fit_the_layout(
     packing: PackingSection, training: TrainingSection, parallelism: ParallelismSection
 ) -> list[Problem]:
     """A row of fixed width has no tail that could be rounded up any more."""
-    if not packing.pad_to_max_length or not plans_rows(packing):
+    if not packing.pad_to_max_length or not packing.facts.plans_rows:
         return []
     width, multiple = row_tokens(packing, training, parallelism), multiples(parallelism).row
     if width % multiple == 0:

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJso
 from pydantic.dataclasses import dataclass
 
 from vlmpack.recipe.images import ImagesSection
+from vlmpack.recipe.packing_modes import FACTS, ModeFacts, ModeName
 from vlmpack.recipe.sources import OptionalSources, Section, Sources, as_tuple
 from vlmpack.recipe.storage import StorageSection
 from vlmpack.recipe.trainable import OptimSection, TrainableSection
@@ -166,7 +167,7 @@ class DataSection(Section):
 class PackingSection(Section):
     """How samples share a row."""
 
-    mode: Literal["none", "in_batch", "online", "offline"] = "in_batch"
+    mode: ModeName = "in_batch"
     """`none`: padded rows, the baseline. `in_batch`: the samples of one micro-batch become one
     row. `online`, `offline`: rows planned by a token budget, while training or beforehand."""
 
@@ -206,6 +207,21 @@ class PackingSection(Section):
     alignment: Count | None = None
     """Planned lengths are rounded up to a multiple of this many tokens, so a run can resume at
     any context parallelism CP whose 2*CP divides it. Null: the multiple of 2*CP from 8 up."""
+
+    @property
+    def facts(self) -> ModeFacts:
+        """What the mode is."""
+        return FACTS[self.mode]
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether `training.global_batch_size` counts rows instead of samples."""
+        return self.facts.plans_rows and self.scope == "stream"
+
+    @property
+    def varies_in_rows(self) -> bool:
+        """Whether a step trains a fixed set of samples, in as many rows as they happen to fill."""
+        return self.facts.plans_rows and self.scope == "batch"
 
 
 class ParallelismSection(Section):

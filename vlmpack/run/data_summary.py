@@ -12,7 +12,7 @@ from vlmpack.data.plan.state import DataState
 from vlmpack.data.splits.checks import name_unknown_keys
 from vlmpack.data.splits.summary import DataSummary
 from vlmpack.recipe import Recipe
-from vlmpack.recipe.derived import counts_rows, plans_rows, row_tokens
+from vlmpack.recipe.derived import row_tokens
 
 logger = logging.getLogger("vlmpack")
 
@@ -69,9 +69,9 @@ def log_data(recipe: Recipe, summary: DataSummary) -> None:
             summary.num_shards,
         )
     name_unknown_keys(summary.unknown_keys)
-    if recipe.packing.mode == "none":
+    if recipe.packing.facts.pads:
         what = f"rows are padded: {saved:.0%} of the slots of an epoch hold no token"
-    elif plans_rows(recipe.packing):
+    elif recipe.packing.facts.plans_rows:
         capacity = row_tokens(recipe.packing, recipe.training, recipe.parallelism)
         each, whole = summary.row_samples / summary.num_rows, recipe.training.global_batch_size
         what = (
@@ -79,7 +79,7 @@ def log_data(recipe: Recipe, summary: DataSummary) -> None:
             f"{summary.epoch_tokens / (summary.num_rows * capacity):.1%} full; a step trains "
             + (
                 f"{whole} rows, about {whole * each:.0f} samples"
-                if counts_rows(recipe.packing)
+                if recipe.packing.counts_rows
                 else f"{whole} samples"
             )
         )

@@ -22,7 +22,7 @@ from vlmpack.forecast.memory import memory_figures
 from vlmpack.forecast.parameters import read_sizes
 from vlmpack.forecast.trained import trained_sizes
 from vlmpack.recipe import Recipe, derive
-from vlmpack.recipe.derived import plans_rows, row_tokens
+from vlmpack.recipe.derived import row_tokens
 from vlmpack.run.machine_memory import Room, room_of
 
 logger = logging.getLogger("vlmpack")
@@ -94,14 +94,14 @@ def largest_micro_batch(recipe: Recipe, train: TrainData) -> LargestMicroBatch:
     """Its slots: of a planned row its budget; else the largest of many drawn micro-batches. Its
     patches: the budget's, 0 without one: no length of a sample says how many it has."""
     packing, micro = recipe.packing, recipe.training.micro_batch_size
-    if plans_rows(packing):
+    if packing.facts.plans_rows:
         tokens = row_tokens(packing, recipe.training, recipe.parallelism)
         return LargestMicroBatch(1, tokens, packing.max_vision_patches or 0)
     lengths = train.split.usable_tokens()
     if not lengths.size:
         return LargestMicroBatch(micro, 0, 0)
     drawn = np.random.default_rng(0).choice(lengths, (DRAWN, micro))
-    rows = drawn.max(axis=1) * micro if packing.mode == "none" else drawn.sum(axis=1)
+    rows = drawn.max(axis=1) * micro if packing.facts.pads else drawn.sum(axis=1)
     return LargestMicroBatch(micro, int(rows.max()), 0)
 
 

@@ -25,7 +25,7 @@ def pack_recipe(recipe: Recipe, folder: Path, order: PackOrder) -> Manifest:
         PacksError: the folder cannot be used.
         ModelError, DataError, EmptyDataError: what is wrong with model folder or data.
     """
-    if recipe.packing.mode not in ("online", "offline"):
+    if not recipe.packing.facts.plans_rows:
         raise RecipeError(
             [
                 f"packing.mode: {recipe.packing.mode} plans no rows that could be saved; set "

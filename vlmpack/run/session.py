@@ -29,7 +29,6 @@ from vlmpack.packing import Batch
 from vlmpack.proof.rows.first_sample import show_first_sample
 from vlmpack.proof.verify.at_start import verify_at_start
 from vlmpack.recipe import Recipe, derive, identity
-from vlmpack.recipe.derived import counts_rows
 from vlmpack.run.begun_steps import BegunSteps
 from vlmpack.run.data_summary import data_summary, log_data
 from vlmpack.run.launch_memory import say_memory
@@ -299,7 +298,7 @@ def _name_new_era(state: DataState) -> None:
 
 def _samples_per_batch(recipe: Recipe, totals: Totals) -> int:
     """Samples of a global batch, holes included; where it counts rows, the mean so far."""
-    if not counts_rows(recipe.packing):
+    if not recipe.packing.counts_rows:
         return recipe.training.global_batch_size
     return max(1, round((totals.num_samples + totals.num_skipped) / max(1, totals.step)))
 

@@ -21,7 +21,7 @@ def layouts(
         What the names of a layout's checks begin with, and its collator.
     """
     own: Any = train.dataset.collator
-    if recipe.packing.mode != "none":
+    if not recipe.packing.facts.pads:
         return [("", own)]
     derived = derive(recipe, ranks.world_size)
     packed = PackCollator(
