@@ -452,3 +452,22 @@ def test_a_refused_url_names_the_folder(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(DataError) as caught:
         ImageRoot(Path()).load("http://127.0.0.1/a.png")
     assert f"is a URL; only files below {tmp_path.resolve()} are read" in caught.value.reason
+
+
+def test_shards_are_byte_for_byte_webdatasets(tmp_path: Path, images: Path) -> None:
+    source = tmp_path / "llava.json"
+    source.write_text(json.dumps(LLAVA))
+    report = run(source, tmp_path / "out", images, max_shard_samples=2)
+    assert [shard.samples for shard in report.shards] == [2, 1]
+    fixed = {"mtime": 0, "user": "", "group": "", "mode": 0o644, "encoder": False}
+    for shard in report.shards:
+        ours = tmp_path / "out" / shard.name
+        with ours.open("rb") as stream:
+            size = ours.stat().st_size
+            found = read_members(stream, size, shard=str(ours), max_member_bytes=1 << 30)
+            samples = list(group_members(found, shard=str(ours), caps=CAPS))
+        with wds.TarWriter(str(tmp_path / shard.name), **fixed) as writer:
+            for raw in samples:
+                members = {field: raw.payload(field) for field in reversed(raw.fields)}
+                writer.write({"__key__": raw.key} | members)
+        assert ours.read_bytes() == (tmp_path / shard.name).read_bytes()

@@ -1,22 +1,22 @@
 """Shards as webdataset writes them, each whole or not there, indexed as soon as it is closed.
 
-A shard is written under another name, synced and renamed. Time stamps, owners and modes are fixed,
-so the same samples give the same bytes.
+A shard is written under another name, synced and renamed. Time stamps, owners and modes are those
+of an empty TarInfo, so the same samples give the same bytes. webdataset itself is not needed.
 """
 
 from __future__ import annotations
 
-import importlib
+import io
 import os
 import re
-from contextlib import suppress
+import tarfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from vlmpack.data.index.parts import part_for
 from vlmpack.data.index.shard_index import IndexBuilder, load_index
-from vlmpack.errors import CapabilityError, VlmpackError
+from vlmpack.errors import VlmpackError
 from vlmpack.storage.fetch import LocalFetcher
 
 PARTIAL = ".partial"
@@ -66,8 +66,9 @@ class ShardFolder:
         self.index_dir = index_dir
         self.builder = builder
         self.shards: list[WrittenShard] = []
-        self._writer: Any = None
+        self._tar: tarfile.TarFile | None = None
         self._stream: BinaryIO | None = None
+        self._samples = self._bytes = 0
 
     def existing(self) -> list[Path]:
         """Shards and unfinished shards of this prefix; no other file with such a beginning."""
@@ -95,47 +96,42 @@ class ShardFolder:
             raise VlmpackError(f"{self.folder}: {error.strerror or error}") from error
 
     def write(self, key: str, fields: dict[str, bytes]) -> None:
-        """Append one sample."""
-        if self._writer is None:
-            self._writer = _webdataset().ShardWriter(
-                str(self.folder / self.prefix).replace("%", "%%") + "-%06d.tar",
-                maxcount=self.max_samples,
-                maxsize=self.max_bytes,
-                verbose=0,
-                opener=self._open,
-                post=self._finish,
-                encoder=False,
-                mtime=0,
-                user="",
-                group="",
-                mode=0o644,
-            )
-        self._writer.write({"__key__": key, **fields})
+        """Append one sample, its members by name, as webdataset's writer orders them."""
+        if self._samples >= self.max_samples or self._bytes >= self.max_bytes:
+            self.close()
+        if self._tar is None:
+            path = self.folder / f".{self._name()}{PARTIAL}"
+            self._stream = path.open("xb")
+            self._tar = tarfile.TarFile(fileobj=self._stream, mode="w", format=tarfile.USTAR_FORMAT)
+        for field, data in sorted(fields.items()):
+            member = tarfile.TarInfo(f"{key}.{field}")
+            member.size = len(data)
+            self._tar.addfile(member, io.BytesIO(data))
+            self._bytes += len(data)
+        self._samples += 1
 
     def close(self) -> None:
         """Finish the last shard."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._tar is not None:
+            self._tar.close()
+            self._finish(self._name())
+            self._tar = None
+            self._samples = self._bytes = 0
 
     def abandon(self) -> None:
         """Drop the unfinished shard; finished ones stay."""
         if self._stream is not None:
-            with suppress(OSError):
-                self._writer.tarstream.close()
             self._stream.close()
             Path(self._stream.name).unlink(missing_ok=True)
             self._stream = None
 
-    def _open(self, name: str) -> BinaryIO:
-        path = Path(name)
-        self._stream = path.with_name(f".{path.name}{PARTIAL}").open("xb")
-        return self._stream
+    def _name(self) -> str:
+        return f"{self.prefix}-{len(self.shards):06d}.tar"
 
     def _finish(self, name: str) -> None:
-        """The closed tar, on disk under its own name, and its index."""
+        """Put the closed tar on disk under its own name, and its index beside it."""
         assert self._stream is not None
-        path = Path(name).absolute()
+        path = (self.folder / name).absolute()
         self._stream.flush()
         os.fsync(self._stream.fileno())
         self._stream.close()
@@ -154,13 +150,3 @@ class ShardFolder:
         reasons = table.column("reason").drop_null()
         assert not len(reasons), f"a converted sample is bad: {reasons[0]}"
         self.shards.append(WrittenShard(path.name, table.num_rows, stamp.size))
-
-
-def _webdataset() -> Any:
-    try:
-        return importlib.import_module("webdataset")
-    except ImportError as error:
-        raise CapabilityError(
-            "shards are written by webdataset, which is not installed: pip install "
-            "'vlmpack[convert]'"
-        ) from error
