@@ -22,12 +22,19 @@ from vlmpack.cli.recipe import app as recipe_app
 from vlmpack.cli.verify import verify
 from vlmpack.errors import VlmpackError
 from vlmpack.terminal import PrintableFormatter, say
+from vlmpack.version import __version__
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        say(f"vlmpack {__version__}")
+        raise typer.Exit
+
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Finetune vision-language models on packed sequences.",
 )
 app.add_typer(recipe_app, name="recipe")
 app.add_typer(data_app, name="data")
@@ -39,6 +46,18 @@ app.command()(inspect)
 app.command()(plan)
 app.command()(verify)
 app.command()(families)
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Finetune vision-language models on packed sequences."""
 
 
 @app.command()

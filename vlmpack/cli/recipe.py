@@ -1,4 +1,4 @@
-"""`vlmpack recipe check | show | schema`: look at a recipe without running it."""
+"""`vlmpack recipe new | check | show | schema`: begin a recipe, look at one without running it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from vlmpack.recipe import derived_rows, dump_recipe, json_schema, load_recipe, notes
+from vlmpack.recipe.shipped import absent_paths, shipped_recipes, title, write_recipe
 from vlmpack.terminal import open_console, say
 
-app = typer.Typer(no_args_is_help=True, help="Check a recipe, show it resolved, print its schema.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Write a shipped recipe, check one, show it resolved, print the schema.",
+)
 
 RecipePath = Annotated[str, typer.Argument(metavar="RECIPE", help="Path of a YAML recipe.")]
 Overrides = Annotated[
@@ -25,6 +29,31 @@ WorldSize = Annotated[
         "--world-size", envvar="WORLD_SIZE", min=1, help="Number of processes the run will have."
     ),
 ]
+
+
+@app.command()
+def new(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAME]", help="A shipped recipe; without one, they are listed."),
+    ] = None,
+) -> None:
+    """Write a shipped recipe into the working folder, as NAME.yaml, to be changed there."""
+    if name is None:
+        table = Table("recipe", "what it is")
+        for known, path in shipped_recipes().items():
+            table.add_row(known, escape(title(path)))
+        open_console().print(table)
+        return
+    path = write_recipe(name, "")
+    say(f"wrote {path}; next: vlmpack recipe check {path}")
+    if absent := absent_paths(path):
+        ours = any(path.startswith("assets/") for path in absent)
+        where = "run it in the root of vlmpack's repository, which has assets/, or " if ours else ""
+        say(
+            f"not in this folder, where its paths start: {', '.join(absent)}; {where}name a model "
+            "folder and shards of yours"
+        )
 
 
 @app.command()

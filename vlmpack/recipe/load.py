@@ -102,7 +102,9 @@ def _read(source: str | os.PathLike[str] | Mapping[str, object] | Recipe) -> Doc
     label = os.fspath(source)
     document = parse_yaml(_text(label), label)
     if document.root is None:
-        empty = Problem((), "the file is empty; recipes/digits-demo.yaml shows a complete recipe")
+        empty = Problem(
+            (), "the file is empty; `vlmpack recipe new digits-demo` writes a complete one"
+        )
         raise RecipeError(render(document.problems or [empty], document))
     if not isinstance(document.root, dict):
         found = shown(document.root)
