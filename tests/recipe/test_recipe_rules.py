@@ -433,16 +433,16 @@ def test_other_versions_of_megatron_core_are_refused(problems_of, monkeypatch, v
     (problem,) = problems_of(MCORE)
     assert (
         f"model.backend: 'mcore' needs megatron-core >= 0.16.1 and < 0.17, found {version}; "
-        "pip install 'vlmpack[mcore]'"
+        "pip install 'megatron-core>=0.16.1,<0.17'"
     ) in problem
     assert problems_of({}) == []
 
 
-def test_absent_megatron_core_is_one_problem_with_its_extra(problems_of, monkeypatch):
+def test_absent_megatron_core_is_one_problem_with_its_remedy(problems_of, monkeypatch):
     monkeypatch.setattr(mcore_rules, "mcore_version", lambda: None)
     (problem,) = problems_of(MCORE)
     assert "model.backend: 'mcore' needs megatron-core, which is not installed" in problem
-    assert "pip install 'vlmpack[mcore]'" in problem
+    assert "pip install 'megatron-core>=0.16.1,<0.17'" in problem
 
 
 def test_megatron_core_is_looked_up_and_not_imported(monkeypatch):

@@ -50,7 +50,7 @@ def test_four_bits_need_their_package(problems_of, monkeypatch):
     (problem,) = problems_of(NF4)
     assert problem.endswith(
         "trainable.lora.quantize: 'nf4' needs bitsandbytes, which is not installed; pip install "
-        "'vlmpack[qlora]' on a machine with a CUDA GPU, or use none"
+        "'bitsandbytes>=0.46' on a machine with a CUDA GPU, or use none"
     )
     monkeypatch.setattr(trainable_rules, "has_bitsandbytes", lambda: True)
     assert problems_of(NF4) == []

@@ -74,7 +74,9 @@ def why_unavailable(
     if dtype not in (torch.bfloat16, torch.float16):
         return f"{name} needs bfloat16 or float16, the model computes in {dtype}"
     if name == "flash_attn":
-        return _why_not_importable("flash_attn", "flash_attn_varlen_func", "vlmpack[flash-attn]")
+        return _why_not_importable(
+            "flash_attn", "flash_attn_varlen_func", "flash-attn 2.7 or newer"
+        )
     return _why_not_importable("torch.nn.attention.varlen", "varlen_attn", "torch 2.10 or newer")
 
 

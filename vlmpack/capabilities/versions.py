@@ -17,18 +17,16 @@ class Range:
     Args:
         lowest: the first that will do.
         below: the first that will not.
-        wanted: what pip is asked for.
     """
 
     lowest: str
     below: str
-    wanted: str
 
 
 RANGES: Mapping[str, Range] = {
-    "transformers": Range("5.17", "6", "vlmpack"),
-    "megatron-core": Range("0.16.1", "0.17", "vlmpack[mcore]"),
-    "peft": Range("0.20", "1", "vlmpack"),
+    "transformers": Range("5.17", "6"),
+    "megatron-core": Range("0.16.1", "0.17"),
+    "peft": Range("0.20", "1"),
 }
 
 TESTED: Mapping[str, str | None] = {
@@ -54,7 +52,7 @@ def _version(name: str) -> str | None:
 def version_limit(name: str, version: str | None) -> Limit | None:
     """What keeps `version` of a package, None if absent, from being used."""
     wanted = RANGES[name]
-    would_do = f"pip install '{wanted.wanted}'"
+    would_do = f"pip install '{name}>={wanted.lowest},<{wanted.below}'"
     if version is None:
         return Limit(f"needs {name}, which is not installed", would_do)
     if release(wanted.lowest) <= release(version) < release(wanted.below):

@@ -44,7 +44,7 @@ class LoraSection(Section):
 
     quantize: Literal["none", "nf4"] = "none"
     """`nf4`: keep the frozen weights of adapted layers in 4 bits (QLoRA, 2305.14314). CUDA, and
-    the extra `vlmpack[qlora]`."""
+    the package bitsandbytes."""
 
 
 class TrainableSection(Section):

@@ -77,7 +77,7 @@ def four_bits_have_their_package(trainable: TrainableSection) -> list[Problem]:
     if not _uses_four_bits(trainable) or has_bitsandbytes():
         return []
     message = (
-        "'nf4' needs bitsandbytes, which is not installed; pip install 'vlmpack[qlora]' on a "
+        "'nf4' needs bitsandbytes, which is not installed; pip install 'bitsandbytes>=0.46' on a "
         "machine with a CUDA GPU, or use none"
     )
     return [Problem(("trainable", "lora", "quantize"), message)]

@@ -73,7 +73,7 @@ def figure(height_inches: float, width_inches: float = WIDTH_INCHES) -> Iterator
     except ImportError as error:
         raise CapabilityError(
             "the report's pictures need matplotlib, which is not installed; "
-            "pip install 'vlmpack[report]'"
+            "pip install 'matplotlib>=3.9'"
         ) from error
     style: Any = _STYLE  # its keys are a literal type in some versions
     with matplotlib.rc_context(style):

@@ -25,7 +25,7 @@ def check_quantization(device: torch.device) -> None:
     if util.find_spec("bitsandbytes") is None:
         raise CapabilityError(
             "trainable.lora.quantize: 'nf4' needs bitsandbytes, which is not installed; "
-            "pip install 'vlmpack[qlora]'"
+            "pip install 'bitsandbytes>=0.46'"
         )
 
 
