@@ -33,15 +33,16 @@ def name_of(number: int) -> str:
 
 def fetcher_for(cache: Path | None) -> CachedFetcher | RoutingFetcher:
     """As a recipe's with remote shards; without a cache where there is no folder for it."""
+    from vlmpack.recipe.schema import CacheSection
     from vlmpack.recipe.storage import StorageSection
     from vlmpack.storage import RoutingFetcher
-    from vlmpack.storage.cache.cached import READ_AHEAD_BYTES, CacheConfig, CachedFetcher
+    from vlmpack.storage.cache.cached import READ_AHEAD_BYTES, BlockUse, CachedFetcher
 
     stores = RoutingFetcher(StorageSection(allow_private=True))
     if cache is None:
         return stores
-    config = CacheConfig(directory=cache, max_bytes=CACHE_BYTES, read_ahead_bytes=READ_AHEAD_BYTES)
-    return CachedFetcher(stores, config)
+    section = CacheSection(directory=str(cache), max_bytes=CACHE_BYTES)
+    return CachedFetcher(stores, section, BlockUse(read_ahead_bytes=READ_AHEAD_BYTES))
 
 
 def open_data(

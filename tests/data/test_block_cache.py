@@ -19,9 +19,10 @@ import pytest
 
 from vlmpack.data.forkserver import worker_context
 from vlmpack.errors import DataError, RecipeError
+from vlmpack.recipe.schema import CacheSection
 from vlmpack.storage.cache.background import BackgroundFetch
 from vlmpack.storage.cache.block_store import BlockStore
-from vlmpack.storage.cache.cached import CacheConfig, CachedFetcher
+from vlmpack.storage.cache.cached import BlockUse, CachedFetcher
 from vlmpack.storage.fetch import LocalFetcher, ShardStamp
 
 BLOCK = 64 << 10
@@ -88,13 +89,9 @@ def store(tmp_path: Path) -> FolderStore:
     return FolderStore(tmp_path / "store", tmp_path / "log")
 
 
-def config(folder: Path, *, blocks: float = 64, **changes: int | float) -> CacheConfig:
-    return CacheConfig(
-        directory=folder / "cache",
-        max_bytes=int(blocks * BLOCK),
-        block_bytes=BLOCK,
-        **changes,  # type: ignore[arg-type]
-    )
+def config(folder: Path, *, blocks: float = 64, ahead: int = 0) -> tuple[CacheSection, BlockUse]:
+    cache = CacheSection(directory=str(folder / "cache"), max_bytes=int(blocks * BLOCK))
+    return cache, BlockUse(block_bytes=BLOCK, read_ahead_bytes=ahead)
 
 
 def block_files(folder: Path) -> list[Path]:
@@ -116,7 +113,7 @@ def random_ranges(size: int, count: int, seed: int) -> Iterator[tuple[int, int]]
 def test_ranges_equal_direct_reads(
     store: FolderStore, tmp_path: Path, blocks: int, ahead: int
 ) -> None:
-    cached = CachedFetcher(store, config(tmp_path, blocks=blocks, read_ahead_bytes=ahead))
+    cached = CachedFetcher(store, *config(tmp_path, blocks=blocks, ahead=ahead))
     stamp = store.head(f"{BUCKET}/s.tar")
     for turn in range(60):
         ranges = list(random_ranges(stamp.size, random.Random(turn).randint(0, 6), turn))
@@ -126,7 +123,7 @@ def test_ranges_equal_direct_reads(
 
 
 def test_the_stream_fills_the_cache_for_the_ranges(store: FolderStore, tmp_path: Path) -> None:
-    cached = CachedFetcher(store, config(tmp_path))
+    cached = CachedFetcher(store, *config(tmp_path))
     stamp = store.head(f"{BUCKET}/s.tar")
     with cached.open(stamp) as stream:
         assert stream.read(512) == store.path(stamp.path).read_bytes()[:512]
@@ -134,7 +131,7 @@ def test_the_stream_fills_the_cache_for_the_ranges(store: FolderStore, tmp_path:
     assert store.requests() == [(stamp.path, 0, stamp.size)], "one request for the whole shard"
     for offset, length in random_ranges(stamp.size, 40, seed=1):
         cached.read(stamp, offset, length)
-    other = CachedFetcher(store, config(tmp_path))  # another process, another run
+    other = CachedFetcher(store, *config(tmp_path))  # another process, another run
     with other.open(stamp) as stream:
         stream.read()
     assert len(store.requests()) == 1
@@ -142,7 +139,7 @@ def test_the_stream_fills_the_cache_for_the_ranges(store: FolderStore, tmp_path:
 
 
 def test_a_stream_closes_the_gaps_only(store: FolderStore, tmp_path: Path) -> None:
-    cached = CachedFetcher(store, config(tmp_path))
+    cached = CachedFetcher(store, *config(tmp_path))
     stamp = store.head(f"{BUCKET}/s.tar")
     cached.read(stamp, 4 * BLOCK, 1)
     with cached.open(stamp) as stream:
@@ -155,7 +152,7 @@ def test_a_stream_closes_the_gaps_only(store: FolderStore, tmp_path: Path) -> No
 
 
 def test_neighbouring_ranges_cost_one_request(store: FolderStore, tmp_path: Path) -> None:
-    cached = CachedFetcher(store, config(tmp_path))
+    cached = CachedFetcher(store, *config(tmp_path))
     stamp = store.head(f"{BUCKET}/s.tar")
     for offset in range(0, BLOCK, 1000):
         cached.read(stamp, offset, 1000)
@@ -163,7 +160,7 @@ def test_neighbouring_ranges_cost_one_request(store: FolderStore, tmp_path: Path
 
 
 def test_reading_ahead_is_one_request(store: FolderStore, tmp_path: Path) -> None:
-    cached = CachedFetcher(store, config(tmp_path, read_ahead_bytes=4 * BLOCK))
+    cached = CachedFetcher(store, *config(tmp_path, ahead=4 * BLOCK))
     stamp = store.head(f"{BUCKET}/s.tar")
     cached.read(stamp, 2 * BLOCK + 5, 10)
     cached.read(stamp, 5 * BLOCK + 5, 10)
@@ -172,7 +169,7 @@ def test_reading_ahead_is_one_request(store: FolderStore, tmp_path: Path) -> Non
 
 
 def test_shards_come_before_they_are_read(store: FolderStore, tmp_path: Path) -> None:
-    cached = CachedFetcher(store, config(tmp_path, read_ahead_bytes=20 * BLOCK))
+    cached = CachedFetcher(store, *config(tmp_path, ahead=20 * BLOCK))
     stamp = store.head(f"{BUCKET}/s.tar")
     cached.read(stamp, 3 * BLOCK, 1)
     before = len(store.requests())
@@ -187,7 +184,7 @@ def test_shards_come_before_they_are_read(store: FolderStore, tmp_path: Path) ->
 
 
 def test_what_would_fill_the_cache_is_not_fetched_ahead(store: FolderStore, tmp_path: Path) -> None:
-    cached = CachedFetcher(store, config(tmp_path, blocks=12))
+    cached = CachedFetcher(store, *config(tmp_path, blocks=12))
     cached.prefetch([store.head(f"{BUCKET}/s.tar")])
     cached._background.wait()
     assert store.requests() == []
@@ -197,7 +194,7 @@ def test_what_a_small_cache_cannot_keep_is_read_by_itself(
     store: FolderStore, tmp_path: Path
 ) -> None:
     """Random order over data far above the bound: few blocks are fetched more than once."""
-    cached = CachedFetcher(store, config(tmp_path, blocks=3))
+    cached = CachedFetcher(store, *config(tmp_path, blocks=3))
     stamp = store.head(f"{BUCKET}/s.tar")
     draw = random.Random(0)
     for _ in range(300):
@@ -210,7 +207,7 @@ def test_what_a_small_cache_cannot_keep_is_read_by_itself(
 def test_every_flipped_or_cut_file_is_found(store: FolderStore, tmp_path: Path) -> None:
     stamp = store.head(f"{BUCKET}/s.tar")
     truth = store.path(stamp.path).read_bytes()
-    CachedFetcher(store, config(tmp_path)).read(stamp, 0, stamp.size)
+    CachedFetcher(store, *config(tmp_path)).read(stamp, 0, stamp.size)
     files = block_files(tmp_path)
     assert len(files) == 11
     draw = random.Random(5)
@@ -228,7 +225,7 @@ def test_every_flipped_or_cut_file_is_found(store: FolderStore, tmp_path: Path) 
                 continue
             path.write_bytes(bad)
             before = len(store.requests())
-            cached = CachedFetcher(store, config(tmp_path))
+            cached = CachedFetcher(store, *config(tmp_path))
             assert cached.read(stamp, 0, stamp.size) == truth
             assert cached.counters.damaged_blocks == 1
             assert len(store.requests()) == before + 1, "fetched again"
@@ -259,7 +256,7 @@ def test_damage_is_found_after_the_checksums_were_read(
 
 def test_a_block_under_anothers_name_is_no_block(store: FolderStore, tmp_path: Path) -> None:
     stamp = store.head(f"{BUCKET}/s.tar")
-    cached = CachedFetcher(store, config(tmp_path))
+    cached = CachedFetcher(store, *config(tmp_path))
     truth = cached.read(stamp, 0, stamp.size)
     first, second = [path for path in block_files(tmp_path) if path.stat().st_size > BLOCK][:2]
     second.write_bytes(first.read_bytes())
@@ -271,7 +268,7 @@ def test_same_base_name_in_two_folders(store: FolderStore, tmp_path: Path) -> No
     for name, value in (("a", b"A"), ("b", b"B")):
         (store.folder / name).mkdir()
         (store.folder / name / "s.tar").write_bytes(value * 3000)
-    cached = CachedFetcher(store, config(tmp_path))
+    cached = CachedFetcher(store, *config(tmp_path))
     stamps = [store.head(f"{BUCKET}/{name}/s.tar") for name in "ab"]
     for _ in range(2):
         assert [cached.read(stamp, 10, 5) for stamp in stamps] == [b"AAAAA", b"BBBBB"]
@@ -279,7 +276,7 @@ def test_same_base_name_in_two_folders(store: FolderStore, tmp_path: Path) -> No
 
 def test_a_changed_etag_is_another_shard(store: FolderStore, tmp_path: Path) -> None:
     url = f"{BUCKET}/s.tar"
-    cached = CachedFetcher(store, config(tmp_path))
+    cached = CachedFetcher(store, *config(tmp_path))
     old = cached.read(store.head(url), 0, 100)
     data = bytearray(store.path(url).read_bytes())
     data[50] ^= 1
@@ -292,13 +289,13 @@ def test_a_changed_etag_is_another_shard(store: FolderStore, tmp_path: Path) -> 
 def test_local_files_and_shards_without_a_version_are_not_kept(
     store: FolderStore, tmp_path: Path
 ) -> None:
-    local = CachedFetcher(LocalFetcher(), config(tmp_path))
+    local = CachedFetcher(LocalFetcher(), *config(tmp_path))
     stamp = local.head(str(store.folder / "s.tar"))
     with local.open(stamp) as stream:
         assert len(stream.read()) == stamp.size
     assert len(local.read(stamp, 5, 70)) == 70
     store.versions[f"{BUCKET}/s.tar"] = ""
-    cached = CachedFetcher(store, config(tmp_path))
+    cached = CachedFetcher(store, *config(tmp_path))
     for _ in range(2):
         cached.read(cached.head(f"{BUCKET}/s.tar"), 0, 10)
     assert len(store.requests()) == 2
@@ -306,7 +303,7 @@ def test_local_files_and_shards_without_a_version_are_not_kept(
 
 
 def test_a_range_behind_the_end_is_the_stores_error(store: FolderStore, tmp_path: Path) -> None:
-    cached = CachedFetcher(store, config(tmp_path))
+    cached = CachedFetcher(store, *config(tmp_path))
     stamp = store.head(f"{BUCKET}/s.tar")
     with pytest.raises(DataError, match="ends too early"):
         cached.read(stamp, stamp.size - 5, 6)
@@ -314,29 +311,29 @@ def test_a_range_behind_the_end_is_the_stores_error(store: FolderStore, tmp_path
 
 def test_the_bound_is_kept_and_the_oldest_go(store: FolderStore, tmp_path: Path) -> None:
     bound = config(tmp_path, blocks=5)
-    cached = CachedFetcher(store, bound)
+    cached = CachedFetcher(store, *bound)
     stamp = store.head(f"{BUCKET}/s.tar")
     for number in range(8):
         cached.read(stamp, number * BLOCK, 10)
         cached.read(stamp, 0, 10)  # used all the time: it stays
-        assert sum(path.stat().st_size for path in block_files(tmp_path)) <= bound.max_bytes
+        assert sum(path.stat().st_size for path in block_files(tmp_path)) <= bound[0].max_bytes
     assert len(block_files(tmp_path)) >= 3
     assert [request[1] for request in store.requests()].count(0) == 1
 
 
 def test_a_fetcher_travels_without_its_files(store: FolderStore, tmp_path: Path) -> None:
-    cached = CachedFetcher(store, config(tmp_path))
+    cached = CachedFetcher(store, *config(tmp_path))
     stamp = store.head(f"{BUCKET}/s.tar")
     truth = cached.read(stamp, 7, 9999)
     copy = pickle.loads(pickle.dumps(cached))
     assert copy.read(stamp, 7, 9999) == truth
-    assert (copy.counters.fetched_bytes, copy.config) == (0, cached.config)
+    assert (copy.counters.fetched_bytes, copy.cache) == (0, cached.cache)
 
 
 def test_a_full_disk_costs_the_cache_only(
     store: FolderStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cached = CachedFetcher(store, config(tmp_path))
+    cached = CachedFetcher(store, *config(tmp_path))
     stamp = store.head(f"{BUCKET}/s.tar")
     cached.read(stamp, 0, 10)
     (tmp_path / "cache" / "incoming").rmdir()
@@ -359,7 +356,7 @@ def test_a_cache_is_its_users_own_or_its_groups(
         if given is not None:
             place.mkdir()
             place.chmod(given)
-        cached = CachedFetcher(store, config(tmp_path))
+        cached = CachedFetcher(store, *config(tmp_path))
         cached.read(store.head(f"{BUCKET}/s.tar"), 0, 10)
     finally:
         os.umask(before)
@@ -376,9 +373,9 @@ def test_a_folder_that_cannot_be_used_is_said_at_the_start(
 ) -> None:
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(RecipeError, match=r"data\.cache\.directory.*File exists"):
-        CachedFetcher(store, config(tmp_path))
+        CachedFetcher(store, *config(tmp_path))
     with pytest.raises(RecipeError, match=r"data\.cache\.max_bytes"):
-        config(tmp_path, blocks=1)
+        CachedFetcher(store, *config(tmp_path, blocks=1))
 
 
 def test_what_a_killed_writer_left_is_swept_up_by_age(tmp_path: Path) -> None:
@@ -413,7 +410,7 @@ def test_processes_share_a_cache(store: FolderStore, tmp_path: Path, blocks: int
     """Three at once: the right bytes, the bound kept; with room, each block is fetched once."""
     store.wait_seconds = 0.01
     bound = config(tmp_path, blocks=blocks)
-    cached = CachedFetcher(store, bound)
+    cached = CachedFetcher(store, *bound)
     url, failures = f"{BUCKET}/s.tar", tmp_path / "failures"
     processes = [start(read_all, cached, url, seed, 60, failures) for seed in range(3)]
     while any(process.is_alive() for process in processes):  # type: ignore[attr-defined]
@@ -421,7 +418,7 @@ def test_processes_share_a_cache(store: FolderStore, tmp_path: Path, blocks: int
         for path in block_files(tmp_path):
             with contextlib.suppress(FileNotFoundError):  # a file may go while it is counted
                 sizes.append(path.stat().st_size)
-        assert sum(sizes) <= bound.max_bytes + BLOCK
+        assert sum(sizes) <= bound[0].max_bytes + BLOCK
         time.sleep(0.01)
     assert [process.exitcode for process in processes] == [0, 0, 0]  # type: ignore[attr-defined]
     assert not failures.exists(), failures.read_text()
@@ -438,7 +435,7 @@ def test_killed_writers_leave_a_cache_that_works(
 ) -> None:
     """kill -9 while blocks are written, over and over: the next reader gets the right bytes."""
     bound = config(tmp_path, blocks=4)
-    cached = CachedFetcher(store, bound)
+    cached = CachedFetcher(store, *bound)
     url, failures = f"{BUCKET}/s.tar", tmp_path / "failures"
     draw = random.Random(2)
     killed = 0
@@ -453,7 +450,7 @@ def test_killed_writers_leave_a_cache_that_works(
         killed += process.exitcode == -signal.SIGKILL  # type: ignore[attr-defined]
         read_all(cached, url, 1000 + seed, 20, failures)
         assert not failures.exists(), failures.read_text()
-        assert sum(path.stat().st_size for path in block_files(tmp_path)) <= bound.max_bytes
+        assert sum(path.stat().st_size for path in block_files(tmp_path)) <= bound[0].max_bytes
     assert killed == rounds
     left = list((tmp_path / "cache" / "incoming").iterdir())
     assert len(left) <= rounds
@@ -463,7 +460,7 @@ def test_a_block_of_another_user_is_used_and_kept(
     store: FolderStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only its owner may touch a file's times; that says nothing about the block."""
-    cached = CachedFetcher(store, config(tmp_path))
+    cached = CachedFetcher(store, *config(tmp_path))
     stamp = store.head(f"{BUCKET}/s.tar")
     first = cached.read(stamp, 100, 50)
     before, requests = block_files(tmp_path), len(store.requests())

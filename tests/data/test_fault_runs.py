@@ -19,9 +19,10 @@ from support.fault_server import Fault, FaultServer, SeededFaults
 
 from vlmpack.data.loading.loader import LoaderSettings, MicroBatch
 from vlmpack.data.pipeline import TrainData
+from vlmpack.recipe.schema import CacheSection
 from vlmpack.recipe.storage import StorageSection
 from vlmpack.storage import RoutingFetcher
-from vlmpack.storage.cache.cached import CacheConfig, CachedFetcher
+from vlmpack.storage.cache.cached import BlockUse, CachedFetcher
 from vlmpack.storage.fetch import Fetcher
 
 COUNT = 37
@@ -111,11 +112,12 @@ def run_under(
         if fault in ("503", "429"):
             server.fail(dataclasses.replace(FAULTS[fault], times=2, methods=("HEAD", "GET")))
         stores = RoutingFetcher(storage(server))
-        cache = CacheConfig(directory=folder / "cache", max_bytes=1 << 20, block_bytes=1 << 15)
+        cache = CacheSection(directory=str(folder / "cache"), max_bytes=1 << 20)
+        use = BlockUse(block_bytes=1 << 15)
         data = opened(
             address(scheme, server),
             folder / "index",
-            fetcher=CachedFetcher(stores, cache) if cached else stores,
+            fetcher=CachedFetcher(stores, cache, use) if cached else stores,
             shuffle=shuffle_of(seed),
             workers=workers,
         )

@@ -15,7 +15,8 @@ from shard_fakes import config_for, open_data, write_shards
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.splits.growing_index import GrowingIndex
 from vlmpack.data.splits.index_ahead import IndexHelpers
-from vlmpack.storage.cache.cached import CacheConfig, CachedFetcher
+from vlmpack.recipe.schema import CacheSection
+from vlmpack.storage.cache.cached import CachedFetcher
 from vlmpack.storage.fetch import LocalFetcher
 
 
@@ -50,7 +51,7 @@ def test_closing_a_book_stops_what_is_fetched_ahead(tmp_path: Path) -> None:
             stopped.append(True)
             super().stop_prefetch()
 
-    fetcher = Watched(LocalFetcher(), CacheConfig(directory=tmp_path / "blocks"))
+    fetcher = Watched(LocalFetcher(), CacheSection(directory=str(tmp_path / "blocks")))
     builder: Any = SimpleNamespace(fetcher=fetcher)
     settings = BuildSettings(directory=tmp_path)
     GrowingIndex(config_for("s-*.tar", tmp_path), [], builder, settings).close()

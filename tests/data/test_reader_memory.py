@@ -11,9 +11,10 @@ from support.fault_server import FaultServer
 
 from vlmpack.data.loading.loader import BinRequest, MicroBatch
 from vlmpack.data.pipeline import TrainData
+from vlmpack.recipe.schema import CacheSection
 from vlmpack.recipe.storage import StorageSection
 from vlmpack.storage import RoutingFetcher
-from vlmpack.storage.cache.cached import CacheConfig, CachedFetcher
+from vlmpack.storage.cache.cached import BlockUse, CachedFetcher
 
 IN_SHARD = 50
 
@@ -39,8 +40,8 @@ def test_memory_stays_flat(tmp_path: Path, samples: int) -> None:
         write_shard(tmp_path / f"bucket/s-{shard}.tar", ((key, fields) for key in keys))
     with FaultServer(tmp_path) as server:
         stores = RoutingFetcher(StorageSection(allow_private=True))
-        cache = CacheConfig(directory=tmp_path / "cache", max_bytes=4 << 20, block_bytes=1 << 18)
-        fetcher = CachedFetcher(stores, cache)
+        cache = CacheSection(directory=str(tmp_path / "cache"), max_bytes=4 << 20)
+        fetcher = CachedFetcher(stores, cache, BlockUse(block_bytes=1 << 18))
         names = tuple(f"{server.url}/bucket/s-{shard}.tar" for shard in range(4))
         config = config_for(names, tmp_path / "i", shuffle="none")
         data = TrainData.open(config, FakeEncoder(), collator(), fetcher=fetcher)

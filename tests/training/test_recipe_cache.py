@@ -11,7 +11,7 @@ from vlmpack.build.data import build_fetcher
 from vlmpack.errors import RecipeError
 from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.storage import RoutingFetcher
-from vlmpack.storage.cache.cached import READ_AHEAD_BYTES, CachedFetcher, default_block_dir
+from vlmpack.storage.cache.cached import READ_AHEAD_BYTES, CachedFetcher, block_dir
 
 
 def recipe(path: str, **data: Any) -> Recipe:
@@ -35,10 +35,10 @@ def test_remote_shards_go_through_the_cache(tmp_path: Path) -> None:
     cache = {"directory": str(tmp_path / "blocks"), "max_bytes": 1 << 30}
     fetcher = build_fetcher(recipe("s3://bucket/a.tar", cache=cache))
     assert isinstance(fetcher, CachedFetcher) and isinstance(fetcher.inner, RoutingFetcher)
-    assert (fetcher.config.directory, fetcher.config.max_bytes) == (tmp_path / "blocks", 1 << 30)
-    assert fetcher.config.read_ahead_bytes == READ_AHEAD_BYTES
+    assert (block_dir(fetcher.cache), fetcher.cache.max_bytes) == (tmp_path / "blocks", 1 << 30)
+    assert fetcher.use.read_ahead_bytes == READ_AHEAD_BYTES
     scattered = build_fetcher(recipe("s3://bucket/a.tar", cache=cache, shuffle="global"))
-    assert isinstance(scattered, CachedFetcher) and scattered.config.read_ahead_bytes == 0
+    assert isinstance(scattered, CachedFetcher) and scattered.use.read_ahead_bytes == 0
 
 
 def test_the_default_place_follows_the_environment(
@@ -47,7 +47,7 @@ def test_the_default_place_follows_the_environment(
     monkeypatch.setenv("VLMPACK_CACHE", str(tmp_path))
     fetcher = build_fetcher(recipe("s3://bucket/a.tar"))
     assert isinstance(fetcher, CachedFetcher)
-    assert fetcher.config.directory == default_block_dir() == tmp_path / "blocks"
+    assert block_dir(fetcher.cache) == tmp_path / "blocks"
 
 
 def test_local_shards_and_no_bytes_mean_no_cache(tmp_path: Path) -> None:

@@ -33,12 +33,7 @@ from vlmpack.packing import PackCollator, PadCollator
 from vlmpack.packing.cost import CostModel
 from vlmpack.recipe import Derived, Recipe, Source
 from vlmpack.storage import RoutingFetcher
-from vlmpack.storage.cache.cached import (
-    READ_AHEAD_BYTES,
-    CacheConfig,
-    CachedFetcher,
-    default_block_dir,
-)
+from vlmpack.storage.cache.cached import READ_AHEAD_BYTES, BlockUse, CachedFetcher
 from vlmpack.storage.fetch import Fetcher
 
 logger = logging.getLogger("vlmpack")
@@ -213,14 +208,9 @@ def build_fetcher(recipe: Recipe) -> Fetcher:
     ]
     if not data.cache.max_bytes or not any(is_remote(source.path) for source in sources):
         return stores
-    directory = data.cache.directory
-    config = CacheConfig(
-        directory=default_block_dir() if directory is None else Path(directory),
-        max_bytes=data.cache.max_bytes,
-        # In any other order than `global` the samples of a shard are used close together.
-        read_ahead_bytes=0 if data.shuffle == "global" else READ_AHEAD_BYTES,
-    )
-    return CachedFetcher(stores, config)
+    # In any other order than `global` the samples of a shard are used close together.
+    ahead = 0 if data.shuffle == "global" else READ_AHEAD_BYTES
+    return CachedFetcher(stores, data.cache, BlockUse(read_ahead_bytes=ahead))
 
 
 def open_split(

@@ -18,12 +18,13 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from vlmpack.addresses import is_remote
 from vlmpack.errors import RecipeError
+from vlmpack.recipe.schema import CacheSection
 from vlmpack.storage.cache.background import BackgroundFetch
 from vlmpack.storage.cache.block_store import BlockStore, make_folder
 from vlmpack.storage.cache.blocks import BlockStream, Bytes, ShardBlocks, Span, runs
@@ -42,13 +43,9 @@ WORTH_SHARE = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CacheConfig:
-    """Where blocks are kept, and how many."""
+class BlockUse:
+    """How blocks are cut and fetched; follows from the run, a recipe does not say it."""
 
-    directory: Path = field(default_factory=lambda: default_block_dir())
-    """On a local disk; several processes and runs may share it."""
-    max_bytes: int = 16 << 30
-    """Bound of all blocks together."""
     block_bytes: int = 4 << 20
     """Of one block."""
     read_ahead_bytes: int = 0
@@ -57,19 +54,11 @@ class CacheConfig:
     lock_timeout_seconds: float = 120.0
     """The longest wait for another process that fetches the same block."""
 
-    def __post_init__(self) -> None:
-        if self.max_bytes < 2 * self.block_bytes:
-            raise RecipeError(
-                [
-                    f"data.cache.max_bytes: {self.max_bytes}; at least two blocks of "
-                    f"{self.block_bytes} bytes, or 0 for no cache"
-                ]
-            )
 
-
-def default_block_dir() -> Path:
-    """`$VLMPACK_CACHE/blocks`, else `~/.cache/vlmpack/blocks`."""
-    return default_cache_dir().parent / "blocks"
+def block_dir(cache: CacheSection) -> Path:
+    """The folder of the blocks; where none is named, `$VLMPACK_CACHE/blocks`, else
+    `~/.cache/vlmpack/blocks`."""
+    return Path(cache.directory) if cache.directory else default_cache_dir().parent / "blocks"
 
 
 @dataclass(slots=True)
@@ -91,15 +80,24 @@ class CachedFetcher:
 
     Args:
         inner: fetches what is missing.
-        config: where and how much.
+        cache: where and how much.
+        use: how blocks are cut and fetched.
 
     Raises:
-        RecipeError: the directory cannot be written.
+        RecipeError: the directory cannot be written, or holds less than two blocks.
     """
 
-    def __init__(self, inner: Fetcher, config: CacheConfig) -> None:
-        _check_writable(config.directory)
-        self.__setstate__((inner, config))
+    def __init__(self, inner: Fetcher, cache: CacheSection, use: BlockUse | None = None) -> None:
+        use = BlockUse() if use is None else use
+        if cache.max_bytes < 2 * use.block_bytes:
+            raise RecipeError(
+                [
+                    f"data.cache.max_bytes: {cache.max_bytes}; at least two blocks of "
+                    f"{use.block_bytes} bytes, or 0 for no cache"
+                ]
+            )
+        _check_writable(block_dir(cache))
+        self.__setstate__((inner, cache, use))
 
     @property
     def counters(self) -> CacheCounters:
@@ -130,7 +128,7 @@ class CachedFetcher:
         cache. The latest call counts: what an earlier one still had to do is dropped.
         """
         remote = [stamp for stamp in stamps if _is_cached(stamp)]
-        if remote and 2 * sum(stamp.size for stamp in remote) <= self.config.max_bytes:
+        if remote and 2 * sum(stamp.size for stamp in remote) <= self.cache.max_bytes:
             self._background.start(remote)
 
     def stop_prefetch(self) -> None:
@@ -145,15 +143,15 @@ class CachedFetcher:
         """
         shard = self._shard(stamp)
         missing = [n for n in range(shard.count) if not self._store.has(shard.name(n))]
-        group = max(1, self.config.read_ahead_bytes // shard.block_bytes)
+        group = max(1, self.use.read_ahead_bytes // shard.block_bytes)
         for at in range(0, len(missing), group):
             self.fetch_blocks(shard, missing[at : at + group])
 
     def read(self, stamp: ShardStamp, offset: int, length: int) -> bytes:
         """See Fetcher."""
-        block, begin = divmod(offset, self.config.block_bytes)
+        block, begin = divmod(offset, self.use.block_bytes)
         end = begin + length
-        in_one_block = begin < end <= self.config.block_bytes and end <= stamp.size - offset + begin
+        in_one_block = begin < end <= self.use.block_bytes and end <= stamp.size - offset + begin
         if in_one_block and offset >= 0 and _is_cached(stamp):  # most samples
             shard = self._shard(stamp)
             name = shard.name(block)
@@ -190,7 +188,7 @@ class CachedFetcher:
         """Blocks that were missing a moment ago, whole; another process may have them by now."""
         names = {block: shard.name(block) for block in blocks}
         whole: dict[int, Bytes] = {}
-        timeout_seconds = self.config.lock_timeout_seconds
+        timeout_seconds = self.use.lock_timeout_seconds
         with self._store.fetching(names.values(), timeout_seconds=timeout_seconds):
             for block in blocks:
                 data = self._store.read(names[block], shard.size(block), 0, shard.size(block))
@@ -238,7 +236,7 @@ class CachedFetcher:
         if direct:
             bodies = self._request(shard.stamp, [shard.range_of(span) for span in direct])
             found.update(zip(direct, bodies, strict=True))
-        ahead = self.config.read_ahead_bytes
+        ahead = self.use.read_ahead_bytes
         starts = {span.block for span in missing if span not in found}
         todo = sorted(
             {b for start in starts for b in self._with_missing_behind(shard, start, ahead)}
@@ -273,15 +271,15 @@ class CachedFetcher:
             self._used[name] += count
 
     def _shard(self, stamp: ShardStamp) -> ShardBlocks:
-        return ShardBlocks(stamp, self.config.block_bytes)
+        return ShardBlocks(stamp, self.use.block_bytes)
 
-    def __getstate__(self) -> tuple[Fetcher, CacheConfig]:
-        return self.inner, self.config
+    def __getstate__(self) -> tuple[Fetcher, CacheSection, BlockUse]:
+        return self.inner, self.cache, self.use
 
-    def __setstate__(self, state: tuple[Fetcher, CacheConfig]) -> None:
-        self.inner, self.config = state
+    def __setstate__(self, state: tuple[Fetcher, CacheSection, BlockUse]) -> None:
+        self.inner, self.cache, self.use = state
         self._counters = CacheCounters()
-        self._store = BlockStore(self.config.directory, self.config.max_bytes)
+        self._store = BlockStore(block_dir(self.cache), self.cache.max_bytes)
         self._background = BackgroundFetch(self.fetch_shard)
         self._used: dict[str, int] = {}  # bytes used of each block that this process fetched
 
