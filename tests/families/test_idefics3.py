@@ -20,7 +20,7 @@ from transformers.image_utils import SizeDict
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 
-from vlmpack.encode import Encoder, write_budget
+from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.families import PixelBudget
 from vlmpack.families.idefics3 import Idefics3ImageRule, _bounded
@@ -152,7 +152,7 @@ def test_a_budget_of_tiles_is_kept_and_exported(folders, tmp_path, most, square)
     budget = PixelBudget(max_tiles=most)
     encoder = Encoder(folders["idefics3"], budget=budget)
     shutil.copytree(folders["idefics3"], tmp_path / "export")
-    write_budget(encoder, tmp_path / "export")
+    encoder.write_budget(tmp_path / "export")
     export = stock_processor(tmp_path / "export")
     for size in (SQUARE, WIDE, TALL):
         rows, columns = encoder.image_rule.rows_and_columns(*size)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from vlmpack.encode.image_text import write_out
 from vlmpack.errors import DataError, ModelError
-from vlmpack.families.image_text import feature_token_id, write_out
+from vlmpack.families.feature_token import feature_token_id
 
 
 def test_spans_move_with_the_images_before_them():

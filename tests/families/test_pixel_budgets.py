@@ -12,7 +12,7 @@ import pytest
 from support.families import tiny_family_folder
 from support.images import conversation, file_of, one_image, picture
 
-from vlmpack.encode import Encoder, write_budget
+from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.families import PixelBudget
 from vlmpack.model_folder.content import PROCESSOR_FILES
@@ -124,7 +124,7 @@ def test_an_exported_folder_resizes_as_training_did(as_published, tmp_path_facto
         nest = {"image_processor": json.loads(own.read_text(encoding="utf-8"))}
         (export / "processor_config.json").write_text(json.dumps(nest), encoding="utf-8")
         own.unlink()
-    write_budget(encoder, export)
+    encoder.write_budget(export)
     for size in [(700, 500), (40, 30), (200, 200)]:
         grid = list(encoder.image_rule.layout(*size).grid)
         assert (
@@ -135,7 +135,7 @@ def test_an_exported_folder_resizes_as_training_did(as_published, tmp_path_facto
 
 def test_without_a_budget_an_exported_folder_keeps_its_files(as_published):
     before = (as_published / "preprocessor_config.json").read_bytes()
-    write_budget(Encoder(as_published), as_published)
+    Encoder(as_published).write_budget(as_published)
     assert (as_published / "preprocessor_config.json").read_bytes() == before
 
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.image_utils import ChannelDimension
 from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
 
-from vlmpack.encode import Encoder, write_budget
+from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.families import PixelBudget, family_of
 from vlmpack.families.pixtral import PixtralImageRule
@@ -169,7 +169,7 @@ def test_a_budget_in_pixels_is_kept_and_exported(folders, tmp_path):
     budget = PixelBudget(max_pixels=9000)
     encoder, plain = Encoder(folders["mistral3"], budget=budget), Encoder(folders["mistral3"])
     shutil.copytree(folders["mistral3"], tmp_path / "export")
-    write_budget(encoder, tmp_path / "export")
+    encoder.write_budget(tmp_path / "export")
     export = StockProcessor(tmp_path / "export")
     for size in [(300, 300), (30, 20), (100, 230)]:
         sample = one_image(file_of(picture(*size)))

@@ -3,18 +3,18 @@
 encoder        Encoder: a model folder's tokenizer, chat template and image rule; lengths without
                decoding a pixel; `assemble` puts a sample together
 sample         VLMSample: messages of text and images, as the data layer cooks them
+tokenizer      a folder's tokenizer, with the chat template of its processor
 chat           the chat template rendered and tokenized, with what is learnt of it (`turns`,
-               `token_places`, `content`, `literals`); `template_bounds` and `template_sizes` keep a
-               template from taking the machine; `clock`: a template that writes the day;
-               `thoughts`: one that leaves thoughts out
+               `token_places`, `content`, `literals`, `image_text`); `template_bounds`,
+               `template_growth` and `template_sizes` keep a template from taking the machine;
+               `clock`: a template that writes the day; `thoughts`: one that leaves thoughts out
 decode         image bytes -> pixels
 fingerprint    what an encoder's output depends on, for caches and the run's identity
-processor_files  a pixel budget, written into an exported folder
+budget         bounds on what an image costs: refused, and written into an exported folder
 """
 
 from vlmpack.encode.decode import decode_image
 from vlmpack.encode.encoder import Encoder, SampleLength
-from vlmpack.encode.processor_files import write_budget
 from vlmpack.encode.sample import ImagePart, Message, TextPart, VLMSample
 
 __all__ = [
@@ -25,5 +25,4 @@ __all__ = [
     "TextPart",
     "VLMSample",
     "decode_image",
-    "write_budget",
 ]

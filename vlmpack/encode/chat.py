@@ -17,6 +17,7 @@ from typing import Any
 
 from vlmpack.encode.clock import with_date
 from vlmpack.encode.content import Form, find_forms, turn_dicts
+from vlmpack.encode.image_text import Span, WrittenOut, write_out
 from vlmpack.encode.literals import hide_literals, put_back, renamed_tokenizer
 from vlmpack.encode.sample import ImagePart, Message, Role, TextPart
 from vlmpack.encode.template_bounds import bound_templates
@@ -28,7 +29,6 @@ from vlmpack.encode.token_places import (
 )
 from vlmpack.encode.turns import AssistantTurns, difference
 from vlmpack.errors import DataError, ModelError, VlmpackError
-from vlmpack.families.image_text import Span, WrittenOut, write_out
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """A template that marks what the assistant writes."""

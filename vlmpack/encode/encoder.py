@@ -9,24 +9,25 @@ import datetime
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
 from PIL import Image
 
 from vlmpack.encode.assemble import Tokens, assemble
+from vlmpack.encode.budget import refuse_budget, write_settings
 from vlmpack.encode.chat import ChatEncoder, no_vision_tower
 from vlmpack.encode.clock import noted_date, reads_clock, today
 from vlmpack.encode.decode import decode_image, which_image
 from vlmpack.encode.fingerprint import EncoderFacts
 from vlmpack.encode.sample import Message, VLMSample
 from vlmpack.encode.thoughts import last_turn_alone
-from vlmpack.errors import CapabilityError, DataError, ModelError, VlmpackError
+from vlmpack.encode.tokenizer import open_tokenizer
+from vlmpack.errors import CapabilityError, DataError, ModelError
 from vlmpack.families.base import Family, ImageLayout, ImageRule, PixelBudget
-from vlmpack.families.processor_config import processor_template
 from vlmpack.families.registry import family_of
-from vlmpack.model_folder import load_tokenizer, made_with
+from vlmpack.model_folder import made_with
 from vlmpack.packing import EncodedSample, Media
 
 ENCODER_VERSION = 4
@@ -83,30 +84,14 @@ class Encoder:
             self.date = date or noted_date(self.folder) or today()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        settings = (self.loss_on, self.max_image_pixels, self.budget, self.date, self.learn)
-        return (_rebuild, (self.folder, *settings))
+        names = ("loss_on", "max_image_pixels", "budget", "date", "learn")
+        settings = {name: getattr(self, name) for name in names}
+        return partial(Encoder, **settings), (self.folder,)
 
     @cached_property
     def tokenizer(self) -> Any:
         """transformers' fast tokenizer, with the chat template of the folder's processor."""
-        if not (self.folder / "tokenizer.json").is_file():
-            # transformers would make one without a vocabulary from config.json alone.
-            raise ModelError(
-                f"model.path: {self.folder} has no usable tokenizer: tokenizer.json is missing"
-            )
-        try:
-            tokenizer = load_tokenizer(self.folder)
-            template = processor_template(self.folder) if self.takes_images else None
-        except VlmpackError:
-            raise
-        except Exception as error:  # an edited tokenizer raises anything in its reader
-            raise ModelError(
-                f"model.path: {self.folder} has no usable tokenizer: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        if template is not None:
-            tokenizer.chat_template = template
-        return tokenizer
+        return open_tokenizer(self.folder, takes_images=self.takes_images)
 
     @cached_property
     def chat(self) -> ChatEncoder:
@@ -134,7 +119,7 @@ class Encoder:
             CapabilityError: a budget that the family cannot keep.
         """
         self.chat.refuse_without_images()
-        self._refuse_budget()
+        refuse_budget(self.budget, self.family, self.folder)
         assert not self.takes_images or self.image_rule is not None
 
     @cached_property
@@ -145,7 +130,7 @@ class Encoder:
             CapabilityError: the model has no vision tower; or a budget it cannot keep.
             ModelError: the folder has no usable image processor.
         """
-        self._refuse_budget()
+        refuse_budget(self.budget, self.family, self.folder)
         try:
             rule = self.family.image_rule(self.folder, self.budget)
         except (OSError, ValueError) as error:
@@ -156,6 +141,14 @@ class Encoder:
         if rule is None:
             raise CapabilityError(f"model.path: the model in {self.folder} has no vision tower")
         return rule
+
+    def write_budget(self, folder: Path) -> None:
+        """Puts the bounds into the processor files of an exported folder, a copy of the model's.
+
+        Without a budget the files stay as they are, byte for byte.
+        """
+        if self.budget != PixelBudget():
+            write_settings(self.image_rule.settings(), folder)
 
     @cached_property
     def placeholder_id(self) -> int:
@@ -296,28 +289,16 @@ class Encoder:
         names: Sequence[str] = (),
     ) -> list[Image.Image]:
         """Decoded, and resized where the plan shrank them."""
-        images = [self._decode(data, which_image(n, names)) for n, data in enumerate(files)]
+        images = [
+            decode_image(data, which_image(n, names), max_pixels=self.max_image_pixels)
+            for n, data in enumerate(files)
+        ]
         if sizes is None:
             return images
         return [
             image if image.size == tuple(size) else image.resize(size, Image.Resampling.BICUBIC)
             for image, size in zip(images, sizes, strict=True)
         ]
-
-    def _refuse_budget(self) -> None:
-        has = self.family.pixel_knobs
-        for name in ("min_pixels", "max_pixels", "max_tiles"):
-            value = getattr(self.budget, name)
-            if value is None or name in has:
-                continue
-            if not self.takes_images:
-                what = "has no vision tower, so images have no budget; leave it out"
-            elif not has:
-                what = f"is of family {self.family.name}, whose images have no bounds; leave it out"
-            else:
-                knobs = " and ".join(f"images.{knob}" for knob in has)
-                what = f"is of family {self.family.name}, which has {knobs}"
-            raise CapabilityError(f"images.{name}: {value}, but the model in {self.folder} {what}")
 
     def _refuse_images(self, count: int) -> None:
         if count and not self.takes_images:
@@ -375,24 +356,3 @@ class Encoder:
                 reason = f"image {which_image(place, names)}: {error}"
                 raise DataError(reason, error_class="decode") from error
         return found
-
-    def _decode(self, data: bytes, which: str) -> Image.Image:
-        return decode_image(data, which, max_pixels=self.max_image_pixels)
-
-
-def _rebuild(
-    folder: Path,
-    loss_on: LossOn,
-    max_image_pixels: int,
-    budget: PixelBudget,
-    date: datetime.date | None,
-    learn: Learn,
-) -> Encoder:
-    return Encoder(
-        folder,
-        loss_on=loss_on,
-        max_image_pixels=max_image_pixels,
-        budget=budget,
-        date=date,
-        learn=learn,
-    )

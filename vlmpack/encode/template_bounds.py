@@ -16,43 +16,38 @@ So a hostile template ends in a TemplateError, which is the conversation's fault
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import lru_cache, wraps
-from itertools import permutations
 from threading import local
 from typing import Any
 
 from jinja2 import Template, nodes
-from jinja2.exceptions import TemplateRuntimeError
-from jinja2.filters import do_format, make_attrgetter
+from jinja2.filters import make_attrgetter
 from jinja2.runtime import Macro, markup_join, str_join
 from jinja2.utils import pass_environment
 from transformers.utils import chat_template_utils
 
+from vlmpack.encode import template_growth as growth
+from vlmpack.encode.template_growth import (
+    TemplateLimit,
+    check_arguments,
+    check_operands,
+    checked,
+    too_large,
+)
 from vlmpack.encode.template_sizes import NESTED, Sizes
 
 MAX_TURNS = 2_000_000
 """Turns of loops, calls and filters of one rendering; a published template makes tens a message."""
 MAX_SECONDS = 5.0
 """Of the processor's time, for one rendering."""
-MAX_CHARACTERS = 64 << 20
-"""Of the text, and of anything that goes into it."""
-_MAX_BITS = 100_000
 _TURNS_PER_LOOK = 16
 _ITEMS_PER_LOOK = 4096
-_SIZED = (str, list, tuple)
 _NUMBERS = (int, float)
-_DIGITS = re.compile(r"[0-9]{5,}")
-_WIDTHS = re.compile(r"\{[^{}]*:[^{}]*?([0-9]{5,})")
 _OPERATORS = frozenset({"*", "**", "+", "%"})
 _BLOCKS = (nodes.AssignBlock, nodes.Macro, nodes.CallBlock, nodes.FilterBlock)
 """What keeps a text before it is written."""
-
-
-class TemplateLimit(TemplateRuntimeError):
-    """A template that costs more than any conversation may."""
 
 
 def bound_templates() -> None:
@@ -81,7 +76,7 @@ def _compiled(chat_template: str) -> Template:
         if function is join:
             costs.check(*args)
             return (markup_join if context.eval_ctx.autoescape else str_join)(args)
-        _check_arguments(function, args, kwargs)
+        check_arguments(function, args, kwargs)
         if isinstance(function, Macro):  # which puts them in a list that it makes itself
             costs.check(*args, *kwargs.values())
         return made(plain_call(context, function, *args, **kwargs))
@@ -89,12 +84,12 @@ def _compiled(chat_template: str) -> Template:
     def call_binop(context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "+":  # by far the most frequent: one look is enough, and no turn
             if isinstance(left, str) and isinstance(right, str):
-                if len(left) + len(right) > MAX_CHARACTERS:
-                    raise _too_large("text", len(left) + len(right))
+                if len(left) + len(right) > growth.MAX_CHARACTERS:
+                    raise too_large("text", len(left) + len(right))
                 return left + right
             return left + right if isinstance(left, _NUMBERS) else costs.added(left, right)
         turn()
-        _check_operands(operator, left, right)
+        check_operands(operator, left, right)
         if operator == "*":
             return costs.repeated(left, right)
         return made(plain_binop(context, operator, left, right))
@@ -124,8 +119,8 @@ def _compiled(chat_template: str) -> Template:
         try:
             for text in render(context, *args, **kwargs):
                 length += len(text)
-                if length > MAX_CHARACTERS:
-                    raise _too_large("text", length)
+                if length > growth.MAX_CHARACTERS:
+                    raise too_large("text", length)
                 yield text
         finally:
             costs.sizes.forget()
@@ -166,14 +161,14 @@ class _Costs(local):
     def check(self, *values: Any) -> int:
         """Refuses to put these together if they are too large by what is in them."""
         size = sum(map(self.sizes.of, values))
-        if size > MAX_CHARACTERS:
-            raise _too_large("value", size)
+        if size > growth.MAX_CHARACTERS:
+            raise too_large("value", size)
         return size
 
     def made(self, value: Any) -> Any:
         """The value of an operation, if it is not too large by what is in it."""
         if isinstance(value, str):
-            return _checked(value)
+            return checked(value)
         if isinstance(value, (list, tuple, dict)):
             self.check(value)
             if len(value) > _ITEMS_PER_LOOK:
@@ -186,8 +181,8 @@ class _Costs(local):
         """A value that a block writes, if those of all blocks are not too large together: a block
         that writes itself twice doubles."""
         self.in_blocks += len(value) if isinstance(value, str) else self.sizes.of(value)
-        if self.in_blocks > MAX_CHARACTERS:
-            raise _too_large("text in blocks", self.in_blocks)
+        if self.in_blocks > growth.MAX_CHARACTERS:
+            raise too_large("text in blocks", self.in_blocks)
         return value
 
     def added(self, left: Any, right: Any) -> Any:
@@ -199,8 +194,8 @@ class _Costs(local):
         if not isinstance(value, NESTED) or not isinstance(count, int):
             return self.made(left * right)
         size = self.sizes.of(value) * count
-        if size > MAX_CHARACTERS:
-            raise _too_large("repetition", size)
+        if size > growth.MAX_CHARACTERS:
+            raise too_large("repetition", size)
         return self.keep(left * right, size)
 
     def keep(self, value: Any, size: int) -> Any:
@@ -265,7 +260,7 @@ def _counted(function: Callable[..., Any], costs: _Costs) -> Callable[..., Any]:
     @wraps(function)  # with jinja's marks of what it is passed
     def counted(*args: Any, **kwargs: Any) -> Any:
         costs.turn()
-        _check_arguments(function, args, kwargs)
+        check_arguments(function, args, kwargs)
         return costs.made(function(*args, **kwargs))
 
     return counted
@@ -285,107 +280,3 @@ def _summed(plain: Callable[..., Any], costs: _Costs) -> Callable[..., Any]:
         return start
 
     return summed
-
-
-def _check_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuses what would make a huge text: a width, or a replacement of every character."""
-    if not args and not kwargs:
-        return
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, int) and abs(value) > MAX_CHARACTERS:
-            raise _too_large("number as an argument", value)
-    name = getattr(function, "__name__", "").removeprefix("do_")
-    if name not in _GROWING:
-        return
-    if function is do_format:
-        _check_operands("%", args[0], args[1:] or tuple(kwargs.values()))
-        return
-    plain = getattr(function, "__wrapped__", function)  # the sandbox wraps a text's `format`
-    named = [kwargs[key] for key in sorted(kwargs, key="new".__eq__)]  # what is new comes last
-    given = (getattr(plain, "__self__", None), *args, *named)
-    size = _GROWING[name]([value for value in given if isinstance(value, (*_SIZED, dict))])
-    if size > MAX_CHARACTERS:
-        raise _too_large(f"text by {name}", size)
-
-
-def _replaced(given: list[Any]) -> int:
-    """Characters of a text in which one is replaced by another, in this order."""
-    texts = [value for value in given if isinstance(value, str)]
-    if len(texts) < 3:
-        return 0
-    text, one, other = texts[:3]
-    return len(text) + text.count(one) * len(other)
-
-
-def _joined(given: list[Any]) -> int:
-    """Characters of the items and of a text between them, whichever is which."""
-    if len(given) < 2:
-        return 0
-    between = max(len(items) * len(text) for items, text in permutations(given, 2))
-    return between + sum(map(_total, given))
-
-
-def _translated(given: list[Any]) -> int:
-    """Characters of a text whose characters stand for texts."""
-    longest = [
-        len(v) for item in given if isinstance(item, dict) for v in item.values() if _is_sized(v)
-    ]
-    return max(longest, default=1) * max(map(len, given), default=0)
-
-
-def _formatted(given: list[Any]) -> int:
-    """The largest width in a text to fill in."""
-    text = given[0] if given and isinstance(given[0], str) else ""
-    return max((int(digits[:18]) for digits in _WIDTHS.findall(text)), default=0)
-
-
-_GROWING: Mapping[str, Callable[[list[Any]], int]] = {
-    "replace": _replaced,
-    "join": _joined,
-    "translate": _translated,
-    "format": _formatted,
-    "format_map": _formatted,
-}
-"""Function -> how much it makes of the texts that it is given, at most."""
-
-
-def _is_sized(value: Any) -> bool:
-    return isinstance(value, _SIZED)
-
-
-def _total(value: Any) -> int:
-    """Characters of a text, or of the texts in a list."""
-    if isinstance(value, str):
-        return len(value)
-    return sum(len(item) if isinstance(item, str) else 1 for item in value)
-
-
-def _check_operands(operator: str, left: Any, right: Any) -> None:
-    if operator == "%" and isinstance(left, str):
-        numbers = right if isinstance(right, tuple) else (right,)
-        if "*" in left and any(isinstance(n, int) and abs(n) > MAX_CHARACTERS for n in numbers):
-            raise _too_large("width", max(n for n in numbers if isinstance(n, int)))
-        widths = [int(digits[:9]) for digits in _DIGITS.findall(left)]
-        if widths and max(widths) > MAX_CHARACTERS:
-            raise _too_large("width", max(widths))
-        return
-    if operator == "*":
-        for text, count in ((left, right), (right, left)):
-            if _is_sized(text) and isinstance(count, int) and len(text) * count > MAX_CHARACTERS:
-                raise _too_large("repetition", len(text) * count)
-    if isinstance(left, int) and isinstance(right, int):
-        bits = left.bit_length() + right.bit_length()
-        if operator == "**":
-            bits = left.bit_length() * abs(right)
-        if bits > _MAX_BITS:
-            raise TemplateLimit(f"it makes a number of {bits:,} bits; at most {_MAX_BITS:,}")
-
-
-def _checked(value: Any) -> Any:
-    if type(value) in _SIZED and len(value) > MAX_CHARACTERS:
-        raise _too_large("value", len(value))
-    return value
-
-
-def _too_large(what: str, size: int) -> TemplateLimit:
-    return TemplateLimit(f"it makes a {what} of {size:,}; at most {MAX_CHARACTERS:,}")

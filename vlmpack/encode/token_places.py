@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
-from vlmpack.families.image_text import Span
+from vlmpack.encode.image_text import Span
 
 
 def written_by(places: Sequence[Span], spans: Sequence[Span]) -> list[bool]:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from vlmpack.encode.image_text import Span
 from vlmpack.encode.sample import Message, TextPart
 from vlmpack.errors import DataError
-from vlmpack.families.image_text import Span
 
 Render = Callable[[tuple[Message, ...], bool], str]
 """(turns, whether to add a generation prompt) -> the template's text."""

@@ -22,8 +22,8 @@ from vlmpack.errors import CapabilityError
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, PixelBudget
 from vlmpack.families.configs import whole_config, whole_config_of
+from vlmpack.families.feature_token import feature_token_id
 from vlmpack.families.image_processor import family_processor, image_processor
-from vlmpack.families.image_text import feature_token_id
 from vlmpack.families.one_axis import OneAxisVLM
 from vlmpack.families.tiles import canvas_of, patch_rows, patch_side, rgb, tiles_of
 from vlmpack.packing import CostModel, Media

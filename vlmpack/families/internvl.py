@@ -23,8 +23,8 @@ from PIL.Image import Image
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, PixelBudget
 from vlmpack.families.configs import whole_config
+from vlmpack.families.feature_token import feature_token_id
 from vlmpack.families.image_processor import family_processor, image_processor
-from vlmpack.families.image_text import feature_token_id
 from vlmpack.families.one_axis import OneAxisVLM
 from vlmpack.families.processor_config import check_image_length
 from vlmpack.families.tiles import (

@@ -32,8 +32,8 @@ from vlmpack.families import flops
 from vlmpack.families.anyres import AnyRes
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, PixelBudget
 from vlmpack.families.configs import whole_config
+from vlmpack.families.feature_token import feature_token_id
 from vlmpack.families.image_processor import family_processor, image_processor
-from vlmpack.families.image_text import feature_token_id
 from vlmpack.families.one_axis import OneAxisVLM
 from vlmpack.families.processor_config import processor_setting
 from vlmpack.families.tiles import canvas_of, patch_rows, patch_side, rgb, tiles_of, whole_tower

@@ -1,4 +1,4 @@
-"""What a model folder says beside the image processor: counts of tokens, a chat template."""
+"""What a model folder's processor says beside the image processor: counts of tokens."""
 
 from __future__ import annotations
 
@@ -10,18 +10,30 @@ DEFAULT_IMAGE_LENGTH = 256
 """The `image_seq_length` of transformers' processor classes that have one."""
 
 
-def processor_setting(folder: Path, key: str, default: Any) -> Any:
-    """A value of a model folder's processor_config.json.
+def processor_setting(
+    folder: Path, key: str, default: Any, *, file: str = "processor_config.json"
+) -> Any:
+    """A value of a model folder's processor_config.json, or of another of its JSON files.
 
     Args:
         folder: model folder.
         key: at the top of the file.
         default: of the processor class, for files without it or folders without the file.
+        file: its name.
 
     Raises:
         ValueError: the file holds no JSON object.
     """
-    return _setting(folder / "processor_config.json", key, default)
+    path = folder / file
+    if not path.is_file():
+        return default
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds no JSON object")
+    return content.get(key, default)
 
 
 def check_image_length(folder: Path, tokens: int, image: str) -> None:
@@ -48,33 +60,3 @@ def check_image_length(folder: Path, tokens: int, image: str) -> None:
         f"processor_config.json {found}, but the model makes {tokens} tokens of {image}: write "
         f'"image_seq_length": {tokens} into that file'
     )
-
-
-def processor_template(folder: Path) -> str | None:
-    """The chat template of a folder's processor class, where it is kept apart from the tokenizer's.
-
-    Older folders of vision-language models have it in chat_template.json, and in
-    tokenizer_config.json that of the language model alone, which writes no images. transformers'
-    processors take it before chat_template.jinja, its tokenizers do not know it.
-
-    Raises:
-        ValueError: a file that holds no JSON object, or no text.
-    """
-    found = _setting(folder / "processor_config.json", "chat_template", None)
-    if found is None:
-        found = _setting(folder / "chat_template.json", "chat_template", None)
-    if found is None or isinstance(found, str):
-        return found
-    raise ValueError(f"its processor's chat_template is a {type(found).__name__}, expected a text")
-
-
-def _setting(path: Path, key: str, default: Any) -> Any:
-    if not path.is_file():
-        return default
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path.name} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path.name} holds no JSON object")
-    return content.get(key, default)

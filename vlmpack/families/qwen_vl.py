@@ -16,8 +16,8 @@ from torch import Tensor
 from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, PixelBudget
+from vlmpack.families.feature_token import feature_token_id
 from vlmpack.families.image_processor import family_processor, image_processor
-from vlmpack.families.image_text import feature_token_id
 from vlmpack.packing import CostModel, GridTHW, Media
 
 MAX_ASPECT_RATIO = 200

@@ -18,7 +18,6 @@ from vlmpack.backends.boxes import whole
 from vlmpack.build.data import build_encoder
 from vlmpack.build.policy import policy_of
 from vlmpack.build.read_only import read_recipe
-from vlmpack.encode import write_budget
 from vlmpack.encode.clock import write_note
 from vlmpack.errors import CheckpointError, VlmpackError
 from vlmpack.recipe import Recipe
@@ -157,7 +156,7 @@ def _write(
         processor_from=source,
         dtype=chosen,
     )
-    write_budget(encoder, folder)
+    encoder.write_budget(folder)
     write_note(folder, encoder.date)
     return chosen
 

@@ -15,7 +15,6 @@ import torch
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.distributed import Ranks
-from vlmpack.encode import write_budget
 from vlmpack.encode.clock import write_note
 from vlmpack.errors import CapabilityError, DataError
 from vlmpack.evaluation.generation import answer_over_ranks
@@ -152,7 +151,7 @@ def export_model(session: Session) -> None:
 
 def _export_whole(session: Session, folder: Path, dtype: torch.dtype) -> None:
     session.engine.export(folder, processor_from=Path(session.recipe.model.path), dtype=dtype)
-    session.ranks.on_main(lambda: write_budget(session.encoder, folder))
+    session.ranks.on_main(lambda: session.encoder.write_budget(folder))
     session.ranks.on_main(lambda: write_note(folder, session.encoder.date))
 
 

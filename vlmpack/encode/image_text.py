@@ -12,9 +12,9 @@ processor has it; the long runs are repeated after, which costs nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from vlmpack.errors import DataError, ModelError
+from vlmpack.errors import DataError
 
 Span = tuple[int, int]
 """Start and end in characters."""
@@ -68,23 +68,3 @@ def write_out(text: str, spans: Sequence[Span], marker: str, images: Sequence[st
         for end, total, image in zip(ends, grown[1:], images, strict=True)
     ]
     return WrittenOut("".join(new), [(moved(a), moved(b)) for a, b in spans], places)
-
-
-def feature_token_id(tokenizer: Any, token: str, *around: str) -> int:
-    """The id of the token that an image feature replaces.
-
-    Args:
-        tokenizer: of transformers.
-        token: the feature token.
-        around: others that the family writes for images.
-
-    Raises:
-        ModelError: one of them is none of the tokenizer's special tokens.
-    """
-    missing = {token, *around} - tokenizer.get_added_vocab().keys()
-    if missing:
-        raise ModelError(
-            f"model.path: the tokenizer has no special token {', '.join(sorted(missing))}, "
-            f"which this family writes for images"
-        )
-    return int(tokenizer.convert_tokens_to_ids(token))
