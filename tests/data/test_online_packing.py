@@ -16,14 +16,12 @@ from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.batches import Position
 from vlmpack.data.plan.packers import (
     BudgetPacker,
-    RowBudget,
-    advised_max_sequences,
-    pack_in_order,
     window_samples,
 )
 from vlmpack.data.plan.shares import bin_costs, share_out, token_cost
 from vlmpack.data.plan.state import DataState
 from vlmpack.errors import DataError, RunIdentityError
+from vlmpack.packing.budget import RowBudget, advised_max_sequences
 
 pytestmark = pytest.mark.usefixtures("few_rows")
 BUDGET = RowBudget(max_tokens=64, alignment=4)
@@ -261,11 +259,13 @@ def test_sets_of_samples_with_a_bound_need_no_dry_run(
 ) -> None:
     packed: list[int] = []
 
-    def counting(tokens: Any, patches: Any, budget: RowBudget) -> list[list[int]]:
-        packed.append(len(tokens))
-        return pack_in_order(tokens, patches, budget)
+    rows = RowBudget.rows
 
-    monkeypatch.setattr("vlmpack.data.splits.row_packer.pack_in_order", counting)
+    def counting(budget: RowBudget, tokens: Any, patches: Any) -> list[list[int]]:
+        packed.append(len(tokens))
+        return rows(budget, tokens, patches)
+
+    monkeypatch.setattr(RowBudget, "rows", counting)
     bounded = replace(BUDGET, max_sequences=3)
     settings: dict[str, Any] = {"shuffle": "global", "global_batch_size": 8}
     data = online(folder, tmp_path, scope="batch", budget=bounded, **settings)
@@ -353,7 +353,7 @@ def test_costs_are_sums_over_a_bin() -> None:
 def test_rows_are_those_of_the_packer_alone() -> None:
     """Against one row at a time by exhaustive search: the oldest, and the fullest with it."""
     tokens = np.array([5, 9, 3, 4, 7, 2, 8, 6])
-    rows = pack_in_order(tokens, np.zeros(8, np.int64), RowBudget(max_tokens=16))
+    rows = RowBudget(max_tokens=16).rows(tokens, np.zeros(8, np.int64))
     left = list(range(8))
     for row in rows:
         oldest, others = left[0], left[1:]

@@ -33,11 +33,11 @@ from vlmpack.data.packs import write
 from vlmpack.data.packs.manifest import Manifest, read_manifest, sealed
 from vlmpack.data.packs.write import PackOrder, PackSource, make_packs
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.plan.packers import RowBudget
 from vlmpack.data.plan.state import DataState
 from vlmpack.encode.sample import Message, TextPart, VLMSample
 from vlmpack.errors import DataError, PacksError
 from vlmpack.packing.batch import Media
+from vlmpack.packing.budget import RowBudget
 from vlmpack.proof.audit.audit import audit_run
 from vlmpack.training.run_dir import RunDir
 

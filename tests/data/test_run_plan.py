@@ -13,10 +13,10 @@ from support.shards import TINY_MODEL
 from vlmpack.build.rows import row_budget
 from vlmpack.data.loading.read import ErrorPolicy
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.plan.packers import RowBudget
 from vlmpack.forecast.figures import ModeFigures, RunPlan
 from vlmpack.forecast.make import PlanInputs, plan_figures
 from vlmpack.packing import PackCollator, PadCollator
+from vlmpack.packing.budget import RowBudget
 from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.recipe.derived import multiples
 

@@ -23,7 +23,6 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.read import SkippedSample
 from vlmpack.data.packs.manifest import DIGEST, Manifest, read_manifest
 from vlmpack.data.packs.manifest import sealed as sealed_values
-from vlmpack.data.plan.packers import RowBudget
 from vlmpack.data.plan.state import STATE_VERSION, DataState
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.energon import check_energon_index
@@ -32,6 +31,7 @@ from vlmpack.data.shards.raw import group_members, parse_span
 from vlmpack.data.shards.schemas import cook_text
 from vlmpack.data.shards.tar import read_members
 from vlmpack.encode.decode import decode_image
+from vlmpack.packing.budget import RowBudget
 from vlmpack.storage.fetch import LocalFetcher
 from vlmpack.training.metrics import read_rows
 from vlmpack.training.record import read_launches, read_steps, recorded_ranks

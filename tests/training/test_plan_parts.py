@@ -14,7 +14,6 @@ import pytest
 from support.plans import mode_of
 from support.shards import ROOT, TINY_MODEL
 
-from vlmpack.data.plan.packers import RowBudget, pack_in_order
 from vlmpack.data.plan.shares import share_out, token_cost
 from vlmpack.errors import ModelError
 from vlmpack.forecast.batch import batch_figures
@@ -24,6 +23,7 @@ from vlmpack.forecast.memory import memory_figures
 from vlmpack.forecast.modes import PlannedMode
 from vlmpack.forecast.parameters import read_shapes, read_sizes
 from vlmpack.forecast.sequences import bound_choices
+from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.cost import CostModel
 from vlmpack.recipe import load_recipe
 
@@ -52,7 +52,7 @@ def test_a_bound_covers_and_costs_what_packing_says() -> None:
     patches = np.zeros_like(tokens)
     open_budget = RowBudget(max_tokens=512, alignment=8)
     budget = replace(open_budget, max_sequences=8)
-    free = [len(row) for row in pack_in_order(tokens, patches, open_budget)]
+    free = [len(row) for row in open_budget.rows(tokens, patches)]
     choices = bound_choices(budget, tokens, patches)
     assert [choice.max_sequences for choice in choices if choice.is_recipes] == [8]
     assert choices[-1].covered == 1.0 and choices[-1].extra_rows == 0.0
@@ -60,7 +60,7 @@ def test_a_bound_covers_and_costs_what_packing_says() -> None:
     assert len(choices) >= 3
     for choice in choices:
         enforced = replace(open_budget, max_sequences=choice.max_sequences)
-        bounded = pack_in_order(tokens, patches, enforced)
+        bounded = enforced.rows(tokens, patches)
         assert choice.extra_rows == pytest.approx(len(bounded) / len(free) - 1)
         assert choice.covered == np.mean(np.asarray(free) <= choice.max_sequences)
     assert choices[0].covered < 0.9 and choices[0].extra_rows > 0

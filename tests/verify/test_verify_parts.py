@@ -18,7 +18,7 @@ from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.families import family_of
-from vlmpack.packing import FixedShape, PackCollator, PadCollator
+from vlmpack.packing import FixedShape, PackCollator
 from vlmpack.proof.verify import Check, Verification, memory
 from vlmpack.proof.verify.compare import Compared, check_log_probabilities, loss_error
 from vlmpack.proof.verify.figures import bounded, relative_l2, with_noise, worst
@@ -321,10 +321,11 @@ def test_the_head_counts_processes_in_words():
 
 
 def test_rows_are_counted_in_words():
-    packed = PackCollator(pad_token_id=0, num_position_axes=3)
-    padded = PadCollator(pad_token_id=0, num_position_axes=3)
-    assert [rows_in_words(count, packed) for count in (1, 2)] == ["1 packed row", "2 packed rows"]
-    assert [rows_in_words(count, padded) for count in (1, 2)] == [
+    assert [rows_in_words(count, padded=False) for count in (1, 2)] == [
+        "1 packed row",
+        "2 packed rows",
+    ]
+    assert [rows_in_words(count, padded=True) for count in (1, 2)] == [
         "1 batch of padded rows",
         "2 batches of padded rows",
     ]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from vlmpack.data.config import PacksConfig
-from vlmpack.data.plan.packers import RowBudget
 from vlmpack.data.plan.state import DataState
 from vlmpack.packing import FixedShape
+from vlmpack.packing.budget import RowBudget
 from vlmpack.recipe import Recipe
 from vlmpack.recipe.derived import multiples, plan_alignment, row_tokens
 

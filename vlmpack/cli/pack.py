@@ -122,13 +122,9 @@ def _print_table(manifest: Manifest, folder: Path, seconds: float) -> None:
     from rich.table import Table
 
     table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row("packs", f"{manifest.num_packs:,} of up to {manifest.budget.max_tokens:,} tokens")
+    table.add_row("packs", f"{manifest.num_packs:,} of up to {manifest.budget}")
     per_pack = manifest.num_samples / max(1, manifest.num_packs)
-    table.add_row(
-        "samples",
-        f"{manifest.num_samples:,} ({per_pack:.1f} a pack, at most "
-        f"{manifest.budget.max_sequences})",
-    )
+    table.add_row("samples", f"{manifest.num_samples:,} ({per_pack:.1f} a pack)")
     table.add_row("tokens", f"{manifest.num_tokens:,}")
     table.add_row("fill", f"{manifest.fill:.2%}")
     if manifest.num_holes:

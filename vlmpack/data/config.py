@@ -11,10 +11,11 @@ from typing import Literal
 from vlmpack.data.index.overlong import OverLong, SampleLimits
 from vlmpack.data.loading.loader import LoaderSettings
 from vlmpack.data.loading.read import ErrorPolicy
-from vlmpack.data.plan.packers import RowBudget, Scope
+from vlmpack.data.plan.packers import Scope
 from vlmpack.data.plan.shares import RowCost, token_cost
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.errors import RecipeError
+from vlmpack.packing.budget import RowBudget
 
 PackingMode = Literal["none", "in_batch", "online", "offline"]
 

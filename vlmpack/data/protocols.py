@@ -12,6 +12,7 @@ from typing import Protocol
 
 from vlmpack.encode.sample import VLMSample
 from vlmpack.packing.batch import EncodedSample, PackedBatch, PaddedBatch
+from vlmpack.packing.row_layout import FixedShape
 
 ImageSize = tuple[int, int]
 """(width, height) in pixels, as the image is seen: after its EXIF orientation."""
@@ -65,6 +66,14 @@ class Encoder(Protocol):
 
 class Collator(Protocol):
     """Puts the samples of one bin into one batch."""
+
+    @property
+    def pad_to_multiple_of(self) -> int:
+        """What each sample's slots are a multiple of; of padded rows, their width."""
+
+    @property
+    def fixed(self) -> FixedShape | None:
+        """The one shape of all its batches, where they have one."""
 
     def __call__(self, samples: Sequence[EncodedSample]) -> PackedBatch | PaddedBatch:
         """The samples as one batch, in their order."""

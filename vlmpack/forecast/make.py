@@ -8,10 +8,9 @@ from vlmpack.build.rows import row_budget
 from vlmpack.data.config import DataConfig
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.plan.batches import Plan, Position
-from vlmpack.data.plan.packers import BudgetPacker, RowBudget, pack_in_order
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.shards.keys import describe_keys
-from vlmpack.data.splits.row_packer import dry_run_order, settled_budget
+from vlmpack.data.splits.row_packer import dry_run_order
 from vlmpack.data.splits.split import Split
 from vlmpack.forecast.batch import batch_figures
 from vlmpack.forecast.figures import RunPlan
@@ -31,6 +30,7 @@ from vlmpack.forecast.progress import Progress, counted, silent
 from vlmpack.forecast.sequences import sequence_figures
 from vlmpack.forecast.sources import left_out, source_figures
 from vlmpack.forecast.trained import TrainedSizes
+from vlmpack.packing.budget import RowBudget
 from vlmpack.recipe import Recipe, derive
 from vlmpack.recipe.derived import multiples
 
@@ -172,13 +172,11 @@ def _dry_run(inputs: PlanInputs) -> tuple[Int64s, Int64s]:
 
 def _settled_budget(inputs: PlanInputs, tokens: Int64s, patches: Int64s) -> RowBudget:
     """Of planned rows, with the bound on sequences that the run has or would have."""
-    packer = inputs.split.plan.packer
-    if isinstance(packer, BudgetPacker):
-        return packer.budget
+    settled = inputs.split.plan.packer.budget
+    if settled is not None:
+        return settled
     budget = row_budget(inputs.recipe, None)
-    if budget.max_sequences is not None:
-        return budget
-    return settled_budget(budget, pack_in_order(tokens, patches, budget))
+    return budget.settled(budget.rows(tokens, patches))
 
 
 def _run_steps(inputs: PlanInputs, own: PlannedMode, progress: Progress) -> int:

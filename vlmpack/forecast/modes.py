@@ -20,7 +20,7 @@ from vlmpack.data.config import DataConfig
 from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.plan.batches import Plan, Position, seeded_order
-from vlmpack.data.plan.packers import Bin, BudgetPacker, RowBudget, Scope
+from vlmpack.data.plan.packers import Bin, Scope
 from vlmpack.data.plan.packs import PackPlan
 from vlmpack.data.plan.shares import RowCost
 from vlmpack.data.plan.windows import WindowPlan
@@ -29,7 +29,7 @@ from vlmpack.data.splits.split import Split, first_epoch
 from vlmpack.forecast.figures import ModeFigures
 from vlmpack.forecast.layout import Layout, Rows, RowShape, empty_bins, lay_out, layout_of
 from vlmpack.forecast.progress import Progress, counted
-from vlmpack.packing import plan_packs
+from vlmpack.packing.budget import RowBudget
 
 Windows = Iterator[Sequence[tuple[Bin, ...]]]
 
@@ -93,7 +93,7 @@ class ModePlanner:
             name = STREAM if config.scope == "stream" else BATCH
         elif config.mode == "offline":
             name = SAVED
-        budget = plan.packer.budget if isinstance(plan.packer, BudgetPacker) else None
+        budget = plan.packer.budget
         # A WindowPlan's windows are not known beforehand: global batch by global batch.
         walked = ([batch.bins] for batch in first_epoch(split))
         windows = walked if isinstance(plan, WindowPlan) else _windows(plan)
@@ -127,14 +127,7 @@ class ModePlanner:
         most = size if is_recipes else MAX_PACKED
         order = np.argsort(samples.numbers[:most], kind="stable")
         tokens, patches = samples.tokens[order], samples.patches[order]
-        packs = plan_packs(
-            np.maximum(tokens, 1),
-            budget.max_tokens,
-            second=None if budget.max_patches is None else patches,
-            second_budget=budget.max_patches,
-            alignment=budget.alignment,
-            max_sequences=budget.max_sequences,
-        )
+        packs = budget.packs(tokens, patches)
         # Neighbours of best-fit-decreasing are alike; a run permutes the packs.
         packs = [packs[n] for n in seeded_order(len(packs), self.config.seed, "packs").tolist()]
         order = np.concatenate([np.empty(0, np.int64), *packs])

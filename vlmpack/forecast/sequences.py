@@ -12,9 +12,9 @@ import numpy as np
 
 from vlmpack.alignment import round_up
 from vlmpack.data.index.table import Int64s
-from vlmpack.data.plan.packers import RowBudget, pack_in_order
 from vlmpack.forecast.figures import BoundChoice, SequenceFigures
 from vlmpack.forecast.modes import PlannedMode
+from vlmpack.packing.budget import RowBudget
 
 NAMED = (("p50", 50.0), ("p90", 90.0), ("p99", 99.0), ("p99.9", 99.9), ("max", 100.0))
 """Percentiles of the samples in a row."""
@@ -90,5 +90,5 @@ def _percentiles(sizes: Int64s) -> dict[str, int]:
 
 
 def _row_sizes(tokens: Int64s, patches: Int64s, budget: RowBudget) -> Int64s:
-    rows = pack_in_order(tokens, patches, budget)
+    rows = budget.rows(tokens, patches)
     return np.fromiter(map(len, rows), np.int64, len(rows))

@@ -75,6 +75,10 @@ class PadCollator:
     num_position_axes: int
     pad_to_multiple_of: int = 1
 
+    @property
+    def fixed(self) -> None:
+        """Padded rows are as wide as their longest sample."""
+
     def __call__(self, samples: Sequence[EncodedSample]) -> PaddedBatch:
         """Pad one bin; an empty one becomes `empty()`."""
         if not samples:

@@ -9,12 +9,12 @@ import numpy as np
 from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.packs.manifest import Planner
-from vlmpack.data.plan.packers import Bin, RowBudget
+from vlmpack.data.plan.packers import Bin
 from vlmpack.data.plan.packs import PackArrays
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.growing_index import SHARD_STRIDE
 from vlmpack.data.splits.split import Split, first_epoch
-from vlmpack.packing import plan_packs
+from vlmpack.packing.budget import RowBudget
 
 
 def choose_packs(split: Split, fitted: Fitted, planner: Planner, budget: RowBudget) -> PackArrays:
@@ -30,16 +30,7 @@ def choose_packs(split: Split, fitted: Fitted, planner: Planner, budget: RowBudg
     if planner == "stream":
         return PackArrays.of(windows)
     draws = np.sort(PackArrays.of(windows).numbers)
-    tokens = np.maximum(fitted.table.num_tokens[draws], 1)
-    patches = fitted.table.num_patches[draws] if budget.max_patches is not None else None
-    packs = plan_packs(
-        tokens,
-        budget.max_tokens,
-        second=patches,
-        second_budget=budget.max_patches,
-        alignment=budget.alignment,
-        max_sequences=budget.max_sequences,
-    )
+    packs = budget.packs(fitted.table.num_tokens[draws], fitted.table.num_patches[draws])
     return PackArrays.unordered([draws[places] for places in packs])
 
 

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vlmpack.data.plan.packers import RowBudget
 from vlmpack.data.plan.state import IdentityValue
 from vlmpack.errors import UNREADABLE, PacksError
+from vlmpack.packing.budget import RowBudget
 
 PACKS_VERSION = 2
 WITHOUT_DIGEST = 1
@@ -78,7 +78,7 @@ class Manifest:
     @property
     def fill(self) -> float:
         """Tokens of samples over slots of full packs."""
-        return self.num_tokens / max(1, self.num_packs * self.budget.max_tokens)
+        return self.budget.fill(self.num_tokens, self.num_packs)
 
     def to_json(self) -> str:
         """The file's text."""

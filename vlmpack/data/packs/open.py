@@ -107,6 +107,10 @@ def open_packed(
     )
 
 
+_SETTLED = ("packing.alignment", "packing.max_sequences")
+"""What a plan of packs has of their budget beside the packs themselves."""
+
+
 def _identity(config: DataConfig, manifest: Manifest) -> Identity:
     """What decides the order. The samples are those of the packs: that was compared."""
     return {
@@ -115,8 +119,7 @@ def _identity(config: DataConfig, manifest: Manifest) -> Identity:
         "data.shuffle": manifest.shuffle,
         "packing.mode": "offline",
         "packing.packs": manifest.plan,
-        "packing.alignment": manifest.budget.alignment,
-        "packing.max_sequences": manifest.budget.max_sequences,
+        **{name: manifest.budget.knobs[name] for name in _SETTLED},
         "training.seq_length": config.seq_length,
         "training.global_batch_size": config.global_batch_size,
         "encoder": short_digest(repr(sorted(manifest.encoder.items()))),

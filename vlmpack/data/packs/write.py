@@ -36,7 +36,6 @@ from vlmpack.data.packs.manifest import (
 from vlmpack.data.packs.part_jobs import PART_BYTES, part_cuts, part_jobs
 from vlmpack.data.packs.parts import PartFacts, WritePart, facts_path, read_facts, tar_name
 from vlmpack.data.packs.samples import SAMPLES, save_samples
-from vlmpack.data.plan.packers import BudgetPacker
 from vlmpack.data.plan.packs import PackArrays
 from vlmpack.data.splits.checks import name_unknown_keys
 from vlmpack.data.splits.indexed import PreparedSplit, prepare_split
@@ -44,6 +43,7 @@ from vlmpack.data.splits.part_settings import build_settings, make_builder
 from vlmpack.data.splits.split import Split
 from vlmpack.data.splits.survey import survey_split
 from vlmpack.errors import UNREADABLE, PacksError
+from vlmpack.packing.budget import RowBudget
 
 HOLES = "holes.json"
 PRELOAD = ("vlmpack.data.packs.parts",)
@@ -103,10 +103,10 @@ def make_packs(source: PackSource, folder: Path, order: PackOrder) -> Manifest:
         source.split.index_all()
         prepared = _prepared(source, order)
         name_unknown_keys(prepared.fitted.table.unknown_keys)
-        packer = source.split.plan.packer
-        assert isinstance(packer, BudgetPacker)
-        arrays = choose_packs(source.split, prepared.fitted, order.planner, packer.budget)
-        manifest = _manifest(source, order, prepared, arrays)
+        budget = source.split.plan.packer.budget
+        assert budget is not None  # of mode `online`
+        arrays = choose_packs(source.split, prepared.fitted, order.planner, budget)
+        manifest = _manifest(source, order, prepared, arrays, budget)
         try:
             _begin(folder, manifest, order.part_packs)
             facts: list[PartFacts] = []
@@ -162,16 +162,19 @@ def _prepared(source: PackSource, order: PackOrder) -> PreparedSplit:
 
 
 def _manifest(
-    source: PackSource, order: PackOrder, prepared: PreparedSplit, arrays: PackArrays
+    source: PackSource,
+    order: PackOrder,
+    prepared: PreparedSplit,
+    arrays: PackArrays,
+    budget: RowBudget,
 ) -> Manifest:
-    config, packer = source.config, source.split.plan.packer
+    config = source.config
     encoder: Any = source.dataset.encoder
-    assert isinstance(packer, BudgetPacker)
     return Manifest(
         kind=order.kind,
         planner=order.planner,
         media=order.media if order.kind == "shards" else None,
-        budget=packer.budget,
+        budget=budget,
         seq_length=config.seq_length,
         seed=config.seed,
         shuffle=str(source.split.identity["data.shuffle"]),

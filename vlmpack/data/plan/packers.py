@@ -12,15 +12,13 @@ window, so any window is planned alone. The last global batch of a window may be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-import numpy as np
-
 from vlmpack.alignment import round_up
 from vlmpack.data.index.table import Int64s
-from vlmpack.packing.stream import StreamPacker
+from vlmpack.packing.budget import RowBudget
 
 Bin = tuple[int, ...]
 """Sample numbers that share a row (or the rows of one micro-batch)."""
@@ -36,10 +34,6 @@ a row instead of STREAMED_SAMPLES_PER_ROW 12 batches, of which half a one is 4%.
 STREAMED_SAMPLES_PER_ROW = 2
 """Assumed where nothing is indexed, for the size of a window."""
 
-DEFAULT_MAX_SEQUENCES = 32
-"""Sequences in a row at most, where no dry run says more: what the packer makes of common mixes
-holds fewer (ALGORITHMS: at most 31)."""
-
 
 class Packer(Protocol):
     """A window's sample order -> its global batches."""
@@ -49,6 +43,10 @@ class Packer(Protocol):
 
     def num_batches(self, count: int) -> int | None:
         """Global batches of a window of `count` samples, where it follows from the count alone."""
+
+    @property
+    def budget(self) -> RowBudget | None:
+        """What a row holds at most; None where rows have no bound of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +75,9 @@ class FixedPacker:
         """See Packer."""
         return -(-count // self.global_batch_size)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowBudget:
-    """What a row may hold at most. Lengths are rounded up to `alignment` first.
-
-    Args:
-        max_tokens: tokens.
-        max_patches: vision patches; None for no bound.
-        max_sequences: samples; None for no bound.
-        alignment: multiple that each sample's length counts as, in tokens.
-    """
-
-    max_tokens: int
-    max_patches: int | None = None
-    max_sequences: int | None = None
-    alignment: int = 1
+    @property
+    def budget(self) -> None:
+        """See Packer: a bin takes what its samples take."""
 
 
 Sizes = Callable[[Int64s], tuple[Int64s, Int64s]]
@@ -134,42 +119,7 @@ class BudgetPacker:
         """The rows of some samples, none of them empty."""
         tokens, patches = self.sizes(order)
         samples: list[int] = order.tolist()
-        places = pack_in_order(tokens, patches, self.budget)
-        return [tuple(samples[place] for place in row) for row in places]
-
-
-def pack_in_order(tokens: Int64s, patches: Int64s, budget: RowBudget) -> list[list[int]]:
-    """Rows of samples that come in order, as places in that order.
-
-    A sample that is known to be bad has no tokens; it takes a place of the smallest size, so that
-    its hole is counted with the row it would have been in.
-
-    Args:
-        tokens, patches: (n,) of the samples.
-    """
-    packer = StreamPacker(
-        budget.max_tokens,
-        second_budget=budget.max_patches,
-        alignment=budget.alignment,
-        max_sequences=budget.max_sequences,
-    )
-    rows: list[list[int]] = []
-    for length, second in zip(np.maximum(tokens, 1).tolist(), patches.tolist(), strict=True):
-        rows += packer.push(length, second)
-    return rows + packer.flush()
-
-
-def advised_max_sequences(sequences: Sequence[int] | Int64s) -> int:
-    """A bound on the sequences of a row that nearly all rows keep anyway: their 99.9th percentile,
-    rounded up to a multiple of 8 (the size of a fixed `cu_seqlens`).
-
-    Args:
-        sequences: of the rows of a dry run.
-    """
-    if not len(sequences):
-        return DEFAULT_MAX_SEQUENCES
-    place = -(-999 * len(sequences) // 1000) - 1
-    return round_up(int(np.sort(np.asarray(sequences))[place]), 8)
+        return [tuple(samples[place] for place in row) for row in self.budget.rows(tokens, patches)]
 
 
 def window_samples(global_batch_size: int, samples_per_row: int = 0) -> int:

@@ -22,7 +22,7 @@ from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.shard_index import ShardIndex, open_index
 from vlmpack.data.index.table import Int64s, SampleRef, SampleTable, join_tables
 from vlmpack.data.plan.batches import PLAN_RULE, Cursors, Plan, PlanSource, Position, Shuffle
-from vlmpack.data.plan.packers import Bin, BudgetPacker
+from vlmpack.data.plan.packers import Bin
 from vlmpack.data.plan.state import DataState, Identity
 from vlmpack.data.protocols import Encoder
 from vlmpack.data.splits.blending import blended_draws
@@ -106,7 +106,7 @@ class IndexedSplit:
         """See Split. Rows of a long epoch are those of its first window, and so is the number of
         steps where it depends on them."""
         plan = self.plan
-        whole = plan.epoch_size <= SUMMARY_SAMPLES or not isinstance(plan.packer, BudgetPacker)
+        whole = plan.epoch_size <= SUMMARY_SAMPLES or plan.packer.budget is None
         order, bins = planned_rows(
             plan.packed(Position(0, w)) for w in range(plan.num_windows if whole else 1)
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -12,17 +12,14 @@ from vlmpack.data.config import DataConfig
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.plan.batches import Plan, PlanSource, Shuffle
 from vlmpack.data.plan.packers import (
-    DEFAULT_MAX_SEQUENCES,
     STREAMED_SAMPLES_PER_ROW,
     BudgetPacker,
     FixedPacker,
-    RowBudget,
     Sizes,
-    advised_max_sequences,
-    pack_in_order,
     window_samples,
 )
 from vlmpack.data.plan.state import IdentityValue
+from vlmpack.packing.budget import RowBudget
 
 DRY_RUN_SAMPLES = 65_536
 _NO_ROWS = FixedPacker(1, 1)
@@ -47,10 +44,7 @@ class Cutting:
             return {}
         budget = self.packer.budget
         return {
-            "packing.max_tokens": budget.max_tokens,
-            "packing.max_vision_patches": budget.max_patches,
-            "packing.max_sequences": budget.max_sequences,
-            "packing.alignment": budget.alignment,
+            **budget.knobs,
             "packing.scope": self.packer.scope,
             "window": self.window,
         }
@@ -67,18 +61,18 @@ def cut_indexed(
         return _budgeted(config, budget, sizes, samples_per_row=0)  # nothing is left to settle
     assert shuffle != "window"
     order = dry_run_order(sources, config.seed, shuffle)
-    rows = pack_in_order(*sizes(order), budget)
+    rows = budget.rows(*sizes(order))
     per_row = -(-order.shape[0] // max(1, len(rows)))
-    return _budgeted(config, settled_budget(budget, rows), sizes, samples_per_row=per_row)
+    return _budgeted(config, budget.settled(rows), sizes, samples_per_row=per_row)
 
 
 def cut_streamed(config: DataConfig, sizes: Sizes) -> Cutting:
     """For a split of which nothing need be known."""
     if config.budget is None:
         return _fixed(config)
-    most = config.budget.max_sequences or DEFAULT_MAX_SEQUENCES
-    budget = replace(config.budget, max_sequences=most)
-    return _budgeted(config, budget, sizes, samples_per_row=STREAMED_SAMPLES_PER_ROW)
+    return _budgeted(
+        config, config.budget.settled(None), sizes, samples_per_row=STREAMED_SAMPLES_PER_ROW
+    )
 
 
 def dry_run_order(
@@ -88,17 +82,6 @@ def dry_run_order(
     them."""
     dry = Plan(sources, seed=seed, shuffle=shuffle, window=DRY_RUN_SAMPLES, packer=_NO_ROWS)
     return dry.window_order(0, 0) if dry.num_windows else np.empty(0, np.int64)
-
-
-def settled_budget(budget: RowBudget, rows: Sequence[Sequence[int]]) -> RowBudget:
-    """The budget, with the bound on sequences that a dry run advises where it has none.
-
-    Args:
-        rows: of the dry run, by this budget.
-    """
-    if budget.max_sequences is not None:
-        return budget
-    return replace(budget, max_sequences=advised_max_sequences([len(row) for row in rows]))
 
 
 def _fixed(config: DataConfig) -> Cutting:

@@ -17,7 +17,7 @@ from vlmpack.build.read_only import (
 )
 from vlmpack.data.index.table import SampleRef
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.plan.packers import Bin, BudgetPacker
+from vlmpack.data.plan.packers import Bin
 from vlmpack.data.splits.split import first_epoch
 from vlmpack.encode import Encoder
 from vlmpack.errors import RecipeError, VlmpackError
@@ -104,12 +104,11 @@ def open_row(
         if wanted.batch is not None:
             check_batch(values, train, wanted.batch, run_dir)
         found = find_bin(train, wanted, run_dir)
-        packer = train.plan.packer
         rules = RowRules(
             mode=values.packing.mode,
             context=values.parallelism.context,
             multiples=multiples(values.parallelism),
-            budget=packer.budget if isinstance(packer, BudgetPacker) else None,
+            budget=train.plan.packer.budget,
             placeholder_id=encoder.placeholder_id,
             pad_token_id=encoder.pad_token_id,
             cost=build_cost_model(encoder),

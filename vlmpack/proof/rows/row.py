@@ -16,11 +16,11 @@ from torch import Tensor
 from vlmpack.alignment import Alignment
 from vlmpack.data.index.table import SampleRef
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.plan.packers import RowBudget
 from vlmpack.encode import Encoder
 from vlmpack.errors import PackingError
 from vlmpack.packing import CostModel, EncodedSample, PackedBatch, PaddedBatch
 from vlmpack.packing.batch import ContextSlice
+from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.context import padded_as_row, slice_for_context
 from vlmpack.proof.rows.show import (
     ShownBin,

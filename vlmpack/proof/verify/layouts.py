@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.plan.packers import BudgetPacker
+from vlmpack.data.protocols import Collator
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
-from vlmpack.packing import PackCollator, PadCollator
+from vlmpack.packing import PackCollator
 from vlmpack.recipe import Recipe, derive
 
 
 def layouts(
     recipe: Recipe, encoder: Encoder, train: TrainData, ranks: Ranks
-) -> list[tuple[str, PackCollator | PadCollator]]:
+) -> list[tuple[str, Collator]]:
     """The run's own rows; for padded ones also the packed row that other modes would make.
 
     Returns:
         What the names of a layout's checks begin with, and its collator.
     """
-    own: Any = train.dataset.collator
+    own = train.dataset.collator
     if not recipe.packing.facts.pads:
         return [("", own)]
     derived = derive(recipe, ranks.world_size)
@@ -35,12 +33,12 @@ def layouts(
 
 def row_tokens(train: TrainData) -> int | None:
     """Tokens that a planned row holds at most; None where rows have no budget."""
-    packer = train.plan.packer
-    return packer.budget.max_tokens if isinstance(packer, BudgetPacker) else None
+    budget = train.plan.packer.budget
+    return None if budget is None else budget.max_tokens
 
 
-def rows_in_words(count: int, collator: PackCollator | PadCollator) -> str:
+def rows_in_words(count: int, *, padded: bool) -> str:
     """What an engine runs on, for the log."""
-    if isinstance(collator, PadCollator):
+    if padded:
         return f"{count} batch{'es' if count != 1 else ''} of padded rows"
     return f"{count} packed row{'s' if count != 1 else ''}"

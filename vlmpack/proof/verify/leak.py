@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vlmpack.packing import EncodedSample, PackCollator, PadCollator
+from vlmpack.data.protocols import Collator
+from vlmpack.packing import EncodedSample
 from vlmpack.proof.verify.figures import Check, names_of, relative_l2, worst
 from vlmpack.proof.verify.packed import Packed, PackedRun
 from vlmpack.proof.verify.row import Row, make_row
@@ -60,7 +61,7 @@ class Perturbation:
 
 def check_leaks(
     run: PackedRun,
-    collator: PackCollator | PadCollator,
+    collator: Collator,
     rows: Sequence[Row],
     perturbation: Perturbation,
     *,

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from vlmpack.backends.engine import Engine
+from vlmpack.data.protocols import Collator
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
-from vlmpack.packing import EncodedSample, PackCollator, PadCollator
+from vlmpack.packing import EncodedSample
 from vlmpack.proof.verify.adapters import AdapterRun, check_adapters
 from vlmpack.proof.verify.compare import (
     Compared,
@@ -133,7 +134,7 @@ def verify_rows(
     ranks: Ranks,
     rows: Sequence[Row],
     *,
-    collator: PackCollator | PadCollator,
+    collator: Collator,
     reference: ReferenceRuns | None,
     encoder: Encoder,
     optim: OptimSection,

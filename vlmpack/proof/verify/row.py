@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from vlmpack.alignment import round_up
+from vlmpack.data.protocols import Collator
 from vlmpack.packing import (
     IGNORE_INDEX,
     Batch,
     EncodedSample,
-    PackCollator,
     PackedBatch,
-    PadCollator,
+    PaddedBatch,
 )
 from vlmpack.proof.verify.figures import Check
 
@@ -50,13 +50,11 @@ class Row:
     ends: tuple[int, ...]
 
 
-def make_row(
-    collator: PackCollator | PadCollator, samples: Sequence[EncodedSample], numbers: Sequence[int]
-) -> Row:
+def make_row(collator: Collator, samples: Sequence[EncodedSample], numbers: Sequence[int]) -> Row:
     """The samples as one micro-batch."""
     batch = collator(samples)
     lengths = [sample.length for sample in samples]
-    if isinstance(collator, PadCollator):
+    if isinstance(batch, PaddedBatch):
         width = round_up(max(lengths), collator.pad_to_multiple_of)
         slots = [width] * len(lengths)
     else:
@@ -68,7 +66,7 @@ def make_row(
 def group_samples(
     samples: Sequence[EncodedSample],
     count: int,
-    collator: PackCollator | PadCollator,
+    collator: Collator,
     *,
     max_tokens: int | None,
 ) -> list[list[int]]:
@@ -80,9 +78,8 @@ def group_samples(
         collator: that makes the rows.
         max_tokens: of a row; None for no bound. A longer sample has a row of its own.
     """
-    fixed = collator.fixed if isinstance(collator, PackCollator) else None
-    if fixed is not None and isinstance(fixed.max_sequences, int):
-        count = min(count, fixed.max_sequences)
+    if collator.fixed is not None and isinstance(collator.fixed.max_sequences, int):
+        count = min(count, collator.fixed.max_sequences)
     groups: list[list[int]] = [[]]
     filled = 0
     for number, sample in enumerate(samples):

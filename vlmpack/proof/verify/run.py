@@ -25,9 +25,10 @@ from vlmpack.build.policy import policy_of
 from vlmpack.capabilities.versions import installed_versions
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
+from vlmpack.data.protocols import Collator
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
-from vlmpack.packing import PackCollator, PadCollator
+from vlmpack.packing import PaddedBatch
 from vlmpack.proof.verify.answers import check_answers
 from vlmpack.proof.verify.engine import (
     Dtype,
@@ -229,7 +230,11 @@ def _all_checks(
         rows = [
             make_row(collator, [chosen.samples[n] for n in numbers], numbers) for numbers in groups
         ]
-        logger.info("%-14s %s", "engine", rows_in_words(len(rows), collator))
+        logger.info(
+            "%-14s %s",
+            "engine",
+            rows_in_words(len(rows), padded=isinstance(rows[0].batch, PaddedBatch)),
+        )
         found, facts = check_rows(
             changed, ranks, encoder, collator, rows, held[0] if ranks.is_main else None
         )
@@ -243,7 +248,7 @@ def check_rows(
     recipe: Recipe,
     ranks: Ranks,
     encoder: Encoder,
-    collator: PackCollator | PadCollator,
+    collator: Collator,
     rows: Sequence[Row],
     reference: ReferenceRuns | None,
 ) -> tuple[list[Check], dict[str, str]]:

@@ -1,0 +1,113 @@
+"""What a planned row may hold, and the rows that samples make of it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from vlmpack.alignment import round_up
+from vlmpack.packing.limits import Integers
+from vlmpack.packing.offline import plan_packs
+from vlmpack.packing.stream import StreamPacker
+
+DEFAULT_MAX_SEQUENCES = 32
+"""Sequences in a row at most, where no dry run says more: what the packer makes of common mixes
+holds fewer (ALGORITHMS: at most 31)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowBudget:
+    """What a row may hold at most. Lengths are rounded up to `alignment` first.
+
+    A sample that is known to be bad has no tokens; it takes a place of the smallest size, so that
+    its hole is counted with the row it would have been in.
+
+    Args:
+        max_tokens: tokens.
+        max_patches: vision patches; None for no bound.
+        max_sequences: samples; None for no bound.
+        alignment: multiple that each sample's length counts as, in tokens.
+    """
+
+    max_tokens: int
+    max_patches: int | None = None
+    max_sequences: int | None = None
+    alignment: int = 1
+
+    @property
+    def knobs(self) -> dict[str, int | None]:
+        """By the recipe's keys, as an identity has them."""
+        return {
+            "packing.max_tokens": self.max_tokens,
+            "packing.max_vision_patches": self.max_patches,
+            "packing.max_sequences": self.max_sequences,
+            "packing.alignment": self.alignment,
+        }
+
+    def __str__(self) -> str:
+        most = "" if self.max_sequences is None else f", {self.max_sequences} samples"
+        return f"{self.max_tokens:,} tokens{most}"
+
+    def fill(self, num_tokens: int, num_rows: int) -> float:
+        """Tokens over the slots of full rows."""
+        return num_tokens / max(1, num_rows * self.max_tokens)
+
+    def rows(self, tokens: Integers, patches: Integers) -> list[list[int]]:
+        """Rows of samples that come in order, filled by StreamPacker, as places in that order.
+
+        Args:
+            tokens, patches: (n,) of the samples.
+        """
+        packer = StreamPacker(
+            self.max_tokens,
+            second_budget=self.max_patches,
+            alignment=self.alignment,
+            max_sequences=self.max_sequences,
+        )
+        rows: list[list[int]] = []
+        for length, second in zip(np.maximum(tokens, 1).tolist(), patches.tolist(), strict=True):
+            rows += packer.push(length, second)
+        return rows + packer.flush()
+
+    def packs(self, tokens: Integers, patches: Integers) -> list[Integers]:
+        """Rows of samples that are all known, chosen by `plan_packs`, as places.
+
+        Args:
+            tokens, patches: (n,) of the samples.
+        """
+        return plan_packs(
+            np.maximum(tokens, 1),
+            self.max_tokens,
+            second=None if self.max_patches is None else patches,
+            second_budget=self.max_patches,
+            alignment=self.alignment,
+            max_sequences=self.max_sequences,
+        )
+
+    def settled(self, rows: Sequence[Sequence[int]] | None) -> RowBudget:
+        """The budget, with a bound on sequences where it has none: the one that a dry run advises.
+
+        Args:
+            rows: of the dry run, by this budget; None where nothing could be tried.
+        """
+        if self.max_sequences is not None:
+            return self
+        most = DEFAULT_MAX_SEQUENCES
+        if rows is not None:
+            most = advised_max_sequences([len(row) for row in rows])
+        return replace(self, max_sequences=most)
+
+
+def advised_max_sequences(sequences: Sequence[int] | Integers) -> int:
+    """A bound on the sequences of a row that nearly all rows keep anyway: their 99.9th percentile,
+    rounded up to a multiple of 8 (the size of a fixed `cu_seqlens`).
+
+    Args:
+        sequences: of the rows of a dry run.
+    """
+    if not len(sequences):
+        return DEFAULT_MAX_SEQUENCES
+    place = -(-999 * len(sequences) // 1000) - 1
+    return round_up(int(np.sort(np.asarray(sequences))[place]), 8)
