@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import webdataset as wds
-from shard_fakes import image_bytes
+from support.shard_fakes import image_bytes
 
 from vlmpack.convert import ConvertReport, ConvertSettings, convert, open_records
 from vlmpack.convert.images import ImageRoot

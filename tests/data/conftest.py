@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from shard_fakes import COUNT, write_shards
+from support.shard_fakes import COUNT, small_windows, write_shards
+
+__all__ = ["few_rows", "folder", "small_windows"]
 
 
 @pytest.fixture(scope="session")
@@ -14,12 +16,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     write_shards(folder, COUNT, per_shard=7)
     return folder
-
-
-@pytest.fixture
-def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows of 16 samples, or as many more as whole global batches have."""
-    monkeypatch.setattr("vlmpack.data.plan.packers.MIN_WINDOW_SAMPLES", 16)
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from shard_fakes import write_shards
 from support.damage import SHARE, TAIL_BYTES, Noticed, damaged_copies, try_damage
-from test_packs import PackEncoder, online, pack
+from support.packed_splits import PackEncoder, online, pack
+from support.shard_fakes import write_shards
 
 from vlmpack.data.index.gathered import LEAST_GATHERED
 from vlmpack.data.index.lengths import LengthsBuilder, open_lengths

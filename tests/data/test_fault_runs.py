@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from shard_fakes import (
+from support.fault_server import Fault, FaultServer, SeededFaults
+from support.shard_fakes import (
     FakeEncoder,
     assert_same_tensors,
     collator,
@@ -15,7 +16,6 @@ from shard_fakes import (
     micro_batches,
     write_shards,
 )
-from support.fault_server import Fault, FaultServer, SeededFaults
 
 from vlmpack.data.loading.loader import LoaderSettings, MicroBatch
 from vlmpack.data.pipeline import TrainData

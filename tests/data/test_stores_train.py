@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from shard_fakes import FakeEncoder, collator, config_for, open_data, write_shards
 from support.fault_server import Fault, FaultServer, SeededFaults
+from support.shard_fakes import FakeEncoder, collator, config_for, open_data, write_shards
 from support.shards import SHARD
 
 from vlmpack.data.config import DataConfig

@@ -6,7 +6,7 @@ import json
 import tarfile
 from pathlib import Path
 
-from shard_fakes import config_for
+from support.shard_fakes import config_for
 from support.shards import ROOT
 
 from vlmpack.convert import ConvertSettings, convert, open_records

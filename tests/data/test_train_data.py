@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from shard_fakes import (
+from support.shard_fakes import (
     assert_same_tensors,
     collator,
     key_of,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import typer
-from support.shards import SHARD, read_shard
+from support.shards import ROOT, SHARD, read_shard
 from typer.testing import CliRunner
 
 from vlmpack.cli.generate import generate
@@ -219,8 +219,7 @@ def two_ranks(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     script = folder / "worker.py"
     script.write_text(WORKER)
-    tests = Path(__file__).resolve().parents[1]
-    path = os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
         str(script), str(folder),

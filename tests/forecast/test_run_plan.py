@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shard_fakes import FakeEncoder, config_for, write_shards
+from support.shard_fakes import FakeEncoder, config_for, write_shards
 from support.shards import TINY_MODEL
 
 from vlmpack.build.rows import row_budget

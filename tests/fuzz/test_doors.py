@@ -13,10 +13,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from doors_calls import DOORS as CALLS
-from doors_data import DOORS as DATA
-from doors_model import DOORS as MODEL
-from doors_stores import DOORS as STORES
+from support.doors_calls import DOORS as CALLS
+from support.doors_data import DOORS as DATA
+from support.doors_model import DOORS as MODEL
+from support.doors_stores import DOORS as STORES
 from support.fuzz import Door
 
 from vlmpack.errors import VlmpackError

@@ -15,20 +15,14 @@ import pytest
 from support.fault_server import FaultServer
 from support.recipes import changed, copy_samples, rewrite, write_recipe
 from support.shards import ROOT
+from support.whole_runs import audited
 from typer.testing import CliRunner
 
 from vlmpack.api import resolve, run_recipe
-from vlmpack.build.read_only import open_train
 from vlmpack.cli.app import app
-from vlmpack.proof.audit.audit import audit_run
-from vlmpack.proof.audit.findings import Audit
 from vlmpack.training.run_dir import RunDir
 
 pytestmark = pytest.mark.slow
-
-
-def audited(run_dir: str | Path) -> Audit:
-    return audit_run(RunDir(Path(run_dir)), open_train(Path(run_dir))[0])
 
 
 def break_images(shard: Path, count: int) -> list[str]:

@@ -15,43 +15,9 @@ from typing import Any
 import pytest
 from support.recipes import changed, rows, write_recipe
 from support.shards import ROOT
+from support.whole_runs import TIMEOUT, assert_same_steps, environment, launch
 
 from vlmpack.api import resolve, run_recipe
-
-TIMEOUT = 280
-
-
-def environment() -> dict[str, str]:
-    """One thread a process, as two share two cores."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-
-
-def launch(recipe: Path, *overrides: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
-    """Run `vlmpack finetune`, under torchrun where there are several processes."""
-    head = [sys.executable]
-    if processes > 1:
-        head += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    return subprocess.run(
-        [*head, "-m", "vlmpack", "finetune", str(recipe), *overrides],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-
-
-def assert_same_steps(ours: Path, reference: Path, count: int) -> None:
-    """Same batches; loss and gradient norm to 1e-5: sums in another order."""
-    same = ("step", "num_tokens", "num_label_tokens", "num_samples")
-    assert rows(ours, *same) == rows(reference, *same)
-    assert len(rows(ours, "step")) == count
-    for (loss, norm), (loss_ref, norm_ref) in zip(
-        rows(ours, "loss", "grad_norm"), rows(reference, "loss", "grad_norm"), strict=True
-    ):
-        assert loss == pytest.approx(loss_ref, rel=1e-5)
-        assert norm == pytest.approx(norm_ref, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from support.recipes import changed, copy_samples, rewrite, rows, write_recipe
 from support.shards import ROOT
-from test_audited_runs import audited
-from test_resume import run_until
+from support.whole_runs import audited, run_until
 
 from vlmpack.api import resolve, run_recipe
 from vlmpack.build.read_only import open_recipe

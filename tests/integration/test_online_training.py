@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 from support.recipes import changed, rows, write_recipe
-from test_audited_runs import audited
-from test_launch import assert_same_steps, launch
-from test_resume import run_until
+from support.whole_runs import assert_same_steps, audited, launch, run_until
 
 from vlmpack.api import resolve, run_recipe
 

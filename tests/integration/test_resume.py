@@ -11,40 +11,16 @@ import pytest
 from support.checkpoints import stored_tensors
 from support.recipes import changed, copy_samples, rows, run_settings
 from support.shards import ROOT
+from support.whole_runs import STEPS, run_until
 
 import vlmpack
 from vlmpack.api import resolve, run_recipe
-from vlmpack.errors import CheckpointError, Preempted, RunDirError, RunIdentityError
+from vlmpack.errors import CheckpointError, RunDirError, RunIdentityError
 from vlmpack.run import session as session_module
 from vlmpack.training.checkpoint import Saver, find_damage, newest_checkpoint
 from vlmpack.training.checkpoint import save as save_module
 
-STEPS = 24
-"""Four and a bit epochs of 6 steps; the last step of each holds 2 samples instead of 4."""
-
 COLUMNS = ("step", "epoch", "loss", "grad_norm", "num_tokens", "num_samples")
-
-
-def run_until(
-    settings: dict[str, Any], stop_after: int | None, monkeypatch: Any, *, total: int = STEPS
-) -> None:
-    """Run; with `stop_after`, as if SIGTERM came while that step was being computed."""
-    recipe = resolve(settings, {})
-    if stop_after is None:
-        run_recipe(recipe)
-        return
-    original = session_module.Session._steps
-
-    def stopping(self: Any) -> Any:
-        for train_step in original(self):
-            if self.trainer.totals.step + 1 == stop_after:
-                self.trainer.stop.set()
-            yield train_step
-
-    with monkeypatch.context() as patch:
-        patch.setattr(session_module.Session, "_steps", stopping)
-        with pytest.raises(Preempted, match=f"stopped at step {stop_after} of {total}"):
-            run_recipe(recipe)
 
 
 def final_weights(run_dir: Path) -> Any:

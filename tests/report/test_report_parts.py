@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from fake_runs import answers, data_summary, metrics_rows, questions, write_run
+from support.fake_runs import answers, data_summary, metrics_rows, questions, write_run
 
 from vlmpack.report.lengths_picture import (
     draw_lengths,

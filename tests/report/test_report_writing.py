@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_runs import metrics_rows, write_run
 from PIL import Image
+from support.fake_runs import metrics_rows, write_run
 
 from vlmpack.errors import CapabilityError, RunDirError
 from vlmpack.evaluation.scoring import PREDICTIONS_AFTER, read_predictions, write_predictions

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shard_fakes import write_shards
 from support.fault_server import Fault, FaultServer
+from support.shard_fakes import write_shards
 from typer.testing import CliRunner
 
 from vlmpack.addresses import secret_in

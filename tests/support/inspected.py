@@ -7,7 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from support.recipes import SMALL, copy_samples, rewrite
+import pytest
+from support.recipes import SMALL, copy_samples, rewrite, write_recipe
 from support.shards import ROOT, TINY_MODEL
 
 HOSTILE = '<script>alert("x")</script> \u202e & \x01'
@@ -47,3 +48,23 @@ def _hostile(name: str, data: bytes) -> bytes:
             part["text"] = HOSTILE + part["text"]
             return json.dumps(document).encode()
     raise AssertionError("no text")
+
+
+@pytest.fixture(scope="session")
+def inspect_settings(tmp_path_factory: Any) -> dict[str, Any]:
+    """A recipe in mode `online`."""
+    return make_settings(tmp_path_factory.mktemp("inspect"))
+
+
+@pytest.fixture(scope="session")
+def inspect_recipe(inspect_settings: dict[str, Any]) -> Path:
+    """The same as a file."""
+    return write_recipe(Path(inspect_settings["run_dir"]).parent / "recipe.json", inspect_settings)
+
+
+@pytest.fixture(scope="session")
+def opened_row(inspect_recipe: Path) -> Any:
+    """(row, bin, encoder) of the row with the hostile sample, over two context-parallel ranks."""
+    from vlmpack.proof.rows.opening import Wanted, open_row
+
+    return open_row(inspect_recipe, Wanted(key=HOSTILE_KEY), context=2)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import webdataset as wds
 from PIL import Image, ImageOps
@@ -229,3 +230,9 @@ def assert_same_tensors(one: MicroBatch, two: MicroBatch) -> None:
     assert (one.batch.media is None) == (two.batch.media is None)
     if one.batch.media is not None and two.batch.media is not None:
         assert torch.equal(one.batch.media.pixel_values, two.batch.media.pixel_values)
+
+
+@pytest.fixture
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of 16 samples, or as many more as whole global batches have."""
+    monkeypatch.setattr("vlmpack.data.plan.packers.MIN_WINDOW_SAMPLES", 16)

@@ -21,7 +21,7 @@ from support.shards import TINY_MODEL
 
 from vlmpack.training.checkpoint import find_damage, list_checkpoints, step_folder
 
-TESTS = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parents[2]
 STEP_TOLERANCE = 1e-5
 """Relative, loss and gradient norm: the stated bound of the project."""
 UPDATE_TOLERANCE = 1e-3

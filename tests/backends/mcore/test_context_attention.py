@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import collectives_worker as worker
 import pytest
 import torch
+from support import collectives_worker as worker
 from support import layouts
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-import round_trip_worker as worker
 import torch
 from safetensors.torch import load_file, save_file
 from support import layouts
+from support import round_trip_worker as worker
 from support.shards import TINY_MODEL
 from support.stock import load_stock
 

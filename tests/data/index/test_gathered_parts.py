@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shard_fakes import open_data, sample_fields, write_shard, write_shards
+from support.shard_fakes import open_data, sample_fields, write_shard, write_shards
 
 from vlmpack.data.config import SourceConfig
 from vlmpack.data.index import gathered, parts

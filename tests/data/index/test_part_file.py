@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from shard_fakes import write_shards
+from support.shard_fakes import write_shards
 
 from vlmpack.data.index.part_file import SEAL_BYTES, read_part, write_part
 from vlmpack.data.index.parts import BuildSettings

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shard_fakes import (
+from support.shard_fakes import (
     FakeEncoder,
     chat_json,
     image_bytes,

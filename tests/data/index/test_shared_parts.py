@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from test_index_waiting import SlowBuild, parts_in
+from support.slow_build import SlowBuild, parts_in
 
 from vlmpack.data.forkserver import worker_context
 from vlmpack.data.index.parts import BuildSettings, share_parts

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from shard_fakes import (
+from support.shard_fakes import (
     FakeEncoder,
     assert_same_tensors,
     chat_json,

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from shard_fakes import key_of, open_data, write_shards
+from support.shard_fakes import key_of, open_data, write_shards
 
 from vlmpack.data.forkserver import DEFAULT_PRELOAD, worker_context
 from vlmpack.data.loading.loader import LoaderSettings, MicroBatch

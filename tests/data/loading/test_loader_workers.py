@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shard_fakes import FakeEncoder, micro_batches, open_data, write_shards
+from support.shard_fakes import FakeEncoder, micro_batches, open_data, write_shards
+from support.shards import ROOT
 
 from vlmpack.data.loading import workers
 from vlmpack.data.loading.loader import LoaderSettings
@@ -111,7 +112,7 @@ def test_no_process_and_no_thread_stays(tmp_path: Path) -> None:
 FAILING = """
 import sys
 from pathlib import Path
-from shard_fakes import open_data
+from support.shard_fakes import open_data
 from vlmpack.data.loading.loader import LoaderSettings
 
 def main():
@@ -133,7 +134,7 @@ def test_a_run_that_ends_by_an_error_ends(tmp_path: Path) -> None:
     write_shards(tmp_path, 37, per_shard=10)
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
-    search = os.pathsep.join([*map(str, Path(__file__).parents[:2]), *sys.path])
+    search = os.pathsep.join([str(ROOT / "tests"), *sys.path])
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path)],
         env=os.environ | {"PYTHONPATH": search},

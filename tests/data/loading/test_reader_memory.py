@@ -6,8 +6,15 @@ import gc
 from pathlib import Path
 
 import pytest
-from shard_fakes import FakeEncoder, chat_json, collator, config_for, image_bytes, write_shard
 from support.fault_server import FaultServer
+from support.shard_fakes import (
+    FakeEncoder,
+    chat_json,
+    collator,
+    config_for,
+    image_bytes,
+    write_shard,
+)
 
 from vlmpack.data.loading.loader import BinRequest, MicroBatch
 from vlmpack.data.pipeline import TrainData

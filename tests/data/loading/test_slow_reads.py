@@ -13,8 +13,8 @@ import threading
 import time
 
 import pytest
-from shard_fakes import micro_batches, open_data, write_shards
 from support.fault_server import Fault, FaultServer
+from support.shard_fakes import micro_batches, open_data, write_shards
 
 from vlmpack.activity import ACTIVITY, IDLE, Activity
 from vlmpack.data.loading.loader import LoaderSettings
@@ -138,7 +138,7 @@ def test_a_stopped_loader_process_is_named_with_the_last_sample_asked_of_it(tmp_
 PATIENT = """
 import sys
 from pathlib import Path
-from shard_fakes import FakeEncoder, collator, config_for
+from support.shard_fakes import FakeEncoder, collator, config_for
 from vlmpack.data.loading.loader import LoaderSettings
 from vlmpack.data.pipeline import TrainData
 from vlmpack.recipe.storage import StorageSection

@@ -7,43 +7,36 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
-from shard_fakes import (
+from support.packed_splits import BUDGET, SIZES, PackEncoder, online, pack
+from support.recorded import launch
+from support.shard_fakes import (
     COUNT,
-    FakeEncoder,
     assert_same_tensors,
     key_of,
     open_data,
     write_shards,
 )
-from test_audit import launch
 
 from vlmpack.data.config import PacksConfig, SourceConfig
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import LoaderSettings, MicroBatch
 from vlmpack.data.loading.read import ErrorPolicy
 from vlmpack.data.packs import write
-from vlmpack.data.packs.manifest import Manifest, read_manifest, sealed
-from vlmpack.data.packs.write import PackOrder, PackSource, make_packs
+from vlmpack.data.packs.manifest import read_manifest, sealed
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
-from vlmpack.encode.sample import Message, TextPart, VLMSample
 from vlmpack.errors import DataError, PacksError
-from vlmpack.packing.batch import Media
-from vlmpack.packing.budget import RowBudget
 from vlmpack.proof.audit.audit import audit_run
 from vlmpack.training.run_dir import RunDir
 
 pytestmark = pytest.mark.usefixtures("few_rows")
-BUDGET = RowBudget(max_tokens=64, alignment=4)
-SIZES: dict[str, Any] = {"micro_batch_size": 1, "global_batch_size": 3, "seq_length": 64}
 KINDS: dict[str, dict[str, Any]] = {
     "plan": {"kind": "plan"},
     "tokens": {"kind": "tokens"},
@@ -51,56 +44,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class PackEncoder(FakeEncoder):
-    """The fake one with what saved packs ask for besides."""
-
-    tokenizer: str = "bytes"
-
-    @property
-    def num_position_axes(self) -> int:
-        return 1
-
-    @property
-    def fingerprint_parts(self) -> dict[str, str]:
-        return {
-            "rules": self.fingerprint,
-            "tokenizer": self.tokenizer,
-            "template": "none",
-            "processor": "blocks",
-        }
-
-    @property
-    def image_rule(self) -> PackEncoder:
-        return self
-
-    def pictures(self, media: Media) -> list[Image.Image]:
-        """Of other pixels than the media has: the fake one keeps sums alone."""
-        return [Image.new("RGB", (16 * count, 16)) for count in media.num_tokens]
-
-    def pixels(
-        self, files: Sequence[bytes], sizes: Sequence[tuple[int, int]] | None = None
-    ) -> Media | None:
-        messages = (Message("assistant", (TextPart("x"),)),)
-        return self.encode(
-            VLMSample(key="", url="", messages=messages, images=tuple(files)), sizes
-        ).media
-
-
-def online(folder: Path, index_dir: Path, **changes: Any) -> TrainData:
-    values = {"mode": "online", "budget": BUDGET, "encoder": PackEncoder(), **SIZES}
-    return open_data(str(folder / "s-*.tar"), index_dir, **(values | changes))
-
-
 def offline(folder: Path, saved: Path, index_dir: Path, **changes: Any) -> TrainData:
     wanted = PacksConfig(path=saved, max_tokens=64)
     values = {"mode": "offline", "packs": wanted, "encoder": PackEncoder(), **SIZES}
     return open_data(str(folder / "s-*.tar"), index_dir, **(values | changes))
-
-
-def pack(data: TrainData, folder: Path, **order: Any) -> Manifest:
-    order = {"part_packs": 4, **order}
-    return make_packs(PackSource(data.config, data.split, data.dataset), folder, PackOrder(**order))
 
 
 def micro_batches(data: TrainData, epochs: int = 1) -> dict[int, list[list[MicroBatch]]]:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from shard_fakes import key_of, open_data, sample_fields, write_shard, write_shards
+from support.shard_fakes import key_of, open_data, sample_fields, write_shard, write_shards
 
 from vlmpack.build.run_length import total_steps
 from vlmpack.data.config import SourceConfig

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from shard_fakes import FakeEncoder, open_data, write_shards
+from support.shard_fakes import FakeEncoder, open_data, write_shards
 
 from vlmpack.data.config import SourceConfig
 from vlmpack.data.plan.state import DataState

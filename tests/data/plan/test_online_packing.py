@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from shard_fakes import COUNT, key_of, open_data, sample_fields, write_shard
+from support.shard_fakes import COUNT, key_of, open_data, sample_fields, write_shard
 
 from vlmpack.data.config import SourceConfig
 from vlmpack.data.pipeline import TrainData

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shard_fakes import chat_json, key_of, open_data, write_shard
+from support.shard_fakes import chat_json, key_of, open_data, write_shard
 
 from vlmpack.data.config import SourceConfig
 from vlmpack.data.pipeline import TrainData

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from shard_fakes import key_of, micro_batches, open_data, sample_fields, write_shard
+from support.shard_fakes import key_of, micro_batches, open_data, sample_fields, write_shard
 
 from vlmpack.data.loading.loader import BinRequest, MicroBatch
 from vlmpack.data.loading.read import ErrorPolicy

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shard_fakes import key_of, sample_fields, write_shard
+from support.shard_fakes import key_of, sample_fields, write_shard
 
 from vlmpack.data.index.shard_index import IndexBuilder
 from vlmpack.data.shards.energon import check_energon_index

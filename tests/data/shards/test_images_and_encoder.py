@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 from PIL import Image
-from shard_fakes import image_bytes
+from support.shard_fakes import image_bytes
 
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.images import image_facts

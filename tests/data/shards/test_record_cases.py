@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from record_cases import (
+from support.record_cases import (
     LAYOUTS,
     Case,
     Outcome,
@@ -30,7 +30,7 @@ from record_cases import (
     matches,
     mixed_cases,
 )
-from shard_fakes import image_bytes, write_shard
+from support.shard_fakes import image_bytes, write_shard
 
 from vlmpack.convert import ConvertReport, ConvertSettings, convert, open_records
 from vlmpack.convert.convert import sample_fields

@@ -9,7 +9,7 @@ import zlib
 from pathlib import Path
 
 import pytest
-from shard_fakes import key_of, sample_fields, write_shard
+from support.shard_fakes import key_of, sample_fields, write_shard
 from webdataset.tariterators import base_plus_ext
 
 from vlmpack.data.index.table import SampleRef

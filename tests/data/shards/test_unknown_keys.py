@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from shard_fakes import chat_json, key_of, open_data, write_shard
+from support.shard_fakes import chat_json, key_of, open_data, write_shard
 from typer.testing import CliRunner
 
 from vlmpack.cli.app import app

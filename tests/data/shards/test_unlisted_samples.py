@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from shard_fakes import key_of, sample_fields, write_shard
+from support.shard_fakes import key_of, sample_fields, write_shard
 
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.shard_index import IndexBuilder, open_index

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from shard_fakes import config_for, open_data, write_shards
+from support.shard_fakes import config_for, open_data, write_shards
 
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.splits.growing_index import GrowingIndex

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from shard_fakes import (
+from support.shard_fakes import (
     COUNT,
     FakeEncoder,
     chat_json,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from shard_fakes import key_of, sample_fields, write_shard, write_shards
 from support.fault_server import FaultServer
+from support.shard_fakes import key_of, sample_fields, write_shard, write_shards
 from typer.testing import CliRunner, Result
 
 from vlmpack.cli.app import app

@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from shard_fakes import FakeEncoder, chat_json, image_bytes, key_of, sample_fields, write_shard
+from support.shard_fakes import (
+    FakeEncoder,
+    chat_json,
+    image_bytes,
+    key_of,
+    sample_fields,
+    write_shard,
+)
 from typer.testing import CliRunner
 
 from vlmpack.cli.app import app

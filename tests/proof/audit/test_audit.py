@@ -11,26 +11,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from shard_fakes import (
-    FakeEncoder,
-    collator,
-    config_for,
+from support.recorded import BAD, count_steps, launch, open_split, write_lines
+from support.shard_fakes import (
     key_of,
     sample_fields,
     write_shard,
 )
 
 from vlmpack.build.read_only import planned_batch
-from vlmpack.data.config import SourceConfig
 from vlmpack.data.index.part_file import read_part, write_part
-from vlmpack.data.loading.checked_lines import checked_line
 from vlmpack.data.loading.ledger import Ledger
-from vlmpack.data.loading.read import ErrorPolicy
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.batches import Plan, PlannedBatch, Position
 from vlmpack.data.plan.state import DataState
-from vlmpack.distributed import Ranks
 from vlmpack.errors import RunDirError, VlmpackError
 from vlmpack.proof.audit.audit import audit_run
 from vlmpack.proof.audit.findings import Audit
@@ -38,69 +31,11 @@ from vlmpack.training.record import (
     SampleName,
     SampleRecord,
     StepSamples,
-    open_record,
     read_launches,
     read_steps,
 )
 from vlmpack.training.record_history import standing_batches, take_back
 from vlmpack.training.run_dir import RunDir
-
-BAD = (key_of(4), key_of(11))
-
-
-def open_split(
-    root: Path, ledger: Ledger, *, seed: int = 7, weighted: bool = False, **more: Any
-) -> TrainData:
-    """The split; its shards are written where they are not there."""
-    for shard, first in enumerate((0, 5, 10)):
-        path = root / f"data/s-{shard}.tar"
-        if not path.exists():
-            numbers = range(first, min(first + 5, 14))
-            write_shard(path, ((key_of(n), _fields(n)) for n in numbers))
-    settings: dict[str, Any] = {"global_batch_size": 4, "micro_batch_size": 2, "seed": seed}
-    settings["on_error"] = ErrorPolicy(schema="skip")
-    settings.update(more)
-    if weighted:
-        settings["sources"] = tuple(
-            SourceConfig(name=f"s{n}", paths=(str(root / f"data/s-{n}.tar"),), weight=weight)
-            for n, weight in ((0, 1.0), (2, 4.0))
-        )
-        settings["epoch_size"] = 10
-    config = config_for(str(root / "data/s-*.tar"), root / "index", **settings)
-    return TrainData.open(config, FakeEncoder(), collator(), ledger=ledger)
-
-
-def _fields(number: int) -> dict[str, bytes]:
-    return {"json": b"{}"} if key_of(number) in BAD else sample_fields(number)
-
-
-def ranks_of(rank: int, dp: int) -> Ranks:
-    """One of `dp` replicas, without a process group: launches are noted by the caller."""
-    return Ranks(
-        rank=rank,
-        world_size=1,
-        local_rank=0,
-        dp_rank=rank,
-        dp_size=dp,
-        device=torch.device("cpu"),
-    )
-
-
-def launch(
-    run_dir: RunDir, data: TrainData, start: DataState, *, stop: int, dp: int, torn: int = 0
-) -> None:
-    """Record batches up to `stop`, as `dp` replicas do it; of one more, `torn` replicas do."""
-    first = open_record(
-        run_dir.samples, ranks_of(0, dp), start=start.batches, state=start.to_json()
-    )
-    assert first is not None
-    number = read_launches(run_dir.samples)[-1].number
-    for rank in range(dp):
-        record = type(first)(run_dir.samples, dp_rank=rank, launch=number)
-        for step in data.batches(start, rank=rank, dp=dp, max_steps=stop + (rank < torn)):
-            record.write(StepSamples.of(step))
-        record.sync()
-        record.close()
 
 
 @pytest.fixture(scope="module")
@@ -167,13 +102,9 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def _write(path: Path, lines: list[dict[str, Any]]) -> None:
-    path.write_bytes(b"".join(map(checked_line, lines)))
-
-
 def _drop_line(run_dir: Path) -> None:
     path = run_dir / "samples/rank-0000.jsonl"
-    _write(path, [line for line in _lines(path) if (line["launch"], line["batch"]) != (3, 7)])
+    write_lines(path, [line for line in _lines(path) if (line["launch"], line["batch"]) != (3, 7)])
 
 
 def _drop_a_replicas_line(run_dir: Path) -> None:
@@ -184,14 +115,14 @@ def _drop_a_replicas_line(run_dir: Path) -> None:
     place = next(n for n, line in enumerate(lines) if (line["launch"], line["batch"]) == (2, 5))
     named = lines.pop(place).get("shards", {})
     lines[place]["shards"] = named | lines[place].get("shards", {})
-    _write(path, lines)
+    write_lines(path, lines)
 
 
 def _repeat_line(run_dir: Path) -> None:
     path = run_dir / "samples/rank-0000.jsonl"
     lines = _lines(path)
     place = next(n for n, line in enumerate(lines) if (line["launch"], line["batch"]) == (3, 7))
-    _write(path, [*lines[: place + 1], *lines[place:]])
+    write_lines(path, [*lines[: place + 1], *lines[place:]])
 
 
 def _repeat_key(run_dir: Path) -> None:
@@ -199,14 +130,14 @@ def _repeat_key(run_dir: Path) -> None:
     path = run_dir / "samples/rank-0000.jsonl"
     lines = {(line["launch"], line["batch"]): line for line in _lines(path)}
     lines[3, 9]["bins"][0][0] = lines[3, 8]["bins"][0][0]
-    _write(path, list(lines.values()))
+    write_lines(path, list(lines.values()))
 
 
 def _edit_ledger(run_dir: Path) -> None:
     path = run_dir / "data-errors.jsonl"
     lines = _lines(path)
     lines[0]["key"] = "somebody-else"
-    _write(path, lines)
+    write_lines(path, lines)
 
 
 def _empty_ledger(run_dir: Path) -> None:
@@ -217,7 +148,7 @@ def _swap_epochs(run_dir: Path) -> None:
     path = run_dir / "samples/rank-0000.jsonl"
     lines = _lines(path)
     lines[-1]["epoch"] = 0
-    _write(path, lines)
+    write_lines(path, lines)
 
 
 def _claim_more_steps(run_dir: Path) -> None:
@@ -257,27 +188,6 @@ def test_tampering_is_named(whole: Path, tmp_path: Path, tamper: Tamper, message
     assert message in "\n".join(found.problems)
 
 
-def count_steps(run_dir: RunDir) -> int:
-    """metrics.jsonl and result.json as the loop would have left them; the steps."""
-    rows = [
-        {
-            "step": record.batch + 1,
-            "loss": 1.0,
-            "num_samples": len(record.trained),
-            "num_skipped": len(record.holes),
-        }
-        for record in standing_batches(run_dir.samples, read_launches(run_dir.samples))
-    ]
-    _write(run_dir.metrics, rows)
-    totals = {
-        "steps": len(rows),
-        "samples": sum(row["num_samples"] for row in rows),
-        "skipped_samples": sum(row["num_skipped"] for row in rows),
-    }
-    run_dir.result.write_text(json.dumps(totals))
-    return len(rows)
-
-
 def test_a_lost_record_is_named_by_every_other_account(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     run_dir.prepare()
@@ -298,7 +208,7 @@ def test_a_lost_last_launch_is_named(whole: Path, tmp_path: Path) -> None:
     audit = lambda: audit_run(run_dir, open_split(whole, Ledger(None)))  # noqa: E731
     assert count_steps(run_dir) == 10 and audit().problems == []
     path = run_dir.samples / "rank-0000.jsonl"
-    _write(path, [line for line in _lines(path) if line["launch"] != 3])
+    write_lines(path, [line for line in _lines(path) if line["launch"] != 3])
     found = audit()
     assert found.batches == 6
     assert found.problems == [
@@ -334,7 +244,7 @@ def test_the_main_rank_may_be_a_step_ahead_of_a_torn_batch(tmp_path: Path) -> No
     assert len(_lines(run_dir.metrics)) == 4
     found = audited(tmp_path)
     assert (found.batches, found.problems) == (3, []) and "1 of 2 replicas" in found.notes[0]
-    _write(run_dir.metrics, [*_lines(run_dir.metrics), {"step": 5, "loss": 1.0}])
+    write_lines(run_dir.metrics, [*_lines(run_dir.metrics), {"step": 5, "loss": 1.0}])
     assert audited(tmp_path).problems == [
         "metrics.jsonl has 5 steps, the record 3: the rest is missing"
     ]
@@ -345,7 +255,7 @@ def test_a_missing_line_that_named_a_shard_is_an_error(whole: Path, tmp_path: Pa
     path = tmp_path / "copy/run/samples/rank-0000.jsonl"
     lines = _lines(path)
     assert "shards" in lines[0]
-    _write(path, lines[1:])
+    write_lines(path, lines[1:])
     with pytest.raises(RunDirError, match=r"rank-0000.jsonl, line 1: .*lines before it are miss"):
         audited(tmp_path / "copy")
 
@@ -480,12 +390,12 @@ def test_samples_left_out_as_too_long_are_in_the_ledger(tmp_path: Path) -> None:
     lines = _lines(run_dir.data_errors)
     dropped = [line for line in lines if line["class"] == "too_long"]
     assert len(dropped) == num_dropped
-    _write(run_dir.data_errors, [line for line in lines if line != dropped[0]])
+    write_lines(run_dir.data_errors, [line for line in lines if line != dropped[0]])
     found = audit_run(run_dir, again).problems
     assert found == [
         f"left out as too long, but not in the ledger: {dropped[0]['key']} ({dropped[0]['shard']})"
     ]
-    _write(run_dir.data_errors, [*lines, {**dropped[0], "key": key_of(0)}])
+    write_lines(run_dir.data_errors, [*lines, {**dropped[0], "key": key_of(0)}])
     assert "the ledger calls these too long" in audit_run(run_dir, again).problems[0]
 
 
@@ -506,7 +416,7 @@ def test_after_a_change_of_data_the_new_part_is_compared(tmp_path: Path) -> None
     assert "the first 3 global batches have another plan" in found.notes[0]
     assert found.epochs[0].planned == 20 and found.epochs[0].pending == 0
     path = run_dir.samples / "rank-0000.jsonl"
-    _write(path, [line for line in _lines(path) if (line["launch"], line["batch"]) != (3, 4)])
+    write_lines(path, [line for line in _lines(path) if (line["launch"], line["batch"]) != (3, 4)])
     assert "batch 4 has no record" in audited(tmp_path).problems[0]
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.checkpoints import MemoryEngine, save_engine
 from support.damage import SHARE, Noticed, try_damage
-from test_audit import count_steps, launch, open_split
+from support.recorded import count_steps, launch, open_split
 
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.errors import RunDirError

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from inspected import HOSTILE, HOSTILE_KEY, make_settings
 from PIL import Image
+from support.inspected import HOSTILE, HOSTILE_KEY, make_settings
 from support.recipes import changed, write_recipe
 from support.shards import ROOT
 from typer.testing import CliRunner, Result

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from inspected import make_settings
+from support.inspected import make_settings
 from support.recipes import copy_samples
 from support.shards import ROOT
 

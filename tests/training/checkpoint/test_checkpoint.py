@@ -38,7 +38,7 @@ from vlmpack.training.checkpoint import (
 
 MODEL, OPTIMIZER = (f"{kind}-00000-of-00001.safetensors" for kind in ("model", "optimizer"))
 FILES = (MODEL, OPTIMIZER, "random.safetensors", "index.json", "state.json")
-TESTS = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parents[2]
 
 
 def engine(step=0):

@@ -34,7 +34,7 @@ from vlmpack.training.checkpoint.safetensors_file import (
 )
 from vlmpack.training.checkpoint.share import write_share
 
-TESTS = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parents[2]
 
 
 class ScriptedRanks(Ranks):
