@@ -17,10 +17,10 @@ from support.shards import SHARD
 from vlmpack.data.config import DataConfig
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import LoaderSettings, MicroBatch
-from vlmpack.data.loading.read import ErrorPolicy
 from vlmpack.data.pipeline import TrainData
 from vlmpack.errors import DataError, RecipeError, VlmpackError
 from vlmpack.packing import PackCollator
+from vlmpack.recipe.schema import OnErrorSection
 from vlmpack.recipe.storage import StorageSection
 from vlmpack.storage import RoutingFetcher
 
@@ -171,7 +171,7 @@ def test_secrets_are_sent_and_never_shown(
             else f"http://${{env:STORE_USER}}:${{env:STORE_WORD}}@{host}/b/s-{{0000..0001}}.tar"
             "?${env:STORE_QUERY}"
         )
-        policy = ErrorPolicy(transport="skip")
+        policy = OnErrorSection(transport="skip")
         config = config_for(pattern, tmp_path / "written" / "i", shuffle="global", on_error=policy)
         fetcher = RoutingFetcher(storage(server.url, max_tries=2))
         data = opened(config, fetcher, tmp_path / "written" / "ledger.jsonl")
@@ -256,7 +256,7 @@ def test_an_unreachable_shard_fails_its_own_samples_only(tmp_path: Path) -> None
             "s3://b/s-*.tar",
             tmp_path / "i",
             shuffle="global",
-            on_error=ErrorPolicy(transport="skip"),
+            on_error=OnErrorSection(transport="skip"),
         )
         data = opened(config, fetcher, tmp_path / "l")
         numbers = (23, 0, 4, 11, 5, 7, 3, 20, 12)

@@ -11,7 +11,6 @@ from support.shard_fakes import FakeEncoder, config_for, write_shards
 from support.shards import TINY_MODEL
 
 from vlmpack.build.rows import row_budget
-from vlmpack.data.loading.read import ErrorPolicy
 from vlmpack.data.pipeline import TrainData
 from vlmpack.forecast.figures import ModeFigures, RunPlan
 from vlmpack.forecast.make import PlanInputs, plan_figures
@@ -19,12 +18,13 @@ from vlmpack.packing import PackCollator, PadCollator
 from vlmpack.packing.budget import RowBudget
 from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.recipe.derived import multiples
+from vlmpack.recipe.schema import OnErrorSection
 
 COUNT = 203
 MODES = ("none", "in_batch", "online, stream", "online, batch")
 SEQ = 20
 """Tokens: some samples are longer, and dropped."""
-SKIP = ErrorPolicy(schema="skip")
+SKIP = OnErrorSection(schema="skip")
 
 
 def recipe_for(name: str, world_size: int = 1, **changes: Any) -> Recipe:

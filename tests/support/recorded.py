@@ -19,10 +19,10 @@ from support.shard_fakes import (
 from vlmpack.data.config import SourceConfig
 from vlmpack.data.loading.checked_lines import checked_line
 from vlmpack.data.loading.ledger import Ledger
-from vlmpack.data.loading.read import ErrorPolicy
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.distributed import Ranks
+from vlmpack.recipe.schema import OnErrorSection
 from vlmpack.training.record import (
     StepSamples,
     open_record,
@@ -44,7 +44,7 @@ def open_split(
             numbers = range(first, min(first + 5, 14))
             write_shard(path, ((key_of(n), _fields(n)) for n in numbers))
     settings: dict[str, Any] = {"global_batch_size": 4, "micro_batch_size": 2, "seed": seed}
-    settings["on_error"] = ErrorPolicy(schema="skip")
+    settings["on_error"] = OnErrorSection(schema="skip")
     settings.update(more)
     if weighted:
         settings["sources"] = tuple(

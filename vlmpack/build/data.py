@@ -17,7 +17,6 @@ from vlmpack.data.config import DataConfig, SourceConfig
 from vlmpack.data.index.parts import Progress
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import LoaderSettings
-from vlmpack.data.loading.read import ErrorPolicy
 from vlmpack.data.packs.open import survey_data
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.shares import RowCost, token_cost
@@ -180,9 +179,7 @@ def _data_config(
         weights=data.weights if key == "data.train" else "samples",
         epoch_size=data.epoch_size if key == "data.train" else None,
         over_long=data.over_long,
-        on_error=ErrorPolicy.from_mapping(
-            {name: getattr(data.on_error, name) for name in ErrorPolicy.__slots__}
-        ),
+        on_error=data.on_error,
         unknown_keys=data.unknown_keys,
         caps=SampleCaps(max_image_pixels=data.max_image_pixels),
         loader=LoaderSettings(

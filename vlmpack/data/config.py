@@ -10,12 +10,12 @@ from typing import Literal
 
 from vlmpack.data.index.overlong import OverLong, SampleLimits
 from vlmpack.data.loading.loader import LoaderSettings
-from vlmpack.data.loading.read import ErrorPolicy
 from vlmpack.data.plan.packers import Scope
 from vlmpack.data.plan.shares import RowCost, token_cost
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.errors import RecipeError
 from vlmpack.packing.budget import RowBudget
+from vlmpack.recipe.schema import OnErrorSection
 
 PackingMode = Literal["none", "in_batch", "online", "offline"]
 
@@ -94,7 +94,7 @@ class DataConfig:
     """Samples in an epoch where the sources have weights; default: all of them together."""
     over_long: OverLong = "error"
     """What happens to samples above `seq_length`."""
-    on_error: ErrorPolicy = field(default_factory=ErrorPolicy)
+    on_error: OnErrorSection = field(default_factory=OnErrorSection)
     """What happens to bad samples."""
     unknown_keys: Literal["report", "refuse"] = "report"
     """What happens to records with keys that are not read and mean nothing that we know."""

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic.dataclasses import dataclass
 
+from vlmpack.errors import ErrorClass
 from vlmpack.recipe.images import ImagesSection
 from vlmpack.recipe.packing_modes import FACTS, ModeFacts, ModeName
 from vlmpack.recipe.sources import OptionalSources, Section, Sources, as_tuple
@@ -85,6 +86,11 @@ class OnErrorSection:
         description="The sample's form is not one we know, or its images and placeholders differ "
         "in number.",
     )
+
+    def skips(self, error_class: ErrorClass) -> bool:
+        """Whether a sample with such an error is left out, instead of ending the run. Over-long
+        samples have a rule of their own."""
+        return error_class != "too_long" and getattr(self, error_class) == "skip"
 
 
 class CacheSection(Section):

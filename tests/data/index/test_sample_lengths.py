@@ -20,8 +20,8 @@ from support.shard_fakes import (
 
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import BinRequest
-from vlmpack.data.loading.read import ErrorPolicy
 from vlmpack.errors import DataError, EmptyDataError
+from vlmpack.recipe.schema import OnErrorSection
 from vlmpack.storage.fetch import LocalFetcher
 
 
@@ -204,7 +204,7 @@ def test_shrinking_stops_where_the_family_refuses(tmp_path: Path) -> None:
         tmp_path / "i",
         seq_length=64,
         encoder=Narrow("n"),
-        on_error=ErrorPolicy(decode="skip"),
+        on_error=OnErrorSection(decode="skip"),
         **options,
     )
     assert [fits.fitted.table.key(number) for number in fits.fitted.table.shrunk] == ["image"]
@@ -215,7 +215,7 @@ def test_shrinking_stops_where_the_family_refuses(tmp_path: Path) -> None:
         tmp_path / "i",
         seq_length=12,
         encoder=Narrow("n"),
-        on_error=ErrorPolicy(decode="skip"),
+        on_error=OnErrorSection(decode="skip"),
         **options,
     )
     assert "image" in [tight.fitted.table.key(item.number) for item in tight.fitted.dropped]

@@ -24,12 +24,12 @@ from support.shard_fakes import (
 
 from vlmpack.data.loading.ledger import Ledger, SkipLimiter, SkipLimits
 from vlmpack.data.loading.loader import LoaderSettings
-from vlmpack.data.loading.read import ErrorPolicy
 from vlmpack.data.pipeline import TrainData
 from vlmpack.errors import DataError, DataLimitError
+from vlmpack.recipe.schema import OnErrorSection
 
 COUNT = 37
-SKIP_ALL = ErrorPolicy(transport="raise", integrity="skip", decode="skip", schema="skip")
+SKIP_ALL = OnErrorSection(transport="raise", integrity="skip", decode="skip", schema="skip")
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,9 @@ def test_decode_errors_are_met_while_training(tmp_path: Path) -> None:
     data = open_data(pattern, tmp_path / "i", num_probed=0)
     holes = [hole for micro in micro_batches(data, 2) for hole in micro.skipped]
     assert [(hole.key, hole.error_class) for hole in holes] == [(key_of(5), "decode")]
-    strict = open_data(pattern, tmp_path / "i", num_probed=0, on_error=ErrorPolicy(decode="raise"))
+    strict = open_data(
+        pattern, tmp_path / "i", num_probed=0, on_error=OnErrorSection(decode="raise")
+    )
     with pytest.raises(DataError, match="cannot decode") as caught:
         micro_batches(strict, 2)
     assert (caught.value.error_class, caught.value.key) == ("decode", key_of(5))
@@ -123,7 +125,7 @@ def test_errors_keep_their_place_out_of_a_worker(tmp_path: Path) -> None:
         pattern,
         tmp_path / "i",
         num_probed=0,
-        on_error=ErrorPolicy(decode="raise"),
+        on_error=OnErrorSection(decode="raise"),
         loader=LoaderSettings(num_workers=1, timeout_seconds=120),
     )
     with pytest.raises(DataError) as caught:

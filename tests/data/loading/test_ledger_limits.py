@@ -10,8 +10,9 @@ import pytest
 
 from vlmpack.data.forkserver import worker_context
 from vlmpack.data.loading.ledger import Ledger, SkipLimiter, SkipLimits
-from vlmpack.data.loading.read import ErrorPolicy, SkippedSample
-from vlmpack.errors import DataError, DataLimitError, RecipeError, RunDirError
+from vlmpack.data.loading.read import SkippedSample
+from vlmpack.errors import DataError, DataLimitError, RunDirError
+from vlmpack.recipe.schema import OnErrorSection
 
 
 def limiter(**changes: float) -> SkipLimiter:
@@ -126,13 +127,10 @@ def test_an_unwritable_ledger_is_named(tmp_path: Path) -> None:
         Ledger(tmp_path / "no-folder" / "x.jsonl").record([hole(1)], epoch=0, batch=0)
 
 
-def test_policy_from_a_recipe() -> None:
-    policy = ErrorPolicy.from_mapping({"schema": "skip", "integrity": "raise"})
+def test_what_the_policy_skips() -> None:
+    policy = OnErrorSection(schema="skip", integrity="raise")
     assert policy.skips("schema") and not policy.skips("integrity") and policy.skips("decode")
     assert not policy.skips("too_long")
-    with pytest.raises(RecipeError) as caught:
-        ErrorPolicy.from_mapping({"shema": "skip", "decode": "ignore"})
-    assert len(caught.value.problems) == 2
 
 
 def test_a_resumed_run_forgets_the_holes_that_it_will_meet_again(tmp_path: Path) -> None:

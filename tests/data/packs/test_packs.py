@@ -27,13 +27,13 @@ from support.shard_fakes import (
 from vlmpack.data.config import PacksConfig, SourceConfig
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import LoaderSettings, MicroBatch
-from vlmpack.data.loading.read import ErrorPolicy
 from vlmpack.data.packs import write
 from vlmpack.data.packs.manifest import read_manifest, sealed
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.errors import DataError, PacksError
 from vlmpack.proof.audit.audit import audit_run
+from vlmpack.recipe.schema import OnErrorSection
 from vlmpack.training.run_dir import RunDir
 
 pytestmark = pytest.mark.usefixtures("few_rows")
@@ -242,7 +242,7 @@ def test_a_sample_that_cannot_be_encoded_is_the_same_hole_every_time(
         assert manifest.num_holes == (kind != "plan")
         lines.append([(n["key"], n["class"], n["reason"], n["batch"]) for n in ledger.lines()])
     assert lines[0] == lines[1] == lines[2] and len(lines[0]) == 1
-    strict = online(data, tmp_path / "i", on_error=ErrorPolicy(decode="raise"))
+    strict = online(data, tmp_path / "i", on_error=OnErrorSection(decode="raise"))
     with pytest.raises(DataError, match="cannot decode") as error:
         pack(strict, tmp_path / "strict", kind="tokens")
     assert error.value.key == lines[0][0][0]
@@ -401,7 +401,7 @@ def test_a_damaged_pack_is_a_hole_for_each_of_its_samples(folder: Path, tmp_path
     assert all("packs-000001.tar is damaged: its checksum is" in hole.reason for hole in holes)
     assert {hole.file for hole in holes} == {str(tar)} and str(tar) not in {h.shard for h in holes}
     strict = offline(
-        folder, tmp_path / "packs", tmp_path / "i", on_error=ErrorPolicy(integrity="raise")
+        folder, tmp_path / "packs", tmp_path / "i", on_error=OnErrorSection(integrity="raise")
     )
     with pytest.raises(DataError, match="is damaged"):
         micro_batches(strict)

@@ -11,12 +11,12 @@ import torch
 from support.shard_fakes import key_of, micro_batches, open_data, sample_fields, write_shard
 
 from vlmpack.data.loading.loader import BinRequest, MicroBatch
-from vlmpack.data.loading.read import ErrorPolicy
 from vlmpack.data.pipeline import TrainData
 from vlmpack.errors import DataError, EmptyDataError
+from vlmpack.recipe.schema import OnErrorSection
 
 COUNT = 6
-SKIP_ALL = ErrorPolicy(integrity="skip", decode="skip", schema="skip")
+SKIP_ALL = OnErrorSection(integrity="skip", decode="skip", schema="skip")
 
 
 @pytest.fixture

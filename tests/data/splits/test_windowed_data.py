@@ -32,14 +32,13 @@ from vlmpack.data.config import SourceConfig
 from vlmpack.data.forkserver import worker_context
 from vlmpack.data.index.part_file import read_part, write_part
 from vlmpack.data.loading.ledger import Ledger
-from vlmpack.data.loading.read import ErrorPolicy
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.growing_index import SHARD_STRIDE
 from vlmpack.data.splits.survey import DataLaunch, settle_shuffle
 from vlmpack.errors import DataError, EmptyDataError, RecipeError, RunIdentityError
-from vlmpack.recipe.schema import PackingSection
+from vlmpack.recipe.schema import OnErrorSection, PackingSection
 from vlmpack.run.data_summary import data_summary
 from vlmpack.storage.fetch import ShardStamp
 
@@ -242,7 +241,7 @@ def test_bad_samples_are_holes_and_damaged_shards_errors_when_met(tmp_path: Path
     write_shards(tmp_path, 40, per_shard=4)
     write_shard(tmp_path / "s-0005.tar", [("bad", {"json": b"{"}), ("good", sample_fields(0))])
     pattern = str(tmp_path / "s-*.tar")
-    data = windowed(pattern, tmp_path / "i", on_error=ErrorPolicy(schema="skip"))
+    data = windowed(pattern, tmp_path / "i", on_error=OnErrorSection(schema="skip"))
     steps = list(data.batches(data.start(), rank=0, dp=1, max_steps=5))
     assert [hole.key for step in steps for hole in step.skipped] == ["bad"]
     assert sum(step.num_samples for step in steps) == 38
@@ -250,7 +249,7 @@ def test_bad_samples_are_holes_and_damaged_shards_errors_when_met(tmp_path: Path
         _keys(windowed(pattern, tmp_path / "i"), 5)
     path = tmp_path / "s-0007.tar"
     path.write_bytes(path.read_bytes()[:2000])
-    data = windowed(pattern, tmp_path / "i", on_error=ErrorPolicy(schema="skip"))
+    data = windowed(pattern, tmp_path / "i", on_error=OnErrorSection(schema="skip"))
     with pytest.raises(DataError, match=r"s-0007\.tar"):
         _keys(data, 5)
 
@@ -264,7 +263,7 @@ def write_bad_shards(folder: Path, shards: Sequence[int]) -> None:
 @pytest.mark.parametrize("shuffle", ["global", "window"])
 def test_only_bad_samples_are_no_data(tmp_path: Path, shuffle: str) -> None:
     write_bad_shards(tmp_path, [0])
-    options: dict[str, Any] = {"shuffle": shuffle, "on_error": ErrorPolicy(schema="skip")}
+    options: dict[str, Any] = {"shuffle": shuffle, "on_error": OnErrorSection(schema="skip")}
     with pytest.raises(EmptyDataError, match=r"20 samples in 1 shards, of which 20 are bad"):
         open_data(str(tmp_path / "s-*.tar"), tmp_path / "i", **options)
 
@@ -275,7 +274,7 @@ def test_a_first_window_of_bad_samples_has_no_figures_and_is_passed(tmp_path: Pa
     plan = windowed(pattern, tmp_path / "i").plan
     assert isinstance(plan, WindowPlan)
     write_bad_shards(tmp_path, [int(plan.shard_order(plan.sources[0], 0)[0])])
-    data = windowed(pattern, tmp_path / "i", on_error=ErrorPolicy(schema="skip"))
+    data = windowed(pattern, tmp_path / "i", on_error=OnErrorSection(schema="skip"))
     figures = data.summary()
     assert figures.num_bad == {"schema": 20} and figures.num_usable == 0
     assert set(figures.length_percentiles.values()) == {0} and figures.padded_slots == 0

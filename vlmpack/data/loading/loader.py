@@ -23,11 +23,12 @@ from vlmpack.activity import ACTIVITY
 from vlmpack.addresses import redacted
 from vlmpack.data.forkserver import DEFAULT_PRELOAD, sigterm_blocked, worker_context
 from vlmpack.data.index.table import SampleRef
-from vlmpack.data.loading.read import ErrorPolicy, SampleReader, SkippedSample
+from vlmpack.data.loading.read import SampleReader, SkippedSample
 from vlmpack.data.loading.workers import LOOK_SECONDS, WorkerWatch, next_item, start_worker
 from vlmpack.data.protocols import Collator, Encoder
 from vlmpack.errors import DataError
 from vlmpack.packing.batch import EncodedSample, PackedBatch, PaddedBatch, pin_batch
+from vlmpack.recipe.schema import OnErrorSection
 from vlmpack.words import counted
 
 LOADER_SEED = 0
@@ -104,7 +105,7 @@ class BinDataset(Dataset[MicroBatch | SkippedSample]):
     """
 
     def __init__(
-        self, reader: SampleReader, encoder: Encoder, collator: Collator, policy: ErrorPolicy
+        self, reader: SampleReader, encoder: Encoder, collator: Collator, policy: OnErrorSection
     ) -> None:
         self.reader = reader
         self.encoder = encoder

@@ -7,10 +7,9 @@ class, and the policy for that class says whether it ends the run or leaves a ho
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
-from typing import Literal
+from dataclasses import dataclass, field
 
 from vlmpack.addresses import is_remote
 from vlmpack.data.index.table import SampleRef
@@ -18,55 +17,11 @@ from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.raw import RawSample, changed_since_indexed, parse_span
 from vlmpack.data.shards.schemas import cook
 from vlmpack.encode.sample import VLMSample
-from vlmpack.errors import DataError, ErrorClass, RecipeError
+from vlmpack.errors import DataError, ErrorClass
 from vlmpack.storage.fetch import Fetcher, ShardStamp
-
-Action = Literal["raise", "skip"]
 
 SHARDS_AT_ONCE = 16
 """Remote shards of one bin that are asked at the same time."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ErrorPolicy:
-    """What a bad sample does, by the class of its error. Over-long samples have their own rule."""
-
-    transport: Action = "raise"
-    """The shard cannot be reached."""
-    integrity: Action = "skip"
-    """The bytes are not those that were indexed, or the sample is not whole."""
-    decode: Action = "skip"
-    """An image cannot be decoded."""
-    schema: Action = "raise"
-    """The conversation does not fit its schema or the chat template."""
-
-    @classmethod
-    def from_mapping(cls, actions: Mapping[str, str]) -> ErrorPolicy:
-        """The policy from `data.on_error` as a recipe writes it.
-
-        Raises:
-            RecipeError: an unknown class or action.
-        """
-        known = sorted(item.name for item in fields(cls))
-        problems = []
-        for name, action in actions.items():
-            if name not in known:
-                expected = ", ".join(known)
-                problems.append(
-                    f"data.on_error: unknown class {name!r}; expected one of {expected}"
-                )
-            elif action not in ("raise", "skip"):
-                problems.append(f"data.on_error.{name}: {action!r}; expected raise or skip")
-        if problems:
-            raise RecipeError(problems)
-        return cls(**actions)  # type: ignore[arg-type]
-
-    def skips(self, error_class: ErrorClass) -> bool:
-        """Whether a sample with such an error is left out, instead of ending the run."""
-        if error_class == "too_long":
-            return False
-        action: Action = getattr(self, error_class)
-        return action == "skip"
 
 
 @dataclass(frozen=True, slots=True)

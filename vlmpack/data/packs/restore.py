@@ -13,11 +13,12 @@ from typing import Any, Protocol
 
 from vlmpack.data.index.table import PackPlace, SampleRef
 from vlmpack.data.loading.loader import BinDataset, BinRequest
-from vlmpack.data.loading.read import ErrorPolicy, SampleReader
+from vlmpack.data.loading.read import SampleReader
 from vlmpack.data.packs.spans import SavedSample, read_pack
 from vlmpack.data.protocols import Collator, Encoder, ImageSize
 from vlmpack.errors import DataError
 from vlmpack.packing.batch import EncodedSample, Media
+from vlmpack.recipe.schema import OnErrorSection
 from vlmpack.storage.fetch import LocalFetcher
 
 
@@ -37,7 +38,7 @@ class SavedBins(BinDataset):
     """
 
     def __init__(
-        self, reader: SampleReader, encoder: Encoder, collator: Collator, policy: ErrorPolicy
+        self, reader: SampleReader, encoder: Encoder, collator: Collator, policy: OnErrorSection
     ) -> None:
         super().__init__(reader, encoder, collator, policy)
         self.packs = LocalFetcher()
