@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from vlmpack.cli.app import app
 from vlmpack.recipe import dump_recipe, load_recipe
-from vlmpack.run.packs import packs_note
+from vlmpack.run.place import packs_note
 
 
 def invoke(*arguments: object) -> Result:
@@ -38,15 +38,13 @@ def test_other_packs_are_told_apart_by_folder_kind_and_planner(
 
     recorded = tmp_path / "recipe.yaml"
     recorded.write_text(dump_recipe(recipe(one)))
-    assert packs_note(recorded, recipe(two)) == (
+    assert packs_note(recorded, str(two)) == (
         f"packing.path: the run's latest launch had {one} (kind plan, planner stream), the recipe "
         f"has {two} (kind plan, planner bfd)"
     )
-    assert packs_note(recorded, recipe(three)) is None, "the same plan"
-    assert packs_note(recorded, recipe(one)) is None
-    assert f"{tmp_path / 'none'} (no packs there)" in packs_note(
-        recorded, recipe(tmp_path / "none")
-    )
+    assert packs_note(recorded, str(three)) is None, "the same plan"
+    assert packs_note(recorded, str(one)) is None
+    assert f"{tmp_path / 'none'} (no packs there)" in packs_note(recorded, str(tmp_path / "none"))
 
 
 def test_a_run_folder_is_planned_by_its_recipe(inspect_recipe: Path, tmp_path: Path) -> None:

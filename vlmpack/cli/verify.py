@@ -87,22 +87,21 @@ def verify(
     folder = output if output is not None else Path(loaded.run_dir) / "verify"
     from transformers.utils import logging as transformers_logging
 
-    from vlmpack.distributed import start_process_group, stop_process_group
+    from vlmpack.distributed import process_group
     from vlmpack.proof.verify import VerifyOptions, verify_recipe
     from vlmpack.proof.verify.record import write_verification
 
     transformers_logging.disable_progress_bar()
     split = loaded.parallelism
-    ranks = start_process_group(tensor=split.tensor, context=split.context, pipeline=split.pipeline)
-    try:
+    with process_group(
+        tensor=split.tensor, context=split.context, pipeline=split.pipeline
+    ) as ranks:
         ranks.on_main(lambda: _require_folder(folder))
         options = VerifyOptions(num_samples=samples, dtype=dtype.value, tiny=tiny, scratch=folder)
         found = verify_recipe(loaded, ranks, options)
         path = ranks.on_main(lambda: write_verification(found, folder))
         if ranks.is_main:
             _print(found, path)
-    finally:
-        stop_process_group()
     if not found.passes:
         raise typer.Exit(1)
 

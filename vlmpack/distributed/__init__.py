@@ -3,6 +3,7 @@
 from vlmpack.distributed.ranks import (
     Ranks,
     at_stop,
+    process_group,
     share_iterator,
     start_process_group,
     stop_process_group,
@@ -14,6 +15,7 @@ __all__ = [
     "share_iterator",
     "start_process_group",
     "at_stop",
+    "process_group",
     "stop_process_group",
     "world_size_from_environment",
 ]

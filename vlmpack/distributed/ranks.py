@@ -10,6 +10,7 @@ import gc
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -215,6 +216,23 @@ def start_process_group(
         replica_size=replica_size,
         replica_group=group,
     )
+
+
+@contextmanager
+def process_group(
+    *,
+    tensor: int,
+    context: int,
+    pipeline: int,
+    timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
+) -> Iterator[Ranks]:
+    """`start_process_group` for a block, and `stop_process_group` behind it."""
+    try:
+        yield start_process_group(
+            tensor=tensor, context=context, pipeline=pipeline, timeout_seconds=timeout_seconds
+        )
+    finally:
+        stop_process_group()
 
 
 _at_stop: list[Callable[[], None]] = []

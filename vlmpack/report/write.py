@@ -29,7 +29,7 @@ SampleName = tuple[str, str]
 """(shard, key)."""
 
 
-def write_report(run_dir: Path, *, test_samples: Iterable[Question] | None = None) -> Path:
+def write_report(run_dir: Path, test_samples: Iterable[Question] | None = None) -> Path:
     """Draw the pictures and write the page.
 
     Args:

@@ -1,5 +1,7 @@
 """One launch of a run: open or resume, train, answer before and after, export, result.json.
 
+launch         the stages of a launch, in order
+place          where a rank works: ranks, run folder, whose run it is
 session        every part of a run, opened on one rank (`open_session`), and trained to the end
 resume_point   the newest checkpoint that verifies, and its place in the data
 begun_steps    the run's global batches, read while the model is loaded

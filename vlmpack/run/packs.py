@@ -6,9 +6,9 @@ from pathlib import Path
 
 from vlmpack.build.date import begun_packs, date_of, with_date
 from vlmpack.build.read_only import open_recipe
-from vlmpack.data.packs.manifest import Manifest, read_manifest
+from vlmpack.data.packs.manifest import Manifest
 from vlmpack.data.packs.write import PackOrder, PackSource, make_packs
-from vlmpack.errors import PacksError, RecipeError
+from vlmpack.errors import RecipeError
 from vlmpack.recipe import Recipe, load_recipe
 
 
@@ -47,41 +47,3 @@ def pack_recipe(recipe: Recipe, folder: Path, order: PackOrder) -> Manifest:
         return make_packs(PackSource(train.config, train.split, train.dataset), folder, order)
     finally:
         train.split.close()
-
-
-def packs_note(recorded: Path, recipe: Recipe) -> str | None:
-    """What tells a run's packs and the recipe's apart; None where they are alike or unknown.
-
-    Args:
-        recorded: the run folder's recipe, of its latest launch.
-        recipe: that is to go on.
-    """
-    now = recipe.packing.path
-    if now is None or not recorded.is_file():
-        return None
-    try:
-        before = load_recipe(recorded).packing.path
-    except RecipeError:  # of another version of vlmpack
-        return None
-    if before is None or before == now:
-        return None
-    old, new = _manifest(before), _manifest(now)
-    if old is not None and new is not None and old.plan == new.plan:
-        return None
-    return (
-        f"packing.path: the run's latest launch had {_described(before, old)}, the recipe has "
-        f"{_described(now, new)}"
-    )
-
-
-def _manifest(folder: str) -> Manifest | None:
-    try:
-        return read_manifest(Path(folder))
-    except PacksError:
-        return None
-
-
-def _described(folder: str, manifest: Manifest | None) -> str:
-    if manifest is None:
-        return f"{folder} (no packs there)"
-    return f"{folder} (kind {manifest.kind}, planner {manifest.planner})"

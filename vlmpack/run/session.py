@@ -32,6 +32,7 @@ from vlmpack.recipe import Recipe, derive, identity
 from vlmpack.run.begun_steps import BegunSteps
 from vlmpack.run.data_summary import data_summary, log_data
 from vlmpack.run.launch_memory import say_memory
+from vlmpack.run.place import Place
 from vlmpack.run.resume_point import choose_checkpoint, saved_state
 from vlmpack.run.skip_notes import SkipNotes
 from vlmpack.training.metrics import MetricsLog, Progress, Trackers
@@ -39,7 +40,6 @@ from vlmpack.training.model_watch import ModelWatch, recorded_model, watched_mod
 from vlmpack.training.record import StepSamples, open_record
 from vlmpack.training.record_history import take_back, warn_of_damage
 from vlmpack.training.run_dir import RunDir, write_atomically
-from vlmpack.training.stop import StopFlag
 from vlmpack.training.trainer import Reporting, Totals, Trainer, TrainStep
 
 logger = logging.getLogger("vlmpack")
@@ -138,7 +138,7 @@ class Session:
         )
 
 
-def open_session(recipe: Recipe, ranks: Ranks, run_dir: RunDir, stop: StopFlag) -> Session:
+def open_session(recipe: Recipe, place: Place) -> Session:
     """Build every part of a run and load the newest checkpoint if the recipe says so.
 
     The cheap checks come first: model folder and the names of its weights, data, then weights,
@@ -148,25 +148,20 @@ def open_session(recipe: Recipe, ranks: Ranks, run_dir: RunDir, stop: StopFlag) 
         VlmpackError: whatever is wrong, by its class.
     """
     ACTIVITY.enter("launch: opening the data")
-    folder = Path(recipe.model.path)
+    ranks, run_dir, folder = place.ranks, place.run_dir, Path(recipe.model.path)
     recorded = recorded_model(folder, ranks, run_dir)
     encoder = build_encoder(recipe)
     check_model(recipe, ranks)
     check_policy(recipe, encoder, ranks)
     begun = BegunSteps(ranks)
     with watched_model(folder, ranks, run_dir, recorded) as model, begun.ended_on_error():
-        return _open(recipe, ranks, run_dir, stop, encoder, model, begun)
+        return _open(recipe, place, encoder, model, begun)
 
 
 def _open(
-    recipe: Recipe,
-    ranks: Ranks,
-    run_dir: RunDir,
-    stop: StopFlag,
-    encoder: Encoder,
-    model: ModelWatch,
-    begun: BegunSteps,
+    recipe: Recipe, place: Place, encoder: Encoder, model: ModelWatch, begun: BegunSteps
 ) -> Session:
+    ranks, run_dir = place.ranks, place.run_dir
     ledger = Ledger(run_dir.data_errors)
     saved = ranks.on_main(lambda: saved_state(recipe, run_dir))
     splits = _open_splits(recipe, ranks, run_dir, encoder, ledger, saved)
@@ -192,7 +187,7 @@ def _open(
         stepper=build_stepper(recipe, engine, ranks, total_steps=steps),
         config=trainer_config(recipe, total_steps=steps),
         run_dir=run_dir,
-        stop=stop,
+        stop=place.stop,
         validation=_validation_batches(recipe, splits.validation, ranks),
         on_skips=on_skips,
         model=fingerprint,

@@ -1,0 +1,67 @@
+"""One launch of a recipe on one rank, from the run's folder to the report: the stages in order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from vlmpack.activity import ACTIVITY
+from vlmpack.errors import VlmpackError
+from vlmpack.evaluation.scoring import Question
+from vlmpack.recipe import Recipe
+from vlmpack.run.place import Place, begin, entered
+from vlmpack.run.result import (
+    evaluate_by_generation,
+    export_model,
+    test_questions,
+    write_result,
+)
+from vlmpack.run.session import open_session
+from vlmpack.training.run_dir import RunDir
+from vlmpack.training.stop import interrupt_told
+
+logger = logging.getLogger("vlmpack")
+
+Report = Callable[[Path, Sequence[Question] | None], object]
+"""Makes the report of a run folder, with the test questions if some were asked."""
+
+
+def launch(recipe: Recipe, report: Report) -> RunDir:
+    """Take a run to its end, from wherever it stands. Collective.
+
+    Args:
+        recipe: resolved.
+        report: called on the main rank at the end.
+
+    Raises:
+        VlmpackError: whatever is wrong, by its class.
+    """
+    with entered(recipe) as place:
+        begun = begin(recipe, place)
+        if begun is None:
+            logger.info("this run is finished; delete %s to train again", place.run_dir.path)
+        else:
+            with interrupt_told(place.run_dir):
+                _train(begun, place, report)
+        return place.run_dir
+
+
+def _train(recipe: Recipe, place: Place, report: Report) -> None:
+    """Train, with evaluation by generation around it, and leave result, export and report."""
+    session = open_session(recipe, place)
+    questions = test_questions(session)
+    before = evaluate_by_generation(session, "before", questions)
+    session.run()
+    after = evaluate_by_generation(session, "after", questions)
+    export_model(session)
+
+    def finish() -> None:
+        write_result(session, before, after)
+        try:
+            report(place.run_dir.path, questions or None)
+        except VlmpackError as error:
+            logger.warning("no report: %s", error)
+
+    ACTIVITY.enter_alone("writing the report")
+    place.ranks.on_main(finish)

@@ -1,0 +1,148 @@
+"""Where one rank of a run works, and what is settled there before anything is built."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from vlmpack.build.date import settle_date
+from vlmpack.data.packs.manifest import Manifest, read_manifest
+from vlmpack.distributed import Ranks, process_group, world_size_from_environment
+from vlmpack.errors import PacksError, RecipeError
+from vlmpack.recipe import (
+    Recipe,
+    check_world,
+    dump_recipe,
+    identity,
+    identity_differences,
+    identity_hint,
+    identity_notes,
+    load_recipe,
+    notes,
+)
+from vlmpack.run.watch import watched
+from vlmpack.training.metrics import require_trackers
+from vlmpack.training.run_dir import RunDir, write_atomically
+from vlmpack.training.stop import StopFlag, stop_on_sigterm
+
+logger = logging.getLogger("vlmpack")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where one rank works.
+
+    Args:
+        ranks: who this process is.
+        run_dir: the run's folder, prepared and locked.
+        stop: set by SIGTERM.
+    """
+
+    ranks: Ranks
+    run_dir: RunDir
+    stop: StopFlag
+
+
+@contextmanager
+def entered(recipe: Recipe) -> Iterator[Place]:
+    """Join the other ranks and lock the run's folder; watched for silence, and SIGTERM is a flag.
+
+    Raises:
+        RecipeError: the recipe cannot run on this number of processes.
+        RunDirError: on every rank, if the folder cannot be written or is in use.
+    """
+    check_world(recipe, world_size=world_size_from_environment())
+    split, run_dir, stop = recipe.parallelism, RunDir(Path(recipe.run_dir)), StopFlag()
+    with (
+        process_group(
+            tensor=split.tensor,
+            context=split.context,
+            pipeline=split.pipeline,
+            timeout_seconds=split.timeout_seconds,
+        ) as ranks,
+        watched(ranks, recipe.logging.watch_seconds),
+        run_dir.entered(ranks),
+        stop_on_sigterm(stop),
+    ):
+        yield Place(ranks=ranks, run_dir=run_dir, stop=stop)
+
+
+def begin(recipe: Recipe, place: Place) -> Recipe | None:
+    """The recipe with the run's date, once it is seen whose run the folder holds and the recipe is
+    written down there; None where this very recipe has run to its end. Collective.
+
+    Raises:
+        RunIdentityError: the folder belongs to another run; lists every difference.
+        CapabilityError: the package of a tracker is missing.
+    """
+    recipe = settle_date(recipe, place.ranks, place.run_dir)
+    finished = place.ranks.on_main(lambda: _record(recipe, place))
+    return None if finished else recipe
+
+
+def _record(recipe: Recipe, place: Place) -> bool:
+    """Whether result.json is that of this very recipe (a longer one goes on)."""
+    run_dir, current = place.run_dir, identity(recipe)
+    recorded = run_dir.recorded_identity() or current
+    packs = packs_note(run_dir.recipe, recipe.packing.path)
+    for note in (
+        *notes(recipe, place.ranks.world_size),
+        *identity_notes(recorded, current),
+        *([packs] if packs is not None else []),
+    ):
+        logger.warning("note: %s", note)
+    new_era = recipe.checkpoint.on_data_change != "refuse"
+    run_dir.check_identity(
+        current,
+        partial(identity_differences, new_era=new_era),
+        hint=identity_hint(recorded, current),
+    )
+    write_atomically(run_dir.recipe, dump_recipe(recipe))
+    if run_dir.result.is_file():
+        figures = json.loads(run_dir.result.read_text(encoding="utf-8"))
+        if figures.get("identity") == current:
+            return True
+    require_trackers(recipe.logging)
+    return False
+
+
+def packs_note(recorded: Path, now: str | None) -> str | None:
+    """What tells a run's packs and the recipe's apart; None where they are alike or unknown.
+
+    Args:
+        recorded: the run folder's recipe, of its latest launch.
+        now: the packs of the recipe that is to go on.
+    """
+    if now is None or not recorded.is_file():
+        return None
+    try:
+        before = load_recipe(recorded).packing.path
+    except RecipeError:  # of another version of vlmpack
+        return None
+    if before is None or before == now:
+        return None
+    old, new = _manifest(before), _manifest(now)
+    if old is not None and new is not None and old.plan == new.plan:
+        return None
+    return (
+        f"packing.path: the run's latest launch had {_described(before, old)}, the recipe has "
+        f"{_described(now, new)}"
+    )
+
+
+def _manifest(folder: str) -> Manifest | None:
+    try:
+        return read_manifest(Path(folder))
+    except PacksError:
+        return None
+
+
+def _described(folder: str, manifest: Manifest | None) -> str:
+    if manifest is None:
+        return f"{folder} (no packs there)"
+    return f"{folder} (kind {manifest.kind}, planner {manifest.planner})"
