@@ -25,7 +25,6 @@ from vlmpack.data.packs.manifest import DIGEST, Manifest, read_manifest
 from vlmpack.data.packs.manifest import sealed as sealed_values
 from vlmpack.data.plan.state import STATE_VERSION, DataState
 from vlmpack.data.shards.caps import SampleCaps
-from vlmpack.data.shards.energon import check_energon_index
 from vlmpack.data.shards.images import image_facts
 from vlmpack.data.shards.raw import group_members, parse_span
 from vlmpack.data.shards.schemas import cook_text
@@ -185,29 +184,6 @@ def _index(folder: Path) -> Go:
     return go
 
 
-def _energon(folder: Path) -> Go:
-    shard = folder / "x.tar"
-    shard.write_bytes(tars()[0])
-    builder = IndexBuilder(LocalFetcher(), CAPS)
-    stamp = builder.fetcher.head(str(shard))
-    import pyarrow as pa
-
-    rows = builder.scan(stamp)
-    table = pa.table({name: [getattr(row, name) for row in rows] for name in ("key", "offset")})
-    table = table.append_column("length", pa.array([row.length for row in rows]))
-    good = b"".join(n.to_bytes(8, "little") for n in (0, rows[-1].offset, 9000))
-    fetcher = LocalFetcher()
-
-    def go(draw: random.Random) -> None:
-        (folder / "x.tar.idx").write_bytes(damaged(good, draw, [good]))
-        try:
-            check_energon_index(fetcher, stamp, table)
-        finally:
-            fetcher.close()
-
-    return go
-
-
 MANIFEST = Manifest(
     kind="plan",
     planner="bfd",
@@ -304,7 +280,6 @@ DOORS = [
     Door("record", 14, _record),
     Door("image", 10, _image),
     Door("index part", 0.4, _index),
-    Door("energon index", 2, _energon),
     Door("pack.json", 3, _pack_json),
     Door("data state", 5, _state),
     Door("lines", 1, _lines),

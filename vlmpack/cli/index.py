@@ -96,7 +96,6 @@ def _print_table(reports: Sequence[ShardReport], folder: Path, seconds: float) -
 
     read = [report for report in reports if report.was_read]
     faulty = sum(report.fault is not None for report in reports)
-    energon = sum(report.energon for report in reports)
     samples = sum(report.samples for report in reports)
     bad: dict[str, int] = {}
     for report in reports:
@@ -112,8 +111,6 @@ def _print_table(reports: Sequence[ShardReport], folder: Path, seconds: float) -
     total = sum(report.num_bytes for report in reports)
     now = sum(report.num_bytes for report in read)
     table.add_row("bytes", f"{size_text(total) or 0} ({size_text(now) or 0} read now)")
-    if energon:
-        table.add_row("Energon", f"{energon:,} indexes beside shards agree with ours")
     table.add_row("seconds", f"{seconds:.1f}")
     table.add_row("index", str(folder))
     open_console().print(table)

@@ -84,3 +84,10 @@ def test_cmyk_and_16_bit_headers_are_read() -> None:
         stream = io.BytesIO()
         Image.new(mode, (13, 11)).save(stream, kind)
         assert image_facts(stream.getvalue(), "0", CAPS).size == (13, 11)
+
+
+def test_pillows_own_limit_holds_below_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(DataError, match="decompression bomb") as caught:
+        image_facts(image_bytes(30, 20), "0.png", CAPS)
+    assert caught.value.error_class == "decode"

@@ -13,12 +13,12 @@ from PIL import Image
 
 from vlmpack.data.protocols import ImageSize
 from vlmpack.data.shards.caps import SampleCaps
-from vlmpack.data.shards.image_headers import late_metadata, plain_header
 from vlmpack.errors import DataError
 
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP")
 
 _ORIENTATION = 0x0112
+_PNG_METADATA = frozenset({b"eXIf", b"tEXt", b"zTXt", b"iTXt"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,6 @@ def image_facts(data: bytes, field: str, caps: SampleCaps) -> ImageFacts:
     Raises:
         DataError: class `decode`, for a header that cannot be read or an image above the cap.
     """
-    plain = plain_header(data)
-    # Above Pillow's own limit, which is None where somebody lifted it, Pillow may refuse the image.
-    limit = min(caps.max_image_pixels, Image.MAX_IMAGE_PIXELS or caps.max_image_pixels)
-    if plain is not None and plain.width * plain.height <= limit:
-        return ImageFacts(plain.width, plain.height, plain.format, 1)
     try:
         with warnings.catch_warnings():
             # Pillow warns about large images, which the cap judges, and about damaged EXIF.
@@ -102,10 +97,23 @@ def _check_pixels(width: int, height: int, field: str, caps: SampleCaps) -> None
 
 def _orientation(image: Image.Image, data: bytes) -> int:
     """EXIF's orientation, 1 where there is none."""
-    if image.format == "PNG" and "exif" not in image.info and not late_metadata(data):
+    if image.format == "PNG" and "exif" not in image.info and not _has_late_metadata(data):
         # Pillow's PNG reader would decode every pixel to look for metadata behind them.
         exif = Image.Image.getexif(image)
     else:
         exif = image.getexif()
     value = exif.get(_ORIENTATION, 1)
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
+
+
+def _has_late_metadata(png: bytes) -> bool:
+    """Whether a PNG has metadata behind its pixels."""
+    place, pixels_seen = 8, False
+    while place + 8 <= len(png):
+        kind = png[place + 4 : place + 8]
+        if kind == b"IDAT":
+            pixels_seen = True
+        elif pixels_seen and kind in _PNG_METADATA:
+            return True
+        place += 12 + int.from_bytes(png[place : place + 4])
+    return False

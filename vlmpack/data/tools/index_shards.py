@@ -20,7 +20,6 @@ from vlmpack.data.index.shard_index import IndexBuilder, ShardIndex, load_index
 from vlmpack.data.index.shard_pool import each_shard
 from vlmpack.data.protocols import Encoder
 from vlmpack.data.shards.caps import SampleCaps
-from vlmpack.data.shards.energon import check_energon_index
 from vlmpack.errors import DataError, VlmpackError
 from vlmpack.storage.fetch import Fetcher
 from vlmpack.storage.sources import FoundShard
@@ -41,8 +40,7 @@ class ShardReport:
         bad: error class -> samples with a reason.
         first_bad: error class -> key and reason of the first of them.
         unknown_keys: keys of the records that are not read -> records.
-        energon: whether Energon's index lies beside it.
-        fault: what is wrong with the shard as a whole, or with Energon's index of it.
+        fault: what is wrong with the shard as a whole.
     """
 
     path: str
@@ -53,7 +51,6 @@ class ShardReport:
     bad: dict[str, int] = field(default_factory=dict)
     first_bad: dict[str, tuple[str, str]] = field(default_factory=dict)
     unknown_keys: Mapping[str, int] = field(default_factory=dict)
-    energon: bool = False
     fault: VlmpackError | None = None
 
 
@@ -83,7 +80,7 @@ class IndexOne:
         path, size, samples, was_read, bad = shard.path, 0, 0, False, dict[str, int]()
         first: dict[str, tuple[str, str]] = {}
         unknown: Mapping[str, int] = {}
-        energon, fault = False, None
+        fault = None
         try:
             stamp = shard.stamp or self.builder.fetcher.head(path)
             size = stamp.size
@@ -102,7 +99,6 @@ class IndexOne:
                 place = classes.index(name)
                 key, reason = index.table.column("key")[place], rows.column("reason")[place]
                 first[name] = (key.as_py(), reason.as_py())
-            energon = check_energon_index(self.builder.fetcher, stamp, index.table)
         except DataError as error:
             fault = error
         seconds = time.perf_counter() - begin
@@ -115,7 +111,6 @@ class IndexOne:
             bad=bad,
             first_bad=first,
             unknown_keys=unknown,
-            energon=energon,
             fault=fault,
         )
 

@@ -1,10 +1,10 @@
 """The strict checks over whole shards, down to the pixels; `vlmpack data lint`.
 
 Shards are read again, whatever an index says; where one has been made, the samples' checksums are
-compared with it, since training does so and skips what differs. Per shard: the tar's structure, and
-Energon's index beside it. Per sample: names and keys, the conversation, image headers, every image
-decoded; with an encoder the chat template and the length rule too. A bad sample is one finding, and
-so is a damaged shard: nobody can say what lies behind the damage.
+compared with it, since training does so and skips what differs. Per shard: the tar's structure. Per
+sample: names and keys, the conversation, image headers, every image decoded; with an encoder the
+chat template and the length rule too. A bad sample is one finding, and so is a damaged shard:
+nobody can say what lies behind the damage.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-import pyarrow as pa
 
 from vlmpack.data.index.part_file import read_part
 from vlmpack.data.index.parts import part_for
@@ -29,7 +27,6 @@ from vlmpack.data.index.shard_index import (
 from vlmpack.data.index.shard_pool import each_shard
 from vlmpack.data.protocols import Encoder
 from vlmpack.data.shards.caps import SampleCaps
-from vlmpack.data.shards.energon import check_energon_index
 from vlmpack.data.shards.images import oriented_size
 from vlmpack.data.shards.keys import count_keys
 from vlmpack.data.shards.raw import REINDEX, RawSample, changed_since_indexed, group_members
@@ -123,7 +120,6 @@ class LintOne:
                 rows.append(row)
             flag_repeated_keys(rows)
             self._compare_with_index(stamp, rows)
-            check_energon_index(self.fetcher, stamp, _spans(rows))
         except DataError as error:
             flag_repeated_keys(rows)
             fault = error
@@ -237,10 +233,3 @@ def lint_summary(reports: Sequence[LintReport]) -> dict[str, Any]:
         "by_class": dict(sorted(Counter(item.error_class for item in findings).items())),
         "findings": [asdict(finding) for finding in findings],
     }
-
-
-def _spans(rows: Sequence[IndexRow]) -> Any:
-    """The columns that Energon's index is compared with."""
-    return pa.table(
-        {name: [getattr(row, name) for row in rows] for name in ("key", "offset", "length")}
-    )
