@@ -22,6 +22,7 @@ from vlmpack.backends.mcore.model import MergedRow
 from vlmpack.distributed import start_process_group
 from vlmpack.encode import Encoder
 from vlmpack.packing import Batch
+from vlmpack.training.objective import SFT
 from vlmpack.training.optim import Schedule
 from vlmpack.training.step import Stepper
 
@@ -68,7 +69,9 @@ def bench_megatron_step(
         padded = batches_of(encoder, "none", micro_batch_size, 3)
     assert [b.keys for b in packed] == [b.keys for b in padded], "not the same samples"
     schedule = Schedule(peak=0.0, floor=0.0, warmup_steps=0, total_steps=1, kind="constant")
-    stepper = Stepper(engine=engine, schedule=schedule, max_grad_norm=1.0, ranks=engine.ranks)
+    stepper = Stepper(
+        engine=engine, objective=SFT, schedule=schedule, max_grad_norm=1.0, ranks=engine.ranks
+    )
     losses = [stepper.evaluate(batches).loss for batches in (packed, padded)]
     assert abs(losses[0] - losses[1]) < 1e-5 * losses[0], f"losses differ: {losses}"
     seconds = medians(

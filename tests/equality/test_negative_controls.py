@@ -24,7 +24,7 @@ from support.stock import StockProcessor, run_one_by_one
 
 from vlmpack.encode import Encoder
 from vlmpack.packing.batch import IGNORE_INDEX
-from vlmpack.training import step as step_module
+from vlmpack.training.objective import SFT
 from vlmpack.training.vlm_step import forward_step
 
 
@@ -150,9 +150,9 @@ def mean_of_means(data_iterator, model):
     return losses, loss_function
 
 
-def gradients_of_step(engine, batches):
+def gradients_of_step(engine, batches, objective=SFT):
     """What the Stepper hands to the optimizer, which then changes nothing."""
-    stepper = make_stepper(engine, max_grad_norm=None)
+    stepper = make_stepper(engine, objective=objective, max_grad_norm=None)
     seen = {}
 
     def steal(*_):
@@ -167,7 +167,7 @@ def gradients_of_step(engine, batches):
     return seen
 
 
-def test_mean_of_micro_batch_means_is_found(session_engine, encoded, reference, monkeypatch):
+def test_mean_of_micro_batch_means_is_found(session_engine, encoded, reference):
     by_labels = sorted(encoded, key=lambda sample: int((sample.labels != IGNORE_INDEX).sum()))
     batches = [pack(by_labels[:1], alignment=8), pack(by_labels[1:], alignment=8)]
     few, many = (batch.num_label_tokens for batch in batches)
@@ -176,9 +176,9 @@ def test_mean_of_micro_batch_means_is_found(session_engine, encoded, reference, 
     right = replace(reference, gradients=gradients_of_step(session_engine, batches))
     assert find_differences(right, reference) == []
 
-    monkeypatch.setattr(step_module, "forward_step", mean_of_means)
     mean_of_means.labels_of_step, mean_of_means.micro_batches = few + many, 2
-    wrong = replace(reference, gradients=gradients_of_step(session_engine, batches))
+    objective = replace(SFT, forward_step=mean_of_means)
+    wrong = replace(reference, gradients=gradients_of_step(session_engine, batches, objective))
     broken = find_differences(wrong, reference)
     assert kinds(broken) == {"gradient"}
     assert len(broken) == len(reference.gradients), "every parameter is weighted wrongly"

@@ -19,6 +19,7 @@ from vlmpack.backends.policy import (
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.training.first_step import FirstStepCheck
+from vlmpack.training.objective import SFT, Objective
 from vlmpack.training.optim import Schedule
 from vlmpack.training.step import Stepper
 
@@ -59,7 +60,11 @@ def policy(
 
 
 def make_stepper(
-    engine: HFEngine, *, max_grad_norm: float | None = 1.0, check: bool = False
+    engine: Any,
+    *,
+    objective: Objective = SFT,
+    max_grad_norm: float | None = 1.0,
+    check: bool = False,
 ) -> Stepper:
     """A constant learning rate; with `check` the first step is looked at, as in a run.
 
@@ -70,6 +75,7 @@ def make_stepper(
     schedule = Schedule(peak=2e-4, floor=2e-4, warmup_steps=0, total_steps=100, kind="constant")
     return Stepper(
         engine=engine,
+        objective=objective,
         schedule=schedule,
         max_grad_norm=max_grad_norm,
         ranks=engine.ranks,

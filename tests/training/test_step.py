@@ -181,7 +181,7 @@ def test_evaluation_changes_nothing_and_has_the_same_loss(stepper, encoded):
     assert changed(stepper, before) == []
     assert all(p.grad is None for _, p in stepper.engine.parameters())
     sums, _ = train(stepper, batches)
-    assert evaluated.loss_sum == sums.loss_sum
+    assert evaluated.totals["loss_sum"] == sums.totals["loss_sum"]
     assert evaluated.grad_norm == 0.0
 
 
@@ -191,7 +191,7 @@ def test_only_the_lead_of_a_replica_counts_and_every_rank_votes(stepper, encoded
     stepper.ranks = replace(stepper.ranks, replica_rank=1, replica_size=2)
     peer, _ = stepper.train(1, batches, num_skipped=3, stop=True, writing=True)
     assert lead.num_label_tokens > 0
-    assert peer.loss_sum > 0, "an engine reports zero where the loss is not its own"
+    assert peer.totals["loss_sum"] > 0, "an engine reports zero where the loss is not its own"
     counts = (peer.num_label_tokens, peer.num_tokens, peer.num_slots, peer.num_padded_slots)
     assert counts == (0, 0, 0, 0)
     assert (peer.num_samples, peer.num_skipped) == (0, 0)

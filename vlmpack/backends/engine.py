@@ -1,7 +1,8 @@
 """What the trainer asks of an engine, in the shape of Megatron's schedules.
 
 A forward step takes (data_iterator, model) and returns the model's output and a loss function; the
-loss function maps the output to (loss sum, number of label tokens, sums to report). The engine
+loss function maps the output to (loss sum, number of label tokens, sums to report by name), of
+which the number is Megatron's alone: what divides is the objective's. The engine
 runs the steps of one optimizer step, accumulates gradients of the *sum*, and hands the sums back.
 The optimizer is the engine's own, and its state is read and written as boxes of whole tensors.
 """
@@ -59,9 +60,9 @@ class Engine(Protocol):
         """Run the micro-batches of one optimizer step and accumulate gradients of their loss sums.
 
         Returns:
-            One report per micro-batch, on every rank. Over all ranks of the world the `loss_sum`s
-            add up to the global loss sum, each counted once: a rank that does not compute the loss
-            reports zero.
+            One report per micro-batch, on every rank. Over all ranks of the world its sums add up
+            to the global ones, each counted once: the reports of a rank that computes no loss, or
+            the same as another, are empty.
         """
         ...
 
@@ -69,11 +70,11 @@ class Engine(Protocol):
         """Drop the accumulated gradients."""
         ...
 
-    def finish_gradients(self, num_label_tokens: Tensor, max_norm: float | None) -> Tensor:
+    def finish_gradients(self, divisor: Tensor, max_norm: float | None) -> Tensor:
         """Turn accumulated gradients of loss sums into those of the mean loss, and clip them.
 
         Args:
-            num_label_tokens: 0-d, on the device, never read on the host: label tokens of the global
+            divisor: 0-d, on the device, never read on the host: the objective's, of the global
                 batch over the world; 0 counts as 1.
             max_norm: global L2 norm to clip to; None for no clipping.
 
@@ -149,3 +150,8 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+def or_one(divisor: Tensor) -> Tensor:
+    """The divisor; 1 where it is 0, since the gradients of nothing are 0 already."""
+    return divisor.where(divisor != 0, 1.0)

@@ -15,6 +15,7 @@ from vlmpack.distributed.timeouts import CollectiveTimeouts
 from vlmpack.encode import Encoder
 from vlmpack.recipe import Recipe
 from vlmpack.training.first_step import FirstStepCheck
+from vlmpack.training.objective import objective_named
 from vlmpack.training.optim import Schedule
 from vlmpack.training.step import Stepper
 from vlmpack.training.trainer import TrainerConfig
@@ -86,10 +87,11 @@ def _build_mcore(recipe: Recipe, encoder: Encoder, ranks: Ranks, optimizer: Adam
 
 
 def build_stepper(recipe: Recipe, engine: Engine, ranks: Ranks, *, total_steps: int) -> Stepper:
-    """The engine with its schedule."""
+    """The engine with its objective and its schedule."""
     optim = recipe.optim
     return Stepper(
         engine=engine,
+        objective=objective_named(recipe.objective.name),
         schedule=Schedule(
             peak=optim.lr,
             floor=optim.lr * optim.min_lr_ratio,

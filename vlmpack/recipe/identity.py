@@ -4,10 +4,11 @@ In: the model, its compute type and the weight of its auxiliary loss; the traini
 weights, shuffle, epoch size, what happens to over-long or oversized samples, what an image may
 cost, the date that a template writes, which answers are learnt; the packing mode, and the budgets
 and scope of planned rows; sequence length, global batch, seed, length of the run; what is trained,
-by which adapters; the optimizer, its learning rates and schedule. Out, so free to change on resume:
-engine, attention and recomputation, parallelism, micro-batch size, balance, fixed shapes, workers,
-the policy for bad samples, evaluation, checkpoints, logging, export, folders. Out too:
-`packing.alignment` and `packing.path`, since the plan records the one and the packs' fingerprint.
+by which adapters; the objective; the optimizer, its learning rates and schedule. Out, so free to
+change on resume: engine, attention and recomputation, parallelism, micro-batch size, balance, fixed
+shapes, workers, the policy for bad samples, evaluation, checkpoints, logging, export, folders. Out
+too: `packing.alignment` and `packing.path`, since the plan records the one and the packs'
+fingerprint.
 
 With `checkpoint.on_data_change: new_era` the training sources, their weights and the epoch size
 may change as well: the run goes on as a new era.
@@ -24,6 +25,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlmpack.recipe.messages import shown
+from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.schema import Recipe
 from vlmpack.recipe.trainable import COMPONENTS, OptimSection, TrainableSection
 
@@ -65,6 +67,8 @@ def identity(recipe: Recipe) -> dict[str, object]:
         include["data"] = {**include["data"], "date": True}
     if recipe.data.learn != "all_turns":
         include["data"] = {**include["data"], "learn": True}
+    if recipe.objective != ObjectiveSection():
+        include["objective"] = True
     include["optim"] = {
         name for name in OptimSection.model_fields if getattr(recipe.optim, name) is not None
     } | {"max_grad_norm"}

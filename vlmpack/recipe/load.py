@@ -18,6 +18,7 @@ from vlmpack.recipe.capability_rules import broken_capability_rules
 from vlmpack.recipe.images import ImagesSection
 from vlmpack.recipe.messages import explain, shown
 from vlmpack.recipe.model_rules import broken_model_rules
+from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.overrides import apply_overrides
 from vlmpack.recipe.path_rules import anchored
 from vlmpack.recipe.problems import Document, Problem, as_written, render, without_echoes
@@ -48,6 +49,7 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
     "parallelism": ParallelismSection,
     "training": TrainingSection,
     "trainable": TrainableSection,
+    "objective": ObjectiveSection,
     "optim": OptimSection,
     "evaluation": EvaluationSection,
     "checkpoint": CheckpointSection,

@@ -15,6 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from vlmpack.errors import ErrorClass
 from vlmpack.recipe.images import ImagesSection
+from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.packing_modes import FACTS, ModeFacts, ModeName
 from vlmpack.recipe.sources import OptionalSources, Section, Sources, as_tuple
 from vlmpack.recipe.storage import StorageSection
@@ -375,6 +376,7 @@ class Recipe(Section):
     parallelism: ParallelismSection = ParallelismSection()
     training: TrainingSection
     trainable: TrainableSection = TrainableSection()
+    objective: ObjectiveSection = ObjectiveSection()
     optim: OptimSection
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()

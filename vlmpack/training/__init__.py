@@ -1,5 +1,6 @@
-"""What trains: the forward step, one optimizer step, the loop, checkpoints, metrics, the record.
+"""What trains: objective, forward step, one optimizer step, the loop, checkpoints, metrics, record.
 
+objective     what is minimised: sums by name, their divisor, what is reported
 vlm_step      the forward step of a vision-language model
 step          one optimizer step: micro-batches in, updated weights and one report out
 trainer       the loop, with validation, checkpoints and a clean stop (`stop`)

@@ -8,10 +8,11 @@ Rows of training steps:
     a sample), imbalance (the largest planned cost of a replica over the mean; FLOPs, but tokens
     under packing.balance: none), fill, padding (1 - fill), seconds, data_wait_seconds,
     data_wait_share, read_seconds and encode_seconds (in the loader, beside the training),
-    forward_backward_seconds, optimizer_seconds, tokens_per_second
+    forward_backward_seconds, optimizer_seconds, tokens_per_second; before these, what the objective
+    reports beside the loss
 
-Rows of validations: step, validation_loss, validation_label_tokens. Real tokens per second never
-count padding.
+Rows of validations: step, validation_loss, the same of what the objective reports,
+validation_label_tokens. Real tokens per second never count padding.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -55,6 +56,8 @@ class StepRow:
     encode_seconds: float
     forward_backward_seconds: float
     optimizer_seconds: float
+    reported: Mapping[str, float | None] = field(default_factory=dict)
+    """What the objective reports beside the loss; columns of their own."""
 
     @property
     def fill(self) -> float:
@@ -73,8 +76,10 @@ class StepRow:
 
     def as_row(self) -> dict[str, Any]:
         """The row of metrics.jsonl."""
+        row = asdict(self)
         return {
-            **asdict(self),
+            **row.pop("reported"),
+            **row,
             "imbalance": round(self.imbalance, 6),
             "fill": round(self.fill, 6),
             "padding": round(1 - self.fill, 6),

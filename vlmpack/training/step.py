@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -21,91 +21,66 @@ from vlmpack.distributed import Ranks
 from vlmpack.errors import NonFiniteError
 from vlmpack.packing import Batch
 from vlmpack.training.first_step import FirstStepCheck, count_seen_images
+from vlmpack.training.objective import Objective
 from vlmpack.training.optim import Schedule
-from vlmpack.training.vlm_step import forward_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepSums:
-    """Sums over all micro-batches of all replicas in one optimizer step.
+class Counts:
+    """What every step counts, whatever its objective, over all micro-batches.
 
     Args:
-        loss_sum: sum of the losses of all label tokens.
-        num_label_tokens: their number; the loss is normalised by it once.
+        num_label_tokens: tokens that carry loss.
         num_tokens: real tokens.
         num_slots: computed slots, padding included.
         num_padded_slots: slots that the same micro-batches take in mode `none`.
         num_samples: samples trained.
         num_skipped: samples left out as holes.
+        num_seen_images: image tokens that a label comes after; 0 once nobody asks.
         stop_votes: ranks that were asked to stop.
         num_writing: ranks that are still writing a checkpoint.
-        num_seen_images: image tokens that a label comes after; 0 once nobody asks.
+    """
+
+    num_label_tokens: int = 0
+    num_tokens: int = 0
+    num_slots: int = 0
+    num_padded_slots: int = 0
+    num_samples: int = 0
+    num_skipped: int = 0
+    num_seen_images: int = 0
+    stop_votes: int = 0
+    num_writing: int = 0
+
+    @classmethod
+    def of(cls, batches: Sequence[Batch], **more: int) -> Counts:
+        """Those of some micro-batches."""
+        return cls(
+            num_label_tokens=sum(batch.num_label_tokens for batch in batches),
+            num_tokens=sum(batch.num_tokens for batch in batches),
+            num_slots=sum(batch.num_slots for batch in batches),
+            num_padded_slots=sum(batch.num_padded_slots for batch in batches),
+            num_samples=sum(len(batch.keys) for batch in batches),
+            **more,
+        )
+
+
+VOTES = ("stop_votes", "num_writing")
+"""Counts to which each process adds its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSums(Counts):
+    """Sums over all micro-batches of all replicas in one optimizer step.
+
+    Args:
+        totals: the objective's sums and all counts, by name.
+        loss: the objective's; None where its divisor is 0.
         grad_norm: global norm before clipping; 0 without a backward pass.
     """
 
-    loss_sum: float
-    num_label_tokens: int
-    num_tokens: int
-    num_slots: int
-    num_padded_slots: int
-    num_samples: int
-    num_skipped: int
-    stop_votes: int
-    num_writing: int
-    num_seen_images: int = 0
+    totals: Mapping[str, float]
+    loss: float | None
     grad_norm: float = 0.0
-
-    @property
-    def loss(self) -> float | None:
-        """Mean loss of a label token; None without any: 0 would be a perfect one."""
-        return self.loss_sum / self.num_label_tokens if self.num_label_tokens else None
-
-
-def _local_sums(
-    reports: Sequence[dict[str, Tensor]],
-    batches: Sequence[Batch],
-    *,
-    is_lead: bool,
-    num_skipped: int = 0,
-    votes: tuple[bool, bool] = (False, False),
-    num_seen_images: int = 0,
-) -> Tensor:
-    """(10,) float64 on the device of the reports: this rank's share of StepSums.
-
-    The processes of a replica hold the same batches, so its lead alone counts them; every process
-    votes.
-    """
-    loss = torch.stack([report["loss_sum"] for report in reports]).sum()
-    counts = [
-        sum(batch.num_label_tokens for batch in batches),
-        sum(batch.num_tokens for batch in batches),
-        sum(batch.num_slots for batch in batches),
-        sum(batch.num_padded_slots for batch in batches),
-        sum(len(batch.keys) for batch in batches),
-        num_skipped,
-        num_seen_images,
-    ]
-    rest = torch.tensor(
-        [*(count if is_lead else 0 for count in counts), *votes], dtype=torch.float64
-    ).to(loss.device, non_blocking=True)
-    return torch.cat([loss[None], rest])
-
-
-def _named(values: Sequence[float], grad_norm: float = 0.0) -> StepSums:
-    loss, labels, tokens, slots, padded, samples, skipped, seen, stops, writing = values
-    return StepSums(
-        loss_sum=loss,
-        num_label_tokens=int(labels),
-        num_tokens=int(tokens),
-        num_slots=int(slots),
-        num_padded_slots=int(padded),
-        num_samples=int(samples),
-        num_skipped=int(skipped),
-        stop_votes=int(stops),
-        num_writing=int(writing),
-        num_seen_images=int(seen),
-        grad_norm=grad_norm,
-    )
 
 
 def _watched(
@@ -133,6 +108,7 @@ class Stepper:
 
     Args:
         engine: the model and its optimizer.
+        objective: what is minimised.
         schedule: learning rate by step.
         max_grad_norm: global norm to clip to; None for no clipping.
         ranks: who this process is.
@@ -141,6 +117,7 @@ class Stepper:
     """
 
     engine: Engine
+    objective: Objective
     schedule: Schedule
     max_grad_norm: float | None
     ranks: Ranks
@@ -180,56 +157,82 @@ class Stepper:
         check = self.check if self.check is not None and self.check.pending else None
         self.engine.zero_gradients()
         reports = self.engine.forward_backward(
-            forward_step, _watched(batches, names), num_microbatches=len(batches)
+            self.objective.forward_step, _watched(batches, names), num_microbatches=len(batches)
         )
         ACTIVITY.enter("sums over all ranks")
-        sums = self.ranks.sum_over_world(
-            _local_sums(
-                reports,
-                batches,
-                is_lead=self.ranks.is_lead,
-                num_skipped=num_skipped,
-                votes=(stop, writing),
-                num_seen_images=count_seen_images(batches) if check is not None else 0,
-            )
+        counts = Counts.of(
+            batches,
+            num_skipped=num_skipped,
+            num_seen_images=count_seen_images(batches) if check is not None else 0,
+            stop_votes=int(stop),
+            num_writing=int(writing),
         )
-        norm = self.engine.finish_gradients(sums[1], self.max_grad_norm)
-        values = torch.cat([sums, norm.double()[None]]).tolist()  # the step's one host read
-        result = _named(values[:-1], grad_norm=values[-1])
+        sums = self._sum_up(reports, batches, counts)
+        norm = self.engine.finish_gradients(sums[self.objective.divisor], self.max_grad_norm)
+        read = torch.stack([*sums.values(), norm.double()]).tolist()  # the step's one host read
+        result = self._named(dict(zip(sums, read, strict=False)), grad_norm=read[-1])
         computed = time.perf_counter()
-        if not (math.isfinite(result.loss_sum) and math.isfinite(result.grad_norm)):
+        if not (math.isfinite(result.totals["loss_sum"]) and math.isfinite(result.grad_norm)):
             self._stop_on_non_finite(
                 step, reports, names or [batch.keys for batch in batches], result
             )
-        if result.num_label_tokens:  # a global batch of holes teaches nothing, on every rank alike
-            lr = self.schedule(step)
-            if check is not None:
-                check.before_step(lr=lr, num_seen_images=result.num_seen_images)
-            ACTIVITY.enter("optimizer")
-            self.engine.step(lr)
-            if check is not None:
-                check.after_step()
-        finished = time.perf_counter()
+        if result.loss is not None:  # a global batch of holes teaches nothing, on every rank alike
+            self._update(step, result, check)
         return result, {
             "forward_backward_seconds": computed - started,
-            "optimizer_seconds": finished - computed,
+            "optimizer_seconds": time.perf_counter() - computed,
         }
 
     def evaluate(self, batches: Sequence[Batch]) -> StepSums:
-        """Loss sums of some micro-batches, without gradients."""
+        """Sums of some micro-batches, without gradients."""
         reports = self.engine.forward_backward(
-            forward_step,
+            self.objective.forward_step,
             _watched(batches, None, "validation"),
             num_microbatches=len(batches),
             forward_only=True,
         )
-        sums = self.ranks.sum_over_world(_local_sums(reports, batches, is_lead=self.ranks.is_lead))
-        return _named(sums.tolist())
+        sums = self._sum_up(reports, batches, Counts.of(batches))
+        return self._named(dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)))
+
+    def _sum_up(
+        self, reports: Sequence[Mapping[str, Tensor]], batches: Sequence[Batch], counts: Counts
+    ) -> dict[str, Tensor]:
+        """0-d float64 on the device, in one fixed order: all sums and counts over the world."""
+        device = self.engine.device
+        mine = self.objective.add_up(reports, device)
+        names = [entry.name for entry in fields(Counts)]
+        counted = {name: getattr(counts, name) for name in names}
+        for batch in batches:
+            for name, number in self.objective.counts(batch).items():
+                counted[name] = counted.get(name, 0) + number
+        if not self.ranks.is_lead:  # the processes of a replica hold the same batches; all vote
+            counted = {name: counted[name] if name in VOTES else 0 for name in counted}
+        host = torch.tensor([*counted.values()], dtype=torch.float64).to(device, non_blocking=True)
+        summed = self.ranks.sum_over_world(torch.cat([torch.stack([*mine.values()]), host]))
+        return dict(zip([*mine, *counted], summed.unbind(), strict=True))
+
+    def _named(self, totals: Mapping[str, float], grad_norm: float = 0.0) -> StepSums:
+        return StepSums(
+            **{entry.name: int(totals[entry.name]) for entry in fields(Counts)},
+            totals=totals,
+            loss=self.objective.loss(totals),
+            grad_norm=grad_norm,
+        )
+
+    def _update(self, step: int, result: StepSums, check: FirstStepCheck | None) -> None:
+        """Move the weights; `check` looks at what moved."""
+        lr = self.schedule(step)
+        if check is not None:
+            check.before_step(lr=lr, num_seen_images=result.num_seen_images)
+        ACTIVITY.enter("optimizer")
+        self.engine.step(lr)
+        if check is not None:
+            check.after_step()
 
     def _stop_on_non_finite(
         self,
         step: int,
-        reports: Sequence[dict[str, Tensor]],
+        reports: Sequence[Mapping[str, Tensor]],
         names: Sequence[Sequence[str]],
         result: StepSums,
     ) -> None:
@@ -238,7 +241,7 @@ class Stepper:
         mine = [
             of_batch
             for report, of_batch in zip(reports, names, strict=True)
-            if not bool(torch.isfinite(report["loss_sum"]))
+            if report and not bool(torch.isfinite(report["loss_sum"]))
         ]
         named = [keys for rank in self.ranks.gather_objects(mine) for keys in rank]
         if not named:  # the gradient alone overflowed: any sample of the step may be the cause
@@ -247,8 +250,8 @@ class Stepper:
         # Each once: the processes of a replica name the same micro-batches.
         listed = "; ".join(dict.fromkeys(", ".join(keys) for keys in named))
         raise NonFiniteError(
-            f"step {step + 1}: loss sum {result.loss_sum}, gradient norm {result.grad_norm}; "
-            f"stopped before the optimizer step, no weight has changed. Samples of the "
-            f"micro-batches concerned: {listed}. Look at these samples, lower optim.lr, or set "
-            f"optim.max_grad_norm"
+            f"step {step + 1}: loss sum {result.totals['loss_sum']}, "
+            f"gradient norm {result.grad_norm}; stopped before the optimizer step, no weight has "
+            f"changed. Samples of the micro-batches concerned: {listed}. Look at these samples, "
+            f"lower optim.lr, or set optim.max_grad_norm"
         )

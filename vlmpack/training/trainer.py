@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -278,42 +279,40 @@ class Trainer:
                 data_wait_seconds=waited,
                 read_seconds=train_step.read_seconds,
                 encode_seconds=train_step.encode_seconds,
+                reported=self.stepper.objective.reported(sums.totals),
                 **phases,
             )
             reporting.metrics.write(row.as_row())
             reporting.progress.update(row)
             if _due(self.totals.step, self.config.log_interval):
-                reporting.trackers.log(
-                    {name: getattr(row, name) for name in TRACKED},
-                    self.totals.step,
-                )
+                tracked = {name: getattr(row, name) for name in TRACKED}
+                reporting.trackers.log(tracked | dict(row.reported), self.totals.step)
         return sums
 
     def validate(self, reporting: Reporting | None) -> float | None:
-        """Mean loss of a label token over the validation split; once per step number."""
+        """The objective's loss over the validation split; once per step number."""
         if self.validation is None or self._validated_step == self.totals.step:
             return None
-        loss_sum, num_labels = 0.0, 0
+        objective, totals = self.stepper.objective, defaultdict[str, float](float)
         ACTIVITY.enter_alone("validation")
         for batch in self.validation():
-            sums = self.stepper.evaluate([batch])
-            loss_sum += sums.loss_sum
-            num_labels += sums.num_label_tokens
-        if num_labels == 0:
+            for name, value in self.stepper.evaluate([batch]).totals.items():
+                totals[name] += value
+        loss = objective.loss(totals)
+        if loss is None:
             raise EmptyDataError(
                 "data.validation: no sample of the split could be used; see data-errors.jsonl"
             )
-        loss = loss_sum / num_labels
         self._validated_step = self.totals.step
         if reporting is not None:
+            figures = {"validation_loss": loss} | {
+                f"validation_{name}": value for name, value in objective.reported(totals).items()
+            }
+            labels = int(totals["num_label_tokens"])
             reporting.metrics.write(
-                {
-                    "step": self.totals.step,
-                    "validation_loss": loss,
-                    "validation_label_tokens": num_labels,
-                }
+                {"step": self.totals.step, **figures, "validation_label_tokens": labels}
             )
-            reporting.trackers.log({"validation_loss": loss}, self.totals.step)
+            reporting.trackers.log(figures, self.totals.step)
             logger.info("step %d: validation loss %.4f", self.totals.step, loss)
         return loss
 

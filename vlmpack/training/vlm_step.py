@@ -2,12 +2,12 @@
 
 `forward_step(data_iterator, model)` returns the model's output and a function of that output; an
 engine's schedule calls both. Losses are sums with explicit token counts: normalising happens once,
-globally, in the trainer.
+globally, by the objective's divisor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from torch import Tensor, nn
@@ -15,27 +15,25 @@ from torch import Tensor, nn
 from vlmpack.backends.engine import LossFunction
 from vlmpack.packing import Batch, move_batch
 
-
-def loss_sum(losses: Tensor, *, num_label_tokens: int) -> tuple[Tensor, int, dict[str, Tensor]]:
-    """Sum of per-token losses.
-
-    Args:
-        losses: (L,) float32, one a label token.
-        num_label_tokens: L.
-
-    Returns:
-        The sum to differentiate, L, and the detached sum in float64 for the report.
-    """
-    total = losses.sum()
-    return total, num_label_tokens, {"loss_sum": total.detach().double()}
+TokenSums = Callable[[Tensor, Batch], Mapping[str, Tensor]]
+"""(L,) float32 losses of the label tokens, and their batch on the same device -> 0-d sums by name;
+`loss_sum` is differentiated."""
 
 
-def forward_step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[Tensor, LossFunction]:
+def cross_entropy(losses: Tensor, batch: Batch) -> Mapping[str, Tensor]:
+    """The losses as they are."""
+    return {"loss_sum": losses.sum()}
+
+
+def forward_step(
+    data_iterator: Iterator[Batch], model: nn.Module, sums: TokenSums = cross_entropy
+) -> tuple[Tensor, LossFunction]:
     """Take one micro-batch, move it to the model's device, and run the model.
 
     Args:
         data_iterator: yields batches on CPU, pinned where the model is on a GPU.
         model: called as `model(batch, packed_seq_params)`.
+        sums: what an objective makes of the losses.
 
     Returns:
         (L,) float32 losses of the label tokens, and the function that sums them.
@@ -43,4 +41,13 @@ def forward_step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[Tens
     device = next(model.parameters()).device
     batch = move_batch(next(data_iterator), device)
     losses = model(batch, batch.packed_seq_params())
-    return losses, partial(loss_sum, num_label_tokens=batch.num_label_tokens)
+    return losses, partial(_summed, sums=sums, batch=batch)
+
+
+def _summed(
+    losses: Tensor, *, sums: TokenSums, batch: Batch
+) -> tuple[Tensor, int, dict[str, Tensor]]:
+    """The term to differentiate, Megatron's count of tokens, and detached float64 sums."""
+    found = sums(losses, batch)
+    report = {name: value.detach().double() for name, value in found.items()}
+    return found["loss_sum"], batch.num_label_tokens, report

@@ -15,7 +15,7 @@ from vlmpack.attention import choose_attention
 from vlmpack.backends.adamw import AdamWConfig, build_adamw, set_learning_rate
 from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice
 from vlmpack.backends.digests import digests
-from vlmpack.backends.engine import ForwardStep, compute_dtype
+from vlmpack.backends.engine import ForwardStep, compute_dtype, or_one
 from vlmpack.backends.export import save_model_folder
 from vlmpack.backends.hf.adapters import apply_policy, merged_state, modules_in_full, save_adapter
 from vlmpack.backends.hf.attention import register_attention
@@ -187,13 +187,13 @@ class HFEngine:
         """Drop the gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
-    def finish_gradients(self, num_label_tokens: Tensor, max_norm: float | None) -> Tensor:
+    def finish_gradients(self, divisor: Tensor, max_norm: float | None) -> Tensor:
         """Normalise and clip; the global norm before clipping.
 
-        DDP and FSDP2 average the replicas' gradients of sums: dp / labels turns that into the
-        gradient of the mean over all label tokens of the global batch.
+        DDP and FSDP2 average the replicas' gradients of sums: dp / divisor turns that into the
+        gradient of the mean over the global batch.
         """
-        scale = (self.ranks.dp_size / num_label_tokens.clamp(min=1)).float()
+        scale = (self.ranks.dp_size / or_one(divisor)).float()
         gradients = self._gradients()
         for gradient in gradients:
             gradient.mul_(scale)

@@ -27,7 +27,7 @@ from vlmpack.attention.varlen import AttentionName
 from vlmpack.backends.adamw import AdamWConfig
 from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice, whole
 from vlmpack.backends.digests import digests
-from vlmpack.backends.engine import ForwardStep, compute_dtype
+from vlmpack.backends.engine import ForwardStep, compute_dtype, or_one
 from vlmpack.backends.export import save_model_folder
 from vlmpack.backends.mcore.config import LanguageDims, transformer_config
 from vlmpack.backends.mcore.cpu import megatron_on_cpu
@@ -268,12 +268,9 @@ class MegatronEngine:
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
-        zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        if not self.last:
-            return [{"loss_sum": zero} for _ in range(num_microbatches)]
-        if self.groups.tp.rank():  # every TP rank computes the same losses; the first counts them
-            return [{name: zero * value for name, value in report.items()} for report in reports]
-        return reports
+        # Every TP rank of the last stage computes the same losses; the first one counts them.
+        counts = self.last and self.groups.tp.rank() == 0
+        return reports if counts else [{} for _ in range(num_microbatches)]
 
     def prepare(self, batch: Batch) -> PackedBatch:
         """This rank's view of a micro-batch, worked out on CPU."""
@@ -293,10 +290,10 @@ class MegatronEngine:
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def finish_gradients(self, num_label_tokens: Tensor, max_norm: float | None) -> Tensor:
-        """Divide gradients of sums by the label tokens of the global batch; clip; the norm."""
+    def finish_gradients(self, divisor: Tensor, max_norm: float | None) -> Tensor:
+        """Divide gradients of sums by the global batch's divisor; clip; the norm."""
         with megatron_on_cpu(), torch.no_grad():
-            self.ddp.scale_gradients(num_label_tokens.clamp(min=1).reciprocal().float())
+            self.ddp.scale_gradients(or_one(divisor).reciprocal().float())
             return self.optimizer.prepare(max_norm)
 
     def step(self, lr: float) -> None:

@@ -1,0 +1,25 @@
+"""A recipe names what it minimises; another objective is another run."""
+
+from __future__ import annotations
+
+import pytest
+from support.toy_objective import FOCAL
+
+from vlmpack.errors import RecipeError
+from vlmpack.recipe import identity, identity_differences, load_recipe
+from vlmpack.recipe.objective import OBJECTIVES
+from vlmpack.training.objective import SFT, objective_named
+
+
+def test_a_recipe_names_its_objective(minimal, monkeypatch):
+    plain = load_recipe(minimal)
+    assert objective_named(plain.objective.name) is SFT
+    assert not any(key.startswith("objective") for key in identity(plain)), "as before"
+    with pytest.raises(RecipeError, match="'sftt' is not one of sft; did you mean 'sft'"):
+        load_recipe(minimal, ["objective.name=sftt"])
+    monkeypatch.setitem(OBJECTIVES, "focal", "support.toy_objective:FOCAL")
+    other = load_recipe(minimal, ["objective.name=focal"])
+    assert objective_named(other.objective.name) is FOCAL
+    assert identity_differences(identity(plain), identity(other)) == [
+        "objective.name: 'sft', by default, in the run folder, 'focal' in the recipe"
+    ]

@@ -1,0 +1,156 @@
+"""An objective is a value: another one changes sums, divisor and report, and no other code.
+
+The reference is the stock model and plain torch, one sample at a time: Focal Loss of log softmax.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from support import layouts
+from support.engines import make_engine, make_stepper
+from support.runs import GRADIENT_TOLERANCE, LOSS_TOLERANCE, relative_l2
+from support.shards import TINY_MODEL
+from support.stock import StockProcessor, gradients_of
+from support.toy_objective import FOCAL, focal, take_step
+
+from vlmpack.packing import PackCollator
+from vlmpack.training.metrics import MetricsLog, Progress, Trackers, read_rows
+from vlmpack.training.run_dir import RunDir
+from vlmpack.training.stop import StopFlag
+from vlmpack.training.trainer import Reporting, Trainer, TrainerConfig
+from vlmpack.training.vlm_step import forward_step
+
+COLLATE = PackCollator(pad_token_id=561, num_position_axes=3, pad_to_multiple_of=8)
+
+
+@pytest.fixture(scope="module")
+def expected(stock_model, mixed):
+    """(figures, gradients) of one step over the mixed samples."""
+    stock_model.zero_grad(set_to_none=True)
+    processor = StockProcessor(TINY_MODEL)
+    loss_sum, plain_sum, labels = 0.0, 0.0, 0
+    for sample in mixed:
+        inputs = processor(sample)
+        output = stock_model(
+            attention_mask=torch.ones_like(inputs.input_ids),
+            use_cache=False,
+            **inputs.arguments(),
+        )
+        targets = inputs.labels[0, 1:]
+        log_p = F.log_softmax(output.logits[0, :-1].float(), dim=-1)
+        log_p = log_p[torch.arange(len(targets)), targets.clamp(min=0)][targets != -100]
+        loss = -((1 - log_p.exp()).square() * log_p).sum()
+        (loss / (2 * len(mixed))).backward()
+        loss_sum += float(loss.detach().double())
+        plain_sum -= float(log_p.detach().double().sum())
+        labels += len(log_p)
+    gradients = gradients_of(stock_model)
+    stock_model.zero_grad(set_to_none=True)
+    figures = {"loss": loss_sum / (2 * len(mixed)), "plain_loss": plain_sum / labels}
+    norm = torch.stack([value.double().norm() for value in gradients.values()]).norm()
+    return figures | {"norm": float(norm)}, gradients
+
+
+def differences(found, expected):
+    """What differs from the reference, by name."""
+    (figures, gradients), (right, theirs) = found, expected
+    assert figures.keys() == right.keys()
+    assert gradients.keys() == theirs.keys()
+    bounds = dict.fromkeys(right, LOSS_TOLERANCE) | {"norm": GRADIENT_TOLERANCE}
+    wrong = {name for name in right if figures[name] != pytest.approx(right[name], bounds[name])}
+    return wrong | {n for n in theirs if relative_l2(gradients[n], theirs[n]) > GRADIENT_TOLERANCE}
+
+
+def make(engine, encoder):
+    if engine == "hf":
+        return make_engine(TINY_MODEL, encoder)
+    pytest.importorskip("megatron.core")
+    from vlmpack.distributed import start_process_group
+
+    return layouts.make_megatron(layouts.LAYOUTS["one"], start_process_group())
+
+
+ENGINES = pytest.mark.parametrize("engine", ["hf", "mcore"])
+
+
+@ENGINES
+@pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning")
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
+def test_an_objective_in_one_file_trains_what_it_says(engine, encoder, encoded, expected):
+    assert differences(take_step(make(engine, encoder), encoded), expected) == set()
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        replace(FOCAL, divisor="num_label_tokens"),
+        replace(FOCAL, divisor="num_samples"),
+        replace(
+            FOCAL,
+            forward_step=partial(
+                forward_step,
+                sums=lambda losses, batch: {
+                    name: value / batch.num_label_tokens
+                    for name, value in focal(losses, batch).items()
+                },
+            ),
+        ),
+    ],
+    ids=["another divisor", "half the divisor", "means of micro-batches"],
+)
+def test_a_wrong_objective_is_found(encoder, encoded, expected, broken):
+    found = differences(take_step(make("hf", encoder), encoded, objective=broken), expected)
+    assert found >= {"loss", "norm"}
+    assert len(found) > len(expected[1]), "every gradient"
+
+
+@pytest.mark.slow
+def test_any_layout_trains_the_same_objective(tmp_path, expected):
+    pytest.importorskip("megatron.core")
+    names = ["tp2-sp", "cp2", "pp2", "dp2"]
+    script = layouts.TESTS / "support" / "toy_objective.py"
+    layouts.torchrun(script, 2, str(tmp_path), ",".join(names))
+    for name in names:
+        figures = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
+        found = figures, load_file(str(tmp_path / f"{name}.safetensors"))
+        assert differences(found, expected) == set(), name
+
+
+def test_validation_and_steps_report_what_the_objective_does(
+    session_engine, encoded, expected, tmp_path
+):
+    trainer = Trainer(
+        stepper=make_stepper(session_engine, objective=FOCAL),
+        config=TrainerConfig(
+            total_steps=1,
+            checkpoint_interval=None,
+            keep_checkpoints=1,
+            asynchronous_checkpoints=False,
+            validation_interval=None,
+            log_interval=1,
+        ),
+        run_dir=RunDir(tmp_path),
+        stop=StopFlag(),
+        validation=lambda: [COLLATE(encoded[:2]), COLLATE(encoded[2:])],
+    )
+    log = MetricsLog(tmp_path / "metrics.jsonl", resume_step=0)
+    trackers = Trackers((), tmp_path, {})
+    progress = Progress("none", total_steps=1, interval_steps=1)
+    loss = trainer.validate(Reporting(metrics=log, progress=progress, trackers=trackers))
+    log.close()
+    row = read_rows(tmp_path / "metrics.jsonl")[0]
+    assert row["validation_loss"] == loss == pytest.approx(expected[0]["loss"], LOSS_TOLERANCE)
+    assert row["validation_plain_loss"] == pytest.approx(expected[0]["plain_loss"], LOSS_TOLERANCE)
+
+
+def test_sums_that_the_objective_does_not_name_are_refused(session_engine, encoded):
+    stepper = make_stepper(session_engine, objective=replace(FOCAL, sums=("loss_sum",)))
+    with pytest.raises(AssertionError, match=r"reports loss_sum, plain_sum; .* names loss_sum"):
+        stepper.evaluate([COLLATE(encoded)])

@@ -1,0 +1,108 @@
+"""What training minimises, as one value: an `Objective`.
+
+    a micro-batch -> forward step -> the term to differentiate, and sums by name
+    sums and counts of all micro-batches, replicas and context-parallel ranks -> one small tensor
+    gradients / its divisor -> the optimizer;  ratios of sums -> metrics.jsonl and validation
+
+The model gives the cross entropy -log p of each label token. An objective that is a function of
+those is a function and a value (Focal Loss, 1708.02002, averaged over samples):
+
+    def focal(losses: Tensor, batch: Batch) -> dict[str, Tensor]:
+        missed = 1 - (-losses).exp()
+        return {"loss_sum": (missed**2 * losses).sum(), "plain_sum": losses.sum()}
+
+    FOCAL = Objective(
+        forward_step=partial(forward_step, sums=focal),
+        sums=("loss_sum", "plain_sum"),
+        divisor="num_samples",
+        report={"plain_loss": ("plain_sum", "num_label_tokens")},
+    )
+
+with the name of that value in `recipe.objective.OBJECTIVES`; the recipe then says `objective:
+{name: focal}`. Sums are over what this rank holds of the micro-batch: never a mean, since the
+divisor is the whole global batch's. The label tokens of `losses` are `batch.label_positions`; under
+context parallelism those of `batch.context`, this rank's part of them, so a term that is no sum
+over tokens has to be added up over those ranks first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from vlmpack.backends.engine import ForwardStep
+from vlmpack.packing import Batch
+from vlmpack.recipe.objective import OBJECTIVES
+from vlmpack.training.vlm_step import forward_step
+
+
+def _no_counts(batch: Batch) -> dict[str, int]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """A loss, how it is averaged, and what is said about it.
+
+    Args:
+        forward_step: runs the model on one micro-batch; see `backends.engine`. Usually
+            `vlm_step.forward_step` with sums of its own.
+        sums: names of what its loss function reports, 0-d tensors: `loss_sum`, which is also
+            differentiated, and others.
+        counts: of one whole micro-batch, by name, host integers; counted once a replica, beside
+            those of `step.StepSums`, whose names it must not take. An empty row counts too.
+        divisor: the sum or count that gradients and `loss_sum` are divided by, once, over all
+            micro-batches and ranks. Where it is 0 the step changes nothing.
+        report: what is reported beside the loss: name -> (sum or count, what divides it).
+    """
+
+    forward_step: ForwardStep
+    sums: tuple[str, ...] = ("loss_sum",)
+    counts: Callable[[Batch], dict[str, int]] = _no_counts
+    divisor: str = "num_label_tokens"
+    report: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+    def add_up(
+        self, reports: Sequence[Mapping[str, Tensor]], device: torch.device
+    ) -> dict[str, Tensor]:
+        """0-d float64 on the device: each sum over this rank's micro-batches.
+
+        Args:
+            reports: one a micro-batch; empty on a rank that computes no loss.
+            device: of the result.
+        """
+        for report in reports:
+            assert not report or report.keys() == set(self.sums), (
+                f"the forward step reports {', '.join(report)}; the objective names "
+                f"{', '.join(self.sums)}"
+            )
+        if not any(reports):
+            return dict.fromkeys(self.sums, torch.zeros((), dtype=torch.float64, device=device))
+        return {name: torch.stack([r[name] for r in reports]).sum() for name in self.sums}
+
+    def loss(self, totals: Mapping[str, float]) -> float | None:
+        """The loss of global sums; None where the divisor is 0: a loss of 0 would be perfect."""
+        return _ratio(totals, "loss_sum", self.divisor)
+
+    def reported(self, totals: Mapping[str, float]) -> dict[str, float | None]:
+        """What `report` names, of global sums."""
+        return {name: _ratio(totals, *ratio) for name, ratio in self.report.items()}
+
+
+def _ratio(totals: Mapping[str, float], numerator: str, divisor: str) -> float | None:
+    return totals[numerator] / totals[divisor] if totals[divisor] else None
+
+
+SFT = Objective(forward_step=forward_step)
+"""Supervised finetuning: the cross entropy of the label tokens, averaged over all of them."""
+
+
+def objective_named(name: str) -> Objective:
+    """The objective that a recipe names."""
+    module, _, value = OBJECTIVES[name].partition(":")
+    found: Objective = getattr(import_module(module), value)
+    return found
