@@ -134,5 +134,5 @@ def test_missing_matplotlib_names_the_extra(tmp_path, monkeypatch) -> None:
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without_matplotlib)
-    with pytest.raises(CapabilityError, match=r"vlmpack\[report\]"):
+    with pytest.raises(CapabilityError, match=r"pip install .matplotlib"):
         write_report(tmp_path / "run")

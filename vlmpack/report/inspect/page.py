@@ -17,7 +17,7 @@ from vlmpack.encode import Encoder
 from vlmpack.proof.rows.checks import Check
 from vlmpack.proof.rows.row import Row, Segment
 from vlmpack.proof.rows.show import ShownSample
-from vlmpack.report.document import html_document
+from vlmpack.report.document import render
 from vlmpack.report.inspect.canvas import BAD, GOOD, Canvas
 from vlmpack.report.inspect.colors import segment_color
 from vlmpack.report.inspect.lanes import draw_lanes
@@ -111,7 +111,7 @@ def render_page(row: Row, checks: Sequence[Check], encoder: Encoder, source: str
         "</div>",
     ]
     body = "\n".join(part for part in parts if part)
-    return html_document(f"{visible(title)} - vlmpack", _CSS, body)
+    return render("row.html", title=visible(title), style=_CSS, body=body)
 
 
 def _store(images: Sequence[Image]) -> str:
