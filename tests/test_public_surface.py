@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from importlib import import_module
@@ -11,14 +12,30 @@ import pytest
 import vlmpack
 
 NAMES = [
+    "Encoder",
     "FinetuneResult",
     "Recipe",
     "VlmpackError",
+    "encode_sample",
     "finetune",
     "load_recipe",
     "pack_batch_sequences",
     "pack_padded_batch",
+    "packed_model",
+    "vlm_step",
 ]
+
+SIGNATURES = {
+    "Encoder": "(folder, *, loss_on='assistant', max_image_pixels=50000000, budget=None, date=None,"
+    " learn='all_turns')",
+    "encode_sample": "(encoder, record, images=None, *, key='sample')",
+    "finetune": "(recipe, **overrides)",
+    "pack_batch_sequences": "(samples, *, pad_to_multiple_of=1, pad_token_id, total_multiple_of=1,"
+    " fixed=None)",
+    "packed_model": "(model, encoder, *, attention='auto', device=None, dtype=None)",
+    "vlm_step": "(data_iterator, model)",
+}
+"""Of what a loop of a user's own calls: they stay, or grow at the end by what has a default."""
 
 IMPORT = """
 import sys, time
@@ -57,6 +74,14 @@ def test_every_name_resolves(name):
     home = import_module(vlmpack._HOMES[name])
     assert value is getattr(home, name)
     assert value.__doc__
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_pinned(name):
+    empty = inspect.Parameter.empty
+    signature = inspect.signature(getattr(vlmpack, name))
+    bare = [each.replace(annotation=empty) for each in signature.parameters.values()]
+    assert str(inspect.Signature(bare)) == SIGNATURES[name]
 
 
 def test_every_name_has_a_home():

@@ -12,7 +12,11 @@ from vlmpack.version import __version__ as __version__
 if TYPE_CHECKING:
     from vlmpack.api import FinetuneResult as FinetuneResult
     from vlmpack.api import finetune as finetune
+    from vlmpack.encode import Encoder as Encoder
     from vlmpack.errors import VlmpackError as VlmpackError
+    from vlmpack.own_loop import encode_sample as encode_sample
+    from vlmpack.own_loop import packed_model as packed_model
+    from vlmpack.own_loop import vlm_step as vlm_step
     from vlmpack.packing import pack_batch_sequences as pack_batch_sequences
     from vlmpack.packing import pack_padded_batch as pack_padded_batch
     from vlmpack.recipe import Recipe as Recipe
@@ -21,7 +25,11 @@ if TYPE_CHECKING:
 _HOMES = {
     "FinetuneResult": "vlmpack.api",
     "finetune": "vlmpack.api",
+    "Encoder": "vlmpack.encode",
     "VlmpackError": "vlmpack.errors",
+    "encode_sample": "vlmpack.own_loop",
+    "packed_model": "vlmpack.own_loop",
+    "vlm_step": "vlmpack.own_loop",
     "pack_batch_sequences": "vlmpack.packing",
     "pack_padded_batch": "vlmpack.packing",
     "Recipe": "vlmpack.recipe",
@@ -29,13 +37,17 @@ _HOMES = {
 }
 
 __all__ = [
+    "Encoder",
     "FinetuneResult",
     "Recipe",
     "VlmpackError",
+    "encode_sample",
     "finetune",
     "load_recipe",
     "pack_batch_sequences",
     "pack_padded_batch",
+    "packed_model",
+    "vlm_step",
 ]
 
 
