@@ -72,11 +72,12 @@ def bench_command(folder: Path) -> dict[str, object]:
 
 def write_index(folder: Path, *, shards: int = 100, samples: int = 10_000) -> None:
     """Shards that share their bytes, and the index of all of them."""
-    from vlmpack.data.config import DataConfig, SourceConfig
+    from vlmpack.data.config import DataConfig
     from vlmpack.data.index.part_file import read_part, write_part
     from vlmpack.data.index.parts import part_for
     from vlmpack.data.splits.part_settings import make_builder
     from vlmpack.encode import Encoder
+    from vlmpack.recipe.sources import Source
     from vlmpack.storage.fetch import LocalFetcher
 
     first = folder / "train-0000.tar"
@@ -85,7 +86,7 @@ def write_index(folder: Path, *, shards: int = 100, samples: int = 10_000) -> No
     index = folder / "index"
     index.mkdir()
     config = DataConfig(
-        sources=(SourceConfig(name="x", paths=(str(first),)),),
+        sources=(Source(name="x", path=str(first)),),
         seq_length=1024,
         micro_batch_size=1,
         global_batch_size=1,
@@ -134,12 +135,13 @@ def synthetic_inputs(count: int, mode: str, **settings: object):
         settings: dotted keys of the recipe with `__` for dots.
     """
     from vlmpack.build.rows import row_budget
-    from vlmpack.data.config import DataConfig, SourceConfig
+    from vlmpack.data.config import DataConfig
     from vlmpack.data.index.overlong import SampleLimits
     from vlmpack.data.splits.indexed import IndexedSplit, make_plan
     from vlmpack.forecast.make import PlanInputs
     from vlmpack.forecast.parameters import read_sizes
     from vlmpack.recipe import load_recipe
+    from vlmpack.recipe.sources import Source
 
     online = mode == "online"
     recipe = load_recipe(
@@ -157,7 +159,7 @@ def synthetic_inputs(count: int, mode: str, **settings: object):
     )
     training = recipe.training
     config = DataConfig(
-        sources=(SourceConfig(name="a", paths=("a",)), SourceConfig(name="b", paths=("b",))),
+        sources=(Source(name="a", path="a"), Source(name="b", path="b")),
         seq_length=CAPACITY,
         mode=mode,
         budget=row_budget(recipe, None) if online else None,

@@ -20,11 +20,12 @@ from vlmpack.backends.cross_entropy import linear_cross_entropy
 from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.hf.load import load_model
 from vlmpack.backends.hf.model import MergedInputs, PackedVLM
-from vlmpack.data.config import DataConfig, SourceConfig
+from vlmpack.data.config import DataConfig
 from vlmpack.data.loading.loader import LoaderSettings
 from vlmpack.data.pipeline import TrainData
 from vlmpack.encode import Encoder
 from vlmpack.packing import Batch, PackCollator, PadCollator
+from vlmpack.recipe.sources import Source
 
 SHARDS = str(ROOT / "assets" / "digits" / "train-*.tar")
 
@@ -42,7 +43,7 @@ def batches_of(encoder: Encoder, mode: str, micro_batch_size: int, count: int) -
     kind = PackCollator if mode == "in_batch" else PadCollator
     collator = kind(pad_token_id=encoder.pad_token_id, num_position_axes=encoder.num_position_axes)
     config = DataConfig(
-        sources=(SourceConfig(name="digits", paths=(SHARDS,)),),
+        sources=(Source(name="digits", path=SHARDS),),
         seq_length=4096,
         mode=mode,
         micro_batch_size=micro_batch_size,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MANY = 100
 BATCH = 8
 CACHE_BYTES = 4 << 30
-FAKES = Path(__file__).resolve().parent.parent / "tests" / "data"
+FAKES = Path(__file__).resolve().parent.parent / "tests"
 
 
 def name_of(number: int) -> str:
@@ -54,16 +54,17 @@ def open_data(
     resume: DataState | None = None,
 ) -> tuple[TrainData, CachedFetcher | RoutingFetcher]:
     """A split in window order, with the tests' encoder: one token a byte, images really decoded."""
-    from vlmpack.data.config import DataConfig, SourceConfig
+    from vlmpack.data.config import DataConfig
     from vlmpack.data.loading.loader import LoaderSettings
     from vlmpack.data.pipeline import TrainData
     from vlmpack.data.splits.survey import DataLaunch
+    from vlmpack.recipe.sources import Source
 
     sys.path[:0] = [str(FAKES)]
-    from shard_fakes import FakeEncoder, collator
+    from support.shard_fakes import FakeEncoder, collator, one_pattern
 
     config = DataConfig(
-        sources=(SourceConfig(name="bench", paths=tuple(urls)),),
+        sources=(Source(name="bench", path=one_pattern(tuple(urls))),),
         seq_length=1 << 20,
         micro_batch_size=BATCH,
         global_batch_size=global_batch_size,

@@ -101,13 +101,14 @@ def test_lengths_of_training_samples_differ_by_a_factor_of_six(encoder):
 
 @pytest.mark.parametrize("split", ["train", "val", "test"])
 def test_every_shard_passes_the_strict_reader(split, tmp_path):
-    from vlmpack.data.config import DataConfig, SourceConfig
+    from vlmpack.data.config import DataConfig
     from vlmpack.data.pipeline import TrainData
     from vlmpack.packing import PackCollator
+    from vlmpack.recipe.sources import Source
 
     encoder = Encoder(MODEL)
     config = DataConfig(
-        sources=(SourceConfig(name=split, paths=(str(DIGITS / f"{split}-*.tar"),)),),
+        sources=(Source(name=split, path=str(DIGITS / f"{split}-*.tar")),),
         seq_length=1024,
         micro_batch_size=16,
         global_batch_size=16,

@@ -16,10 +16,10 @@ from support.shard_fakes import (
     write_shards,
 )
 
-from vlmpack.data.config import SourceConfig
 from vlmpack.data.loading.loader import BinRequest, LoaderSettings
 from vlmpack.data.pipeline import GlobalStep, TrainData
 from vlmpack.data.plan.state import DataState
+from vlmpack.recipe.sources import Source
 
 COUNT = 37  # five global batches of 8, the last one short
 
@@ -166,9 +166,9 @@ def test_samples_are_cooked_in_index_order(data: TrainData) -> None:
 
 def test_blend_of_two_sources(tmp_path: Path) -> None:
     sources = tuple(
-        SourceConfig(
+        Source(
             name=name,
-            paths=(write_shards(tmp_path / name, count, per_shard=9, start=at),),
+            path=write_shards(tmp_path / name, count, per_shard=9, start=at),
             weight=weight,
         )
         for name, count, at, weight in (("small", 6, 0, 3.0), ("large", 30, 100, 1.0))
@@ -188,7 +188,7 @@ def steps_of_multiset(data: TrainData, steps: int) -> list[list[str]]:
 
 def test_unweighted_sources_are_each_seen_once(tmp_path: Path) -> None:
     sources = tuple(
-        SourceConfig(name=name, paths=(write_shards(tmp_path / name, 11, per_shard=4, start=at),))
+        Source(name=name, path=write_shards(tmp_path / name, 11, per_shard=4, start=at))
         for name, at in (("a", 0), ("b", 100))
     )
     data = open_data("", tmp_path / "i", sources=sources)

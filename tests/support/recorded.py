@@ -16,13 +16,13 @@ from support.shard_fakes import (
     write_shard,
 )
 
-from vlmpack.data.config import SourceConfig
 from vlmpack.data.loading.checked_lines import checked_line
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.distributed import Ranks
 from vlmpack.recipe.schema import OnErrorSection
+from vlmpack.recipe.sources import Source
 from vlmpack.training.record import (
     StepSamples,
     open_record,
@@ -48,7 +48,7 @@ def open_split(
     settings.update(more)
     if weighted:
         settings["sources"] = tuple(
-            SourceConfig(name=f"s{n}", paths=(str(root / f"data/s-{n}.tar"),), weight=weight)
+            Source(name=f"s{n}", path=str(root / f"data/s-{n}.tar"), weight=weight)
             for n, weight in ((0, 1.0), (2, 4.0))
         )
         settings["epoch_size"] = 10

@@ -23,7 +23,7 @@ import torch
 import webdataset as wds
 from PIL import Image, ImageOps
 
-from vlmpack.data.config import DataConfig, SourceConfig
+from vlmpack.data.config import DataConfig
 from vlmpack.data.loading.loader import LoaderSettings, MicroBatch
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.splits.survey import DataLaunch
@@ -31,6 +31,7 @@ from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError
 from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, Media
 from vlmpack.packing.collate import PackCollator
+from vlmpack.recipe.sources import Source
 
 BLOCK = 16
 COUNT = 61
@@ -192,11 +193,17 @@ def collator() -> PackCollator:
     return PackCollator(pad_token_id=0, num_position_axes=1)
 
 
+def one_pattern(paths: str | tuple[str, ...]) -> str:
+    """Several paths as one brace list."""
+    if isinstance(paths, str):
+        return paths
+    common = os.path.commonprefix(paths)  # noqa: RUF071 - by characters
+    return f"{common}{{{','.join(path[len(common) :] for path in paths)}}}"
+
+
 def config_for(paths: str | tuple[str, ...], index_dir: Path, **changes: Any) -> DataConfig:
     """A small configuration over one source."""
-    names = (paths,) if isinstance(paths, str) else paths
     values: dict[str, Any] = {
-        "sources": (SourceConfig(name="one", paths=names),),
         "seq_length": 4096,
         "micro_batch_size": 3,
         "global_batch_size": 8,
@@ -205,6 +212,8 @@ def config_for(paths: str | tuple[str, ...], index_dir: Path, **changes: Any) ->
         "num_probed": 2,
     }
     values.update(changes)
+    if "sources" not in values:
+        values["sources"] = (Source(name="one", path=one_pattern(paths)),)
     values.setdefault("loader", LoaderSettings(num_workers=0))
     return DataConfig(**values)
 

@@ -13,7 +13,7 @@ from vlmpack.build.date import encoder_date
 from vlmpack.build.rows import fixed_shape, packs_config, row_budget
 from vlmpack.build.shard_listing import ShardListing
 from vlmpack.build.worker_server import WORKER_PRELOAD
-from vlmpack.data.config import DataConfig, SourceConfig
+from vlmpack.data.config import DataConfig
 from vlmpack.data.index.parts import Progress
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import LoaderSettings
@@ -161,10 +161,7 @@ def _data_config(
         packs = packs_config(recipe)
     return DataConfig(
         key=key,
-        sources=tuple(
-            SourceConfig(name=source.name, paths=(source.path,), weight=source.weight)
-            for source in sources
-        ),
+        sources=sources,
         seq_length=recipe.training.seq_length,
         mode=mode,
         budget=budget,

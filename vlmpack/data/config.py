@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -16,20 +14,9 @@ from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.errors import RecipeError
 from vlmpack.packing.budget import RowBudget
 from vlmpack.recipe.schema import OnErrorSection
+from vlmpack.recipe.sources import Source
 
 PackingMode = Literal["none", "in_batch", "online", "offline"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SourceConfig:
-    """One source of samples."""
-
-    name: str
-    """Keys its order; renaming a source is a new order, moving its files is not."""
-    paths: tuple[str, ...]
-    """Shards: paths, `file://`, brace ranges, globs."""
-    weight: float | None = None
-    """Its share of an epoch, relative to the other sources'. None: every sample once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +43,7 @@ class DataConfig:
 
     key: str = "data.train"
     """The recipe's key of this split, for messages."""
-    sources: tuple[SourceConfig, ...]
+    sources: tuple[Source, ...]
     """At least one; with weights for all of them or for none."""
     seq_length: int
     """The longest sample, in tokens."""
@@ -112,23 +99,11 @@ class DataConfig:
     """Samples that are encoded at start to check the predicted lengths."""
 
     def __post_init__(self) -> None:
-        problems = list(_source_problems(self.key, self.sources))
-        for name in ("seq_length", "micro_batch_size", "global_batch_size"):
-            if getattr(self, name) < 1:
-                problems.append(f"training.{name}: {getattr(self, name)}; must be at least 1")
+        problems = []
         if (self.mode == "online") != (self.budget is not None):
             problems.append(f"packing.mode: {self.mode}, with the row budget {self.budget}")
         if (self.mode == "offline") != (self.packs is not None):
             problems.append(f"packing.mode: {self.mode}, with packing.path {self.packs}")
-        if self.epoch_size is not None and self.epoch_size < 1:
-            problems.append(f"data.epoch_size: {self.epoch_size}; must be at least 1")
-        if self.epoch_size is not None and not self.weighted:
-            problems.append(
-                "data.epoch_size: has no meaning without weights, since an epoch is then every "
-                "sample once; give each source a weight"
-            )
-        if self.weights == "tokens" and not self.weighted:
-            problems.append("data.weights: tokens, but no source has a weight; give each one")
         if problems:
             raise RecipeError(problems)
 
@@ -142,22 +117,3 @@ class DataConfig:
     def weighted(self) -> bool:
         """Whether sources are blended by weight."""
         return any(source.weight is not None for source in self.sources)
-
-
-def _source_problems(key: str, sources: tuple[SourceConfig, ...]) -> list[str]:
-    problems = []
-    if not sources:
-        problems.append(f"{key}: no source; give at least one path")
-    names: Mapping[str, int] = {
-        source.name: sum(other.name == source.name for other in sources) for source in sources
-    }
-    problems += [f"{key}: {count} sources named {n!r}" for n, count in names.items() if count > 1]
-    weights = [source.weight for source in sources]
-    if any(weight is None for weight in weights) and any(weight is not None for weight in weights):
-        without = [source.name for source in sources if source.weight is None]
-        problems.append(f"{key}: weights for some sources only; without: {', '.join(without)}")
-    for source in sources:
-        weight = source.weight
-        if weight is not None and not (math.isfinite(weight) and weight > 0):
-            problems.append(f"{key}.{source.name}.weight: {weight}; must be above 0")
-    return problems

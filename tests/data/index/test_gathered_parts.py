@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from support.shard_fakes import open_data, sample_fields, write_shard, write_shards
 
-from vlmpack.data.config import SourceConfig
 from vlmpack.data.index import gathered, parts
 from vlmpack.data.index.part_file import read_part
 from vlmpack.errors import DataError
+from vlmpack.recipe.sources import Source
 
 SHARDS = 20
 
@@ -138,9 +138,7 @@ def test_many_sources_share_one_file_of_each_kind(
     """A file for each would be more than are kept, and each launch would make all of them again."""
     monkeypatch.setattr(gathered, "LEAST_GATHERED", 2)
     sources = tuple(
-        SourceConfig(
-            name=f"s{number}", paths=(write_shards(tmp_path / f"d{number}", 4, per_shard=2),)
-        )
+        Source(name=f"s{number}", path=write_shards(tmp_path / f"d{number}", 4, per_shard=2))
         for number in range(gathered.MOST_KEPT + 2)
     )
     first = open_data("unused", tmp_path / "i", sources=sources)

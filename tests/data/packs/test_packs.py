@@ -24,7 +24,7 @@ from support.shard_fakes import (
     write_shards,
 )
 
-from vlmpack.data.config import PacksConfig, SourceConfig
+from vlmpack.data.config import PacksConfig
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import LoaderSettings, MicroBatch
 from vlmpack.data.packs import write
@@ -34,6 +34,7 @@ from vlmpack.data.plan.state import DataState
 from vlmpack.errors import DataError, PacksError
 from vlmpack.proof.audit.audit import audit_run
 from vlmpack.recipe.schema import OnErrorSection
+from vlmpack.recipe.sources import Source
 from vlmpack.training.run_dir import RunDir
 
 pytestmark = pytest.mark.usefixtures("few_rows")
@@ -175,7 +176,7 @@ def test_with_weights_a_bin_is_read_from_its_own_pack(tmp_path: Path) -> None:
     write_shards(tmp_path / "a", 5, per_shard=5)
     write_shards(tmp_path / "b", 20, per_shard=10, start=100)
     sources = tuple(
-        SourceConfig(name=n, paths=(str(tmp_path / n / "s-*.tar"),), weight=1.0) for n in ("a", "b")
+        Source(name=n, path=str(tmp_path / n / "s-*.tar"), weight=1.0) for n in ("a", "b")
     )
     data = online(tmp_path, tmp_path / "i", sources=sources)
     manifest = pack(data, tmp_path / "packs", kind="shards")
@@ -199,7 +200,7 @@ def test_the_audit_counts_weighted_packs_epoch_by_epoch(tmp_path: Path) -> None:
     write_shards(tmp_path / "a", 5, per_shard=5)
     write_shards(tmp_path / "b", 20, per_shard=10, start=100)
     sources = tuple(
-        SourceConfig(name=n, paths=(str(tmp_path / n / "s-*.tar"),), weight=w)
+        Source(name=n, path=str(tmp_path / n / "s-*.tar"), weight=w)
         for n, w in (("a", 2.0), ("b", 3.0))
     )
     pack(online(tmp_path, tmp_path / "i", sources=sources), tmp_path / "packs")
@@ -426,12 +427,12 @@ def test_other_processors_lengths_and_sources_are_refused(folder: Path, tmp_path
         offline(*arguments, shuffle="window")
     with pytest.raises(PacksError, match=r"data.over_long: error in the packs, drop in the recipe"):
         offline(*arguments, over_long="drop")
-    weighed = (SourceConfig(name="one", paths=(str(folder / "s-*.tar"),), weight=2.0),)
+    weighed = (Source(name="one", path=str(folder / "s-*.tar"), weight=2.0),)
     with pytest.raises(PacksError, match=r"data.train.one.weight: absent in the packs, 2.0 in the"):
         offline(*arguments, sources=weighed)
     with pytest.raises(PacksError, match=r"sources of data.train: 1 in the packs, 2 in the recipe"):
-        offline(*arguments, sources=(*weighed, replace(weighed[0], name="two")))
-    fewer = (SourceConfig(name="one", paths=(str(folder / "s-000[0-3].tar"),)),)
+        offline(*arguments, sources=(*weighed, weighed[0].model_copy(update={"name": "two"})))
+    fewer = (Source(name="one", path=str(folder / "s-000[0-3].tar")),)
     with pytest.raises(PacksError, match=r"'9 shards, 61 samples, .*' in the packs, '4 shards, 28"):
         offline(*arguments, sources=fewer)
     offline(*arguments)
@@ -457,7 +458,7 @@ def test_packs_of_an_earlier_version_are_used_where_they_keep_no_labels(
 
 @pytest.mark.parametrize("kind", ["plan", "shards"])
 def test_weights_of_another_kind_are_refused(folder: Path, tmp_path: Path, kind: Any) -> None:
-    weighed = (SourceConfig(name="one", paths=(str(folder / "s-*.tar"),), weight=1.0),)
+    weighed = (Source(name="one", path=str(folder / "s-*.tar"), weight=1.0),)
     pack(online(folder, tmp_path / "i", sources=weighed), tmp_path / "packs", kind=kind)
     arguments = (folder, tmp_path / "packs", tmp_path / "i")
     offline(*arguments, sources=weighed)

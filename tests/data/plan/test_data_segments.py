@@ -10,11 +10,11 @@ import pytest
 from support.shard_fakes import key_of, open_data, sample_fields, write_shard, write_shards
 
 from vlmpack.build.run_length import total_steps
-from vlmpack.data.config import SourceConfig
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.eras import MAX_STATE_BYTES, begin_era
 from vlmpack.data.plan.state import DataState, Era
 from vlmpack.errors import RecipeError, RunIdentityError
+from vlmpack.recipe.sources import Source
 
 SHUFFLES = pytest.mark.parametrize("shuffle", ["global", "window"])
 
@@ -122,7 +122,7 @@ def test_another_order_is_never_an_era(
 def test_other_weights_are_an_era(tmp_path: Path) -> None:
     def data_with(weight: float) -> TrainData:
         sources = tuple(
-            SourceConfig(name=name, paths=(str(tmp_path / name / "s-*.tar"),), weight=w)
+            Source(name=name, path=str(tmp_path / name / "s-*.tar"), weight=w)
             for name, w in (("a", 1.0), ("b", weight))
         )
         options: dict[str, Any] = {
@@ -171,9 +171,9 @@ def test_old_eras_are_folded_where_the_state_would_grow() -> None:
 
 def test_sixteen_sources_in_windows_stay_under_two_kilobytes(tmp_path: Path) -> None:
     sources = tuple(
-        SourceConfig(
+        Source(
             name=f"a-source-with-a-rather-long-name-{n}",
-            paths=(write_shards(tmp_path / str(n), 2, per_shard=1),),
+            path=write_shards(tmp_path / str(n), 2, per_shard=1),
             weight=n + 0.123456789,
         )
         for n in range(16)

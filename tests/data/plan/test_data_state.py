@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from support.shard_fakes import FakeEncoder, open_data, write_shards
 
-from vlmpack.data.config import SourceConfig
 from vlmpack.data.plan.state import DataState
 from vlmpack.data.splits.identity import short_digest
 from vlmpack.encode import Encoder
-from vlmpack.errors import CheckpointError, RecipeError, RunIdentityError
+from vlmpack.errors import CheckpointError, RunIdentityError
+from vlmpack.recipe.sources import Source
 
 
 @pytest.fixture
@@ -30,9 +30,9 @@ def test_json_round_trip_under_two_kilobytes(pattern: str, tmp_path: Path) -> No
 
 def test_many_sources_stay_under_two_kilobytes(tmp_path: Path) -> None:
     sources = tuple(
-        SourceConfig(
+        Source(
             name=f"a-source-with-a-rather-long-name-number-{n}" * 2,
-            paths=(write_shards(tmp_path / str(n), 3, per_shard=3),),
+            path=write_shards(tmp_path / str(n), 3, per_shard=3),
             weight=n + 0.123456789,
         )
         for n in range(12)
@@ -111,16 +111,3 @@ def test_free_settings_may_change(pattern: str, tmp_path: Path) -> None:
 def test_unreadable_states(text: str) -> None:
     with pytest.raises(CheckpointError, match="data state"):
         DataState.from_json(text)
-
-
-def test_configuration_problems_come_together(tmp_path: Path) -> None:
-    sources = (
-        SourceConfig(name="a", paths=("x",), weight=1.0),
-        SourceConfig(name="a", paths=("x",)),
-        SourceConfig(name="b", paths=("x",), weight=-1.0),
-    )
-    with pytest.raises(RecipeError) as caught:
-        open_data("x", tmp_path, sources=sources, micro_batch_size=0)
-    assert len(caught.value.problems) == 4
-    with pytest.raises(RecipeError, match="no meaning without weights"):
-        open_data("x", tmp_path, epoch_size=5)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from support.shard_fakes import COUNT, key_of, open_data, sample_fields, write_shard
 
-from vlmpack.data.config import SourceConfig
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.batches import Position
 from vlmpack.data.plan.packers import (
@@ -22,6 +21,7 @@ from vlmpack.data.plan.shares import bin_costs, share_out, token_cost
 from vlmpack.data.plan.state import DataState
 from vlmpack.errors import DataError, RunIdentityError
 from vlmpack.packing.budget import RowBudget, advised_max_sequences
+from vlmpack.recipe.sources import Source
 
 pytestmark = pytest.mark.usefixtures("few_rows")
 BUDGET = RowBudget(max_tokens=64, alignment=4)
@@ -290,7 +290,7 @@ def test_a_known_bad_sample_leaves_its_hole_in_a_row(folder: Path, tmp_path: Pat
 
 def test_weighted_sources_are_packed_together(folder: Path, tmp_path: Path) -> None:
     sources = tuple(
-        SourceConfig(name=name, paths=(str(folder / pattern),), weight=weight)
+        Source(name=name, path=str(folder / pattern), weight=weight)
         for name, pattern, weight in (("a", "s-000[0-3].tar", 1.0), ("b", "s-000[4-8].tar", 3.0))
     )
     data = online(folder, tmp_path, sources=sources, epoch_size=40)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from support.shard_fakes import chat_json, key_of, open_data, write_shard
 
-from vlmpack.data.config import SourceConfig
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.blend import draws_per_source
 from vlmpack.errors import EmptyDataError, RecipeError
+from vlmpack.recipe.sources import Source
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -48,10 +48,10 @@ def write_source(folder: Path, count: int, first: int, length: int) -> str:
 
 
 @pytest.fixture
-def sources(tmp_path: Path) -> tuple[SourceConfig, ...]:
+def sources(tmp_path: Path) -> tuple[Source, ...]:
     """Many short samples and few long ones, the same share of the tokens for each."""
     return tuple(
-        SourceConfig(name=name, paths=(write_source(tmp_path / name, *rest),), weight=2.5)
+        Source(name=name, path=write_source(tmp_path / name, *rest), weight=2.5)
         for name, *rest in (("short", 30, 0, 20), ("long", 10, 100, 150))
     )
 
@@ -69,7 +69,7 @@ def lengths_of(data: TrainData) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("shuffle", ["global", "window"])
 def test_an_epoch_has_the_wanted_share_of_tokens(
-    sources: tuple[SourceConfig, ...], tmp_path: Path, shuffle: str
+    sources: tuple[Source, ...], tmp_path: Path, shuffle: str
 ) -> None:
     options: dict[str, Any] = {"sources": sources, "epoch_size": 100, "num_probed": 0}
     if shuffle == "window":
@@ -90,9 +90,7 @@ def test_an_epoch_has_the_wanted_share_of_tokens(
         assert max(counts) - min(counts) <= 1
 
 
-def test_both_shuffles_draw_equally_often(
-    sources: tuple[SourceConfig, ...], tmp_path: Path
-) -> None:
+def test_both_shuffles_draw_equally_often(sources: tuple[Source, ...], tmp_path: Path) -> None:
     draws = []
     for shuffle in ("global", "window"):
         options: dict[str, Any] = {"sources": sources, "num_probed": 0, "weights": "tokens"}
@@ -103,9 +101,7 @@ def test_both_shuffles_draw_equally_often(
     assert draws[0][0] > 4 * draws[0][1]  # type: ignore[operator]
 
 
-def test_without_the_whole_index_it_is_refused(
-    sources: tuple[SourceConfig, ...], tmp_path: Path
-) -> None:
+def test_without_the_whole_index_it_is_refused(sources: tuple[Source, ...], tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"data\.weights: tokens.*8 shards.*vlmpack index"):
         open_data(
             "", tmp_path / "i", sources=sources, shuffle="window", weights="tokens", epoch_size=40
@@ -116,14 +112,9 @@ def test_a_source_without_a_token_is_named(tmp_path: Path) -> None:
     empty = write_source(tmp_path / "e", 5, 0, 300)
     kept = write_source(tmp_path / "k", 5, 100, 10)
     sources = tuple(
-        SourceConfig(name=name, paths=(path,), weight=1.0)
+        Source(name=name, path=path, weight=1.0)
         for name, path in (("kept", kept), ("empty", empty))
     )
     options: dict[str, Any] = {"sources": sources, "over_long": "drop", "seq_length": 100}
     with pytest.raises(EmptyDataError, match=r"data\.train\.empty: no usable sample"):
         open_data("", tmp_path / "i", weights="tokens", num_probed=0, **options)
-
-
-def test_tokens_without_weights_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"data\.weights: tokens, but no source has a weight"):
-        open_data(write_source(tmp_path / "e", 5, 0, 30), tmp_path / "i", weights="tokens")

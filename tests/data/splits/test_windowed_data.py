@@ -28,7 +28,6 @@ from support.shard_fakes import (
     write_shards,
 )
 
-from vlmpack.data.config import SourceConfig
 from vlmpack.data.forkserver import worker_context
 from vlmpack.data.index.part_file import read_part, write_part
 from vlmpack.data.loading.ledger import Ledger
@@ -39,6 +38,7 @@ from vlmpack.data.splits.growing_index import SHARD_STRIDE
 from vlmpack.data.splits.survey import DataLaunch, settle_shuffle
 from vlmpack.errors import DataError, EmptyDataError, RecipeError, RunIdentityError
 from vlmpack.recipe.schema import OnErrorSection, PackingSection
+from vlmpack.recipe.sources import Source
 from vlmpack.run.data_summary import data_summary
 from vlmpack.storage.fetch import ShardStamp
 
@@ -175,11 +175,9 @@ def test_epoch_length_is_an_estimate_until_everything_is_indexed(
     assert data.steps_per_epoch() == 8
 
 
-def two_sources(folder: Path, weights: tuple[float | None, ...]) -> tuple[SourceConfig, ...]:
+def two_sources(folder: Path, weights: tuple[float | None, ...]) -> tuple[Source, ...]:
     return tuple(
-        SourceConfig(
-            name=name, paths=(write_shards(folder / name, count, per_shard=4, start=at),), weight=w
-        )
+        Source(name=name, path=write_shards(folder / name, count, per_shard=4, start=at), weight=w)
         for name, count, at, w in zip(("a", "b"), (6, 30), (0, 100), weights, strict=True)
     )
 

@@ -72,7 +72,7 @@ def check_not_empty(fitted: Sequence[Fitted], config: DataConfig) -> None:
     """
     if any((one.eligible & ~one.table.bad).any() for one in fitted):
         return
-    patterns = ", ".join(repr(path) for source in config.sources for path in source.paths)
+    patterns = ", ".join(repr(source.path) for source in config.sources)
     tables = [one.table for one in fitted]
     raise EmptyDataError(
         f"{config.key}: no usable sample in {patterns}: "

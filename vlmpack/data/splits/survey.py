@@ -68,7 +68,7 @@ def survey_split(
     sources = []
     for source in config.sources:
         name = config.key if len(config.sources) == 1 else f"{config.key}.{source.name}"
-        sources.append(stamped_shards(source.paths, key=name, fetcher=fetcher))
+        sources.append(stamped_shards([source.path], key=name, fetcher=fetcher))
     shuffle = config.shuffle
     if shuffle == "auto":
         stamps = [stamp for shards in sources for stamp in shards]
