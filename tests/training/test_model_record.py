@@ -26,6 +26,7 @@ from vlmpack.errors import ModelError, RunDirError, RunIdentityError
 from vlmpack.model_folder import content, digests, remembered
 from vlmpack.model_folder.hashing import hashing_weights
 from vlmpack.model_folder.remembered import RememberedDigests
+from vlmpack.model_folder.safetensors_header import tensors_of
 from vlmpack.training.model_record import MAX_LINES, ModelRecord
 from vlmpack.training.model_watch import (
     check_model_again,
@@ -266,7 +267,7 @@ def test_a_digest_is_that_of_the_bytes(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(digests, "PIECE_BYTES", 1001)
     monkeypatch.setattr(digests, "_READ_BYTES", 77)
     path = folder / "model.safetensors"
-    tensors = digests.tensors_of(path)
+    tensors = tensors_of(path)
     hashed = {piece: digests.hash_piece(piece) for piece in digests.pieces_of(tensors)}
     found = digests.tensor_digests(tensors, hashed)
     with safe_open(str(path), "pt") as file:

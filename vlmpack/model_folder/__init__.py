@@ -2,7 +2,7 @@
 
 images    what makes pixels of images
 load      every loading call of transformers: no code of the folder runs, and nothing is asked
-weights   which files hold its weights
+weights   which files hold its weights; safetensors_header: where the tensors of one lie
 """
 
 from vlmpack.model_folder.images import IMAGE_BACKEND, made_with, transformers_version

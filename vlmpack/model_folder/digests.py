@@ -7,41 +7,19 @@ digest of each piece -> that of each tensor: of dtype, shape and the digests of 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from vlmpack.errors import ModelError
+from vlmpack.model_folder.safetensors_header import StoredTensor
 
 DIGESTS_VERSION = 1
 """Raise it when other digests come out for the same tensors."""
 
 PIECE_BYTES = 64 << 20
 _READ_BYTES = 4 << 20
-_MAX_HEADER_BYTES = 100_000_000
-"""That of the safetensors format."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor as a file's header has it.
-
-    Args:
-        file: that holds it.
-        name: in the file.
-        dtype: in safetensors' spelling.
-        shape: its lengths.
-        start, stop: its bytes in the file.
-    """
-
-    file: Path
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,37 +30,6 @@ class Piece:
     name: str
     start: int
     stop: int
-
-
-def tensors_of(path: Path) -> list[StoredTensor]:
-    """What a safetensors file holds.
-
-    Raises:
-        ModelError: it is damaged, cut off, or no such file.
-    """
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > _MAX_HEADER_BYTES:
-                raise ValueError(f"its header would have {length:,} bytes")
-            header = json.loads(file.read(length))
-            size = os.fstat(file.fileno()).st_size
-        found = [
-            StoredTensor(
-                path,
-                name,
-                str(said["dtype"]),
-                tuple(int(n) for n in said["shape"]),
-                *(8 + length + int(offset) for offset in said["data_offsets"]),
-            )
-            for name, said in header.items()
-            if name != "__metadata__"
-        ]
-        if any(not 0 <= tensor.start <= tensor.stop <= size for tensor in found):
-            raise ValueError(f"its {size:,} bytes do not hold all of its tensors")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"model.path: {path} is damaged or cut off: {error}") from error
-    return found
 
 
 def pieces_of(tensors: Iterable[StoredTensor]) -> Iterator[Piece]:

@@ -21,13 +21,12 @@ from vlmpack.errors import ModelError
 from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.model_folder.digests import (
     Piece,
-    StoredTensor,
     hash_piece,
     pieces_of,
     tensor_digests,
-    tensors_of,
 )
 from vlmpack.model_folder.remembered import RememberedDigests, SeenFile, look_at
+from vlmpack.model_folder.safetensors_header import StoredTensor, tensors_of
 from vlmpack.model_folder.weights import first, weight_files
 
 MAX_THREADS = 8
@@ -176,10 +175,13 @@ def _task(seen: dict[Path, SeenFile], remembered: RememberedDigests) -> _Task:
     task = _Task(seen)
     for path, each in seen.items():
         known = remembered.get(each)
-        if known is None:
-            task.unknown.extend(tensors_of(path))
-        else:
+        if known is not None:
             task.known.update(known)
+            continue
+        try:
+            task.unknown.extend(tensors_of(path))
+        except ValueError as error:
+            raise ModelError(f"model.path: {error}") from error
     return task
 
 

@@ -170,7 +170,8 @@ def read_parameters(model: Any, checkpoint: Path) -> None:
     trained: Mapping[str, nn.Parameter] = {
         name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
     }
-    with CheckpointReader(checkpoint) as reader, torch.no_grad():
+    reader = CheckpointReader(checkpoint)
+    with torch.no_grad():
         reader.check({name: tuple(parameter.shape) for name, parameter in trained.items()})
         for name, parameter in trained.items():
             value = reader.read("model", whole(name, tuple(parameter.shape)))

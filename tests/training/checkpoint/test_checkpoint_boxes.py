@@ -27,7 +27,6 @@ from vlmpack.training.checkpoint.index import StoredBox, TensorIndex, box_key
 from vlmpack.training.checkpoint.safetensors_file import (
     DTYPES,
     TensorEntry,
-    TensorFile,
     TensorWriter,
     read_tensors,
     write_tensors,
@@ -135,18 +134,18 @@ def test_any_cut_is_read_in_any_other_cut(tmp_path, seed):
     stored = stored_tensors(folder)
     assert all(torch.equal(stored[f"model.{name}"], wholes[name]) for name in wholes)
     read_boxes = 0
-    with CheckpointReader(folder) as reader:
-        reader.check({name: tuple(shape) for name, shape in SHAPES.items()})
-        for name, shape in SHAPES.items():
-            values = wholes[name].numpy()
-            for start, stop in [*cut(draw, shape, 5), ((0,) * len(shape), shape)]:
-                box = box_of(name, shape, start, stop)
-                found = reader.read("model", box)
-                assert np.array_equal(found.numpy(), values[box.index]), box
-                read_boxes += 1
-        assert reader.read("exp_avg", whole("matrix", SHAPES["matrix"])) is None
-        empty = box_of("matrix", (9, 14), (9, 0), (9, 14))
-        assert reader.read("model", empty).shape == (0, 14)
+    reader = CheckpointReader(folder)
+    reader.check({name: tuple(shape) for name, shape in SHAPES.items()})
+    for name, shape in SHAPES.items():
+        values = wholes[name].numpy()
+        for start, stop in [*cut(draw, shape, 5), ((0,) * len(shape), shape)]:
+            box = box_of(name, shape, start, stop)
+            found = reader.read("model", box)
+            assert np.array_equal(found.numpy(), values[box.index]), box
+            read_boxes += 1
+    assert reader.read("exp_avg", whole("matrix", SHAPES["matrix"])) is None
+    empty = box_of("matrix", (9, 14), (9, 0), (9, 14))
+    assert reader.read("model", empty).shape == (0, 14)
     assert read_boxes > 10
 
 
@@ -158,22 +157,8 @@ def test_reads_that_are_longer_than_a_chunk(tmp_path, monkeypatch):
     folder = save_in_shares(tmp_path, wholes, deal, world_size=2)
     for chunk in (1, 28, 60, 1000):
         monkeypatch.setattr(safetensors_file, "CHUNK_BYTES", chunk)
-        with CheckpointReader(folder) as reader:
-            box = box_of("w", (50, 7), (3, 2), (47, 6))
-            assert torch.equal(reader.read("model", box), wholes["w"][3:47, 2:6]), chunk
-
-
-def test_more_files_than_may_be_open_at_once(tmp_path, monkeypatch):
-    from vlmpack.training.checkpoint import load
-
-    monkeypatch.setattr(load, "MAX_OPEN_FILES", 2)
-    wholes = {"w": torch.randn(6, 2)}
-    deal = {"w": [(rank, ((rank, 0), (rank + 1, 2))) for rank in range(6)]}
-    folder = save_in_shares(tmp_path, wholes, deal, world_size=6)
-    with CheckpointReader(folder) as reader:
-        for _ in range(2):
-            assert torch.equal(reader.read("model", whole("w", (6, 2))), wholes["w"])
-        assert len(reader._open) == 2
+        found = CheckpointReader(folder).read("model", box_of("w", (50, 7), (3, 2), (47, 6)))
+        assert torch.equal(found, wholes["w"][3:47, 2:6]), chunk
 
 
 def test_a_rank_that_owns_nothing_writes_no_file(tmp_path):
@@ -309,8 +294,8 @@ def test_a_writer_holds_to_its_header(tmp_path):
 )
 def test_what_is_no_safetensors_file_is_refused(tmp_path, data):
     (tmp_path / "x").write_bytes(data)
-    with pytest.raises(ValueError, match="header"):
-        TensorFile(tmp_path / "x")
+    with pytest.raises((ValueError, KeyError), match=r"damaged or cut off|F99"):
+        read_tensors(tmp_path / "x")
 
 
 def test_parameters_are_spread_evenly_and_alike():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +13,7 @@ from vlmpack.backends.boxes import Kind, TensorSlice
 from vlmpack.backends.engine import Engine
 from vlmpack.distributed import Ranks
 from vlmpack.errors import UNREADABLE, CheckpointError
+from vlmpack.model_folder.safetensors_header import StoredTensor, tensors_of
 from vlmpack.training.checkpoint.folders import (
     FORMAT_VERSION,
     INDEX,
@@ -22,9 +22,7 @@ from vlmpack.training.checkpoint.folders import (
     read_json,
 )
 from vlmpack.training.checkpoint.index import StoredBox, TensorIndex
-from vlmpack.training.checkpoint.safetensors_file import DTYPES, TensorFile, read_tensors
-
-MAX_OPEN_FILES = 64
+from vlmpack.training.checkpoint.safetensors_file import DTYPES, read_into, read_tensors
 
 Result = TypeVar("Result")
 
@@ -41,7 +39,7 @@ class CheckpointReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._open: dict[str, TensorFile] = {}
+        self._files: dict[str, dict[str, StoredTensor]] = {}
         try:
             self.state: Mapping[str, Any] = read_json(folder / STATE)
             version = self.state.get("format_version")
@@ -77,7 +75,7 @@ class CheckpointReader:
             raise CheckpointError(f"{self.folder} cannot be read: {error}") from error
 
     def read(self, kind: Kind, box: TensorSlice) -> Tensor | None:
-        """A box on CPU, put together from the boxes that hold it; files open on first use.
+        """A box on CPU, put together from the boxes that hold it.
 
         Returns:
             `box.lengths`, in the dtype that was saved; None where there is no such tensor.
@@ -109,36 +107,15 @@ class CheckpointReader:
         part = box.intersection(stored.box)
         if part is None:
             return 0
-        file = self._file(stored.file)
-        entry = file.entry(stored.key)
-        if (entry.dtype, entry.shape) != (stored.dtype, stored.box.lengths):
-            raise ValueError(f"{stored.file} holds {entry}, {INDEX} says {stored}")
+        if stored.file not in self._files:
+            held = tensors_of(self.folder / Path(stored.file).name)
+            self._files[stored.file] = {tensor.name: tensor for tensor in held}
+        tensor = self._files[stored.file][stored.key]
+        if (tensor.dtype, tensor.shape) != (stored.dtype, stored.box.lengths):
+            raise ValueError(f"{stored.file} holds {tensor}, {INDEX} says {stored}")
         target = result[_relative(part, box)]
-        file.read_into(target, stored.key, _relative(part, stored.box))
+        read_into(target, tensor, _relative(part, stored.box))
         return target.numel()
-
-    def _file(self, name: str) -> TensorFile:
-        if name not in self._open:
-            if len(self._open) >= MAX_OPEN_FILES:
-                self._open.pop(next(iter(self._open))).close()
-            self._open[name] = TensorFile(self.folder / Path(name).name)
-        return self._open[name]
-
-    def close(self) -> None:
-        """Close all files."""
-        while self._open:
-            self._open.popitem()[1].close()
-
-    def __enter__(self) -> CheckpointReader:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def load_checkpoint(
@@ -158,8 +135,7 @@ def load_checkpoint(
         engine.load_slices(reader.read, optimizer_steps=reader.optimizer_steps)
         return reader.state, reader.random()
 
-    with reader:
-        return _on_all(ranks, load)
+    return _on_all(ranks, load)
 
 
 def _open_and_check(folder: Path, engine: Engine) -> CheckpointReader:

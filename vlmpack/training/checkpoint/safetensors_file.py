@@ -1,9 +1,7 @@
 """Safetensors files, written and read one tensor at a time.
 
-The format: the header's length (8 bytes, little-endian), a JSON header with dtype, shape and
-data_offsets by key, the tensors' little-endian bytes without gaps. The safetensors library writes
-from a dictionary of all tensors, and maps what it reads into memory, where it counts as the
-process's own; here both need one tensor.
+The safetensors library writes from a dictionary of all tensors, and maps what it reads into memory,
+where it counts as the process's own; here both need one tensor.
 """
 
 from __future__ import annotations
@@ -21,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmpack.errors import UNREADABLE
+from vlmpack.model_folder.safetensors_header import StoredTensor, tensors_of
 
 CHUNK_BYTES = 1 << 22
-_MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -155,106 +152,38 @@ class TensorWriter:
         self._file.close()
 
 
-class TensorFile:
-    """A safetensors file, open for reading.
+def read_into(target: Tensor, stored: StoredTensor, index: tuple[slice, ...]) -> None:
+    """Copy a box of a tensor. Rows are read whole, a few megabytes at a time, and cut in memory.
 
     Args:
-        path: the file.
+        target: on CPU, any strides; has the shape of the box and the tensor's dtype.
+        stored: the tensor.
+        index: a slice with start and stop for each dimension.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no safetensors file.
+        OSError: the file cannot be read, or ends early.
+        ValueError: its header gives the tensor another number of bytes than its shape has.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("rb", buffering=0)
-        try:
-            self._entries = self._read_header(path)
-        except BaseException:
-            self._file.close()
-            raise
-
-    def _read_header(self, path: Path) -> dict[str, tuple[TensorEntry, int]]:
-        size = path.stat().st_size
-        length = int.from_bytes(self._file.read(8), "little")
-        if not 0 < length <= min(_MAX_HEADER_BYTES, size - 8):
-            raise ValueError(f"{path} has no safetensors header")
-        try:
-            header = json.loads(self._file.read(length))
-            found: dict[str, tuple[TensorEntry, int]] = {}
-            for key, said in header.items():
-                if key == "__metadata__":
-                    continue
-                shape = tuple(map(int, said["shape"]))
-                entry = TensorEntry(key=key, dtype=str(said["dtype"]), shape=shape)
-                start, stop = map(int, said["data_offsets"])
-                if stop - start != entry.num_bytes or not 0 <= start <= stop <= size - 8 - length:
-                    raise ValueError(f"bytes {start} to {stop} are not those of {entry}")
-                found[key] = entry, 8 + length + start
-        except UNREADABLE as error:
-            raise ValueError(f"{path} has a bad safetensors header: {error}") from error
-        return found
-
-    def entries(self) -> list[TensorEntry]:
-        """Every tensor of the file."""
-        return [entry for entry, _ in self._entries.values()]
-
-    def entry(self, key: str) -> TensorEntry:
-        """Dtype and shape of a tensor; KeyError where there is none."""
-        return self._entries[key][0]
-
-    def read_into(self, target: Tensor, key: str, index: tuple[slice, ...]) -> None:
-        """Copy a box of a tensor.
-
-        Rows are read whole, a few megabytes at a time, and cut in memory.
-
-        Args:
-            target: on CPU, any strides; has the shape of the box and the tensor's dtype.
-            key: the tensor.
-            index: a slice with start and stop for each dimension.
-
-        Raises:
-            OSError: the file cannot be read, or ends early.
-        """
-        entry, offset = self._entries[key]
-        # A scalar is a tensor with one row.
-        shape, index = (entry.shape, index) if entry.shape else ((1,), (slice(0, 1),))
-        target = target.reshape(1) if target.ndim == 0 else target
-        row_bytes = math.prod(shape[1:]) * DTYPES[entry.dtype].itemsize
-        if target.numel() == 0:
-            return
-        first, last = index[0].start, index[0].stop
-        rows = max(1, CHUNK_BYTES // row_bytes)
-        buffer = bytearray(min(rows, last - first) * row_bytes)
+    dtype = DTYPES[stored.dtype]
+    if stored.stop - stored.start != math.prod(stored.shape) * dtype.itemsize:
+        raise ValueError(f"{stored.file} has a bad safetensors header: {stored}")
+    # A scalar is a tensor with one row.
+    shape, index = (stored.shape, index) if stored.shape else ((1,), (slice(0, 1),))
+    target = target.reshape(1) if target.ndim == 0 else target
+    if target.numel() == 0:
+        return
+    row_bytes = math.prod(shape[1:]) * dtype.itemsize
+    first, last = index[0].start, index[0].stop
+    rows = max(1, CHUNK_BYTES // row_bytes)
+    with stored.file.open("rb", buffering=0) as file:
         for start in range(first, last, rows):
             stop = min(start + rows, last)
-            view = memoryview(buffer)[: (stop - start) * row_bytes]
-            self._fill(view, offset + start * row_bytes)
-            block = torch.frombuffer(view, dtype=DTYPES[entry.dtype]).view(-1, *shape[1:])
+            wanted = (stop - start) * row_bytes
+            data = bytearray(os.pread(file.fileno(), wanted, stored.start + start * row_bytes))
+            if len(data) != wanted:
+                raise OSError(f"{stored.file} ends early")
+            block = torch.frombuffer(data, dtype=dtype).view(-1, *shape[1:])
             target[start - first : stop - first].copy_(block[(slice(None), *index[1:])])
-
-    def _fill(self, view: memoryview, offset: int) -> None:
-        self._file.seek(offset)
-        while view:
-            count = self._file.readinto(view)
-            if not count:
-                raise OSError(f"{self._file.name} ends early")
-            view = view[count:]
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def __enter__(self) -> TensorFile:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
@@ -270,11 +199,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a small file; raises as `TensorFile`."""
-    with TensorFile(path) as file:
-        tensors: dict[str, Tensor] = {}
-        for entry in file.entries():
-            value = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-            file.read_into(value, entry.key, tuple(slice(0, length) for length in entry.shape))
-            tensors[entry.key] = value
-        return tensors
+    """Every tensor of a small file; raises as `tensors_of` and `read_into`."""
+    tensors: dict[str, Tensor] = {}
+    for stored in tensors_of(path):
+        tensors[stored.name] = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+        whole = tuple(slice(0, length) for length in stored.shape)
+        read_into(tensors[stored.name], stored, whole)
+    return tensors
