@@ -21,7 +21,7 @@ from megatron.core.distributed import finalize_model_grads
 from support.layouts import LAYOUTS, Trained, make_megatron, one_layout, stepper_with, train
 from support.layouts import whole_weights as collect_weights
 
-from vlmpack.backends.mcore import attention, config, engine, model, norm
+from vlmpack.backends.mcore import attention, config, engine, model, norm, stage
 from vlmpack.backends.mcore.collectives import gather_features, gather_slices
 from vlmpack.distributed import Ranks, stop_process_group
 from vlmpack.packing import IGNORE_INDEX, context
@@ -165,7 +165,7 @@ CONTROLS = {
     "keys and values without a sum": Control("cp2", attention, "gather_slices", gather_without_sum),
     "features without a sum": Control("cp2", model, "gather_features", features_without_sum),
     "norms without the flag": Control("tp2-sp", config, "RMSNorm", UnmarkedNorm),
-    "tower without a sum": Control("tp2", engine, "_finalize", finalize_without_tower),
+    "tower without a sum": Control("tp2", stage, "_finalize", finalize_without_tower),
     "head without a sum": Control(
         "tp2", model, "copy_to_tensor_model_parallel_region", lambda hidden, group: hidden
     ),

@@ -5,24 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from vlmpack.attention import VarlenAttention, choose_attention, segment_attention
+from vlmpack.attention import VarlenAttention
 from vlmpack.attention.varlen import AttentionName
 from vlmpack.backends.adamw import AdamWConfig
 from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice, whole
@@ -33,9 +24,10 @@ from vlmpack.backends.mcore.config import LanguageDims, transformer_config
 from vlmpack.backends.mcore.cpu import megatron_on_cpu
 from vlmpack.backends.mcore.groups import ParallelSizes, start_model_parallel
 from vlmpack.backends.mcore.layout import LocalParameter, WeightLayout, local_parameters
-from vlmpack.backends.mcore.model import MegatronVLM, VisionTower
+from vlmpack.backends.mcore.model import MegatronVLM
 from vlmpack.backends.mcore.optimizer import MegatronAdamW
 from vlmpack.backends.mcore.pretrained import PretrainedReader
+from vlmpack.backends.mcore.stage import build_stage, choose_varlen, replicated
 from vlmpack.backends.mcore.trained import (
     frozen_tensors,
     gradient_squares,
@@ -52,12 +44,11 @@ from vlmpack.backends.policy import (
     count_components,
     describe_counts,
 )
-from vlmpack.backends.recompute import recompute_layers
 from vlmpack.backends.skeleton import model_skeleton
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
-from vlmpack.model_folder import build_model, build_part
+from vlmpack.model_folder import build_model
 from vlmpack.packing import (
     Batch,
     PackedBatch,
@@ -135,35 +126,18 @@ class MegatronEngine:
         dims = LanguageDims.from_transformers(self.skeleton.config, known)
         dims.check(sizes)
         reader = PretrainedReader(config.folder, known)
-        varlen, attention = _choose_attention(config, ranks.device, dtype)
+        varlen, attention = choose_varlen(
+            config.attention, context=sizes.context, device=ranks.device, dtype=dtype
+        )
         with reader, megatron_on_cpu():
             reader.check(self.shapes)
-            groups = start_model_parallel(sizes)
-            model_parallel_cuda_manual_seed(0)  # recomputation wants generators; dropout is 0
-            self.groups = groups
-            self.first = parallel_state.is_pipeline_first_stage()
-            self.last = parallel_state.is_pipeline_last_stage()
-            megatron_config = transformer_config(
-                dims,
-                sizes,
-                dtype=dtype,
-                activation_checkpointing=config.activation_checkpointing,
-                aux_loss=config.aux_loss,
-            )
-            self.model = MegatronVLM(
-                megatron_config,
-                dims,
-                sizes,
-                varlen=varlen,
-                tower=self._tower(encoder, dtype) if self.first else None,
-                groups=groups,
-                pre_process=self.first,
-                post_process=self.last,
-            ).to(ranks.device)
+            self.groups = groups = start_model_parallel(sizes)
+            self.model = self._stage(dims, encoder, varlen, dtype).to(ranks.device)
+            self.first, self.last = self.model.pre_process, self.model.post_process
             parameters = local_parameters(self.model, family, self.shapes)
             self._check_coverage(parameters)
             mark_trained(parameters, policy, self.paths)
-            self.ddp = self._replicated(megatron_config)
+            self.ddp = replicated(self.model, distributed=config.distributed_optimizer)
             self.optimizer = MegatronAdamW(
                 self.ddp,
                 optimizer,
@@ -179,21 +153,30 @@ class MegatronEngine:
             self.layout.load(reader, optimizer_steps=0)
         self.description = self._described(attention, dtype)
 
-    def _replicated(self, megatron_config: TransformerConfig) -> DistributedDataParallel:
-        """The model with its gradient buckets, known to the schedule."""
-        ddp = DistributedDataParallel(
-            megatron_config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                use_distributed_optimizer=self.config.distributed_optimizer,
-                average_in_collective=False,
-            ),
-            self.model,
-            pg_collection=self.groups,
+    def _stage(
+        self,
+        dims: LanguageDims,
+        encoder: Encoder,
+        varlen: VarlenAttention | None,
+        dtype: torch.dtype,
+    ) -> MegatronVLM:
+        config, sizes = self.config, self.config.sizes
+        megatron_config = transformer_config(
+            dims,
+            sizes,
+            dtype=dtype,
+            activation_checkpointing=config.activation_checkpointing,
+            aux_loss=config.aux_loss,
         )
-        megatron_config.no_sync_func = ddp.no_sync
-        megatron_config.finalize_model_grads_func = partial(_finalize, tp=self.groups.tp)
-        return ddp
+        return build_stage(
+            megatron_config,
+            dims,
+            sizes,
+            self.groups,
+            varlen,
+            skeleton=self.skeleton,
+            encoder=encoder,
+        )
 
     def _described(self, attention: str, dtype: torch.dtype) -> dict[str, str]:
         """What was chosen, for the log and the report."""
@@ -208,20 +191,6 @@ class MegatronEngine:
             "parameters": f"{sum(count.parameters for count in self.components):,}",
             "trained": describe_counts(self.components),
         }
-
-    def _tower(self, encoder: Encoder, dtype: torch.dtype) -> VisionTower | None:
-        """The vision tower with its projector, weights still to be read; None where the model has
-        none."""
-        path = encoder.family.modules.vision
-        if path is None:
-            return None
-        there = self.skeleton.get_submodule(path)
-        tower: Any = build_part(there)
-        for parameter in tower.parameters():  # buffers stay float32: rotary frequencies
-            parameter.data = parameter.data.to(dtype)
-        if self.config.activation_checkpointing:
-            recompute_layers(tower)
-        return VisionTower(tower, encoder.image_rule.smallest())
 
     def _check_coverage(self, parameters: list[LocalParameter]) -> None:
         """Raise CapabilityError, on all ranks alike, for weights that no rank has built."""
@@ -377,55 +346,6 @@ class MegatronEngine:
         model.eval()
         with torch.no_grad():
             yield model
-
-
-def _finalize(
-    model: list[nn.Module], num_tokens: Tensor | None, *, tp: dist.ProcessGroup, **arguments: Any
-) -> None:
-    """Reduce gradients over replicas and stages; the tower's over the TP ranks that shared it out.
-
-    `num_tokens` is left out: the trainer divides once, by a count it never reads on the host.
-    """
-    finalize_model_grads(model, None, **arguments)
-    if tp.size() == 1:
-        return
-    gradients: list[Any] = [
-        getattr(parameter, "main_grad")  # noqa: B009 (Megatron's DDP adds it)
-        for chunk in model
-        for name, parameter in chunk.named_parameters()
-        if ".vision." in f".{name}" and parameter.requires_grad
-    ]
-    if not gradients:
-        return
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
-    dist.all_reduce(flat, group=tp)
-    for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(summed.view_as(gradient))
-
-
-def _choose_attention(
-    config: MegatronEngineConfig, device: torch.device, dtype: torch.dtype
-) -> tuple[VarlenAttention | None, str]:
-    """The implementation (None for Transformer Engine), and what to say about it.
-
-    Raises:
-        CapabilityError: the requested one cannot run here, or knows no context parallelism.
-    """
-    name, context = config.attention, config.sizes.context
-    if name == "transformer_engine":
-        from vlmpack.backends.mcore.transformer_engine import require_transformer_engine
-
-        require_transformer_engine(device)
-        return None, "transformer_engine (as the recipe asks)"
-    if context > 1 and name == "auto":
-        return segment_attention, "segments (with context parallelism; or transformer_engine)"
-    choice = choose_attention(name, device=device, dtype=dtype)
-    if context > 1 and choice.name != "segments":
-        raise CapabilityError(
-            f"model.attention: {choice.name} knows no context parallelism (parallelism.context is "
-            f"{context}); use segments or transformer_engine"
-        )
-    return choice.function, f"{choice.name} ({choice.reason})"
 
 
 def _version() -> str:

@@ -1,0 +1,152 @@
+"""One rank's stage of the model: its layers without their weights, and its copies' gradients."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from vlmpack.attention import VarlenAttention, choose_attention, segment_attention
+from vlmpack.attention.varlen import AttentionName
+from vlmpack.backends.mcore.config import LanguageDims
+from vlmpack.backends.mcore.groups import ParallelSizes
+from vlmpack.backends.mcore.model import MegatronVLM, VisionTower
+from vlmpack.backends.recompute import recompute_layers
+from vlmpack.encode import Encoder
+from vlmpack.errors import CapabilityError
+from vlmpack.model_folder import build_part
+
+
+def choose_varlen(
+    name: AttentionName | Literal["auto", "transformer_engine"],
+    *,
+    context: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[VarlenAttention | None, str]:
+    """The implementation (None for Transformer Engine), and what to say about it.
+
+    Raises:
+        CapabilityError: the requested one cannot run here, or knows no context parallelism.
+    """
+    if name == "transformer_engine":
+        from vlmpack.backends.mcore.transformer_engine import require_transformer_engine
+
+        require_transformer_engine(device)
+        return None, "transformer_engine (as the recipe asks)"
+    if context > 1 and name == "auto":
+        return segment_attention, "segments (with context parallelism; or transformer_engine)"
+    choice = choose_attention(name, device=device, dtype=dtype)
+    if context > 1 and choice.name != "segments":
+        raise CapabilityError(
+            f"model.attention: {choice.name} knows no context parallelism (parallelism.context is "
+            f"{context}); use segments or transformer_engine"
+        )
+    return choice.function, f"{choice.name} ({choice.reason})"
+
+
+def build_stage(
+    config: TransformerConfig,
+    dims: LanguageDims,
+    sizes: ParallelSizes,
+    groups: ProcessGroupCollection,
+    varlen: VarlenAttention | None,
+    *,
+    skeleton: nn.Module,
+    encoder: Encoder,
+) -> MegatronVLM:
+    """The part of the model that this rank computes, weights still to be read.
+
+    Args:
+        config: Megatron's configuration.
+        dims: the language model's sizes.
+        sizes: how the model is spread.
+        groups: Megatron's, of these sizes.
+        varlen: attention over whole rows; None for Transformer Engine.
+        skeleton: the transformers model without weights.
+        encoder: the model folder's processor.
+    """
+    model_parallel_cuda_manual_seed(0)  # recomputation wants generators; dropout is 0
+    first = parallel_state.is_pipeline_first_stage()
+    return MegatronVLM(
+        config,
+        dims,
+        sizes,
+        varlen=varlen,
+        tower=_tower(config, skeleton, encoder) if first else None,
+        groups=groups,
+        pre_process=first,
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )
+
+
+def _tower(config: TransformerConfig, skeleton: nn.Module, encoder: Encoder) -> VisionTower | None:
+    """The vision tower with its projector; None where the model has none."""
+    path = encoder.family.modules.vision
+    if path is None:
+        return None
+    tower: Any = build_part(skeleton.get_submodule(path))
+    for parameter in tower.parameters():  # buffers stay float32: rotary frequencies
+        parameter.data = parameter.data.to(config.params_dtype)
+    if config.recompute_granularity is not None:
+        recompute_layers(tower)
+    return VisionTower(tower, encoder.image_rule.smallest())
+
+
+def replicated(model: MegatronVLM, *, distributed: bool) -> DistributedDataParallel:
+    """The stage with its gradient buckets, known to the schedule.
+
+    Args:
+        model: the stage; which of its parameters are trained is settled.
+        distributed: shard the optimizer over the replicas.
+    """
+    config, groups = model.config, model.groups
+    ddp = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=distributed,
+            average_in_collective=False,
+        ),
+        model,
+        pg_collection=groups,
+    )
+    config.no_sync_func = ddp.no_sync
+    config.finalize_model_grads_func = partial(_finalize, tp=groups.tp)
+    return ddp
+
+
+def _finalize(
+    model: list[nn.Module], num_tokens: Tensor | None, *, tp: dist.ProcessGroup, **arguments: Any
+) -> None:
+    """Reduce gradients over replicas and stages; the tower's over the TP ranks that shared it out.
+
+    `num_tokens` is left out: the trainer divides once, by a count it never reads on the host.
+    """
+    finalize_model_grads(model, None, **arguments)
+    if tp.size() == 1:
+        return
+    gradients: list[Any] = [
+        getattr(parameter, "main_grad")  # noqa: B009 (Megatron's DDP adds it)
+        for chunk in model
+        for name, parameter in chunk.named_parameters()
+        if ".vision." in f".{name}" and parameter.requires_grad
+    ]
+    if not gradients:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat, group=tp)
+    for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(summed.view_as(gradient))
