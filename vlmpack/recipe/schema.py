@@ -121,9 +121,9 @@ class DataSection(Section):
     """Shards for the generation-based evaluation before and after training. Null: none."""
 
     shuffle: Literal["auto", "global", "window"] = "auto"
-    """Scope of the shuffle: all samples, or a window of shards at a time, which needs no index
-    beforehand. `auto`: window when a shard is remote, or when more than 32 GiB of local shards are
-    not indexed yet; else global. Settled once, at the run's first launch."""
+    """Scope of the shuffle: all samples, or a shuffle window of the stream at a time, which needs
+    no index beforehand. `auto`: `window` when a shard is remote, or when more than 32 GiB of local
+    shards are not indexed yet; else global. Settled once, at the run's first launch."""
 
     over_long: Literal["error", "drop", "shrink_images"] = "error"
     """For a sample longer than `training.seq_length`: stop, leave it out, or resize its images
@@ -138,7 +138,7 @@ class DataSection(Section):
 
     weights: Literal["samples", "tokens"] = "samples"
     """What the weights of `data.train` are shares of: an epoch's samples, or its tokens. `tokens`
-    needs every shard indexed (`vlmpack index`) where the shuffle is by window."""
+    needs every shard indexed (`vlmpack index`) where `data.shuffle` is `window`."""
 
     epoch_size: Count | None = None
     """Samples drawn per epoch when sources have weights. Null: the sum of the sources."""
@@ -191,7 +191,7 @@ class PackingSection(Section):
     percentile, rounded up to a multiple of 8); 32 where shards are indexed as the run goes on."""
 
     scope: Literal["stream", "batch"] = "stream"
-    """Where rows are filled in mode `online`. `stream`: over a window of the data, and
+    """Where rows are filled in mode `online`. `stream`: over a shuffle window, and
     `training.global_batch_size` counts rows. `batch`: inside fixed sets of `global_batch_size`
     samples, so that each optimizer step trains the samples that it would have trained unpacked."""
 
