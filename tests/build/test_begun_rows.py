@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from vlmpack.build.data import build_encoder, open_split
 from vlmpack.build.read_only import open_recipe, open_train
+from vlmpack.build.setup import Setup
 from vlmpack.cli.app import app
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
@@ -82,15 +83,10 @@ def test_a_run_that_inherits_its_rows_is_shown(run: RunDir, first: TrainData) ->
 
 def resumed(settings: dict[str, Any], state: DataState | None) -> TrainData:
     recipe = load_recipe(settings)
-    train = open_split(
-        recipe,
-        "data.train",
-        build_encoder(recipe),
-        derive(recipe, 1),
-        ranks=ONE,
-        ledger=Ledger(None),
-        resume=state,
+    setup = Setup(
+        recipe=recipe, ranks=ONE, encoder=build_encoder(recipe), derived=derive(recipe, 1)
     )
+    train = open_split(setup, "data.train", Ledger(None), resume=state)
     assert train is not None
     return train
 

@@ -14,6 +14,7 @@ from support.recipes import SMALL, changed, copy_samples
 from support.shards import ROOT, TINY_MODEL
 
 from vlmpack.build.data import build_encoder, open_split
+from vlmpack.build.setup import Setup
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.shares import token_cost
@@ -63,9 +64,10 @@ def opened(settings: dict[str, Any], key: str = "data.train", *, rank: int = 0) 
         dp_size=2,
         device=torch.device("cpu"),
     )
-    train = open_split(
-        recipe, key, build_encoder(recipe), derive(recipe, 2), ranks=ranks, ledger=Ledger(None)
+    setup = Setup(
+        recipe=recipe, ranks=ranks, encoder=build_encoder(recipe), derived=derive(recipe, 2)
     )
+    train = open_split(setup, key, Ledger(None))
     assert train is not None
     return train
 

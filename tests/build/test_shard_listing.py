@@ -11,6 +11,7 @@ from support.recipes import copy_samples, small_settings
 from support.shards import ROOT
 
 from vlmpack.build.data import open_split
+from vlmpack.build.setup import Setup
 from vlmpack.build.shard_listing import LISTING_NAME, MAX_NAMED, ShardListing
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
@@ -33,16 +34,9 @@ def shards(tmp_path: Path) -> list[Path]:
 
 def opened(root: Path, encoder: Encoder, resume: DataState | None = None) -> TrainData:
     recipe = load_recipe(small_settings(root, data__train=str(root / "s-*.tar")))
-    data = open_split(
-        recipe,
-        "data.train",
-        encoder,
-        derive(recipe, 1),
-        ranks=single_rank(),
-        ledger=Ledger(None),
-        resume=resume,
-        listing=ShardListing(root / LISTING_NAME),
-    )
+    setup = Setup(recipe=recipe, ranks=single_rank(), encoder=encoder, derived=derive(recipe, 1))
+    listing = ShardListing(root / LISTING_NAME)
+    data = open_split(setup, "data.train", Ledger(None), resume=resume, listing=listing)
     assert data is not None
     return data
 

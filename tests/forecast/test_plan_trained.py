@@ -39,7 +39,7 @@ def recipe_of(changes: dict[str, Any], dtype: str = "float32") -> Recipe:
 def memory(recipe: Recipe, encoder: Any, world_size: int = 1, copies: int = 1) -> Any:
     sizes = read_sizes(TINY_MODEL)
     assert sizes is not None
-    trained = trained_sizes(recipe, encoder.family)
+    trained = trained_sizes(policy_of(recipe), encoder)
     mode = mode_of(max_row_slots=512, max_row_patches=64)
     return memory_figures(
         recipe, sizes, mode, copies=copies, world_size=world_size, trained=trained
@@ -62,7 +62,7 @@ def test_bytes_are_those_that_an_engine_holds(
     engine = make_engine(tiny_folder, encoder, policy=policy_of(recipe))
     collate = PackCollator(pad_token_id=561, num_position_axes=3)
     make_stepper(engine).train(0, [collate(encoded)], num_skipped=0, stop=False)
-    found, trained = memory(recipe, encoder), trained_sizes(recipe, encoder.family)
+    found, trained = memory(recipe, encoder), trained_sizes(policy_of(recipe), encoder)
     held = [p for _, p in engine.vlm.model.named_parameters()]
     assert found.weights == sum(p.nbytes for p in held)
     assert found.gradients == sum(p.grad.nbytes for p in held if p.grad is not None)
@@ -78,7 +78,7 @@ def test_what_is_trained_on_each_rank(encoder: Any) -> None:
     everything = memory(recipe_of({}, "bfloat16"), encoder)
     total = everything.rank_parameters
     tower = {count.component: count.parameters for count in trained_sizes(
-        recipe_of(CASES["projector"]), encoder.family).counts}  # fmt: skip
+        policy_of(recipe_of(CASES["projector"])), encoder).counts}  # fmt: skip
     adapters = memory(recipe_of(LORA, "bfloat16"), encoder)
     added = adapters.rank_trained - tower["projector"]
     # Weights in float32, and copies in bfloat16 of all that a gradient passes.
@@ -106,7 +106,7 @@ def test_four_bits(encoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = memory(recipe_of(LORA), encoder)
     recipe = recipe_of({**LORA, "trainable.lora.quantize": "nf4"})
     packed = memory(recipe, encoder)
-    trained = trained_sizes(recipe, encoder.family)
+    trained = trained_sizes(policy_of(recipe), encoder)
     assert trained is not None
     # Queries and outputs of 128, keys and values of 64, an MLP of 384, in four layers of 128.
     assert trained.packed == 4 * 128 * (2 * 128 + 2 * 64 + 3 * 384)

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from vlmpack.cli import main
 from vlmpack.cli.app import app
 from vlmpack.errors import DataError, RecipeError
-from vlmpack.run import session
+from vlmpack.run import opening
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -35,11 +35,11 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The splits that were opened; opening one ends the run."""
     names: list[str] = []
 
-    def open_split(recipe: Any, key: str, *_: Any, **__: Any) -> None:
+    def open_split(setup: Any, key: str, *_: Any, **__: Any) -> None:
         names.append(key)
         raise DataError("the data was opened", error_class="integrity")
 
-    monkeypatch.setattr(session, "open_split", open_split)
+    monkeypatch.setattr(opening, "open_split", open_split)
     return names
 
 

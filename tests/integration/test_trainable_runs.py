@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from vlmpack.api import resolve, run_recipe
 from vlmpack.cli.app import app
 from vlmpack.errors import CapabilityError, Preempted, RunIdentityError, VlmpackError
+from vlmpack.run import opening
 from vlmpack.run import session as session_module
 from vlmpack.run.export import export_run
 
@@ -142,7 +143,7 @@ def test_a_run_that_stopped_goes_on_bit_by_bit(finished, tmp_path, monkeypatch):
 def test_targets_are_looked_for_before_any_data_is_read(tmp_path, monkeypatch):
     settings = changed(lora_settings(tmp_path), trainable__lora__targets=["q_poj"])
     monkeypatch.setattr(
-        session_module, "open_split", lambda *args, **options: pytest.fail("data were read")
+        opening, "open_split", lambda *args, **options: pytest.fail("data were read")
     )
     with pytest.raises(CapabilityError, match=r"'q_poj'; there are .*q_proj"):
         run_recipe(resolve(settings, {}))

@@ -9,7 +9,7 @@ import pytest
 
 import vlmpack
 from vlmpack.data.loading import loader
-from vlmpack.run import session
+from vlmpack.run import opening
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,7 +46,7 @@ def test_workers_read_before_the_model_is_loaded_and_end_with_the_launch(
         seen.extend(worker.is_alive() for worker in watch.workers)
         raise Stopped
 
-    monkeypatch.setattr(session, "build_engine", build)
+    monkeypatch.setattr(opening, "build_engine", build)
     monkeypatch.chdir(ROOT)
     with pytest.raises(Stopped):
         vlmpack.finetune(

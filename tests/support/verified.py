@@ -11,14 +11,15 @@ import torch
 from support.engines import single_rank
 from support.shards import SHARD, RawSample
 
+from vlmpack.build.setup import Setup
 from vlmpack.encode import Encoder
 from vlmpack.packing import EncodedSample, PackCollator
 from vlmpack.proof.verify import Check
-from vlmpack.proof.verify.engine import as_it_was, verified_recipe
+from vlmpack.proof.verify.engine import as_it_was, verified_setup
 from vlmpack.proof.verify.numbers import ReferenceRuns
 from vlmpack.proof.verify.row import make_row
 from vlmpack.proof.verify.run import check_rows
-from vlmpack.recipe import Recipe, load_recipe
+from vlmpack.recipe import Recipe, derive, load_recipe
 
 
 def recipe_for(folder: Path, **overrides: Any) -> Recipe:
@@ -84,12 +85,12 @@ class Subject:
         """Of all samples in one row, by name."""
         collator = collator if collator is not None else self.collator()
         recipe = recipe_for(self.recipe_folder or self.folder, **overrides)
-        recipe = verified_recipe(recipe, self.encoder, self.dtype)
+        ranks = single_rank()
+        setup = Setup(recipe=recipe, ranks=ranks, encoder=self.encoder, derived=derive(recipe, 1))
+        setup = verified_setup(setup, self.dtype)
         row = make_row(collator, self.samples, range(len(self.samples)))
         with as_it_was():
-            found, _ = check_rows(
-                recipe, single_rank(), self.encoder, collator, [row], self.reference
-            )
+            found, _ = check_rows(setup, collator, [row], self.reference)
         assert len({check.name for check in found}) == len(found)
         return {check.name: check for check in found}
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from vlmpack.addresses import is_remote
 from vlmpack.build.date import encoder_date
 from vlmpack.build.rows import fixed_shape, packs_config, row_budget
+from vlmpack.build.setup import Setup
 from vlmpack.build.shard_listing import ShardListing
 from vlmpack.build.worker_server import WORKER_PRELOAD
 from vlmpack.data.config import DataConfig
@@ -23,14 +24,13 @@ from vlmpack.data.plan.shares import RowCost, token_cost
 from vlmpack.data.plan.state import DataState
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.splits.survey import DataLaunch
-from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.encode.thoughts import dropped_thoughts
 from vlmpack.errors import ModelError, RunIdentityError
 from vlmpack.families import PixelBudget
 from vlmpack.packing import PackCollator, PadCollator
 from vlmpack.packing.cost import CostModel
-from vlmpack.recipe import Derived, Recipe, Source
+from vlmpack.recipe import Recipe, Source
 from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.cache.cached import READ_AHEAD_BYTES, BlockUse, CachedFetcher
 from vlmpack.storage.fetch import Fetcher
@@ -97,10 +97,9 @@ def _note_thoughts(encoder: Encoder) -> None:
         )
 
 
-def build_collator(
-    recipe: Recipe, encoder: Encoder, derived: Derived, key: str = "data.train"
-) -> PackCollator | PadCollator:
+def build_collator(setup: Setup, key: str = "data.train") -> PackCollator | PadCollator:
     """What turns a bin of a split into a batch."""
+    recipe, encoder, derived = setup.recipe, setup.encoder, setup.derived
     if recipe.packing.mode == "none":
         return PadCollator(
             pad_token_id=encoder.pad_token_id,
@@ -126,15 +125,15 @@ def build_cost_model(encoder: Encoder) -> CostModel:
     return encoder.family.cost_model(config)
 
 
-def _row_cost(recipe: Recipe, encoder: Encoder, ranks: Ranks) -> RowCost:
+def _row_cost(setup: Setup) -> RowCost:
     """What evens out the ranks of a run: the model's FLOPs, or tokens where config.json leaves out
     a size that they follow from; that is said once."""
-    if ranks.dp_size == 1 or recipe.packing.balance != "cost":
+    if setup.ranks.dp_size == 1 or setup.recipe.packing.balance != "cost":
         return token_cost
     try:
-        return build_cost_model(encoder)
+        return build_cost_model(setup.encoder)
     except ModelError as error:
-        if ranks.is_main:
+        if setup.ranks.is_main:
             logger.warning(
                 "%-14s packing.balance: cost counts tokens alone, since %s", "data", error
             )
@@ -208,13 +207,10 @@ def build_fetcher(recipe: Recipe) -> Fetcher:
 
 
 def open_split(
-    recipe: Recipe,
+    setup: Setup,
     key: str,
-    encoder: Encoder,
-    derived: Derived,
-    *,
-    ranks: Ranks,
     ledger: Ledger,
+    *,
     resume: DataState | None = None,
     progress: Progress | None = None,
     listing: ShardListing | None = None,
@@ -232,6 +228,7 @@ def open_split(
         RecipeError, DataError, EmptyDataError: what is wrong with the split.
         RunIdentityError: `resume` is of other data.
     """
+    recipe, ranks, encoder = setup.recipe, setup.ranks, setup.encoder
     sources = {
         "data.train": recipe.data.train,
         "data.validation": recipe.data.validation,
@@ -245,14 +242,14 @@ def open_split(
         micro = whole = recipe.evaluation.batch_size
     config = _data_config(recipe, key, sources, micro=micro, whole=whole, resume=resume)
     if key == "data.train":
-        config = replace(config, row_cost=_row_cost(recipe, encoder, ranks))
+        config = replace(config, row_cost=_row_cost(setup))
     fetcher = build_fetcher(recipe)
     survey = ranks.on_main(lambda: survey_data(config, encoder, fetcher, resume))
     try:
         opened = TrainData.open(
             config,
             encoder,
-            build_collator(recipe, encoder, derived, key),
+            build_collator(setup, key),
             ledger=ledger,
             fetcher=fetcher,
             list_dropped=ranks.is_main,

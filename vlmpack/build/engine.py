@@ -9,10 +9,9 @@ from pathlib import Path
 
 from vlmpack.backends.adamw import AdamWConfig
 from vlmpack.backends.engine import Engine
-from vlmpack.build.policy import policy_of
+from vlmpack.build.setup import Setup
 from vlmpack.distributed import Ranks
 from vlmpack.distributed.timeouts import CollectiveTimeouts
-from vlmpack.encode import Encoder
 from vlmpack.recipe import Recipe
 from vlmpack.training.first_step import FirstStepCheck
 from vlmpack.training.objective import objective_named
@@ -21,7 +20,7 @@ from vlmpack.training.step import Stepper
 from vlmpack.training.trainer import TrainerConfig
 
 
-def check_model(recipe: Recipe, ranks: Ranks) -> None:
+def check_model(folder: Path, ranks: Ranks) -> None:
     """See that the model folder's weights fit its config.json, before any data is read; only the
     headers of its files are.
 
@@ -30,44 +29,44 @@ def check_model(recipe: Recipe, ranks: Ranks) -> None:
     """
     from vlmpack.backends.hf.weight_headers import check_weights
 
-    ranks.on_main(lambda: check_weights(Path(recipe.model.path)))
+    ranks.on_main(lambda: check_weights(folder))
 
 
-def build_engine(recipe: Recipe, encoder: Encoder, ranks: Ranks) -> Engine:
+def build_engine(setup: Setup) -> Engine:
     """The engine that the recipe names.
 
     Raises:
         CapabilityError: it cannot run here.
         ModelError: the model folder cannot be loaded.
     """
-    optim = recipe.optim
+    optim = setup.recipe.optim
     optimizer = AdamWConfig(betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
-    if recipe.model.backend == "mcore":
-        return _build_mcore(recipe, encoder, ranks, optimizer)
-    return _build_hf(recipe, encoder, ranks, optimizer)
+    if setup.recipe.model.backend == "mcore":
+        return _build_mcore(setup, optimizer)
+    return _build_hf(setup, optimizer)
 
 
-def _build_hf(recipe: Recipe, encoder: Encoder, ranks: Ranks, optimizer: AdamWConfig) -> Engine:
+def _build_hf(setup: Setup, optimizer: AdamWConfig) -> Engine:
     from vlmpack.backends.hf.engine import HFEngine, HFEngineConfig
 
-    model = recipe.model
+    model = setup.recipe.model
     assert model.attention != "transformer_engine"  # the recipe's rules see to it
     config = HFEngineConfig(
         folder=Path(model.path),
         dtype=model.dtype,
         attention=model.attention,
         activation_checkpointing=model.activation_checkpointing,
-        sharding=recipe.parallelism.sharding,
+        sharding=setup.recipe.parallelism.sharding,
     )
-    return HFEngine(config, encoder, ranks, optimizer, policy_of(recipe))
+    return HFEngine(config, setup.encoder, setup.ranks, optimizer, setup.policy)
 
 
-def _build_mcore(recipe: Recipe, encoder: Encoder, ranks: Ranks, optimizer: AdamWConfig) -> Engine:
+def _build_mcore(setup: Setup, optimizer: AdamWConfig) -> Engine:
     # Imported here: megatron-core is an extra.
     from vlmpack.backends.mcore.engine import MegatronEngine, MegatronEngineConfig
     from vlmpack.backends.mcore.groups import ParallelSizes
 
-    model, split = recipe.model, recipe.parallelism
+    model, split = setup.recipe.model, setup.recipe.parallelism
     config = MegatronEngineConfig(
         folder=Path(model.path),
         sizes=ParallelSizes(
@@ -83,11 +82,12 @@ def _build_mcore(recipe: Recipe, encoder: Encoder, ranks: Ranks, optimizer: Adam
         activation_checkpointing=model.activation_checkpointing,
         aux_loss=model.router_aux_loss_coef,
     )
-    return MegatronEngine(config, encoder, ranks, optimizer, policy_of(recipe))
+    return MegatronEngine(config, setup.encoder, setup.ranks, optimizer, setup.policy)
 
 
-def build_stepper(recipe: Recipe, engine: Engine, ranks: Ranks, *, total_steps: int) -> Stepper:
+def build_stepper(setup: Setup, engine: Engine, *, total_steps: int) -> Stepper:
     """The engine with its objective and its schedule."""
+    recipe, ranks = setup.recipe, setup.ranks
     optim = recipe.optim
     return Stepper(
         engine=engine,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
+
+import torch
 
 from vlmpack.backends.policy import (
     ComponentCount,
@@ -12,7 +13,6 @@ from vlmpack.backends.policy import (
     LoraSettings,
     TrainingPolicy,
 )
-from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.recipe import Recipe
 
@@ -45,14 +45,13 @@ def policy_of(recipe: Recipe) -> TrainingPolicy:
     )
 
 
-def check_policy(recipe: Recipe, encoder: Encoder, ranks: Ranks) -> None:
+def check_policy(policy: TrainingPolicy, encoder: Encoder, device: torch.device) -> None:
     """See that the model and this machine can be trained like that, without reading a weight.
 
     Raises:
         CapabilityError: adapters without a layer to go to, or 4-bit weights without a GPU.
         ModelError: the model folder's config.json is none that transformers knows.
     """
-    policy = policy_of(recipe)
     if policy.lora is None:
         return
     from vlmpack.backends.hf.adapters import adapter_targets
@@ -60,9 +59,9 @@ def check_policy(recipe: Recipe, encoder: Encoder, ranks: Ranks) -> None:
     from vlmpack.backends.skeleton import model_skeleton
 
     if policy.lora.quantize != "none":
-        check_quantization(ranks.device)
+        check_quantization(device)
     family = encoder.family
-    skeleton = model_skeleton(family.auto_class(), Path(recipe.model.path))
+    skeleton = model_skeleton(family.auto_class(), encoder.folder)
     adapter_targets(skeleton, family.modules, policy)
 
 

@@ -11,6 +11,7 @@ import torch
 from vlmpack.build.data import build_encoder, open_split
 from vlmpack.build.rows import keep_alignment
 from vlmpack.build.run_length import total_steps
+from vlmpack.build.setup import Setup
 from vlmpack.data.index.parts import Progress
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
@@ -90,18 +91,10 @@ def open_recipe(
     ranks = Ranks(
         rank=0, world_size=1, local_rank=0, dp_rank=0, dp_size=1, device=torch.device("cpu")
     )
-    encoder = build_encoder(recipe)
-    train = open_split(
-        recipe,
-        "data.train",
-        encoder,
-        derived,
-        ranks=ranks,
-        ledger=Ledger(None),
-        progress=progress,
-    )
+    setup = Setup(recipe=recipe, ranks=ranks, encoder=build_encoder(recipe), derived=derived)
+    train = open_split(setup, "data.train", Ledger(None), progress=progress)
     assert train is not None  # data.train is required
-    return train, encoder
+    return train, setup.encoder
 
 
 def planned_batch(train: TrainData, number: int, run_dir: RunDir | None) -> PlannedBatch:
@@ -136,7 +129,7 @@ def check_batch(recipe: Recipe, train: TrainData, number: int, run_dir: RunDir |
     Raises:
         VlmpackError: with the number of the last batch.
     """
-    total = total_steps(recipe, train, last_state(run_dir))
+    total = total_steps(recipe.training, train, last_state(run_dir))
     if number >= total:
         epochs = recipe.training.num_epochs
         by = f"max_steps {total}" if epochs is None else f"num_epochs {epochs}"

@@ -7,12 +7,12 @@ import logging
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.errors import RecipeError
-from vlmpack.recipe import Recipe
+from vlmpack.recipe.schema import TrainingSection
 
 logger = logging.getLogger("vlmpack")
 
 
-def total_steps(recipe: Recipe, train: TrainData, saved: DataState | None) -> int:
+def total_steps(training: TrainingSection, train: TrainData, saved: DataState | None) -> int:
     """Optimizer steps of the run: `max_steps`, or whole epochs.
 
     Args:
@@ -21,9 +21,9 @@ def total_steps(recipe: Recipe, train: TrainData, saved: DataState | None) -> in
     Raises:
         RecipeError: the data changed, and `num_epochs` leaves nothing of the new data to train.
     """
-    if recipe.training.max_steps is not None:
-        return recipe.training.max_steps
-    epochs = recipe.training.num_epochs
+    if training.max_steps is not None:
+        return training.max_steps
+    epochs = training.num_epochs
     assert epochs is not None  # one of the two is set, the recipe's rules see to it
     if not train.epoch_length().exact:
         logger.info(

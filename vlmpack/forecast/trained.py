@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 
-from vlmpack.backends.policy import ComponentCount, count_components, is_adapter
-from vlmpack.build.policy import policy_of
-from vlmpack.families import Family
-from vlmpack.recipe import Recipe
-from vlmpack.recipe.trainable import TrainableSection
+from vlmpack.backends.policy import (
+    COMPONENTS,
+    ComponentCount,
+    TrainingPolicy,
+    count_components,
+    is_adapter,
+)
+from vlmpack.encode import Encoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,20 +44,20 @@ class TrainedSizes:
         return any(count.component == "vision" and count.trained for count in self.counts)
 
 
-def trained_sizes(recipe: Recipe, family: Family) -> TrainedSizes | None:
+def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes | None:
     """None where every weight is trained. The model is built without storage.
 
     Raises:
         CapabilityError: adapters without a layer to go to.
         ModelError: config.json is none that transformers can build.
     """
-    if recipe.trainable == TrainableSection():
+    if all(policy.of(component).mode == "full" for component in COMPONENTS):
         return None
     from vlmpack.backends.hf.adapters import adapter_shapes, adapter_targets
     from vlmpack.backends.skeleton import model_skeleton
 
-    policy, paths = policy_of(recipe), family.modules
-    model = model_skeleton(family.auto_class(), Path(recipe.model.path))
+    paths = encoder.family.modules
+    model = model_skeleton(encoder.family.auto_class(), encoder.folder)
     base = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
     added: list[tuple[str, tuple[int, ...]]] = []
     packed = 0

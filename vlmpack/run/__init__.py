@@ -2,7 +2,8 @@
 
 launch         the stages of a launch, in order
 place          where a rank works: ranks, run folder, whose run it is
-session        every part of a run, opened on one rank (`open_session`), and trained to the end
+opening        every part of a run, opened on one rank (`open_session`)
+session        those parts, trained to the end
 resume_point   the newest checkpoint that verifies, and its place in the data
 begun_steps    the run's global batches, read while the model is loaded
 launch_memory  what the launch will need beside what the machine has (`machine_memory`)

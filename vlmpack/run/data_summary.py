@@ -21,11 +21,12 @@ EXAMPLE_MICRO_BATCHES = 12
 
 
 def data_summary(
-    recipe: Recipe, train: TrainData, state: DataState, summary: DataSummary
+    mode: str, train: TrainData, state: DataState, summary: DataSummary
 ) -> dict[str, Any]:
     """data-summary.json: what the report draws, from lengths alone.
 
     Args:
+        mode: `packing.mode`.
         state: where the launch begins; the examples are its first micro-batches, fewer where its
             window has fewer: other ranks wait, and no further shard is indexed for them.
     """
@@ -34,7 +35,7 @@ def data_summary(
     bins = [samples for batch in window for samples in batch][:EXAMPLE_MICRO_BATCHES]
     examples = [[train.ref(number).num_tokens for number in samples] for samples in bins]
     return {
-        "packing_mode": recipe.packing.mode,
+        "packing_mode": mode,
         "length_histogram": {str(n): count for n, count in sorted(Counter(usable).items())},
         "padded_tokens_none": summary.padded_slots,
         "packed_tokens": summary.packed_slots,

@@ -10,6 +10,7 @@ from vlmpack.activity import ACTIVITY
 from vlmpack.errors import VlmpackError
 from vlmpack.evaluation.scoring import Question
 from vlmpack.recipe import Recipe
+from vlmpack.run.opening import open_session
 from vlmpack.run.place import Place, begin, entered
 from vlmpack.run.result import (
     evaluate_by_generation,
@@ -17,7 +18,6 @@ from vlmpack.run.result import (
     test_questions,
     write_result,
 )
-from vlmpack.run.session import open_session
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.stop import interrupt_told
 

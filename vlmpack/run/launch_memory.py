@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
+from vlmpack.build.setup import Setup
 from vlmpack.data.pipeline import TrainData
 from vlmpack.distributed import Ranks
-from vlmpack.encode import Encoder
 from vlmpack.errors import ModelError
 from vlmpack.forecast.figures import MemoryFigures
 from vlmpack.forecast.memory import memory_figures
 from vlmpack.forecast.parameters import read_sizes
 from vlmpack.forecast.trained import trained_sizes
-from vlmpack.recipe import Recipe, derive
+from vlmpack.recipe import Recipe
 from vlmpack.recipe.derived import row_tokens
 from vlmpack.run.machine_memory import Room, room_of
 
@@ -40,15 +39,16 @@ class LargestMicroBatch:
     max_row_patches: int
 
 
-def say_memory(recipe: Recipe, encoder: Encoder, train: TrainData, ranks: Ranks) -> None:
+def say_memory(setup: Setup, train: TrainData) -> None:
     """One line: the estimate, what there is; a warning with the knobs where it is more. Of the main
     rank alone.
 
     A model folder without the sizes that the estimate needs is passed over.
     """
+    recipe, ranks = setup.recipe, setup.ranks
     room = room_of(ranks.device)
     try:
-        sizes = read_sizes(Path(recipe.model.path))
+        sizes = read_sizes(setup.encoder.folder)
     except ModelError:
         return
     if sizes is None or room is None:
@@ -57,9 +57,9 @@ def say_memory(recipe: Recipe, encoder: Encoder, train: TrainData, ranks: Ranks)
         _on(recipe, ranks),
         sizes,
         largest_micro_batch(recipe, train),
-        copies=derive(recipe, ranks.world_size).data_parallel,
+        copies=setup.derived.data_parallel,
         world_size=ranks.world_size,
-        trained=trained_sizes(recipe, encoder.family),
+        trained=trained_sizes(setup.policy, setup.encoder),
     )
     line = memory_line(figures, room)
     if figures.total * room.processes > room.size:

@@ -42,7 +42,7 @@ When = Literal["before", "after"]
 
 def test_questions(session: Session) -> list[Question]:
     """The questions of `data.test` that the recipe asks to answer; none without generation."""
-    section = session.recipe.evaluation
+    section = session.setup.recipe.evaluation
     if session.test is None or not section.generate:
         return []
     questions: list[Question] = []
@@ -73,8 +73,8 @@ def evaluate_by_generation(
     if not questions:
         return None
     name = PREDICTIONS_BEFORE if when == "before" else PREDICTIONS_AFTER
-    path = session.run_dir.path / name
-    kept = session.ranks.on_main(path.is_file)
+    path = session.place.run_dir.path / name
+    kept = session.place.ranks.on_main(path.is_file)
     if when == "before" and kept:
         rows = read_predictions(path)
         asked = {(question.shard, question.key) for question in questions}
@@ -87,16 +87,16 @@ def evaluate_by_generation(
     started = time.perf_counter()
     answers = answer_over_ranks(
         session.engine,
-        session.encoder,
+        session.setup.encoder,
         questions,
-        ranks=session.ranks,
-        batch_size=session.recipe.evaluation.batch_size,
-        max_new_tokens=session.recipe.evaluation.max_new_tokens,
+        ranks=session.place.ranks,
+        batch_size=session.setup.recipe.evaluation.batch_size,
+        max_new_tokens=session.setup.recipe.evaluation.max_new_tokens,
         on_bad_sample=lambda error: _skip_or_raise(session, error),
     )
     predictions = make_predictions(questions, answers)
     scores = score(predictions)
-    session.ranks.on_main(lambda: write_predictions(path, predictions))
+    session.place.ranks.on_main(lambda: write_predictions(path, predictions))
     logger.info(
         "%s training: %s of %d %s answered exactly%s (%.0f s)",
         when,
@@ -125,24 +125,24 @@ def export_model(session: Session) -> None:
     Raises:
         RunIdentityError: the model folder, which exports take files from, has changed meanwhile.
     """
-    recipe = session.recipe
+    recipe = session.setup.recipe
     if not recipe.export.enabled:
         return
     ACTIVITY.enter_alone("exporting the model")
     engine, source = session.engine, Path(recipe.model.path)
-    session.ranks.on_main(lambda: check_model_again(source, session.run_dir))
+    session.place.ranks.on_main(lambda: check_model_again(source, session.place.run_dir))
     dtype = export_dtype(recipe.export.dtype, source)
     publish_folder(
-        session.run_dir.export,
-        session.ranks,
+        session.place.run_dir.export,
+        session.place.ranks,
         lambda folder: _export_whole(session, folder, dtype),
     )
     logger.info("model written %s", written_as(dtype))
     if recipe.trainable.uses("lora"):
         try:
             publish_folder(
-                session.run_dir.adapter,
-                session.ranks,
+                session.place.run_dir.adapter,
+                session.place.ranks,
                 lambda folder: engine.export_adapter(folder, base=recipe.model.path),
             )
         except CapabilityError as error:
@@ -150,9 +150,9 @@ def export_model(session: Session) -> None:
 
 
 def _export_whole(session: Session, folder: Path, dtype: torch.dtype) -> None:
-    session.engine.export(folder, processor_from=Path(session.recipe.model.path), dtype=dtype)
-    session.ranks.on_main(lambda: session.encoder.write_budget(folder))
-    session.ranks.on_main(lambda: write_note(folder, session.encoder.date))
+    session.engine.export(folder, processor_from=Path(session.setup.recipe.model.path), dtype=dtype)
+    session.place.ranks.on_main(lambda: session.setup.encoder.write_budget(folder))
+    session.place.ranks.on_main(lambda: write_note(folder, session.setup.encoder.date))
 
 
 def publish_folder(final: Path, ranks: Ranks, write: Callable[[Path], None]) -> None:
@@ -212,17 +212,17 @@ def write_result(session: Session, before: Scores | None, after: Scores | None) 
         "tokens_per_second": round(totals.num_tokens / max(1e-9, totals.train_seconds), 1),
         "samples": totals.num_samples,
         "skipped_samples": totals.num_skipped,
-        "packing_mode": session.recipe.packing.mode,
-        "model": session.recipe.model.path,
+        "packing_mode": session.setup.recipe.packing.mode,
+        "model": session.setup.recipe.model.path,
         "engine": session.engine.description,
-        "image_processor": session.encoder.images_made_with,
+        "image_processor": session.setup.encoder.images_made_with,
         "versions": {
             "vlmpack": __version__,
             "torch": torch.__version__,
             "transformers": transformers_version(),
             "python": platform.python_version(),
         },
-        "identity": identity(session.recipe),
+        "identity": identity(session.setup.recipe),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     for when, scores in (("before", before), ("after", after)):
@@ -236,5 +236,5 @@ def write_result(session: Session, before: Scores | None, after: Scores | None) 
             if scores
             else None
         )
-    write_atomically(session.run_dir.result, json.dumps(figures, indent=2) + "\n")
+    write_atomically(session.place.run_dir.result, json.dumps(figures, indent=2) + "\n")
     return figures

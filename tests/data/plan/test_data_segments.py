@@ -79,16 +79,15 @@ def test_an_era_at_an_epochs_edge_begins_that_epoch(tmp_path: Path, shuffle: str
 def test_epochs_of_other_data_count_from_where_they_begin(tmp_path: Path, shuffle: str) -> None:
     """40 samples are 5 steps an epoch, 16 are 2; 8 steps are one epoch and a part."""
 
-    def recipe(epochs: int | None, max_steps: int | None = None) -> Any:
-        training = SimpleNamespace(num_epochs=epochs, max_steps=max_steps)
-        return SimpleNamespace(training=training)
+    def training(epochs: int | None, max_steps: int | None = None) -> Any:
+        return SimpleNamespace(num_epochs=epochs, max_steps=max_steps)
 
     options: dict[str, Any] = {"shuffle": shuffle, "on_data_change": "new_era"}
     pattern = write_shards(tmp_path, 40, per_shard=8)
     data = open_data(pattern, tmp_path / "i", **options)
-    assert total_steps(recipe(3), data, None) == 15
+    assert total_steps(training(3), data, None) == 15
     for steps in (1, 4, 5, 8, 15):
-        assert total_steps(recipe(3), data, keys_of(data, data.start(), steps)[1]) == 15
+        assert total_steps(training(3), data, keys_of(data, data.start(), steps)[1]) == 15
     _, early = keys_of(data, data.start(), 8)
     _, late = keys_of(data, data.start(), 12)
 
@@ -96,14 +95,14 @@ def test_epochs_of_other_data_count_from_where_they_begin(tmp_path: Path, shuffl
         path.unlink()
     changed = open_data(pattern, tmp_path / "i", **options)
     assert changed.steps_per_epoch() == 2
-    assert total_steps(recipe(3), changed, early) == 8 + 2, "epoch 2 is of the new data"
-    assert total_steps(recipe(5), changed, late) == 12 + 2 * 2
+    assert total_steps(training(3), changed, early) == 8 + 2, "epoch 2 is of the new data"
+    assert total_steps(training(5), changed, late) == 12 + 2 * 2
     _, inside = keys_of(changed, late, 1)
     assert inside.eras[-1].start_batch == 12 < inside.batches
-    assert total_steps(recipe(5), changed, inside) == 12 + 2 * 2, "a resume in the new era"
+    assert total_steps(training(5), changed, inside) == 12 + 2 * 2, "a resume in the new era"
     with pytest.raises(RecipeError, match=r"num_epochs: 3.*after 12 steps.*4 or more.*max_steps"):
-        total_steps(recipe(3), changed, late)
-    assert total_steps(recipe(None, 100), changed, late) == 100
+        total_steps(training(3), changed, late)
+    assert total_steps(training(None, 100), changed, late) == 100
 
 
 @SHUFFLES

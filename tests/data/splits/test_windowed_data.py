@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,7 @@ from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.growing_index import SHARD_STRIDE
 from vlmpack.data.splits.survey import DataLaunch, settle_shuffle
 from vlmpack.errors import DataError, EmptyDataError, RecipeError, RunIdentityError
-from vlmpack.recipe.schema import OnErrorSection, PackingSection
+from vlmpack.recipe.schema import OnErrorSection
 from vlmpack.recipe.sources import Source
 from vlmpack.run.data_summary import data_summary
 from vlmpack.storage.fetch import ShardStamp
@@ -297,7 +296,6 @@ def test_the_reports_examples_are_the_launchs_next_bins(
     folder: Path, tmp_path: Path, shuffle: str
 ) -> None:
     pattern = str(folder / "s-*.tar")
-    recipe: Any = SimpleNamespace(packing=PackingSection(mode="in_batch"))
     first = open_data(pattern, tmp_path / "i", shuffle=shuffle)
     _, middle = steps_of(first, first.start(), 5)
     assert (middle.window, middle.batch) == (2, 1), "guard: inside a window"
@@ -305,7 +303,7 @@ def test_the_reports_examples_are_the_launchs_next_bins(
         index_dir = tmp_path / str(count)
         data = open_data(pattern, index_dir, shuffle=shuffle, resume=state)
         figures, before = data.summary(), num_indexed(index_dir)
-        drawn = data_summary(recipe, data, state, figures)["example_micro_batches"]
+        drawn = data_summary("in_batch", data, state, figures)["example_micro_batches"]
         assert num_indexed(index_dir) == before, "other ranks wait for this"
         planned = islice(data.plan.walk(state.position, state.cursors), 2)
         bins = [bin for batch in planned for bin in batch.bins]

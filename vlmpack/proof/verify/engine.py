@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -11,32 +12,31 @@ from torch import nn
 
 from vlmpack.backends.engine import Engine, compute_dtype
 from vlmpack.build.engine import build_engine
-from vlmpack.distributed import Ranks
-from vlmpack.encode import Encoder
-from vlmpack.recipe import Recipe
+from vlmpack.build.setup import Setup
 from vlmpack.training.checkpoint.random_states import random_state, restore_random_state
 
 Dtype = Literal["float32", "recipe"]
 
 
-def verified_dtype(recipe: Recipe, dtype: Dtype, device: torch.device) -> torch.dtype:
-    """What the packed run computes in."""
-    return torch.float32 if dtype == "float32" else compute_dtype(recipe.model.dtype, device)
+def verified_dtype(own: str, dtype: Dtype, device: torch.device) -> torch.dtype:
+    """What the packed run computes in; `own` is the recipe's `model.dtype`."""
+    return torch.float32 if dtype == "float32" else compute_dtype(own, device)
 
 
-def verified_recipe(recipe: Recipe, encoder: Encoder, dtype: torch.dtype) -> Recipe:
-    """The recipe with what verifying needs otherwise.
+def verified_setup(setup: Setup, dtype: torch.dtype) -> Setup:
+    """The setup with what verifying needs otherwise.
 
     Attention kernels that know bfloat16 alone give way to the automatic choice in float32; 4-bit
     weights and dropout, which the reference has not, are left out; so is the experts' auxiliary
     loss, which is no part of a sample's loss.
     """
+    recipe = setup.recipe
     model = recipe.model
     exact = dtype is torch.float32
     needs_bfloat16 = model.attention not in ("auto", "segments")
     changed = model.model_copy(
         update={
-            "path": str(encoder.folder),
+            "path": str(setup.encoder.folder),
             "dtype": "float32" if exact else "bfloat16",
             "attention": "auto" if exact and needs_bfloat16 else model.attention,
             "router_aux_loss_coef": 0.0,
@@ -44,14 +44,14 @@ def verified_recipe(recipe: Recipe, encoder: Encoder, dtype: torch.dtype) -> Rec
     )
     trainable = recipe.trainable
     lora = trainable.lora.model_copy(update={"dropout": 0.0, "quantize": "none"})
-    return recipe.model_copy(
-        update={"model": changed, "trainable": trainable.model_copy(update={"lora": lora})}
-    )
+    trainable = trainable.model_copy(update={"lora": lora})
+    changes = {"model": changed, "trainable": trainable}
+    return replace(setup, recipe=recipe.model_copy(update=changes))
 
 
-def build_verified_engine(recipe: Recipe, encoder: Encoder, ranks: Ranks) -> Engine:
+def build_verified_engine(setup: Setup) -> Engine:
     """An engine of its own, to be thrown away; collective."""
-    engine = build_engine(recipe, encoder, ranks)
+    engine = build_engine(setup)
     for module in engine.module.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+from vlmpack.build.setup import Setup
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.protocols import Collator
-from vlmpack.distributed import Ranks
-from vlmpack.encode import Encoder
 from vlmpack.packing import PackCollator
-from vlmpack.recipe import Recipe, derive
 
 
-def layouts(
-    recipe: Recipe, encoder: Encoder, train: TrainData, ranks: Ranks
-) -> list[tuple[str, Collator]]:
+def layouts(setup: Setup, train: TrainData) -> list[tuple[str, Collator]]:
     """The run's own rows; for padded ones also the packed row that other modes would make.
 
     Returns:
         What the names of a layout's checks begin with, and its collator.
     """
     own = train.dataset.collator
-    if not recipe.packing.facts.pads:
+    if not setup.recipe.packing.facts.pads:
         return [("", own)]
-    derived = derive(recipe, ranks.world_size)
+    encoder, derived = setup.encoder, setup.derived
     packed = PackCollator(
         pad_token_id=encoder.pad_token_id,
         num_position_axes=encoder.num_position_axes,

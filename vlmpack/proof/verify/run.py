@@ -21,13 +21,12 @@ import torch
 from vlmpack.build.data import build_encoder, open_split
 from vlmpack.build.date import settle_date
 from vlmpack.build.engine import check_model
-from vlmpack.build.policy import policy_of
+from vlmpack.build.setup import Setup
 from vlmpack.capabilities.versions import installed_versions
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.protocols import Collator
 from vlmpack.distributed import Ranks
-from vlmpack.encode import Encoder
 from vlmpack.packing import PaddedBatch
 from vlmpack.proof.verify.answers import check_answers
 from vlmpack.proof.verify.engine import (
@@ -35,7 +34,7 @@ from vlmpack.proof.verify.engine import (
     as_it_was,
     build_verified_engine,
     verified_dtype,
-    verified_recipe,
+    verified_setup,
 )
 from vlmpack.proof.verify.figures import Check
 from vlmpack.proof.verify.layouts import layouts, row_tokens, rows_in_words
@@ -115,7 +114,7 @@ def verify_recipe(recipe: Recipe, ranks: Ranks, options: VerifyOptions) -> Verif
     recipe = settle_date(recipe, ranks)
     model = recipe.model.path
     if not options.tiny:
-        check_model(recipe, ranks)
+        check_model(Path(model), ranks)
         return _verify_opened(recipe, ranks, options)
     with tiny_model(Path(model), options.scratch, ranks) as folder:
         tiny = recipe.model.model_copy(update={"path": str(folder)})
@@ -125,32 +124,29 @@ def verify_recipe(recipe: Recipe, ranks: Ranks, options: VerifyOptions) -> Verif
 
 def _verify_opened(recipe: Recipe, ranks: Ranks, options: VerifyOptions) -> Verification:
     """Open encoder and data, and verify. Collective."""
-    encoder = build_encoder(recipe)
-    train = open_split(
-        recipe,
-        "data.train",
-        encoder,
-        derive(recipe, ranks.world_size),
+    setup = Setup(
+        recipe=recipe,
         ranks=ranks,
-        ledger=Ledger(None),
+        encoder=build_encoder(recipe),
+        derived=derive(recipe, ranks.world_size),
     )
+    train = open_split(setup, "data.train", Ledger(None))
     assert train is not None  # data.train is required
     try:
-        return verify_split(recipe, ranks, encoder, train, options)
+        return verify_split(setup, train, options)
     finally:
         train.split.close()
 
 
-def verify_split(
-    recipe: Recipe, ranks: Ranks, encoder: Encoder, train: TrainData, options: VerifyOptions
-) -> Verification:
+def verify_split(setup: Setup, train: TrainData, options: VerifyOptions) -> Verification:
     """Verify a recipe whose data are open. Collective; nothing of the run changes.
 
     Raises:
         VlmpackError: a model that does not fit, or too few samples.
     """
     started = time.perf_counter()
-    dtype = verified_dtype(recipe, options.dtype, ranks.device)
+    recipe, ranks, encoder = setup.recipe, setup.ranks, setup.encoder
+    dtype = verified_dtype(recipe.model.dtype, options.dtype, ranks.device)
     parallel = recipe.parallelism
     split = parallel.tensor * parallel.pipeline
     if parallel.sharding == "fsdp":
@@ -158,7 +154,7 @@ def verify_split(
     on_every_rank(
         ranks,
         lambda: require_memory(
-            encoder.folder, encoder.family.modules, policy_of(recipe), ranks.device, split=split
+            encoder.folder, encoder.family.modules, setup.policy, ranks.device, split=split
         ),
     )
     chosen = ranks.on_main(
@@ -169,7 +165,7 @@ def verify_split(
         )
     )
     with as_it_was():
-        checks, engine_facts = _all_checks(recipe, ranks, encoder, train, (chosen, dtype, options))
+        checks, engine_facts = _all_checks(setup, train, (chosen, dtype, options))
     facts = {
         "model": recipe.model.path,
         "tiny": options.tiny,
@@ -195,15 +191,12 @@ def verify_split(
 
 
 def _all_checks(
-    recipe: Recipe,
-    ranks: Ranks,
-    encoder: Encoder,
-    train: TrainData,
-    what: tuple[Chosen, torch.dtype, VerifyOptions],
+    setup: Setup, train: TrainData, what: tuple[Chosen, torch.dtype, VerifyOptions]
 ) -> tuple[list[Check], dict[str, str]]:
     """The checks of every way to lay the samples out, and the engine's description."""
     chosen, dtype, options = what
-    changed = verified_recipe(recipe, encoder, dtype)
+    ranks, encoder = setup.ranks, setup.encoder
+    changed = verified_setup(setup, dtype)
     held: list[ReferenceRuns] = []  # on the main rank alone: too large to send around
 
     def run_reference() -> None:
@@ -214,7 +207,7 @@ def _all_checks(
                 chosen.samples,
                 ranks.device,
                 dtype=dtype,
-                half_weights=recipe.model.backend == "mcore",
+                half_weights=setup.recipe.model.backend == "mcore",
             )
         )
 
@@ -223,7 +216,7 @@ def _all_checks(
     answers = ranks.on_main(lambda: check_answers(encoder, chosen.samples, chosen.messages))
     checks = [answers] if answers is not None else []
     facts: dict[str, str] = {}
-    for prefix, collator in layouts(recipe, encoder, train, ranks):
+    for prefix, collator in layouts(setup, train):
         groups = group_samples(
             chosen.samples, options.num_samples, collator, max_tokens=row_tokens(train)
         )
@@ -235,9 +228,7 @@ def _all_checks(
             "engine",
             rows_in_words(len(rows), padded=isinstance(rows[0].batch, PaddedBatch)),
         )
-        found, facts = check_rows(
-            changed, ranks, encoder, collator, rows, held[0] if ranks.is_main else None
-        )
+        found, facts = check_rows(changed, collator, rows, held[0] if ranks.is_main else None)
         gc.collect()
         checks += [replace(check, name=prefix + check.name) for check in found]
     stock = ranks.broadcast_object(held[0].stock if ranks.is_main else "")
@@ -245,23 +236,20 @@ def _all_checks(
 
 
 def check_rows(
-    recipe: Recipe,
-    ranks: Ranks,
-    encoder: Encoder,
-    collator: Collator,
-    rows: Sequence[Row],
-    reference: ReferenceRuns | None,
+    setup: Setup, collator: Collator, rows: Sequence[Row], reference: ReferenceRuns | None
 ) -> tuple[list[Check], dict[str, str]]:
     """Everything about some rows, on an engine that is built for them. Collective.
 
     Args:
-        recipe: of the engine, see `verified_recipe`.
+        setup: of the engine, see `verified_setup`.
         collator: that made the rows.
         reference: on the main rank.
 
     Returns:
         The checks, and the engine's description; on every rank the same.
     """
+
+    encoder = setup.encoder
 
     def without_model() -> list[Check]:
         assert reference is not None
@@ -273,16 +261,16 @@ def check_rows(
             *([pixels] if pixels is not None else []),
         ]
 
-    found = ranks.on_main(without_model)
-    engine = build_verified_engine(recipe, encoder, ranks)
+    found = setup.ranks.on_main(without_model)
+    engine = build_verified_engine(setup)
     found += verify_rows(
         engine,
-        ranks,
+        setup.ranks,
         rows,
         collator=collator,
         reference=reference,
         encoder=encoder,
-        optim=recipe.optim,
+        optim=setup.recipe.optim,
     )
     return found, dict(engine.description)
 

@@ -1,0 +1,217 @@
+"""Every part of a run, opened on one rank: the cheap checks first, then data, then the model."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vlmpack.activity import ACTIVITY
+from vlmpack.backends.engine import Engine
+from vlmpack.build.data import build_encoder, open_split
+from vlmpack.build.engine import build_engine, build_stepper, check_model, trainer_config
+from vlmpack.build.policy import check_policy, policy_rows, policy_table
+from vlmpack.build.run_length import total_steps
+from vlmpack.build.setup import Setup
+from vlmpack.build.shard_listing import LISTING_NAME, ShardListing
+from vlmpack.data.loading.ledger import Ledger, SkipLimiter, SkipLimits
+from vlmpack.data.pipeline import TrainData
+from vlmpack.data.plan.state import DataState
+from vlmpack.data.splits.checks import name_unknown_keys
+from vlmpack.data.splits.summary import DataSummary
+from vlmpack.distributed import Ranks, share_iterator
+from vlmpack.distributed.timeouts import set_timeout
+from vlmpack.packing import Batch
+from vlmpack.proof.verify.at_start import verify_at_start
+from vlmpack.recipe import Recipe, derive
+from vlmpack.run.begun_steps import BegunSteps
+from vlmpack.run.data_summary import data_summary, log_data
+from vlmpack.run.launch_memory import say_memory
+from vlmpack.run.place import Place
+from vlmpack.run.resume_point import choose_checkpoint, saved_state
+from vlmpack.run.session import Session
+from vlmpack.run.skip_notes import SkipNotes
+from vlmpack.training.model_watch import ModelWatch, recorded_model, watched_model
+from vlmpack.training.record import open_record
+from vlmpack.training.record_history import take_back, warn_of_damage
+from vlmpack.training.run_dir import write_atomically
+from vlmpack.training.trainer import Totals, Trainer
+
+logger = logging.getLogger("vlmpack")
+
+
+def open_session(recipe: Recipe, place: Place) -> Session:
+    """Build every part of a run and load the newest checkpoint if the recipe says so.
+
+    The cheap checks come first: model folder and the names of its weights, data, then weights,
+    whose digests are made meanwhile.
+
+    Raises:
+        VlmpackError: whatever is wrong, by its class.
+    """
+    ACTIVITY.enter("launch: opening the data")
+    ranks, folder = place.ranks, Path(recipe.model.path)
+    recorded = recorded_model(folder, ranks, place.run_dir)
+    setup = Setup(
+        recipe=recipe,
+        ranks=ranks,
+        encoder=build_encoder(recipe),
+        derived=derive(recipe, ranks.world_size),
+    )
+    check_model(folder, ranks)
+    check_policy(setup.policy, setup.encoder, ranks.device)
+    begun = BegunSteps(ranks)
+    with watched_model(folder, ranks, place.run_dir, recorded) as model, begun.ended_on_error():
+        return _open(setup, place, model, begun)
+
+
+def _open(setup: Setup, place: Place, model: ModelWatch, begun: BegunSteps) -> Session:
+    recipe, ranks, run_dir = setup.recipe, place.ranks, place.run_dir
+    ledger = Ledger(run_dir.data_errors)
+    resume = recipe.checkpoint.resume
+    saved = ranks.on_main(lambda: saved_state(resume, run_dir))
+    splits = _open_splits(setup, place, ledger, saved)
+    train = splits.train
+    ranks.on_main(lambda: say_memory(setup, train))
+    if recipe.training.verify and saved is None:
+        verify_at_start(setup, run_dir.path / "verify", train)
+    checkpoint = ranks.on_main(lambda: choose_checkpoint(resume, run_dir))
+    steps = total_steps(recipe.training, train, checkpoint.state)
+    begun.begin(train, checkpoint.state, max_steps=steps)
+    ACTIVITY.enter("launch: loading the model")
+    engine = build_engine(setup)
+    set_timeout(recipe.parallelism.timeout_seconds)  # of the engine's own groups too
+    fingerprint = model.settle()
+    trained = _describe(setup, engine)
+    limiter, notes = SkipLimiter(SkipLimits(), ledger), SkipNotes(ledger)
+
+    def on_skips(samples: int, skipped: int) -> None:
+        notes.note(skipped)
+        limiter.check(samples=samples, skipped=skipped)
+
+    trainer = Trainer(
+        stepper=build_stepper(setup, engine, total_steps=steps),
+        config=trainer_config(recipe, total_steps=steps),
+        run_dir=run_dir,
+        stop=place.stop,
+        validation=splits.validation_batches(setup),
+        on_skips=on_skips,
+        model=fingerprint,
+    )
+    if checkpoint.folder is not None:
+        trainer.resume(checkpoint.folder)
+    ranks.on_main(model.keep)
+    ranks.on_main(lambda: ledger.rewind(trainer.totals.step, skipped=trainer.totals.num_skipped))
+    limiter.replay(
+        batches=trainer.totals.step,
+        samples_per_batch=_samples_per_batch(recipe, trainer.totals),
+    )
+    state = _go_on(trainer, train, place)
+
+    def write_figures() -> None:
+        write_atomically(run_dir.trainable, json.dumps(trained, indent=1) + "\n")
+        figures = data_summary(recipe.packing.mode, train, state, splits.summary)
+        write_atomically(run_dir.data_summary, json.dumps(figures) + "\n")
+
+    ranks.on_main(write_figures)  # a full disk is every rank's error, so that none waits
+    return Session(
+        setup=setup,
+        place=place,
+        train=train,
+        test=splits.test,
+        engine=engine,
+        trainer=trainer,
+        begun=begun,
+    )
+
+
+def _go_on(trainer: Trainer, train: TrainData, place: Place) -> DataState:
+    """Open the record of samples where the trainer stands; its place in the data."""
+    ranks, run_dir = place.ranks, place.run_dir
+    done, text = trainer.totals.step, trainer.totals.data_state
+    state = train.start() if text is None else train.admit(DataState.from_json(text))
+    if 0 < state.batches == state.eras[-1].start_batch:
+        logger.info(
+            "%-14s the data changed; from global batch %d on, era %d trains epoch %d of them",
+            "data",
+            state.batches,
+            len(state.eras),
+            state.epoch,
+        )
+    ranks.on_main(lambda: take_back(run_dir, done))
+    ranks.on_main(lambda: warn_of_damage(run_dir.samples))
+    trainer.record = open_record(run_dir.samples, ranks, start=done, state=state.to_json())
+    return state
+
+
+@dataclass(frozen=True, slots=True)
+class _ValidationBatches:
+    """Called once per validation; every rank takes the same number of steps."""
+
+    data: TrainData
+    ranks: Ranks
+    max_samples: int | None
+
+    def __call__(self) -> Iterator[Batch]:
+        return share_iterator(self.ranks, self._read)
+
+    def _read(self) -> Iterator[Batch]:
+        for micro_batch in self.data.eval_batches(
+            rank=self.ranks.dp_rank, dp=self.ranks.dp_size, max_samples=self.max_samples
+        ):
+            yield micro_batch.batch
+
+
+class _Splits(NamedTuple):
+    """The recipe's data, and what was found of the training split."""
+
+    train: TrainData
+    validation: TrainData | None
+    test: TrainData | None
+    summary: DataSummary
+
+    def validation_batches(self, setup: Setup) -> _ValidationBatches | None:
+        """None without a validation split."""
+        if self.validation is None:
+            return None
+        most = setup.recipe.evaluation.max_samples
+        return _ValidationBatches(self.validation, setup.ranks, most)
+
+
+def _open_splits(setup: Setup, place: Place, ledger: Ledger, saved: DataState | None) -> _Splits:
+    """Opens them, and says what they hold."""
+    listing = ShardListing(place.run_dir.path / LISTING_NAME)
+    train = open_split(setup, "data.train", ledger, resume=saved, listing=listing)
+    assert train is not None  # data.train is required
+    validation = open_split(setup, "data.validation", ledger)
+    test = None
+    if setup.recipe.evaluation.generate:
+        test = open_split(setup, "data.test", ledger)
+    summary = train.summary()
+    log_data(setup.recipe, summary)
+    for split in (validation, test):
+        if split is not None:
+            name_unknown_keys(split.fitted.table.unknown_keys, split.config.key)
+    return _Splits(train, validation, test, summary)
+
+
+def _describe(setup: Setup, engine: Engine) -> list[dict[str, Any]]:
+    """Says what trains what; returns the table of it."""
+    for name, value in engine.description.items():
+        logger.info("%-14s %s", name, value)
+    if setup.encoder.images_made_with is not None:
+        logger.info("%-14s %s", "pixels", setup.encoder.images_made_with)
+    trained = policy_rows(engine.components, setup.recipe)
+    for line in policy_table(trained):
+        logger.info("  %s", line)
+    return trained
+
+
+def _samples_per_batch(recipe: Recipe, totals: Totals) -> int:
+    """Samples of a global batch, holes included; where it counts rows, the mean so far."""
+    if not recipe.packing.counts_rows:
+        return recipe.training.global_batch_size
+    return max(1, round((totals.num_samples + totals.num_skipped) / max(1, totals.step)))
