@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from vlmpack.activity import ACTIVITY
+from vlmpack.build.data import build_encoder
+from vlmpack.build.setup import Setup
 from vlmpack.errors import VlmpackError
 from vlmpack.evaluation.scoring import Question
-from vlmpack.recipe import Recipe
+from vlmpack.recipe import Recipe, derive
 from vlmpack.run.opening import open_session
 from vlmpack.run.place import Place, begin, entered
 from vlmpack.run.result import (
@@ -18,6 +20,7 @@ from vlmpack.run.result import (
     test_questions,
     write_result,
 )
+from vlmpack.training.model_watch import recorded_model
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.stop import interrupt_told
 
@@ -49,7 +52,15 @@ def launch(recipe: Recipe, report: Report) -> RunDir:
 
 def _train(recipe: Recipe, place: Place, report: Report) -> None:
     """Train, with evaluation by generation around it, and leave result, export and report."""
-    session = open_session(recipe, place)
+    ACTIVITY.enter("launch: opening the data")
+    recorded = recorded_model(Path(recipe.model.path), place.ranks, place.run_dir)
+    setup = Setup(
+        recipe=recipe,
+        ranks=place.ranks,
+        encoder=build_encoder(recipe),
+        derived=derive(recipe, place.ranks.world_size),
+    )
+    session = open_session(setup, place, recorded)
     questions = test_questions(session)
     before = evaluate_by_generation(session, "before", questions)
     session.run()

@@ -6,12 +6,11 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.backends.engine import Engine
-from vlmpack.build.data import build_encoder, open_split
+from vlmpack.build.data import open_split
 from vlmpack.build.engine import build_engine, build_stepper, check_model, trainer_config
 from vlmpack.build.policy import check_policy, policy_rows, policy_table
 from vlmpack.build.run_length import total_steps
@@ -26,7 +25,7 @@ from vlmpack.distributed import Ranks, share_iterator
 from vlmpack.distributed.timeouts import set_timeout
 from vlmpack.packing import Batch
 from vlmpack.proof.verify.at_start import verify_at_start
-from vlmpack.recipe import Recipe, derive
+from vlmpack.recipe import Recipe
 from vlmpack.run.begun_steps import BegunSteps
 from vlmpack.run.data_summary import data_summary, log_data
 from vlmpack.run.launch_memory import say_memory
@@ -34,7 +33,8 @@ from vlmpack.run.place import Place
 from vlmpack.run.resume_point import choose_checkpoint, saved_state
 from vlmpack.run.session import Session
 from vlmpack.run.skip_notes import SkipNotes
-from vlmpack.training.model_watch import ModelWatch, recorded_model, watched_model
+from vlmpack.training.model_record import ModelRecord
+from vlmpack.training.model_watch import ModelWatch, watched_model
 from vlmpack.training.record import open_record
 from vlmpack.training.record_history import take_back, warn_of_damage
 from vlmpack.training.run_dir import write_atomically
@@ -43,24 +43,19 @@ from vlmpack.training.trainer import Totals, Trainer
 logger = logging.getLogger("vlmpack")
 
 
-def open_session(recipe: Recipe, place: Place) -> Session:
+def open_session(setup: Setup, place: Place, recorded: ModelRecord | None) -> Session:
     """Build every part of a run and load the newest checkpoint if the recipe says so.
 
-    The cheap checks come first: model folder and the names of its weights, data, then weights,
-    whose digests are made meanwhile.
+    The cheap checks come first: the names of the model folder's weights, data, then weights, whose
+    digests are made meanwhile.
+
+    Args:
+        recorded: what earlier launches recorded of the model folder, by `recorded_model`.
 
     Raises:
         VlmpackError: whatever is wrong, by its class.
     """
-    ACTIVITY.enter("launch: opening the data")
-    ranks, folder = place.ranks, Path(recipe.model.path)
-    recorded = recorded_model(folder, ranks, place.run_dir)
-    setup = Setup(
-        recipe=recipe,
-        ranks=ranks,
-        encoder=build_encoder(recipe),
-        derived=derive(recipe, ranks.world_size),
-    )
+    ranks, folder = place.ranks, setup.encoder.folder
     check_model(folder, ranks)
     check_policy(setup.policy, setup.encoder, ranks.device)
     begun = BegunSteps(ranks)
