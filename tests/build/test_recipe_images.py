@@ -15,8 +15,8 @@ from vlmpack.build.data import build_encoder
 from vlmpack.data.packs.compare import encoder_differences
 from vlmpack.encode import Encoder
 from vlmpack.errors import RecipeError, RunIdentityError
-from vlmpack.families import PixelBudget
 from vlmpack.recipe import load_recipe
+from vlmpack.recipe.images import ImagesSection
 
 
 @pytest.fixture
@@ -26,8 +26,8 @@ def build(tmp_path):
 
 
 def test_what_is_set_reaches_the_encoder_and_nothing_else(build):
-    assert build().budget == build(min_pixels=None).budget == PixelBudget()
-    assert build(max_pixels=20_000).budget == PixelBudget(max_pixels=20_000)
+    assert build().budget == build(min_pixels=None).budget == ImagesSection()
+    assert build(max_pixels=20_000).budget == ImagesSection(max_pixels=20_000)
     plain, bound = build(), build(max_pixels=20_000)
     assert bound.image_rule.min_pixels == plain.image_rule.min_pixels
     assert (

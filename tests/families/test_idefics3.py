@@ -22,8 +22,8 @@ from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError, ModelError
-from vlmpack.families import PixelBudget
 from vlmpack.families.idefics3 import Idefics3ImageRule, _bounded
+from vlmpack.recipe.images import ImagesSection
 
 SQUARE, WIDE, TALL = (300, 300), (300, 90), (50, 210)
 
@@ -149,7 +149,7 @@ def test_rows_and_columns_of_published_settings(monkeypatch, tmp_path, edge, til
 
 @pytest.mark.parametrize(("most", "square"), [(1, 1), (3, 1), (4, 4), (8, 4), (9, 9), (30, 25)])
 def test_a_budget_of_tiles_is_kept_and_exported(folders, tmp_path, most, square):
-    budget = PixelBudget(max_tiles=most)
+    budget = ImagesSection(max_tiles=most)
     encoder = Encoder(folders["idefics3"], budget=budget)
     shutil.copytree(folders["idefics3"], tmp_path / "export")
     encoder.write_budget(tmp_path / "export")
@@ -167,14 +167,14 @@ def test_a_budget_of_tiles_is_kept_and_exported(folders, tmp_path, most, square)
 def test_odd_tiles_keep_the_budget():
     """The shorter edge is rounded up to an even length, so an odd square would grow by a tile."""
     rule = Idefics3ImageRule(None, 7, 1, 35, 35 * 8, splits=True)
-    bounded = _bounded(rule, PixelBudget(max_tiles=9))
+    bounded = _bounded(rule, ImagesSection(max_tiles=9))
     assert bounded.rows_and_columns(100, 100) == (3, 3)
     assert rule.rows_and_columns(100, 100) == (8, 8)
 
 
 def test_a_budget_in_pixels_is_refused(folders):
     with pytest.raises(CapabilityError, match=r"images.max_pixels: 900, .*images.max_tiles"):
-        Encoder(folders["idefics3"], budget=PixelBudget(max_pixels=900)).load()
+        Encoder(folders["idefics3"], budget=ImagesSection(max_pixels=900)).load()
 
 
 # Processors
@@ -191,7 +191,7 @@ def test_without_splitting_an_image_is_one_tile(folder_with):
     arguments = encoder.family.image_arguments(encoded.media)
     assert torch.equal(arguments["pixel_values"], features["pixel_values"])
     with pytest.raises(CapabilityError, match="cuts no tiles"):
-        Encoder(folder, budget=PixelBudget(max_tiles=4)).load()
+        Encoder(folder, budget=ImagesSection(max_tiles=4)).load()
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from support.tiny_internvl import TILE_TOKENS, TOKENS, config, decoder
 
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError, ModelError
-from vlmpack.families import PixelBudget
 from vlmpack.families.internvl import InternVLImageRule
+from vlmpack.recipe.images import ImagesSection
 
 EXTREME = [(1, 1), (1, 4000), (4000, 1), (2, 2), (31, 33), (32, 32), (64, 64), (65, 64), (12000, 9)]
 
@@ -122,7 +122,7 @@ def test_the_canvas_shows_the_whole_image(folder):
 
 
 def test_a_budget_of_tiles_is_kept(folder):
-    plain, small = Encoder(folder), Encoder(folder, budget=PixelBudget(max_tiles=3))
+    plain, small = Encoder(folder), Encoder(folder, budget=ImagesSection(max_tiles=3))
     sample = conversation(
         ("user", [None, "?"]), ("assistant", ["x"]), images=(file_of(picture(200, 90)),)
     )
@@ -135,7 +135,7 @@ def test_a_budget_of_tiles_is_kept(folder):
 @pytest.mark.parametrize("knob", ["min_pixels", "max_pixels"])
 def test_a_budget_in_pixels_is_refused(folder, knob):
     with pytest.raises(CapabilityError, match=f"{knob}.*max_tiles"):
-        Encoder(folder, budget=PixelBudget(**{knob: 4096})).load()
+        Encoder(folder, budget=ImagesSection(**{knob: 4096})).load()
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,15 @@ from support.families import tiny_family_folder
 from support.images import conversation, file_of, one_image, picture
 
 from vlmpack.encode import Encoder
+from vlmpack.encode.fingerprint import hashed
 from vlmpack.errors import CapabilityError
-from vlmpack.families import PixelBudget
 from vlmpack.model_folder.content import PROCESSOR_FILES
+from vlmpack.recipe.images import ImagesSection
 
 BUDGETS = [
-    PixelBudget(max_pixels=60_000),
-    PixelBudget(min_pixels=30_000),
-    PixelBudget(min_pixels=20_000, max_pixels=24_000),
+    ImagesSection(max_pixels=60_000),
+    ImagesSection(min_pixels=30_000),
+    ImagesSection(min_pixels=20_000, max_pixels=24_000),
 ]
 
 
@@ -94,10 +95,10 @@ def test_images_keep_the_bounds_to_the_pixel(family_folder):
 
 
 def test_what_is_not_set_stays_as_the_processor_says(tiny_folder):
-    plain, none = Encoder(tiny_folder), Encoder(tiny_folder, budget=PixelBudget())
+    plain, none = Encoder(tiny_folder), Encoder(tiny_folder, budget=ImagesSection())
     assert plain.fingerprint == none.fingerprint
     assert plain.image_rule == none.image_rule
-    one = Encoder(tiny_folder, budget=PixelBudget(max_pixels=50_000))
+    one = Encoder(tiny_folder, budget=ImagesSection(max_pixels=50_000))
     assert one.image_rule.min_pixels == plain.image_rule.min_pixels
     assert one.image_rule.max_pixels == 50_000 != plain.image_rule.max_pixels
 
@@ -106,7 +107,7 @@ def test_a_budget_wins_over_bounds_spelt_the_old_way(as_published):
     size = (700, 500)
     plain = Encoder(as_published)
     assert list(plain.image_rule.layout(*size).grid) == stock_grid(as_published, size)
-    encoder = Encoder(as_published, budget=PixelBudget(max_pixels=50_000))
+    encoder = Encoder(as_published, budget=ImagesSection(max_pixels=50_000))
     sample = one_image(file_of(picture(*size)))
     assert encoder.encode(sample).length == encoder.length(sample, [size]).num_tokens
     assert encoder.length(sample, [size]).num_patches < plain.length(sample, [size]).num_patches
@@ -114,7 +115,7 @@ def test_a_budget_wins_over_bounds_spelt_the_old_way(as_published):
 
 @pytest.mark.parametrize("nested", [False, True], ids=["own file", "in processor_config.json"])
 def test_an_exported_folder_resizes_as_training_did(as_published, tmp_path_factory, nested):
-    encoder = Encoder(as_published, budget=PixelBudget(min_pixels=20_000, max_pixels=50_000))
+    encoder = Encoder(as_published, budget=ImagesSection(min_pixels=20_000, max_pixels=50_000))
     export = tmp_path_factory.mktemp("export")
     for name in ("config.json", *PROCESSOR_FILES):
         if (as_published / name).is_file():
@@ -140,7 +141,7 @@ def test_without_a_budget_an_exported_folder_keeps_its_files(as_published):
 
 
 def test_lengths_and_packs_of_another_budget_are_other_ones(tiny_folder):
-    encoders = [Encoder(tiny_folder, budget=budget) for budget in (PixelBudget(), *BUDGETS)]
+    encoders = [Encoder(tiny_folder, budget=budget) for budget in (ImagesSection(), *BUDGETS)]
     assert len({encoder.fingerprint for encoder in encoders}) == len(encoders)
     parts = [encoder.fingerprint_parts for encoder in encoders]
     assert "images" not in parts[0]
@@ -151,9 +152,15 @@ def test_lengths_and_packs_of_another_budget_are_other_ones(tiny_folder):
 @pytest.mark.parametrize(
     ("budget", "reason"),
     [
-        (PixelBudget(max_tiles=4), r"images.max_tiles: 4, .*images.min_pixels and images.max_pix"),
-        (PixelBudget(max_pixels=700), r"images.max_pixels: 700 is less than .* 28 x 28 = 784"),
-        (PixelBudget(min_pixels=2_000_000), r"images.min_pixels: 2000000 is more than the 802816"),
+        (
+            ImagesSection(max_tiles=4),
+            r"images.max_tiles: 4, .*images.min_pixels and images.max_pi",
+        ),
+        (ImagesSection(max_pixels=700), r"images.max_pixels: 700 is less than .* 28 x 28 = 784"),
+        (
+            ImagesSection(min_pixels=2_000_000),
+            r"images.min_pixels: 2000000 is more than the 80281",
+        ),
     ],
 )
 def test_a_budget_that_the_model_cannot_keep_is_refused_at_once(tiny_folder, budget, reason):
@@ -163,15 +170,15 @@ def test_a_budget_that_the_model_cannot_keep_is_refused_at_once(tiny_folder, bud
 
 def test_a_bound_below_the_processors_own_other_one_is_refused(as_published):
     with pytest.raises(CapabilityError, match=r"images.max_pixels: 1000 .*3136 .*min_pixels too"):
-        Encoder(as_published, budget=PixelBudget(max_pixels=1000)).load()
-    both = Encoder(as_published, budget=PixelBudget(min_pixels=784, max_pixels=1000))
+        Encoder(as_published, budget=ImagesSection(max_pixels=1000)).load()
+    both = Encoder(as_published, budget=ImagesSection(min_pixels=784, max_pixels=1000))
     assert both.image_rule.layout(500, 500).num_tokens == 1
 
 
 def test_a_language_model_has_no_budget(tmp_path):
     folder = tiny_family_folder("llama", tmp_path)
     with pytest.raises(CapabilityError, match=r"images.max_pixels: 9000.*no vision tower"):
-        Encoder(folder, budget=PixelBudget(max_pixels=9000)).load()
+        Encoder(folder, budget=ImagesSection(max_pixels=9000)).load()
 
 
 def test_images_in_an_answer_are_counted_but_not_learnt(encoder):
@@ -189,3 +196,9 @@ def test_images_in_an_answer_are_counted_but_not_learnt(encoder):
     assert predicted.num_label_tokens == len(targets)
     assert predicted.num_tokens == actual.length
     assert len(actual.media.grid_thw) == 3
+
+
+def test_a_budget_is_named_as_it_always_was():
+    """Lengths on disk and states of runs bear this text's digest."""
+    text = "PixelBudget(min_pixels=None, max_pixels=50000, max_tiles=None)"
+    assert hashed(ImagesSection(max_pixels=50_000)) == text

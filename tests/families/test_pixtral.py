@@ -23,9 +23,10 @@ from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_
 
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError, ModelError
-from vlmpack.families import PixelBudget, family_of
+from vlmpack.families import family_of
 from vlmpack.families.pixtral import PixtralImageRule
 from vlmpack.families.pixtral_tower import tower_output
+from vlmpack.recipe.images import ImagesSection
 
 SIZES = [(120, 64), (40, 24), (64, 120), (120, 64), (9, 9)]
 
@@ -166,7 +167,7 @@ def test_sizes_of_published_settings(tmp_path, edges, patch, merge):
 
 
 def test_a_budget_in_pixels_is_kept_and_exported(folders, tmp_path):
-    budget = PixelBudget(max_pixels=9000)
+    budget = ImagesSection(max_pixels=9000)
     encoder, plain = Encoder(folders["mistral3"], budget=budget), Encoder(folders["mistral3"])
     shutil.copytree(folders["mistral3"], tmp_path / "export")
     encoder.write_budget(tmp_path / "export")
@@ -184,7 +185,7 @@ def test_a_budget_in_pixels_is_kept_and_exported(folders, tmp_path):
         > encoder.image_rule.layout(300, 300).num_tokens
     )
     with pytest.raises(CapabilityError, match=r"max_pixels: 200 is less than .* 16 x 16 = 256"):
-        Encoder(folders["mistral3"], budget=PixelBudget(max_pixels=200)).load()
+        Encoder(folders["mistral3"], budget=ImagesSection(max_pixels=200)).load()
 
 
 def test_pictures_are_the_resized_images(folders):

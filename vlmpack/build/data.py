@@ -27,7 +27,6 @@ from vlmpack.data.splits.survey import DataLaunch
 from vlmpack.encode import Encoder
 from vlmpack.encode.thoughts import dropped_thoughts
 from vlmpack.errors import ModelError, RunIdentityError
-from vlmpack.families import PixelBudget
 from vlmpack.packing import PackCollator, PadCollator
 from vlmpack.packing.cost import CostModel
 from vlmpack.recipe import Recipe, Source
@@ -48,7 +47,7 @@ def build_encoder(recipe: Recipe) -> Encoder:
     encoder = Encoder(
         Path(recipe.model.path),
         max_image_pixels=recipe.data.max_image_pixels,
-        budget=pixel_budget(recipe),
+        budget=recipe.images,
         date=encoder_date(recipe),
         learn=recipe.data.learn,
     )
@@ -56,11 +55,6 @@ def build_encoder(recipe: Recipe) -> Encoder:
     _note_long_images(recipe, encoder)
     _note_thoughts(encoder)
     return encoder
-
-
-def pixel_budget(recipe: Recipe) -> PixelBudget:
-    """The recipe's bounds on what an image may cost; what it does not set is left out."""
-    return PixelBudget(**recipe.images.set_values())
 
 
 def _note_long_images(recipe: Recipe, encoder: Encoder) -> None:

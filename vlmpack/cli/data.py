@@ -68,7 +68,6 @@ def lint(
     encoder = None
     preload: tuple[str, ...] = ()
     if model is not None:
-        from vlmpack.build.data import pixel_budget
         from vlmpack.build.date import encoder_date
         from vlmpack.build.worker_server import WORKER_PRELOAD
 
@@ -76,7 +75,7 @@ def lint(
         encoder = Encoder(
             model,
             max_image_pixels=reading.caps.max_image_pixels,
-            budget=pixel_budget(reading.recipe) if reading.recipe is not None else None,
+            budget=reading.recipe.images if reading.recipe is not None else None,
             date=encoder_date(reading.recipe) if reading.recipe is not None else None,
             learn=reading.recipe.data.learn if reading.recipe is not None else "all_turns",
         )

@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from vlmpack.errors import CapabilityError
-from vlmpack.families.base import Family, PixelBudget
+from vlmpack.families.base import Family
+from vlmpack.recipe.images import ImagesSection
 
 _FILES = (("preprocessor_config.json", None), ("processor_config.json", "image_processor"))
 """Where transformers looks for an image processor: a file, or a section of one."""
 
 
-def refuse_budget(budget: PixelBudget, family: Family, folder: Path) -> None:
+def refuse_budget(budget: ImagesSection, family: Family, folder: Path) -> None:
     """Refuses bounds that a family's images do not have.
 
     Args:
@@ -28,9 +28,8 @@ def refuse_budget(budget: PixelBudget, family: Family, folder: Path) -> None:
         CapabilityError: with the knobs that there are.
     """
     has = family.pixel_knobs
-    for field in fields(budget):
-        value = getattr(budget, field.name)
-        if value is None or field.name in has:
+    for name, value in budget.set_values().items():
+        if name in has:
             continue
         if family.modules.vision is None:
             what = "has no vision tower, so images have no budget; leave it out"
@@ -39,7 +38,7 @@ def refuse_budget(budget: PixelBudget, family: Family, folder: Path) -> None:
         else:
             knobs = " and ".join(f"images.{knob}" for knob in has)
             what = f"is of family {family.name}, which has {knobs}"
-        raise CapabilityError(f"images.{field.name}: {value}, but the model in {folder} {what}")
+        raise CapabilityError(f"images.{name}: {value}, but the model in {folder} {what}")
 
 
 def write_settings(settings: Mapping[str, Any], folder: Path) -> None:

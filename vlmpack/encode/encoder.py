@@ -25,10 +25,11 @@ from vlmpack.encode.sample import Message, VLMSample
 from vlmpack.encode.thoughts import last_turn_alone
 from vlmpack.encode.tokenizer import open_tokenizer
 from vlmpack.errors import CapabilityError, DataError, ModelError
-from vlmpack.families.base import Family, ImageLayout, ImageRule, PixelBudget
+from vlmpack.families.base import Family, ImageLayout, ImageRule
 from vlmpack.families.registry import family_of
 from vlmpack.model_folder import made_with
 from vlmpack.packing import EncodedSample, Media
+from vlmpack.recipe.images import MAX_IMAGE_PIXELS, ImagesSection
 
 ENCODER_VERSION = 4
 """Raise it when the shared encoding changes lengths, labels or positions."""
@@ -68,15 +69,15 @@ class Encoder:
         folder: Path,
         *,
         loss_on: LossOn = "assistant",
-        max_image_pixels: int = 50_000_000,
-        budget: PixelBudget | None = None,
+        max_image_pixels: int = MAX_IMAGE_PIXELS,
+        budget: ImagesSection | None = None,
         date: datetime.date | None = None,
         learn: Learn = "all_turns",
     ) -> None:
         self.folder = Path(folder)
         self.loss_on = loss_on
         self.max_image_pixels = max_image_pixels
-        self.budget = budget if budget is not None else PixelBudget()
+        self.budget = ImagesSection() if budget is None else budget
         self.learn = learn
         self.family: Family = family_of(self.folder)
         self.date: datetime.date | None = None
@@ -147,7 +148,7 @@ class Encoder:
 
         Without a budget the files stay as they are, byte for byte.
         """
-        if self.budget != PixelBudget():
+        if self.budget.set_values():
             write_settings(self.image_rule.settings(), folder)
 
     @cached_property
@@ -205,9 +206,9 @@ class Encoder:
         itself."""
         try:
             rule: Any = (
-                self.image_rule
-                if self.budget == PixelBudget()
-                else self.family.image_rule(self.folder, PixelBudget())
+                self.family.image_rule(self.folder, ImagesSection())
+                if self.budget.set_values()
+                else self.image_rule
             )
         except (CapabilityError, ModelError, OSError, ValueError):
             return ""  # nothing can be encoded; whoever tries is told why

@@ -8,9 +8,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlmpack.families.base import PixelBudget
 from vlmpack.model_folder import made_with
 from vlmpack.model_folder.content import PROCESSOR_FILES
+from vlmpack.recipe.images import ImagesSection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class EncoderFacts:
     folder: Path
     family: str
     loss_on: str
-    budget: PixelBudget
+    budget: ImagesSection
     date: datetime.date | None
     learn: str
     image_sizes: str
@@ -40,8 +40,8 @@ class EncoderFacts:
         digest = hashlib.blake2b(digest_size=16)
         digest.update(f"{version}/{self.family}".encode())
         digest.update(self.loss_on.encode())
-        if self.budget != PixelBudget():
-            digest.update(repr(self.budget).encode())
+        if self.budget.set_values():
+            digest.update(hashed(self.budget).encode())
         if self.date is not None:
             digest.update(self.date.isoformat().encode())
         if self.learn != "all_turns":
@@ -63,8 +63,8 @@ class EncoderFacts:
         them, which may be another version of transformers without another fingerprint."""
         parts = {"rules": self.rules(version), **processor_parts(self.folder)}
         parts["processor"] = digest(f"{parts['processor']} {self.image_sizes}".encode())
-        if self.budget != PixelBudget():
-            parts["images"] = _shown(self.budget)
+        if bounds := self.budget.set_values():
+            parts["images"] = ", ".join(f"{name} {value}" for name, value in bounds.items())
         if self.date is not None:
             parts["date"] = self.date.isoformat()
         if self.learn != "all_turns":
@@ -109,10 +109,7 @@ def _without_template(data: bytes) -> tuple[bytes, bytes]:
     return json.dumps(config, sort_keys=True).encode(), json.dumps(template).encode()
 
 
-def _shown(budget: PixelBudget) -> str:
-    """The bounds that are set, readable."""
-    return ", ".join(
-        f"{name} {value}"
-        for name in ("min_pixels", "max_pixels", "max_tiles")
-        if (value := getattr(budget, name)) is not None
-    )
+def hashed(budget: ImagesSection) -> str:
+    """Bounds as fingerprints have them; lengths that are on disk were named after this text."""
+    bounds = (f"{name}={getattr(budget, name)!r}" for name in type(budget).model_fields)
+    return f"PixelBudget({', '.join(bounds)})"

@@ -6,7 +6,6 @@ from vlmpack.families.base import (
     ImageLayout,
     ImageRule,
     ModulePaths,
-    PixelBudget,
     stock_arguments,
 )
 from vlmpack.families.registry import family_of, model_types
@@ -17,7 +16,6 @@ __all__ = [
     "ImageLayout",
     "ImageRule",
     "ModulePaths",
-    "PixelBudget",
     "family_of",
     "model_types",
     "stock_arguments",

@@ -15,6 +15,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from vlmpack.packing import CostModel, EncodedSample, GridTHW, Media
+from vlmpack.recipe.images import ImagesSection
 
 NO_TOKEN = -1
 """An id that no token has."""
@@ -41,21 +42,6 @@ class ModulePaths:
     language: str
     deep_features: bool = False
     image_blocks: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PixelBudget:
-    """Bounds on what an image may cost; None leaves the processor's own bound as it is.
-
-    Args:
-        min_pixels: smallest area of a resized image, width x height.
-        max_pixels: largest area of a resized image, width x height.
-        max_tiles: most tiles that an image is cut into, for families that cut.
-    """
-
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    max_tiles: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +130,7 @@ class Family(Protocol):
     rule_version: int
     """Raise it when a length or a position changes: it enters the fingerprint of lengths."""
     pixel_knobs: tuple[str, ...]
-    """Fields of `PixelBudget` that the family has; the encoder refuses the others."""
+    """Fields of `ImagesSection` that the family has; the encoder refuses the others."""
 
     def marker(self, tokenizer: Any) -> str:
         """What the chat template writes for an image; empty without a tower."""
@@ -154,7 +140,7 @@ class Family(Protocol):
         """Id of the token that one image feature replaces; NO_TOKEN without a tower."""
         ...
 
-    def image_rule(self, folder: Path, budget: PixelBudget) -> ImageRule | None:
+    def image_rule(self, folder: Path, budget: ImagesSection) -> ImageRule | None:
         """The rule for the processor files of a model folder; None without a tower.
 
         Args:

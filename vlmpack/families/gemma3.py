@@ -25,7 +25,7 @@ from torch import Tensor
 
 from vlmpack.errors import CapabilityError
 from vlmpack.families import flops
-from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, PixelBudget
+from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths
 from vlmpack.families.configs import whole_config, whole_config_of
 from vlmpack.families.feature_token import feature_token_id
 from vlmpack.families.image_processor import family_processor, image_processor
@@ -33,6 +33,7 @@ from vlmpack.families.one_axis import OneAxisVLM
 from vlmpack.families.processor_config import check_image_length
 from vlmpack.families.tiles import flat_features, patch_rows, patch_side, rgb, tiles_of
 from vlmpack.packing import CostModel, Media
+from vlmpack.recipe.images import ImagesSection
 
 START, SOFT, END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
 
@@ -181,7 +182,7 @@ class Gemma3(OneAxisVLM):
         """
         return feature_token_id(tokenizer, SOFT, START, END)
 
-    def image_rule(self, folder: Path, budget: PixelBudget) -> Gemma3ImageRule:
+    def image_rule(self, folder: Path, budget: ImagesSection) -> Gemma3ImageRule:
         """The rule with the sizes that the folder's files have, and the budget's `max_tiles` as the
         most crops where its processor cuts any.
 
@@ -237,7 +238,7 @@ def _tile_tokens(config: Mapping[str, Any], side: int) -> int:
     return tokens
 
 
-def _pan_and_scan(processor: Any, budget: PixelBudget) -> PanAndScan | None:
+def _pan_and_scan(processor: Any, budget: ImagesSection) -> PanAndScan | None:
     """What the processor does, nulls filled with Gemma3Processor's defaults."""
     if not processor.do_pan_and_scan:
         if budget.max_tiles is not None:

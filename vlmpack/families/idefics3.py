@@ -20,13 +20,14 @@ from torch import Tensor
 
 from vlmpack.errors import CapabilityError
 from vlmpack.families import flops
-from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, PixelBudget
+from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths
 from vlmpack.families.configs import whole_config, whole_config_of
 from vlmpack.families.feature_token import feature_token_id
 from vlmpack.families.image_processor import family_processor, image_processor
 from vlmpack.families.one_axis import OneAxisVLM
 from vlmpack.families.tiles import canvas_of, patch_rows, patch_side, rgb, tiles_of
 from vlmpack.packing import CostModel, Media
+from vlmpack.recipe.images import ImagesSection
 
 IMAGE_TOKEN = "<image>"
 AROUND = "<fake_token_around_image>"
@@ -155,7 +156,7 @@ class Idefics3(OneAxisVLM):
         """
         return feature_token_id(tokenizer, IMAGE_TOKEN)
 
-    def image_rule(self, folder: Path, budget: PixelBudget) -> Idefics3ImageRule:
+    def image_rule(self, folder: Path, budget: ImagesSection) -> Idefics3ImageRule:
         """The rule with the sizes of the folder's image processor and tower."""
         processor = family_processor(folder, "Idefics3ImageProcessor", "SmolVLMImageProcessor")
         config = whole_config_of(folder)
@@ -255,7 +256,7 @@ def _tiles(media: Media) -> Tensor:
     return tiles_of(media.pixel_values, height, width, patch_side(media.pixel_values))
 
 
-def _bounded(rule: Idefics3ImageRule, budget: PixelBudget) -> Idefics3ImageRule:
+def _bounded(rule: Idefics3ImageRule, budget: ImagesSection) -> Idefics3ImageRule:
     """The rule with as many tiles along the longest edge, n, as keep n x n within the budget; the
     whole image's own tile is not counted.
 

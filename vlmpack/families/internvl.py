@@ -21,7 +21,7 @@ import torch
 from PIL.Image import Image
 
 from vlmpack.families import flops
-from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, PixelBudget
+from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths
 from vlmpack.families.configs import whole_config
 from vlmpack.families.feature_token import feature_token_id
 from vlmpack.families.image_processor import family_processor, image_processor
@@ -38,6 +38,7 @@ from vlmpack.families.tiles import (
 )
 from vlmpack.model_folder import load_config
 from vlmpack.packing import CostModel, Media
+from vlmpack.recipe.images import ImagesSection
 
 START, CONTEXT, END = "<img>", "<IMG_CONTEXT>", "</img>"
 
@@ -176,7 +177,7 @@ class InternVL(OneAxisVLM):
         """
         return feature_token_id(tokenizer, CONTEXT, START, END)
 
-    def image_rule(self, folder: Path, budget: PixelBudget) -> InternVLImageRule:
+    def image_rule(self, folder: Path, budget: ImagesSection) -> InternVLImageRule:
         """The rule with the sizes that the folder's files have, or the budget's `max_tiles`.
 
         Raises:

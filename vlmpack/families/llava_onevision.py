@@ -30,7 +30,7 @@ from torch.nn.functional import interpolate, pad
 from vlmpack.errors import CapabilityError
 from vlmpack.families import flops
 from vlmpack.families.anyres import AnyRes
-from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, PixelBudget
+from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths
 from vlmpack.families.configs import whole_config
 from vlmpack.families.feature_token import feature_token_id
 from vlmpack.families.image_processor import family_processor, image_processor
@@ -39,6 +39,7 @@ from vlmpack.families.processor_config import processor_setting
 from vlmpack.families.tiles import canvas_of, patch_rows, patch_side, rgb, tiles_of, whole_tower
 from vlmpack.model_folder import load_config
 from vlmpack.packing import CostModel, Media
+from vlmpack.recipe.images import ImagesSection
 
 IMAGE_TOKEN = "<image>"
 
@@ -133,7 +134,7 @@ class LlavaOneVision(OneAxisVLM):
         """
         return feature_token_id(tokenizer, IMAGE_TOKEN)
 
-    def image_rule(self, folder: Path, budget: PixelBudget) -> OneVisionImageRule:
+    def image_rule(self, folder: Path, budget: ImagesSection) -> OneVisionImageRule:
         """The rule with the sizes that config.json and the processor's files agree on.
 
         Raises:

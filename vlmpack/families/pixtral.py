@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vlmpack.errors import CapabilityError
 from vlmpack.families import flops
-from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, PixelBudget
+from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths
 from vlmpack.families.configs import whole_config, whole_config_of
 from vlmpack.families.feature_token import feature_token_id
 from vlmpack.families.image_processor import family_processor, image_processor
@@ -26,6 +26,7 @@ from vlmpack.families.one_axis import OneAxisVLM
 from vlmpack.families.pixtral_tower import tower_output
 from vlmpack.families.tiles import patch_rows, patch_side, rgb, tiles_of
 from vlmpack.packing import CostModel, Media
+from vlmpack.recipe.images import ImagesSection
 
 IMAGE_TOKEN = "[IMG]"
 ROW_END, IMAGE_END = "[IMG_BREAK]", "[IMG_END]"
@@ -146,7 +147,7 @@ class Pixtral(OneAxisVLM):
         """
         return feature_token_id(tokenizer, IMAGE_TOKEN)
 
-    def image_rule(self, folder: Path, budget: PixelBudget) -> PixtralImageRule:
+    def image_rule(self, folder: Path, budget: ImagesSection) -> PixtralImageRule:
         """The rule with the sizes of the folder's image processor and tower.
 
         Raises:
@@ -245,7 +246,7 @@ def _refuse_other_features(config: Mapping[str, Any]) -> None:
         )
 
 
-def _bounded(rule: PixtralImageRule, budget: PixelBudget) -> PixtralImageRule:
+def _bounded(rule: PixtralImageRule, budget: ImagesSection) -> PixtralImageRule:
     """The rule with edges whose square keeps the budget.
 
     Raises:

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.families import flops
-from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths, PixelBudget
+from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths
 from vlmpack.families.feature_token import feature_token_id
 from vlmpack.families.image_processor import family_processor, image_processor
 from vlmpack.packing import CostModel, GridTHW, Media
+from vlmpack.recipe.images import ImagesSection
 
 MAX_ASPECT_RATIO = 200
 """Qwen's image processor refuses images that are longer than this many times their width."""
@@ -157,7 +158,7 @@ class QwenVL:
         """
         return feature_token_id(tokenizer, IMAGE_TOKEN)
 
-    def image_rule(self, folder: Path, budget: PixelBudget) -> QwenImageRule:
+    def image_rule(self, folder: Path, budget: ImagesSection) -> QwenImageRule:
         """The rule with the sizes that the folder's image processor was saved with, or the
         budget's.
 
@@ -239,7 +240,7 @@ class QwenVL:
         return flops.cost_model(config, _tower(vision, gated=self.gated_tower))
 
 
-def _bounded(rule: QwenImageRule, budget: PixelBudget) -> QwenImageRule:
+def _bounded(rule: QwenImageRule, budget: ImagesSection) -> QwenImageRule:
     """The rule with the bounds that are set.
 
     Raises:

@@ -9,9 +9,10 @@ from typing import Any
 
 from vlmpack.errors import CapabilityError
 from vlmpack.families import flops
-from vlmpack.families.base import NO_TOKEN, ImageFeatures, ModulePaths, PixelBudget
+from vlmpack.families.base import NO_TOKEN, ImageFeatures, ModulePaths
 from vlmpack.families.one_axis import OneAxis
 from vlmpack.packing import CostModel, Media
+from vlmpack.recipe.images import ImagesSection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class TextLM(OneAxis):
         """None is written."""
         return ""
 
-    def image_rule(self, folder: Path, budget: PixelBudget) -> None:
+    def image_rule(self, folder: Path, budget: ImagesSection) -> None:
         """None: there is nothing to show it to."""
 
     def image_arguments(self, media: Media) -> dict[str, Any]:

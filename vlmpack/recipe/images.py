@@ -7,6 +7,9 @@ from pydantic import Field
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.sources import Section
 
+MAX_IMAGE_PIXELS = 50_000_000
+"""The default of `data.max_image_pixels`, also where there is no recipe."""
+
 
 class ImagesSection(Section):
     """Bounds on the size that images are resized to, in place of the processor's own. What is not

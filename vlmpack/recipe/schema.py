@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJso
 from pydantic.dataclasses import dataclass
 
 from vlmpack.errors import ErrorClass
-from vlmpack.recipe.images import ImagesSection
+from vlmpack.recipe.images import MAX_IMAGE_PIXELS, ImagesSection
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.packing_modes import FACTS, ModeFacts, ModeName
 from vlmpack.recipe.sources import OptionalSources, Section, Sources, as_tuple
@@ -143,7 +143,7 @@ class DataSection(Section):
     epoch_size: Count | None = None
     """Samples drawn per epoch when sources have weights. Null: the sum of the sources."""
 
-    max_image_pixels: Count = 50_000_000
+    max_image_pixels: Count = MAX_IMAGE_PIXELS
     """Images with more pixels (width x height) are decode errors, before they are decoded."""
 
     learn: Literal["all_turns", "last_turn"] = "all_turns"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vlmpack.recipe.images import MAX_IMAGE_PIXELS
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleCaps:
@@ -11,7 +13,7 @@ class SampleCaps:
 
     max_member_bytes: int = 256 << 20
     """One file of a sample, in bytes."""
-    max_image_pixels: int = 50_000_000
+    max_image_pixels: int = MAX_IMAGE_PIXELS
     """Width times height of one image, from its header."""
     max_images: int = 256
     """Images of one sample."""
