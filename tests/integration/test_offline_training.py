@@ -257,8 +257,8 @@ def test_the_command_says_what_it_made(
     online: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = write_recipe(tmp_path / "recipe.yaml", online)
-    kind = cli.KindOption.tokens
-    cli.pack(str(recipe), tmp_path / "packs", ["packing.max_tokens=512"], kind=kind, processes=1)
+    changes = ["packing.max_tokens=512"]
+    cli.pack(str(recipe), tmp_path / "packs", changes, kind="tokens", processes=1)
     printed = capsys.readouterr().out
     manifest = read_manifest(tmp_path / "packs")
     assert manifest.kind == "tokens" and manifest.budget.max_tokens == 512

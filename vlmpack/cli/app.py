@@ -15,7 +15,7 @@ from vlmpack.cli.families import families
 from vlmpack.cli.generate import generate
 from vlmpack.cli.index import index
 from vlmpack.cli.inspect import inspect
-from vlmpack.cli.options import launcher_number
+from vlmpack.cli.options import Overrides, RecipePath, launcher_number
 from vlmpack.cli.pack import pack
 from vlmpack.cli.plan import plan
 from vlmpack.cli.recipe import app as recipe_app
@@ -62,11 +62,8 @@ def root(
 
 @app.command()
 def finetune(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Path of a YAML recipe.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, e.g. training.max_steps=20."),
-    ] = None,
+    recipe: RecipePath,
+    overrides: Overrides = None,
 ) -> None:
     """Finetune as a recipe says; the same command resumes. Runs under torchrun too."""
     from vlmpack.recipe import load_recipe

@@ -13,8 +13,10 @@ from vlmpack.cli.options import (
     AsJson,
     IndexDir,
     MaxImagePixels,
+    Overrides,
     Processes,
     RecipeOption,
+    RecipeOrRun,
     Shards,
     Storage,
     num_processes,
@@ -120,11 +122,8 @@ app.command()(convert)
 
 @app.command()
 def show(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe or a run folder.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, e.g. training.seed=3."),
-    ] = None,
+    recipe: RecipeOrRun,
+    overrides: Overrides = None,
     batch: Annotated[
         int | None,
         typer.Option("--batch", min=0, help="Global batch, counted from 0 since the run's start."),

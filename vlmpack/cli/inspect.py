@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vlmpack.cli.options import Overrides, RecipeOrRun
 from vlmpack.terminal import open_console, say
 
 if TYPE_CHECKING:
@@ -23,11 +24,8 @@ MAX_ROWS = 40
 
 
 def inspect(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe or a run folder.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, e.g. packing.max_tokens=4096."),
-    ] = None,
+    recipe: RecipeOrRun,
+    overrides: Overrides = None,
     bin_: Annotated[
         int | None,
         typer.Option(

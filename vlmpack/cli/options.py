@@ -6,15 +6,26 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from vlmpack.addresses import is_remote
 
+if TYPE_CHECKING:
+    from vlmpack.recipe import Recipe
+
 START_SECONDS = 6
 """Before a process that imports torch does anything else."""
 
+RecipePath = Annotated[str, typer.Argument(metavar="RECIPE", help="Path of a YAML recipe.")]
+RecipeOrRun = Annotated[
+    Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe or a run folder.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, e.g. training.max_steps=20."),
+]
 Shards = Annotated[
     list[str] | None,
     typer.Argument(
@@ -88,3 +99,17 @@ def num_processes(asked: int | None, shards: Sequence[str], bytes_a_second: int)
         if size < START_SECONDS * bytes_a_second:
             return 1
     return min(16, len(os.sched_getaffinity(0)))
+
+
+def load(recipe: Path, overrides: Sequence[str] | None, world_size: int | None = None) -> Recipe:
+    """The recipe at a path, or that of a run folder; a recipe's problems show without torch."""
+    from vlmpack.recipe import check_world, load_recipe
+
+    if not recipe.is_dir():
+        return load_recipe(recipe, overrides or (), world_size=world_size)
+    from vlmpack.build.read_only import read_recipe
+
+    loaded = read_recipe(recipe, overrides or ())
+    if world_size is not None:
+        check_world(loaded, world_size)
+    return loaded

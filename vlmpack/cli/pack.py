@@ -4,73 +4,46 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import ExitStack
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from vlmpack.cli.options import Processes
-from vlmpack.cli.progress import BytesBar, size_text
+from vlmpack.cli.options import Overrides, Processes, RecipePath
+from vlmpack.cli.progress import Bars, size_text
 from vlmpack.terminal import open_console, say
 
 if TYPE_CHECKING:
     from vlmpack.data.packs.manifest import Manifest
 
 
-class KindOption(StrEnum):
-    """What is saved."""
-
-    plan = "plan"
-    tokens = "tokens"
-    shards = "shards"
-
-
-class PlannerOption(StrEnum):
-    """Who chooses."""
-
-    stream = "stream"
-    bfd = "bfd"
-
-
-class MediaOption(StrEnum):
-    """What of an image."""
-
-    original = "original"
-    resized = "resized"
-
-
 def pack(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Path of a YAML recipe.")],
+    recipe: RecipePath,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="DIR", help="A new folder for the packs.")
     ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, e.g. packing.max_tokens=8192."),
-    ] = None,
+    overrides: Overrides = None,
     kind: Annotated[
-        KindOption,
+        Literal["plan", "tokens", "shards"],
         typer.Option(
             help="plan: which samples share a pack. tokens: their tokens too; images stay in the "
             "shards. shards: images too, so that the original shards are needed no more."
         ),
-    ] = KindOption.plan,
+    ] = "plan",
     planner: Annotated[
-        PlannerOption,
+        Literal["stream", "bfd"],
         typer.Option(
             help="stream: the rows and global batches of mode online, first epoch. bfd: "
             "best-fit-decreasing over all samples, in a seeded order."
         ),
-    ] = PlannerOption.stream,
+    ] = "stream",
     media: Annotated[
-        MediaOption,
+        Literal["original", "resized"],
         typer.Option(
             help="Images in kind shards: as they are, or as the model's processor resizes them "
             "(lossless; the same pixels)."
         ),
-    ] = MediaOption.original,
+    ] = "original",
     processes: Processes = None,
 ) -> None:
     """Pack the training samples once, for packing.mode: offline. Stopped, the same command goes
@@ -79,9 +52,9 @@ def pack(
 
     # The folder is packing.path of the recipes that will train on it.
     loaded = load_recipe(recipe, [*(overrides or ()), f"packing.path={output}"])
-    if media is MediaOption.resized and kind is not KindOption.shards:
+    if media == "resized" and kind != "shards":
         say(
-            f"note: --media resized changes nothing in --kind {kind.value}, which saves no images; "
+            f"note: --media resized changes nothing in --kind {kind}, which saves no images; "
             "it goes with --kind shards",
             err=True,
         )
@@ -89,29 +62,20 @@ def pack(
     from vlmpack.run.packs import pack_recipe
 
     begin = time.perf_counter()
-    with ExitStack() as stack:
-        bars: dict[str, BytesBar] = {}
-
-        def bar(what: str, total: int) -> BytesBar:
-            if what not in bars:
-                bars[what] = stack.enter_context(BytesBar(what, total))
-            return bars[what]
-
-        done: dict[str, int] = {}
-
-        def on_index(what: str, now: int, total: int) -> None:
-            bar(what, total).advance(units=now - done.get(what, 0))
-            done[what] = now
+    with Bars() as bar:
+        packed = 0
 
         def on_packs(now: int, total: int, num_bytes: int) -> None:
-            bar("packing", total).advance(num_bytes, units=now)
+            nonlocal packed
+            packed += now
+            bar("packing", packed, total, num_bytes)
 
         order = PackOrder(
-            kind=kind.value,
-            planner=planner.value,
-            media=media.value,
+            kind=kind,
+            planner=planner,
+            media=media,
             processes=processes or min(16, len(os.sched_getaffinity(0))),
-            on_index=on_index,
+            on_index=bar,
             on_packs=on_packs,
         )
         manifest = pack_recipe(loaded, output, order)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlmpack.cli.progress import BytesBar
+from vlmpack.cli.options import Overrides, RecipeOrRun, load
+from vlmpack.cli.progress import Bars
 from vlmpack.errors import VlmpackError
 from vlmpack.terminal import open_console, say
 
@@ -23,11 +23,8 @@ if TYPE_CHECKING:
 
 
 def plan(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE|RUN", help="A recipe or a run folder.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, e.g. packing.mode=online."),
-    ] = None,
+    recipe: RecipeOrRun,
+    overrides: Overrides = None,
     world_size: Annotated[
         int | None,
         typer.Option(
@@ -49,14 +46,7 @@ def plan(
 ) -> None:
     """Show what a run would do: steps, padding under every packing mode, samples in a row, balance
     across ranks, batch and memory. No GPU; indexes what is not indexed yet."""
-    from vlmpack.recipe import load_recipe
-
-    if Path(recipe).is_dir():
-        from vlmpack.build.read_only import read_recipe
-
-        loaded = read_recipe(Path(recipe), overrides or ())
-    else:  # a recipe's problems show without torch
-        loaded = load_recipe(recipe, overrides or ())
+    loaded = load(recipe, overrides)
     for file in (html, as_json):
         if file is not None and str(file) != "-" and not file.absolute().parent.is_dir():
             raise VlmpackError(f"{file}: the folder {file.absolute().parent} does not exist")
@@ -65,7 +55,7 @@ def plan(
     from vlmpack.report.forecast import as_json as to_json
     from vlmpack.report.forecast import sections, write_page
 
-    with PlanBar() as bar:
+    with Bars() as bar:
         made = plan_recipe(loaded, world_size=processes, progress=bar)
     content = json.dumps(to_json(made), indent=1)
     if str(as_json) == "-":
@@ -77,7 +67,7 @@ def plan(
         say(f"json: {as_json}", err=True)
     if html is not None:
         try:
-            write_page(made, html, title=recipe)
+            write_page(made, html, title=str(recipe))
         except OSError as error:
             raise VlmpackError(f"{html} cannot be written: {error.strerror or error}") from error
         say(f"page: {html}", err=True)
@@ -93,33 +83,6 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise VlmpackError(f"{path} cannot be written: {error.strerror or error}") from error
-
-
-class PlanBar:
-    """A bar for what is being done now: index, lengths, packing of each mode."""
-
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._bar: BytesBar | None = None
-        self._what: str | None = None
-        self._done = 0
-
-    def __enter__(self) -> PlanBar:
-        return self
-
-    def __call__(self, what: str, done: int, total: int | None) -> None:
-        """So much is done; a new word begins a new bar."""
-        if what != self._what:
-            self._stack.close()
-            self._bar = self._stack.enter_context(BytesBar(what, total))
-            self._what, self._done = what, 0
-        assert self._bar is not None
-        if done > self._done:
-            self._bar.advance(units=done - self._done)
-            self._done = done
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
 
 def print_sections(page: Sequence[Section], console: Console | None = None) -> None:

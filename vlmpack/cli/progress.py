@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -61,6 +62,33 @@ class BytesBar:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+class Bars:
+    """A bar for what is being done now: index, lengths, packing. Called with what it is, how much
+    of it is done, and of how much; a new word begins a new bar."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._bar: BytesBar | None = None
+        self._what: str | None = None
+        self._done = 0
+
+    def __enter__(self) -> Bars:
+        return self
+
+    def __call__(self, what: str, done: int, total: int | None, num_bytes: int = 0) -> None:
+        if what != self._what:
+            self._stack.close()
+            self._bar = self._stack.enter_context(BytesBar(what, total))
+            self._what, self._done = what, 0
+        assert self._bar is not None
+        if done > self._done:
+            self._bar.advance(num_bytes, units=done - self._done)
+            self._done = done
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
 
 def size_text(num_bytes: int) -> str:

@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from vlmpack.cli.options import Overrides, RecipePath
 from vlmpack.recipe import derived_rows, dump_recipe, json_schema, load_recipe, notes
 from vlmpack.recipe.shipped import absent_paths, shipped_recipes, title, write_recipe
 from vlmpack.terminal import open_console, say
@@ -18,11 +19,6 @@ app = typer.Typer(
     help="Write a shipped recipe, check one, show it resolved, print the schema.",
 )
 
-RecipePath = Annotated[str, typer.Argument(metavar="RECIPE", help="Path of a YAML recipe.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, e.g. training.max_steps=20."),
-]
 WorldSize = Annotated[
     int,
     typer.Option(

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import tempfile
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from vlmpack.cli.options import launcher_number
+from vlmpack.cli.options import Overrides, RecipeOrRun, launcher_number, load
 from vlmpack.terminal import open_console, say
 
 if TYPE_CHECKING:
     from vlmpack.proof.verify import Verification
-    from vlmpack.recipe import Recipe
 
 PIPED_WIDTH = 10_000
 """Columns that the table may take where no terminal says; it takes what it needs."""
-
-
-class Dtype(StrEnum):
-    """What the packed run computes in."""
-
-    float32 = "float32"
-    recipe = "recipe"
 
 
 def _samples(said: str | int) -> int:
@@ -34,18 +25,9 @@ def _samples(said: str | int) -> int:
     return int(said)
 
 
-def _dtype(said: str) -> Dtype:
-    if said not in list(Dtype):
-        raise typer.BadParameter(f"found {said}, expected {' or '.join(Dtype)}")
-    return Dtype(said)
-
-
 def verify(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE|RUN", help="A recipe or a run folder.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, e.g. packing.mode=online."),
-    ] = None,
+    recipe: RecipeOrRun,
+    overrides: Overrides = None,
     samples: Annotated[
         int,
         typer.Option(
@@ -53,15 +35,13 @@ def verify(
         ),
     ] = 8,
     dtype: Annotated[
-        Dtype,
+        Literal["float32", "recipe"],
         typer.Option(
             "--dtype",
-            metavar="|".join(Dtype),
-            parser=_dtype,
             help="Compute the packed run in float32, or as the recipe does (in bfloat16 more "
             "samples are taken, until they have 1,000 label tokens).",
         ),
-    ] = Dtype.float32,
+    ] = "float32",
     tiny: Annotated[
         bool,
         typer.Option("--tiny", help="Verify few layers of the architecture with random weights."),
@@ -83,7 +63,7 @@ def verify(
 
     Nothing is trained. Runs under torchrun too, with the recipe's parallelism.
     """
-    loaded = _load(recipe, overrides or [])
+    loaded = load(recipe, overrides, launcher_number("WORLD_SIZE", 1))
     folder = output if output is not None else Path(loaded.run_dir) / "verify"
     from transformers.utils import logging as transformers_logging
 
@@ -97,7 +77,7 @@ def verify(
         tensor=split.tensor, context=split.context, pipeline=split.pipeline
     ) as ranks:
         ranks.on_main(lambda: _require_folder(folder))
-        options = VerifyOptions(num_samples=samples, dtype=dtype.value, tiny=tiny, scratch=folder)
+        options = VerifyOptions(num_samples=samples, dtype=dtype, tiny=tiny, scratch=folder)
         found = verify_recipe(loaded, ranks, options)
         path = ranks.on_main(lambda: write_verification(found, folder))
         if ranks.is_main:
@@ -119,20 +99,6 @@ def _require_folder(folder: Path) -> None:
             f"verify.json cannot be written to {folder}: {error.strerror}; choose another folder "
             f"with --output"
         ) from error
-
-
-def _load(recipe: str, overrides: list[str]) -> Recipe:
-    from vlmpack.recipe import check_world, load_recipe
-
-    size = launcher_number("WORLD_SIZE", 1)
-    if not Path(recipe).is_dir():  # a recipe's problems show without torch
-        return load_recipe(recipe, overrides, world_size=size)
-    from vlmpack.build.read_only import read_recipe
-
-    loaded = read_recipe(Path(recipe), overrides)
-    if size is not None:
-        check_world(loaded, size)
-    return loaded
 
 
 def _print(found: Verification, path: Path) -> None:

@@ -100,7 +100,7 @@ def test_an_output_that_is_a_file_is_named_before_any_work(recipe, tmp_path):
     [
         (("-k", 1), "'-k': found 1, expected 2 or more"),
         (("-k", "few"), "'-k': found few, expected 2 or more"),
-        (("--dtype", "bf16"), "'--dtype': found bf16, expected float32 or recipe"),
+        (("--dtype", "bf16"), "'bf16' is not one of 'float32',"),
     ],
 )
 def test_a_wrong_option_is_one_line(recipe, arguments, said):
