@@ -68,24 +68,13 @@ def pack_padded_batch(
         raise PackingError(
             f"tokens must be (B, S) with B, S >= 1, found shape {tuple(tokens.shape)}"
         )
-    rows, width = tokens.shape
     labels, loss_mask = _both_or_neither(labels, loss_mask, tokens)
     for name, value in (("labels", labels), ("loss_mask", loss_mask)):
         if value.shape != tokens.shape:
             raise PackingError(
                 f"{name} has shape {tuple(value.shape)}, expected {tuple(tokens.shape)} like tokens"
             )
-    if position_ids.ndim not in (2, 3):
-        raise PackingError(
-            f"position_ids have shape {tuple(position_ids.shape)}, expected {tuple(tokens.shape)} "
-            f"or (A, {rows}, {width})"
-        )
-    positions = position_ids if position_ids.ndim == 3 else position_ids[None]
-    if positions.shape[1:] != tokens.shape:
-        raise PackingError(
-            f"position_ids have shape {tuple(position_ids.shape)}, expected {tuple(tokens.shape)} "
-            f"or (A, {rows}, {width})"
-        )
+    positions = _positions_of(position_ids, tokens)
     real = _real_lengths(tokens, attention_mask, padding_mask, lengths)
     clean_labels = _labels_where_loss(labels, loss_mask, real)
     return pack_rows(
@@ -94,8 +83,20 @@ def pack_padded_batch(
         [positions[:, row, :n] for row, n in enumerate(real)],
         layout=RowLayout(lengths=real, pad_to_multiple_of=pad_to_multiple_of),
         pad_token_id=pad_token_id,
-        keys=tuple(f"row-{row}" for row in range(rows)),
+        keys=tuple(f"row-{row}" for row in range(len(real))),
     )
+
+
+def _positions_of(position_ids: Tensor, tokens: Tensor) -> Tensor:
+    """(A, B, S), of as many axes as there are."""
+    positions = position_ids[None] if position_ids.ndim == 2 else position_ids
+    if positions.ndim != 3 or positions.shape[1:] != tokens.shape:
+        rows, width = tokens.shape
+        raise PackingError(
+            f"position_ids have shape {tuple(position_ids.shape)}, expected {tuple(tokens.shape)} "
+            f"or (A, {rows}, {width})"
+        )
+    return positions
 
 
 def _both_or_neither(
