@@ -11,7 +11,7 @@ export MALLOC_MMAP_THRESHOLD_ ?= 1073741824
 export MALLOC_TRIM_THRESHOLD_ ?= 1073741824
 
 
-.PHONY: demo test test-rest test-all soak lint format families bench assets clean help
+.PHONY: demo test test-rest test-all test-map soak lint format families bench assets clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -36,6 +36,9 @@ test-all: lint test test-rest  ## linters and every test that CI runs
 
 soak: $(STAMP)  ## repetitions and further layouts, before a release
 	$(TWO_AT_A_TIME) -m soak --timeout 3600
+
+test-map: $(STAMP)  ## which test files are about which module; OF=packing.offline for some alone
+	cd tests && ../$(BIN)/python -m support.which_tests $(OF)
 
 lint: $(STAMP)  ## format, lint, types, layers
 	$(BIN)/ruff format --check .

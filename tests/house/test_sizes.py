@@ -1,0 +1,53 @@
+"""No function, module or room of the package outgrows a reader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.house import long_functions, long_modules, room_shares
+from support.shards import ROOT
+
+PACKAGE = ROOT / "vlmpack"
+FUNCTION_LINES = 77
+MODULE_LINES = 400
+ROOM_SHARE = 0.22
+
+
+def test_no_function_is_too_long() -> None:
+    assert long_functions(PACKAGE, FUNCTION_LINES) == {}
+
+
+def test_no_module_is_too_long() -> None:
+    assert long_modules(PACKAGE, MODULE_LINES).keys() <= {"backends/mcore/engine.py"}
+
+
+def test_no_room_is_too_large() -> None:
+    shares = room_shares(PACKAGE)
+    assert len(shares) > 15
+    assert {room: share for room, share in shares.items() if share > ROOM_SHARE} == {}
+
+
+@pytest.fixture
+def made_up(tmp_path: Path) -> Path:
+    """Two rooms of 60 and 40 lines, and a module of none."""
+    body = "".join(f"    step({number})\n" for number in range(19))
+    (tmp_path / "large/inner").mkdir(parents=True)
+    (tmp_path / "small").mkdir()
+    (tmp_path / "large/a.py").write_text(f"def first():\n{body}async def second():\n{body}")
+    (tmp_path / "large/inner/b.py").write_text("class C:\n    def third(self): ...\n" * 10)
+    (tmp_path / "small/c.py").write_text("x = 1\n" * 40)
+    (tmp_path / "alone.py").write_text("")
+    return tmp_path
+
+
+def test_one_line_too_many_is_found(made_up: Path) -> None:
+    functions = {"large/a.py:1 first": 20, "large/a.py:21 second": 20}
+    assert long_functions(made_up, 19) == functions
+    assert long_functions(made_up, 20) == {}
+    assert long_modules(made_up, 39) == {"large/a.py": 40, "small/c.py": 40}
+    assert long_modules(made_up, 40) == {}
+
+
+def test_a_room_is_all_that_lies_in_it(made_up: Path) -> None:
+    assert room_shares(made_up) == {"large": 0.6, "small": 0.4}
