@@ -16,7 +16,7 @@ from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.tools.lint import LintOne
 from vlmpack.encode import Encoder
 from vlmpack.packing import PackCollator
-from vlmpack.proof.rows.show import show_bin
+from vlmpack.proof.rows.shown import load_bin, view_row
 from vlmpack.storage.fetch import LocalFetcher
 from vlmpack.storage.sources import FoundShard
 
@@ -71,14 +71,14 @@ def test_json_lines_become_rows(tmp_path: Path) -> None:
     summary = train.summary()
     assert summary.num_usable == summary.num_samples == COUNT
     refs = [train.split.ref(number) for number in range(COUNT)]
-    shown = show_bin(train, encoder, refs, "all")
+    shown = view_row(*load_bin(train, refs), encoder, "all")
     assert len(shown.samples) == COUNT
     for sample in shown.samples:
-        assert (sample.images, sample.grids) == ((), ())
+        assert (sample.images, sample.media) == ((), None)
         number = int(sample.key)
         said = " ".join(map(str, range(number + 1))) + "<|im_end|>"
-        assert [run.text for run in sample.runs if run.kind == "LEARNT"] == [said]
-        assert {run.kind for run in sample.runs} == {"prompt", "LEARNT"}
+        assert [run.text for run in sample.runs if run.kind == "learnt"] == [said]
+        assert {run.kind for run in sample.runs} == {"given", "learnt"}
 
 
 def test_samples_with_images_are_findings(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from vlmpack.proof.verify import Check
 from vlmpack.proof.verify.engine import as_it_was, verified_setup
 from vlmpack.proof.verify.numbers import ReferenceRuns
 from vlmpack.proof.verify.row import make_row
-from vlmpack.proof.verify.run import check_rows
+from vlmpack.proof.verify.run import verify_layout
 from vlmpack.recipe import Recipe, derive, load_recipe
 
 
@@ -88,9 +88,9 @@ class Subject:
         ranks = single_rank()
         setup = Setup(recipe=recipe, ranks=ranks, encoder=self.encoder, derived=derive(recipe, 1))
         setup = verified_setup(setup, self.dtype)
-        row = make_row(collator, self.samples, range(len(self.samples)))
+        row = make_row(collator, self.samples, range(len(self.samples)), self.encoder)
         with as_it_was():
-            found, _ = check_rows(setup, collator, [row], self.reference)
+            found, _ = verify_layout(setup, collator, [row], self.reference)
         assert len({check.name for check in found}) == len(found)
         return {check.name: check for check in found}
 

@@ -28,6 +28,7 @@ from vlmpack.terminal import open_console, say
 from vlmpack.words import counted
 
 if TYPE_CHECKING:
+    from vlmpack.data.index.table import SampleRef
     from vlmpack.proof.audit.findings import Audit
 
 app = typer.Typer(
@@ -135,12 +136,9 @@ def show(
     shard: Annotated[
         str | None, typer.Option("--shard", help="With --key: a part of its shard's path.")
     ] = None,
-    picture: Annotated[
-        Path | None,
-        typer.Option("--picture", metavar="FILE", help="Draw the rows and images as a PNG, too."),
-    ] = None,
 ) -> None:
-    """Rebuild what the model sees of a global batch, or of one sample, as text and as a picture."""
+    """Rebuild what the model sees of a global batch, or of one sample, as text; `vlmpack inspect`
+    draws a row."""
     from vlmpack.build.read_only import (
         check_batch,
         last_state,
@@ -150,7 +148,9 @@ def show(
         run_folder,
         trained_in,
     )
-    from vlmpack.proof.rows.show import find_samples, show_bin
+    from vlmpack.proof.rows.checks import check_row
+    from vlmpack.proof.rows.opening import find_samples
+    from vlmpack.proof.rows.shown import load_row
 
     if (batch is None) == (key is None):
         raise VlmpackError("expected one of --batch N and --key KEY")
@@ -159,9 +159,10 @@ def show(
     run_dir = run_folder(recipe)
     values = read_recipe(recipe, overrides or ())
     train, encoder = open_recipe(values, begun=last_state(run_dir))
+    wanted: list[tuple[tuple[SampleRef, ...], str]]
     if key is not None:
         found = find_samples(train, key, shard)
-        shown = [show_bin(train, encoder, (ref,), f"sample {key} alone") for ref in found]
+        wanted = [((ref,), f"sample {key} alone") for ref in found]
     else:
         assert batch is not None
         check_batch(values, train, batch, run_dir)
@@ -170,21 +171,20 @@ def show(
         if bin_ is not None and bin_ >= len(bins):
             raise VlmpackError(f"--bin {bin_}: batch {batch} has {len(bins)} bins, counted from 0")
         where = f"of batch {batch}, epoch {planned.position.epoch}"
-        shown = [
-            show_bin(train, encoder, [train.split.ref(n) for n in samples], f"bin {place} {where}")
+        wanted = [
+            (train.split.refs(samples), f"bin {place} {where}")
             for place, samples in (bins if bin_ is None else bins[bin_ : bin_ + 1])
         ]
-    for item in shown:
-        for line in item.lines():
+    for samples, title in wanted:
+        row = load_row(values, train, encoder, samples, title)
+        for line in row.shown.lines():
             say(line)
+        for check in check_row(row):
+            if check.fails:
+                say(f"\u2717 {check.name}: {check.sentence}")
     if key is not None and run_dir is not None:
         for number, epoch, path in trained_in(run_dir, key):
             say(f"trained in batch {number}, epoch {epoch} ({path})")
-    if picture is not None:
-        from vlmpack.report.show_picture import draw_bins
-
-        draw_bins(shown, picture)
-        say(f"picture: {picture}")
 
 
 @app.command()

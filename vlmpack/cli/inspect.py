@@ -13,8 +13,8 @@ from vlmpack.terminal import open_console, say
 
 if TYPE_CHECKING:
     from vlmpack.data.loading.read import SkippedSample
-    from vlmpack.proof.rows.checks import Check
-    from vlmpack.proof.rows.row import Row
+    from vlmpack.proof.check import Check
+    from vlmpack.proof.rows.shown import ShownRow
 
 PIPED_WIDTH = 120
 """Columns of the output where no terminal says."""
@@ -66,7 +66,7 @@ def inspect(
     _print_row(row, checks)
     written = write_row(row, checks, encoder, folder=output, stem=found.stem, source=str(recipe))
     say(f"picture  {written.picture}\npage     {written.page}")
-    if not all(check.holds for check in checks):
+    if any(check.fails for check in checks):
         raise typer.Exit(1)
 
 
@@ -82,7 +82,7 @@ def left_out(holes: Sequence[SkippedSample]) -> list[str]:
     ]
 
 
-def _print_row(row: Row, checks: Sequence[Check]) -> None:
+def _print_row(row: ShownRow, checks: Sequence[Check]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
@@ -111,7 +111,7 @@ def _print_row(row: Row, checks: Sequence[Check]) -> None:
         console.print(escape(line), soft_wrap=True)
     console.print("; ".join(f"{total.name} {total.value}" for total in totals(row)), markup=False)
     for check in checks:
-        mark, style = ("\u2713", "green") if check.holds else ("\u2717", "bold red")
+        mark, style = ("\u2717", "bold red") if check.fails else ("\u2713", "green")
         console.print(
-            f"[{style}]{mark}[/] {escape(check.name)}: {escape(check.detail)}", soft_wrap=True
+            f"[{style}]{mark}[/] {escape(check.name)}: {escape(check.sentence)}", soft_wrap=True
         )

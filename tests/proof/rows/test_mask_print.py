@@ -9,7 +9,8 @@ from support.images import conversation, file_of, picture
 
 from vlmpack.packing import PackCollator, PadCollator
 from vlmpack.proof.rows import first_sample as first_sample_module
-from vlmpack.proof.rows.first_sample import MAX_LINES, first_sample, show_first_sample
+from vlmpack.proof.rows.first_sample import MAX_LINES, show_first_sample
+from vlmpack.proof.rows.view import view_samples
 
 
 @pytest.fixture(scope="module")
@@ -33,25 +34,24 @@ def batches(encoder):
 
 @pytest.mark.parametrize("kind", ["packed", "padded"])
 def test_every_token_is_shown_once_by_its_kind(encoder, batches, kind):
-    sample = first_sample(batches[kind], encoder)
-    assert [stretch.kind for stretch in sample.stretches] == [
+    sample = next(view_samples(batches[kind], encoder))
+    assert [run.kind for run in sample.runs] == [
         "given",
         "image",
         "given",
         "learnt",
         "given",
     ]
-    given, image, question, answer, end = (stretch.text for stretch in sample.stretches)
+    given, image, question, answer, end = (run.text for run in sample.runs)
     assert given.endswith("<|im_start|>user\n<|vision_start|>")
     tokens = encoder.image_rule.layout(200, 160).num_tokens
-    assert image == f"[image x {tokens}]"
+    assert image.startswith(f"{tokens} tokens, grid 1 x ")
     assert question.startswith("<|vision_end|>What\x1b[31m\nis it?<|im_end|>")
     assert (answer, end) == ("Seven.<|im_end|>", "\n")
     assert sample.num_tokens == batches[kind].lengths[0]
     learnt = encoder.tokenizer("Seven.<|im_end|>")["input_ids"]
-    assert sample.num_learnt == len(learnt)
-    share = f"learnt {len(learnt)} of {sample.num_tokens} tokens"
-    assert share in sample.title("here")
+    assert sample.num_labels == len(learnt)
+    assert sample.learnt.startswith(f"{len(learnt)} of {sample.num_tokens} tokens (")
 
 
 def test_piped_lines_have_brackets_and_no_control_characters(encoder, batches, tmp_path, capsys):

@@ -19,9 +19,11 @@ def _marks(name):
 
 
 ALWAYS = {
+    "samples",
     "boundaries",
     "labels and loss mask",
     "positions",
+    "padding",
     "language model: each layer's output",
     "loss of each sample",
     "logits of each sample",

@@ -22,13 +22,13 @@ from vlmpack.packing import FixedShape, PackCollator
 from vlmpack.proof.verify import Check, Verification, memory
 from vlmpack.proof.verify.compare import Compared, check_log_probabilities, loss_error
 from vlmpack.proof.verify.figures import bounded, relative_l2, with_noise, worst
-from vlmpack.proof.verify.layouts import rows_in_words
+from vlmpack.proof.verify.layouts import group_samples, rows_in_words
 from vlmpack.proof.verify.leak import Perturbation, check_leaks
 from vlmpack.proof.verify.outputs import FEWEST_SLOTS, KEPT_NUMBERS, kept_slots
 from vlmpack.proof.verify.packed import Packed
 from vlmpack.proof.verify.record import as_json, conclusion
 from vlmpack.proof.verify.reference import Unpacked
-from vlmpack.proof.verify.row import group_samples, make_row
+from vlmpack.proof.verify.row import make_row
 from vlmpack.proof.verify.tiny import cut_layers
 from vlmpack.report.verify import head, table_rows
 from vlmpack.terminal import open_console
@@ -72,8 +72,10 @@ def test_nan_is_the_worst_of_all():
 def bfloat16(errors, noise, samples):
     """A comparison over as many label tokens as there are errors, split over two rows."""
     count = len(errors)
-    row = make_row(PackCollator(pad_token_id=0, num_position_axes=3), samples[:1], [0])
-    wide = type(row)(row.samples, (0,), row.batch, (0,), (count,))
+    row = make_row(
+        PackCollator(pad_token_id=0, num_position_axes=3), samples, [0], Encoder(TINY_MODEL)
+    )
+    wide = replace(row, alone=(replace(samples[0], input_ids=torch.zeros(count)),))
     none = Unpacked([torch.zeros(count)], [], [], {})
     compared = Compared(samples[:1], [wide], none, Unpacked([noise], [], [], {}), exact=False)
     return check_log_probabilities(compared, {0: dict(enumerate(errors.tolist()))})
@@ -194,7 +196,7 @@ class Slots:
 def leaks(run, samples, **options):
     encoder = Encoder(TINY_MODEL)
     collator = PackCollator(pad_token_id=0, num_position_axes=3)
-    row = make_row(collator, samples, range(len(samples)))
+    row = make_row(collator, samples, range(len(samples)), encoder)
     change = Perturbation.of(samples, [encoder.placeholder_id])
     return check_leaks(run, collator, [row], change, **options)
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlmpack.build.data import build_cost_model
+import pyarrow.compute as pc
+
 from vlmpack.build.read_only import (
     check_batch,
     last_state,
@@ -21,12 +22,12 @@ from vlmpack.data.plan.packers import Bin
 from vlmpack.data.splits.split import first_epoch
 from vlmpack.encode import Encoder
 from vlmpack.errors import RecipeError, VlmpackError
-from vlmpack.proof.rows.row import Row, RowRules, load_row
-from vlmpack.proof.rows.show import find_samples
+from vlmpack.proof.rows.shown import ShownRow, load_row
 from vlmpack.recipe import Recipe
-from vlmpack.recipe.derived import multiples
 from vlmpack.recipe.packing_rules import alignment_splits_over_context, rows_hold_a_sample
 from vlmpack.training.run_dir import RunDir
+
+MAX_CANDIDATES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +83,7 @@ class FoundBin:
 
 def open_row(
     recipe: Path, wanted: Wanted, *, overrides: Sequence[str] = (), context: int | None = None
-) -> tuple[Row, FoundBin, Encoder]:
+) -> tuple[ShownRow, FoundBin, Encoder]:
     """The row that training would get.
 
     Args:
@@ -104,16 +105,7 @@ def open_row(
         if wanted.batch is not None:
             check_batch(values, train, wanted.batch, run_dir)
         found = find_bin(train, wanted, run_dir)
-        rules = RowRules(
-            mode=values.packing.mode,
-            context=values.parallelism.context,
-            multiples=multiples(values.parallelism),
-            budget=train.plan.packer.budget,
-            placeholder_id=encoder.placeholder_id,
-            pad_token_id=encoder.pad_token_id,
-            cost=build_cost_model(encoder),
-        )
-        row = load_row(train, encoder, found.samples, found.title, rules)
+        row = load_row(values, train, encoder, found.samples, found.title)
     finally:
         train.split.close()
     return row, found, encoder
@@ -217,3 +209,25 @@ def _holding(train: TrainData, key: str, shard: str | None) -> FoundBin:
         f"--key {key}: the sample is in {shards[0]}, but in no bin of the first epoch"
         + (f": {why[0]}" if why else "")
     )
+
+
+def find_samples(train: TrainData, key: str, shard: str | None = None) -> list[SampleRef]:
+    """The samples with this key; shards that are not indexed yet are indexed first.
+
+    Args:
+        shard: part of the shard's path, where several shards have the key.
+
+    Raises:
+        VlmpackError: there is none.
+    """
+    table = train.fitted.table
+    numbers = pc.indices_nonzero(pc.equal(table.keys, key)).to_pylist()
+    refs = [table.ref(number) for number in numbers]
+    found = [ref for ref in refs if shard is None or shard in ref.shard]
+    if not found:
+        where = f" in a shard like {shard!r}" if shard is not None else ""
+        some = ", ".join(table.key(n) for n in range(min(MAX_CANDIDATES, table.num_samples)))
+        raise VlmpackError(
+            f"no sample {key!r}{where} in {train.config.key}; keys begin with {some}"
+        )
+    return found

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from vlmpack.proof.rows.findings import NO_LOSS, Broken
+from vlmpack.proof.rows.findings import BOUNDARIES, NO_LOSS, Broken, Counts
 from vlmpack.proof.rows.row import Row
 
 
-def check_slices(row: Row) -> str:
+def check_slices(row: Row) -> Counts:
     """Each slot on one rank, the one that zigzag gives it; each label on its slot's rank.
 
     Raises:
         Broken: what does not hold.
     """
     if isinstance(row.slices, str):
-        raise Broken(row.slices)
-    size = row.rules.context
+        raise Broken(row.slices, BOUNDARIES)
     held: dict[int, int] = {}
     for part in row.slices:
         for slot in part.row_index.tolist():
@@ -41,13 +40,14 @@ def check_slices(row: Row) -> str:
         learnt += len(slots)
     if learnt != sum(label != NO_LOSS for label in labels):
         raise Broken(f"the ranks learn {learnt} labels, the row has {row.batch.num_label_tokens}")
-    return f"{row.num_slots // size:,} slots on each of {size} ranks, zigzag in every segment"
+    return (row.num_slots // row.rules.context,)
 
 
 def _zigzag(row: Row) -> Iterator[tuple[int, int]]:
     """(slot, rank): chunk c of the 2*CP of a segment is rank min(c, 2*CP - 1 - c)'s."""
     chunks = 2 * row.rules.context
-    for start, end in pairwise(row.boundaries):
+    behind = row.boundaries[len(row.alone) + 1 :]  # of segments that hold no sample
+    for start, end in pairwise((0, *row.ends, *behind)):
         length = end - start
         for offset in range(length):
             chunk = offset * chunks // length

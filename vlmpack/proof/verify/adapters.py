@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from vlmpack.backends.hf.adapters import ADAPTER, BASE, scaling_of
 from vlmpack.backends.policy import LoraSettings, is_adapter
+from vlmpack.proof.check import Check
 from vlmpack.proof.verify.compare import Compared
-from vlmpack.proof.verify.figures import Check
 from vlmpack.proof.verify.gradients import GradientError, check_gradients, gradient_errors
 
 WEIGHT_A = f".lora_A.{ADAPTER}.weight"

@@ -17,7 +17,7 @@ from typing import Any
 from vlmpack.encode import Encoder, Message, TextPart, VLMSample
 from vlmpack.errors import DataError
 from vlmpack.packing import IGNORE_INDEX, EncodedSample
-from vlmpack.proof.verify.figures import Check
+from vlmpack.proof.check import Check
 
 ANSWERS = "answers are learnt"
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from vlmpack.packing import EncodedSample
+from vlmpack.proof.check import Check
 from vlmpack.proof.verify.figures import (
     LOSS_BOUND,
     OUTPUT_BOUND,
-    Check,
     bounded,
     quotient,
     relative_l2,
@@ -28,7 +28,7 @@ from vlmpack.proof.verify.figures import (
 from vlmpack.proof.verify.outputs import Point
 from vlmpack.proof.verify.packed import Packed, SlotLosses
 from vlmpack.proof.verify.reference import Unpacked
-from vlmpack.proof.verify.row import Row
+from vlmpack.proof.verify.row import VerifiedRow
 
 BFLOAT16_RATIO = 1.1
 """Of the packed run's error to the unpacked run's, both in bfloat16 against float32."""
@@ -52,7 +52,7 @@ class Compared:
     """
 
     samples: Sequence[EncodedSample]
-    rows: Sequence[Row]
+    rows: Sequence[VerifiedRow]
     reference: Unpacked
     noise: Unpacked
     exact: bool
@@ -62,7 +62,7 @@ class Compared:
         return with_noise(stated, noise) if self.exact else None
 
 
-def losses_by_sample(rows: Sequence[Row], losses: SlotLosses) -> dict[int, Tensor]:
+def losses_by_sample(rows: Sequence[VerifiedRow], losses: SlotLosses) -> dict[int, Tensor]:
     """(l,) losses of each sample's own slots and the gap behind them, in order."""
     found: dict[int, Tensor] = {}
     for place, row in enumerate(rows):

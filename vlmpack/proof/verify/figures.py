@@ -1,16 +1,13 @@
-"""What one check found, and the few measures that all checks share."""
+"""The few measures that all checks of numbers share."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
-Status = Literal["pass", "fail", "shown", "too few"]
-"""`shown`: a figure without a bound. `too few`: too little data for the bound to mean anything."""
+from vlmpack.proof.check import Check, Status
 
 LOSS_BOUND = 1e-6
 """float32, relative, of a sample's mean loss: about ten roundings."""
@@ -26,34 +23,6 @@ NOISE_FACTOR = 2.0
 
 NOISE_CEILING = 100.0
 """However noisy the unpacked run is, a bound is never above this many times the stated one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """One row of the table.
-
-    Args:
-        name: what is checked.
-        status: see `Status`.
-        measured: the largest difference that was found; None where it is no number.
-        bound: the largest that passes; None for an exact comparison, or none.
-        noise: the same measure between two unpacked runs; None where there is none.
-        detail: where the largest difference lies, or what was compared.
-        look_at: what to look at where the check fails.
-    """
-
-    name: str
-    status: Status
-    measured: float | None = None
-    bound: float | None = None
-    noise: float | None = None
-    detail: str = ""
-    look_at: str = ""
-
-    @property
-    def fails(self) -> bool:
-        """Whether it failed."""
-        return self.status == "fail"
 
 
 def bounded(

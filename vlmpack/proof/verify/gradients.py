@@ -11,8 +11,9 @@ from torch import Tensor
 
 from vlmpack.backends.policy import component_of
 from vlmpack.families import ModulePaths
+from vlmpack.proof.check import Check
 from vlmpack.proof.verify.compare import Compared
-from vlmpack.proof.verify.figures import GRADIENT_BOUND, Check, bounded, quotient
+from vlmpack.proof.verify.figures import GRADIENT_BOUND, bounded, quotient
 
 UNDETERMINED = 1e-3
 """A gradient that differs by this much between two unpacked runs is rounding alone (that of the

@@ -1,11 +1,15 @@
-"""The ways in which the samples are laid out: the run's own rows, and packed ones beside padded."""
+"""The ways in which the samples are laid out: the run's own rows, and packed ones beside
+padded; and which samples share a row."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from vlmpack.alignment import round_up
 from vlmpack.build.setup import Setup
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.protocols import Collator
-from vlmpack.packing import PackCollator
+from vlmpack.packing import EncodedSample, PackCollator
 
 
 def layouts(setup: Setup, train: TrainData) -> list[tuple[str, Collator]]:
@@ -31,6 +35,36 @@ def row_tokens(train: TrainData) -> int | None:
     """Tokens that a planned row holds at most; None where rows have no budget."""
     budget = train.plan.packer.budget
     return None if budget is None else budget.max_tokens
+
+
+def group_samples(
+    samples: Sequence[EncodedSample],
+    count: int,
+    collator: Collator,
+    *,
+    max_tokens: int | None,
+) -> list[list[int]]:
+    """Which samples share a row: at most `count` of them, and what the row has room for.
+
+    Args:
+        samples: by number.
+        count: samples of a row.
+        collator: that makes the rows.
+        max_tokens: of a row; None for no bound. A longer sample has a row of its own.
+    """
+    if collator.fixed is not None and isinstance(collator.fixed.max_sequences, int):
+        count = min(count, collator.fixed.max_sequences)
+    groups: list[list[int]] = [[]]
+    filled = 0
+    for number, sample in enumerate(samples):
+        slots = round_up(sample.length, collator.pad_to_multiple_of)
+        over = max_tokens is not None and filled + slots > max_tokens
+        if groups[-1] and (over or len(groups[-1]) == count):
+            groups.append([])
+            filled = 0
+        groups[-1].append(number)
+        filled += slots
+    return groups
 
 
 def rows_in_words(count: int, *, padded: bool) -> str:

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from vlmpack.data.protocols import Collator
 from vlmpack.packing import EncodedSample
-from vlmpack.proof.verify.figures import Check, names_of, relative_l2, worst
+from vlmpack.proof.check import Check
+from vlmpack.proof.verify.figures import names_of, relative_l2, worst
 from vlmpack.proof.verify.packed import Packed, PackedRun
-from vlmpack.proof.verify.row import Row, make_row
+from vlmpack.proof.verify.row import VerifiedRow
 
 SHARED_MATMUL_BOUND = 1e-5
 """Relative L2 where samples share the experts' matmuls: another number of tokens at an expert is
@@ -62,7 +63,7 @@ class Perturbation:
 def check_leaks(
     run: PackedRun,
     collator: Collator,
-    rows: Sequence[Row],
+    rows: Sequence[VerifiedRow],
     perturbation: Perturbation,
     *,
     shared_matmuls: bool,
@@ -85,10 +86,10 @@ def check_leaks(
     tested = 0
     for row in rows:
         before = run.run([row], backward=False)
-        for place, sample in enumerate(row.samples):
-            samples = list(row.samples)
+        for place, sample in enumerate(row.alone):
+            samples = list(row.alone)
             samples[place] = perturbation.changed(sample)
-            after = run.run([make_row(collator, samples, row.numbers)], backward=False)
+            after = run.run([replace(row, batch=collator(samples))], backward=False)
             tested += 1
             moved = _differences(row, before, after)
             if moved[place] == 0.0 and _shows(row, place, before):
@@ -97,7 +98,7 @@ def check_leaks(
                 if other != place:
                     largest = worst([largest, error])
                     if not error <= bound:
-                        leaks.append(f"{sample.key} moves {row.samples[other].key}")
+                        leaks.append(f"{sample.key} moves {row.alone[other].key}")
     if not tested:
         return Check(
             name=NAME, status="too few", detail="no row has room for two samples: nothing can leak"
@@ -130,13 +131,13 @@ def check_leaks(
     )
 
 
-def _shows(row: Row, place: int, before: Packed) -> bool:
+def _shows(row: VerifiedRow, place: int, before: Packed) -> bool:
     """Whether a change of a sample can be seen: where losses alone are known, it needs labels."""
     slots = range(row.starts[place], row.ends[place])
     return bool(before.hidden) or any(slot in slots for slot in before.losses.get(0, {}))
 
 
-def _differences(row: Row, before: Packed, after: Packed) -> list[float]:
+def _differences(row: VerifiedRow, before: Packed, after: Packed) -> list[float]:
     """Relative L2 of what each sample's slots compute, padding included."""
     found = []
     for start, end in zip(row.starts, row.ends, strict=True):

@@ -13,6 +13,7 @@ from vlmpack.data.protocols import Collator
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.packing import EncodedSample
+from vlmpack.proof.check import Check
 from vlmpack.proof.verify.adapters import AdapterRun, check_adapters
 from vlmpack.proof.verify.compare import (
     Compared,
@@ -21,7 +22,6 @@ from vlmpack.proof.verify.compare import (
     check_losses,
     check_outputs,
 )
-from vlmpack.proof.verify.figures import Check
 from vlmpack.proof.verify.gradients import (
     GradientError,
     check_gradients,
@@ -33,7 +33,7 @@ from vlmpack.proof.verify.leak import Perturbation, check_leaks
 from vlmpack.proof.verify.outputs import Point, has_experts, recurrent_modules
 from vlmpack.proof.verify.packed import Packed, PackedRun
 from vlmpack.proof.verify.reference import How, Reference, Unpacked
-from vlmpack.proof.verify.row import Row
+from vlmpack.proof.verify.row import VerifiedRow
 from vlmpack.proof.verify.trained import BeforeStep, check_trained
 from vlmpack.recipe.trainable import OptimSection
 from vlmpack.training.first_step import count_seen_images
@@ -124,7 +124,7 @@ class ReferenceRuns:
             exact=exact,
         )
 
-    def compared(self, rows: Sequence[Row]) -> Compared:
+    def compared(self, rows: Sequence[VerifiedRow]) -> Compared:
         """With the rows that hold the samples."""
         return Compared(self.samples, rows, self.unpacked, self.noise, self.exact)
 
@@ -132,7 +132,7 @@ class ReferenceRuns:
 def verify_rows(
     engine: Engine,
     ranks: Ranks,
-    rows: Sequence[Row],
+    rows: Sequence[VerifiedRow],
     *,
     collator: Collator,
     reference: ReferenceRuns | None,
@@ -159,9 +159,9 @@ def verify_rows(
         else None
     )
     run = PackedRun(engine, ranks, points, kept)
-    samples = [sample for row in rows for sample in row.samples]
+    samples = [sample for row in rows for sample in row.alone]
     special = {*encoder.tokenizer.all_special_ids, encoder.placeholder_id}
-    shared_rows = [row for row in rows if len(row.samples) > 1]
+    shared_rows = [row for row in rows if len(row.alone) > 1]
     leak = check_leaks(
         run,
         collator,
@@ -210,7 +210,7 @@ class _Stepped:
 
 def _one_step(
     run: PackedRun,
-    rows: Sequence[Row],
+    rows: Sequence[VerifiedRow],
     reference: ReferenceRuns | None,
     optim: OptimSection,
 ) -> _Stepped:
@@ -246,7 +246,7 @@ def _trained_names(engine: Engine, encoder: Encoder, reference: ReferenceRuns) -
     ]
 
 
-def _logits(run: PackedRun, rows: Sequence[Row], packed: Packed) -> dict[int, Tensor]:
+def _logits(run: PackedRun, rows: Sequence[VerifiedRow], packed: Packed) -> dict[int, Tensor]:
     """(n, V) of the kept slots of each sample, with the weights as they are; empty where the
     engine's model is its own. Collective."""
     found: dict[int, Tensor] = {}
@@ -258,7 +258,7 @@ def _logits(run: PackedRun, rows: Sequence[Row], packed: Packed) -> dict[int, Te
 
 def _numeric(
     reference: ReferenceRuns,
-    rows: Sequence[Row],
+    rows: Sequence[VerifiedRow],
     packed: Packed,
     logits: dict[int, Tensor],
     errors: dict[str, GradientError],

@@ -22,7 +22,7 @@ from vlmpack.backends.engine import Engine, LossFunction
 from vlmpack.distributed import Ranks
 from vlmpack.packing import Batch, PackedBatch
 from vlmpack.proof.verify.outputs import Capture, Point
-from vlmpack.proof.verify.row import Row
+from vlmpack.proof.verify.row import VerifiedRow
 from vlmpack.training.vlm_step import forward_step
 
 SlotLosses = dict[int, dict[int, float]]
@@ -62,7 +62,7 @@ class PackedRun:
         self.model = transformers_model(engine)
         self.points = tuple(points) if self.model is not None else ()
 
-    def run(self, rows: Sequence[Row], *, backward: bool) -> Packed:
+    def run(self, rows: Sequence[VerifiedRow], *, backward: bool) -> Packed:
         """All rows as the micro-batches of one optimizer step; gradients are accumulated."""
         losses: SlotLosses = {}
         outputs: list[dict[str, Tensor]] = []
@@ -103,7 +103,7 @@ class PackedRun:
                 decoder.close()
         return Packed(self._gathered(losses), outputs, hidden)
 
-    def row_slots(self, row: Row) -> Tensor:
+    def row_slots(self, row: VerifiedRow) -> Tensor:
         """(n,) flat slots of a row: those that are kept of its samples, in their order."""
         return torch.cat(
             [self.kept[n] + start for n, start in zip(row.numbers, row.starts, strict=True)]

@@ -59,11 +59,6 @@ def conclusion(found: Verification) -> str:
             + (" (of the tiny model)" if found.facts.get("tiny") else "")
             + (f" in what was judged; too few data for {'; '.join(unjudged)}" if unjudged else "")
         )
-    lines = [
-        f"{check.name} ({check.detail}; look at {check.look_at})"
-        if check.look_at
-        else f"{check.name} ({check.detail})"
-        for check in found.failed
-    ]
+    lines = [f"{check.name} ({check.sentence})" for check in found.failed]
     count = f"{len(lines)} check{'s'[: len(lines) > 1]}"
     return f"packed differs from unpacked in {count}: {'; '.join(lines)}"

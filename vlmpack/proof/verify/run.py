@@ -27,7 +27,8 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.protocols import Collator
 from vlmpack.distributed import Ranks
-from vlmpack.packing import PaddedBatch
+from vlmpack.proof.check import Check
+from vlmpack.proof.rows.checks import check_rows
 from vlmpack.proof.verify.answers import check_answers
 from vlmpack.proof.verify.engine import (
     Dtype,
@@ -36,19 +37,10 @@ from vlmpack.proof.verify.engine import (
     verified_dtype,
     verified_setup,
 )
-from vlmpack.proof.verify.figures import Check
-from vlmpack.proof.verify.layouts import layouts, row_tokens, rows_in_words
+from vlmpack.proof.verify.layouts import group_samples, layouts, row_tokens, rows_in_words
 from vlmpack.proof.verify.memory import on_every_rank, require_memory
 from vlmpack.proof.verify.numbers import ReferenceRuns, verify_rows
-from vlmpack.proof.verify.row import (
-    Row,
-    check_boundaries,
-    check_labels,
-    check_pixels,
-    check_positions,
-    group_samples,
-    make_row,
-)
+from vlmpack.proof.verify.row import VerifiedRow, make_row
 from vlmpack.proof.verify.samples import (
     LABELS_IN_BFLOAT16,
     Chosen,
@@ -195,7 +187,7 @@ def _all_checks(
 ) -> tuple[list[Check], dict[str, str]]:
     """The checks of every way to lay the samples out, and the engine's description."""
     chosen, dtype, options = what
-    ranks, encoder = setup.ranks, setup.encoder
+    ranks, encoder, context = setup.ranks, setup.encoder, setup.recipe.parallelism.context
     changed = verified_setup(setup, dtype)
     held: list[ReferenceRuns] = []  # on the main rank alone: too large to send around
 
@@ -221,22 +213,19 @@ def _all_checks(
             chosen.samples, options.num_samples, collator, max_tokens=row_tokens(train)
         )
         rows = [
-            make_row(collator, [chosen.samples[n] for n in numbers], numbers) for numbers in groups
+            make_row(collator, chosen.samples, numbers, encoder, context=context)
+            for numbers in groups
         ]
-        logger.info(
-            "%-14s %s",
-            "engine",
-            rows_in_words(len(rows), padded=isinstance(rows[0].batch, PaddedBatch)),
-        )
-        found, facts = check_rows(changed, collator, rows, held[0] if ranks.is_main else None)
+        logger.info("%-14s %s", "engine", rows_in_words(len(rows), padded=rows[0].is_padded))
+        found, facts = verify_layout(changed, collator, rows, held[0] if ranks.is_main else None)
         gc.collect()
         checks += [replace(check, name=prefix + check.name) for check in found]
     stock = ranks.broadcast_object(held[0].stock if ranks.is_main else "")
     return checks, facts | {"reference": stock}
 
 
-def check_rows(
-    setup: Setup, collator: Collator, rows: Sequence[Row], reference: ReferenceRuns | None
+def verify_layout(
+    setup: Setup, collator: Collator, rows: Sequence[VerifiedRow], reference: ReferenceRuns | None
 ) -> tuple[list[Check], dict[str, str]]:
     """Everything about some rows, on an engine that is built for them. Collective.
 
@@ -253,13 +242,13 @@ def check_rows(
 
     def without_model() -> list[Check]:
         assert reference is not None
-        pixels = check_pixels(rows, encoder.placeholder_id)
-        return [
-            check_boundaries(rows),
-            check_labels(rows),
-            check_positions(rows, reference.positions, reference.positions_of),
-            *([pixels] if pixels is not None else []),
-        ]
+        own, counted_by = reference.positions, reference.positions_of
+        return check_rows(
+            [
+                replace(row, positions=tuple(own[n] for n in row.numbers), counted_by=counted_by)
+                for row in rows
+            ]
+        )
 
     found = setup.ranks.on_main(without_model)
     engine = build_verified_engine(setup)

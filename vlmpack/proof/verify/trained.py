@@ -11,7 +11,8 @@ from torch import Tensor
 from vlmpack.backends.engine import Engine
 from vlmpack.backends.policy import Component
 from vlmpack.distributed import Ranks
-from vlmpack.proof.verify.figures import Check, names_of
+from vlmpack.proof.check import Check
+from vlmpack.proof.verify.figures import names_of
 from vlmpack.training.first_step import SEES_IMAGES
 
 

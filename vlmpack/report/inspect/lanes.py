@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from vlmpack.proof.rows.row import Row, Segment
+from vlmpack.proof.rows.shown import Segment, ShownRow
 from vlmpack.report.inspect.canvas import FAINT, INK, MUTED, Canvas, Path, Rect, Text, text_width
 from vlmpack.report.inspect.colors import (
     AXES,
@@ -38,7 +38,7 @@ SAMPLE_HEIGHT, STRIP_HEIGHT, POSITION_HEIGHT, RANK_HEIGHT = 22.0, 9.0, 40.0, 13.
 GAP = 4.0
 
 
-def draw_lanes(canvas: Canvas, row: Row) -> None:
+def draw_lanes(canvas: Canvas, row: ShownRow) -> None:
     """Draw the row below what is on the canvas."""
     lines = row_lines(row, canvas.width)
     ranks = row.ranks()
@@ -59,7 +59,7 @@ def draw_lanes(canvas: Canvas, row: Row) -> None:
         canvas.height += 10
     drawn = lines[-1].end
     if drawn < row.num_slots:
-        note = f"rows {len(lines)} to {row.num_rows - 1} are not drawn"
+        note = f"rows {len(lines)} to {row.shown.num_rows - 1} are not drawn"
         canvas.add(Text(x=GUTTER, y=canvas.height + 12, text=note, color=MUTED))
         canvas.height += 20
     draw_legend(canvas, row)
@@ -82,7 +82,7 @@ def _axis(canvas: Canvas, line: Line) -> None:
     canvas.height += 14
 
 
-def _samples(canvas: Canvas, row: Row, line: Line) -> None:
+def _samples(canvas: Canvas, row: ShownRow, line: Line) -> None:
     _name(canvas, "samples", canvas.height + 15)
     for segment in row.segments:
         body = line.cut(segment.start, segment.start + segment.length)
@@ -119,7 +119,7 @@ def _sample(canvas: Canvas, segment: Segment, line: Line, body: tuple[int, int])
             return
 
 
-def _tokens(canvas: Canvas, row: Row, line: Line) -> None:
+def _tokens(canvas: Canvas, row: ShownRow, line: Line) -> None:
     _name(canvas, "tokens", canvas.height + 8)
     for segment in row.segments:
         slot = segment.start
@@ -131,7 +131,7 @@ def _tokens(canvas: Canvas, row: Row, line: Line) -> None:
     canvas.height += STRIP_HEIGHT + GAP
 
 
-def _loss(canvas: Canvas, row: Row, line: Line) -> None:
+def _loss(canvas: Canvas, row: ShownRow, line: Line) -> None:
     _name(canvas, "loss", canvas.height + 8)
     for segment in row.segments:
         _strip(canvas, line, (segment.start, segment.start + segment.length), NO_LOSS)
@@ -174,7 +174,7 @@ def _gap(canvas: Canvas, line: Line, segment: Segment, height: float) -> None:
         )
 
 
-def _positions(canvas: Canvas, row: Row, line: Line) -> None:
+def _positions(canvas: Canvas, row: ShownRow, line: Line) -> None:
     """One line an axis, broken where a sample ends."""
     top, bottom = canvas.height + 2, canvas.height + POSITION_HEIGHT
     most = max(1, int(row.batch.position_ids.max()))
@@ -209,7 +209,7 @@ def _thinned(
     yield part[1], positions[part[1] - 1]
 
 
-def _ranks(canvas: Canvas, row: Row, ranks: Sequence[int], line: Line) -> None:
+def _ranks(canvas: Canvas, row: ShownRow, ranks: Sequence[int], line: Line) -> None:
     _name(canvas, "CP rank", canvas.height + 10)
     for segment in row.segments:
         part = line.cut(segment.start, segment.end)
@@ -230,7 +230,7 @@ def _rank(canvas: Canvas, line: Line, piece: tuple[int, int, int], size: int) ->
         canvas.add(Text(x=middle, y=base, text=str(rank), size=9, color=ink, anchor="middle"))
 
 
-def _boundaries(canvas: Canvas, row: Row, line: Line, top: float) -> None:
+def _boundaries(canvas: Canvas, row: ShownRow, line: Line, top: float) -> None:
     bottom = canvas.height - GAP + 2
     for segment in row.segments:
         for place, dashed in ((segment.start + segment.length, True), (segment.end, False)):

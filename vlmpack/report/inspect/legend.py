@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlmpack.proof.rows.row import Row
+from vlmpack.proof.rows.shown import ShownRow
 from vlmpack.report.inspect.canvas import INK, Canvas, Path, Rect, Text, fitted, text_width
 from vlmpack.report.inspect.colors import (
     AXES,
@@ -20,7 +20,7 @@ from vlmpack.report.inspect.lines import GUTTER
 SMALL = 10.0
 
 
-def draw_legend(canvas: Canvas, row: Row) -> None:
+def draw_legend(canvas: Canvas, row: ShownRow) -> None:
     """What the colours mean, in as many lines as it takes."""
     has_images = row.batch.media is not None
     axes = int(row.batch.position_ids.shape[0])

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-from vlmpack.proof.rows.row import Row
+from vlmpack.proof.rows.shown import ShownRow
 
 GUTTER = 58.0
 """Pixels for the lanes' names, left of the slots."""
@@ -34,12 +34,12 @@ class Line:
         return (first, last) if first < last else None
 
 
-def row_lines(row: Row, width: float) -> list[Line]:
+def row_lines(row: ShownRow, width: float) -> list[Line]:
     """The row cut into lines; rows of mode `none` get one each."""
     room = width - GUTTER - 2
     slots = max(1, row.num_slots)
     if row.is_padded:
-        count, each = min(row.num_rows, MAX_LINES), slots // row.num_rows
+        count, each = min(row.shown.num_rows, MAX_LINES), slots // row.shown.num_rows
     else:
         wanted = max(slots / room, len(row.segments) * MIN_SEGMENT / room)
         count = min(MAX_LINES, max(1, -int(-wanted // 1)))

@@ -14,9 +14,9 @@ from io import BytesIO
 from PIL.Image import Image, Resampling
 
 from vlmpack.encode import Encoder
-from vlmpack.proof.rows.checks import Check
-from vlmpack.proof.rows.row import Row, Segment
-from vlmpack.proof.rows.show import ShownSample
+from vlmpack.proof.check import Check
+from vlmpack.proof.rows.shown import Segment, ShownRow
+from vlmpack.proof.rows.view import SampleView
 from vlmpack.report.document import render
 from vlmpack.report.inspect.canvas import BAD, GOOD, Canvas
 from vlmpack.report.inspect.colors import segment_color
@@ -82,7 +82,7 @@ svg.image {{ display: block; margin: .2rem 0; max-height: 24rem; }}
 """
 
 
-def render_page(row: Row, checks: Sequence[Check], encoder: Encoder, source: str) -> str:
+def render_page(row: ShownRow, checks: Sequence[Check], encoder: Encoder, source: str) -> str:
     """The page as HTML.
 
     Args:
@@ -97,7 +97,7 @@ def render_page(row: Row, checks: Sequence[Check], encoder: Encoder, source: str
     parts = [
         _store(images),
         f"<h1>{visible(title)}</h1>",
-        f'<p class="from">{visible(source)}, packing.mode {escape(row.rules.mode)}</p>',
+        f'<p class="from">{visible(source)}, packing.mode {escape(row.mode)}</p>',
         _checks(checks),
         _totals(totals(row)),
         *_drawings(row, sizes),
@@ -141,9 +141,9 @@ def _data_url(image: Image) -> str:
 
 def _checks(checks: Sequence[Check]) -> str:
     lines = "\n".join(
-        f'<li class="{"good" if check.holds else "bad"}">'
-        f'<span class="mark">{"&#10003;" if check.holds else "&#10007;"}</span>'
-        f"<b>{visible(check.name)}</b><span>{visible(check.detail)}</span></li>"
+        f'<li class="{"bad" if check.fails else "good"}">'
+        f'<span class="mark">{"&#10007;" if check.fails else "&#10003;"}</span>'
+        f"<b>{visible(check.name)}</b><span>{visible(check.sentence)}</span></li>"
         for check in checks
     )
     return f'<ul class="checks">\n{lines}\n</ul>'
@@ -157,7 +157,7 @@ def _totals(figures: Sequence[Total]) -> str:
     return f"<dl>\n{items}\n</dl>"
 
 
-def _drawings(row: Row, sizes: Sequence[tuple[int, int]]) -> Iterator[str]:
+def _drawings(row: ShownRow, sizes: Sequence[tuple[int, int]]) -> Iterator[str]:
     label = f"{len(row.shown.samples)} samples in {row.num_slots} slots, to scale"
     for name, width in LAYOUTS:
         canvas = Canvas(width)
@@ -171,7 +171,7 @@ def _swatch(segment: Segment) -> str:
     return f'<span class="swatch" style="background:{segment_color(segment.number)[0]}"></span>'
 
 
-def _table(row: Row) -> str:
+def _table(row: ShownRow) -> str:
     def kind(name: str) -> str:
         return "w" if name in WORDS else "n"
 
@@ -187,7 +187,7 @@ def _table(row: Row) -> str:
     return f'<div class="scroll"><table>\n<tr>{head}</tr>\n{body}\n</table></div>'
 
 
-def _texts(row: Row, encoder: Encoder, sizes: Sequence[tuple[int, int]]) -> Iterator[str]:
+def _texts(row: ShownRow, encoder: Encoder, sizes: Sequence[tuple[int, int]]) -> Iterator[str]:
     special = special_pattern(encoder)
     image = 0
     for segment in row.segments:
@@ -218,7 +218,7 @@ def special_pattern(encoder: Encoder) -> re.Pattern[str]:
 
 
 def _text(
-    sample: ShownSample, special: re.Pattern[str], first: int, sizes: Sequence[tuple[int, int]]
+    sample: SampleView, special: re.Pattern[str], first: int, sizes: Sequence[tuple[int, int]]
 ) -> str:
     """The runs of a sample: learnt ones marked, images in their place.
 
@@ -239,7 +239,7 @@ def _text(
         shown = _marked(run.text[:MAX_TEXT], special)
         cut = len(run.text) - MAX_TEXT
         shown += f" [{cut:,} characters more]" if cut > 0 else ""
-        parts.append(f"<mark>{shown}</mark>" if run.kind == "LEARNT" else shown)
+        parts.append(f"<mark>{shown}</mark>" if run.kind == "learnt" else shown)
     return "".join(parts)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from PIL.Image import Image
 
-from vlmpack.proof.rows.checks import Check
-from vlmpack.proof.rows.row import Row
+from vlmpack.proof.check import Check
+from vlmpack.proof.rows.shown import ShownRow
 from vlmpack.report.inspect.canvas import (
     BAD,
     FAINT,
@@ -34,7 +34,7 @@ COLUMN_WIDTHS = (46.0, 300.0, 210.0, 80.0, 80.0, 80.0, 130.0, 130.0, 104.0)
 TEXT_COLUMNS = ("key", "shard")
 
 
-def draw_row(row: Row, checks: Sequence[Check], source: str) -> Image:
+def draw_row(row: ShownRow, checks: Sequence[Check], source: str) -> Image:
     """The picture.
 
     Args:
@@ -60,10 +60,10 @@ def _moved(inner: Canvas) -> Canvas:
     return outer
 
 
-def _head(canvas: Canvas, row: Row, source: str) -> None:
+def _head(canvas: Canvas, row: ShownRow, source: str) -> None:
     title = row.shown.title[:1].upper() + row.shown.title[1:]
     canvas.add(Text(x=0, y=18, text=fitted(title, 18, canvas.width), size=18, bold=True))
-    about = f"{source}, packing.mode {row.rules.mode}"
+    about = f"{source}, packing.mode {row.mode}"
     canvas.add(Text(x=0, y=38, text=fitted(about, 12, canvas.width), size=12, color=MUTED))
     canvas.height = 46.0
     x, y = 0.0, canvas.height + 12
@@ -82,16 +82,16 @@ def _checks(canvas: Canvas, checks: Sequence[Check]) -> None:
     for check in checks:
         canvas.height += LINE
         y = canvas.height
-        color = INK if check.holds else BAD
-        canvas.mark(0, y, check.holds)
+        color = BAD if check.fails else INK
+        canvas.mark(0, y, not check.fails)
         canvas.add(Text(x=18, y=y, text=check.name, size=12, color=color, bold=True))
         room = canvas.width - NAME_WIDTH - 18
-        detail = fitted(check.detail, 12, room)
+        detail = fitted(check.sentence, 12, room)
         canvas.add(Text(x=18 + NAME_WIDTH, y=y, text=detail, size=12, color=color))
     canvas.height += 8
 
 
-def _table(canvas: Canvas, row: Row) -> None:
+def _table(canvas: Canvas, row: ShownRow) -> None:
     rows = table_rows(row)
     canvas.height += 14
     _table_line(canvas, COLUMNS, MUTED)

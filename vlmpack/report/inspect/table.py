@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from vlmpack.proof.rows.row import Row, Segment
+from vlmpack.proof.rows.shown import Segment, ShownRow
 
 COLUMNS = ("", "key", "shard", "tokens", "image", "loss", "logical", "physical", "positions")
 """Of the segments; numbers but for key and shard."""
@@ -19,12 +19,12 @@ class Total:
     value: str
 
 
-def table_rows(row: Row) -> list[tuple[str, ...]]:
+def table_rows(row: ShownRow) -> list[tuple[str, ...]]:
     """One line a segment, as COLUMNS; ranges are first and last slot."""
     return [_cells(row, segment) for segment in row.segments]
 
 
-def _cells(row: Row, segment: Segment) -> tuple[str, ...]:
+def _cells(row: ShownRow, segment: Segment) -> tuple[str, ...]:
     sample = segment.sample
     begin, end = segment.logical
     return (
@@ -46,7 +46,7 @@ def num_image_tokens(segment: Segment) -> int:
     return sum(run.num_tokens for run in runs if run.kind == "image")
 
 
-def totals(row: Row) -> list[Total]:
+def totals(row: ShownRow) -> list[Total]:
     """The row's figures."""
     batch, segments = row.batch, row.segments
     gaps = sum(s.slots - s.length for s in segments if s.sample is not None)
@@ -86,7 +86,7 @@ def _flops(count: float) -> str:
     return f"{count / 1e6:.3g} MFLOP"
 
 
-def _fill(row: Row) -> str:
+def _fill(row: ShownRow) -> str:
     batch = row.batch
     fill = f"{batch.num_tokens / max(1, batch.num_slots):.1%}"
     budget = row.rules.budget
@@ -95,7 +95,7 @@ def _fill(row: Row) -> str:
     return f"{fill}; {batch.num_tokens / budget.max_tokens:.1%} of the budget {budget.max_tokens:,}"
 
 
-def _parts(row: Row, gaps: int, tail: int) -> str:
+def _parts(row: ShownRow, gaps: int, tail: int) -> str:
     if row.is_padded:
-        return f"rows of {row.num_slots // row.num_rows:,}"
+        return f"rows of {row.num_slots // row.shown.num_rows:,}"
     return f"{gaps:,} in alignment gaps, {tail:,} in the tail"

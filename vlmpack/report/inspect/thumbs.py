@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
-from vlmpack.proof.rows.row import Row
+from vlmpack.proof.rows.shown import ShownRow
 from vlmpack.report.inspect.canvas import MUTED, Canvas, Path, Text, Thumb
 
 HEIGHT = 40.0
@@ -47,7 +47,7 @@ class ImageSpan:
     size: tuple[int, int]
 
 
-def image_spans(row: Row) -> Iterator[ImageSpan]:
+def image_spans(row: ShownRow) -> Iterator[ImageSpan]:
     """All images of a row, in order."""
     image = 0
     for sample in row.shown.samples:
@@ -60,7 +60,7 @@ def image_spans(row: Row) -> Iterator[ImageSpan]:
         image += len(sample.images)
 
 
-def place_thumbs(canvas: Canvas, row: Row, line: Window) -> float | None:
+def place_thumbs(canvas: Canvas, row: ShownRow, line: Window) -> float | None:
     """Draw the images whose first token is in a line.
 
     Returns:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from vlmpack.encode import Encoder
 from vlmpack.errors import VlmpackError
-from vlmpack.proof.rows.checks import Check
-from vlmpack.proof.rows.row import Row
+from vlmpack.proof.check import Check
+from vlmpack.proof.rows.shown import ShownRow
 from vlmpack.report.inspect.page import render_page
 from vlmpack.report.inspect.png import write_png
 from vlmpack.report.inspect.sheet import draw_row
@@ -24,7 +24,13 @@ class Written(NamedTuple):
 
 
 def write_row(
-    row: Row, checks: Sequence[Check], encoder: Encoder, *, folder: Path, stem: str, source: str
+    row: ShownRow,
+    checks: Sequence[Check],
+    encoder: Encoder,
+    *,
+    folder: Path,
+    stem: str,
+    source: str,
 ) -> Written:
     """Write `STEM.png` and `STEM.html`.
 

@@ -1,0 +1,68 @@
+"""What must hold of the images of a row."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from vlmpack.proof.rows.findings import COLLATOR, Broken, Counts, owners_of
+from vlmpack.proof.rows.row import Row
+
+
+def check_images(row: Row) -> Counts:
+    """Each sample's images fill its places; they are its own, in order and bit by bit.
+
+    Raises:
+        Broken: what does not hold.
+    """
+    media, ids = row.batch.media, row.batch.input_ids.flatten().tolist()
+    found = [slot for slot, token in enumerate(ids) if token == row.rules.placeholder_id]
+    features = sum(media.num_tokens) if media is not None else 0
+    if len(found) != features:
+        raise Broken(
+            f"{len(found)} placeholders, but the images give {features} features", COLLATOR
+        )
+    if row.batch.media_positions.tolist() != found:
+        raise Broken("media_positions are not the slots of the placeholders", COLLATOR)
+    owners = owners_of(row)
+    counts = Counter(owners[slot] for slot in found)
+    if counts[-1]:
+        slot = next(slot for slot in found if owners[slot] == -1)
+        raise Broken(f"slot {slot} is a placeholder of no sample", COLLATOR)
+    for number, item in enumerate(row.alone):
+        own = sum(item.media.num_tokens) if item.media is not None else 0
+        if own != counts[number]:
+            raise Broken(
+                f"{item.key} has {counts[number]} placeholders, its images give {own} features",
+                COLLATOR,
+            )
+    return _pixels(row), features
+
+
+def _pixels(row: Row) -> int:
+    """The row's images are those of its samples, in their order and bit by bit; how many."""
+    media = row.batch.media
+    if media is None:
+        return 0
+    order = "the order in which the collator concatenates images"
+    rows = int(media.pixel_values.shape[0])
+    if rows != (patches := sum(t * h * w for t, h, w in media.grid_thw)):
+        raise Broken(f"pixel_values has {rows} patches, the grids {patches}", order)
+    patch = image = 0
+    for item in row.alone:
+        if (own := item.media) is None:
+            continue
+        stop, after = patch + int(own.pixel_values.shape[0]), image + own.num_images
+        if (
+            not torch.equal(media.pixel_values[patch:stop], own.pixel_values)
+            or media.grid_thw[image:after] != own.grid_thw
+            or media.num_tokens[image:after] != own.num_tokens
+        ):
+            raise Broken(
+                f"{item.key}: the row's patches {patch} to {stop - 1} are not its own", order
+            )
+        patch, image = stop, after
+    if (patch, image) != (rows, media.num_images):
+        raise Broken(f"the row has {rows} patches, its samples have {patch}", order)
+    return image

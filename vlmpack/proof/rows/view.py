@@ -1,0 +1,260 @@
+"""What the model sees of a batch, as text: its samples as runs of tokens, what is learnt in [[ ]].
+
+    row 0 of batch 1, epoch 0: 4 samples, 241 tokens, 30 labels in 1 x 256 slots
+    segment 0  00012 (train-0.tar)  slots 0 to 71: 68 tokens, 4 of padding; learnt 11 (16.2%)
+      roles: user, assistant
+      <|im_start|>user\\n
+      <|vision_start|>[image: 24 tokens, grid 1 x 8 x 12]<|vision_end|>What is it?<|im_end|>\\n
+      <|im_start|>assistant\\n
+      [[42<|im_end|>]]\\n
+
+Everything is taken from the very tensors that training gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from typing import Any, Literal
+
+import torch
+from PIL.Image import Image
+from torch import Tensor
+
+from vlmpack.data.loading.read import SkippedSample
+from vlmpack.encode import Encoder
+from vlmpack.packing.batch import IGNORE_INDEX, Batch, GridTHW, Media, PaddedBatch
+
+Kind = Literal["given", "image", "learnt"]
+"""Without loss; placeholders of an image; what the model must predict."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRun:
+    """Neighbouring tokens of one kind.
+
+    Args:
+        kind: of all of them.
+        num_tokens: in it.
+        text: decoded, special tokens included; the grid of an image.
+    """
+
+    kind: Kind
+    num_tokens: int
+    text: str
+
+    def marked(self, *, brackets: bool = True, limit: int | None = None) -> str:
+        """The text with control characters spelt out and lines that end behind each line break's
+        spelling; what is learnt in brackets.
+
+        Args:
+            brackets: whether they are wanted.
+            limit: characters beyond which the middle is left out.
+        """
+        if self.kind == "image":
+            return f"[image: {self.text}]"
+        text = readable(self.text if limit is None else _abridged(self.text, limit))
+        return f"[[{text}]]" if brackets and self.kind == "learnt" else text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleView:
+    """One sample as it lies in the batch.
+
+    Args:
+        key: its name.
+        start: its first slot; those of padded rows are counted on from row to row.
+        num_tokens: its own slots.
+        num_padding: slots behind it, up to the next sample or the row's end.
+        num_labels: slots with loss.
+        runs: its tokens.
+        media: its images.
+        shard: where it comes from; empty where nobody said.
+        roles: of its turns; empty where the tokens come from saved packs.
+        images: the images after processing, normalisation undone, where they are to be drawn.
+    """
+
+    key: str
+    start: int
+    num_tokens: int
+    num_padding: int
+    num_labels: int
+    runs: tuple[TokenRun, ...]
+    media: Media | None
+    shard: str = ""
+    roles: tuple[str, ...] = ()
+    images: tuple[Image, ...] = ()
+
+    @property
+    def learnt(self) -> str:
+        """How much of it is learnt."""
+        share = self.num_labels / self.num_tokens
+        return f"{self.num_labels:,} of {self.num_tokens:,} tokens ({share:.1%})"
+
+    def lines(self) -> list[str]:
+        """Its text, whole."""
+        return "".join(run.marked() for run in self.runs).rstrip().split("\n")
+
+
+@dataclass(frozen=True, slots=True)
+class RowView:
+    """One row, or the padded rows of one micro-batch.
+
+    Args:
+        title: which one it is.
+        samples: in the batch's order.
+        holes: samples that were left out, with the reason.
+        num_rows, num_columns: of the batch.
+    """
+
+    title: str
+    samples: tuple[SampleView, ...]
+    holes: tuple[SkippedSample, ...]
+    num_rows: int
+    num_columns: int
+
+    def lines(self) -> Iterator[str]:
+        """The row as text."""
+        tokens = sum(sample.num_tokens for sample in self.samples)
+        labels = sum(sample.num_labels for sample in self.samples)
+        yield (
+            f"{self.title}: {len(self.samples)} samples, {tokens} tokens, {labels} labels in "
+            f"{self.num_rows} x {self.num_columns} slots"
+        )
+        for place, sample in enumerate(self.samples):
+            row, first = divmod(sample.start, self.num_columns)
+            where = f"row {row}, slots" if self.num_rows > 1 else "slots"
+            last = first + sample.num_tokens + sample.num_padding - 1
+            yield (
+                f"segment {place}  {sample.key} ({sample.shard})  {where} {first} to {last}: "
+                f"{sample.num_padding} of padding, learnt {sample.learnt}"
+            )
+            if sample.roles:
+                yield f"  roles: {', '.join(sample.roles)}"
+            yield from (f"  {line}" for line in sample.lines())
+        for hole in self.holes:
+            yield f"hole  {hole.key} ({hole.shard})  {hole.error_class}: {hole.reason}"
+
+
+def view_samples(batch: Batch, encoder: Encoder) -> Iterator[SampleView]:
+    """The samples of a batch on CPU, one after the other.
+
+    Args:
+        batch: as it is trained.
+        encoder: what made it.
+    """
+    ids, labels = batch.input_ids.flatten(), batch.labels.flatten()
+    images = _Images(batch.media)
+    for key, (start, slots), length in zip(batch.keys, _places(batch), batch.lengths, strict=False):
+        own, targets = ids[start : start + length], labels[start : start + length]
+        media = images.take(int((ids[start : start + slots] == encoder.placeholder_id).sum()))
+        yield SampleView(
+            key=key,
+            start=start,
+            num_tokens=length,
+            num_padding=slots - length,
+            num_labels=int((targets != IGNORE_INDEX).sum()),
+            runs=tuple(_runs(own, targets, encoder, media)),
+            media=media,
+        )
+
+
+def _places(batch: Batch) -> Iterator[tuple[int, int]]:
+    """(first slot, slots) of every segment, those without a sample included."""
+    if isinstance(batch, PaddedBatch):
+        rows, columns = batch.input_ids.shape
+        return ((row * columns, columns) for row in range(rows))
+    return zip(accumulate(batch.segment_lengths, initial=0), batch.segment_lengths, strict=False)
+
+
+class _Images:
+    """The batch's images, handed out sample by sample: as many as its placeholders are worth."""
+
+    def __init__(self, media: Media | None) -> None:
+        counts = [t * h * w for t, h, w in media.grid_thw] if media is not None else []
+        if media is not None and sum(counts) != media.pixel_values.shape[0]:
+            media = None  # nobody can say whose they are
+        self.media, self.image = media, 0
+        self.patches = media.pixel_values.split(counts) if media is not None else ()
+
+    def take(self, placeholders: int) -> Media | None:
+        """The images of the next sample."""
+        media, first = self.media, self.image
+        if media is None:
+            return None
+        while placeholders > 0 and self.image < media.num_images:
+            placeholders -= media.num_tokens[self.image]
+            self.image += 1
+        own = slice(first, self.image)
+        if first == self.image:
+            return None
+        return Media(
+            pixel_values=torch.cat(self.patches[own]),
+            grid_thw=media.grid_thw[own],
+            num_tokens=media.num_tokens[own],
+            image_sizes=media.image_sizes[own] if media.image_sizes is not None else None,
+        )
+
+
+def _runs(ids: Tensor, labels: Tensor, encoder: Encoder, media: Media | None) -> Iterator[TokenRun]:
+    """Token j is learnt where position j - 1 has it as its label."""
+    learnt = [False, *(labels[:-1] != IGNORE_INDEX).tolist()]
+    tokens = ids.tolist()
+    kinds: list[Kind] = [
+        "image" if token == encoder.placeholder_id else "learnt" if target else "given"
+        for token, target in zip(tokens, learnt, strict=True)
+    ]
+    image = place = 0
+    seen = 0  # tokens of that image so far: some families write an image in several runs
+    for kind, members in groupby(kinds):
+        length = sum(1 for _ in members)
+        before, run = tokens[max(0, place - 1) : place], tokens[place : place + length]
+        place += length
+        if kind != "image":
+            yield TokenRun(kind, length, _decode(encoder.tokenizer, before, run))
+            continue
+        while length > 0:  # images that touch each other
+            if media is None or image >= media.num_images:
+                yield TokenRun("image", length, f"{length} tokens, without an image")
+                break
+            total, grid = media.num_tokens[image], media.grid_thw[image]
+            count = min(length, total - seen)
+            part = f" of {total}" if count < total else ""
+            yield TokenRun("image", count, f"{count}{part} tokens, grid {_size(grid)}")
+            length, seen = length - count, seen + count
+            if seen == total:
+                image, seen = image + 1, 0
+
+
+def _size(grid: GridTHW) -> str:
+    return " x ".join(map(str, grid))
+
+
+def _decode(tokenizer: Any, before: list[int], ids: list[int]) -> str:
+    """Text of some tokens. SentencePiece drops the space that a text begins with, so they are
+    decoded behind the token before them."""
+    head = tokenizer.decode(before, skip_special_tokens=False)
+    text = tokenizer.decode([*before, *ids], skip_special_tokens=False)
+    if not text.startswith(head):
+        text, head = tokenizer.decode(ids, skip_special_tokens=False), ""
+    return str(text[len(head) :])
+
+
+def readable(text: str) -> str:
+    """Control characters spelt out; a line ends behind each line break's spelling."""
+    return "".join(
+        "\\n\n"
+        if char == "\n"
+        else char
+        if char.isprintable()
+        else char.encode("unicode_escape").decode()
+        for char in text
+    )
+
+
+def _abridged(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]} ...{len(text) - 2 * half:,} characters... {text[-half:]}"
