@@ -94,7 +94,7 @@ def test_pictures_are_the_pixels_of_the_file(encoder: Encoder) -> None:
 
 def test_images_of_a_bin_belong_to_their_samples(opened: tuple[TrainData, Encoder]) -> None:
     train, encoder = opened
-    files = {s.key: s for s in read_shard(Path(train.config.sources[0].paths[0]))}
+    files = {s.key: s for s in read_shard(Path(train.config.sources[0].path))}
     compared = 0
     for place in range(2):
         for sample in shown(opened, 0, place).samples:
