@@ -50,8 +50,8 @@ format: $(STAMP)  ## format and fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-families: $(STAMP)  ## write the table of model families into README.md
-	$(BIN)/python -m vlmpack families --into README.md
+families: $(STAMP)  ## write the table of model families into docs/families.md
+	$(BIN)/python -m vlmpack families --into docs/families.md
 
 bench: $(STAMP)  ## packed against padded, attention, collator
 	$(BIN)/python benchmarks/run.py

@@ -309,12 +309,12 @@ def test_a_gated_delta_net_cannot_be_reset_by_torch_code():
     assert (together - alone).abs().max() > 1e-2
 
 
-def test_the_readme_has_the_table():
+def test_the_page_has_the_table():
     """`make families` writes it."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/families.md").read_text(encoding="utf-8")
     result = CliRunner().invoke(app, ["families", "--markdown"])
     assert result.exit_code == 0
-    assert f"{BEGIN}\n{result.stdout}{END}" in readme
+    assert f"{BEGIN}\n{result.stdout}{END}" in page
     assert result.stdout == markdown(text_table(capabilities(TESTED)), TESTED)
 
 
@@ -333,7 +333,7 @@ def test_the_table_is_written_between_the_marks(tmp_path):
 
 
 def test_the_table_in_markdown_is_not_of_one_folder(tiny_folder):
-    for options in (["--markdown"], ["--into", "README.md"]):
+    for options in (["--markdown"], ["--into", "page.md"]):
         result = CliRunner().invoke(app, ["families", str(tiny_folder), *options])
         assert "leave the folder out" in str(result.exception)
     assert "--markdown" not in CliRunner().invoke(app, ["families", "--help"]).stdout

@@ -43,14 +43,18 @@ def built(tmp_path_factory):
     return wheel, sdist
 
 
-def test_the_wheel_has_every_module_and_recipe_once_and_nothing_else(built):
+def test_the_wheel_has_every_file_and_recipe_once_and_nothing_else(built):
     names = zipfile.ZipFile(built[0]).namelist()
     assert len(names) == len(set(names))
-    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "vlmpack").rglob("*.py")}
+    files = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "vlmpack").rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
     recipes = {f"vlmpack/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.yaml")}
-    assert len(modules) > 100 and len(recipes) > 10
+    assert len(files) > 100 and len(recipes) > 10
     ours = {name for name in names if ".dist-info/" not in name}
-    assert ours == modules | recipes | {"vlmpack/py.typed"}
+    assert ours == files | recipes
     licenses = {name.rpartition("/")[2] for name in names if "/licenses/" in name}
     assert licenses == {"LICENSE", "NOTICE"}
 

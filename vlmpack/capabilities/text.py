@@ -58,7 +58,7 @@ def refused_lines() -> tuple[tuple[str, str], ...]:
 
 
 def markdown(table: TextTable, versions: Mapping[str, str | None]) -> str:
-    """The table for the README."""
+    """The table for docs/families.md."""
     head = " | ".join(table.columns)
     lines = [f"| {head} |", "|" + "---|" * len(table.columns)]
     lines += [f"| {' | '.join(row)} |" for row in table.rows]

@@ -34,7 +34,7 @@ TESTED: Mapping[str, str | None] = {
     "megatron-core": "0.16.1",
     "peft": "0.21.2",
 }
-"""The versions that the table in the README is made for."""
+"""The versions that the table in docs/families.md is made for."""
 
 
 def installed_versions() -> Mapping[str, str | None]:

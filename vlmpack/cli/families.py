@@ -24,7 +24,7 @@ def families(
     ] = None,
     as_markdown: Annotated[
         bool,
-        typer.Option("--markdown", hidden=True, help="Print the README's table."),
+        typer.Option("--markdown", hidden=True, help="Print the table of docs/families.md."),
     ] = False,
     into: Annotated[
         Path | None,
