@@ -15,22 +15,26 @@ from bench_step import batches_of
 from models import write_wide_model
 from timing import against_ideal, medians
 
-from vlmpack.backends.adamw import AdamWConfig
 from vlmpack.backends.mcore.cpu import megatron_on_cpu
-from vlmpack.backends.mcore.engine import MegatronEngine, MegatronEngineConfig
+from vlmpack.backends.mcore.engine import MegatronEngine
 from vlmpack.backends.mcore.model import MergedRow
 from vlmpack.distributed import start_process_group
 from vlmpack.encode import Encoder
 from vlmpack.packing import Batch
+from vlmpack.recipe.schema import ModelSection, ParallelismSection
+from vlmpack.recipe.trainable import OptimSection
 from vlmpack.training.objective import SFT
 from vlmpack.training.optim import Schedule
 from vlmpack.training.step import Stepper
 
+OPTIM = OptimSection(lr=1e-30, schedule="constant")
+"""The smallest step: what is measured stays the same."""
+
 
 def _engine(folder: Path, encoder: Encoder) -> MegatronEngine:
-    config = MegatronEngineConfig(folder=folder, dtype="float32", distributed_optimizer=False)
-    optimizer = AdamWConfig(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    return MegatronEngine(config, encoder, start_process_group(), optimizer)
+    model = ModelSection(path=str(folder), backend="mcore", dtype="float32")
+    split = ParallelismSection(distributed_optimizer=False)
+    return MegatronEngine(model, split, encoder, start_process_group(), OPTIM)
 
 
 def _whole_step(stepper: Stepper, batches: list[Batch]) -> Callable[[], None]:
@@ -68,7 +72,7 @@ def bench_megatron_step(
         packed = batches_of(encoder, "in_batch", micro_batch_size, 3)
         padded = batches_of(encoder, "none", micro_batch_size, 3)
     assert [b.keys for b in packed] == [b.keys for b in padded], "not the same samples"
-    schedule = Schedule(peak=0.0, floor=0.0, warmup_steps=0, total_steps=1, kind="constant")
+    schedule = Schedule(OPTIM, total_steps=1)
     stepper = Stepper(
         engine=engine, objective=SFT, schedule=schedule, max_grad_norm=1.0, ranks=engine.ranks
     )

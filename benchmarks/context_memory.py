@@ -15,10 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from vlmpack.backends.adamw import AdamWConfig
 from vlmpack.backends.mcore.cpu import megatron_on_cpu
-from vlmpack.backends.mcore.engine import MegatronEngine, MegatronEngineConfig
-from vlmpack.backends.mcore.groups import ParallelSizes
+from vlmpack.backends.mcore.engine import MegatronEngine
 from vlmpack.distributed import (
     start_process_group,
     stop_process_group,
@@ -26,6 +24,8 @@ from vlmpack.distributed import (
 )
 from vlmpack.encode import Encoder
 from vlmpack.packing import IGNORE_INDEX, EncodedSample, pack_batch_sequences
+from vlmpack.recipe.schema import ModelSection, ParallelismSection
+from vlmpack.recipe.trainable import OptimSection
 
 
 def text_row(tokens: int, multiple: int):
@@ -51,14 +51,11 @@ def main(folder: Path, tokens: int, recompute: bool) -> None:
     """Forward once, count, print."""
     world = world_size_from_environment()
     ranks = start_process_group(context=world)
-    config = MegatronEngineConfig(
-        folder=folder,
-        sizes=ParallelSizes(context=world),
-        dtype="float32",
-        activation_checkpointing=recompute,
+    model = ModelSection(
+        path=str(folder), backend="mcore", dtype="float32", activation_checkpointing=recompute
     )
-    optimizer = AdamWConfig(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    engine = MegatronEngine(config, Encoder(folder), ranks, optimizer)
+    split = ParallelismSection(context=world)
+    engine = MegatronEngine(model, split, Encoder(folder), ranks, OptimSection(lr=1.0))
     weights = {p.untyped_storage().data_ptr() for p in engine.model.parameters()}
     saved: dict[int, int] = {}
 

@@ -20,13 +20,14 @@ from transformers import masking_utils
 
 from vlmpack.attention import BlockMasks
 from vlmpack.backends.hf import model as hf_model
-from vlmpack.backends.hf.engine import HFEngine, HFEngineConfig
+from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.backends.hf.model import MergedInputs
 from vlmpack.capabilities import SERVED
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.families import family_of
 from vlmpack.packing import pad_batch_sequences
+from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
 
 class Case:
@@ -210,9 +211,9 @@ def test_masks_are_shared_by_layers_and_nothing_is_read_back(gemma, monkeypatch)
 
 @pytest.mark.parametrize("name", ["torch_varlen", "flash_attn"])
 def test_other_attention_is_refused_when_the_engine_is_built(gemma, one_rank, name):
-    config = HFEngineConfig(folder=gemma.folder, dtype="bfloat16", attention=name)
+    model = ModelSection(path=str(gemma.folder), dtype="bfloat16", attention=name)
     with pytest.raises(CapabilityError, match=rf"model\.attention: {name} cannot run"):
-        HFEngine(config, gemma.encoder, one_rank, optimizer=None)
+        HFEngine(model, ParallelismSection(), gemma.encoder, one_rank, optim=None)
 
 
 def test_auto_is_segments(gemma, one_rank, monkeypatch):

@@ -14,8 +14,9 @@ from support.engines import ADAMW, single_rank
 from support.runs import loss_errors, mean_loss, pack, split_by_sample
 
 from vlmpack.attention import choose_attention, segment_attention
-from vlmpack.backends.hf.engine import HFEngine, HFEngineConfig
+from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.packing import move_batch, pad_batch_sequences
+from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,8 +42,8 @@ ATTENTION_TOLERANCE = 2e-2
 def engine(request, tiny_folder, encoder):
     """bfloat16 autocast on one GPU."""
     ranks = replace(single_rank(), device=torch.device("cuda", 0))
-    config = HFEngineConfig(folder=tiny_folder, dtype="bfloat16", attention=request.param)
-    made = HFEngine(config, encoder, ranks, ADAMW)
+    model = ModelSection(path=str(tiny_folder), dtype="bfloat16", attention=request.param)
+    made = HFEngine(model, ParallelismSection(), encoder, ranks, ADAMW)
     assert made.description["attention"].startswith(request.param)
     return made
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from vlmpack.backends.adamw import AdamWConfig
-from vlmpack.backends.hf.engine import HFEngine, HFEngineConfig
+from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.backends.policy import (
     EVERYTHING,
     ComponentPolicy,
@@ -18,13 +17,15 @@ from vlmpack.backends.policy import (
 )
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
+from vlmpack.recipe.schema import ModelSection, ParallelismSection
+from vlmpack.recipe.trainable import OptimSection
 from vlmpack.training.first_step import FirstStepCheck
 from vlmpack.training.objective import SFT, Objective
 from vlmpack.training.optim import Schedule
 from vlmpack.training.step import Stepper
 
-ADAMW = AdamWConfig(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
-"""The defaults of a recipe."""
+ADAMW = OptimSection(lr=2e-4, schedule="constant", weight_decay=0.01)
+"""AdamW with a little decay; betas and eps are those of a recipe that leaves them out."""
 
 
 def single_rank() -> Ranks:
@@ -40,11 +41,18 @@ def make_engine(
     *,
     ranks: Ranks | None = None,
     policy: TrainingPolicy = EVERYTHING,
-    **options: Any,
+    activation_checkpointing: bool = False,
+    **split: Any,
 ) -> HFEngine:
     """A float32 engine with the per-segment attention and the defaults of a recipe's AdamW."""
-    config = HFEngineConfig(folder=folder, dtype="float32", attention="segments", **options)
-    return HFEngine(config, encoder, ranks if ranks is not None else single_rank(), ADAMW, policy)
+    model = ModelSection(
+        path=str(folder),
+        dtype="float32",
+        attention="segments",
+        activation_checkpointing=activation_checkpointing,
+    )
+    ranks = ranks if ranks is not None else single_rank()
+    return HFEngine(model, ParallelismSection(**split), encoder, ranks, ADAMW, policy)
 
 
 def policy(
@@ -72,7 +80,7 @@ def make_stepper(
     but rounding moves by the learning rate, one way or the other. The rate is small so that what
     this does to later steps stays below the bound of 1e-5 that is about the gradients themselves.
     """
-    schedule = Schedule(peak=2e-4, floor=2e-4, warmup_steps=0, total_steps=100, kind="constant")
+    schedule = Schedule(ADAMW, total_steps=100)
     return Stepper(
         engine=engine,
         objective=objective,

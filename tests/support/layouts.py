@@ -31,6 +31,7 @@ from torch import Tensor
 from vlmpack.distributed import Ranks, start_process_group, stop_process_group
 from vlmpack.encode import Encoder
 from vlmpack.packing import EncodedSample, FixedShape, PackCollator, PackedBatch, alignment
+from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.training.step import Stepper
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -75,14 +76,13 @@ class Layout:
     @property
     def sizes(self) -> Any:
         """As the engine takes them."""
-        from vlmpack.backends.mcore.groups import ParallelSizes
-
-        return ParallelSizes(
+        return ParallelismSection(
             tensor=self.tensor,
             context=self.context,
             pipeline=self.pipeline,
             expert=self.expert,
             sequence=self.sequence,
+            distributed_optimizer=self.distributed,
         )
 
     @property
@@ -151,18 +151,17 @@ def make_megatron(
     layout: Layout, ranks: Ranks, folder: Path = TINY_MODEL, *, aux_loss: float = 0.0
 ) -> Any:
     """A float32 engine with the per-segment attention."""
-    from vlmpack.backends.mcore.engine import MegatronEngine, MegatronEngineConfig
+    from vlmpack.backends.mcore.engine import MegatronEngine
 
-    config = MegatronEngineConfig(
-        folder=folder,
-        sizes=layout.sizes,
-        distributed_optimizer=layout.distributed,
+    model = ModelSection(
+        path=str(folder),
+        backend="mcore",
         dtype="float32",
         attention="segments",
         activation_checkpointing=layout.recompute,
-        aux_loss=aux_loss,
+        router_aux_loss_coef=aux_loss,
     )
-    return MegatronEngine(config, Encoder(folder), ranks, ADAMW)
+    return MegatronEngine(model, layout.sizes, Encoder(folder), ranks, ADAMW)
 
 
 def use_sgd(engine: Any) -> None:

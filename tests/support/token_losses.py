@@ -25,6 +25,7 @@ from torch import Tensor
 from vlmpack.distributed import Ranks, stop_process_group
 from vlmpack.encode import Encoder
 from vlmpack.packing import EncodedSample, PackedBatch
+from vlmpack.recipe.schema import ModelSection
 from vlmpack.training.vlm_step import forward_step
 
 BINS = 4
@@ -48,17 +49,16 @@ def labelled() -> list[EncodedSample]:
 
 def make_megatron(layout: Layout, ranks: Ranks, dtype: str, attention: str) -> Any:
     """An engine on the tiny model."""
-    from vlmpack.backends.mcore.engine import MegatronEngine, MegatronEngineConfig
+    from vlmpack.backends.mcore.engine import MegatronEngine
 
-    config = MegatronEngineConfig(
-        folder=TINY_MODEL,
-        sizes=layout.sizes,
-        distributed_optimizer=layout.distributed,
+    model: Any = ModelSection(
+        path=str(TINY_MODEL),
+        backend="mcore",
         dtype=dtype,
         attention=attention,
         activation_checkpointing=layout.recompute,
     )
-    return MegatronEngine(config, Encoder(TINY_MODEL), ranks, ADAMW)
+    return MegatronEngine(model, layout.sizes, Encoder(TINY_MODEL), ranks, ADAMW)
 
 
 def token_losses(engine: Any, batches: list[PackedBatch]) -> Losses:

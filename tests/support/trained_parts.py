@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from vlmpack.backends.policy import ComponentPolicy, LoraSettings, TrainingPolicy
 from vlmpack.distributed import Ranks, start_process_group, stop_process_group
 from vlmpack.encode import Encoder
+from vlmpack.recipe.schema import ModelSection
 from vlmpack.training.checkpoint import load_checkpoint, step_folder
 
 STEPS = 3
@@ -102,17 +103,13 @@ def hf_case(case: str, ranks: Ranks, folder: Path) -> Trained:
 def mcore_case(case: str, ranks: Ranks, folder: Path) -> Trained:
     """Both processes share the model, or hold copies."""
     layout, policy = CASES[case]
-    from vlmpack.backends.mcore.engine import MegatronEngine, MegatronEngineConfig
+    from vlmpack.backends.mcore.engine import MegatronEngine
 
-    config = MegatronEngineConfig(
-        folder=TINY_MODEL,
-        sizes=LAYOUTS[layout].sizes,
-        distributed_optimizer=LAYOUTS[layout].distributed,
-        dtype="float32",
-        attention="segments",
+    model = ModelSection(
+        path=str(TINY_MODEL), backend="mcore", dtype="float32", attention="segments"
     )
     encoder = Encoder(TINY_MODEL)
-    engine = MegatronEngine(config, encoder, ranks, ADAMW, POLICIES[policy])
+    engine = MegatronEngine(model, LAYOUTS[layout].sizes, encoder, ranks, ADAMW, POLICIES[policy])
     rows = train_or_go_on(case, engine, LAYOUTS[layout], folder)
     assert engine.parameter_shapes().keys() < engine.shapes.keys()
     written = {box.name for _, box, _ in engine.owned_slices()}

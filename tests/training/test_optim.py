@@ -7,13 +7,15 @@ import math
 import pytest
 import torch
 
-from vlmpack.backends.adamw import AdamWConfig, build_adamw
+from vlmpack.backends.adamw import build_adamw
+from vlmpack.recipe.trainable import OptimSection
 from vlmpack.training.optim import Schedule
 
 
 def schedule(kind, **changes):
-    values = {"peak": 1.0, "floor": 0.1, "warmup_steps": 4, "total_steps": 12}
-    return Schedule(kind=kind, **(values | changes))
+    values = {"warmup_steps": 4, "total_steps": 12} | changes
+    total_steps = values.pop("total_steps")
+    return Schedule(OptimSection(lr=1.0, min_lr_ratio=0.1, schedule=kind, **values), total_steps)
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
@@ -51,7 +53,7 @@ def test_weights_decay_and_biases_and_norms_do_not():
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3))
     optimizer = build_adamw(
         list(model.named_parameters()),
-        AdamWConfig(betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3),
+        OptimSection(lr=1.0, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3),
         fused=False,
     )
     decays = {
@@ -68,7 +70,7 @@ def test_weights_decay_and_biases_and_norms_do_not():
 def test_every_parameter_of_the_tiny_model_is_optimised_once(session_engine):
     parameters = session_engine.parameters()
     optimizer = build_adamw(
-        parameters, AdamWConfig(betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1), fused=True
+        parameters, OptimSection(lr=1.0, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1), fused=True
     )
     seen = [id(p) for group in optimizer.param_groups for p in group["params"]]
     assert sorted(seen) == sorted(id(p) for _, p in parameters)

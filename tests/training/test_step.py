@@ -69,10 +69,11 @@ def test_the_norm_is_that_of_the_mean_gradient_before_clipping(stepper, encoded,
 
 
 def test_the_learning_rate_is_the_schedules(stepper, encoded):
-    stepper.schedule = replace(stepper.schedule, warmup_steps=10)
+    warm = stepper.schedule.optim.model_copy(update={"warmup_steps": 10})
+    stepper.schedule = replace(stepper.schedule, optim=warm)
     train(stepper, [COLLATE(encoded[:2])], step=4)
     assert {group["lr"] for group in stepper.engine.optimizer.param_groups} == {
-        stepper.schedule.peak / 2
+        stepper.schedule.optim.lr / 2
     }
 
 

@@ -11,10 +11,11 @@ from typing import Any
 from support.engines import single_rank
 
 from vlmpack.distributed.timeouts import CollectiveTimeouts
+from vlmpack.recipe.schema import CheckpointSection
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.step import StepSums
 from vlmpack.training.stop import StopFlag
-from vlmpack.training.trainer import Trainer, TrainerConfig
+from vlmpack.training.trainer import Trainer
 
 STEPS = 4
 
@@ -51,15 +52,11 @@ def test_a_checkpoint_is_published_outside_of_the_steps_timeout(tmp_path: Path) 
     )
     trainer = Trainer(
         stepper=stepper,
-        config=TrainerConfig(
-            total_steps=STEPS,
-            checkpoint_interval=2,
-            keep_checkpoints=1,
-            asynchronous_checkpoints=True,
-            validation_interval=None,
-            log_interval=1,
-            timeouts=_Steps(),
-        ),
+        total_steps=STEPS,
+        checkpoint=CheckpointSection(interval_steps=2, keep=1, asynchronous=True),
+        validation_interval=None,
+        log_interval=1,
+        timeouts=_Steps(first=60, later=60),
         run_dir=RunDir(tmp_path),
         stop=StopFlag(),
     )

@@ -1,31 +1,15 @@
-"""AdamW's hyper-parameters, and torch's AdamW over named parameters."""
+"""torch's AdamW over named parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from vlmpack.backends.policy import ParameterPolicy
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdamWConfig:
-    """AdamW (1711.05101).
-
-    Args:
-        betas: decay rates of the two moments.
-        eps: added to the denominator.
-        weight_decay: decoupled decay of weights with two or more dimensions; biases and norms have
-            none (`vlmpack.backends.policy` says why LoRA matrices do).
-    """
-
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
+from vlmpack.recipe.trainable import OptimSection
 
 
 def parameter_alone(name: str, ndim: int) -> ParameterPolicy:
@@ -35,18 +19,19 @@ def parameter_alone(name: str, ndim: int) -> ParameterPolicy:
 
 def build_adamw(
     parameters: Sequence[tuple[str, nn.Parameter]],
-    config: AdamWConfig,
+    optim: OptimSection,
     *,
     fused: bool,
     policy_of: Callable[[str, int], ParameterPolicy] = parameter_alone,
 ) -> torch.optim.AdamW:
-    """AdamW with two groups a component: weights that decay, and biases and norms that do not.
+    """AdamW (1711.05101) with two groups a component: weights that decay, and biases and norms that
+    do not (`vlmpack.backends.policy` says why LoRA matrices do).
 
     A group has `lr_scale` beside torch's own keys; see `set_learning_rate`.
 
     Args:
         parameters: names and parameters.
-        config: hyper-parameters; the learning rate is set every step by the schedule.
+        optim: hyper-parameters; the learning rate is set every step by the schedule.
         fused: one kernel for all tensors; not for sharded parameters.
         policy_of: what is said of a parameter of that name and number of dimensions.
     """
@@ -56,15 +41,13 @@ def build_adamw(
     groups = [
         {
             "params": members[said],
-            "weight_decay": config.weight_decay if said.decays else 0.0,
+            "weight_decay": optim.weight_decay if said.decays else 0.0,
             "lr_scale": said.lr_scale,
             "component": said.component,
         }
         for said in sorted(members, key=lambda said: (said.component, not said.decays))
     ]
-    return torch.optim.AdamW(
-        groups, lr=0.0, betas=config.betas, eps=config.eps, fused=fused or None
-    )
+    return torch.optim.AdamW(groups, lr=0.0, betas=optim.betas, eps=optim.eps, fused=fused or None)
 
 
 def set_learning_rate(groups: Iterable[dict[str, Any]], lr: float) -> None:

@@ -3,7 +3,7 @@
 setup          the recipe with what is made of it once: what the others take
 data           encoder, collator, fetcher, and the splits opened with them (`rows`: what a planned
                row holds; `shard_listing`: which shards the run's last launch had)
-engine         engine, stepper, trainer configuration
+engine         engine, stepper
 policy         what is trained, checked against the model
 read_only      a recipe's training split, opened again to look at
 date           the one date of a run whose chat template writes the day

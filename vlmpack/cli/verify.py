@@ -74,7 +74,10 @@ def verify(
     transformers_logging.disable_progress_bar()
     split = loaded.parallelism
     with process_group(
-        tensor=split.tensor, context=split.context, pipeline=split.pipeline
+        tensor=split.tensor,
+        context=split.context,
+        pipeline=split.pipeline,
+        timeout_seconds=split.timeout_seconds,
     ) as ranks:
         ranks.on_main(lambda: _require_folder(folder))
         options = VerifyOptions(num_samples=samples, dtype=dtype, tiny=tiny, scratch=folder)

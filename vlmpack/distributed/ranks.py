@@ -21,8 +21,6 @@ from torch import Tensor
 
 from vlmpack.errors import CapabilityError
 
-COLLECTIVE_TIMEOUT_SECONDS = 1800
-
 Result = TypeVar("Result")
 Item = TypeVar("Item")
 
@@ -158,7 +156,7 @@ def start_process_group(
     tensor: int = 1,
     context: int = 1,
     pipeline: int = 1,
-    timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
+    timeout_seconds: float | None = None,
 ) -> Ranks:
     """Join the process group that torchrun describes, or run alone.
 
@@ -170,7 +168,7 @@ def start_process_group(
         tensor: TP, processes that share each layer's matrices.
         context: CP, processes that share each row's tokens.
         pipeline: PP, stages.
-        timeout_seconds: the longest wait for the others.
+        timeout_seconds: the longest wait for the others; None for torch's own.
 
     Raises:
         CapabilityError: the world size is not a multiple of TP x CP x PP.
@@ -188,7 +186,7 @@ def start_process_group(
             backend="nccl" if device.type == "cuda" else "gloo",
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=timeout_seconds),
+            timeout=None if timeout_seconds is None else timedelta(seconds=timeout_seconds),
         )
     inner, replica_size = tensor * context, tensor * context * pipeline
     if world_size % replica_size:
@@ -220,11 +218,7 @@ def start_process_group(
 
 @contextmanager
 def process_group(
-    *,
-    tensor: int,
-    context: int,
-    pipeline: int,
-    timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
+    *, tensor: int, context: int, pipeline: int, timeout_seconds: float
 ) -> Iterator[Ranks]:
     """`start_process_group` for a block, and `stop_process_group` behind it."""
     try:

@@ -24,8 +24,8 @@ class CollectiveTimeouts:
         later: of every later step.
     """
 
-    first: float = 1800.0
-    later: float = 900.0
+    first: float
+    later: float
 
     @contextmanager
     def of_step(self, *, is_first: bool) -> Iterator[None]:

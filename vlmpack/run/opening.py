@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from vlmpack.activity import ACTIVITY
 from vlmpack.backends.engine import Engine
 from vlmpack.build.data import open_split
-from vlmpack.build.engine import build_engine, build_stepper, check_model, trainer_config
+from vlmpack.build.engine import build_engine, build_stepper, check_model
 from vlmpack.build.policy import check_policy, policy_rows, policy_table
 from vlmpack.build.run_length import total_steps
 from vlmpack.build.setup import Setup
@@ -22,7 +22,7 @@ from vlmpack.data.plan.state import DataState
 from vlmpack.data.splits.checks import name_unknown_keys
 from vlmpack.data.splits.summary import DataSummary
 from vlmpack.distributed import Ranks, share_iterator
-from vlmpack.distributed.timeouts import set_timeout
+from vlmpack.distributed.timeouts import CollectiveTimeouts, set_timeout
 from vlmpack.packing import Batch
 from vlmpack.proof.verify.at_start import verify_at_start
 from vlmpack.recipe import Recipe
@@ -65,7 +65,7 @@ def open_session(setup: Setup, place: Place, recorded: ModelRecord | None) -> Se
 
 def _open(setup: Setup, place: Place, model: ModelWatch, begun: BegunSteps) -> Session:
     recipe, ranks, run_dir = setup.recipe, place.ranks, place.run_dir
-    ledger = Ledger(run_dir.data_errors)
+    ledger, split = Ledger(run_dir.data_errors), recipe.parallelism
     resume = recipe.checkpoint.resume
     saved = ranks.on_main(lambda: saved_state(resume, run_dir))
     splits = _open_splits(setup, place, ledger, saved)
@@ -78,7 +78,7 @@ def _open(setup: Setup, place: Place, model: ModelWatch, begun: BegunSteps) -> S
     begun.begin(train, checkpoint.state, max_steps=steps)
     ACTIVITY.enter("launch: loading the model")
     engine = build_engine(setup)
-    set_timeout(recipe.parallelism.timeout_seconds)  # of the engine's own groups too
+    set_timeout(split.timeout_seconds)  # of the engine's own groups too
     fingerprint = model.settle()
     trained = _describe(setup, engine)
     limiter, notes = SkipLimiter(SkipLimits(), ledger), SkipNotes(ledger)
@@ -89,7 +89,11 @@ def _open(setup: Setup, place: Place, model: ModelWatch, begun: BegunSteps) -> S
 
     trainer = Trainer(
         stepper=build_stepper(setup, engine, total_steps=steps),
-        config=trainer_config(recipe, total_steps=steps),
+        total_steps=steps,
+        checkpoint=recipe.checkpoint,
+        validation_interval=recipe.evaluation.interval_steps,
+        log_interval=recipe.logging.interval_steps,
+        timeouts=CollectiveTimeouts(split.timeout_seconds, split.step_timeout_seconds),
         run_dir=run_dir,
         stop=place.stop,
         validation=splits.validation_batches(setup),

@@ -67,7 +67,7 @@ class Session:
             metrics=MetricsLog(self.place.run_dir.metrics, resume_step=self.trainer.totals.step),
             progress=Progress(
                 logging_section.progress,
-                total_steps=self.trainer.config.total_steps,
+                total_steps=self.trainer.total_steps,
                 interval_steps=logging_section.interval_steps,
             ),
             trackers=Trackers(

@@ -20,6 +20,7 @@ from vlmpack.errors import (
     TrainabilityError,
 )
 from vlmpack.packing import Batch
+from vlmpack.recipe.schema import CheckpointSection
 from vlmpack.training.checkpoint import (
     CheckpointContent,
     Saver,
@@ -64,29 +65,6 @@ class TrainStep:
     read_seconds: float
     encode_seconds: float
     data_state: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerConfig:
-    """The loop's own knobs.
-
-    Args:
-        total_steps: optimizer steps of the whole run.
-        checkpoint_interval: steps between checkpoints; None for the end alone.
-        keep_checkpoints: how many to keep.
-        asynchronous_checkpoints: write those on the way while training goes on.
-        validation_interval: steps between validations; None for the end alone.
-        log_interval: steps between tracker calls.
-        timeouts: how long a rank waits for the others.
-    """
-
-    total_steps: int
-    checkpoint_interval: int | None
-    keep_checkpoints: int
-    asynchronous_checkpoints: bool
-    validation_interval: int | None
-    log_interval: int
-    timeouts: CollectiveTimeouts = field(default_factory=CollectiveTimeouts)
 
 
 @dataclass(slots=True)
@@ -152,7 +130,11 @@ class Trainer:
 
     Args:
         stepper: the engine and its schedule.
-        config: the loop's knobs.
+        total_steps: optimizer steps of the whole run.
+        checkpoint: when the state is saved, and how many are kept.
+        validation_interval: steps between validations; None for the end alone.
+        log_interval: steps between tracker calls.
+        timeouts: how long a rank waits for the others.
         run_dir: where checkpoints and metrics go.
         stop: set by SIGTERM.
         validation: makes this rank's validation micro-batches, the same number on every rank;
@@ -164,7 +146,11 @@ class Trainer:
     """
 
     stepper: Stepper
-    config: TrainerConfig
+    total_steps: int
+    checkpoint: CheckpointSection
+    validation_interval: int | None
+    log_interval: int
+    timeouts: CollectiveTimeouts
     run_dir: RunDir
     stop: StopFlag
     validation: Callable[[], Iterable[Batch]] | None = None
@@ -177,9 +163,7 @@ class Trainer:
     _saver: Saver = field(init=False)
 
     def __post_init__(self) -> None:
-        self._saver = Saver(
-            self.run_dir.checkpoints, self.stepper.ranks, keep=self.config.keep_checkpoints
-        )
+        self._saver = Saver(self.run_dir.checkpoints, self.stepper.ranks, keep=self.checkpoint.keep)
 
     def resume(self, folder: Path) -> None:
         """Go on from a checkpoint that verifies; each rank reads what it holds.
@@ -220,19 +204,19 @@ class Trainer:
 
     def _run(self, steps: Iterator[TrainStep], reporting: Reporting | None) -> None:
         begun = self.totals.step
-        while self.totals.step < self.config.total_steps:
-            with self.config.timeouts.of_step(is_first=self.totals.step == begun):
+        while self.totals.step < self.total_steps:
+            with self.timeouts.of_step(is_first=self.totals.step == begun):
                 sums = self._one_step(steps, reporting)
             stopping = sums.stop_votes > 0
             if sums.num_writing == 0:
                 self._saver.finish()  # as long as any save may take
-            if not stopping and _due(self.totals.step, self.config.validation_interval):
+            if not stopping and _due(self.totals.step, self.validation_interval):
                 self.validate(reporting)
-            if stopping or _due(self.totals.step, self.config.checkpoint_interval):
-                self.save(last=stopping or self.totals.step == self.config.total_steps)
-            if stopping and self.totals.step < self.config.total_steps:
+            if stopping or _due(self.totals.step, self.checkpoint.interval_steps):
+                self.save(last=stopping or self.totals.step == self.total_steps)
+            if stopping and self.totals.step < self.total_steps:
                 raise Preempted(
-                    f"stopped at step {self.totals.step} of {self.config.total_steps} on SIGTERM; "
+                    f"stopped at step {self.totals.step} of {self.total_steps} on SIGTERM; "
                     f"the same command resumes from {self.run_dir.checkpoints}"
                 )
         self.validate(reporting)
@@ -284,7 +268,7 @@ class Trainer:
             )
             reporting.metrics.write(row.as_row())
             reporting.progress.update(row)
-            if _due(self.totals.step, self.config.log_interval):
+            if _due(self.totals.step, self.log_interval):
                 tracked = {name: getattr(row, name) for name in TRACKED}
                 reporting.trackers.log(tracked | dict(row.reported), self.totals.step)
         return sums
@@ -338,7 +322,7 @@ class Trainer:
             shapes=engine.parameter_shapes(),
             optimizer_steps=engine.optimizer_steps,
         )
-        if self.config.asynchronous_checkpoints and not last:
+        if self.checkpoint.asynchronous and not last:
             self._saver.save_in_background(content, engine.owned_slices)
         else:
             self._saver.save(content, engine.owned_slices)

@@ -15,9 +15,10 @@ from support.families import tiny_family_folder
 from support.shards import TINY_MODEL
 
 from vlmpack.backends.mcore.cpu import megatron_on_cpu
-from vlmpack.backends.mcore.engine import MegatronEngine, MegatronEngineConfig
+from vlmpack.backends.mcore.engine import MegatronEngine
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
+from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`torch.distributed.*is deprecated:FutureWarning",
@@ -25,10 +26,11 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def build(folder: Any, **options: Any) -> MegatronEngine:
+def build(folder: Any, *, distributed_optimizer: bool = True, **model: Any) -> MegatronEngine:
     """One process."""
-    config = MegatronEngineConfig(folder=folder, attention="segments", **options)
-    return MegatronEngine(config, Encoder(folder), single_rank(), ADAMW)
+    section = ModelSection(path=str(folder), backend="mcore", attention="segments", **model)
+    split = ParallelismSection(distributed_optimizer=distributed_optimizer)
+    return MegatronEngine(section, split, Encoder(folder), single_rank(), ADAMW)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = """
 from pathlib import Path
-from vlmpack.backends.mcore.groups import ParallelSizes, start_model_parallel
+from vlmpack.backends.mcore.groups import start_model_parallel
 from vlmpack.distributed import start_process_group, stop_process_group
 
 def communication_threads():
@@ -21,7 +21,7 @@ def communication_threads():
 
 for turn in range(2):
     start_process_group()
-    start_model_parallel(ParallelSizes())
+    start_model_parallel(ParallelismSection())
     print(communication_threads())
     stop_process_group()
     print(communication_threads())

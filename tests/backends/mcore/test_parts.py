@@ -15,6 +15,7 @@ from vlmpack.backends.mcore.cpu import megatron_on_cpu
 from vlmpack.backends.mcore.norm import RMSNorm
 from vlmpack.backends.mcore.weights import megatron_family
 from vlmpack.errors import CapabilityError
+from vlmpack.recipe.schema import ParallelismSection
 
 
 def norms(dtype, *, sequence_parallel=False):
@@ -144,12 +145,11 @@ def test_dims_of_the_tiny_model(config):
 )
 def test_sizes_that_do_not_divide_name_both_numbers(config, changes, sizes, message):
     from vlmpack.backends.mcore.config import LanguageDims
-    from vlmpack.backends.mcore.groups import ParallelSizes
 
     dims = LanguageDims.from_transformers(config, FAMILY)
-    dims.check(ParallelSizes(tensor=2, pipeline=4, context=7))
+    dims.check(ParallelismSection(tensor=2, pipeline=4, context=7))
     with pytest.raises(CapabilityError, match=message):
-        replace(dims, **changes).check(ParallelSizes(**sizes))
+        replace(dims, **changes).check(ParallelismSection(**sizes))
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,6 @@ def test_llama_3_frequencies_are_those_of_transformers():
 )
 def test_the_vocabulary_is_padded_to_equal_shares(config, vocabulary, tensor, rows):
     from vlmpack.backends.mcore.config import LanguageDims, padded_vocabulary
-    from vlmpack.backends.mcore.groups import ParallelSizes
 
     dims = replace(LanguageDims.from_transformers(config, FAMILY), vocabulary=vocabulary)
-    assert padded_vocabulary(dims, ParallelSizes(tensor=tensor)) == rows
+    assert padded_vocabulary(dims, ParallelismSection(tensor=tensor)) == rows

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from vlmpack.attention import choose_attention
-from vlmpack.backends.adamw import AdamWConfig, build_adamw, set_learning_rate
+from vlmpack.backends.adamw import build_adamw, set_learning_rate
 from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice
 from vlmpack.backends.digests import digests
 from vlmpack.backends.engine import ForwardStep, compute_dtype, or_one
 from vlmpack.backends.export import save_model_folder
 from vlmpack.backends.hf.adapters import apply_policy, merged_state, modules_in_full, save_adapter
 from vlmpack.backends.hf.attention import register_attention
-from vlmpack.backends.hf.config import HFEngineConfig
 from vlmpack.backends.hf.load import load_model
 from vlmpack.backends.hf.model import packed_model
 from vlmpack.backends.hf.parameter_boxes import (
@@ -46,18 +45,19 @@ from vlmpack.backends.recompute import recompute_layers
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.packing import Batch
-
-__all__ = ["HFEngine", "HFEngineConfig"]
+from vlmpack.recipe.schema import ModelSection, ParallelismSection
+from vlmpack.recipe.trainable import OptimSection
 
 
 class HFEngine:
     """See `vlmpack.backends.engine.Engine`.
 
     Args:
-        config: what the recipe says.
+        model: weights and moments are float32 whatever its dtype.
+        split: FSDP2, or DDP.
         encoder: the model folder's processor.
         ranks: who this process is.
-        optimizer: AdamW's hyper-parameters.
+        optim: AdamW's hyper-parameters.
         policy: what is trained.
 
     Raises:
@@ -67,10 +67,11 @@ class HFEngine:
 
     def __init__(
         self,
-        config: HFEngineConfig,
+        model: ModelSection,
+        split: ParallelismSection,
         encoder: Encoder,
         ranks: Ranks,
-        optimizer: AdamWConfig,
+        optim: OptimSection,
         policy: TrainingPolicy = EVERYTHING,
     ) -> None:
         from accelerate import Accelerator
@@ -78,30 +79,31 @@ class HFEngine:
         self.ranks = ranks
         self.policy, self.paths = policy, encoder.family.modules
         self.device = ranks.device
-        self.compute_dtype = compute_dtype(config.dtype, ranks.device)
+        self.compute_dtype = compute_dtype(model.dtype, ranks.device)
         image_blocks = encoder.family.modules.image_blocks
+        assert model.attention != "transformer_engine"  # the recipe's rules see to it
         choice = choose_attention(
-            config.attention,
+            model.attention,
             device=ranks.device,
             dtype=self.compute_dtype,
             image_blocks=image_blocks,
         )
         if policy.lora is not None and policy.lora.quantize != "none":
             check_quantization(ranks.device)
-        model = load_model(config.folder)
-        model.get_submodule(encoder.family.modules.language).set_attn_implementation(
+        loaded = load_model(Path(model.path))
+        loaded.get_submodule(encoder.family.modules.language).set_attn_implementation(
             register_attention(choice, image_blocks=image_blocks)
         )
-        if config.activation_checkpointing:
-            recompute_layers(model)
+        if model.activation_checkpointing:
+            recompute_layers(loaded)
         apply_policy(
-            model, self.paths, policy, device=ranks.device, compute_dtype=self.compute_dtype
+            loaded, self.paths, policy, device=ranks.device, compute_dtype=self.compute_dtype
         )
         self.components: Sequence[ComponentCount] = count_components(
-            whole_shapes(model), policy, self.paths
+            whole_shapes(loaded), policy, self.paths
         )
-        self.vlm = packed_model(model, encoder)
-        self.sharded = config.sharding == "fsdp" and ranks.world_size > 1
+        self.vlm = packed_model(loaded, encoder)
+        self.sharded = split.sharding == "fsdp" and ranks.world_size > 1
         self._module: nn.Module = self.vlm
         # Autocast is ours: accelerate keeps its mixed precision per process, not per model.
         self.accelerator = Accelerator(cpu=ranks.device.type == "cpu", mixed_precision="no")
@@ -111,7 +113,7 @@ class HFEngine:
             self._module = self.accelerator.prepare_model(self.vlm.to(ranks.device))
         self.optimizer = build_adamw(
             self.parameters(),
-            optimizer,
+            optim,
             fused=not self.sharded,
             policy_of=lambda name, ndim: policy.of_parameter(name, ndim, self.paths),
         )

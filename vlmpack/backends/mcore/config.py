@@ -24,12 +24,12 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from vlmpack.alignment import round_up
 from vlmpack.attention import RopeLayout, VarlenAttention
 from vlmpack.backends.mcore.attention import PackedCoreAttention
-from vlmpack.backends.mcore.groups import ParallelSizes
 from vlmpack.backends.mcore.norm import RMSNorm
 from vlmpack.backends.mcore.rope import RopeFrequencies
 from vlmpack.backends.mcore.router import with_packed_router
 from vlmpack.backends.mcore.weights import MegatronFamily
 from vlmpack.errors import CapabilityError
+from vlmpack.recipe.schema import ParallelismSection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +151,7 @@ class LanguageDims:
         """(D / 2,) float32."""
         return self.frequencies.inverse_frequencies(self.head_dim, device)
 
-    def check(self, sizes: ParallelSizes) -> None:
+    def check(self, sizes: ParallelismSection) -> None:
         """Raise CapabilityError for sizes that do not divide, with both numbers."""
         for what, size, knob, by in (
             ("query heads", self.heads, "tensor", sizes.tensor),
@@ -181,7 +181,7 @@ class LanguageDims:
 
 def transformer_config(
     dims: LanguageDims,
-    sizes: ParallelSizes,
+    sizes: ParallelismSection,
     *,
     dtype: torch.dtype,
     activation_checkpointing: bool,
@@ -244,7 +244,9 @@ def transformer_config(
     )
 
 
-def _experts(experts: ExpertDims | None, sizes: ParallelSizes, aux_loss: float) -> dict[str, Any]:
+def _experts(
+    experts: ExpertDims | None, sizes: ParallelismSection, aux_loss: float
+) -> dict[str, Any]:
     """Megatron's fields for a mixture of experts: no token is dropped, no capacity."""
     if experts is None:
         return {}
@@ -331,6 +333,6 @@ def _local_layer(varlen: VarlenAttention, dims: LanguageDims, *, experts: bool) 
     )
 
 
-def padded_vocabulary(dims: LanguageDims, sizes: ParallelSizes) -> int:
+def padded_vocabulary(dims: LanguageDims, sizes: ParallelismSection) -> int:
     """Rows of the embedding, rounded up so that every tensor-parallel rank has as many."""
     return round_up(dims.vocabulary, sizes.tensor)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,15 +14,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from vlmpack.attention import VarlenAttention
-from vlmpack.attention.varlen import AttentionName
-from vlmpack.backends.adamw import AdamWConfig
 from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice, whole
 from vlmpack.backends.digests import digests
 from vlmpack.backends.engine import ForwardStep, compute_dtype, or_one
 from vlmpack.backends.export import save_model_folder
 from vlmpack.backends.mcore.config import LanguageDims, transformer_config
 from vlmpack.backends.mcore.cpu import megatron_on_cpu
-from vlmpack.backends.mcore.groups import ParallelSizes, start_model_parallel
+from vlmpack.backends.mcore.groups import in_words, start_model_parallel
 from vlmpack.backends.mcore.layout import LocalParameter, WeightLayout, local_parameters
 from vlmpack.backends.mcore.model import MegatronVLM
 from vlmpack.backends.mcore.optimizer import MegatronAdamW
@@ -59,41 +57,19 @@ from vlmpack.packing import (
     share_media,
     slice_for_context,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MegatronEngineConfig:
-    """What the recipe says about the model.
-
-    Args:
-        folder: model folder in transformers format.
-        sizes: how one replica is spread over processes.
-        distributed_optimizer: shard main weights and moments over the data- and context-parallel
-            ranks.
-        dtype: of weights and activations; auto is bfloat16 on CUDA and float32 on CPU. Main
-            weights and moments are float32.
-        attention: varlen implementation; with CP > 1 the per-segment one, or Transformer Engine's.
-        activation_checkpointing: recompute each layer in the backward pass.
-        aux_loss: weight of the experts' load-balancing loss; alignment tokens are left out of it.
-    """
-
-    folder: Path
-    sizes: ParallelSizes = field(default_factory=ParallelSizes)
-    distributed_optimizer: bool = True
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    attention: AttentionName | Literal["auto", "transformer_engine"] = "auto"
-    activation_checkpointing: bool = False
-    aux_loss: float = 0.0
+from vlmpack.recipe.schema import ModelSection, ParallelismSection
+from vlmpack.recipe.trainable import OptimSection
 
 
 class MegatronEngine:
     """See `vlmpack.backends.engine.Engine`.
 
     Args:
-        config: what the recipe says.
+        model: weights of main copy and moments are float32 whatever its dtype.
+        split: how one replica is spread over processes.
         encoder: the model folder's processor.
         ranks: who this process is, laid out by `start_process_group` with the same sizes.
-        optimizer: AdamW's hyper-parameters.
+        optim: AdamW's hyper-parameters.
         policy: what is trained.
 
     Raises:
@@ -103,20 +79,21 @@ class MegatronEngine:
 
     def __init__(
         self,
-        config: MegatronEngineConfig,
+        model: ModelSection,
+        split: ParallelismSection,
         encoder: Encoder,
         ranks: Ranks,
-        optimizer: AdamWConfig,
+        optim: OptimSection,
         policy: TrainingPolicy = EVERYTHING,
     ) -> None:
         refuse_adapters(policy)
-        self.ranks, self.config, self.policy = ranks, config, policy
+        self.ranks, self.config, self.split, self.policy = ranks, model, split, policy
         self.device = ranks.device
         self.optimizer_steps = 0
-        dtype = compute_dtype(config.dtype, ranks.device)
-        sizes, family = config.sizes, encoder.family
+        dtype = compute_dtype(model.dtype, ranks.device)
+        folder, family = Path(model.path), encoder.family
         self.auto_class = family.auto_class()
-        self.skeleton = model_skeleton(self.auto_class, config.folder)
+        self.skeleton = model_skeleton(self.auto_class, folder)
         self.paths = family.modules
         self.shapes = {name: tuple(p.shape) for name, p in self.skeleton.named_parameters()}
         self.components: Sequence[ComponentCount] = count_components(
@@ -124,24 +101,24 @@ class MegatronEngine:
         )
         self.known = known = megatron_family(self.skeleton.config.model_type)
         dims = LanguageDims.from_transformers(self.skeleton.config, known)
-        dims.check(sizes)
-        reader = PretrainedReader(config.folder, known)
+        dims.check(split)
+        reader = PretrainedReader(folder, known)
         varlen, attention = choose_varlen(
-            config.attention, context=sizes.context, device=ranks.device, dtype=dtype
+            model.attention, context=split.context, device=ranks.device, dtype=dtype
         )
         with reader, megatron_on_cpu():
             reader.check(self.shapes)
-            self.groups = groups = start_model_parallel(sizes)
+            self.groups = groups = start_model_parallel(split)
             self.model = self._stage(dims, encoder, varlen, dtype).to(ranks.device)
             self.first, self.last = self.model.pre_process, self.model.post_process
             parameters = local_parameters(self.model, family, self.shapes)
             self._check_coverage(parameters)
             mark_trained(parameters, policy, self.paths)
-            self.ddp = replicated(self.model, distributed=config.distributed_optimizer)
+            self.ddp = replicated(self.model, distributed=split.distributed_optimizer)
             self.optimizer = MegatronAdamW(
                 self.ddp,
-                optimizer,
-                distributed=config.distributed_optimizer,
+                optim,
+                distributed=split.distributed_optimizer,
                 bf16=dtype is torch.bfloat16,
             )
             self.layout = WeightLayout(
@@ -160,13 +137,13 @@ class MegatronEngine:
         varlen: VarlenAttention | None,
         dtype: torch.dtype,
     ) -> MegatronVLM:
-        config, sizes = self.config, self.config.sizes
+        config, sizes = self.config, self.split
         megatron_config = transformer_config(
             dims,
             sizes,
             dtype=dtype,
             activation_checkpointing=config.activation_checkpointing,
-            aux_loss=config.aux_loss,
+            aux_loss=config.router_aux_loss_coef,
         )
         return build_stage(
             megatron_config,
@@ -180,14 +157,14 @@ class MegatronEngine:
 
     def _described(self, attention: str, dtype: torch.dtype) -> dict[str, str]:
         """What was chosen, for the log and the report."""
-        config, ranks = self.config, self.ranks
+        ranks = self.ranks
         return {
             "engine": f"mcore (megatron-core {_version()})",
-            "processes": f"{ranks.world_size} ({config.sizes}, {ranks.dp_size} replicas)",
+            "processes": f"{ranks.world_size} ({in_words(self.split)}, {ranks.dp_size} replicas)",
             "device": str(ranks.device),
             "compute dtype": str(dtype).removeprefix("torch."),
             "attention": attention,
-            "optimizer": "distributed" if config.distributed_optimizer else "replicated",
+            "optimizer": "distributed" if self.split.distributed_optimizer else "replicated",
             "parameters": f"{sum(count.parameters for count in self.components):,}",
             "trained": describe_counts(self.components),
         }
@@ -244,9 +221,9 @@ class MegatronEngine:
     def prepare(self, batch: Batch) -> PackedBatch:
         """This rank's view of a micro-batch, worked out on CPU."""
         row = padded_as_row(batch) if isinstance(batch, PaddedBatch) else batch
-        if self.config.aux_loss:
+        if self.config.router_aux_loss_coef:
             row = replace(row, padding_mask=padding_mask(row))
-        if self.config.sizes.context > 1:
+        if self.split.context > 1:
             row = slice_for_context(row, rank=self.groups.cp.rank(), size=self.groups.cp.size())
         if not self.first:
             row = replace(row, media=None)
@@ -305,7 +282,7 @@ class MegatronEngine:
         for _, box, values in self.layout.owned(moments=False):
             mine.setdefault(box.name, []).append((box, values))
         trained = self.parameter_shapes()
-        with PretrainedReader(self.config.folder, self.known) as reader:
+        with PretrainedReader(Path(self.config.path), self.known) as reader:
             for name, shape in self.shapes.items():
                 if name not in trained:
                     frozen = reader("model", whole(name, shape))

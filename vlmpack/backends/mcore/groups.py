@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -12,37 +10,21 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from vlmpack.backends.mcore.cpu import megatron_on_cpu
 from vlmpack.distributed import at_stop
 from vlmpack.errors import CapabilityError
+from vlmpack.recipe.schema import ParallelismSection
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelSizes:
-    """How one model replica is spread over processes.
-
-    Args:
-        tensor: TP.
-        pipeline: PP.
-        context: CP.
-        expert: EP, processes that share the experts of a layer; they come from TP x CP x DP.
-        sequence: sequence parallelism inside the TP group.
-    """
-
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    expert: int = 1
-    sequence: bool = False
-
-    def __str__(self) -> str:
-        sequence = " + SP" if self.sequence else ""
-        expert = f", EP {self.expert}" if self.expert > 1 else ""
-        return f"TP {self.tensor}{sequence} x CP {self.context} x PP {self.pipeline}{expert}"
+def in_words(split: ParallelismSection) -> str:
+    """How one model replica is spread over processes."""
+    sequence = " + SP" if split.sequence else ""
+    expert = f", EP {split.expert}" if split.expert > 1 else ""
+    return f"TP {split.tensor}{sequence} x CP {split.context} x PP {split.pipeline}{expert}"
 
 
 _world: dist.ProcessGroup | None = None
 """The default process group that Megatron's groups were built in."""
 
 
-def start_model_parallel(sizes: ParallelSizes) -> ProcessGroupCollection:
+def start_model_parallel(split: ParallelismSection) -> ProcessGroupCollection:
     """Build Megatron's groups over the default process group, which is made here if need be.
 
     Raises:
@@ -57,25 +39,25 @@ def start_model_parallel(sizes: ParallelSizes) -> ProcessGroupCollection:
         stop_model_parallel()
         _world = dist.group.WORLD
     if parallel_state.model_parallel_is_initialized():
-        there = ParallelSizes(
-            tensor=parallel_state.get_tensor_model_parallel_world_size(),
-            pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
-            context=parallel_state.get_context_parallel_world_size(),
-            expert=parallel_state.get_expert_model_parallel_world_size(),
-            sequence=sizes.sequence,
-        )
-        if there != sizes:
+        sizes = {
+            "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+            "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+            "context": parallel_state.get_context_parallel_world_size(),
+            "expert": parallel_state.get_expert_model_parallel_world_size(),
+        }
+        there = split.model_copy(update=sizes)
+        if there != split:
             raise CapabilityError(
-                f"this process already has Megatron groups for {there}, expected {sizes}; use one "
-                f"process per layout"
+                f"this process already has Megatron groups for {in_words(there)}, expected "
+                f"{in_words(split)}; use one process per layout"
             )
     else:
         with megatron_on_cpu():
             parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=sizes.tensor,
-                pipeline_model_parallel_size=sizes.pipeline,
-                context_parallel_size=sizes.context,
-                expert_model_parallel_size=sizes.expert,
+                tensor_model_parallel_size=split.tensor,
+                pipeline_model_parallel_size=split.pipeline,
+                context_parallel_size=split.context,
+                expert_model_parallel_size=split.expert,
                 expert_tensor_parallel_size=1,  # experts are shared out whole
                 create_gloo_process_groups=False,
                 order="tp-cp-ep-dp-pp",

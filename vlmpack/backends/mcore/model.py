@@ -34,9 +34,9 @@ from vlmpack.backends.mcore.attention import RowParams, megatron_params
 from vlmpack.backends.mcore.collectives import gather_features
 from vlmpack.backends.mcore.config import LanguageDims, decoder_spec, padded_vocabulary
 from vlmpack.backends.mcore.deep_features import add_after, enter
-from vlmpack.backends.mcore.groups import ParallelSizes
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import Media, PackedBatch, PackedSeqParams
+from vlmpack.recipe.schema import ParallelismSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class MegatronVLM(MegatronModule):
         self,
         config: TransformerConfig,
         dims: LanguageDims,
-        sizes: ParallelSizes,
+        sizes: ParallelismSection,
         *,
         varlen: VarlenAttention | None,
         tower: VisionTower | None,

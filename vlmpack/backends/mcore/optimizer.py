@@ -20,7 +20,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import Tensor, nn
 
-from vlmpack.backends.adamw import AdamWConfig
+from vlmpack.recipe.trainable import OptimSection
 
 LR_SCALE = "lr_scale"
 """Attribute of a parameter and key of a group: its learning rate over that of the schedule."""
@@ -56,22 +56,22 @@ class MegatronAdamW:
 
     Args:
         ddp: the stage, in Megatron's DDP.
-        config: hyper-parameters.
+        optim: hyper-parameters.
         distributed: shard main weights and moments over the data- and context-parallel ranks.
         bf16: whether the weights are bfloat16 (main weights are float32 in any case).
     """
 
     def __init__(
-        self, ddp: DistributedDataParallel, config: AdamWConfig, *, distributed: bool, bf16: bool
+        self, ddp: DistributedDataParallel, optim: OptimSection, *, distributed: bool, bf16: bool
     ) -> None:
         megatron_config = OptimizerConfig(
             optimizer="adam",
             lr=0.0,
             min_lr=0.0,
-            weight_decay=config.weight_decay,
-            adam_beta1=config.betas[0],
-            adam_beta2=config.betas[1],
-            adam_eps=config.eps,
+            weight_decay=optim.weight_decay,
+            adam_beta1=optim.betas[0],
+            adam_beta2=optim.betas[1],
+            adam_eps=optim.eps,
             clip_grad=0.0,  # clipped here
             bf16=bf16,
             use_distributed_optimizer=distributed,
@@ -85,7 +85,7 @@ class MegatronAdamW:
         )
         self.distributed = distributed
         for group in self.chained.param_groups:
-            group["weight_decay"] = config.weight_decay * group["wd_mult"]
+            group["weight_decay"] = optim.weight_decay * group["wd_mult"]
 
     @property
     def parts(self) -> list[Any]:

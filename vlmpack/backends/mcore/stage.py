@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from vlmpack.attention import VarlenAttention, choose_attention, segment_attention
 from vlmpack.attention.varlen import AttentionName
 from vlmpack.backends.mcore.config import LanguageDims
-from vlmpack.backends.mcore.groups import ParallelSizes
 from vlmpack.backends.mcore.model import MegatronVLM, VisionTower
 from vlmpack.backends.recompute import recompute_layers
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.model_folder import build_part
+from vlmpack.recipe.schema import ParallelismSection
 
 
 def choose_varlen(
@@ -60,7 +60,7 @@ def choose_varlen(
 def build_stage(
     config: TransformerConfig,
     dims: LanguageDims,
-    sizes: ParallelSizes,
+    sizes: ParallelismSection,
     groups: ProcessGroupCollection,
     varlen: VarlenAttention | None,
     *,
