@@ -6,7 +6,7 @@ import pytest
 
 from vlmpack.encode.image_text import write_out
 from vlmpack.errors import DataError, ModelError
-from vlmpack.families.feature_token import feature_token_id
+from vlmpack.families.image_family import feature_token_id
 
 
 def test_spans_move_with_the_images_before_them():

@@ -126,7 +126,7 @@ def test_features_are_those_of_the_stock_model(folder, tmp_path, layers):
     smaller = 0
     for shown in samples:
         images = [picture(*size) for size in shown]
-        raw = rule._processor(images=[images], return_tensors="pt")
+        raw = rule.processor(images=[images], return_tensors="pt")
         media = rule.preprocess(images)
         with torch.no_grad():
             theirs = torch.cat(model.model.get_image_features(**raw).pooler_output)

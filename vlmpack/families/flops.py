@@ -76,6 +76,37 @@ def cost_model(config: Config, tower: Tower | None = None) -> CostModel:
     )
 
 
+def tiled_tower(
+    vision: Config,
+    *,
+    merger_weights: int,
+    patches_per_token: int = 1,
+    sides: tuple[int, int] | None = None,
+    class_tokens: int = 0,
+) -> Tower:
+    """A tower that sees one tile at a time, of the size of the images that it was made for.
+
+    Args:
+        vision: its configuration.
+        merger_weights, patches_per_token: see Tower.
+        sides: of a tile and of a patch in pixels, where the configuration has them as lists.
+        class_tokens: of a tile, beside its patches.
+    """
+    width, depth = size(vision, "hidden_size"), size(vision, "num_hidden_layers")
+    tile, patch = sides or (size(vision, "image_size"), size(vision, "patch_size"))
+    patches = (tile // patch) ** 2
+    block = 4 * width**2 + 2 * width * size(vision, "intermediate_size")
+    return Tower(
+        width=width,
+        weights=depth * block * (patches + class_tokens) / patches + width * 3 * patch**2,
+        full_layers=0,
+        window_layers=depth,
+        window_patches=(patches + class_tokens) ** 2 / patches,
+        merger_weights=merger_weights,
+        patches_per_token=patches_per_token,
+    )
+
+
 def size(config: Config, key: str) -> int:
     """A size from a configuration.
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,11 @@ from vlmpack.errors import CapabilityError
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths
 from vlmpack.families.configs import whole_config, whole_config_of
-from vlmpack.families.feature_token import feature_token_id
-from vlmpack.families.image_processor import family_processor, image_processor
-from vlmpack.families.one_axis import OneAxisVLM
+from vlmpack.families.image_family import ImageFamily
+from vlmpack.families.image_processor import ProcessorRule, family_processor, media_of
+from vlmpack.families.one_axis import OneAxis
 from vlmpack.families.processor_config import check_image_length
-from vlmpack.families.tiles import flat_features, patch_rows, patch_side, rgb, tiles_of
+from vlmpack.families.tiles import flat_features, patch_rows, stacked_tiles, tiles_by_image
 from vlmpack.packing import CostModel, Media
 from vlmpack.recipe.images import ImagesSection
 
@@ -85,26 +84,20 @@ class PanAndScan:
 
 
 @dataclass(frozen=True)
-class Gemma3ImageRule:
+class Gemma3ImageRule(ProcessorRule):
     """One tile an image, or several with pan-and-scan.
 
     Args:
-        folder: model folder with the image processor's files.
         tile: side of a tile in pixels.
         patch: side of a patch in pixels.
         tile_tokens: tokens of a tile.
         pan_and_scan: None where the folder's processor has it off.
     """
 
-    folder: Path
     tile: int
     patch: int
     tile_tokens: int
     pan_and_scan: PanAndScan | None = None
-
-    @cached_property
-    def _processor(self) -> Any:
-        return image_processor(self.folder, **self.settings())
 
     def layout(self, width: int, height: int, num_images: int = 1) -> ImageLayout:
         """A run for the whole image and one for each crop."""
@@ -126,7 +119,7 @@ class Gemma3ImageRule:
 
     def preprocess(self, images: Sequence[Image]) -> Media:
         """transformers' own image processor (the PIL one where torchvision is absent)."""
-        features = self._processor(images=list(images), return_tensors="pt")
+        features = self.processor(images=list(images), return_tensors="pt")
         layouts = [self._layout(int(crops)) for crops in features["num_crops"]]
         return _media(patch_rows(features["pixel_values"], self.patch), layouts)
 
@@ -143,44 +136,28 @@ class Gemma3ImageRule:
 
     def pictures(self, media: Media) -> list[Image]:
         """The tile, and its crops to the right of it."""
-        processor, shown = self._processor, []
-        side = self.tile // self.patch
-        tiles = tiles_of(media.pixel_values, side, side, self.patch)
-        mean, std, scale = processor.image_mean, processor.image_std, processor.rescale_factor
-        for image in tiles.split([count for count, _, _ in media.grid_thw]):
+        shown = []
+        for image in tiles_by_image(media):
             canvas = new("RGB", (self.tile * len(image), self.tile))
             for place, tile in enumerate(image):
-                canvas.paste(rgb(tile, mean, std, scale), (place * self.tile, 0))
+                canvas.paste(self.shown(tile), (place * self.tile, 0))
             shown.append(canvas)
         return shown
 
 
 def _media(rows: Tensor, layouts: Sequence[ImageLayout]) -> Media:
-    return Media(
-        pixel_values=rows,
-        grid_thw=tuple(layout.grid for layout in layouts),
-        num_tokens=tuple(layout.num_tokens for layout in layouts),
-        blocks=tuple(layout.runs for layout in layouts),
-    )
+    blocks = tuple(layout.runs for layout in layouts)
+    return replace(media_of(rows, layouts), blocks=blocks)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma3(OneAxisVLM):
+class Gemma3(OneAxis, ImageFamily):
     """The family; see `vlmpack.families.Family`."""
 
+    image_token: str = SOFT
+    around: tuple[str, ...] = (START, END)
+    opening: str | None = START
     pixel_knobs: tuple[str, ...] = ("max_tiles",)
-
-    def marker(self, tokenizer: Any) -> str:
-        """The token that opens an image."""
-        return START
-
-    def placeholder(self, tokenizer: Any) -> int:
-        """The id of <image_soft_token>.
-
-        Raises:
-            ModelError: a token of images is none of the tokenizer's special tokens.
-        """
-        return feature_token_id(tokenizer, SOFT, START, END)
 
     def image_rule(self, folder: Path, budget: ImagesSection) -> Gemma3ImageRule:
         """The rule with the sizes that the folder's files have, and the budget's `max_tiles` as the
@@ -204,9 +181,7 @@ class Gemma3(OneAxisVLM):
 
     def image_arguments(self, media: Media) -> dict[str, Any]:
         """All tiles of all images as one stack."""
-        _, height, width = media.grid_thw[0]
-        pixels = media.pixel_values
-        return {"pixel_values": tiles_of(pixels, height, width, patch_side(pixels))}
+        return {"pixel_values": stacked_tiles(media)}
 
     def token_arguments(self, is_image: Tensor) -> dict[str, Tensor]:
         """From these the class finds its blocks: runs of ones."""
@@ -223,7 +198,15 @@ class Gemma3(OneAxisVLM):
         pair and drops what the window hides.
         """
         whole = whole_config(config)
-        return flops.cost_model(whole, _tower(whole))
+        vision, size = whole["vision_config"], flops.size
+        patches = (size(vision, "image_size") // size(vision, "patch_size")) ** 2
+        out = size(whole["text_config"], "hidden_size")
+        tower = flops.tiled_tower(
+            vision,
+            merger_weights=size(vision, "hidden_size") * out,
+            patches_per_token=patches // size(whole, "mm_tokens_per_image"),
+        )
+        return flops.cost_model(whole, tower)
 
 
 def _tile_tokens(config: Mapping[str, Any], side: int) -> int:
@@ -255,25 +238,6 @@ def _pan_and_scan(processor: Any, budget: ImagesSection) -> PanAndScan | None:
         min_ratio=processor.pan_and_scan_min_ratio_to_activate or default.min_ratio,
     )
     return found if budget.max_tiles is None else replace(found, max_num_crops=budget.max_tiles)
-
-
-def _tower(config: Mapping[str, Any]) -> flops.Tower:
-    """Sizes of the tower and of the projector, which is one matrix."""
-    size, vision = flops.size, config["vision_config"]
-    width, depth, patch = (
-        size(vision, key) for key in ("hidden_size", "num_hidden_layers", "patch_size")
-    )
-    patches = (size(vision, "image_size") // patch) ** 2
-    block = 4 * width**2 + 2 * width * size(vision, "intermediate_size")
-    return flops.Tower(
-        width=width,
-        weights=depth * block + width * 3 * patch**2,
-        full_layers=0,
-        window_layers=depth,
-        window_patches=patches,
-        merger_weights=width * size(config["text_config"], "hidden_size"),
-        patches_per_token=patches // size(config, "mm_tokens_per_image"),
-    )
 
 
 FAMILY = Gemma3(

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlmpack.families import flops
-from vlmpack.families.base import ModulePaths
 from vlmpack.families.configs import whole_config
 from vlmpack.families.text_lm import TextLM
 from vlmpack.packing import CostModel
@@ -24,8 +23,4 @@ class Gemma3Text(TextLM):
         return flops.cost_model(whole_config(config))
 
 
-FAMILY = Gemma3Text(
-    name="gemma3_text",
-    model_types=("gemma3_text",),
-    modules=ModulePaths(vision=None, projectors=(), language="model"),
-)
+FAMILY = Gemma3Text(name="gemma3_text", model_types=("gemma3_text",))

@@ -10,22 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL.Image import Image
-from torch import Tensor
 
 from vlmpack.errors import CapabilityError
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths
 from vlmpack.families.configs import whole_config, whole_config_of
-from vlmpack.families.feature_token import feature_token_id
-from vlmpack.families.image_processor import family_processor, image_processor
-from vlmpack.families.one_axis import OneAxisVLM
-from vlmpack.families.tiles import canvas_of, patch_rows, patch_side, rgb, tiles_of
+from vlmpack.families.image_family import ImageFamily
+from vlmpack.families.image_processor import ProcessorRule, family_processor, media_of
+from vlmpack.families.one_axis import OneAxis
+from vlmpack.families.tiles import canvas_of, patch_rows, stacked_tiles, tiles_by_image
 from vlmpack.packing import CostModel, Media
 from vlmpack.recipe.images import ImagesSection
 
@@ -38,11 +36,10 @@ LARGEST_EDGE = 4096
 
 
 @dataclass(frozen=True)
-class Idefics3ImageRule:
+class Idefics3ImageRule(ProcessorRule):
     """Resize so that the longest edge has a fixed length, round both up to whole tiles, cut.
 
     Args:
-        folder: model folder with the image processor's files.
         patch_size: side of a patch in pixels.
         scale_factor: patches along each side of a token.
         tile_size: side of a tile in pixels. What is left of it beside whole patches the tower
@@ -51,16 +48,11 @@ class Idefics3ImageRule:
         splits: whether images are cut; otherwise each becomes one tile.
     """
 
-    folder: Path
     patch_size: int
     scale_factor: int
     tile_size: int
     longest_edge: int
     splits: bool
-
-    @cached_property
-    def _processor(self) -> Any:
-        return image_processor(self.folder, **self.settings())
 
     @property
     def side(self) -> int:
@@ -99,26 +91,21 @@ class Idefics3ImageRule:
 
     def preprocess(self, images: Sequence[Image]) -> Media:
         """transformers' own image processor (the PIL one where torchvision is absent)."""
-        features = self._processor(images=list(images), return_tensors="pt")
+        features = self.processor(images=list(images), return_tensors="pt")
         seen = self.side * self.patch_size
         tiles = features["pixel_values"][0, :, :, :seen, :seen]
         layouts = [self.layout(*image.size) for image in images]
         assert tiles.shape[0] == sum(layout.grid[0] for layout in layouts)
-        return Media(
-            pixel_values=patch_rows(tiles, self.patch_size),
-            grid_thw=tuple(layout.grid for layout in layouts),
-            num_tokens=tuple(layout.num_tokens for layout in layouts),
-            image_sizes=tuple(image.size for image in images),
+        return media_of(
+            patch_rows(tiles, self.patch_size), layouts, [image.size for image in images]
         )
 
     def smallest(self) -> Media:
         """One tile of zeros."""
-        return Media(
-            pixel_values=torch.zeros(self.side**2, 3 * self.patch_size**2),
-            grid_thw=((1, self.side, self.side),),
-            num_tokens=(self.tokens_per_tile,),
-            image_sizes=((self.tile_size, self.tile_size),),
-        )
+        grid = (1, self.side, self.side)
+        layout = ImageLayout(grid=grid, text=WHOLE, runs=(self.tokens_per_tile,))
+        rows = torch.zeros(self.side**2, 3 * self.patch_size**2)
+        return media_of(rows, [layout], [(self.tile_size, self.tile_size)])
 
     def settings(self) -> dict[str, Any]:
         """The length of the longest edge."""
@@ -127,34 +114,19 @@ class Idefics3ImageRule:
     def pictures(self, media: Media) -> list[Image]:
         """The tiles put together; the last one shows the same once more and is left out."""
         assert media.image_sizes is not None
-        processor, shown = self._processor, []
-        tiles = tiles_of(media.pixel_values, self.side, self.side, self.patch_size)
-        counts = [count for count, _, _ in media.grid_thw]
-        for size, image in zip(media.image_sizes, tiles.split(counts), strict=True):
+        shown = []
+        for size, image in zip(media.image_sizes, tiles_by_image(media), strict=True):
             rows, columns = self.rows_and_columns(*size)
-            canvas = canvas_of(image[:-1], rows, columns) if rows else image[0]
-            mean, std = processor.image_mean, processor.image_std
-            shown.append(rgb(canvas, mean, std, processor.rescale_factor))
+            shown.append(self.shown(canvas_of(image[:-1], rows, columns) if rows else image[0]))
         return shown
 
 
 @dataclass(frozen=True, kw_only=True)
-class Idefics3(OneAxisVLM):
+class Idefics3(OneAxis, ImageFamily):
     """The family; see `vlmpack.families.Family`."""
 
+    image_token: str = IMAGE_TOKEN
     pixel_knobs: tuple[str, ...] = ("max_tiles",)
-
-    def marker(self, tokenizer: Any) -> str:
-        """The placeholder itself."""
-        return IMAGE_TOKEN
-
-    def placeholder(self, tokenizer: Any) -> int:
-        """The id of <image>.
-
-        Raises:
-            ModelError: it is none of the tokenizer\'s special tokens.
-        """
-        return feature_token_id(tokenizer, IMAGE_TOKEN)
 
     def image_rule(self, folder: Path, budget: ImagesSection) -> Idefics3ImageRule:
         """The rule with the sizes of the folder's image processor and tower."""
@@ -181,14 +153,14 @@ class Idefics3(OneAxisVLM):
 
     def image_arguments(self, media: Media) -> dict[str, Any]:
         """All tiles as those of one sample. No mask: tiles are full."""
-        return {"pixel_values": _tiles(media)[None]}
+        return {"pixel_values": stacked_tiles(media)[None]}
 
     def image_features(self, model: Any, media: Media) -> ImageFeatures:
         """The tower's parts and the connector: `get_image_features` reads on the host which tiles
         are padding, drops a blank one, and has the tower look for padding in its mask."""
         assert self.modules.vision is not None
         tower = model.get_submodule(self.modules.vision)
-        tiles = _tiles(media)
+        tiles = stacked_tiles(media)
         side = tiles.shape[-1] // tower.patch_size
         real = torch.ones(tiles.shape[0], side, side, dtype=torch.bool, device=tiles.device)
         embeds = tower.embeddings(pixel_values=tiles, patch_attention_mask=real)
@@ -200,16 +172,10 @@ class Idefics3(OneAxisVLM):
         """The decoder's and the tower's; a tile is to the tower what a window is to others."""
         whole = whole_config(config)
         vision, scale = whole["vision_config"], flops.size(whole, "scale_factor")
-        width, layers = flops.size(vision, "hidden_size"), flops.size(vision, "num_hidden_layers")
-        patch = flops.size(vision, "patch_size")
-        block = 4 * width**2 + 2 * width * flops.size(vision, "intermediate_size")
-        tower = flops.Tower(
-            width=width,
-            weights=layers * block + width * 3 * patch**2,
-            full_layers=0,
-            window_layers=layers,
-            window_patches=(flops.size(vision, "image_size") // patch) ** 2,
-            merger_weights=width * scale**2 * flops.size(whole["text_config"], "hidden_size"),
+        out = flops.size(whole["text_config"], "hidden_size")
+        tower = flops.tiled_tower(
+            vision,
+            merger_weights=flops.size(vision, "hidden_size") * scale**2 * out,
             patches_per_token=scale**2,
         )
         return flops.cost_model(whole, tower)
@@ -248,12 +214,6 @@ def _written(rows: int, columns: int) -> str:
         for row in range(rows)
     ]
     return "\n".join([*lines, "", WHOLE])
-
-
-def _tiles(media: Media) -> Tensor:
-    """(N, 3, side, side) tiles of all images."""
-    _, height, width = media.grid_thw[0]
-    return tiles_of(media.pixel_values, height, width, patch_side(media.pixel_values))
 
 
 def _bounded(rule: Idefics3ImageRule, budget: ImagesSection) -> Idefics3ImageRule:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from PIL.Image import Image, fromarray
+from torch import Tensor
+
 from vlmpack.errors import VlmpackError
+from vlmpack.families.base import ImageLayout
 from vlmpack.families.processor_config import processor_setting
 from vlmpack.model_folder import load_image_processor
+from vlmpack.packing import Media
 
 
 def image_processor(folder: Path, **settings: Any) -> Any:
@@ -51,3 +61,51 @@ def family_processor(folder: Path, *kinds: str) -> Any:
     if processor.do_center_crop:
         raise ValueError("do_center_crop is true, expected false")
     return processor
+
+
+@dataclass(frozen=True)
+class ProcessorRule:
+    """What the image rules share: transformers' processor, told to resize as the rule does.
+
+    Args:
+        folder: model folder with the image processor's files.
+    """
+
+    folder: Path
+
+    def settings(self) -> dict[str, Any]:
+        """See `vlmpack.families.ImageRule`."""
+        return {}
+
+    @cached_property
+    def processor(self) -> Any:
+        """The folder's processor, with the rule's settings."""
+        return image_processor(self.folder, **self.settings())
+
+    def shown(self, pixels: Tensor) -> Image:
+        """An image from (3, H, W) pixels as the tower takes them, normalisation undone."""
+        mean, std = (
+            torch.tensor(each) for each in (self.processor.image_mean, self.processor.image_std)
+        )
+        levels = (pixels.permute(1, 2, 0) * std + mean) / self.processor.rescale_factor
+        return fromarray(levels.round().clamp(0, 255).numpy().astype(np.uint8))
+
+
+def media_of(
+    rows: Tensor,
+    layouts: Sequence[ImageLayout],
+    sizes: Sequence[tuple[int, int]] | None = None,
+) -> Media:
+    """Images as rows of patches, with what their layouts say of them.
+
+    Args:
+        rows: (P, channels * side * side) patches of all images.
+        layouts: of each.
+        sizes: (width, height) of each, for families that ask for them.
+    """
+    return Media(
+        pixel_values=rows,
+        grid_thw=tuple(layout.grid for layout in layouts),
+        num_tokens=tuple(layout.num_tokens for layout in layouts),
+        image_sizes=None if sizes is None else tuple(sizes),
+    )

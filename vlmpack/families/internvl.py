@@ -11,6 +11,7 @@ The family's processor class cuts tiles whatever `crop_to_patches` of preprocess
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,17 +24,16 @@ from PIL.Image import Image
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths
 from vlmpack.families.configs import whole_config
-from vlmpack.families.feature_token import feature_token_id
-from vlmpack.families.image_processor import family_processor, image_processor
-from vlmpack.families.one_axis import OneAxisVLM
+from vlmpack.families.image_family import ImageFamily
+from vlmpack.families.image_processor import ProcessorRule, family_processor, media_of
+from vlmpack.families.one_axis import OneAxis
 from vlmpack.families.processor_config import check_image_length
 from vlmpack.families.tiles import (
     canvas_of,
     flat_features,
     patch_rows,
-    patch_side,
-    rgb,
-    tiles_of,
+    stacked_tiles,
+    tiles_by_image,
     whole_tower,
 )
 from vlmpack.model_folder import load_config
@@ -44,11 +44,10 @@ START, CONTEXT, END = "<img>", "<IMG_CONTEXT>", "</img>"
 
 
 @dataclass(frozen=True)
-class InternVLImageRule:
+class InternVLImageRule(ProcessorRule):
     """Tiles of one size; their number and arrangement follow from the shape of the image.
 
     Args:
-        folder: model folder with the image processor's files.
         tile: side of a tile in pixels.
         patch: side of a patch in pixels.
         tile_tokens: tokens of a tile.
@@ -56,16 +55,11 @@ class InternVLImageRule:
         max_tiles: most tiles, the thumbnail not counted.
     """
 
-    folder: Path
     tile: int
     patch: int
     tile_tokens: int
     min_tiles: int
     max_tiles: int
-
-    @cached_property
-    def _processor(self) -> Any:
-        return image_processor(self.folder)
 
     @cached_property
     def _canvases(self) -> list[tuple[int, int]]:
@@ -113,27 +107,16 @@ class InternVLImageRule:
     def preprocess(self, images: Sequence[Image]) -> Media:
         """transformers' own image processor (the PIL one where torchvision is absent), told to
         cut."""
-        features = self._processor(
-            images=list(images), return_tensors="pt", crop_to_patches=True, **self.settings()
-        )
+        features = self.processor(images=list(images), return_tensors="pt", crop_to_patches=True)
         layouts = [self._layout(int(tiles)) for tiles in features["num_patches"]]
-        return Media(
-            pixel_values=patch_rows(features["pixel_values"], self.patch),
-            grid_thw=tuple(layout.grid for layout in layouts),
-            num_tokens=tuple(layout.num_tokens for layout in layouts),
-            image_sizes=tuple(image.size for image in images),
-        )
+        rows = patch_rows(features["pixel_values"], self.patch)
+        return media_of(rows, layouts, [image.size for image in images])
 
     def smallest(self) -> Media:
         """One tile of zeros."""
         layout = self._layout(1)
-        _, height, width = layout.grid
-        return Media(
-            pixel_values=torch.zeros(height * width, 3 * self.patch**2),
-            grid_thw=(layout.grid,),
-            num_tokens=(layout.num_tokens,),
-            image_sizes=((self.tile, self.tile),),
-        )
+        rows = torch.zeros(math.prod(layout.grid), 3 * self.patch**2)
+        return media_of(rows, [layout], [(self.tile, self.tile)])
 
     def settings(self) -> dict[str, Any]:
         """The bounds on tiles, in the names of preprocessor_config.json."""
@@ -142,15 +125,10 @@ class InternVLImageRule:
     def pictures(self, media: Media) -> list[Image]:
         """The tiles put together; the thumbnail shows the same once more and is left out."""
         assert media.image_sizes is not None
-        processor, shown = self._processor, []
-        side = self.tile // self.patch
-        tiles = tiles_of(media.pixel_values, side, side, self.patch)
-        counts = [count for count, _, _ in media.grid_thw]
-        for size, image in zip(media.image_sizes, tiles.split(counts), strict=True):
+        shown = []
+        for size, image in zip(media.image_sizes, tiles_by_image(media), strict=True):
             columns, rows = self.canvas(*size)
-            canvas = canvas_of(image[: columns * rows], rows, columns)
-            mean, std = processor.image_mean, processor.image_std
-            shown.append(rgb(canvas, mean, std, processor.rescale_factor))
+            shown.append(self.shown(canvas_of(image[: columns * rows], rows, columns)))
         return shown
 
 
@@ -160,22 +138,12 @@ def _with_thumbnail(tiles: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InternVL(OneAxisVLM):
+class InternVL(OneAxis, ImageFamily):
     """The family; see `vlmpack.families.Family`."""
 
+    image_token: str = CONTEXT
+    around: tuple[str, ...] = (START, END)
     pixel_knobs: tuple[str, ...] = ("max_tiles",)
-
-    def marker(self, tokenizer: Any) -> str:
-        """The feature token, without the pair around it."""
-        return CONTEXT
-
-    def placeholder(self, tokenizer: Any) -> int:
-        """The id of <IMG_CONTEXT>.
-
-        Raises:
-            ModelError: a token of images is none of the tokenizer's special tokens.
-        """
-        return feature_token_id(tokenizer, CONTEXT, START, END)
 
     def image_rule(self, folder: Path, budget: ImagesSection) -> InternVLImageRule:
         """The rule with the sizes that the folder's files have, or the budget's `max_tiles`.
@@ -199,9 +167,7 @@ class InternVL(OneAxisVLM):
 
     def image_arguments(self, media: Media) -> dict[str, Any]:
         """All tiles of all images as one stack."""
-        _, height, width = media.grid_thw[0]
-        pixels = media.pixel_values
-        return {"pixel_values": tiles_of(pixels, height, width, patch_side(pixels))}
+        return {"pixel_values": stacked_tiles(media)}
 
     def image_features(self, model: Any, media: Media) -> ImageFeatures:
         """The class's own: tower, pixel shuffle and projector, no host reads."""
@@ -214,7 +180,16 @@ class InternVL(OneAxisVLM):
     def cost_model(self, config: Mapping[str, Any]) -> CostModel:
         """The decoder's and the tower's, whose attention stays inside a tile."""
         whole = whole_config(config)
-        return flops.cost_model(whole, _tower(whole, whole["vision_config"]))
+        vision, out = whole["vision_config"], flops.size(whole["text_config"], "hidden_size")
+        joined = round(1 / whole["downsample_ratio"]) ** 2
+        tower = flops.tiled_tower(
+            vision,
+            merger_weights=joined * flops.size(vision, "hidden_size") * out + out**2,
+            patches_per_token=joined,
+            sides=(vision["image_size"][0], vision["patch_size"][0]),
+            class_tokens=1,
+        )
+        return flops.cost_model(whole, tower)
 
 
 def _tile_tokens(config: Any, tile: int) -> tuple[int, int]:
@@ -239,26 +214,6 @@ def _tile_tokens(config: Any, tile: int) -> tuple[int, int]:
             f"{patch * joined} x {patch * joined} (patch_size / downsample_ratio)"
         )
     return patch, (tile // patch // joined) ** 2
-
-
-def _tower(config: Mapping[str, Any], vision: Mapping[str, Any]) -> flops.Tower:
-    """Sizes of the tower and projector; a tile has a class token beside its patches."""
-    size = flops.size
-    width, depth = size(vision, "hidden_size"), size(vision, "num_hidden_layers")
-    patch, tile = vision["patch_size"][0], vision["image_size"][0]
-    patches = (tile // patch) ** 2
-    joined = round(1 / config["downsample_ratio"]) ** 2
-    block = 4 * width**2 + 2 * width * size(vision, "intermediate_size")
-    out = size(config["text_config"], "hidden_size")
-    return flops.Tower(
-        width=width,
-        weights=depth * block * (patches + 1) / patches + width * 3 * patch**2,
-        full_layers=0,
-        window_layers=depth,
-        window_patches=(patches + 1) ** 2 / patches,
-        merger_weights=joined * width * out + out**2,
-        patches_per_token=joined,
-    )
 
 
 FAMILY = InternVL(

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -32,11 +31,11 @@ from vlmpack.families import flops
 from vlmpack.families.anyres import AnyRes
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths
 from vlmpack.families.configs import whole_config
-from vlmpack.families.feature_token import feature_token_id
-from vlmpack.families.image_processor import family_processor, image_processor
-from vlmpack.families.one_axis import OneAxisVLM
+from vlmpack.families.image_family import ImageFamily
+from vlmpack.families.image_processor import ProcessorRule, family_processor, media_of
+from vlmpack.families.one_axis import OneAxis
 from vlmpack.families.processor_config import processor_setting
-from vlmpack.families.tiles import canvas_of, patch_rows, patch_side, rgb, tiles_of, whole_tower
+from vlmpack.families.tiles import canvas_of, patch_rows, stacked_tiles, tiles_by_image, whole_tower
 from vlmpack.model_folder import load_config
 from vlmpack.packing import CostModel, Media
 from vlmpack.recipe.images import ImagesSection
@@ -45,20 +44,14 @@ IMAGE_TOKEN = "<image>"
 
 
 @dataclass(frozen=True)
-class OneVisionImageRule:
+class OneVisionImageRule(ProcessorRule):
     """One image in tiles, several in one tile each.
 
     Args:
-        folder: model folder with the image processor's files.
         anyres: sizes of tiles and grids.
     """
 
-    folder: Path
     anyres: AnyRes
-
-    @cached_property
-    def _processor(self) -> Any:
-        return image_processor(self.folder)
 
     def layout(self, width: int, height: int, num_images: int = 1) -> ImageLayout:
         """One run of placeholders."""
@@ -75,64 +68,38 @@ class OneVisionImageRule:
 
         The tower's convolution leaves out what is beside whole patches, and so do the rows.
         """
-        tiles = self._processor(images=[list(images)], return_tensors="pt")["pixel_values"]
+        tiles = self.processor(images=[list(images)], return_tensors="pt")["pixel_values"]
         layouts = [self.layout(*image.size, num_images=len(images)) for image in images]
         counts = [layout.grid[0] for layout in layouts]
         seen = self.anyres.side * self.anyres.patch
         kept = torch.cat([own[:count] for own, count in zip(tiles, counts, strict=True)])
-        return Media(
-            pixel_values=patch_rows(kept[..., :seen, :seen], self.anyres.patch),
-            grid_thw=tuple(layout.grid for layout in layouts),
-            num_tokens=tuple(layout.num_tokens for layout in layouts),
-            image_sizes=tuple(image.size for image in images),
-        )
+        rows = patch_rows(kept[..., :seen, :seen], self.anyres.patch)
+        return media_of(rows, layouts, [image.size for image in images])
 
     def smallest(self) -> Media:
         """One image of one tile, and the whole once more: a map has newlines."""
         size = (self.anyres.tile, self.anyres.tile)
         layout = self.layout(*size)
-        return Media(
-            pixel_values=torch.zeros(math.prod(layout.grid), 3 * self.anyres.patch**2),
-            grid_thw=(layout.grid,),
-            num_tokens=(layout.num_tokens,),
-            image_sizes=(size,),
-        )
-
-    def settings(self) -> dict[str, Any]:
-        """None: the family has no budget."""
-        return {}
+        rows = torch.zeros(math.prod(layout.grid), 3 * self.anyres.patch**2)
+        return media_of(rows, [layout], [size])
 
     def pictures(self, media: Media) -> list[Image]:
         """The tiles of the grid put together, padding included; the whole image, which comes before
         them, is shown where there is no grid."""
-        assert media.image_sizes is not None
-        processor, shown = self._processor, []
-        tiles = tiles_of(
-            media.pixel_values, self.anyres.side, self.anyres.side, self.anyres.patch
-        ).split([count for count, _, _ in media.grid_thw])
-        for size, image in zip(media.image_sizes, tiles, strict=True):
+        shown = []
+        for size, image in zip(_sizes(media), tiles_by_image(media), strict=True):
             whole, grid = image[0], image[1:]
-            pixels = canvas_of(grid, *self.anyres.grid(*size)) if len(grid) else whole
-            mean, std = processor.image_mean, processor.image_std
-            shown.append(rgb(pixels, mean, std, processor.rescale_factor))
+            shown.append(
+                self.shown(canvas_of(grid, *self.anyres.grid(*size)) if len(grid) else whole)
+            )
         return shown
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlavaOneVision(OneAxisVLM):
+class LlavaOneVision(OneAxis, ImageFamily):
     """The family; see `vlmpack.families.Family`."""
 
-    def marker(self, tokenizer: Any) -> str:
-        """The placeholder itself."""
-        return IMAGE_TOKEN
-
-    def placeholder(self, tokenizer: Any) -> int:
-        """The id of <image>.
-
-        Raises:
-            ModelError: it is none of the tokenizer\'s special tokens.
-        """
-        return feature_token_id(tokenizer, IMAGE_TOKEN)
+    image_token: str = IMAGE_TOKEN
 
     def image_rule(self, folder: Path, budget: ImagesSection) -> OneVisionImageRule:
         """The rule with the sizes that config.json and the processor's files agree on.
@@ -169,7 +136,7 @@ class LlavaOneVision(OneAxisVLM):
         Raises:
             CapabilityError: one tile alone, without others beside it.
         """
-        tiles, counts = _tiles(media), [count for count, _, _ in media.grid_thw]
+        tiles, counts = stacked_tiles(media), [count for count, _, _ in media.grid_thw]
         filled = [pad(own, (0, 0) * 3 + (0, max(counts) - len(own))) for own in tiles.split(counts)]
         numbers: list[int] = []
         for is_alone, group in groupby(counts, key=lambda count: count == 1):
@@ -188,7 +155,7 @@ class LlavaOneVision(OneAxisVLM):
     def image_features(self, model: Any, media: Media) -> ImageFeatures:
         """Tower and projector by hand: `get_image_features` reads sizes back on the host."""
         config, inner = model.config, model.model
-        output = inner.vision_tower(_tiles(media), output_hidden_states=True)
+        output = inner.vision_tower(stacked_tiles(media), output_hidden_states=True)
         states, layers = output.hidden_states, config.vision_feature_layer
         picked = [states[layer] for layer in ([layers] if isinstance(layers, int) else layers)]
         features = inner.multi_modal_projector(whole_tower(torch.cat(picked, dim=-1), output))
@@ -206,7 +173,12 @@ class LlavaOneVision(OneAxisVLM):
     def cost_model(self, config: Mapping[str, Any]) -> CostModel:
         """The decoder's and the tower's, whose attention stays inside a tile."""
         whole = whole_config(config)
-        return flops.cost_model(whole, _tower(whole, whole["vision_config"]))
+        vision, out = whole["vision_config"], flops.size(whole["text_config"], "hidden_size")
+        layers = whole["vision_feature_layer"]
+        read = 1 if isinstance(layers, int) else len(layers)
+        width = flops.size(vision, "hidden_size")
+        tower = flops.tiled_tower(vision, merger_weights=read * width * out + out**2)
+        return flops.cost_model(whole, tower)
 
 
 def _with_newlines(tiles: Tensor, anyres: AnyRes, size: tuple[int, int], newline: Tensor) -> Tensor:
@@ -228,12 +200,6 @@ def _with_newlines(tiles: Tensor, anyres: AnyRes, size: tuple[int, int], newline
     return torch.cat([own, ends], dim=2).flatten(1).T
 
 
-def _tiles(media: Media) -> Tensor:
-    """(N, 3, H, W) of all images."""
-    _, height, width = media.grid_thw[0]
-    return tiles_of(media.pixel_values, height, width, patch_side(media.pixel_values))
-
-
 def _sizes(media: Media) -> tuple[tuple[int, int], ...]:
     assert media.image_sizes is not None, "this family's images need their sizes"
     return media.image_sizes
@@ -251,26 +217,6 @@ def _refuse_other_towers(config: Any) -> None:
             f"the tower is {tower!r} with vision_feature_select_strategy {strategy!r}, expected "
             f"'siglip_vision_model' with 'full'"
         )
-
-
-def _tower(config: Mapping[str, Any], vision: Mapping[str, Any]) -> flops.Tower:
-    """Sizes of the tower and projector; every patch of every tile passes through both."""
-    size = flops.size
-    width, depth, patch = (
-        size(vision, key) for key in ("hidden_size", "num_hidden_layers", "patch_size")
-    )
-    layers = config["vision_feature_layer"]
-    read = 1 if isinstance(layers, int) else len(layers)
-    out = size(config["text_config"], "hidden_size")
-    block = 4 * width**2 + 2 * width * size(vision, "intermediate_size")
-    return flops.Tower(
-        width=width,
-        weights=depth * block + width * 3 * patch**2,
-        full_layers=0,
-        window_layers=depth,
-        window_patches=(size(vision, "image_size") // patch) ** 2,
-        merger_weights=read * width * out + out**2,
-    )
 
 
 FAMILY = LlavaOneVision(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,11 @@ from vlmpack.errors import CapabilityError
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths
 from vlmpack.families.configs import whole_config, whole_config_of
-from vlmpack.families.feature_token import feature_token_id
-from vlmpack.families.image_processor import family_processor, image_processor
-from vlmpack.families.one_axis import OneAxisVLM
+from vlmpack.families.image_family import ImageFamily
+from vlmpack.families.image_processor import ProcessorRule, family_processor, media_of
+from vlmpack.families.one_axis import OneAxis
 from vlmpack.families.pixtral_tower import tower_output
-from vlmpack.families.tiles import patch_rows, patch_side, rgb, tiles_of
+from vlmpack.families.tiles import patch_rows, patch_side, tiles_of
 from vlmpack.packing import CostModel, Media
 from vlmpack.recipe.images import ImagesSection
 
@@ -39,26 +38,20 @@ MODULES = ModulePaths(
 
 
 @dataclass(frozen=True)
-class PixtralImageRule:
+class PixtralImageRule(ProcessorRule):
     """Shrink to within two edges, then round both up to whole tokens.
 
     Args:
-        folder: model folder with the image processor's files.
         patch_size: side of a patch in pixels.
         merge_size: patches along each side of a token.
         max_width: of an image after resizing, before it is rounded up.
         max_height: the same.
     """
 
-    folder: Path
     patch_size: int
     merge_size: int
     max_width: int
     max_height: int
-
-    @cached_property
-    def _processor(self) -> Any:
-        return image_processor(self.folder, **self.settings())
 
     @property
     def token_size(self) -> int:
@@ -89,26 +82,20 @@ class PixtralImageRule:
         layouts = [self.layout(*image.size) for image in images]
         rows = [
             patch_rows(
-                self._processor(images=[image], patch_size=self.token_size, return_tensors="pt")[
+                self.processor(images=[image], patch_size=self.token_size, return_tensors="pt")[
                     "pixel_values"
                 ],
                 self.patch_size,
             )
             for image in images
         ]
-        return Media(
-            pixel_values=torch.cat(rows),
-            grid_thw=tuple(layout.grid for layout in layouts),
-            num_tokens=tuple(layout.num_tokens for layout in layouts),
-        )
+        return media_of(torch.cat(rows), layouts)
 
     def smallest(self) -> Media:
         """One token's worth of zeros."""
-        return Media(
-            pixel_values=torch.zeros(self.merge_size**2, 3 * self.patch_size**2),
-            grid_thw=((1, self.merge_size, self.merge_size),),
-            num_tokens=(1,),
-        )
+        grid = (1, self.merge_size, self.merge_size)
+        layout = ImageLayout(grid=grid, text=IMAGE_TOKEN, runs=(1,))
+        return media_of(torch.zeros(self.merge_size**2, 3 * self.patch_size**2), [layout])
 
     def settings(self) -> dict[str, Any]:
         """The two edges, as one where they are equal."""
@@ -118,13 +105,11 @@ class PixtralImageRule:
 
     def pictures(self, media: Media) -> list[Image]:
         """Patches put back in their places."""
-        processor = self._processor
-        look = processor.image_mean, processor.image_std, processor.rescale_factor
-        return [rgb(pixels, *look) for pixels in _images(media)]
+        return [self.shown(pixels) for pixels in _images(media)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pixtral(OneAxisVLM):
+class Pixtral(OneAxis, ImageFamily):
     """A family with the tower; see `vlmpack.families.Family`.
 
     Args:
@@ -132,20 +117,9 @@ class Pixtral(OneAxisVLM):
     """
 
     modules: ModulePaths = MODULES
+    image_token: str = IMAGE_TOKEN
     merges: bool
     pixel_knobs: tuple[str, ...] = ("max_pixels",)
-
-    def marker(self, tokenizer: Any) -> str:
-        """The placeholder itself."""
-        return IMAGE_TOKEN
-
-    def placeholder(self, tokenizer: Any) -> int:
-        """The id of [IMG].
-
-        Raises:
-            ModelError: it is none of the tokenizer\'s special tokens.
-        """
-        return feature_token_id(tokenizer, IMAGE_TOKEN)
 
     def image_rule(self, folder: Path, budget: ImagesSection) -> PixtralImageRule:
         """The rule with the sizes of the folder's image processor and tower.

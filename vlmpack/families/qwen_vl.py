@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL.Image import Image, fromarray
+from PIL.Image import Image
 from torch import Tensor
 
 from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.families import flops
-from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths
-from vlmpack.families.feature_token import feature_token_id
-from vlmpack.families.image_processor import family_processor, image_processor
+from vlmpack.families.base import ImageFeatures, ImageLayout
+from vlmpack.families.image_family import ImageFamily
+from vlmpack.families.image_processor import ProcessorRule, family_processor
 from vlmpack.packing import CostModel, GridTHW, Media
 from vlmpack.recipe.images import ImagesSection
 
@@ -31,26 +30,20 @@ MERGE_SIZE = 2
 
 
 @dataclass(frozen=True)
-class QwenImageRule:
+class QwenImageRule(ProcessorRule):
     """Qwen-VL's resize rule: multiples of patch * merge, an area between two bounds.
 
     Args:
-        folder: model folder with the image processor's files.
         patch_size: side of a patch in pixels.
         merge_size: patches along each side of a token.
         min_pixels: smallest area after resizing.
         max_pixels: largest area after resizing.
     """
 
-    folder: Path
     patch_size: int
     merge_size: int
     min_pixels: int
     max_pixels: int
-
-    @cached_property
-    def _processor(self) -> Any:
-        return image_processor(self.folder, **self.settings())
 
     def layout(self, width: int, height: int, num_images: int = 1) -> ImageLayout:
         """One run of placeholders."""
@@ -83,7 +76,7 @@ class QwenImageRule:
 
     def preprocess(self, images: Sequence[Image]) -> Media:
         """transformers' own image processor (the PIL one where torchvision is absent)."""
-        features = self._processor(images=list(images), return_tensors="pt")
+        features = self.processor(images=list(images), return_tensors="pt")
         grids: list[GridTHW] = [(t, h, w) for t, h, w in features["image_grid_thw"].tolist()]
         return Media(
             pixel_values=features["pixel_values"],
@@ -94,7 +87,7 @@ class QwenImageRule:
     def smallest(self) -> Media:
         """One token's worth of zeros."""
         side = self.merge_size
-        channels = 3 * self._processor.temporal_patch_size * self.patch_size**2
+        channels = 3 * self.processor.temporal_patch_size * self.patch_size**2
         return Media(
             pixel_values=torch.zeros(side * side, channels),
             grid_thw=((1, side, side),),
@@ -112,8 +105,7 @@ class QwenImageRule:
 
     def pictures(self, media: Media) -> list[Image]:
         """Patches put back in their places; a patch holds its still image twice, along time."""
-        processor, side, merge = self._processor, self.patch_size, self.merge_size
-        mean, std = torch.tensor(processor.image_mean), torch.tensor(processor.image_std)
+        side, merge = self.patch_size, self.merge_size
         counts = [t * h * w for t, h, w in media.grid_thw]
         images = []
         for patches, (_, h, w) in zip(
@@ -123,40 +115,23 @@ class QwenImageRule:
             blocks = patches[: h * w].reshape(
                 h // merge, w // merge, merge, merge, 3, -1, side, side
             )[:, :, :, :, :, 0]
-            pixels = blocks.permute(0, 2, 5, 1, 3, 6, 4).reshape(h * side, w * side, 3)
-            levels = (pixels * std + mean) / processor.rescale_factor
-            array = levels.round().clamp(0, 255).to(torch.uint8).numpy()
-            images.append(fromarray(array))
+            pixels = blocks.permute(4, 0, 2, 5, 1, 3, 6).reshape(3, h * side, w * side)
+            images.append(self.shown(pixels))
         return images
 
 
 @dataclass(frozen=True, kw_only=True)
-class QwenVL:
+class QwenVL(ImageFamily):
     """A family of the line; see `vlmpack.families.Family`.
 
     Args:
         gated_tower: whether the vision tower's MLPs have a gate, three matrices instead of two.
     """
 
-    name: str
-    model_types: tuple[str, ...]
-    modules: ModulePaths
     num_position_axes: int = 3
-    rule_version: int = 1
+    image_token: str = IMAGE_TOKEN
     pixel_knobs: tuple[str, ...] = ("min_pixels", "max_pixels")
     gated_tower: bool = False
-
-    def marker(self, tokenizer: Any) -> str:
-        """The placeholder itself."""
-        return IMAGE_TOKEN
-
-    def placeholder(self, tokenizer: Any) -> int:
-        """The id of <|image_pad|>.
-
-        Raises:
-            ModelError: it is none of the tokenizer\'s special tokens.
-        """
-        return feature_token_id(tokenizer, IMAGE_TOKEN)
 
     def image_rule(self, folder: Path, budget: ImagesSection) -> QwenImageRule:
         """The rule with the sizes that the folder's image processor was saved with, or the
@@ -204,12 +179,6 @@ class QwenVL:
         )
         deep = tuple(output.deepstack_features) if self.modules.deep_features else ()
         return ImageFeatures(output.pooler_output, deep)
-
-    def auto_class(self) -> Any:
-        """A whole vision-language model."""
-        from transformers import AutoModelForImageTextToText
-
-        return AutoModelForImageTextToText
 
     def positions(
         self, num_tokens: int, media_starts: Sequence[int], media: Sequence[GridTHW]

@@ -14,10 +14,19 @@ from vlmpack.families.one_axis import OneAxis
 from vlmpack.packing import CostModel, Media
 from vlmpack.recipe.images import ImagesSection
 
+DECODER = ModulePaths(vision=None, projectors=(), language="model")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextLM(OneAxis):
     """A family without images; see `vlmpack.families.Family`."""
+
+    name: str
+    model_types: tuple[str, ...]
+    modules: ModulePaths = DECODER
+    num_position_axes: int = 1
+    rule_version: int = 1
+    pixel_knobs: tuple[str, ...] = ()
 
     def placeholder(self, tokenizer: Any) -> int:
         """No token stands for an image, whatever the vocabulary has: that of Qwen2.5 holds
@@ -50,8 +59,4 @@ class TextLM(OneAxis):
         return flops.cost_model(config)
 
 
-FAMILY = TextLM(
-    name="text_lm",
-    model_types=("llama", "qwen2", "qwen3"),
-    modules=ModulePaths(vision=None, projectors=(), language="model"),
-)
+FAMILY = TextLM(name="text_lm", model_types=("llama", "qwen2", "qwen3"))

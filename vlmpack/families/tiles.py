@@ -13,12 +13,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from PIL.Image import Image, fromarray
 from torch import Tensor
 
 from vlmpack.families.base import ImageFeatures
+from vlmpack.packing import Media
 
 
 def patch_rows(tiles: Tensor, side: int) -> Tensor:
@@ -40,6 +39,17 @@ def tiles_of(rows: Tensor, height: int, width: int, side: int) -> Tensor:
     """
     blocks = rows.reshape(-1, height, width, rows.shape[1] // side**2, side, side)
     return blocks.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
+
+
+def stacked_tiles(media: Media) -> Tensor:
+    """(N, C, H, W) tiles of all images, which have one size."""
+    _, height, width = media.grid_thw[0]
+    return tiles_of(media.pixel_values, height, width, patch_side(media.pixel_values))
+
+
+def tiles_by_image(media: Media) -> tuple[Tensor, ...]:
+    """The tiles of each image."""
+    return torch.split(stacked_tiles(media), [count for count, _, _ in media.grid_thw])
 
 
 def canvas_of(tiles: Tensor, rows: int, columns: int) -> Tensor:
@@ -75,16 +85,3 @@ def whole_tower(features: Tensor, output: Any) -> Tensor:
         if rest is not None:
             features = features + 0.0 * rest.sum()
     return features
-
-
-def rgb(pixels: Tensor, mean: Sequence[float], std: Sequence[float], scale: float) -> Image:
-    """An image from normalised (3, H, W) pixels.
-
-    Args:
-        pixels: as the tower takes them.
-        mean: of the processor's normalisation.
-        std: of the processor's normalisation.
-        scale: the processor's `rescale_factor`.
-    """
-    levels = (pixels.permute(1, 2, 0) * torch.tensor(std) + torch.tensor(mean)) / scale
-    return fromarray(levels.round().clamp(0, 255).numpy().astype(np.uint8))
