@@ -3,7 +3,7 @@
 import vlmpack
 
 result = vlmpack.finetune("recipes/digits-demo.yaml", training__max_steps=20, run_dir="runs/x")
-print(result.exact_match_after, result.export)
+print(result.metrics_after, result.export)
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ _FIGURES = (
     "real_tokens",
     "padded_tokens",
     "tokens_per_second",
-    "exact_match_before",
-    "exact_match_after",
-    "digit_accuracy_after",
 )
 """Fields of FinetuneResult that result.json holds under the same name."""
 
@@ -45,10 +42,9 @@ class FinetuneResult:
         real_tokens: tokens of samples that were trained.
         padded_tokens: slots that rows padded to the longest sample of each micro-batch would take.
         tokens_per_second: real tokens per second of training.
-        exact_match_before: share of the test questions answered exactly before training, 0 to 1;
-            of those with images, if any has some.
-        exact_match_after: the same after training.
-        digit_accuracy_after: share of characters read right in `read` questions after training.
+        metrics_before: the recipe's `evaluation.metrics` of the test questions before training, 0
+            to 1; of those with images, if any has some. Empty where nothing was asked.
+        metrics_after: the same after training.
         figures: all of result.json.
     """
 
@@ -60,10 +56,19 @@ class FinetuneResult:
     real_tokens: int
     padded_tokens: int
     tokens_per_second: float
-    exact_match_before: float | None
-    exact_match_after: float | None
-    digit_accuracy_after: float | None
+    metrics_before: Mapping[str, float]
+    metrics_after: Mapping[str, float]
     figures: Mapping[str, Any]
+
+    @property
+    def exact_match_before(self) -> float | None:
+        """`metrics_before["exact_match"]`; None where it was not measured."""
+        return self.metrics_before.get("exact_match")
+
+    @property
+    def exact_match_after(self) -> float | None:
+        """`metrics_after["exact_match"]`; None where it was not measured."""
+        return self.metrics_after.get("exact_match")
 
 
 def finetune(recipe: Recipe | Mapping[str, Any] | str | Path, **overrides: Any) -> FinetuneResult:
@@ -109,12 +114,16 @@ def run_recipe(recipe: Recipe) -> FinetuneResult:
 
 def _result(run_dir: RunDir) -> FinetuneResult:
     """What result.json says."""
+    from vlmpack.evaluation.metrics import written_metrics
+
     figures = json.loads(run_dir.result.read_text(encoding="utf-8"))
     report = run_dir.path / "report"
     return FinetuneResult(
         run_dir=run_dir.path,
         export=run_dir.export if run_dir.export.is_dir() else None,
         report=report if report.is_dir() else None,
+        metrics_before=written_metrics(figures, "before"),
+        metrics_after=written_metrics(figures, "after"),
         figures=figures,
         **{name: figures[name] for name in _FIGURES},
     )

@@ -26,7 +26,7 @@ from vlmpack.evaluation.generation import (
     answer_questions,
     load_for_generation,
 )
-from vlmpack.evaluation.scoring import Question
+from vlmpack.evaluation.predictions import Question
 
 NUM_NEW = 8
 
@@ -188,7 +188,7 @@ from vlmpack.distributed import start_process_group, stop_process_group
 from vlmpack.errors import DataError
 from vlmpack.encode import Encoder
 from vlmpack.evaluation.generation import answer_over_ranks
-from vlmpack.evaluation.scoring import Question
+from vlmpack.evaluation.predictions import Question
 from dataclasses import replace
 
 out = Path(sys.argv[1])

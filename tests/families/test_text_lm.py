@@ -20,7 +20,7 @@ from vlmpack.backends.hf.model import PackedLM
 from vlmpack.encode import Encoder, ImagePart, Message, TextPart
 from vlmpack.errors import CapabilityError, DataError
 from vlmpack.evaluation.generation import answer_questions
-from vlmpack.evaluation.scoring import Question
+from vlmpack.evaluation.predictions import Question
 from vlmpack.packing import IGNORE_INDEX, EncodedSample
 
 LLAMA_3 = """\

@@ -18,7 +18,7 @@ import vlmpack
 from vlmpack.api import resolve
 from vlmpack.cli.app import app
 from vlmpack.data.packs.write import PackOrder
-from vlmpack.evaluation.scoring import PREDICTIONS_AFTER, read_predictions
+from vlmpack.evaluation.predictions import PREDICTIONS_AFTER, read_predictions
 from vlmpack.run.packs import pack_recipe
 
 RECIPE = ROOT / "recipes" / "text-sft.yaml"

@@ -18,7 +18,7 @@ from vlmpack.report.lengths_picture import (
 from vlmpack.report.loss_picture import draw_loss, smooth
 from vlmpack.report.run_files import DataSummary, RunFiles, read_run
 from vlmpack.report.samples_picture import MIN_WRONG, choose
-from vlmpack.report.tables import duration, facts, headline, spread_rows, task_rows
+from vlmpack.report.tables import duration, facts, headline, metric_tables, spread_rows
 
 
 def summary(batches: list[list[int]]) -> DataSummary:
@@ -107,14 +107,43 @@ def test_sheet_of_few_answers_shows_all_of_them() -> None:
 def test_tables_agree_with_the_predictions(tmp_path) -> None:
     write_run(tmp_path, num_steps=4, num_questions=240, right_before=0.0, right_after=1.0)
     run = read_run(tmp_path)
-    rows = {row.name: row for row in task_rows(run)}
-    total = rows["all questions with images"]
-    assert (total.num_questions, total.before, total.after) == ("220", "0.0%", "100.0%")
-    assert rows["text only, not counted above"].num_questions == "20"
+    tables = {table.metric: {row.name: row for row in table.rows} for table in metric_tables(run)}
+    assert list(tables) == ["exact_match", "characters"]
+    total = tables["exact_match"]["all questions with images"]
+    assert (total.counted, total.before, total.after) == ("220", "0.0%", "100.0%")
+    assert tables["exact_match"]["text only, not counted above"].counted == "20"
+    read = [row for row in run.after if row.task == "read"]
+    counted = f"{sum(len(row.truth) for row in read):,}"
+    assert {row.counted for row in tables["characters"].values()} == {counted}
+    assert set(tables["characters"]) == {"read", "all questions with images"}
     values = {figure.name: figure.value for figure in headline(run)}
-    assert values["exact answers"] == "100.0%"
+    assert values["exact match"] == values["characters"] == "100.0%"
     assert values["slots saved by packing"] == "48.1%"
     assert {"engine / attention", "versions / torch"} <= {name for name, _ in facts(run.result)}
+
+
+def test_a_run_shows_the_metrics_that_it_was_scored_by(tmp_path) -> None:
+    write_run(tmp_path, num_steps=4, num_questions=40)
+    run = read_run(tmp_path)
+    chosen = replace(run, result={**run.result, "metrics_after": {"characters": 0.5}})
+    assert [table.metric for table in metric_tables(chosen)] == ["characters"]
+    assert [figure.name for figure in headline(chosen)][:2] == [
+        "characters",
+        "slots saved by packing",
+    ]
+
+
+def test_a_run_of_the_version_before_shows_the_same_figures(tmp_path) -> None:
+    write_run(tmp_path, num_steps=4, num_questions=40)
+    run = read_run(tmp_path)
+    old = {key: value for key, value in run.result.items() if not key.startswith("metrics_")}
+    for when in ("before", "after"):
+        shares = run.result[f"metrics_{when}"]
+        old[f"exact_match_{when}"] = shares["exact_match"]
+        old[f"digit_accuracy_{when}"] = shares["characters"]
+    former = replace(run, result=old)
+    assert headline(former) == headline(run)
+    assert metric_tables(former) == metric_tables(run)
 
 
 def test_summary_file_of_the_documented_form_is_read(tmp_path) -> None:

@@ -14,7 +14,7 @@ from PIL import Image
 from support.fake_runs import metrics_rows, write_run
 
 from vlmpack.errors import CapabilityError, RunDirError
-from vlmpack.evaluation.scoring import PREDICTIONS_AFTER, read_predictions, write_predictions
+from vlmpack.evaluation.predictions import PREDICTIONS_AFTER, read_predictions, write_predictions
 from vlmpack.report import write_report
 
 PICTURES = {"loss.png", "lengths.png", "samples.png"}

@@ -11,12 +11,12 @@ from pathlib import Path
 from PIL import Image, ImageDraw
 
 from vlmpack.encode import ImagePart, Message, TextPart
-from vlmpack.evaluation.scoring import (
+from vlmpack.evaluation.metrics import score
+from vlmpack.evaluation.predictions import (
     PREDICTIONS_AFTER,
     PREDICTIONS_BEFORE,
     Prediction,
     Question,
-    score,
     write_predictions,
 )
 
@@ -138,7 +138,6 @@ def write_run(
         "finished": "2026-11-21T08:40:00Z",
     }  # fmt: skip
     for when, scores in (("before", score(before)), ("after", score(after))):
-        result[f"exact_match_{when}"] = scores.exact_match
-        result[f"digit_accuracy_{when}"] = scores.digit_accuracy
+        result[f"metrics_{when}"] = scores.total.shares
     (folder / "result.json").write_text(json.dumps(result, indent=2))
     return asked

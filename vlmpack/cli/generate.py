@@ -30,7 +30,7 @@ def generate(
 
     from vlmpack.encode import ImagePart, Message, TextPart
     from vlmpack.evaluation.generation import answer_questions, load_for_generation
-    from vlmpack.evaluation.scoring import Question
+    from vlmpack.evaluation.predictions import Question
 
     parts: tuple[TextPart | ImagePart, ...] = (
         *(ImagePart(index) for index in range(len(images))),

@@ -29,11 +29,10 @@ def print_result(result: FinetuneResult) -> None:
     if skipped := result.figures.get("skipped_samples"):
         samples = counted(skipped + result.figures["samples"], "sample")
         table.add_row("skipped", f"{skipped:,} of {samples}: {LEDGER_NAME} lists them, and why")
-    if result.exact_match_after is not None:
-        before = "" if result.exact_match_before is None else f"{result.exact_match_before:.1%} -> "
-        table.add_row("exact answers", f"{before}{result.exact_match_after:.1%} on the test split")
-    if result.digit_accuracy_after is not None:
-        table.add_row("digits read", f"{result.digit_accuracy_after:.1%}")
+    for name, share in result.metrics_after.items():
+        before = result.metrics_before.get(name)
+        start = "" if before is None else f"{before:.1%} -> "
+        table.add_row(name.replace("_", " "), f"{start}{share:.1%} on the test split")
     adapter = result.run_dir / "adapter"
     places = (
         ("model", result.export),

@@ -29,7 +29,7 @@ from vlmpack.data.shards.images import image_facts
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder, decode_image
 from vlmpack.errors import DataError
-from vlmpack.evaluation.scoring import Question
+from vlmpack.evaluation.predictions import Question
 from vlmpack.packing import Media
 from vlmpack.packing.media import concatenate_media
 

@@ -305,6 +305,13 @@ class EvaluationSection(Section):
     generate: bool = False
     """Answer the questions of `data.test` before and after training, and score the answers."""
 
+    metrics: Annotated[
+        tuple[Literal["exact_match", "characters"], ...], BeforeValidator(as_tuple)
+    ] = ("exact_match",)
+    """What the answers are scored by. `exact_match`: share of answers that are the true one.
+    `characters`: share of the true answers' characters in their place, in questions whose task is
+    `read` or that have none."""
+
     generate_max_samples: Count | None = None
     """Test samples that are answered, the first ones of the split. Null: all."""
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vlmpack.evaluation.metrics import written_metrics
 from vlmpack.report.run_files import RunFiles
 from vlmpack.report.style import (
     BLUE,
@@ -131,9 +132,10 @@ def _draw_learning_rate(axes: Any, run: RunFiles) -> None:
 
 
 def _headline(run: RunFiles) -> str:
-    """Exact answers before and after, as far as they are known."""
-    before, after = run.number("exact_match_before"), run.number("exact_match_after")
-    if after is None:
+    """The first metric before and after, as far as it is known."""
+    before, after = written_metrics(run.result, "before"), written_metrics(run.result, "after")
+    if not after:
         return ""
-    start = f"{percent(before)} before, " if before is not None else ""
-    return f"exact answers on unseen questions: {start}{percent(after)} after"
+    name = next(iter(after))
+    start = f"{percent(before[name])} before, " if name in before else ""
+    return f"{name.replace('_', ' ')} on unseen questions: {start}{percent(after[name])} after"

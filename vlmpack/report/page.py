@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vlmpack.report.document import render
 from vlmpack.report.run_files import RunFiles
-from vlmpack.report.tables import facts, headline, spread_rows, task_rows
+from vlmpack.report.tables import facts, headline, metric_tables, spread_rows
 
 PICTURES = (
     ("loss.png", "Loss of every step, smoothed, with validation and learning rate"),
@@ -31,7 +31,6 @@ def render_page(run: RunFiles, folder: Path) -> str:
         f"finished {finished}" if finished else "",
         "" if run.result else "no result.json: the run is not finished",
     )
-    tasks = ("task", "questions", "before", "after")
     return render(
         "run.html",
         run=run,
@@ -43,7 +42,14 @@ def render_page(run: RunFiles, folder: Path) -> str:
             if (folder / name).is_file()
         ],
         tables=[
-            ("Exact answers by task", tasks, [astuple(row) for row in task_rows(run)]),
+            *(
+                (
+                    f"{metric.replace('_', ' ').capitalize()} by task",
+                    ("task", "counted", "before", "after"),
+                    [astuple(row) for row in rows],
+                )
+                for metric, rows in metric_tables(run)
+            ),
             (
                 "While training",
                 ("each step", "least", "median", "most"),

@@ -3,7 +3,7 @@
     metrics.jsonl             a row a step, and rows of validations (vlmpack.training.metrics)
     result.json               figures of a finished run
     data-summary.json         lengths and micro-batches of the training split
-    predictions-before.jsonl  answers to the test questions (vlmpack.evaluation.scoring)
+    predictions-before.jsonl  answers to the test questions (vlmpack.evaluation.predictions)
     predictions-after.jsonl
 
 Every file may be missing: an interrupted run has no result, a run without a test split has no
@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmpack.errors import RunDirError
-from vlmpack.evaluation.scoring import (
+from vlmpack.evaluation.predictions import (
     PREDICTIONS_AFTER,
     PREDICTIONS_BEFORE,
     Prediction,

@@ -11,7 +11,8 @@ from typing import Any
 
 from PIL import Image
 
-from vlmpack.evaluation.scoring import NO_TASK, Prediction
+from vlmpack.evaluation.metrics import NO_TASK
+from vlmpack.evaluation.predictions import Prediction
 from vlmpack.report.style import (
     FAINT,
     GREEN,

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from vlmpack.evaluation.scoring import Scores, Tally, score
+from vlmpack.evaluation.metrics import (
+    FORMER_KEYS,
+    METRICS,
+    Group,
+    Scores,
+    score,
+    written_metrics,
+)
 from vlmpack.report.run_files import RunFiles
 from vlmpack.report.style import percent
 
@@ -22,26 +29,35 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class TaskRow:
-    """Exact answers of one group of questions, as text; `before` is "" where it is unknown."""
+    """A metric of one group of questions, as text; `before` is "" where it is unknown."""
 
     name: str
-    num_questions: str
+    counted: str
     before: str
     after: str
 
 
-_HIDDEN = ("identity", "tasks_before", "tasks_after")
+class MetricTable(NamedTuple):
+    """One metric of all groups of questions that it counted something of."""
+
+    metric: str
+    rows: list[TaskRow]
+
+
+_HIDDEN = {
+    *("identity", "tasks_before", "tasks_after"),
+    *(f"{key}_{when}" for key in FORMER_KEYS.values() for when in ("before", "after")),
+}
 """Fields of result.json that are shown otherwise or mean nothing to a reader."""
 
 
 def headline(run: RunFiles) -> list[Figure]:
     """Accuracy, padding and speed."""
     figures: list[Figure] = []
-    for field, name in (("exact_match", "exact answers"), ("digit_accuracy", "digits read right")):
-        after, before = run.number(f"{field}_after"), run.number(f"{field}_before")
-        if after is not None:
-            note = "" if before is None else f"{percent(before)} before training"
-            figures.append(Figure(name, percent(after), note))
+    before = written_metrics(run.result, "before")
+    for name, value in written_metrics(run.result, "after").items():
+        note = f"{percent(before[name])} before training" if name in before else ""
+        figures.append(Figure(name.replace("_", " "), percent(value), note))
     padded, real = run.number("padded_tokens"), run.number("real_tokens")
     computed = run.number("computed_tokens") or run.number("packed_tokens")
     if padded and computed:
@@ -58,36 +74,40 @@ def headline(run: RunFiles) -> list[Figure]:
     return figures
 
 
-def task_rows(run: RunFiles) -> list[TaskRow]:
-    """Exact answers by task, then over all image questions, then text-only ones."""
+def metric_tables(run: RunFiles) -> list[MetricTable]:
+    """For each metric that counted something: by task, then over all, then text-only questions."""
     if run.after is None:
         return []
-    after = score(run.after)
-    before = score(run.before) if run.before is not None else None
-    rows = [
-        _task_row(name, tally, before.tasks.get(name) if before else None)
-        for name, tally in after.tasks.items()
-    ]
-    name = "all questions with images" if after.images.num_questions else "all questions"
-    rows.append(_task_row(name, after.headline, before.headline if before else None))
-    if after.num_characters:
-        rows.append(
+    written = run.result.get("metrics_after")
+    names = [n for n in written if n in METRICS] if isinstance(written, Mapping) else METRICS
+    after = _groups(score(run.after, names))
+    before = _groups(score(run.before, names)) if run.before is not None else {}
+    tables = []
+    for name in names:
+        rows = [
             TaskRow(
-                "characters of read questions",
-                f"{after.num_characters:,}",
-                _accuracy(before),
-                _accuracy(after),
+                title,
+                f"{group.tallies[name].counted:,}",
+                _share(before[title], name) if title in before else "",
+                _share(group, name),
             )
-        )
-    if after.images.num_questions and after.text_only.num_questions:
-        rows.append(
-            _task_row(
-                "text only, not counted above",
-                after.text_only,
-                before.text_only if before else None,
-            )
-        )
-    return rows
+            for title, group in after.items()
+            if group.tallies[name].counted
+        ]
+        if rows:
+            tables.append(MetricTable(name, rows))
+    return tables
+
+
+def _groups(scores: Scores) -> dict[str, Group]:
+    """By their titles, in the order of a table."""
+    if not scores.has_images:
+        return {**scores.tasks, "all questions": scores.total}
+    return {
+        **scores.tasks,
+        "all questions with images": scores.total,
+        "text only, not counted above": scores.text_only,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,20 +176,9 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def _task_row(name: str, after: Tally, before: Tally | None) -> TaskRow:
-    return TaskRow(name, f"{after.num_questions:,}", _share(before), _share(after))
-
-
-def _share(tally: Tally | None) -> str:
-    if tally is None or tally.exact_match is None:
-        return ""
-    return percent(tally.exact_match)
-
-
-def _accuracy(scores: Scores | None) -> str:
-    if scores is None or scores.digit_accuracy is None:
-        return ""
-    return percent(scores.digit_accuracy)
+def _share(group: Group, metric: str) -> str:
+    share = group.shares[metric]
+    return "" if share is None else percent(share)
 
 
 def _text(value: Any) -> str:

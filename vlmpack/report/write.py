@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from vlmpack.errors import RunDirError
-from vlmpack.evaluation.scoring import Prediction, Question
+from vlmpack.evaluation.predictions import Prediction, Question
 from vlmpack.report.lengths_picture import draw_lengths
 from vlmpack.report.loss_picture import draw_loss
 from vlmpack.report.page import render_page

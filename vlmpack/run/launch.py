@@ -10,7 +10,7 @@ from vlmpack.activity import ACTIVITY
 from vlmpack.build.data import build_encoder
 from vlmpack.build.setup import Setup
 from vlmpack.errors import VlmpackError
-from vlmpack.evaluation.scoring import Question
+from vlmpack.evaluation.predictions import Question
 from vlmpack.recipe import Recipe, derive
 from vlmpack.run.opening import open_session
 from vlmpack.run.place import Place, begin, entered

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -18,14 +18,13 @@ from vlmpack.distributed import Ranks
 from vlmpack.encode.clock import write_note
 from vlmpack.errors import CapabilityError, DataError
 from vlmpack.evaluation.generation import answer_over_ranks
-from vlmpack.evaluation.scoring import (
+from vlmpack.evaluation.metrics import FORMER_KEYS, Scores, When, score
+from vlmpack.evaluation.predictions import (
     PREDICTIONS_AFTER,
     PREDICTIONS_BEFORE,
     Question,
-    Scores,
     make_predictions,
     read_predictions,
-    score,
     write_predictions,
 )
 from vlmpack.model_folder import transformers_version
@@ -36,8 +35,6 @@ from vlmpack.training.run_dir import write_atomically
 from vlmpack.version import __version__
 
 logger = logging.getLogger("vlmpack")
-
-When = Literal["before", "after"]
 
 
 def test_questions(session: Session) -> list[Question]:
@@ -79,7 +76,7 @@ def evaluate_by_generation(
         rows = read_predictions(path)
         asked = {(question.shard, question.key) for question in questions}
         if {(row.shard, row.key) for row in rows} <= asked and len(rows) <= len(questions):
-            return score(rows)
+            return score(rows, session.setup.recipe.evaluation.metrics)
         logger.warning("the answers in %s are to other questions; they are left out", path)
         return None
     if when == "before" and session.trainer.totals.step > 0:
@@ -95,17 +92,14 @@ def evaluate_by_generation(
         on_bad_sample=lambda error: _skip_or_raise(session, error),
     )
     predictions = make_predictions(questions, answers)
-    scores = score(predictions)
+    scores = score(predictions, session.setup.recipe.evaluation.metrics)
     session.place.ranks.on_main(lambda: write_predictions(path, predictions))
     logger.info(
-        "%s training: %s of %d %s answered exactly%s (%.0f s)",
+        "%s training: %s of %d %s (%.0f s)",
         when,
-        _percent(scores.exact_match),
-        scores.headline.num_questions,
-        "image questions" if scores.images.num_questions else "questions",
-        ""
-        if scores.digit_accuracy is None
-        else f", {_percent(scores.digit_accuracy)} of the characters read right",
+        ", ".join(f"{name} {_percent(share)}" for name, share in scores.total.shares.items()),
+        scores.total.num_questions,
+        "image questions" if scores.has_images else "questions",
         time.perf_counter() - started,
     )
     return scores
@@ -226,12 +220,13 @@ def write_result(session: Session, before: Scores | None, after: Scores | None) 
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     for when, scores in (("before", before), ("after", after)):
-        figures[f"exact_match_{when}"] = scores.exact_match if scores else None
-        figures[f"digit_accuracy_{when}"] = scores.digit_accuracy if scores else None
+        shares = scores.total.shares if scores else {}
+        figures[f"metrics_{when}"] = shares
+        figures |= {f"{key}_{when}": shares.get(name) for name, key in FORMER_KEYS.items()}
         figures[f"tasks_{when}"] = (
             {
-                name: {"exact_match": tally.exact_match, "questions": tally.num_questions}
-                for name, tally in scores.tasks.items()
+                task: {**group.shares, "questions": group.num_questions}
+                for task, group in scores.tasks.items()
             }
             if scores
             else None

@@ -1,10 +1,6 @@
-"""From questions and answers to figures. Pure functions and two small files.
+"""From questions and answers to rows of a file.
 
-    Question + answer -> Prediction (a row of predictions-*.jsonl) -> Scores
-
-Figures are over questions with images. Text-only questions are counted beside them, since a model
-that knows the task's form may answer those without seeing anything. Where no question has an image,
-figures are over all of them.
+Question + answer -> Prediction, a row of predictions-*.jsonl; see `metrics` for what they score
 """
 
 from __future__ import annotations
@@ -22,12 +18,6 @@ from vlmpack.errors import DataError, RunDirError
 
 PREDICTIONS_BEFORE = "predictions-before.jsonl"
 PREDICTIONS_AFTER = "predictions-after.jsonl"
-
-READ_TASK = "read"
-"""The task whose answers are compared character by character."""
-
-NO_TASK = "(no task)"
-"""The group of questions whose sample has no `task`."""
 
 _MARK_BEFORE_STOP = re.compile(r"\] (?=[,.;:?!])")
 _OUTER_MARKS = re.compile(r"^(\s|\[image \d+\])+|(\s|\[image \d+\])+$")
@@ -142,53 +132,6 @@ class Prediction:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Tally:
-    """Right answers out of questions."""
-
-    num_correct: int
-    num_questions: int
-
-    @property
-    def exact_match(self) -> float | None:
-        """Share of right answers, 0 to 1; None without questions."""
-        return self.num_correct / self.num_questions if self.num_questions else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
-    """Figures of one set of predictions.
-
-    Args:
-        images: questions with images.
-        text_only: questions without, shown separately.
-        tasks: those of the headline figure by task, in alphabetical order.
-        num_characters: characters of the true answers of its `read` questions.
-        num_characters_right: those whose position in the answer holds the same character.
-    """
-
-    images: Tally
-    text_only: Tally
-    tasks: dict[str, Tally]
-    num_characters: int
-    num_characters_right: int
-
-    @property
-    def headline(self) -> Tally:
-        """Questions with images, or all where none has any."""
-        return self.images if self.images.num_questions else self.text_only
-
-    @property
-    def exact_match(self) -> float | None:
-        """Share of the headline's questions answered exactly; None without any."""
-        return self.headline.exact_match
-
-    @property
-    def digit_accuracy(self) -> float | None:
-        """Share of characters read right in `read` questions; None without any."""
-        return self.num_characters_right / self.num_characters if self.num_characters else None
-
-
 def make_predictions(
     questions: Sequence[Question], answers: Sequence[str | None]
 ) -> list[Prediction]:
@@ -198,26 +141,6 @@ def make_predictions(
         for question, answer in zip(questions, answers, strict=True)
         if answer is not None
     ]
-
-
-def score(predictions: Iterable[Prediction]) -> Scores:
-    """Count right answers: all, by task, and character by character for `read`."""
-    rows = list(predictions)
-    images = [row for row in rows if row.num_images]
-    shown = images or rows
-    read = [(row.truth.strip(), row.answer.strip()) for row in shown if row.task == READ_TASK]
-    names = sorted({row.task or NO_TASK for row in shown})
-    return Scores(
-        images=_tally(images),
-        text_only=_tally([row for row in rows if not row.num_images]),
-        tasks={
-            name: _tally([row for row in shown if (row.task or NO_TASK) == name]) for name in names
-        },
-        num_characters=sum(len(truth) for truth, _ in read),
-        num_characters_right=sum(
-            a == b for truth, answer in read for a, b in zip(truth, answer, strict=False)
-        ),
-    )
 
 
 def write_predictions(path: Path, predictions: Iterable[Prediction]) -> None:
@@ -266,10 +189,6 @@ def _prediction(line: str, where: str) -> Prediction:
         found = ", ".join(sorted(row)) if isinstance(row, dict) else type(row).__name__
         raise RunDirError(f"{where}: found {found}; expected {', '.join(sorted(expected))}")
     return Prediction(**row)
-
-
-def _tally(rows: Sequence[Prediction]) -> Tally:
-    return Tally(sum(row.correct for row in rows), len(rows))
 
 
 def _num_images(messages: Sequence[Message]) -> int:

@@ -1,4 +1,4 @@
-"""Figures count image questions alone, character by character for `read`, and survive a file."""
+"""Questions, answers and their file."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import pytest
 
 from vlmpack.encode import ImagePart, Message, TextPart, VLMSample
 from vlmpack.errors import DataError, RunDirError
-from vlmpack.evaluation.scoring import (
-    NO_TASK,
+from vlmpack.evaluation.predictions import (
     Prediction,
     Question,
     make_predictions,
     read_predictions,
-    score,
     write_predictions,
 )
 
@@ -33,49 +31,6 @@ def question(truth: str, *, task: str | None = "read", num_images: int = 1) -> Q
 
 def predictions(*pairs: tuple[Question, str]) -> list[Prediction]:
     return [Prediction.of(asked, answer) for asked, answer in pairs]
-
-
-def test_text_only_questions_do_not_enter_the_figures() -> None:
-    text = question("9", task="text", num_images=0)
-    seen = question("12")
-    scores = score(predictions((seen, "12"), (seen, "13"), (text, "9"), (text, "9")))
-    assert scores.exact_match == 0.5
-    assert scores.text_only.exact_match == 1.0
-    assert list(scores.tasks) == ["read"]
-
-
-def test_without_any_image_all_questions_are_the_figures() -> None:
-    one, other = (question("9", task=task, num_images=0) for task in ("sum", "sort"))
-    scores = score(predictions((one, "9"), (one, "8"), (other, "9")))
-    assert scores.exact_match == 2 / 3
-    assert scores.images.num_questions == 0
-    assert {name: tally.exact_match for name, tally in scores.tasks.items()} == {
-        "sum": 0.5,
-        "sort": 1.0,
-    }
-
-
-def test_digit_accuracy_counts_positions_of_the_true_answer() -> None:
-    scores = score(
-        predictions(
-            (question("1234"), "1934"),  # 3 of 4
-            (question("56"), "5"),  # 1 of 2: what is missing is wrong
-            (question("78"), "7899"),  # 2 of 2: what is too much is not counted
-            (question("90"), ""),  # 0 of 2
-            (question("3", task="count"), "3"),  # another task
-        )
-    )
-    assert scores.num_characters == 10
-    assert scores.digit_accuracy == pytest.approx(0.6)
-    assert scores.exact_match == pytest.approx(1 / 5)
-
-
-def test_missing_groups_are_none_and_not_zero() -> None:
-    scores = score(predictions((question("3", task=None), "3")))
-    assert scores.digit_accuracy is None
-    assert scores.text_only.exact_match is None
-    assert scores.tasks[NO_TASK].exact_match == 1.0
-    assert score([]).exact_match is None
 
 
 def test_comparison_strips_but_keeps_inner_spaces_and_case() -> None:

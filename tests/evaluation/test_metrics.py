@@ -1,0 +1,101 @@
+"""Figures count image questions alone, by the metrics that a recipe names."""
+
+from __future__ import annotations
+
+from typing import get_args, get_type_hints
+
+import pytest
+from support.recipes import MINIMAL
+
+from vlmpack.encode import ImagePart, Message, TextPart
+from vlmpack.errors import RecipeError
+from vlmpack.evaluation.metrics import METRICS, NO_TASK, Group, score, written_metrics
+from vlmpack.evaluation.predictions import Prediction, Question
+from vlmpack.recipe import load_recipe
+from vlmpack.recipe.schema import EvaluationSection
+
+
+def question(truth: str, *, task: str | None = "read", num_images: int = 1) -> Question:
+    parts = (*(ImagePart(i) for i in range(num_images)), TextPart("What is it?"))
+    return Question(
+        key=f"k{truth}",
+        shard="s.tar",
+        messages=(Message("user", parts),),
+        images=(b"",) * num_images,
+        truth=truth,
+        task=task,
+    )
+
+
+def predictions(*pairs: tuple[Question, str]) -> list[Prediction]:
+    return [Prediction.of(asked, answer) for asked, answer in pairs]
+
+
+def exact(group: Group) -> float | None:
+    return group.shares["exact_match"]
+
+
+def test_text_only_questions_do_not_enter_the_figures() -> None:
+    text = question("9", task="text", num_images=0)
+    seen = question("12")
+    scores = score(predictions((seen, "12"), (seen, "13"), (text, "9"), (text, "9")))
+    assert exact(scores.total) == 0.5
+    assert exact(scores.text_only) == 1.0
+    assert list(scores.tasks) == ["read"]
+
+
+def test_without_any_image_all_questions_are_the_figures() -> None:
+    one, other = (question("9", task=task, num_images=0) for task in ("sum", "sort"))
+    scores = score(predictions((one, "9"), (one, "8"), (other, "9")))
+    assert exact(scores.total) == 2 / 3
+    assert not scores.has_images
+    assert {name: exact(group) for name, group in scores.tasks.items()} == {"sum": 0.5, "sort": 1.0}
+
+
+def test_characters_are_those_of_the_true_answer_in_their_places() -> None:
+    scores = score(
+        predictions(
+            (question("1234"), "1934"),  # 3 of 4
+            (question("56"), "5"),  # 1 of 2: what is missing is wrong
+            (question("78"), "7899"),  # 2 of 2: what is too much is not counted
+            (question("90"), ""),  # 0 of 2
+            (question("3", task="count"), "3"),  # another task
+        )
+    )
+    assert scores.total.tallies["characters"].counted == 10
+    assert scores.total.shares["characters"] == pytest.approx(0.6)
+    assert exact(scores.total) == pytest.approx(1 / 5)
+
+
+def test_questions_without_a_task_may_be_read_too() -> None:
+    asked = question("12", task=None)
+    assert score(predictions((asked, "13"))).total.shares == {"exact_match": 0, "characters": 0.5}
+
+
+def test_missing_groups_are_none_and_not_zero() -> None:
+    scores = score(predictions((question("3", task="count"), "3")))
+    assert scores.total.shares["characters"] is None
+    assert exact(scores.text_only) is None
+    assert exact(score(predictions((question("3", task=None), "3"))).tasks[NO_TASK]) == 1.0
+    assert exact(score([]).total) is None
+
+
+def test_only_the_metrics_that_were_asked_for_are_computed() -> None:
+    scores = score(predictions((question("3"), "3")), ["characters"])
+    assert list(scores.total.tallies) == list(scores.tasks["read"].tallies) == ["characters"]
+
+
+def test_a_recipe_may_name_each_metric_and_no_other() -> None:
+    hint = get_type_hints(EvaluationSection)["metrics"]
+    assert set(get_args(get_args(hint)[0])) == set(METRICS)
+    assert EvaluationSection().metrics == ("exact_match",)
+    with pytest.raises(RecipeError, match=r"'exact_mach' is not one of .* mean 'exact_match'"):
+        load_recipe(MINIMAL, ["evaluation.metrics=[exact_mach]"])
+
+
+def test_figures_of_the_version_before_are_read() -> None:
+    old = {"exact_match_before": None, "exact_match_after": 0.5, "digit_accuracy_after": 0.75}
+    assert written_metrics(old, "before") == {}
+    assert written_metrics(old, "after") == {"exact_match": 0.5, "characters": 0.75}
+    new = {"metrics_after": {"characters": 0.25, "exact_match": None}, "exact_match_after": 1.0}
+    assert written_metrics(new, "after") == {"characters": 0.25}

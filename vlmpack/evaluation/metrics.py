@@ -1,0 +1,124 @@
+"""Figures of answered questions, by the names that a recipe chooses.
+
+A metric counts: what is right of what there is, in some predictions. A new one is a function here,
+a line in `METRICS` and its name in `evaluation.metrics` of the recipe's schema.
+
+Figures are over questions with images. Text-only questions are counted beside them, since a model
+that knows the task's form may answer those without seeing anything. Where no question has an image,
+figures are over all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vlmpack.evaluation.predictions import Prediction
+
+NO_TASK = "(no task)"
+"""The group of questions whose sample has no `task`."""
+
+When = Literal["before", "after"]
+"""Which side of training."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What is right of what was counted."""
+
+    right: float
+    counted: int
+
+    @property
+    def share(self) -> float | None:
+        """0 to 1; None where nothing was counted."""
+        return self.right / self.counted if self.counted else None
+
+
+Metric = Callable[[Sequence[Prediction]], Tally]
+
+
+def exact_match(rows: Sequence[Prediction]) -> Tally:
+    """Answers that are the true one once both are stripped."""
+    return Tally(sum(row.correct for row in rows), len(rows))
+
+
+def characters(rows: Sequence[Prediction]) -> Tally:
+    """Characters of the true answer that the answer has in the same place; of questions that ask to
+    read (task `read`), and of those without a task."""
+    pairs = [(row.truth.strip(), row.answer.strip()) for row in rows if row.task in (None, "read")]
+    return Tally(
+        sum(a == b for truth, answer in pairs for a, b in zip(truth, answer, strict=False)),
+        sum(len(truth) for truth, _ in pairs),
+    )
+
+
+METRICS: Mapping[str, Metric] = {"exact_match": exact_match, "characters": characters}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Some questions, and what their answers score by each metric."""
+
+    num_questions: int
+    tallies: Mapping[str, Tally]
+
+    @property
+    def shares(self) -> dict[str, float | None]:
+        """The figures, 0 to 1."""
+        return {name: tally.share for name, tally in self.tallies.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """Figures of one set of predictions.
+
+    Args:
+        has_images: whether any question has an image; `total` and `tasks` are over those then.
+        total: the headline.
+        tasks: the same questions by task, in alphabetical order.
+        text_only: questions without images.
+    """
+
+    has_images: bool
+    total: Group
+    tasks: Mapping[str, Group]
+    text_only: Group
+
+
+def score(predictions: Iterable[Prediction], metrics: Iterable[str] = METRICS) -> Scores:
+    """The named figures."""
+    rows, names = list(predictions), list(metrics)
+
+    def group(of: Sequence[Prediction]) -> Group:
+        return Group(len(of), {name: METRICS[name](of) for name in names})
+
+    images = [row for row in rows if row.num_images]
+    shown = images or rows
+    tasks = sorted({row.task or NO_TASK for row in shown})
+    return Scores(
+        has_images=bool(images),
+        total=group(shown),
+        tasks={
+            task: group([row for row in shown if (row.task or NO_TASK) == task]) for task in tasks
+        },
+        text_only=group([row for row in rows if not row.num_images]),
+    )
+
+
+FORMER_KEYS: Mapping[str, str] = {"exact_match": "exact_match", "characters": "digit_accuracy"}
+"""Metric -> its key in result.json of version 0.1, `_before` or `_after` behind it. Written for one
+release more."""
+
+
+def written_metrics(result: Mapping[str, Any], when: When) -> dict[str, float]:
+    """The figures in a result.json of this version or the one before."""
+    found = result.get(f"metrics_{when}")
+    if not isinstance(found, Mapping):
+        found = {name: result.get(f"{key}_{when}") for name, key in FORMER_KEYS.items()}
+    return {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
