@@ -18,23 +18,25 @@ from timing import against_ideal, medians
 from vlmpack.backends.mcore.cpu import megatron_on_cpu
 from vlmpack.backends.mcore.engine import MegatronEngine
 from vlmpack.backends.mcore.model import MergedRow
+from vlmpack.backends.policy import TrainingPolicy
 from vlmpack.distributed import start_process_group
 from vlmpack.encode import Encoder
 from vlmpack.packing import Batch
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
-from vlmpack.recipe.trainable import OptimSection
+from vlmpack.recipe.trainable import OptimSection, TrainableSection
 from vlmpack.training.objective import SFT
 from vlmpack.training.optim import Schedule
 from vlmpack.training.step import Stepper
 
 OPTIM = OptimSection(lr=1e-30, schedule="constant")
 """The smallest step: what is measured stays the same."""
+POLICY = TrainingPolicy(trainable=TrainableSection(), optim=OPTIM)
 
 
 def _engine(folder: Path, encoder: Encoder) -> MegatronEngine:
     model = ModelSection(path=str(folder), backend="mcore", dtype="float32")
     split = ParallelismSection(distributed_optimizer=False)
-    return MegatronEngine(model, split, encoder, start_process_group(), OPTIM)
+    return MegatronEngine(model, split, encoder, start_process_group(), POLICY)
 
 
 def _whole_step(stepper: Stepper, batches: list[Batch]) -> Callable[[], None]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from vlmpack.backends.mcore.cpu import megatron_on_cpu
 from vlmpack.backends.mcore.engine import MegatronEngine
+from vlmpack.backends.policy import TrainingPolicy
 from vlmpack.distributed import (
     start_process_group,
     stop_process_group,
@@ -25,7 +26,7 @@ from vlmpack.distributed import (
 from vlmpack.encode import Encoder
 from vlmpack.packing import IGNORE_INDEX, EncodedSample, pack_batch_sequences
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
-from vlmpack.recipe.trainable import OptimSection
+from vlmpack.recipe.trainable import OptimSection, TrainableSection
 
 
 def text_row(tokens: int, multiple: int):
@@ -55,7 +56,8 @@ def main(folder: Path, tokens: int, recompute: bool) -> None:
         path=str(folder), backend="mcore", dtype="float32", activation_checkpointing=recompute
     )
     split = ParallelismSection(context=world)
-    engine = MegatronEngine(model, split, Encoder(folder), ranks, OptimSection(lr=1.0))
+    policy = TrainingPolicy(trainable=TrainableSection(), optim=OptimSection(lr=1.0))
+    engine = MegatronEngine(model, split, Encoder(folder), ranks, policy)
     weights = {p.untyped_storage().data_ptr() for p in engine.model.parameters()}
     saved: dict[int, int] = {}
 

@@ -8,9 +8,6 @@ from support.engines import policy
 from support.families import VISION_FAMILIES, tiny_family_folder
 
 from vlmpack.backends.policy import (
-    ComponentPolicy,
-    LoraSettings,
-    TrainingPolicy,
     component_of,
     count_components,
     describe_counts,
@@ -104,13 +101,6 @@ def test_components_are_the_modules_that_the_family_names(name, tmp_path):
 def test_what_is_said_of_a_parameter(name, ndim, trains, decays):
     said = policy("frozen", "full", "lora").of_parameter(name, ndim, INSIDE)
     assert (said.trains, said.decays) == (trains, decays)
-
-
-def test_a_policy_has_adapters_where_it_has_their_settings():
-    with pytest.raises(AssertionError):
-        TrainingPolicy(vision=ComponentPolicy(mode="lora"))
-    with pytest.raises(AssertionError):
-        TrainingPolicy(lora=LoraSettings(rank=1, alpha=1.0))
 
 
 def test_counts_are_those_of_the_shapes():

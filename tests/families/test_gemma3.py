@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.engines import make_engine
+from support.engines import EVERYTHING, make_engine
 from support.families import FAMILIES, TINY, tiny_family_folder
 from support.recorders import HostReads
 from support.runs import find_differences, pack, run_batch, starts_of
@@ -213,7 +213,7 @@ def test_masks_are_shared_by_layers_and_nothing_is_read_back(gemma, monkeypatch)
 def test_other_attention_is_refused_when_the_engine_is_built(gemma, one_rank, name):
     model = ModelSection(path=str(gemma.folder), dtype="bfloat16", attention=name)
     with pytest.raises(CapabilityError, match=rf"model\.attention: {name} cannot run"):
-        HFEngine(model, ParallelismSection(), gemma.encoder, one_rank, optim=None)
+        HFEngine(model, ParallelismSection(), gemma.encoder, one_rank, EVERYTHING)
 
 
 def test_auto_is_segments(gemma, one_rank, monkeypatch):

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.engines import ADAMW, single_rank
+from support.engines import EVERYTHING, single_rank
 from support.runs import loss_errors, mean_loss, pack, split_by_sample
 
 from vlmpack.attention import choose_attention, segment_attention
@@ -43,7 +43,7 @@ def engine(request, tiny_folder, encoder):
     """bfloat16 autocast on one GPU."""
     ranks = replace(single_rank(), device=torch.device("cuda", 0))
     model = ModelSection(path=str(tiny_folder), dtype="bfloat16", attention=request.param)
-    made = HFEngine(model, ParallelismSection(), encoder, ranks, ADAMW)
+    made = HFEngine(model, ParallelismSection(), encoder, ranks, EVERYTHING)
     assert made.description["attention"].startswith(request.param)
     return made
 

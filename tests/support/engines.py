@@ -9,16 +9,12 @@ import torch
 
 from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.backends.policy import (
-    EVERYTHING,
-    ComponentPolicy,
-    LoraSettings,
-    Mode,
     TrainingPolicy,
 )
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
-from vlmpack.recipe.trainable import OptimSection
+from vlmpack.recipe.trainable import LoraSection, Mode, OptimSection, TrainableSection
 from vlmpack.training.first_step import FirstStepCheck
 from vlmpack.training.objective import SFT, Objective
 from vlmpack.training.optim import Schedule
@@ -26,6 +22,9 @@ from vlmpack.training.step import Stepper
 
 ADAMW = OptimSection(lr=2e-4, schedule="constant", weight_decay=0.01)
 """AdamW with a little decay; betas and eps are those of a recipe that leaves them out."""
+
+EVERYTHING = TrainingPolicy(trainable=TrainableSection(), optim=ADAMW)
+"""Every weight is trained, at the learning rate of the schedule."""
 
 
 def single_rank() -> Ranks:
@@ -52,19 +51,25 @@ def make_engine(
         activation_checkpointing=activation_checkpointing,
     )
     ranks = ranks if ranks is not None else single_rank()
-    return HFEngine(model, ParallelismSection(**split), encoder, ranks, ADAMW, policy)
+    return HFEngine(model, ParallelismSection(**split), encoder, ranks, policy)
 
 
 def policy(
-    vision: Mode = "full", projector: Mode = "full", language: Mode = "full", **lora: Any
+    vision: Mode = "full",
+    projector: Mode = "full",
+    language: Mode = "full",
+    *,
+    seed: int = 0,
+    **lora: Any,
 ) -> TrainingPolicy:
     """A policy with one learning rate; adapters of rank 4 unless `lora` says otherwise."""
-    modes = {"vision": vision, "projector": projector, "language": language}
-    settings = LoraSettings(**{"rank": 4, "alpha": 8.0, **lora})
-    return TrainingPolicy(
-        **{name: ComponentPolicy(mode=mode) for name, mode in modes.items()},
-        lora=settings if "lora" in modes.values() else None,
+    trainable = TrainableSection(
+        vision=vision,
+        projector=projector,
+        language=language,
+        lora=LoraSection(**{"rank": 4, "alpha": 8.0, **lora}),
     )
+    return TrainingPolicy(trainable=trainable, optim=ADAMW, seed=seed)
 
 
 def make_stepper(

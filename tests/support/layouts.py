@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from support.engines import ADAMW, make_engine, make_stepper
+from support.engines import EVERYTHING, make_engine, make_stepper
 from support.runs import relative_l2
 from support.shards import TINY_MODEL, mixed_samples, text_samples
 from torch import Tensor
@@ -161,7 +161,7 @@ def make_megatron(
         activation_checkpointing=layout.recompute,
         router_aux_loss_coef=aux_loss,
     )
-    return MegatronEngine(model, layout.sizes, Encoder(folder), ranks, ADAMW)
+    return MegatronEngine(model, layout.sizes, Encoder(folder), ranks, EVERYTHING)
 
 
 def use_sgd(engine: Any) -> None:

@@ -21,29 +21,30 @@ from support.layouts import LAYOUTS, Layout, Trained, one_layout, train
 from support.shards import TINY_MODEL
 from torch.distributed.tensor import DTensor
 
-from vlmpack.backends.policy import ComponentPolicy, LoraSettings, TrainingPolicy
+from vlmpack.backends.policy import TrainingPolicy
 from vlmpack.distributed import Ranks, start_process_group, stop_process_group
 from vlmpack.encode import Encoder
 from vlmpack.recipe.schema import ModelSection
+from vlmpack.recipe.trainable import LoraSection, TrainableSection
 from vlmpack.training.checkpoint import load_checkpoint, step_folder
 
 STEPS = 3
 
-FROZEN = ComponentPolicy(mode="frozen")
+
+def _policy(trainable: dict[str, Any], **scales: float) -> TrainingPolicy:
+    """Learning rates of components as multiples of the schedule's."""
+    rates = {f"{name}_lr": scale * ADAMW.lr for name, scale in scales.items()}
+    return TrainingPolicy(
+        trainable=TrainableSection(**trainable), optim=ADAMW.model_copy(update=rates), seed=1
+    )
+
+
 POLICIES = {
-    "no tower": TrainingPolicy(
-        vision=FROZEN,
-        projector=ComponentPolicy(lr_scale=4.0),
-        language=ComponentPolicy(lr_scale=0.5),
-    ),
-    "no language": TrainingPolicy(
-        vision=ComponentPolicy(lr_scale=0.5), projector=FROZEN, language=FROZEN
-    ),
-    "adapters": TrainingPolicy(
-        vision=FROZEN,
-        projector=ComponentPolicy(lr_scale=0.5),
-        language=ComponentPolicy(mode="lora"),
-        lora=LoraSettings(rank=3, alpha=6.0, seed=1),
+    "no tower": _policy({"vision": "frozen"}, projector=4.0, language=0.5),
+    "no language": _policy({"projector": "frozen", "language": "frozen"}, vision=0.5),
+    "adapters": _policy(
+        {"vision": "frozen", "language": "lora", "lora": LoraSection(rank=3, alpha=6.0)},
+        projector=0.5,
     ),
 }
 
@@ -109,7 +110,7 @@ def mcore_case(case: str, ranks: Ranks, folder: Path) -> Trained:
         path=str(TINY_MODEL), backend="mcore", dtype="float32", attention="segments"
     )
     encoder = Encoder(TINY_MODEL)
-    engine = MegatronEngine(model, LAYOUTS[layout].sizes, encoder, ranks, ADAMW, POLICIES[policy])
+    engine = MegatronEngine(model, LAYOUTS[layout].sizes, encoder, ranks, POLICIES[policy])
     rows = train_or_go_on(case, engine, LAYOUTS[layout], folder)
     assert engine.parameter_shapes().keys() < engine.shapes.keys()
     written = {box.name for _, box, _ in engine.owned_slices()}

@@ -20,11 +20,13 @@ from support.shards import TINY_MODEL
 from support.stock import StockProcessor, gradients_of
 from support.toy_objective import FOCAL, focal, take_step
 
+from vlmpack.distributed.timeouts import CollectiveTimeouts
 from vlmpack.packing import PackCollator
+from vlmpack.recipe.schema import CheckpointSection
 from vlmpack.training.metrics import MetricsLog, Progress, Trackers, read_rows
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.stop import StopFlag
-from vlmpack.training.trainer import Reporting, Trainer, TrainerConfig
+from vlmpack.training.trainer import Reporting, Trainer
 from vlmpack.training.vlm_step import forward_step
 
 COLLATE = PackCollator(pad_token_id=561, num_position_axes=3, pad_to_multiple_of=8)
@@ -128,14 +130,11 @@ def test_validation_and_steps_report_what_the_objective_does(
 ):
     trainer = Trainer(
         stepper=make_stepper(session_engine, objective=FOCAL),
-        config=TrainerConfig(
-            total_steps=1,
-            checkpoint_interval=None,
-            keep_checkpoints=1,
-            asynchronous_checkpoints=False,
-            validation_interval=None,
-            log_interval=1,
-        ),
+        total_steps=1,
+        checkpoint=CheckpointSection(),
+        validation_interval=None,
+        log_interval=1,
+        timeouts=CollectiveTimeouts(first=60, later=60),
         run_dir=RunDir(tmp_path),
         stop=StopFlag(),
         validation=lambda: [COLLATE(encoded[:2]), COLLATE(encoded[2:])],

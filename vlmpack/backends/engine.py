@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice
-from vlmpack.backends.policy import Component, ComponentCount, TrainingPolicy
+from vlmpack.backends.policy import ComponentCount, TrainingPolicy
 from vlmpack.packing import Batch
+from vlmpack.recipe.trainable import Component
 
 LossFunction = Callable[[Tensor], tuple[Tensor, int, dict[str, Tensor]]]
 """Output -> (loss sum to differentiate, label tokens, detached sums to report)."""

@@ -14,16 +14,18 @@ magnitudes are as large as the weights themselves, and vectors: they do not deca
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from vlmpack.families.base import ModulePaths
-
-Component = Literal["vision", "projector", "language"]
-Mode = Literal["frozen", "full", "lora"]
-
-COMPONENTS: tuple[Component, ...] = ("vision", "projector", "language")
+from vlmpack.recipe.trainable import (
+    COMPONENTS,
+    Component,
+    LoraSection,
+    Mode,
+    OptimSection,
+    TrainableSection,
+)
 
 ADAPTER_MARKS = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.")
 """What peft puts into the names of the parameters that it adds."""
@@ -53,44 +55,6 @@ def is_adapter(name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoraSettings:
-    """What peft is asked for; the same in every component that gets adapters.
-
-    Args:
-        rank: of the update.
-        alpha: the update is scaled by alpha / rank, with `rslora` by alpha / sqrt(rank).
-        dropout: share of an adapter's input that is zeroed while training.
-        targets: None for every linear layer, or ends of the names of linear layers.
-        dora: decompose weights into magnitude and direction (2402.09353).
-        rslora: scale by the rank's square root (2312.03732).
-        quantize: hold the frozen weights of adapted layers in 4 bits (QLoRA, 2305.14314).
-        seed: of the adapters' first weights; the same on every rank.
-    """
-
-    rank: int
-    alpha: float
-    dropout: float = 0.0
-    targets: tuple[str, ...] | None = None
-    dora: bool = False
-    rslora: bool = False
-    quantize: Literal["none", "nf4"] = "none"
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComponentPolicy:
-    """How one component is trained.
-
-    Args:
-        mode: frozen, full (all its weights), or lora (adapters beside its frozen weights).
-        lr_scale: its learning rate over that of the schedule, at every step.
-    """
-
-    mode: Mode = "full"
-    lr_scale: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterPolicy:
     """What happens to one parameter.
 
@@ -109,34 +73,35 @@ class ParameterPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPolicy:
-    """What is trained.
+    """What is trained, and how.
 
     Args:
-        vision, projector, language: by component.
-        lora: of the components with adapters; None where there is none.
+        trainable: by component.
+        optim: AdamW, and the learning rates by component.
+        seed: of the adapters' first weights; the same on every rank.
     """
 
-    vision: ComponentPolicy = field(default_factory=ComponentPolicy)
-    projector: ComponentPolicy = field(default_factory=ComponentPolicy)
-    language: ComponentPolicy = field(default_factory=ComponentPolicy)
-    lora: LoraSettings | None = None
+    trainable: TrainableSection
+    optim: OptimSection
+    seed: int = 0
 
-    def __post_init__(self) -> None:
-        adapts = any(self.of(component).mode == "lora" for component in COMPONENTS)
-        assert adapts == (self.lora is not None)
+    @property
+    def lora(self) -> LoraSection | None:
+        """That of the components with adapters; None where there is none."""
+        return self.trainable.lora if self.trainable.uses("lora") else None
 
-    def of(self, component: Component) -> ComponentPolicy:
-        """That of a component."""
-        by_name: Mapping[Component, ComponentPolicy] = {
-            "vision": self.vision,
-            "projector": self.projector,
-            "language": self.language,
-        }
-        return by_name[component]
+    def mode(self, component: Component) -> Mode:
+        """How a component is trained."""
+        mode: Mode = getattr(self.trainable, component)
+        return mode
+
+    def lr_scale(self, component: Component) -> float:
+        """A component's learning rate over that of the schedule, at every step."""
+        return self.optim.peak(component) / self.optim.lr
 
     def trains(self, component: Component) -> bool:
         """Whether anything of a component is updated."""
-        return self.of(component).mode != "frozen"
+        return self.mode(component) != "frozen"
 
     def of_parameter(self, name: str, ndim: int, paths: ModulePaths) -> ParameterPolicy:
         """That of a parameter.
@@ -147,18 +112,13 @@ class TrainingPolicy:
             paths: where the family's parts live.
         """
         component = component_of(name, paths)
-        policy = self.of(component)
         wanted: Mode = "lora" if is_adapter(name) else "full"
         return ParameterPolicy(
             component=component,
-            trains=policy.mode == wanted,
+            trains=self.mode(component) == wanted,
             decays=ndim >= 2 and ".lora_magnitude_vector." not in name,
-            lr_scale=policy.lr_scale,
+            lr_scale=self.lr_scale(component),
         )
-
-
-EVERYTHING = TrainingPolicy()
-"""Every weight is trained, at the learning rate of the schedule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,8 +169,8 @@ def count_components(
     return [
         ComponentCount(
             component=component,
-            mode=policy.of(component).mode,
-            lr_scale=policy.of(component).lr_scale,
+            mode=policy.mode(component),
+            lr_scale=policy.lr_scale(component),
             parameters=totals[component][0],
             trained=totals[component][1],
             tensors=totals[component][2],

@@ -32,8 +32,8 @@ def build_engine(setup: Setup) -> Engine:
         CapabilityError: it cannot run here.
         ModelError: the model folder cannot be loaded.
     """
-    recipe, policy = setup.recipe, setup.policy
-    parts = (recipe.model, recipe.parallelism, setup.encoder, setup.ranks, recipe.optim, policy)
+    recipe = setup.recipe
+    parts = (recipe.model, recipe.parallelism, setup.encoder, setup.ranks, setup.policy)
     if recipe.model.backend == "mcore":
         from vlmpack.backends.mcore.engine import MegatronEngine  # megatron-core is an extra
 

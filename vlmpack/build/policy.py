@@ -7,12 +7,7 @@ from typing import Any
 
 import torch
 
-from vlmpack.backends.policy import (
-    ComponentCount,
-    ComponentPolicy,
-    LoraSettings,
-    TrainingPolicy,
-)
+from vlmpack.backends.policy import ComponentCount, TrainingPolicy
 from vlmpack.encode import Encoder
 from vlmpack.recipe import Recipe
 
@@ -21,28 +16,7 @@ COLUMNS = ("component", "mode", "parameters", "trained", "share", "peak lr", "we
 
 def policy_of(recipe: Recipe) -> TrainingPolicy:
     """What the recipe's `trainable` and `optim` say."""
-    trainable, optim = recipe.trainable, recipe.optim
-    lora = trainable.lora
-    return TrainingPolicy(
-        **{
-            name: ComponentPolicy(
-                mode=getattr(trainable, name), lr_scale=optim.peak(name) / optim.lr
-            )
-            for name in ("vision", "projector", "language")
-        },
-        lora=LoraSettings(
-            rank=lora.rank,
-            alpha=lora.alpha,
-            dropout=lora.dropout,
-            targets=None if lora.targets == "all-linear" else lora.targets,
-            dora=lora.dora,
-            rslora=lora.rslora,
-            quantize=lora.quantize,
-            seed=recipe.training.seed,
-        )
-        if trainable.uses("lora")
-        else None,
-    )
+    return TrainingPolicy(trainable=recipe.trainable, optim=recipe.optim, seed=recipe.training.seed)
 
 
 def check_policy(policy: TrainingPolicy, encoder: Encoder, device: torch.device) -> None:
@@ -65,9 +39,9 @@ def check_policy(policy: TrainingPolicy, encoder: Encoder, device: torch.device)
     adapter_targets(skeleton, family.modules, policy)
 
 
-def policy_rows(counts: Sequence[ComponentCount], recipe: Recipe) -> list[dict[str, Any]]:
+def policy_rows(counts: Sequence[ComponentCount], policy: TrainingPolicy) -> list[dict[str, Any]]:
     """The table's rows, as figures; written to `trainable.json`."""
-    lora = recipe.trainable.lora
+    optim, lora = policy.optim, policy.trainable.lora
     return [
         {
             "component": count.component,
@@ -75,8 +49,8 @@ def policy_rows(counts: Sequence[ComponentCount], recipe: Recipe) -> list[dict[s
             "parameters": count.parameters,
             "trained": count.trained,
             "trained_tensors": count.tensors,
-            "peak_lr": recipe.optim.peak(count.component) if count.trained else None,
-            "weight_decay": recipe.optim.weight_decay if count.trained else None,
+            "peak_lr": optim.peak(count.component) if count.trained else None,
+            "weight_decay": optim.weight_decay if count.trained else None,
             "decayed": count.decayed,
             "lora": lora.model_dump(mode="json") if count.mode == "lora" else None,
         }

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from itertools import chain
 
 from vlmpack.backends.policy import (
-    COMPONENTS,
     ComponentCount,
     TrainingPolicy,
     count_components,
     is_adapter,
 )
 from vlmpack.encode import Encoder
+from vlmpack.recipe.trainable import COMPONENTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes | No
         CapabilityError: adapters without a layer to go to.
         ModelError: config.json is none that transformers can build.
     """
-    if all(policy.of(component).mode == "full" for component in COMPONENTS):
+    if all(policy.mode(component) == "full" for component in COMPONENTS):
         return None
     from vlmpack.backends.hf.adapters import adapter_shapes, adapter_targets
     from vlmpack.backends.skeleton import model_skeleton
@@ -78,7 +78,7 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes | No
         counts=tuple(count_components(chain(base, added), policy, paths)),
         images=sum(count.parameters for count in images),
         trained_images=sum(count.trained for count in images),
-        language=policy.language.mode == "full",
+        language=policy.mode("language") == "full",
         adapters=sum(count.parameters for count in count_components(added, policy, paths)),
         packed=packed,
         before_graph=before,

@@ -8,11 +8,12 @@ from pydantic import BeforeValidator, Field
 
 from vlmpack.recipe.sources import Section, as_tuple
 
+Component = Literal["vision", "projector", "language"]
 Mode = Literal["frozen", "full", "lora"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
 
-COMPONENTS = ("vision", "projector", "language")
+COMPONENTS: tuple[Component, ...] = ("vision", "projector", "language")
 
 
 class LoraSection(Section):

@@ -203,7 +203,7 @@ def _describe(setup: Setup, engine: Engine) -> list[dict[str, Any]]:
         logger.info("%-14s %s", name, value)
     if setup.encoder.images_made_with is not None:
         logger.info("%-14s %s", "pixels", setup.encoder.images_made_with)
-    trained = policy_rows(engine.components, setup.recipe)
+    trained = policy_rows(engine.components, setup.policy)
     for line in policy_table(trained):
         logger.info("  %s", line)
     return trained

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 
 from vlmpack.backends.engine import Engine
-from vlmpack.backends.policy import Component
 from vlmpack.distributed import Ranks
 from vlmpack.errors import TrainabilityError
 from vlmpack.packing import Batch, PackedBatch
+from vlmpack.recipe.trainable import Component
 
 logger = logging.getLogger("vlmpack")
 

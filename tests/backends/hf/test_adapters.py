@@ -25,10 +25,10 @@ from vlmpack.backends.hf.adapters import (
     modules_in_full,
     scaling_of,
 )
-from vlmpack.backends.policy import LoraSettings
 from vlmpack.backends.skeleton import model_skeleton
 from vlmpack.errors import CapabilityError, TrainabilityError
 from vlmpack.packing import PackCollator
+from vlmpack.recipe.trainable import LoraSection
 from vlmpack.training.checkpoint import load_checkpoint
 
 COLLATE = PackCollator(pad_token_id=561, num_position_axes=3, pad_to_multiple_of=8)
@@ -64,7 +64,7 @@ def test_the_merged_weight_is_that_of_peft(dora, rslora):
     if dora:
         magnitude = layer.lora_magnitude_vector["default"].weight
         magnitude.data.mul_(torch.linspace(0.5, 2.0, 20))
-    settings = LoraSettings(rank=3, alpha=5.0, rslora=rslora, dora=dora)
+    settings = LoraSection(rank=3, alpha=5.0, rslora=rslora, dora=dora)
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     before = layer.base_layer.weight.detach().clone()
     ours = merged_weight(before, a, b, scaling_of(settings), magnitude)

@@ -9,10 +9,9 @@ from functools import partial
 
 import pytest
 import torch
-from support.engines import single_rank
+from support.engines import EVERYTHING, policy, single_rank
 from support.shards import TINY_MODEL, mixed_samples
 
-from vlmpack.backends.policy import EVERYTHING, ComponentPolicy, TrainingPolicy
 from vlmpack.cli import verify as verify_command
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
@@ -148,18 +147,17 @@ def test_too_little_memory_names_both_numbers_and_tiny(monkeypatch):
     required()
 
 
-def required(policy=EVERYTHING):
+def required(trained=EVERYTHING):
     memory.require_memory(
-        TINY_MODEL, family_of(TINY_MODEL).modules, policy, torch.device("cpu"), split=1
+        TINY_MODEL, family_of(TINY_MODEL).modules, trained, torch.device("cpu"), split=1
     )
 
 
 def test_frozen_weights_need_no_moments(monkeypatch):
-    frozen = ComponentPolicy(mode="frozen")
-    policy = TrainingPolicy(vision=frozen, projector=frozen, language=frozen)
+    frozen = policy("frozen", "frozen", "frozen")
     parameters = 2_002_304
     monkeypatch.setattr(memory, "available_bytes", lambda: 15 * parameters)
-    required(policy)
+    required(frozen)
     with pytest.raises(CapabilityError, match="verify compares 2,002,304 parameters"):
         required()
 

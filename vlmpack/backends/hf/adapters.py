@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlmpack.backends.policy import COMPONENTS, LoraSettings, TrainingPolicy, component_of
+from vlmpack.backends.policy import TrainingPolicy, component_of
 from vlmpack.errors import CapabilityError
 from vlmpack.families import ModulePaths
+from vlmpack.recipe.trainable import COMPONENTS, LoraSection
 
 ADAPTER = "default"
 """peft's name for the one adapter of a run."""
@@ -90,7 +91,7 @@ def add_adapters(
         bias="none",
     )
     with torch.random.fork_rng(devices=[]):  # they are drawn on CPU; more than one GPU is a warning
-        torch.manual_seed(lora.seed)  # ranks that shard the model must begin with the same weights
+        torch.manual_seed(policy.seed)  # ranks that shard must begin alike
         inject_adapter_in_model(config, model, ADAPTER)
 
 
@@ -114,10 +115,11 @@ def adapter_targets(model: Any, paths: ModulePaths, policy: TrainingPolicy) -> l
         name
         for name, module in model.named_modules()
         if type(module) is nn.Linear and module is not head
-        if policy.of(component_of(name, paths)).mode == "lora"
+        if policy.mode(component_of(name, paths)) == "lora"
     ]
-    chosen = [name for name in linear if lora.targets is None or _ends_in(name, lora.targets)]
-    for target in lora.targets or ():
+    ends = None if lora.targets == "all-linear" else lora.targets
+    chosen = [name for name in linear if ends is None or _ends_in(name, ends)]
+    for target in ends or ():
         if not any(_ends_in(name, (target,)) for name in linear):
             known = sorted({name.rpartition(".")[2] for name in linear})
             raise CapabilityError(
@@ -125,19 +127,19 @@ def adapter_targets(model: Any, paths: ModulePaths, policy: TrainingPolicy) -> l
                 f"there are {', '.join(known) or 'none'}"
             )
     for component in COMPONENTS:
-        if policy.of(component).mode == "lora" and not any(
+        if policy.mode(component) == "lora" and not any(
             component_of(name, paths) == component for name in chosen
         ):
             raise CapabilityError(
                 f"trainable.{component}: 'lora', but no linear layer of the {component} "
-                f"{'is there' if lora.targets is None else 'is among trainable.lora.targets'}; "
+                f"{'is there' if ends is None else 'is among trainable.lora.targets'}; "
                 f"use full or frozen for it"
             )
     return chosen
 
 
 def adapter_shapes(
-    model: nn.Module, targets: Iterable[str], lora: LoraSettings
+    model: nn.Module, targets: Iterable[str], lora: LoraSection
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of the parameters that adapters add to a model.
 
@@ -159,7 +161,7 @@ def _ends_in(name: str, targets: Iterable[str]) -> bool:
     return any(name == target or name.endswith("." + target) for target in targets)
 
 
-def scaling_of(lora: LoraSettings) -> float:
+def scaling_of(lora: LoraSection) -> float:
     """What B A is multiplied by (2312.03732 for the root)."""
     return lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
 
@@ -183,7 +185,7 @@ def merged_weight(
     return merged * (magnitude / length)[:, None]
 
 
-def merged_state(state: Mapping[str, Tensor], lora: LoraSettings | None) -> dict[str, Tensor]:
+def merged_state(state: Mapping[str, Tensor], lora: LoraSection | None) -> dict[str, Tensor]:
     """Whole tensors under transformers' names, from those of a model with adapters inside.
 
     Args:

@@ -33,8 +33,6 @@ from vlmpack.backends.hf.quantize import check_quantization
 from vlmpack.backends.hf.schedule import forward_backward_no_pipelining
 from vlmpack.backends.hf.sharding import shard_model
 from vlmpack.backends.policy import (
-    EVERYTHING,
-    Component,
     ComponentCount,
     TrainingPolicy,
     component_of,
@@ -46,7 +44,7 @@ from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.packing import Batch
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
-from vlmpack.recipe.trainable import OptimSection
+from vlmpack.recipe.trainable import Component
 
 
 class HFEngine:
@@ -57,8 +55,7 @@ class HFEngine:
         split: FSDP2, or DDP.
         encoder: the model folder's processor.
         ranks: who this process is.
-        optim: AdamW's hyper-parameters.
-        policy: what is trained.
+        policy: what is trained, and AdamW's hyper-parameters.
 
     Raises:
         ModelError: the folder cannot be loaded.
@@ -71,8 +68,7 @@ class HFEngine:
         split: ParallelismSection,
         encoder: Encoder,
         ranks: Ranks,
-        optim: OptimSection,
-        policy: TrainingPolicy = EVERYTHING,
+        policy: TrainingPolicy,
     ) -> None:
         from accelerate import Accelerator
 
@@ -113,7 +109,7 @@ class HFEngine:
             self._module = self.accelerator.prepare_model(self.vlm.to(ranks.device))
         self.optimizer = build_adamw(
             self.parameters(),
-            optim,
+            policy.optim,
             fused=not self.sharded,
             policy_of=lambda name, ndim: policy.of_parameter(name, ndim, self.paths),
         )

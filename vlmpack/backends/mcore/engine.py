@@ -34,8 +34,6 @@ from vlmpack.backends.mcore.trained import (
 )
 from vlmpack.backends.mcore.weights import megatron_family
 from vlmpack.backends.policy import (
-    EVERYTHING,
-    Component,
     ComponentCount,
     TrainingPolicy,
     component_of,
@@ -58,7 +56,7 @@ from vlmpack.packing import (
     slice_for_context,
 )
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
-from vlmpack.recipe.trainable import OptimSection
+from vlmpack.recipe.trainable import Component
 
 
 class MegatronEngine:
@@ -69,8 +67,7 @@ class MegatronEngine:
         split: how one replica is spread over processes.
         encoder: the model folder's processor.
         ranks: who this process is, laid out by `start_process_group` with the same sizes.
-        optim: AdamW's hyper-parameters.
-        policy: what is trained.
+        policy: what is trained, and AdamW's hyper-parameters.
 
     Raises:
         ModelError: the folder cannot be loaded.
@@ -83,8 +80,7 @@ class MegatronEngine:
         split: ParallelismSection,
         encoder: Encoder,
         ranks: Ranks,
-        optim: OptimSection,
-        policy: TrainingPolicy = EVERYTHING,
+        policy: TrainingPolicy,
     ) -> None:
         refuse_adapters(policy)
         self.ranks, self.config, self.split, self.policy = ranks, model, split, policy
@@ -117,7 +113,7 @@ class MegatronEngine:
             self.ddp = replicated(self.model, distributed=split.distributed_optimizer)
             self.optimizer = MegatronAdamW(
                 self.ddp,
-                optim,
+                policy.optim,
                 distributed=split.distributed_optimizer,
                 bf16=dtype is torch.bfloat16,
             )

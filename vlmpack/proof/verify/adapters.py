@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from vlmpack.backends.hf.adapters import ADAPTER, BASE, scaling_of
-from vlmpack.backends.policy import LoraSettings, is_adapter
+from vlmpack.backends.policy import is_adapter
 from vlmpack.proof.check import Check
 from vlmpack.proof.verify.compare import Compared
 from vlmpack.proof.verify.gradients import GradientError, check_gradients, gradient_errors
+from vlmpack.recipe.trainable import LoraSection
 
 WEIGHT_A = f".lora_A.{ADAPTER}.weight"
 WEIGHT_B = f".lora_B.{ADAPTER}.weight"
@@ -40,7 +41,7 @@ class AdapterRun:
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module | None, lora: LoraSettings | None) -> AdapterRun:
+    def of(cls, model: nn.Module | None, lora: LoraSection | None) -> AdapterRun:
         """Between `finish_gradients` and `step`. Collective.
 
         Args:
@@ -68,7 +69,7 @@ def _whole(value: Any) -> Tensor:
 
 
 def expected_gradients(
-    weights: Mapping[str, Tensor], stock: Mapping[str, Tensor], lora: LoraSettings
+    weights: Mapping[str, Tensor], stock: Mapping[str, Tensor], lora: LoraSection
 ) -> dict[str, Tensor]:
     """Those of adapters at their start, from the stock model's.
 
@@ -98,7 +99,7 @@ def expected_gradients(
 def check_adapters(
     compared: Compared,
     run: AdapterRun,
-    lora: LoraSettings | None,
+    lora: LoraSection | None,
     own: Mapping[str, GradientError],
 ) -> list[Check]:
     """The row's gradients of adapters; no check without any.
