@@ -18,6 +18,7 @@ import sys
 import tarfile
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -75,8 +76,11 @@ def write_index(folder: Path, *, shards: int = 100, samples: int = 10_000) -> No
     from vlmpack.data.config import DataConfig
     from vlmpack.data.index.part_file import read_part, write_part
     from vlmpack.data.index.parts import part_for
+    from vlmpack.data.modes import InBatch
     from vlmpack.data.splits.part_settings import make_builder
     from vlmpack.encode import Encoder
+    from vlmpack.packing.budget import RowBudget
+    from vlmpack.recipe.schema import PackingSection
     from vlmpack.recipe.sources import Source
     from vlmpack.storage.fetch import LocalFetcher
 
@@ -88,6 +92,7 @@ def write_index(folder: Path, *, shards: int = 100, samples: int = 10_000) -> No
     config = DataConfig(
         sources=(Source(name="x", path=str(first)),),
         seq_length=1024,
+        mode=InBatch(packing=PackingSection(), budget=RowBudget(max_tokens=1024)),
         micro_batch_size=1,
         global_batch_size=1,
         index_dir=index,
@@ -134,9 +139,9 @@ def synthetic_inputs(count: int, mode: str, **settings: object):
         mode: packing.mode.
         settings: dotted keys of the recipe with `__` for dots.
     """
-    from vlmpack.build.rows import row_budget
     from vlmpack.data.config import DataConfig
     from vlmpack.data.index.overlong import SampleLimits
+    from vlmpack.data.modes import packing_mode
     from vlmpack.data.splits.indexed import IndexedSplit, make_plan
     from vlmpack.forecast.make import PlanInputs
     from vlmpack.forecast.parameters import read_sizes
@@ -161,9 +166,7 @@ def synthetic_inputs(count: int, mode: str, **settings: object):
     config = DataConfig(
         sources=(Source(name="a", path="a"), Source(name="b", path="b")),
         seq_length=CAPACITY,
-        mode=mode,
-        budget=row_budget(recipe, None) if online else None,
-        scope=recipe.packing.scope,
+        mode=packing_mode(recipe),
         micro_batch_size=training.micro_batch_size,
         global_batch_size=training.global_batch_size,
         over_long="drop",
@@ -172,6 +175,7 @@ def synthetic_inputs(count: int, mode: str, **settings: object):
     plan, _ = make_plan(config, fitted, "global")
     split = IndexedSplit(config, fitted, {}, plan)
     sizes = read_sizes(Path(recipe.model.path))
+    config = replace(config, mode=config.mode.settled(plan.packer))
     return PlanInputs(recipe=recipe, config=config, split=split, sizes=sizes, world_size=8)
 
 

@@ -22,9 +22,13 @@ from vlmpack.backends.hf.load import load_model
 from vlmpack.backends.hf.model import MergedInputs, PackedVLM
 from vlmpack.data.config import DataConfig
 from vlmpack.data.loading.loader import LoaderSettings
+from vlmpack.data.modes import MODES
 from vlmpack.data.pipeline import TrainData
 from vlmpack.encode import Encoder
-from vlmpack.packing import Batch, PackCollator, PadCollator
+from vlmpack.packing import Batch
+from vlmpack.packing.budget import RowBudget
+from vlmpack.recipe.packing_modes import ModeName
+from vlmpack.recipe.schema import PackingSection
 from vlmpack.recipe.sources import Source
 
 SHARDS = str(ROOT / "assets" / "digits" / "train-*.tar")
@@ -39,18 +43,16 @@ def build(encoder: Encoder, *, width: int | None) -> PackedVLM:
     return PackedVLM(model, encoder.family, encoder.image_rule.smallest()).train()
 
 
-def batches_of(encoder: Encoder, mode: str, micro_batch_size: int, count: int) -> list[Batch]:
-    kind = PackCollator if mode == "in_batch" else PadCollator
-    collator = kind(pad_token_id=encoder.pad_token_id, num_position_axes=encoder.num_position_axes)
+def batches_of(encoder: Encoder, mode: ModeName, micro_batch_size: int, count: int) -> list[Batch]:
     config = DataConfig(
         sources=(Source(name="digits", path=SHARDS),),
         seq_length=4096,
-        mode=mode,
+        mode=MODES[mode](packing=PackingSection(mode=mode), budget=RowBudget(max_tokens=4096)),
         micro_batch_size=micro_batch_size,
         global_batch_size=micro_batch_size,
         loader=LoaderSettings(num_workers=0),
     )
-    data = TrainData.open(config, encoder, collator)
+    data = TrainData.open(config, encoder)
     steps = data.batches(data.start(), rank=0, dp=1, max_steps=count)
     return [micro.batch for step in steps for micro in step.micro_batches]
 

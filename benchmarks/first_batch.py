@@ -56,16 +56,20 @@ def open_data(
     """A split in window order, with the tests' encoder: one token a byte, images really decoded."""
     from vlmpack.data.config import DataConfig
     from vlmpack.data.loading.loader import LoaderSettings
+    from vlmpack.data.modes import InBatch
     from vlmpack.data.pipeline import TrainData
     from vlmpack.data.splits.survey import DataLaunch
+    from vlmpack.packing.budget import RowBudget
+    from vlmpack.recipe.schema import PackingSection
     from vlmpack.recipe.sources import Source
 
     sys.path[:0] = [str(FAKES)]
-    from support.shard_fakes import FakeEncoder, collator, one_pattern
+    from support.shard_fakes import FakeEncoder, one_pattern
 
     config = DataConfig(
         sources=(Source(name="bench", path=one_pattern(tuple(urls))),),
         seq_length=1 << 20,
+        mode=InBatch(packing=PackingSection(), budget=RowBudget(max_tokens=1 << 20)),
         micro_batch_size=BATCH,
         global_batch_size=global_batch_size,
         shuffle="window",
@@ -75,9 +79,7 @@ def open_data(
     )
     fetcher = fetcher_for(cache)
     launch = DataLaunch(resume=resume)
-    return TrainData.open(
-        config, FakeEncoder(), collator(), fetcher=fetcher, launch=launch
-    ), fetcher
+    return TrainData.open(config, FakeEncoder(), fetcher=fetcher, launch=launch), fetcher
 
 
 def ours(urls: Sequence[str], folder: Path) -> int:

@@ -102,20 +102,22 @@ def test_lengths_of_training_samples_differ_by_a_factor_of_six(encoder):
 @pytest.mark.parametrize("split", ["train", "val", "test"])
 def test_every_shard_passes_the_strict_reader(split, tmp_path):
     from vlmpack.data.config import DataConfig
+    from vlmpack.data.modes import InBatch
     from vlmpack.data.pipeline import TrainData
-    from vlmpack.packing import PackCollator
+    from vlmpack.packing.budget import RowBudget
+    from vlmpack.recipe.schema import PackingSection
     from vlmpack.recipe.sources import Source
 
     encoder = Encoder(MODEL)
     config = DataConfig(
         sources=(Source(name=split, path=str(DIGITS / f"{split}-*.tar")),),
         seq_length=1024,
+        mode=InBatch(packing=PackingSection(), budget=RowBudget(max_tokens=1024)),
         micro_batch_size=16,
         global_batch_size=16,
         index_dir=Path(tmp_path),
     )
-    collator = PackCollator(pad_token_id=0, num_position_axes=3)
-    summary = TrainData.open(config, encoder, collator).summary()
+    summary = TrainData.open(config, encoder).summary()
     assert summary.num_usable == summary.num_samples > 100
     assert not summary.num_bad
 

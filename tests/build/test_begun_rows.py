@@ -16,10 +16,8 @@ from vlmpack.build.setup import Setup
 from vlmpack.cli.app import app
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.plan.packers import BudgetPacker
 from vlmpack.data.plan.state import DataState
 from vlmpack.distributed import Ranks
-from vlmpack.packing import PackCollator
 from vlmpack.recipe import derive, dump_recipe, load_recipe
 from vlmpack.training.record import open_record
 from vlmpack.training.run_dir import RunDir
@@ -102,9 +100,9 @@ def test_fixed_rows_have_the_width_that_the_run_began_with(
     )
     for state, width in ((first.start(), 256), (None, 248)):
         train = resumed(settings, state)
-        packer, collator = train.plan.packer, train.dataset.collator
-        assert isinstance(packer, BudgetPacker) and isinstance(collator, PackCollator)
-        assert collator.fixed is not None and collator.fixed.row_tokens == width
-        assert packer.budget.max_tokens == width
+        fixed, budget = train.dataset.collator.fixed, train.plan.packer.budget
+        assert fixed is not None and fixed.row_tokens == width
+        assert budget is not None and budget.max_tokens == width
+        assert train.config.mode.budget == budget, "the mode is settled, too"
         steps = list(train.batches(train.start(), rank=0, dp=1, max_steps=4))
         assert {mb.batch.num_slots for step in steps for mb in step.micro_batches} == {width}

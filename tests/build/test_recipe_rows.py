@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vlmpack.build.rows import row_budget
+from vlmpack.data.modes import packing_mode
 from vlmpack.data.plan.state import DataState, Era
 from vlmpack.recipe import Recipe, load_recipe
 
@@ -39,7 +39,7 @@ def state_with(alignment: int) -> DataState:
 def test_the_alignment_is_a_multiple_of_twice_the_context_size_from_8_on(
     context: int, alignment: int
 ) -> None:
-    assert row_budget(recipe(context=context), None).alignment == alignment
+    assert packing_mode(recipe(context=context)).budget.alignment == alignment
 
 
 @pytest.mark.parametrize(
@@ -54,18 +54,18 @@ def test_the_alignment_is_a_multiple_of_twice_the_context_size_from_8_on(
 def test_a_run_keeps_its_alignment_where_context_parallelism_can_cut_it(
     begun: int, context: int, alignment: int
 ) -> None:
-    assert row_budget(recipe(context=context), state_with(begun)).alignment == alignment
+    assert packing_mode(recipe(context=context), state_with(begun)).budget.alignment == alignment
 
 
 def test_what_the_recipe_says_wins() -> None:
-    budget = row_budget(
+    budget = packing_mode(
         recipe(alignment=32, max_tokens=4096, max_vision_patches=900, max_sequences=7),
         state_with(8),
-    )
+    ).budget
     assert (budget.alignment, budget.max_tokens) == (32, 4096)
     assert (budget.max_patches, budget.max_sequences) == (900, 7)
-    assert row_budget(recipe(), None).max_sequences is None, "settled by a dry run"
+    assert packing_mode(recipe()).budget.max_sequences is None, "settled by a dry run"
 
 
 def test_a_row_holds_the_longest_sample_rounded_up() -> None:
-    assert row_budget(recipe(alignment=100), None).max_tokens == 1100
+    assert packing_mode(recipe(alignment=100)).budget.max_tokens == 1100

@@ -11,7 +11,6 @@ from support.fault_server import Fault, FaultServer, SeededFaults
 from support.shard_fakes import (
     FakeEncoder,
     assert_same_tensors,
-    collator,
     config_for,
     micro_batches,
     write_shards,
@@ -52,7 +51,7 @@ def opened(
     # The same name for the source, wherever it lies: the order hangs on it.
     loader = LoaderSettings(num_workers=workers, timeout_seconds=120)
     config = config_for(paths, index, shuffle=shuffle, loader=loader)
-    return TrainData.open(config, FakeEncoder(), collator(), fetcher=fetcher)
+    return TrainData.open(config, FakeEncoder(), fetcher=fetcher)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.fault_server import Fault, FaultServer, SeededFaults
-from support.shard_fakes import FakeEncoder, collator, config_for, open_data, write_shards
+from support.shard_fakes import FakeEncoder, config_for, open_data, write_shards
 from support.shards import SHARD
 
 from vlmpack.data.config import DataConfig
@@ -19,7 +19,6 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import LoaderSettings, MicroBatch
 from vlmpack.data.pipeline import TrainData
 from vlmpack.errors import DataError, RecipeError, VlmpackError
-from vlmpack.packing import PackCollator
 from vlmpack.recipe.schema import OnErrorSection
 from vlmpack.recipe.storage import StorageSection
 from vlmpack.storage import RoutingFetcher
@@ -80,7 +79,7 @@ def assert_same(one: list[MicroBatch], two: list[MicroBatch]) -> None:
 
 
 def opened(config: DataConfig, fetcher: RoutingFetcher | None, ledger: Path) -> TrainData:
-    return TrainData.open(config, FakeEncoder(), collator(), fetcher=fetcher, ledger=Ledger(ledger))
+    return TrainData.open(config, FakeEncoder(), fetcher=fetcher, ledger=Ledger(ledger))
 
 
 def first_samples(source: Path, target: Path, count: int) -> None:
@@ -103,9 +102,6 @@ def test_digits_from_s3_are_the_digits_from_disk(encoder, tmp_path: Path) -> Non
     folder.mkdir(parents=True)
     for file in sorted(SHARD.parent.glob("train-00000[01].tar")):
         first_samples(file, folder / file.name, 40)
-    packer = PackCollator(
-        pad_token_id=encoder.pad_token_id, num_position_axes=encoder.num_position_axes
-    )
 
     def batches(pattern: str, fetcher: RoutingFetcher | None, workers: int) -> list[MicroBatch]:
         config = config_for(
@@ -116,7 +112,7 @@ def test_digits_from_s3_are_the_digits_from_disk(encoder, tmp_path: Path) -> Non
             shuffle="global",
             loader=LoaderSettings(num_workers=workers, timeout_seconds=60),
         )
-        data = TrainData.open(config, encoder, packer, fetcher=fetcher)
+        data = TrainData.open(config, encoder, fetcher=fetcher)
         assert data.steps_per_epoch() > 3
         found = data.batches(data.start(), rank=0, dp=1, max_steps=2)
         return [micro for step in found for micro in step.micro_batches]

@@ -15,7 +15,6 @@ from vlmpack.data.pipeline import TrainData
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.tools.lint import LintOne
 from vlmpack.encode import Encoder
-from vlmpack.packing import PackCollator
 from vlmpack.proof.rows.shown import load_bin, view_row
 from vlmpack.storage.fetch import LocalFetcher
 from vlmpack.storage.sources import FoundShard
@@ -66,8 +65,7 @@ def test_json_lines_become_rows(tmp_path: Path) -> None:
     report = LintOne(LocalFetcher(), SampleCaps(), encoder)(FoundShard(str(shard)))
     assert (report.samples, report.images, report.findings) == (COUNT, 0, ())
 
-    collator = PackCollator(pad_token_id=encoder.pad_token_id, num_position_axes=1)
-    train = TrainData.open(config(str(shard), tmp_path / "index"), encoder, collator)
+    train = TrainData.open(config(str(shard), tmp_path / "index"), encoder)
     summary = train.summary()
     assert summary.num_usable == summary.num_samples == COUNT
     refs = [train.split.ref(number) for number in range(COUNT)]

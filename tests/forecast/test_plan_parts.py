@@ -14,11 +14,12 @@ import pytest
 from support.plans import mode_of
 from support.shards import ROOT, TINY_MODEL
 
+from vlmpack.data.modes import Online, RowShape
 from vlmpack.data.plan.shares import share_out, token_cost
 from vlmpack.errors import ModelError
 from vlmpack.forecast.batch import batch_figures
 from vlmpack.forecast.imbalance import imbalance_figures
-from vlmpack.forecast.layout import RowShape, lay_out, layout_of
+from vlmpack.forecast.layout import lay_out, layout_of
 from vlmpack.forecast.memory import memory_figures
 from vlmpack.forecast.modes import PlannedMode
 from vlmpack.forecast.parameters import read_shapes, read_sizes
@@ -26,7 +27,9 @@ from vlmpack.forecast.sequences import bound_choices
 from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.cost import CostModel
 from vlmpack.recipe import load_recipe
+from vlmpack.recipe.schema import PackingSection
 
+MODE = Online(packing=PackingSection(mode="online"), budget=RowBudget(max_tokens=512))
 COSTS = CostModel(per_token=10.0, per_squared_length=0.01, per_patch=6.0)
 
 
@@ -78,8 +81,8 @@ def test_imbalance_is_what_the_pipeline_deals(ranks: int) -> None:
 
     layout = layout_of([batches], sizes)
     mode = PlannedMode(
-        name="x", layout=layout, rows=lay_out(layout, RowShape()), micro_batch_size=1, budget=None,
-        counts_rows=True, is_recipes=True,
+        name="x", mode=MODE, layout=layout, rows=lay_out(layout, RowShape()), micro_batch_size=1,
+        is_recipes=True,
     )  # fmt: skip
     figures = {one.data_parallel: one for one in imbalance_figures(mode, ranks, COSTS)}
     found = figures[ranks]

@@ -10,12 +10,10 @@ import pytest
 from support.shard_fakes import FakeEncoder, config_for, write_shards
 from support.shards import TINY_MODEL
 
-from vlmpack.build.rows import row_budget
+from vlmpack.data.modes import packing_mode
 from vlmpack.data.pipeline import TrainData
 from vlmpack.forecast.figures import ModeFigures, RunPlan
 from vlmpack.forecast.make import PlanInputs, plan_figures
-from vlmpack.packing import PackCollator, PadCollator
-from vlmpack.packing.budget import RowBudget
 from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.recipe.derived import multiples
 from vlmpack.recipe.schema import OnErrorSection
@@ -51,27 +49,15 @@ def recipe_for(name: str, world_size: int = 1, **changes: Any) -> Recipe:
 def open_as(
     recipe: Recipe, shards: str, index: Path, shuffle: str = "global", **changes: Any
 ) -> TrainData:
-    """The split with the collator that such a run has."""
-    wanted = multiples(recipe.parallelism)
-    collator: PackCollator | PadCollator
-    if recipe.packing.mode == "none":
-        collator = PadCollator(pad_token_id=0, num_position_axes=1, pad_to_multiple_of=wanted.row)
-    else:
-        collator = PackCollator(
-            pad_token_id=0,
-            num_position_axes=1,
-            pad_to_multiple_of=wanted.sequence,
-            total_multiple_of=wanted.row,
-        )
-    budget: RowBudget | None = None
-    if recipe.packing.mode == "online":
-        budget = row_budget(recipe, None)
+    """The split as such a run has it."""
     config = config_for(
         shards,
         index,
         mode=recipe.packing.mode,
-        budget=budget,
         scope=recipe.packing.scope,
+        max_tokens=recipe.packing.max_tokens,
+        budget=packing_mode(recipe).budget,
+        multiples=multiples(recipe.parallelism),
         micro_batch_size=recipe.training.micro_batch_size,
         global_batch_size=recipe.training.global_batch_size,
         seq_length=SEQ,
@@ -79,7 +65,7 @@ def open_as(
         shuffle=shuffle,
         **changes,
     )
-    return TrainData.open(config, FakeEncoder(refuse=frozenset({"q31 ", "q77 "})), collator)
+    return TrainData.open(config, FakeEncoder(refuse=frozenset({"q31 ", "q77 "})))
 
 
 def planned(recipe: Recipe, data: TrainData, world_size: int) -> RunPlan:

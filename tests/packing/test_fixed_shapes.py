@@ -92,16 +92,6 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         row(2, 2, 2, 2)
     with pytest.raises(PackingError, match="a fixed row of 24 tokens is not a multiple of 16"):
         row(2, multiple=16)
-    open_one = FixedShape(row_tokens=24, max_sequences="auto")
-    collator = PackCollator(pad_token_id=0, num_position_axes=3, fixed=open_one)
-    with pytest.raises(PackingError, match=r"is not settled; set packing.max_sequences"):
-        collator([sample(2)])
-    assert collator.settled(3)([sample(2)]).cu_seqlens.shape == (5,)
-    assert PackCollator(pad_token_id=0, num_position_axes=3).settled(3).fixed is None
-    assert collator.settled(3).fixed == FIXED
-    assert collator.settled(3, row_tokens=32)([sample(2)]).num_slots == 32
-    named = replace(collator, fixed=FIXED).settled(9, row_tokens=32)
-    assert named.fixed == FixedShape(row_tokens=32, max_sequences=3), "3 was asked for"
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -28,10 +28,6 @@ class PackEncoder(FakeEncoder):
     tokenizer: str = "bytes"
 
     @property
-    def num_position_axes(self) -> int:
-        return 1
-
-    @property
     def fingerprint_parts(self) -> dict[str, str]:
         return {
             "rules": self.fingerprint,

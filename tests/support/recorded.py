@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from support.shard_fakes import (
     FakeEncoder,
-    collator,
     config_for,
     key_of,
     sample_fields,
@@ -53,7 +52,7 @@ def open_split(
         )
         settings["epoch_size"] = 10
     config = config_for(str(root / "data/s-*.tar"), root / "index", **settings)
-    return TrainData.open(config, FakeEncoder(), collator(), ledger=ledger)
+    return TrainData.open(config, FakeEncoder(), ledger=ledger)
 
 
 def _fields(number: int) -> dict[str, bytes]:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -23,14 +23,18 @@ import torch
 import webdataset as wds
 from PIL import Image, ImageOps
 
+from vlmpack.alignment import Alignment
 from vlmpack.data.config import DataConfig
 from vlmpack.data.loading.loader import LoaderSettings, MicroBatch
+from vlmpack.data.modes import MODES
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.splits.survey import DataLaunch
 from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError
 from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, Media
+from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.collate import PackCollator
+from vlmpack.recipe.schema import PackingSection
 from vlmpack.recipe.sources import Source
 
 BLOCK = 16
@@ -120,6 +124,8 @@ class FakeEncoder:
         die: texts that kill the process.
     """
 
+    pad_token_id: ClassVar[int] = 0
+    num_position_axes: ClassVar[int] = 1
     fingerprint: str = "fake-1"
     former_fingerprints: tuple[str, ...] = ()
     former_rules: tuple[str, ...] = ()
@@ -202,7 +208,14 @@ def one_pattern(paths: str | tuple[str, ...]) -> str:
 
 
 def config_for(paths: str | tuple[str, ...], index_dir: Path, **changes: Any) -> DataConfig:
-    """A small configuration over one source."""
+    """A small configuration over one source.
+
+    Args:
+        changes: fields of it; for its mode, those of the packing section, `budget`, `multiples`.
+    """
+    section = PackingSection(
+        **{name: changes.pop(name) for name in PackingSection.model_fields if name in changes}
+    )
     values: dict[str, Any] = {
         "seq_length": 4096,
         "micro_batch_size": 3,
@@ -212,6 +225,11 @@ def config_for(paths: str | tuple[str, ...], index_dir: Path, **changes: Any) ->
         "num_probed": 2,
     }
     values.update(changes)
+    values["mode"] = MODES[section.mode](
+        packing=section,
+        budget=values.pop("budget", RowBudget(max_tokens=values["seq_length"])),
+        multiples=values.pop("multiples", Alignment(sequence=1, row=1)),
+    )
     if "sources" not in values:
         values["sources"] = (Source(name="one", path=one_pattern(paths)),)
     values.setdefault("loader", LoaderSettings(num_workers=0))
@@ -224,7 +242,7 @@ def open_data(paths: str | tuple[str, ...], index_dir: Path, **changes: Any) -> 
     ledger, resume = changes.pop("ledger", None), changes.pop("resume", None)
     config = config_for(paths, index_dir, **changes)
     launch = DataLaunch(resume=resume)
-    return TrainData.open(config, encoder, collator(), ledger=ledger, launch=launch)
+    return TrainData.open(config, encoder, ledger=ledger, launch=launch)
 
 
 def micro_batches(data: TrainData, steps: int = 6) -> list[MicroBatch]:

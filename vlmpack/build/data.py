@@ -10,7 +10,6 @@ from pathlib import Path
 
 from vlmpack.addresses import is_remote
 from vlmpack.build.date import encoder_date
-from vlmpack.build.rows import fixed_shape, packs_config, row_budget
 from vlmpack.build.setup import Setup
 from vlmpack.build.shard_listing import ShardListing
 from vlmpack.build.worker_server import WORKER_PRELOAD
@@ -18,6 +17,7 @@ from vlmpack.data.config import DataConfig
 from vlmpack.data.index.parts import Progress
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import LoaderSettings
+from vlmpack.data.modes import evaluation_mode, packing_mode
 from vlmpack.data.packs.open import survey_data
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.shares import RowCost, token_cost
@@ -27,7 +27,6 @@ from vlmpack.data.splits.survey import DataLaunch
 from vlmpack.encode import Encoder
 from vlmpack.encode.thoughts import dropped_thoughts
 from vlmpack.errors import ModelError, RunIdentityError
-from vlmpack.packing import PackCollator, PadCollator
 from vlmpack.packing.cost import CostModel
 from vlmpack.recipe import Recipe, Source
 from vlmpack.storage import RoutingFetcher
@@ -91,24 +90,6 @@ def _note_thoughts(encoder: Encoder) -> None:
         )
 
 
-def build_collator(setup: Setup, key: str = "data.train") -> PackCollator | PadCollator:
-    """What turns a bin of a split into a batch."""
-    recipe, encoder, derived = setup.recipe, setup.encoder, setup.derived
-    if recipe.packing.mode == "none":
-        return PadCollator(
-            pad_token_id=encoder.pad_token_id,
-            num_position_axes=encoder.num_position_axes,
-            pad_to_multiple_of=derived.row_multiple,
-        )
-    return PackCollator(
-        pad_token_id=encoder.pad_token_id,
-        num_position_axes=encoder.num_position_axes,
-        pad_to_multiple_of=derived.sequence_multiple,
-        total_multiple_of=derived.row_multiple,
-        fixed=fixed_shape(recipe) if key == "data.train" else None,
-    )
-
-
 def build_cost_model(encoder: Encoder) -> CostModel:
     """What a row costs on the recipe's model.
 
@@ -144,30 +125,19 @@ def _data_config(
     resume: DataState | None,
 ) -> DataConfig:
     data = recipe.data
-    mode = recipe.packing.mode
-    budget = packs = None
-    if key != "data.train":
-        mode = "none" if mode == "none" else "in_batch"
-    elif mode == "online":
-        budget = row_budget(recipe, resume)
-    elif mode == "offline":
-        packs = packs_config(recipe)
+    trained = key == "data.train"
     return DataConfig(
         key=key,
         sources=sources,
         seq_length=recipe.training.seq_length,
-        mode=mode,
-        budget=budget,
-        packs=packs,
-        scope=recipe.packing.scope,
-        balance=recipe.packing.balance,
+        mode=packing_mode(recipe, resume) if trained else evaluation_mode(recipe),
         micro_batch_size=micro,
         global_batch_size=whole,
         seed=recipe.training.seed,
-        shuffle=data.shuffle if key == "data.train" else "none",
+        shuffle=data.shuffle if trained else "none",
         on_data_change=recipe.checkpoint.on_data_change,
-        weights=data.weights if key == "data.train" else "samples",
-        epoch_size=data.epoch_size if key == "data.train" else None,
+        weights=data.weights if trained else "samples",
+        epoch_size=data.epoch_size if trained else None,
         over_long=data.over_long,
         on_error=data.on_error,
         unknown_keys=data.unknown_keys,
@@ -243,7 +213,6 @@ def open_split(
         opened = TrainData.open(
             config,
             encoder,
-            build_collator(setup, key),
             ledger=ledger,
             fetcher=fetcher,
             list_dropped=ranks.is_main,

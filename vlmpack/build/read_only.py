@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from vlmpack.build.data import build_encoder, open_split
-from vlmpack.build.rows import keep_alignment
 from vlmpack.build.run_length import total_steps
 from vlmpack.build.setup import Setup
 from vlmpack.data.index.parts import Progress
 from vlmpack.data.loading.ledger import Ledger
+from vlmpack.data.modes import keep_alignment
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.batches import PlannedBatch
 from vlmpack.data.plan.state import DataState, identity_differences

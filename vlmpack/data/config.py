@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from vlmpack.data.index.overlong import OverLong, SampleLimits
+from vlmpack.data.index.table import Int64s
 from vlmpack.data.loading.loader import LoaderSettings
-from vlmpack.data.plan.packers import Scope
+from vlmpack.data.modes import PackingMode, Uncut
+from vlmpack.data.plan.packers import Sizes
 from vlmpack.data.plan.shares import RowCost, token_cost
 from vlmpack.data.shards.caps import SampleCaps
-from vlmpack.errors import RecipeError
-from vlmpack.packing.budget import RowBudget
 from vlmpack.recipe.schema import OnErrorSection
 from vlmpack.recipe.sources import Source
-
-PackingMode = Literal["none", "in_batch", "online", "offline"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PacksConfig:
-    """Packs that were made before, and what the recipe says of their rows: they must agree."""
-
-    path: Path
-    """The folder that `vlmpack pack` wrote."""
-    max_tokens: int | None = None
-    """Tokens in a row at most; None: as the packs have it."""
-    max_patches: int | None = None
-    """Vision patches in a row at most; None for no bound."""
-    max_sequences: int | None = None
-    """Samples in a row at most; None: as the packs have it."""
-    alignment: int | None = None
-    """Multiple of planned lengths; None: as the packs have it."""
-    sequence_multiple: int = 1
-    """Multiple of each segment that the parallel layout needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,21 +28,12 @@ class DataConfig:
     """At least one; with weights for all of them or for none."""
     seq_length: int
     """The longest sample, in tokens."""
-    mode: PackingMode = "in_batch"
-    """How bins are filled: `micro_batch_size` consecutive samples, or rows by a budget."""
-    budget: RowBudget | None = None
-    """Mode `online`: what a row holds. `max_sequences: None` is settled by a dry run where all
-    samples are known, else DEFAULT_MAX_SEQUENCES."""
-    packs: PacksConfig | None = None
-    """Mode `offline`: the packs."""
-    scope: Scope = "stream"
-    """Mode `online`: whether rows are filled over a window, or inside a global batch's samples."""
+    mode: PackingMode
+    """How samples come to share rows."""
     micro_batch_size: int
-    """Samples in a bin; rows, hence 1, in modes `online` and `offline`."""
+    """Samples in a bin; rows, hence 1, where the mode plans rows."""
     global_batch_size: int
-    """Samples in a global batch; rows in modes `online` and `offline`, and scope `stream`."""
-    balance: Literal["none", "cost"] = "cost"
-    """Whether the bins of a global batch are dealt to ranks by cost, or in turn."""
+    """Samples in a global batch; rows where `packing.counts_rows` says so."""
     row_cost: RowCost = token_cost
     """What a bin costs on the model at hand."""
     seed: int = 0
@@ -98,20 +70,19 @@ class DataConfig:
     num_probed: int = 256
     """Samples that are encoded at start to check the predicted lengths."""
 
-    def __post_init__(self) -> None:
-        problems = []
-        if (self.mode == "online") != (self.budget is not None):
-            problems.append(f"packing.mode: {self.mode}, with the row budget {self.budget}")
-        if (self.mode == "offline") != (self.packs is not None):
-            problems.append(f"packing.mode: {self.mode}, with packing.path {self.packs}")
-        if problems:
-            raise RecipeError(problems)
-
     @property
     def limits(self) -> SampleLimits:
         """What one sample may have at most."""
-        rows = self.budget or self.packs
-        return SampleLimits(self.seq_length, rows.max_patches if rows else None)
+        return SampleLimits(self.seq_length, self.mode.budget.max_patches)
+
+    def uncut(self, sizes: Sizes, first_samples: Callable[[], Int64s] | None) -> Uncut:
+        """The split as its mode cuts it."""
+        return Uncut(
+            global_batch_size=self.global_batch_size,
+            micro_batch_size=self.micro_batch_size,
+            sizes=sizes,
+            first_samples=first_samples,
+        )
 
     @property
     def weighted(self) -> bool:

@@ -3,7 +3,7 @@
 A split is indexed as a whole when it is opened, or shard by shard as its plan needs them: see
 vlmpack.data.splits.survey for which, and vlmpack.data.splits.split for the two.
 
-data = TrainData.open(config, encoder, collator, progress=bar)
+data = TrainData.open(config, encoder, progress=bar)
 state = data.start()
 for step in data.batches(state, rank=0, dp=1, max_steps=100):
     train(step.micro_batches)      # equal numbers on every rank
@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from typing import cast
 
 from vlmpack.data.config import DataConfig
@@ -29,12 +30,12 @@ from vlmpack.data.packs.open import open_packed, survey_data
 from vlmpack.data.packs.restore import SavedBins
 from vlmpack.data.plan.batches import Plan, PlannedBatch
 from vlmpack.data.plan.eras import admit, check_identity, taken_over
-from vlmpack.data.plan.packers import Bin, BudgetPacker
+from vlmpack.data.plan.packers import Bin
 from vlmpack.data.plan.packs import PackPlan
 from vlmpack.data.plan.shares import Shares, assign, share_out
 from vlmpack.data.plan.state import DataState, Era, Identity
 from vlmpack.data.plan.windows import WindowPlan
-from vlmpack.data.protocols import Collator, Encoder
+from vlmpack.data.protocols import Encoder
 from vlmpack.data.splits.identity import short_digest
 from vlmpack.data.splits.indexed import open_indexed
 from vlmpack.data.splits.length_probe import probe_lengths
@@ -45,7 +46,6 @@ from vlmpack.data.splits.summary import DataSummary, EpochLength
 from vlmpack.data.splits.survey import DataLaunch
 from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError
-from vlmpack.packing.collate import PackCollator
 from vlmpack.storage.fetch import Fetcher, LocalFetcher
 
 __all__ = ["GlobalStep", "TrainData"]
@@ -75,7 +75,6 @@ class TrainData:
         cls,
         config: DataConfig,
         encoder: Encoder,
-        collator: Collator,
         *,
         ledger: Ledger | None = None,
         fetcher: Fetcher | None = None,
@@ -90,7 +89,7 @@ class TrainData:
 
         Args:
             config: the split.
-            encoder, collator: picklable, sent to the workers.
+            encoder: picklable, sent to the workers.
             ledger: where skipped samples are listed.
             fetcher: where shards are read from; local files by default.
             list_dropped: whether this process writes the over-long samples down (one rank does).
@@ -113,7 +112,7 @@ class TrainData:
 
         split: Split
         dataset = BinDataset
-        if config.packs is not None:
+        if config.mode.facts.reads_packs:
             split = open_packed(config, survey, builder, settings, on_dropped)
             dataset = SavedBins
         elif survey.shuffle == "window":
@@ -121,7 +120,10 @@ class TrainData:
         else:
             split = open_indexed(config, survey, builder, settings, on_dropped)
         reader = SampleReader(fetcher, config.caps)
-        collator = _with_settled_shape(collator, split)
+        config = replace(config, mode=config.mode.settled(split.plan.packer))
+        collator = config.mode.collator(
+            pad_token_id=encoder.pad_token_id, num_position_axes=encoder.num_position_axes
+        )
         data = cls(config, split, dataset(reader, encoder, collator, config.on_error), ledger)
         begin = data.start() if launch.resume is None else data.admit(launch.resume)
         if launch.resume is not None and data.taken_over(launch.resume) is not launch.resume:
@@ -338,7 +340,7 @@ class TrainData:
             dp,
             sizes=self.split.sizes,
             row_cost=self.config.row_cost,
-            balanced=self.config.balance == "cost",
+            balanced=self.config.mode.packing.balance == "cost",
         )
 
     def request(self, samples: Bin) -> BinRequest:
@@ -371,12 +373,3 @@ class TrainData:
             micro_batches=share,
             state=after,
         )
-
-
-def _with_settled_shape(collator: Collator, split: Split) -> Collator:
-    """The collator, with rows of the packer's width, and boundaries of the size that it settled on
-    where that was left to it."""
-    packer = split.plan.packer
-    if not isinstance(collator, PackCollator) or not isinstance(packer, BudgetPacker):
-        return collator
-    return collator.settled(packer.budget.max_sequences, row_tokens=packer.budget.max_tokens)

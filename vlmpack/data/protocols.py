@@ -49,6 +49,14 @@ class Encoder(Protocol):
     def former_fingerprints(self) -> Sequence[str]:
         """Fingerprints of earlier versions of vlmpack that stand for the same ids and lengths."""
 
+    @property
+    def pad_token_id(self) -> int:
+        """Fills the gaps of a row."""
+
+    @property
+    def num_position_axes(self) -> int:
+        """Of the model's positions."""
+
     def length(self, sample: VLMSample, sizes: Sequence[ImageSize]) -> SampleLength:
         """The exact length from text and image sizes alone.
 

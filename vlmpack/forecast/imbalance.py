@@ -41,7 +41,7 @@ def imbalance_figures(
     )
     whole = int(np.median(layout.steps))
     sizes = [2**k for k in range(1, 20) if 2**k <= min(whole, MAX_RANKS)]
-    if mode.counts_rows or mode.budget is None:  # else nobody knows how many rows a batch has
+    if mode.counts_rows or not mode.plans_rows:  # else nobody knows how many rows a batch has
         sizes = [size for size in sizes if whole % size == 0]
     chosen = sorted({copies, *sizes[-MAX_SIZES:]} - {1})
     places = _whole_steps(layout.steps, whole)

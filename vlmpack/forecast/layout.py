@@ -12,6 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from vlmpack.data.index.table import Int64s
+from vlmpack.data.modes import RowShape
 from vlmpack.data.plan.packers import Bin, Sizes
 
 Measure = Callable[[Int64s], Int64s]
@@ -89,23 +90,6 @@ def layout_of(windows: Iterable[Sequence[tuple[Bin, ...]]], sizes: Sizes) -> Lay
 
 def _joined(pieces: Sequence[Int64s]) -> Int64s:
     return np.concatenate([np.empty(0, np.int64), *pieces])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowShape:
-    """How the collator lays a bin out.
-
-    Args:
-        padded: one row a sample, all as wide as the longest (mode `none`); else one row a bin.
-        sequence_multiple: each segment of a packed row is filled up to a multiple of this.
-        row_multiple: each row is filled up to a multiple of this.
-        width: every packed row is filled up to this many tokens; 0 for rows of any width.
-    """
-
-    padded: bool = False
-    sequence_multiple: int = 1
-    row_multiple: int = 1
-    width: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from vlmpack.build.rows import row_budget
 from vlmpack.data.config import DataConfig
 from vlmpack.data.index.table import Int64s
-from vlmpack.data.plan.batches import Plan, Position
+from vlmpack.data.modes import PackingMode
+from vlmpack.data.plan.batches import Plan, Position, dry_run_order
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.shards.keys import describe_keys
-from vlmpack.data.splits.row_packer import dry_run_order
 from vlmpack.data.splits.split import Split
 from vlmpack.forecast.batch import batch_figures
 from vlmpack.forecast.figures import RunPlan
 from vlmpack.forecast.imbalance import imbalance_figures
 from vlmpack.forecast.memory import memory_figures
 from vlmpack.forecast.modes import (
-    BATCH,
     OFFLINE,
-    SAVED,
-    STREAM,
     ModePlanner,
     PlannedMode,
     mode_figures,
@@ -32,7 +28,6 @@ from vlmpack.forecast.sources import left_out, source_figures
 from vlmpack.forecast.trained import TrainedSizes
 from vlmpack.packing.budget import RowBudget
 from vlmpack.recipe import Recipe, derive
-from vlmpack.recipe.derived import multiples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,20 +66,11 @@ def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
     copies, fitted = inputs.copies, split.fitted
     dry_tokens, dry_patches = _dry_run(inputs)
     budget = _settled_budget(inputs, dry_tokens, dry_patches)
-    wanted = multiples(recipe.parallelism)
-    width = budget.max_tokens if recipe.packing.pad_to_max_length else 0
-    planner = ModePlanner(
-        config=config,
-        fitted=fitted,
-        budget=budget,
-        multiples=wanted,
-        width=width,
-        progress=progress,
-    )
+    planner = ModePlanner(config=config, fitted=fitted, budget=budget, progress=progress)
     planned = _all_modes(planner, split, offline=recipe.packing.facts.reads_packs, copies=copies)
     by_name = {mode.name: mode for mode in planned}
     own = next(mode for mode in planned if mode.is_recipes)
-    rows = own if own.budget is not None else by_name[STREAM]
+    rows = own if own.plans_rows else by_name[planner.mode("online").label]
     modes = tuple(mode_figures(mode, copies, config.row_cost, by_name["none"]) for mode in planned)
     figures = {mode.name: mode for mode in modes}
     sequences = sequence_figures(rows, dry_tokens, dry_patches)
@@ -139,21 +125,23 @@ def _all_modes(
 ) -> list[PlannedMode]:
     """In the order of the table; the recipe's own as the run plans it."""
     own = planner.own(split)
-    offline = offline and own.name != SAVED  # planned anew: `own` stands in for it
+    saved = own.mode.facts.reads_packs
+    offline = offline and not saved  # planned anew: `own` stands in for it
     own = replace(own, is_recipes=not offline)
-    stream = own if own.name == STREAM else planner.online("stream")
-    batch = own if own.name == BATCH else planner.online("batch")
+
+    def planned(mode: PackingMode, micro: int = 1) -> PlannedMode:
+        return own if own.name == mode.label else planner.other(mode, micro)
+
+    stream, batch = (planned(planner.mode("online", scope)) for scope in ("stream", "batch"))
     micro = own.micro_batch_size
-    if own.budget is not None or micro < 2:
+    if own.plans_rows or micro < 2:
         bins = stream.layout.bins
         wanted = max(2, round(float(bins.mean())) if bins.size else 2)
         micro = _dividing(planner.config.global_batch_size // copies, wanted)
-    none = own if own.name == "none" else planner.fixed("none", micro)
-    in_batch = own if own.name == "in_batch" else planner.fixed("in_batch", micro)
-    packed = own
-    if own.name != SAVED:
-        packed = planner.offline(own.layout, is_recipes=offline)
-    return [none, in_batch, stream, batch, packed]
+    none, in_batch = planned(planner.mode("none"), micro), planned(planner.mode("in_batch"), micro)
+    packed = own if saved else planner.offline(own.layout, is_recipes=offline)
+    modes = [none, in_batch, stream, batch, packed]
+    return modes if any(own is mode for mode in modes) else [*modes, own]
 
 
 def _dividing(whole: int, wanted: int) -> int:
@@ -172,11 +160,10 @@ def _dry_run(inputs: PlanInputs) -> tuple[Int64s, Int64s]:
 
 def _settled_budget(inputs: PlanInputs, tokens: Int64s, patches: Int64s) -> RowBudget:
     """Of planned rows, with the bound on sequences that the run has or would have."""
-    settled = inputs.split.plan.packer.budget
-    if settled is not None:
-        return settled
-    budget = row_budget(inputs.recipe, None)
-    return budget.settled(budget.rows(tokens, patches))
+    mode = inputs.config.mode
+    if mode.facts.plans_rows:
+        return mode.budget
+    return mode.budget.settled(mode.budget.rows(tokens, patches))
 
 
 def _run_steps(inputs: PlanInputs, own: PlannedMode, progress: Progress) -> int:
@@ -196,7 +183,7 @@ def _run_steps(inputs: PlanInputs, own: PlannedMode, progress: Progress) -> int:
 
 def _notes(inputs: PlanInputs, own: PlannedMode, micro: int) -> tuple[str, ...]:
     notes = []
-    if own.budget is not None:
+    if own.plans_rows:
         notes.append(
             f"none and in_batch are shown with micro-batches of {micro} samples, about as many as "
             "a planned row or a global batch holds; training.micro_batch_size is "

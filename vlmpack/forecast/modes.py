@@ -11,14 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import ceil
-from typing import Literal
 
 import numpy as np
 
-from vlmpack.alignment import Alignment
 from vlmpack.data.config import DataConfig
 from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.table import Int64s
+from vlmpack.data.modes import MODES, PackingMode
 from vlmpack.data.plan.batches import Plan, Position, seeded_order
 from vlmpack.data.plan.packers import Bin, Scope
 from vlmpack.data.plan.packs import PackPlan
@@ -27,17 +26,18 @@ from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.indexed import make_plan
 from vlmpack.data.splits.split import Split, first_epoch
 from vlmpack.forecast.figures import ModeFigures
-from vlmpack.forecast.layout import Layout, Rows, RowShape, empty_bins, lay_out, layout_of
+from vlmpack.forecast.layout import Layout, Rows, empty_bins, lay_out, layout_of
 from vlmpack.forecast.progress import Progress, counted
 from vlmpack.packing.budget import RowBudget
+from vlmpack.recipe.packing_modes import ModeName
 
 Windows = Iterator[Sequence[tuple[Bin, ...]]]
 
 MAX_PACKED = 131_072
 """Samples from which a mode that the recipe does not have is packed; beyond, it is carried over."""
 
-STREAM, BATCH = "online, stream", "online, batch"
-OFFLINE, SAVED = "offline, bfd", "offline, saved"
+OFFLINE = "offline, bfd"
+"""Mode `offline` before its packs are made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,23 +46,31 @@ class PlannedMode:
 
     Args:
         name: shown.
+        mode: with the budget that it was cut by.
         layout: its global batches.
         rows: what is computed for them.
         micro_batch_size: samples in a micro-batch; 1 where rows are planned.
-        budget: of a row, where rows are planned.
-        counts_rows: whether a global batch is so many rows.
         is_recipes: whether the run does this.
         is_part: whether the layout is only the beginning of the epoch.
     """
 
     name: str
+    mode: PackingMode
     layout: Layout
     rows: Rows
     micro_batch_size: int
-    budget: RowBudget | None
-    counts_rows: bool
     is_recipes: bool = False
     is_part: bool = False
+
+    @property
+    def plans_rows(self) -> bool:
+        """Whether a budget plans its rows."""
+        return self.mode.facts.plans_rows
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether a global batch is so many rows."""
+        return self.mode.packing.counts_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,62 +80,56 @@ class ModePlanner:
     Args:
         config: of the split, as the run has it.
         fitted: its samples.
-        budget: of a planned row; the bound on sequences may be open.
-        multiples: of segments and rows.
-        width: that planned rows are filled up to; 0 for none.
+        budget: of a planned row.
         progress: told how many windows are planned.
     """
 
     config: DataConfig
     fitted: Fitted
     budget: RowBudget
-    multiples: Alignment
-    width: int
     progress: Progress
 
     def own(self, split: Split) -> PlannedMode:
         """The recipe's mode, as the run plans it."""
-        config, plan = self.config, split.plan
-        name: str = config.mode
-        if config.mode == "online":
-            name = STREAM if config.scope == "stream" else BATCH
-        elif config.mode == "offline":
-            name = SAVED
-        budget = plan.packer.budget
+        plan, mode = split.plan, self.config.mode
         # A WindowPlan's windows are not known beforehand: global batch by global batch.
         walked = ([batch.bins] for batch in first_epoch(split))
         windows = walked if isinstance(plan, WindowPlan) else _windows(plan)
         total = None if isinstance(plan, WindowPlan) else plan.num_windows
-        layout = layout_of(counted(windows, f"packing: {name}", total, self.progress), split.sizes)
-        return self._mode(name, layout, budget, config.micro_batch_size, config.scope, own=True)
+        counts = counted(windows, f"packing: {mode.label}", total, self.progress)
+        layout = layout_of(counts, split.sizes)
+        return self._planned(mode, layout, self.config.micro_batch_size, is_recipes=True)
 
-    def fixed(self, mode: Literal["none", "in_batch"], micro: int) -> PlannedMode:
-        """Modes without a budget: `micro` samples to a micro-batch."""
-        config = replace(self.config, mode=mode, budget=None, packs=None, micro_batch_size=micro)
-        layout, _ = self._layout(config, mode, None)
-        return self._mode(mode, layout, None, micro, "batch")
+    def mode(self, name: ModeName, scope: Scope = "stream") -> PackingMode:
+        """A mode that the recipe need not have, with the recipe's limits."""
+        own = self.config.mode
+        packing = own.packing.model_copy(update={"mode": name, "scope": scope})
+        return MODES[name](packing=packing, budget=self.budget, multiples=own.multiples)
 
-    def online(self, scope: Scope) -> PlannedMode:
-        """Mode `online`."""
-        config = replace(
-            self.config,
-            mode="online",
-            budget=self.budget,
-            packs=None,
-            scope=scope,
-            micro_batch_size=1,
-        )
-        name = STREAM if scope == "stream" else BATCH
-        layout, is_part = self._layout(config, name, MAX_PACKED)
-        return replace(self._mode(name, layout, self.budget, 1, scope), is_part=is_part)
+    def other(self, mode: PackingMode, micro: int = 1) -> PlannedMode:
+        """An epoch in a mode that the recipe does not have: where rows are planned, whole windows
+        of about MAX_PACKED samples of it."""
+        config = replace(self.config, mode=mode, micro_batch_size=micro)
+        plan, _ = make_plan(config, self.fitted, "global")
+        table = self.fitted.table
+
+        def sizes(order: Int64s) -> tuple[Int64s, Int64s]:
+            return table.num_tokens[order], table.num_patches[order]
+
+        count = plan.num_windows
+        if mode.facts.plans_rows:
+            count = min(count, -(-MAX_PACKED // plan.window))
+        windows = islice(_windows(plan), count)
+        layout = layout_of(counted(windows, f"packing: {mode.label}", count, self.progress), sizes)
+        return self._planned(mode, layout, micro, is_part=count < plan.num_windows)
 
     def offline(self, samples: Layout, *, is_recipes: bool) -> PlannedMode:
         """Mode `offline` with the planner `bfd`: as `vlmpack.data.packs.choose` has it."""
-        budget, size = self.budget, samples.numbers.size
+        size = samples.numbers.size
         most = size if is_recipes else MAX_PACKED
         order = np.argsort(samples.numbers[:most], kind="stable")
         tokens, patches = samples.tokens[order], samples.patches[order]
-        packs = budget.packs(tokens, patches)
+        packs = self.budget.packs(tokens, patches)
         # Neighbours of best-fit-decreasing are alike; a run permutes the packs.
         packs = [packs[n] for n in seeded_order(len(packs), self.config.seed, "packs").tolist()]
         order = np.concatenate([np.empty(0, np.int64), *packs])
@@ -137,48 +139,26 @@ class ModePlanner:
         if len(packs) % whole:
             steps[-1] = len(packs) % whole
         layout = Layout(samples.numbers[order], tokens[order], patches[order], bins, steps)
-        mode = self._mode(OFFLINE, layout, budget, 1, "stream")
-        return replace(mode, is_part=size > most, is_recipes=is_recipes)
+        planned = self._planned(self.mode("offline"), layout, 1, is_part=size > most)
+        return replace(planned, name=OFFLINE, is_recipes=is_recipes)
 
-    def _layout(self, config: DataConfig, name: str, most: int | None) -> tuple[Layout, bool]:
-        """An epoch's global batches; whole windows of about `most` samples, and True, if it has
-        more."""
-        plan, _ = make_plan(config, self.fitted, "global")
-        table = self.fitted.table
-
-        def sizes(order: Int64s) -> tuple[Int64s, Int64s]:
-            return table.num_tokens[order], table.num_patches[order]
-
-        count = plan.num_windows
-        if most is not None:
-            count = min(count, -(-most // plan.window))
-        windows = counted(islice(_windows(plan), count), f"packing: {name}", count, self.progress)
-        return layout_of(windows, sizes), count < plan.num_windows
-
-    def _mode(
+    def _planned(
         self,
-        name: str,
+        mode: PackingMode,
         layout: Layout,
-        budget: RowBudget | None,
         micro: int,
-        scope: Scope,
         *,
-        own: bool = False,
+        is_recipes: bool = False,
+        is_part: bool = False,
     ) -> PlannedMode:
-        shape = RowShape(
-            padded=name == "none",
-            sequence_multiple=self.multiples.sequence,
-            row_multiple=self.multiples.row,
-            width=0 if budget is None else self.width,
-        )
         return PlannedMode(
-            name=name,
+            name=mode.label,
+            mode=mode,
             layout=layout,
-            rows=lay_out(layout, shape),
+            rows=lay_out(layout, mode.shape()),
             micro_batch_size=micro,
-            budget=budget,
-            counts_rows=budget is not None and scope == "stream",
-            is_recipes=own,
+            is_recipes=is_recipes,
+            is_part=is_part,
         )
 
 
@@ -211,7 +191,7 @@ def mode_figures(
         tokens=tokens,
         slots=round(slots * scale),
         empty_rows=round(empty * scale),
-        row_tokens=0 if mode.budget is None else mode.budget.max_tokens,
+        row_tokens=mode.mode.budget.max_tokens if mode.plans_rows else 0,
         vision_patches=int(whole.patches.sum()),
         compute=_epoch_cost(mode, costs) * scale / max(1e-9, _epoch_cost(unpacked, costs)),
         max_row_slots=int(rows.slots.max(initial=0)),

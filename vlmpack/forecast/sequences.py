@@ -31,7 +31,6 @@ def sequence_figures(mode: PlannedMode, tokens: Int64s, patches: Int64s) -> Sequ
         mode: of planned rows.
         tokens, patches: (n,) of the dry run's samples, in the order of the run.
     """
-    assert mode.budget is not None
     bins = mode.layout.bins
     counts = np.bincount(bins) if bins.size else np.zeros(1, np.int64)
     used = np.flatnonzero(counts)
@@ -41,7 +40,7 @@ def sequence_figures(mode: PlannedMode, tokens: Int64s, patches: Int64s) -> Sequ
         percentiles=_percentiles(bins),
         histogram=tuple(zip(used.tolist(), counts[used].tolist(), strict=True)),
         dry_run_samples=int(tokens.size),
-        choices=bound_choices(mode.budget, tokens, patches),
+        choices=bound_choices(mode.mode.budget, tokens, patches),
     )
 
 

@@ -20,7 +20,7 @@ Lengths are explicit in the samples; nothing is ever inferred from token ids or 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -211,23 +211,6 @@ class PackCollator:
     pad_to_multiple_of: int = 1
     total_multiple_of: int = 1
     fixed: FixedShape | None = None
-
-    def settled(self, max_sequences: int | None, *, row_tokens: int | None = None) -> PackCollator:
-        """The same, with the shape that the packer settled on: of a run that goes on, or of packs,
-        it need not be what the recipe alone says.
-
-        Args:
-            max_sequences: samples that a row holds at most; counts where it was left open.
-            row_tokens: tokens that a row holds at most; None keeps the width.
-        """
-        fixed = self.fixed
-        if fixed is None:
-            return self
-        if fixed.max_sequences == "auto" and max_sequences is not None:
-            fixed = replace(fixed, max_sequences=max_sequences)
-        if row_tokens is not None:
-            fixed = replace(fixed, row_tokens=row_tokens)
-        return replace(self, fixed=fixed)
 
     def __call__(self, samples: Sequence[EncodedSample]) -> PackedBatch:
         """Pack one bin; an empty one becomes `empty()`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from vlmpack.alignment import round_up
 from vlmpack.errors import PackingError
@@ -22,24 +21,14 @@ class FixedShape:
             masked in the experts' statistics).
         max_sequences: samples that a row may hold; `cu_seqlens` gets this many + 2 entries (the
             ghost's and the leading 0), its last value repeated. None: as many as the row needs.
-            `auto`: what the packer settles on; to be filled in by `PackCollator.settled`.
     """
 
     row_tokens: int
-    max_sequences: int | Literal["auto"] | None = None
+    max_sequences: int | None = None
 
     @property
     def num_segments(self) -> int | None:
-        """Segments of every row, the ghost included; None where each has its own number.
-
-        Raises:
-            PackingError: nobody has settled `auto`.
-        """
-        if self.max_sequences == "auto":
-            raise PackingError(
-                "cu_seqlens cannot get one size: the number of sequences in a row is not settled; "
-                "set packing.max_sequences"
-            )
+        """Segments of every row, the ghost included; None where each has its own number."""
         return None if self.max_sequences is None else self.max_sequences + 1
 
 

@@ -10,7 +10,6 @@ from support.fault_server import FaultServer
 from support.shard_fakes import (
     FakeEncoder,
     chat_json,
-    collator,
     config_for,
     image_bytes,
     write_shard,
@@ -51,7 +50,7 @@ def test_memory_stays_flat(tmp_path: Path, samples: int) -> None:
         fetcher = CachedFetcher(stores, cache, BlockUse(block_bytes=1 << 18))
         names = tuple(f"{server.url}/bucket/s-{shard}.tar" for shard in range(4))
         config = config_for(names, tmp_path / "i", shuffle="none")
-        data = TrainData.open(config, FakeEncoder(), collator(), fetcher=fetcher)
+        data = TrainData.open(config, FakeEncoder(), fetcher=fetcher)
         refs = [data.fitted.table.ref(number) for number in range(4 * IN_SHARD)]
         sizes = []
         for turn in range(samples // 10):

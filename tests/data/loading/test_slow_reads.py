@@ -138,7 +138,7 @@ def test_a_stopped_loader_process_is_named_with_the_last_sample_asked_of_it(tmp_
 PATIENT = """
 import sys
 from pathlib import Path
-from support.shard_fakes import FakeEncoder, collator, config_for
+from support.shard_fakes import FakeEncoder, config_for
 from vlmpack.data.loading.loader import LoaderSettings
 from vlmpack.data.pipeline import TrainData
 from vlmpack.recipe.storage import StorageSection
@@ -149,7 +149,7 @@ if __name__ == "__main__":
     loader = LoaderSettings(num_workers=1, watch_seconds=1.0)
     config = config_for(url, Path(folder), num_probed=0, loader=loader)
     fetcher = RoutingFetcher(StorageSection(allow_private=True, read_timeout_seconds=20.0))
-    data = TrainData.open(config, FakeEncoder(), collator(), fetcher=fetcher)
+    data = TrainData.open(config, FakeEncoder(), fetcher=fetcher)
     sys.stderr.write("opened\\n")
     step = next(data.batches(data.start(), rank=0, dp=1, max_steps=1))
     assert step.micro_batches[0].samples

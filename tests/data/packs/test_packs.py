@@ -24,7 +24,7 @@ from support.shard_fakes import (
     write_shards,
 )
 
-from vlmpack.data.config import PacksConfig
+from vlmpack.alignment import Alignment
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import LoaderSettings, MicroBatch
 from vlmpack.data.packs import write
@@ -46,8 +46,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def offline(folder: Path, saved: Path, index_dir: Path, **changes: Any) -> TrainData:
-    wanted = PacksConfig(path=saved, max_tokens=64)
-    values = {"mode": "offline", "packs": wanted, "encoder": PackEncoder(), **SIZES}
+    wanted: dict[str, Any] = {"path": str(saved), "max_tokens": 64}
+    values = {"mode": "offline", **wanted, "encoder": PackEncoder(), **SIZES}
     return open_data(str(folder / "s-*.tar"), index_dir, **(values | changes))
 
 
@@ -110,15 +110,14 @@ def test_bfd_packs_every_sample_once_and_no_pack_is_over_budget(
     stream = pack(data, tmp_path / "stream")
     manifest = pack(data, tmp_path / "bfd", planner="bfd", kind="tokens")
     assert manifest.num_packs <= stream.num_packs and manifest.num_samples == COUNT
-    wanted = PacksConfig(path=tmp_path / "bfd", max_tokens=64)
-    found = micro_batches(offline(folder, tmp_path / "bfd", tmp_path / "i", packs=wanted), 2)
+    found = micro_batches(offline(folder, tmp_path / "bfd", tmp_path / "i"), 2)
     for epoch in (0, 1):
         rows = [m for step in found[epoch] for m in step]
         assert Counter(s.key for m in rows for s in m.samples) == Counter(map(key_of, range(COUNT)))
         assert max(sum(-(-n // 4) * 4 for n in m.batch.lengths) for m in rows) <= 64
         assert 1 < max(len(m.samples) for m in rows) <= 4
     assert rows_of(found[0]) != rows_of(found[1])
-    seeded = offline(folder, tmp_path / "bfd", tmp_path / "i", packs=wanted, seed=8)
+    seeded = offline(folder, tmp_path / "bfd", tmp_path / "i", seed=8)
     assert rows_of(micro_batches(seeded)[0]) != rows_of(found[0])
 
 
@@ -158,12 +157,12 @@ def test_a_state_goes_on_from_any_batch_on_any_number_of_ranks(
 def test_shrunk_images_and_dropped_samples_come_back_as_planned(tmp_path: Path, kind: str) -> None:
     write_shards(tmp_path, 30, per_shard=9)
     for policy in ("shrink_images", "drop"):
-        changes = {"seq_length": 14, "over_long": policy, "budget": BUDGET}
+        changes: dict[str, Any] = {"seq_length": 14, "over_long": policy, "budget": BUDGET}
         data = online(tmp_path, tmp_path / "i", **changes)
         assert data.fitted.table.shrunk if policy == "shrink_images" else data.fitted.dropped
         pack(data, tmp_path / policy, kind=kind)
         expected = micro_batches(data)[0]
-        changes["budget"] = None
+        del changes["budget"]
         ledger = Ledger(tmp_path / f"{policy}.jsonl")
         saved = offline(tmp_path, tmp_path / policy, tmp_path / "i", ledger=ledger, **changes)
         for ours, theirs in zip(flat(micro_batches(saved)[0]), flat(expected), strict=True):
@@ -415,14 +414,14 @@ def test_other_processors_lengths_and_sources_are_refused(folder: Path, tmp_path
         offline(*arguments, encoder=PackEncoder(tokenizer="other"))
     with pytest.raises(PacksError, match=r"training.seq_length: 64 in the packs, 60 in the recipe"):
         offline(*arguments, seq_length=60)
-    context = PacksConfig(path=tmp_path / "packs", max_tokens=64, sequence_multiple=16)
+    context: dict[str, Any] = {"multiples": Alignment(sequence=16, row=16)}
     with pytest.raises(PacksError, match=r"packing.alignment: 4 in the packs, but parallelism"):
-        offline(*arguments, packs=context)
-    both = PacksConfig(path=tmp_path / "packs", max_tokens=64, max_sequences=3, alignment=8)
+        offline(*arguments, **context)
+    both = {"max_sequences": 3, "alignment": 8}
     with pytest.raises(
         PacksError, match=r"max_sequences: \d+ in the packs, 3 in the recipe\n.*: 4"
     ):
-        offline(*arguments, packs=both)
+        offline(*arguments, **both)
     with pytest.raises(PacksError, match=r"data.shuffle: global in the packs, window in the rec"):
         offline(*arguments, shuffle="window")
     with pytest.raises(PacksError, match=r"data.over_long: error in the packs, drop in the recipe"):

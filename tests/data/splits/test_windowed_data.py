@@ -17,7 +17,6 @@ from support.shard_fakes import (
     COUNT,
     FakeEncoder,
     chat_json,
-    collator,
     config_for,
     image_bytes,
     key_of,
@@ -383,7 +382,7 @@ def _rank(pattern: str, index_dir: Path, rank: int, dp: int, out: str) -> None:
     vlmpack.data.plan.packers.MIN_WINDOW_SAMPLES = 16
     config = config_for(pattern, index_dir, shuffle="window")
     launch = DataLaunch(share=rank, shares=dp)
-    data = TrainData.open(config, FakeEncoder(), collator(), launch=launch)
+    data = TrainData.open(config, FakeEncoder(), launch=launch)
     keys = [
         [sample.key for micro in step.micro_batches for sample in micro.samples]
         for step in data.batches(data.start(), rank=rank, dp=dp, max_steps=16)

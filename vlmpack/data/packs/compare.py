@@ -100,19 +100,16 @@ def note_makers(manifest: Manifest, encoder: Encoder) -> None:
 
 def budget_differences(manifest: Manifest, config: DataConfig) -> list[str]:
     """One line for each length or bound that the recipe has otherwise."""
-    wanted, budget = config.packs, manifest.budget
-    assert wanted is not None
+    packing, multiple = config.mode.packing, config.mode.multiples.sequence
     lines = []
     pairs: list[tuple[str, object, object]] = [
-        ("training.seq_length", manifest.seq_length, config.seq_length),
-        ("packing.max_vision_patches", budget.max_patches, wanted.max_patches),
+        ("training.seq_length", manifest.seq_length, config.seq_length)
     ]
-    if wanted.max_tokens is not None:
-        pairs.append(("packing.max_tokens", budget.max_tokens, wanted.max_tokens))
-    if wanted.max_sequences is not None:
-        pairs.append(("packing.max_sequences", budget.max_sequences, wanted.max_sequences))
-    if wanted.alignment is not None:
-        pairs.append(("packing.alignment", budget.alignment, wanted.alignment))
+    for key, before in manifest.budget.knobs.items():
+        now = getattr(packing, key.removeprefix("packing."))
+        # Left open, a knob is as the packs have it; but no bound on patches is a choice.
+        if now not in (None, "auto") or key == "packing.max_vision_patches":
+            pairs.append((key, before, now))
     if manifest.planner == "stream" and config.shuffle != "auto":
         pairs.append(("data.shuffle", manifest.shuffle, config.shuffle))
     lines += [
@@ -120,10 +117,10 @@ def budget_differences(manifest: Manifest, config: DataConfig) -> list[str]:
         for name, before, now in pairs
         if before != now
     ]
-    if budget.alignment % wanted.sequence_multiple:
+    if manifest.budget.alignment % multiple:
         lines.append(
-            f"packing.alignment: {budget.alignment} in the packs, but parallelism.context needs a "
-            f"multiple of {wanted.sequence_multiple}"
+            f"packing.alignment: {manifest.budget.alignment} in the packs, but "
+            f"parallelism.context needs a multiple of {multiple}"
         )
     return lines
 

@@ -43,11 +43,17 @@ def survey_data(
         RecipeError, DataError: as survey_split.
         PacksError: there are no finished packs.
     """
-    if config.packs is None:
+    if not config.mode.facts.reads_packs:
         return survey_split(config, encoder, fetcher, resume)
-    if read_manifest(config.packs.path).kind == "shards":
+    if read_manifest(_folder(config)).kind == "shards":
         return Survey((), "none")
     return survey_split(replace(config, shuffle="global"), encoder, fetcher)
+
+
+def _folder(config: DataConfig) -> Path:
+    path = config.mode.packing.path
+    assert path is not None  # the recipe's rules see to it
+    return Path(path)
 
 
 def open_packed(
@@ -63,8 +69,7 @@ def open_packed(
         PacksError: they are unfinished or damaged, or do not fit the recipe or its shards.
         DataError, EmptyDataError: as prepare_split, for kinds that need the original shards.
     """
-    assert config.packs is not None
-    folder = config.packs.path
+    folder = _folder(config)
     manifest = read_manifest(folder)
     check_packs(manifest, folder, config, builder.lengths.encoder)
     note_makers(manifest, builder.lengths.encoder)
@@ -117,7 +122,7 @@ def _identity(config: DataConfig, manifest: Manifest) -> Identity:
         "plan": PACK_RULE,
         "data.seed": config.seed,
         "data.shuffle": manifest.shuffle,
-        "packing.mode": "offline",
+        "packing.mode": config.mode.name,
         "packing.packs": manifest.plan,
         **{name: manifest.budget.knobs[name] for name in _SETTLED},
         "training.seq_length": config.seq_length,

@@ -43,7 +43,6 @@ from vlmpack.data.splits.part_settings import build_settings, make_builder
 from vlmpack.data.splits.split import Split
 from vlmpack.data.splits.survey import survey_split
 from vlmpack.errors import UNREADABLE, PacksError
-from vlmpack.packing.budget import RowBudget
 
 HOLES = "holes.json"
 PRELOAD = ("vlmpack.data.packs.parts",)
@@ -81,7 +80,7 @@ class PackSource:
     """What packs are made from: a split, opened in mode `online`.
 
     Args:
-        config: of the split.
+        config: of the split, its mode settled.
         split: its plan.
         dataset: reads and encodes its samples.
     """
@@ -103,10 +102,9 @@ def make_packs(source: PackSource, folder: Path, order: PackOrder) -> Manifest:
         source.split.index_all()
         prepared = _prepared(source, order)
         name_unknown_keys(prepared.fitted.table.unknown_keys)
-        budget = source.split.plan.packer.budget
-        assert budget is not None  # of mode `online`
+        budget = source.config.mode.budget
         arrays = choose_packs(source.split, prepared.fitted, order.planner, budget)
-        manifest = _manifest(source, order, prepared, arrays, budget)
+        manifest = _manifest(source, order, prepared, arrays)
         try:
             _begin(folder, manifest, order.part_packs)
             facts: list[PartFacts] = []
@@ -162,11 +160,7 @@ def _prepared(source: PackSource, order: PackOrder) -> PreparedSplit:
 
 
 def _manifest(
-    source: PackSource,
-    order: PackOrder,
-    prepared: PreparedSplit,
-    arrays: PackArrays,
-    budget: RowBudget,
+    source: PackSource, order: PackOrder, prepared: PreparedSplit, arrays: PackArrays
 ) -> Manifest:
     config = source.config
     encoder: Any = source.dataset.encoder
@@ -174,7 +168,7 @@ def _manifest(
         kind=order.kind,
         planner=order.planner,
         media=order.media if order.kind == "shards" else None,
-        budget=budget,
+        budget=config.mode.budget,
         seq_length=config.seq_length,
         seed=config.seed,
         shuffle=str(source.split.identity["data.shuffle"]),

@@ -28,10 +28,12 @@ import numpy as np
 
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.plan.blend import window_starts
-from vlmpack.data.plan.packers import Bin, Packer
+from vlmpack.data.plan.packers import Bin, FixedPacker, Packer
 
 PLAN_RULE = "plan-1"
 """Changes whenever the same inputs would give another plan."""
+
+DRY_RUN_SAMPLES = 65_536
 
 Shuffle = Literal["global", "window", "none"]
 
@@ -278,3 +280,14 @@ class Plan:
         if self.shuffle == "none":
             return np.arange(size, dtype=np.int64)
         return seeded_order(size, "global", *labels)
+
+
+def dry_run_order(
+    sources: Sequence[PlanSource], seed: int, shuffle: Literal["global", "none"]
+) -> Int64s:
+    """(n,) the first samples of a plan, at most DRY_RUN_SAMPLES, in the order in which a run packs
+    them."""
+    dry = Plan(
+        sources, seed=seed, shuffle=shuffle, window=DRY_RUN_SAMPLES, packer=FixedPacker(1, 1)
+    )
+    return dry.window_order(0, 0) if dry.num_windows else np.empty(0, np.int64)

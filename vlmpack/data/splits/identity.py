@@ -35,7 +35,7 @@ def split_identity(
         "data.shuffle": shuffle,
         "data.over_long": config.over_long,
         "data.epoch_size": config.epoch_size,
-        "packing.mode": config.mode,
+        "packing.mode": config.mode.name,
         "training.seq_length": config.seq_length,
         "training.global_batch_size": config.global_batch_size,
         "encoder": short_digest(encoder.fingerprint),

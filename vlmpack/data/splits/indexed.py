@@ -21,7 +21,15 @@ from vlmpack.data.index.overlong import Fitted, apply_over_long
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.shard_index import ShardIndex, open_index
 from vlmpack.data.index.table import Int64s, SampleRef, SampleTable, join_tables
-from vlmpack.data.plan.batches import PLAN_RULE, Cursors, Plan, PlanSource, Position, Shuffle
+from vlmpack.data.plan.batches import (
+    PLAN_RULE,
+    Cursors,
+    Plan,
+    PlanSource,
+    Position,
+    Shuffle,
+    dry_run_order,
+)
 from vlmpack.data.plan.packers import Bin
 from vlmpack.data.plan.state import DataState, Identity
 from vlmpack.data.protocols import Encoder
@@ -34,7 +42,6 @@ from vlmpack.data.splits.checks import (
 )
 from vlmpack.data.splits.identity import short_digest, split_identity
 from vlmpack.data.splits.length_probe import probed_samples
-from vlmpack.data.splits.row_packer import cut_indexed
 from vlmpack.data.splits.split import OnDropped, planned_rows
 from vlmpack.data.splits.summary import DataSummary, EpochLength, summarise
 from vlmpack.data.splits.survey import Survey
@@ -106,7 +113,7 @@ class IndexedSplit:
         """See Split. Rows of a long epoch are those of its first window, and so is the number of
         steps where it depends on them."""
         plan = self.plan
-        whole = plan.epoch_size <= SUMMARY_SAMPLES or plan.packer.budget is None
+        whole = plan.epoch_size <= SUMMARY_SAMPLES or not self.config.mode.facts.plans_rows
         order, bins = planned_rows(
             plan.packed(Position(0, w)) for w in range(plan.num_windows if whole else 1)
         )
@@ -242,7 +249,10 @@ def make_plan(config: DataConfig, fitted: Fitted, shuffle: Shuffle) -> tuple[Pla
     def token_counts(order: Int64s) -> tuple[Int64s, Int64s]:
         return table.num_tokens[order], table.num_patches[order]
 
-    cutting = cut_indexed(config, sources, shuffle, token_counts)
+    def first_samples() -> Int64s:
+        return dry_run_order(sources, config.seed, shuffle)
+
+    cutting = config.mode.cut(config.uncut(token_counts, first_samples))
     plan = Plan(
         sources,
         seed=config.seed,
@@ -250,7 +260,7 @@ def make_plan(config: DataConfig, fitted: Fitted, shuffle: Shuffle) -> tuple[Pla
         window=cutting.window,
         packer=cutting.packer,
     )
-    return plan, cutting.identity
+    return plan, config.mode.identity(cutting)
 
 
 def _identity(

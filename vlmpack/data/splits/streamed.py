@@ -26,7 +26,6 @@ from vlmpack.data.splits.growing_index import HELPER_MIN_BYTES, GrowingIndex
 from vlmpack.data.splits.identity import short_digest, split_identity
 from vlmpack.data.splits.indexed import prepare_split
 from vlmpack.data.splits.length_probe import MIN_PROBED
-from vlmpack.data.splits.row_packer import cut_streamed
 from vlmpack.data.splits.split import OnDropped, planned_rows
 from vlmpack.data.splits.summary import DataSummary, EpochLength, summarise
 from vlmpack.data.splits.survey import DataLaunch, Survey
@@ -247,7 +246,7 @@ def open_streamed(
         sizes = tuple(max(1, stamp.size) for stamp in shards)
         sources.append(StreamSource(source.name, first, sizes, count))
         first += len(shards)
-    cutting = cut_streamed(config, index.sizes)
+    cutting = config.mode.cut(config.uncut(index.sizes, None))
     plan = WindowPlan(
         sources,
         index,
@@ -272,7 +271,7 @@ def open_streamed(
         lengths=LENGTHS_RULE,
         contents=contents,
     )
-    return StreamedSplit(config, survey, index, plan, {**identity, **cutting.identity})
+    return StreamedSplit(config, survey, index, plan, {**identity, **config.mode.identity(cutting)})
 
 
 def _has_helpers(stamps: Sequence[ShardStamp]) -> bool:

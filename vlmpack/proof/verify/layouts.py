@@ -33,8 +33,8 @@ def layouts(setup: Setup, train: TrainData) -> list[tuple[str, Collator]]:
 
 def row_tokens(train: TrainData) -> int | None:
     """Tokens that a planned row holds at most; None where rows have no budget."""
-    budget = train.plan.packer.budget
-    return None if budget is None else budget.max_tokens
+    mode = train.config.mode
+    return mode.budget.max_tokens if mode.facts.plans_rows else None
 
 
 def group_samples(

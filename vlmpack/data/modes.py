@@ -1,0 +1,302 @@
+"""How samples come to share rows. A packing mode is a value: whatever depends on it asks it.
+
+    cut        a window's order -> its global batches and their bins; how large a window is
+    identity   what of the cut decides the order, so that a run does not go on with another
+    collator   what makes one batch of a bin's samples
+    shape      the slots that such a batch takes, for those who encode no sample (`vlmpack plan`)
+    label      what tables call it
+
+A mode holds the recipe's `packing` section, the budget of a row that follows from it, and the
+multiples that the parallel layout asks for. What the recipe's rules must know of it stands in
+vlmpack/recipe/packing_modes.py: its name, whether rows are planned by a budget, the fields that a
+run may not change. A new mode is a line there, a subclass of PackingMode with `cut` (and a packer,
+where neither of vlmpack/data/plan/packers.py does), and a line in MODES. It overrides the other
+methods where its rows are not those of `in_batch`: one row a bin, of any width.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from vlmpack.alignment import Alignment
+from vlmpack.data.index.table import Int64s
+from vlmpack.data.plan.packers import (
+    STREAMED_SAMPLES_PER_ROW,
+    BudgetPacker,
+    FixedPacker,
+    Packer,
+    Sizes,
+    window_samples,
+)
+from vlmpack.data.plan.state import DataState, IdentityValue
+from vlmpack.data.protocols import Collator
+from vlmpack.errors import RecipeError
+from vlmpack.packing.budget import RowBudget
+from vlmpack.packing.collate import PackCollator
+from vlmpack.packing.padded import PadCollator
+from vlmpack.packing.row_layout import FixedShape
+from vlmpack.recipe import Recipe
+from vlmpack.recipe.derived import multiples, plan_alignment, row_tokens
+from vlmpack.recipe.packing_modes import ModeFacts, ModeName
+from vlmpack.recipe.schema import PackingSection
+
+_ANY = Alignment(sequence=1, row=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uncut:
+    """A split before it is cut.
+
+    Args:
+        global_batch_size, micro_batch_size: as `training` has them.
+        sizes: tokens and patches of samples, by number.
+        first_samples: the numbers of the first samples in the order of the run, for a dry run; None
+            where shards are indexed as the run goes on.
+    """
+
+    global_batch_size: int
+    micro_batch_size: int
+    sizes: Sizes
+    first_samples: Callable[[], Int64s] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Cutting:
+    """How a split's order is cut.
+
+    Args:
+        packer: cuts a window's order into global batches.
+        window: samples in a window.
+    """
+
+    packer: Packer
+    window: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowShape:
+    """How the collator lays a bin out.
+
+    Args:
+        padded: one row a sample, all as wide as the longest (mode `none`); else one row a bin.
+        sequence_multiple: each segment of a packed row is filled up to a multiple of this.
+        row_multiple: each row is filled up to a multiple of this.
+        width: every packed row is filled up to this many tokens; 0 for rows of any width.
+    """
+
+    padded: bool = False
+    sequence_multiple: int = 1
+    row_multiple: int = 1
+    width: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingMode(ABC):
+    """How samples come to share rows.
+
+    Args:
+        packing: the recipe's section.
+        budget: of a planned row. Its bound on sequences may be open until the split is cut.
+        multiples: of segments and rows, in tokens.
+    """
+
+    packing: PackingSection
+    budget: RowBudget
+    multiples: Alignment = _ANY
+
+    @property
+    def name(self) -> ModeName:
+        """`packing.mode`."""
+        return self.packing.mode
+
+    @property
+    def facts(self) -> ModeFacts:
+        """What the recipe knows of it."""
+        return self.packing.facts
+
+    @property
+    def label(self) -> str:
+        """What tables call it."""
+        return self.name
+
+    @abstractmethod
+    def cut(self, split: Uncut) -> Cutting:
+        """The packer of a split, and the size of the windows that it works on. Whatever the recipe
+        leaves open is settled here."""
+
+    def identity(self, cutting: Cutting) -> dict[str, IdentityValue]:
+        """What of the cutting decides the order, by key, beside what every mode has."""
+        return {}
+
+    def settled(self, packer: Packer) -> PackingMode:
+        """The mode with the budget that the split was cut by: of a run that goes on, or of packs,
+        it need not be what the recipe alone says."""
+        return self if packer.budget is None else replace(self, budget=packer.budget)
+
+    def collator(self, *, pad_token_id: int, num_position_axes: int) -> Collator:
+        """What makes a batch of a bin; asked once the mode is settled.
+
+        Args:
+            pad_token_id: fills gaps.
+            num_position_axes: of the model's positions, for empty bins.
+        """
+        return PackCollator(
+            pad_token_id=pad_token_id,
+            num_position_axes=num_position_axes,
+            pad_to_multiple_of=self.multiples.sequence,
+            total_multiple_of=self.multiples.row,
+            fixed=self.fixed_shape(),
+        )
+
+    def fixed_shape(self) -> FixedShape | None:
+        """The shape of all rows, where they have one."""
+        return None
+
+    def shape(self) -> RowShape:
+        """How that collator lays a bin out."""
+        fixed = self.fixed_shape()
+        return RowShape(
+            sequence_multiple=self.multiples.sequence,
+            row_multiple=self.multiples.row,
+            width=0 if fixed is None else fixed.row_tokens,
+        )
+
+
+class InBatch(PackingMode):
+    """The samples of one micro-batch become one row."""
+
+    def cut(self, split: Uncut) -> Cutting:
+        """See PackingMode: consecutive samples, `micro_batch_size` to a bin."""
+        packer = FixedPacker(split.global_batch_size, split.micro_batch_size)
+        return Cutting(packer, window_samples(split.global_batch_size))
+
+
+class Padded(InBatch):
+    """The same bins as padded rows: the baseline that everything is measured against."""
+
+    def collator(self, *, pad_token_id: int, num_position_axes: int) -> Collator:
+        """See PackingMode."""
+        return PadCollator(
+            pad_token_id=pad_token_id,
+            num_position_axes=num_position_axes,
+            pad_to_multiple_of=self.multiples.row,
+        )
+
+    def shape(self) -> RowShape:
+        """See PackingMode."""
+        return RowShape(padded=True, row_multiple=self.multiples.row)
+
+
+class Online(PackingMode):
+    """Rows filled up to a budget, while training: over a window (`packing.scope: stream`), or
+    inside the samples of a global batch."""
+
+    @property
+    def label(self) -> str:
+        """See PackingMode."""
+        return f"{self.name}, {self.packing.scope}"
+
+    def cut(self, split: Uncut) -> Cutting:
+        """See PackingMode: settled by a dry run over the first samples, where there are some."""
+        per_row, in_rows = STREAMED_SAMPLES_PER_ROW, self.packing.counts_rows
+        if split.first_samples is None:
+            budget = self.budget.settled(None)
+        elif not in_rows and self.budget.max_sequences is not None:
+            budget = self.budget  # nothing is left to settle
+        else:
+            order = split.first_samples()
+            rows = self.budget.rows(*split.sizes(order))
+            per_row = -(-order.shape[0] // max(1, len(rows)))
+            budget = self.budget.settled(rows)
+        packer = BudgetPacker(
+            budget=budget,
+            global_batch_size=split.global_batch_size,
+            scope=self.packing.scope,
+            sizes=split.sizes,
+        )
+        return Cutting(packer, window_samples(split.global_batch_size, per_row if in_rows else 0))
+
+    def identity(self, cutting: Cutting) -> dict[str, IdentityValue]:
+        """See PackingMode."""
+        budget = self.settled(cutting.packer).budget
+        return {**budget.knobs, "packing.scope": self.packing.scope, "window": cutting.window}
+
+    def fixed_shape(self) -> FixedShape | None:
+        """See PackingMode: `packing.pad_to_max_length` and `packing.pad_cu_seqlens`."""
+        if not self.packing.pad_to_max_length:
+            return None
+        most = self.budget.max_sequences if self.packing.pad_cu_seqlens else None
+        if self.packing.pad_cu_seqlens and most is None:
+            raise RecipeError(
+                [
+                    "packing.pad_cu_seqlens: true, but the number of sequences in a row is not "
+                    "settled; set packing.max_sequences"
+                ]
+            )
+        return FixedShape(row_tokens=self.budget.max_tokens, max_sequences=most)
+
+
+class Offline(Online):
+    """Rows that `vlmpack pack` cut in mode `online` and saved: vlmpack/data/packs opens them."""
+
+    @property
+    def label(self) -> str:
+        """See PackingMode."""
+        return "offline, saved"
+
+
+MODES: Mapping[ModeName, type[PackingMode]] = {
+    "none": Padded,
+    "in_batch": InBatch,
+    "online": Online,
+    "offline": Offline,
+}
+
+
+def packing_mode(recipe: Recipe, begun: DataState | None = None) -> PackingMode:
+    """The recipe's mode, for its training split.
+
+    Args:
+        begun: a state of the run that goes on; None for one that begins.
+    """
+    recipe = keep_alignment(recipe, begun)
+    packing, parallelism = recipe.packing, recipe.parallelism
+    return MODES[packing.mode](
+        packing=packing,
+        budget=RowBudget(
+            max_tokens=row_tokens(packing, recipe.training, parallelism),
+            max_patches=packing.max_vision_patches,
+            max_sequences=None if packing.max_sequences == "auto" else packing.max_sequences,
+            alignment=plan_alignment(packing, parallelism),
+        ),
+        multiples=multiples(parallelism),
+    )
+
+
+def evaluation_mode(recipe: Recipe) -> PackingMode:
+    """The mode of the splits that are not trained on: they are read in order, bin by bin."""
+    section = PackingSection(mode="none" if recipe.packing.facts.pads else "in_batch")
+    return packing_mode(recipe.model_copy(update={"packing": section}))
+
+
+def keep_alignment(recipe: Recipe, begun: DataState | None) -> Recipe:
+    """The recipe with the alignment that a run began with, where its packer would keep it.
+
+    Where the recipe leaves `packing.alignment` open, a run keeps the one it began with as long as
+    context parallelism can cut it: its global batches stay the same. Packs bring their own.
+
+    Args:
+        begun: a state of the run; None for a run that has not begun.
+    """
+    packing = recipe.packing
+    alignment = None if begun is None else begun.identity.get("packing.alignment")
+    cuts_rows = packing.facts.plans_rows and not packing.facts.reads_packs
+    if not cuts_rows or packing.alignment is not None or not isinstance(alignment, int):
+        return recipe
+    if alignment % multiples(recipe.parallelism).sequence:
+        return recipe
+    return recipe.model_copy(
+        update={"packing": packing.model_copy(update={"alignment": alignment})}
+    )
