@@ -20,7 +20,7 @@ PIPED_WIDTH = 120
 """Columns of the output where no terminal says."""
 
 MAX_ROWS = 40
-"""Segments in the terminal's table; the files have all."""
+"""Segments in the terminal's table; the page has all."""
 
 
 def inspect(
@@ -49,23 +49,24 @@ def inspect(
         ),
     ] = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="Where the files are written.")
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Where the page is written.")
     ] = Path("inspect"),
 ) -> None:
-    """Show one packed row before training: a picture, a page and checks; exit code 1 if any fails.
+    """Show one packed row before training: a page and checks; exit code 1 if any fails.
 
     Needs no GPU and no weights: the model folder's configuration and tokenizer are enough.
     """
     from vlmpack.proof.rows.checks import check_row
     from vlmpack.proof.rows.opening import Wanted, open_row
-    from vlmpack.report.inspect.write import write_row
+    from vlmpack.report.inspect.page import write_row
 
     wanted = Wanted(bin=bin_, batch=batch, key=key, shard=shard)
     row, found, encoder = open_row(recipe, wanted, overrides=overrides or (), context=context)
     checks = check_row(row)
     _print_row(row, checks)
-    written = write_row(row, checks, encoder, folder=output, stem=found.stem, source=str(recipe))
-    say(f"picture  {written.picture}\npage     {written.page}")
+    page = output / f"{found.stem}.html"
+    write_row(row, checks, encoder, page, source=str(recipe))
+    say(f"page     {page}")
     if any(check.fails for check in checks):
         raise typer.Exit(1)
 
@@ -86,7 +87,7 @@ def _print_row(row: ShownRow, checks: Sequence[Check]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from vlmpack.report.inspect.table import COLUMNS, table_rows, totals
+    from vlmpack.report.inspect.table import COLUMNS, WORDS, table_rows, totals
 
     console = open_console(highlight=False)
     if not console.is_terminal:
@@ -94,7 +95,7 @@ def _print_row(row: ShownRow, checks: Sequence[Check]) -> None:
     console.print(escape(row.shown.title), style="bold")
     table = Table(box=None, pad_edge=False)
     for name in COLUMNS:
-        is_word = name in ("key", "shard")
+        is_word = name in WORDS
         table.add_column(
             name,
             justify="left" if is_word else "right",

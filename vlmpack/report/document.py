@@ -18,4 +18,14 @@ def render(template: str, **values: object) -> str:
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
+    environment.filters["visible"] = written_out
     return environment.get_template(template).render(values)
+
+
+def written_out(text: str) -> str:
+    """The text with characters that show nothing, or reorder what follows, by their code.
+
+    Line breaks and tabs stay; whatever else is not printable (control characters, marks that turn
+    the writing direction) becomes \\uXXXX.
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else f"\\u{ord(c):04x}" for c in text)

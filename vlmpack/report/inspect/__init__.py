@@ -1,10 +1,8 @@
-"""One planned row, looked at from all sides: a `Row` of `vlmpack.proof.rows` -> PNG and HTML page.
+"""One planned row, looked at from all sides: a `ShownRow` of `vlmpack.proof.rows` -> HTML page.
 
-canvas      rectangles, lines and text; written as SVG (`svg`) or drawn as PNG (`png`)
-lanes       `Row` -> its tokens to scale on a canvas: samples, images, loss, positions, CP ranks
-            (lines cuts it, thumbs places images, colors and legend say what is what)
-table       `Row` -> its figures as text
-sheet       lanes, checks and table on one canvas, for the PNG
+canvas      rectangles, lines, text and images, written as SVG
+lanes       the row's tokens to scale on a canvas: samples, images, loss, positions, CP ranks
+            (lines cuts it, thumbs places images, legend says which colour is what)
+table       the row's figures as text
 page        lanes, checks, table and texts as one HTML file
-write       the two files
 """

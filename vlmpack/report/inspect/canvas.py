@@ -1,19 +1,23 @@
-"""A drawing as a list of shapes, in pixels from the left and top; `svg` and `png` write it."""
+"""A drawing as a list of shapes, in pixels from the left and top, written as SVG for an HTML page.
+
+Images are drawn by `<use>`, so that each is in the page once.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
+from html import escape
 from typing import Literal
 
 from PIL import ImageFont
 
+from vlmpack.report.document import written_out
+
 INK = "#1f2933"
 MUTED = "#5f6b78"
 FAINT = "#d5dae0"
-GOOD = "#0072b2"
-BAD = "#d55e00"
-"""Blue and vermillion of Okabe and Ito's colours, which colour-blind people tell apart."""
 
 WIDER = 1.15
 """Browsers' fonts may be wider than the one that text is measured with."""
@@ -33,10 +37,6 @@ class Rect:
     hatch: str | None = None
     tip: str = ""
 
-    def moved(self, right: float, down: float) -> Rect:
-        """The same, further right and down."""
-        return replace(self, x=self.x + right, y=self.y + down)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
@@ -46,10 +46,6 @@ class Path:
     color: str
     width: float = 1.0
     dashed: bool = False
-
-    def moved(self, right: float, down: float) -> Path:
-        """The same, further right and down."""
-        return replace(self, points=tuple((x + right, y + down) for x, y in self.points))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +58,6 @@ class Text:
     size: float = 11.0
     color: str = INK
     anchor: Anchor = "start"
-    bold: bool = False
-
-    def moved(self, right: float, down: float) -> Text:
-        """The same, further right and down."""
-        return replace(self, x=self.x + right, y=self.y + down)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +69,6 @@ class Thumb:
     width: float
     height: float
     image: int
-
-    def moved(self, right: float, down: float) -> Thumb:
-        """The same, further right and down."""
-        return replace(self, x=self.x + right, y=self.y + down)
 
 
 Shape = Rect | Path | Text | Thumb
@@ -103,15 +90,6 @@ class Canvas:
     def add(self, *shapes: Shape) -> None:
         """Draw on top of what is there."""
         self.shapes += shapes
-
-    def mark(self, x: float, y: float, holds: bool) -> None:
-        """A tick or a cross, 10 high, with its lower end at `y`."""
-        if holds:
-            points = ((x, y - 4), (x + 3.5, y), (x + 10, y - 9))
-            self.add(Path(points=points, color=GOOD, width=2.4))
-            return
-        for first, second in (((x, y - 9), (x + 9, y)), ((x, y), (x + 9, y - 9))):
-            self.add(Path(points=(first, second), color=BAD, width=2.4))
 
 
 def text_width(text: str, size: float) -> float:
@@ -137,3 +115,61 @@ def fitted(text: str, size: float, room: float) -> str:
 def font(size: float) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     """Pillow's own font."""
     return ImageFont.load_default(size)
+
+
+def svg(canvas: Canvas, sizes: Sequence[tuple[int, int]], *, name: str, label: str) -> str:
+    """The drawing as an `<svg>` element that scales with the page.
+
+    Args:
+        canvas: the drawing.
+        sizes: (width, height) of the images; the page defines each as a symbol `image-N`.
+        name: its class.
+        label: what a reader who cannot see it is told.
+    """
+    colours = sorted({s.hatch for s in canvas.shapes if isinstance(s, Rect) and s.hatch})
+    patterns = "".join(
+        f'<pattern id="{name}-{place}" width="4" height="4" patternUnits="userSpaceOnUse" '
+        f'patternTransform="rotate(45)"><rect width="1.4" height="4" fill="{colour}"/></pattern>'
+        for place, colour in enumerate(colours)
+    )
+    hatches = {colour: f"{name}-{place}" for place, colour in enumerate(colours)}
+    body = "\n".join(_shape(shape, sizes, hatches) for shape in canvas.shapes)
+    return (
+        f'<svg class="{name}" viewBox="0 0 {canvas.width:g} {canvas.height:g}" role="img" '
+        f'aria-label="{escape(label)}"><defs>{patterns}</defs>\n{body}\n</svg>'
+    )
+
+
+def _shape(shape: Shape, sizes: Sequence[tuple[int, int]], hatches: dict[str, str]) -> str:
+    if isinstance(shape, Rect):
+        box = (
+            f'x="{shape.x:.2f}" y="{shape.y:.2f}" width="{shape.width:.2f}" '
+            f'height="{shape.height:.2f}"'
+        )
+        tip = f"<title>{escape(written_out(shape.tip))}</title>" if shape.tip else ""
+        plain = f'<rect {box} fill="{shape.fill}">{tip}</rect>'
+        if shape.hatch is None:
+            return plain
+        return f'{plain}<rect {box} fill="url(#{hatches[shape.hatch]})">{tip}</rect>'
+    if isinstance(shape, Path):
+        points = " ".join(f"{x:.2f},{y:.2f}" for x, y in shape.points)
+        dash = ' stroke-dasharray="3 2"' if shape.dashed else ""
+        return (
+            f'<polyline points="{points}" fill="none" stroke="{shape.color}" '
+            f'stroke-width="{shape.width:g}"{dash}/>'
+        )
+    if isinstance(shape, Text):
+        return (
+            f'<text x="{shape.x:.2f}" y="{shape.y:.2f}" font-size="{shape.size:g}" '
+            f'fill="{shape.color}" text-anchor="{shape.anchor}">'
+            f"{escape(written_out(shape.text))}</text>"
+        )
+    return _thumb(shape, sizes[shape.image])
+
+
+def _thumb(shape: Thumb, size: tuple[int, int]) -> str:
+    scale = shape.width / size[0]
+    return (
+        f'<use href="#image-{shape.image}" '
+        f'transform="translate({shape.x:.2f} {shape.y:.2f}) scale({scale:.4f})"/>'
+    )

@@ -16,22 +16,22 @@ from collections.abc import Iterator, Sequence
 
 from vlmpack.proof.rows.shown import Segment, ShownRow
 from vlmpack.report.inspect.canvas import FAINT, INK, MUTED, Canvas, Path, Rect, Text, text_width
-from vlmpack.report.inspect.colors import (
+from vlmpack.report.inspect.legend import (
     AXES,
     IMAGE_TOKENS,
     LOSS,
     NO_LOSS,
     PAD,
     PAD_LINES,
+    SMALL,
     TEXT_TOKENS,
+    draw_legend,
     rank_color,
     segment_color,
 )
-from vlmpack.report.inspect.legend import draw_legend
 from vlmpack.report.inspect.lines import GUTTER, Line, row_lines, runs
 from vlmpack.report.inspect.thumbs import place_thumbs
 
-SMALL = 10.0
 MIN_GAP = 2.0
 """Pixels of a gap at least, so that one token shows in a long row."""
 SAMPLE_HEIGHT, STRIP_HEIGHT, POSITION_HEIGHT, RANK_HEIGHT = 22.0, 9.0, 40.0, 13.0

@@ -8,7 +8,8 @@ from pathlib import PurePosixPath
 from vlmpack.proof.rows.shown import Segment, ShownRow
 
 COLUMNS = ("", "key", "shard", "tokens", "image", "loss", "logical", "physical", "positions")
-"""Of the segments; numbers but for key and shard."""
+WORDS = ("key", "shard")
+"""Of the segments; numbers but for the words."""
 
 
 @dataclass(frozen=True, slots=True)

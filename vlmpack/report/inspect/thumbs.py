@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 from vlmpack.proof.rows.shown import ShownRow
 from vlmpack.report.inspect.canvas import MUTED, Canvas, Path, Text, Thumb
+from vlmpack.report.inspect.lines import Line
 
 HEIGHT = 40.0
 MIN_SHRINK = 0.25
@@ -17,18 +17,6 @@ MIN_WIDTH, MAX_WIDTH = 44.0, 130.0
 SPACE = 2.0
 LEAD = 7.0
 """Pixels between the images and the tokens, where a line leads from one to the other."""
-
-
-class Window(Protocol):
-    """A line of the row; see `lanes.Line`."""
-
-    @property
-    def begin(self) -> int: ...
-    @property
-    def end(self) -> int: ...
-    @property
-    def left(self) -> float: ...
-    def x(self, slot: float) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +48,7 @@ def image_spans(row: ShownRow) -> Iterator[ImageSpan]:
         image += len(sample.images)
 
 
-def place_thumbs(canvas: Canvas, row: ShownRow, line: Window) -> float | None:
+def place_thumbs(canvas: Canvas, row: ShownRow, line: Line) -> float | None:
     """Draw the images whose first token is in a line.
 
     Returns:
@@ -100,7 +88,7 @@ def place_thumbs(canvas: Canvas, row: ShownRow, line: Window) -> float | None:
     return top
 
 
-def _sizes(spans: list[ImageSpan], line: Window, right: float) -> list[tuple[float, float]]:
+def _sizes(spans: list[ImageSpan], line: Line, right: float) -> list[tuple[float, float]]:
     """Each image as large as the next one's place lets it be; the last may move to the left."""
     starts = [line.x(span.begin) for span in spans]
     sizes: list[tuple[float, float]] = []
