@@ -11,19 +11,58 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from urllib.parse import quote, urlsplit
 
-OBJECT_SCHEMES = ("s3", "gs", "az")
-HTTP_SCHEMES = ("http", "https")
-REMOTE_SCHEMES = (*OBJECT_SCHEMES, *HTTP_SCHEMES, "hf")
 
-CREDENTIALS: Mapping[str, tuple[str, ...]] = {
-    "s3": ("access_key_id", "secret_access_key", "session_token"),
-    "gs": ("service_account_key", "bearer_token"),
-    "az": ("account_name", "account_key", "sas_token", "bearer_token"),
-    "hf": ("hf_token",),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """What addresses of a scheme can do, and what reads them.
+
+    Args:
+        transport: `module:Class` below `vlmpack.storage`, a `transport.Transport`; loaded when an
+            address of the scheme is first asked for.
+        lists: whether folders can be listed, so that globs work.
+        listing_stamps: whether a listing has the version that a request has, quotes and all.
+        endpoint_variables: where an endpoint is taken from that `data.storage.endpoint` does not
+            name; empty where addresses name the host themselves.
+        credentials: names in `data.storage.credentials` that it knows.
+    """
+
+    transport: str
+    lists: bool = False
+    listing_stamps: bool = False
+    endpoint_variables: tuple[str, ...] = ()
+    credentials: tuple[str, ...] = ()
+
+
+SCHEMES: Mapping[str, Scheme] = {
+    "s3": Scheme(
+        transport="objects:ObjectTransport",
+        lists=True,
+        listing_stamps=True,
+        endpoint_variables=("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+        credentials=("access_key_id", "secret_access_key", "session_token"),
+    ),
+    "gs": Scheme(
+        transport="objects:ObjectTransport",
+        lists=True,
+        endpoint_variables=("GOOGLE_BASE_URL",),
+        credentials=("service_account_key", "bearer_token"),
+    ),
+    "az": Scheme(
+        transport="objects:ObjectTransport",
+        lists=True,
+        endpoint_variables=("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+        credentials=("account_name", "account_key", "sas_token", "bearer_token"),
+    ),
+    "http": Scheme(transport="transport:HttpTransport"),
+    "https": Scheme(transport="transport:HttpTransport"),
+    "hf": Scheme(transport="hub:HubTransport", credentials=("hf_token",)),
 }
-"""The names in `data.storage.credentials` that a scheme knows."""
+"""Every scheme of shards; a new one is a line here and its transport."""
+
+HTTP_SCHEMES = ("http", "https")
 _NOT_SECRET = ("account_name",)
 
 _RECORD_FILES: Mapping[str, tuple[str, ...]] = {
@@ -69,9 +108,15 @@ def scheme_of(address: str) -> str | None:
     return (match[1] or match[2]).lower() if match else None
 
 
+def takes_endpoint(address: str) -> bool:
+    """Whether the address is one of an object store, whose host `data.storage.endpoint` names."""
+    scheme = SCHEMES.get(scheme_of(address) or "")
+    return scheme is not None and bool(scheme.endpoint_variables)
+
+
 def is_remote(address: str) -> bool:
     """Whether the bytes lie in a store or on a server."""
-    return scheme_of(address) in REMOTE_SCHEMES
+    return scheme_of(address) in SCHEMES
 
 
 def no_shard(address: str) -> str | None:
@@ -116,7 +161,7 @@ def secret_in(address: str) -> str | None:
     if match is None:
         return None
     if without_references(match["authority"].rpartition("@")[0]).strip(":"):
-        if scheme_of(address) in OBJECT_SCHEMES:
+        if takes_endpoint(address):
             return (
                 "holds a user name or password; write the address without them, and '${env:NAME}' "
                 "in place of each in data.storage.credentials"

@@ -13,8 +13,7 @@ import os
 from pathlib import Path
 
 from vlmpack.addresses import (
-    OBJECT_SCHEMES,
-    REMOTE_SCHEMES,
+    SCHEMES,
     is_remote,
     no_shard,
     redacted,
@@ -61,7 +60,7 @@ def stores_are_safe(data: DataSection) -> list[Problem]:
             scheme_of(source.path)
             for source in (*data.train, *(data.validation or ()), *(data.test or ()))
         }
-        stores = [scheme for scheme in OBJECT_SCHEMES if scheme in used]
+        stores = [name for name in SCHEMES if SCHEMES[name].endpoint_variables and name in used]
         if len(stores) > 1:
             names = " and ".join(f"{scheme}://" for scheme in stores)
             message = f"one endpoint for {names}; shards of one of them only"
@@ -97,7 +96,7 @@ def _not_local(key: KeyPath, path: str) -> list[Problem]:
     scheme = scheme_of(path)
     if scheme is None:
         return []
-    if scheme in REMOTE_SCHEMES:
+    if scheme in SCHEMES:
         message = f"'{scheme}://' addresses are for shards alone; copy the files to a local path"
     elif scheme == "file":
         message = "'file:' is not needed; write the path alone"

@@ -6,16 +6,10 @@ from __future__ import annotations
 import os
 from urllib.parse import urlsplit
 
-from vlmpack.addresses import CREDENTIALS, resolve_references, scheme_of
+from vlmpack.addresses import SCHEMES, resolve_references, scheme_of, takes_endpoint
 from vlmpack.errors import RecipeError
 from vlmpack.recipe.storage import StorageSection
 
-ENDPOINT_VARIABLES = {
-    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
-    "gs": ("GOOGLE_BASE_URL",),
-    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
-}
-"""Where object stores take an endpoint from that the recipe does not name."""
 MAX_CONCURRENT_READS = 16
 """Requests of one process at a time."""
 
@@ -23,7 +17,7 @@ MAX_CONCURRENT_READS = 16
 def endpoint_of(storage: StorageSection, scheme: str) -> str | None:
     """The address of an object store: the configured one, else the environment's, as the store's
     own client would take it; None for the cloud's."""
-    found = (os.environ.get(name) for name in ENDPOINT_VARIABLES.get(scheme, ()))
+    found = (os.environ.get(name) for name in SCHEMES[scheme].endpoint_variables)
     return storage.endpoint or next((value for value in found if value), None)
 
 
@@ -31,7 +25,7 @@ def place_of(storage: StorageSection, path: str) -> str:
     """Whom a request for a shard goes to, for messages; no login, no query. Empty where the
     shard's address says it."""
     scheme = scheme_of(path)
-    if scheme not in ENDPOINT_VARIABLES:
+    if scheme is None or not takes_endpoint(path):
         return ""
     endpoint = endpoint_of(storage, scheme)
     if endpoint is None:
@@ -47,7 +41,7 @@ def secrets(storage: StorageSection, scheme: str) -> dict[str, str]:
         RecipeError: an environment variable that is not set.
     """
     found = {}
-    for name in CREDENTIALS.get(scheme, ()):
+    for name in SCHEMES[scheme].credentials:
         reference = getattr(storage.credentials, name)
         if not reference:
             continue

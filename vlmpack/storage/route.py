@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
 from typing import BinaryIO
 
-from vlmpack.addresses import HTTP_SCHEMES, OBJECT_SCHEMES, scheme_of
+from vlmpack.addresses import SCHEMES, scheme_of
 from vlmpack.errors import DataError
 from vlmpack.recipe.storage import StorageSection
 from vlmpack.storage.fetch import LocalFetcher, ShardStamp
-from vlmpack.storage.remote import MakeTransport, RemoteFetcher
-from vlmpack.storage.transport import HttpTransport, Transport
+from vlmpack.storage.remote import RemoteFetcher
+from vlmpack.storage.transport import Transport
 
 
-def _objects(config: StorageSection) -> Transport:
-    from vlmpack.storage.objects import ObjectTransport
-
-    return ObjectTransport(config)
-
-
-def _http(config: StorageSection) -> Transport:
-    return HttpTransport(config)
-
-
-def _hub(config: StorageSection) -> Transport:
-    from vlmpack.storage.hub import HubTransport
-
-    return HubTransport(config)
-
-
-TRANSPORTS: dict[str, MakeTransport] = {
-    **dict.fromkeys(OBJECT_SCHEMES, _objects),
-    **dict.fromkeys(HTTP_SCHEMES, _http),
-    "hf": _hub,
-}
+def make_transport(config: StorageSection, *, named: str) -> Transport:
+    """The transport that a line of `addresses.SCHEMES` names, `module:Class`."""
+    module, _, name = named.partition(":")
+    made: Transport = getattr(import_module(f"vlmpack.storage.{module}"), name)(config)
+    return made
 
 
 class RoutingFetcher:
@@ -46,8 +32,9 @@ class RoutingFetcher:
     def __init__(self, config: StorageSection | None = None) -> None:
         config = StorageSection() if config is None else config
         self.local = LocalFetcher()
-        remotes = {make: RemoteFetcher(make, config) for make in TRANSPORTS.values()}
-        self.remotes = {scheme: remotes[make] for scheme, make in TRANSPORTS.items()}
+        kinds = {scheme.transport for scheme in SCHEMES.values()}
+        made = {n: RemoteFetcher(partial(make_transport, named=n), config) for n in kinds}
+        self.remotes = {name: made[scheme.transport] for name, scheme in SCHEMES.items()}
 
     def head(self, path: str) -> ShardStamp:
         """See Fetcher."""

@@ -16,8 +16,9 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from vlmpack.addresses import (
-    OBJECT_SCHEMES,
-    REMOTE_SCHEMES,
+    HTTP_SCHEMES,
+    SCHEMES,
+    is_remote,
     no_shard,
     redacted,
     scheme_of,
@@ -33,8 +34,6 @@ MAX_NAMED = 5
 _BRACES = re.compile(r"(?<!\$)\{([^{}]*)\}")
 _RANGE = re.compile(r"([0-9]{1,18})\.\.([0-9]{1,18})")
 _COLON = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?=//|.)")
-_SAME_IN_LIST_AND_HEAD = ("s3",)
-"""Stores whose listing has the ETag that a request has, quotes and all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +126,7 @@ def find_shards(
 
 def _expand_one(pattern: str, fetcher: Fetcher | None) -> list[FoundShard]:
     """The shards of one pattern; ValueError completes the sentence "data.train: 'x' ..."."""
-    if scheme_of(pattern) in REMOTE_SCHEMES:
+    if is_remote(pattern):
         return [
             shard for name in _expand_braces(pattern) for shard in _expand_address(name, fetcher)
         ]
@@ -157,11 +156,13 @@ def _expand_one(pattern: str, fetcher: Fetcher | None) -> list[FoundShard]:
 def _expand_address(name: str, fetcher: Fetcher | None) -> list[FoundShard]:
     """One address, its braces gone; those without a glob are looked for when they are stamped."""
     scheme = scheme_of(name)
+    assert scheme is not None, name
     place, _, file = name.partition("://")[2].partition("/")
     if not place or not file or name.endswith("/"):
         raise ValueError(f"names no shard; expected {scheme}://.../train-000.tar")
-    if scheme not in OBJECT_SCHEMES:
-        if any(sign in file.partition("?")[0] for sign in "*[") or ("?" in file and scheme == "hf"):
+    if not SCHEMES[scheme].lists:
+        path, mark, _ = file.partition("?")  # on HTTP what follows is the query
+        if "*" in path or "[" in path or (mark and scheme not in HTTP_SCHEMES):
             raise ValueError(
                 f"has a glob, but {scheme}:// files cannot be listed; write the shards out with a "
                 "brace range such as train-{000..031}.tar"
@@ -180,7 +181,7 @@ def _expand_address(name: str, fetcher: Fetcher | None) -> list[FoundShard]:
     except DataError as error:
         raise error.located(shard=name) from None
     matches = [
-        FoundShard(stamp.path, stamp if scheme in _SAME_IN_LIST_AND_HEAD else None)
+        FoundShard(stamp.path, stamp if SCHEMES[scheme].listing_stamps else None)
         for stamp in sorted(listed, key=lambda stamp: stamp.path)
         if _matches(stamp.path.partition("://")[2].partition("/")[2], file)
     ]
@@ -223,7 +224,7 @@ def _local_path(pattern: str) -> str:
         raise ValueError("starts a program; 'pipe:' is never run. Give the shard's own path")
     raise ValueError(
         f"has the scheme '{name}:', which is not read; use a path, file://, "
-        + ", ".join(f"{known}://" for known in REMOTE_SCHEMES)
+        + ", ".join(f"{known}://" for known in SCHEMES)
     )
 
 
