@@ -11,7 +11,8 @@ import sys
 import pytest
 
 from vlmpack.errors import RunDirError, RunIdentityError
-from vlmpack.training.run_dir import RunDir, write_atomically
+from vlmpack.training.run_dir import RunDir
+from vlmpack.whole_file import write_atomically
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from vlmpack.data.splits.survey import Survey
+from vlmpack.whole_file import write_atomically
 from vlmpack.words import counted
 
 logger = logging.getLogger("vlmpack")
@@ -38,10 +38,8 @@ class ShardListing:
         if len(shards) > MAX_LISTED or shards == self._read():
             return
         text = json.dumps([[path, *version] for path, version in shards.items()], indent=0)
-        temporary = self.path.with_name(f".{self.path.name}.tmp-{os.getpid()}")
         try:
-            temporary.write_text(text + "\n", encoding="utf-8")
-            temporary.replace(self.path)
+            write_atomically(self.path, text + "\n")
         except OSError as error:  # one rank's failure alone, so the others would wait for it
             logger.warning("note: %s cannot be written: %s", self.path, error)
 

@@ -9,7 +9,6 @@ a conversion that did not finish.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -30,6 +29,7 @@ from vlmpack.data.shards.schemas import cook_text
 from vlmpack.errors import DataError, EmptyDataError, VlmpackError
 from vlmpack.storage.fetch import LocalFetcher
 from vlmpack.storage.folders import default_cache_dir
+from vlmpack.whole_file import write_atomically
 
 MANIFEST_RULE = "convert-2"
 KEY_DIGITS = 9
@@ -207,9 +207,4 @@ def _key(number: int) -> str:
 
 def _write_manifest(path: Path, report: ConvertReport) -> None:
     content = {"format": MANIFEST_RULE, "samples": report.samples, **asdict(report)}
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(json.dumps(content, indent=1) + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
+    write_atomically(path, json.dumps(content, indent=1) + "\n")

@@ -18,6 +18,7 @@ from vlmpack.data.index.parts import part_for
 from vlmpack.data.index.shard_index import IndexBuilder, load_index
 from vlmpack.errors import VlmpackError
 from vlmpack.storage.fetch import LocalFetcher
+from vlmpack.whole_file import sync_folder
 
 PARTIAL = ".partial"
 
@@ -137,11 +138,7 @@ class ShardFolder:
         self._stream.close()
         Path(self._stream.name).rename(path)
         self._stream = None
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(path.parent)
         stamp = LocalFetcher().head(str(path))
         part = part_for(self.index_dir, stamp, self.builder.rule)
         self.index_dir.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,6 @@ Question + answer -> Prediction, a row of predictions-*.jsonl; see `metrics` for
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -15,6 +14,7 @@ from typing import Any
 
 from vlmpack.encode import ImagePart, Message, VLMSample
 from vlmpack.errors import DataError, RunDirError
+from vlmpack.whole_file import write_atomically
 
 PREDICTIONS_BEFORE = "predictions-before.jsonl"
 PREDICTIONS_AFTER = "predictions-after.jsonl"
@@ -149,14 +149,9 @@ def write_predictions(path: Path, predictions: Iterable[Prediction]) -> None:
     Raises:
         RunDirError: the folder cannot be written.
     """
-    partial = path.with_name(path.name + ".partial")
+    lines = [json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in predictions]
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            for row in predictions:
-                file.write(json.dumps(asdict(row), ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        write_atomically(path, "".join(lines))
     except OSError as error:
         raise RunDirError(f"{path} cannot be written: {error.strerror or error}") from error
 

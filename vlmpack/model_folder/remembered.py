@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from vlmpack.model_folder.digests import DIGESTS_VERSION
+from vlmpack.whole_file import write_atomically
 
 YOUNG_SECONDS = 3.0
 MAX_FILES = 500
@@ -74,12 +74,10 @@ class RememberedDigests:
         if seen.is_young:
             return
         place = self._place(seen)
-        partial = place.with_name(f".{place.name}.tmp-{os.getpid()}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             content = {"tensors": dict(tensors), "check": _check(seen, tensors)}
-            partial.write_text(json.dumps(content), encoding="utf-8")
-            partial.replace(place)
+            write_atomically(place, json.dumps(content))
             oldest = sorted(self.folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
             for path in oldest[:-MAX_FILES]:
                 path.unlink()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from vlmpack.errors import CapabilityError
+from vlmpack.whole_file import write_atomically
 
 WIDTH_INCHES = 9.0
 """100 pixels an inch at the 900 pixels that a README shows; 10 points are then 14 pixels."""
@@ -85,12 +87,12 @@ def save_png(drawing: Any, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     FigureCanvasAgg(drawing)
-    partial = path.with_name(path.name + ".partial")
+    data = BytesIO()
     with warnings.catch_warnings():
         # Text of the data may use a script that the font lacks: boxes, no failure.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        drawing.savefig(partial, format="png", dpi=DPI, metadata={"Software": None})
-    partial.replace(path)
+        drawing.savefig(data, format="png", dpi=DPI, metadata={"Software": None})
+    write_atomically(path, data.getvalue())
 
 
 def percent(share: float, digits: int = 1) -> str:

@@ -23,7 +23,7 @@ from vlmpack.report.loss_picture import draw_loss
 from vlmpack.report.page import render_page
 from vlmpack.report.run_files import RunFiles, read_run
 from vlmpack.report.samples_picture import choose, draw_samples
-from vlmpack.training.run_dir import write_atomically
+from vlmpack.whole_file import write_atomically
 
 SampleName = tuple[str, str]
 """(shard, key)."""

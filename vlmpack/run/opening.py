@@ -37,8 +37,8 @@ from vlmpack.training.model_record import ModelRecord
 from vlmpack.training.model_watch import ModelWatch, watched_model
 from vlmpack.training.record import open_record
 from vlmpack.training.record_history import take_back, warn_of_damage
-from vlmpack.training.run_dir import write_atomically
 from vlmpack.training.trainer import Totals, Trainer
+from vlmpack.whole_file import write_atomically
 
 logger = logging.getLogger("vlmpack")
 

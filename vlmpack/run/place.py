@@ -27,8 +27,9 @@ from vlmpack.recipe import (
 )
 from vlmpack.run.watch import watched
 from vlmpack.training.metrics import require_trackers
-from vlmpack.training.run_dir import RunDir, write_atomically
+from vlmpack.training.run_dir import RunDir
 from vlmpack.training.stop import StopFlag, stop_on_sigterm
+from vlmpack.whole_file import write_atomically
 
 logger = logging.getLogger("vlmpack")
 

@@ -31,8 +31,8 @@ from vlmpack.model_folder import transformers_version
 from vlmpack.recipe import identity
 from vlmpack.run.session import Session
 from vlmpack.training.model_watch import check_model_again
-from vlmpack.training.run_dir import write_atomically
 from vlmpack.version import __version__
+from vlmpack.whole_file import write_atomically
 
 logger = logging.getLogger("vlmpack")
 

@@ -29,6 +29,7 @@ from vlmpack.errors import CapabilityError
 from vlmpack.recipe.schema import LoggingSection
 from vlmpack.recipe.trackers import DEFAULT, absent_trackers, trackers_advice
 from vlmpack.terminal import open_console
+from vlmpack.whole_file import write_atomically
 
 logger = logging.getLogger("vlmpack")
 
@@ -125,9 +126,7 @@ class MetricsLog:
 def drop_rows_after(path: Path, step: int) -> None:
     """Drop the rows of later steps from a metrics.jsonl; made if it is not there."""
     kept = [row for row in read_rows(path) if row["step"] <= step]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-    temporary.replace(path)
+    write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -18,7 +18,8 @@ from vlmpack.model_folder.hashing import WeightHashing, hashing_weights
 from vlmpack.model_folder.remembered import RememberedDigests
 from vlmpack.storage.folders import default_cache_dir
 from vlmpack.training.model_record import ModelRecord, differing_parts
-from vlmpack.training.run_dir import RunDir, write_atomically
+from vlmpack.training.run_dir import RunDir
+from vlmpack.whole_file import write_atomically
 
 logger = logging.getLogger("vlmpack")
 

@@ -33,19 +33,10 @@ from vlmpack.errors import RunDirError, RunIdentityError
 from vlmpack.training.checkpoint import list_checkpoints
 from vlmpack.training.metrics import read_rows
 from vlmpack.training.run_lock import RunLock
+from vlmpack.whole_file import write_atomically
 from vlmpack.words import counted
 
 logger = logging.getLogger("vlmpack")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a small text file so that a reader sees the old or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 class RunDir:

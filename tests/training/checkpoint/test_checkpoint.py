@@ -266,7 +266,7 @@ def operations(monkeypatch):
     guard(safetensors_file.TensorWriter, "write")
     guard(safetensors_file.TensorWriter, "finish")
     for module in (save_module, share):
-        for name in ("write_tensors", "write_synced", "fsync_folder", "sha256"):
+        for name in ("write_tensors", "write_synced", "sync_folder", "sha256"):
             if hasattr(module, name):
                 guard(module, name)
     guard(Path, "rename")

@@ -13,16 +13,14 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-import os
-import socket
 from pathlib import Path
-from threading import get_ident
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vlmpack.errors import DataError
+from vlmpack.whole_file import sync_folder, write_atomically
 
 logger = logging.getLogger("vlmpack")
 
@@ -40,23 +38,11 @@ def write_part(path: str, table: Any, metadata: dict[bytes, bytes]) -> None:
     content = io.BytesIO()
     pq.write_table(table.replace_schema_metadata(metadata), content, compression="zstd")
     data = content.getvalue()
-    temporary = Path(f"{path}.tmp-{socket.gethostname()}-{os.getpid()}-{get_ident()}")
     try:
-        with temporary.open("wb") as stream:
-            stream.write(data)
-            stream.write(_seal(path, data))
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-        folder = os.open(temporary.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        write_atomically(Path(path), data + _seal(path, data))
+        sync_folder(Path(path).parent)
     except OSError as error:
         raise unwritable(path, error) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def read_part(path: str) -> Any | None:

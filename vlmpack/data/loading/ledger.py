@@ -20,6 +20,7 @@ from typing import Any
 from vlmpack.data.loading.checked_lines import checked_line, ends_torn, parse_lines
 from vlmpack.data.loading.read import SkippedSample
 from vlmpack.errors import DataLimitError, RunDirError
+from vlmpack.whole_file import write_atomically
 
 logger = logging.getLogger("vlmpack")
 
@@ -147,9 +148,7 @@ class Ledger:
             )
         if not damaged and len(kept) == len(lines) and not ends_torn(self.path):
             return
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_bytes(b"".join(map(checked_line, kept)))
-        temporary.replace(self.path)
+        write_atomically(self.path, b"".join(map(checked_line, kept)))
 
     def worst(self) -> Worst:
         """What most lines are about."""

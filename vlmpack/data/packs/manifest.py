@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -158,13 +157,3 @@ def take_seal(value: dict[str, Any]) -> bool | None:
 
 def _values_digest(value: Mapping[str, Any]) -> str:
     return digest(json.dumps(value, sort_keys=True).encode())
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Writes a file so that a reader sees all of it or nothing."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

@@ -20,10 +20,11 @@ from PIL.Image import Image
 from vlmpack.data.index.table import SampleRef
 from vlmpack.data.loading.loader import BinDataset, BinRequest, check_length
 from vlmpack.data.loading.workers import start_worker
-from vlmpack.data.packs.manifest import Kind, MediaForm, sealed, take_seal, write_file
+from vlmpack.data.packs.manifest import Kind, MediaForm, sealed, take_seal
 from vlmpack.data.packs.spans import ARCHIVE_END, SavedSample, write_span
 from vlmpack.errors import UNREADABLE, DataError
 from vlmpack.packing.batch import EncodedSample, Media
+from vlmpack.whole_file import write_atomically
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,9 @@ class WritePart:
             holes=holes,
             num_kept_original=kept,
         )
-        write_file(facts_path(self.folder, job.number), json.dumps(sealed(asdict(facts))).encode())
+        write_atomically(
+            facts_path(self.folder, job.number), json.dumps(sealed(asdict(facts))).encode()
+        )
         return facts
 
     def _samples(

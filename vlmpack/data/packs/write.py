@@ -31,7 +31,6 @@ from vlmpack.data.packs.manifest import (
     Planner,
     digest,
     take_seal,
-    write_file,
 )
 from vlmpack.data.packs.part_jobs import PART_BYTES, part_cuts, part_jobs
 from vlmpack.data.packs.parts import PartFacts, WritePart, facts_path, read_facts, tar_name
@@ -43,6 +42,7 @@ from vlmpack.data.splits.part_settings import build_settings, make_builder
 from vlmpack.data.splits.split import Split
 from vlmpack.data.splits.survey import survey_split
 from vlmpack.errors import UNREADABLE, PacksError
+from vlmpack.whole_file import write_atomically
 
 HOLES = "holes.json"
 PRELOAD = ("vlmpack.data.packs.parts",)
@@ -207,7 +207,7 @@ def _begin(folder: Path, manifest: Manifest, part_packs: int) -> None:
                 )
             )
     else:
-        write_file(path, json.dumps(making).encode())
+        write_atomically(path, json.dumps(making).encode())
     for scrap in folder.iterdir():
         if _is_scrap(scrap.name):
             scrap.unlink()
@@ -273,7 +273,7 @@ def _finish(
         small[SAMPLES] = save_samples(fitted)
     small[ARRAYS] = save_arrays(arrays, spans)
     for name, data in small.items():
-        write_file(folder / name, data)
+        write_atomically(folder / name, data)
         files[name] = digest(data)
     whole = replace(
         manifest,
@@ -281,7 +281,7 @@ def _finish(
         num_holes=len(holes),
         num_kept_original=sum(part.num_kept_original for part in facts),
     )
-    write_file(folder / MANIFEST, whole.to_json().encode())
+    write_atomically(folder / MANIFEST, whole.to_json().encode())
     for part in facts:
         facts_path(folder, part.number).unlink()
     (folder / UNFINISHED).unlink()

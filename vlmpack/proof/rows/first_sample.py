@@ -22,7 +22,7 @@ from vlmpack.encode import Encoder
 from vlmpack.packing import Batch
 from vlmpack.proof.rows.view import Kind, SampleView, readable, view_samples
 from vlmpack.terminal import open_console
-from vlmpack.training.run_dir import write_atomically
+from vlmpack.whole_file import write_atomically
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmpack.proof.verify.run import Verification
-from vlmpack.training.run_dir import write_atomically
+from vlmpack.whole_file import write_atomically
 
 EQUAL = "packed equals unpacked"
 

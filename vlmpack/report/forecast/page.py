@@ -11,7 +11,7 @@ from vlmpack.report.forecast.numbers import compact, share
 from vlmpack.report.forecast.pictures import Picture, draw_pictures
 from vlmpack.report.forecast.section import Column, Section
 from vlmpack.report.forecast.sections import sections
-from vlmpack.training.run_dir import write_atomically
+from vlmpack.whole_file import write_atomically
 from vlmpack.words import counted
 
 MAX_SOURCES = 1000

@@ -24,7 +24,7 @@ from vlmpack.report.inspect.canvas import Canvas, svg
 from vlmpack.report.inspect.lanes import draw_lanes
 from vlmpack.report.inspect.legend import segment_color
 from vlmpack.report.inspect.table import COLUMNS, WORDS, table_rows, totals
-from vlmpack.training.run_dir import write_atomically
+from vlmpack.whole_file import write_atomically
 
 LAYOUTS = (("wide", 1480.0), ("medium", 860.0), ("narrow", 372.0))
 """(class, width in pixels at which it is drawn); the style sheet chooses."""

@@ -188,12 +188,3 @@ def write_synced(path: Path, text: str) -> FileDigest:
         file.flush()
         os.fsync(file.fileno())
     return FileDigest(num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
-
-
-def fsync_folder(path: Path) -> None:
-    """Flush a folder's entries to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -30,7 +30,6 @@ from vlmpack.training.checkpoint.folders import (
     TEMPORARY_PREFIX,
     complete_text,
     find_damage,
-    fsync_folder,
     prune,
     step_folder,
     write_synced,
@@ -38,6 +37,7 @@ from vlmpack.training.checkpoint.folders import (
 from vlmpack.training.checkpoint.index import TensorIndex
 from vlmpack.training.checkpoint.safetensors_file import FileDigest, write_tensors
 from vlmpack.training.checkpoint.share import OwnedSlices, Share, write_share
+from vlmpack.whole_file import sync_folder
 
 logger = logging.getLogger("vlmpack")
 
@@ -241,12 +241,12 @@ def _publish_folder(
         for name, digest in sorted(files.items())
     }
     whole = write_synced(folder / MANIFEST, json.dumps({"files": manifest}, indent=2) + "\n")
-    fsync_folder(folder)
+    sync_folder(folder)
     final = step_folder(root, content.step)
     if final.exists():  # a damaged one of the same step: verified ones are never rewritten
         shutil.rmtree(final)
     folder.rename(final)
-    fsync_folder(root)
+    sync_folder(root)
     write_synced(final / COMPLETE, complete_text(content.step, whole))
-    fsync_folder(final)
+    sync_folder(final)
     return final

@@ -1,0 +1,35 @@
+"""Files that a reader sees whole or not at all, whenever their writer is killed."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from threading import get_ident
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Writes a file beside its place, flushes it to the disk and renames it.
+
+    Raises:
+        OSError: disk full, and the like; what was there before still is.
+    """
+    writer = f"{socket.gethostname()}-{os.getpid()}-{get_ident()}"
+    temporary = path.with_name(f".{path.name}.{writer}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sync_folder(path: Path) -> None:
+    """Flushes a folder's entries to the disk: a renamed file outlives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
