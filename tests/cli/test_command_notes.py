@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from vlmpack.cli.app import app
+from vlmpack.data.packs.manifest import other_packs
 from vlmpack.recipe import dump_recipe, load_recipe
-from vlmpack.run.place import packs_note
 
 
 def invoke(*arguments: object) -> Result:
@@ -33,18 +33,13 @@ def test_other_packs_are_told_apart_by_folder_kind_and_planner(
     assert "--media" not in pack(inspect_recipe, two, "--planner", "bfd").stderr
     pack(inspect_recipe, three, "--kind", "tokens")
 
-    def recipe(folder: Path) -> object:
-        return load_recipe(inspect_recipe, ["packing.mode=offline", f"packing.path={folder}"])
-
-    recorded = tmp_path / "recipe.yaml"
-    recorded.write_text(dump_recipe(recipe(one)))
-    assert packs_note(recorded, str(two)) == (
-        f"packing.path: the run's latest launch had {one} (kind plan, planner stream), the recipe "
+    assert other_packs(one, two) == (
+        f"the run's latest launch had {one} (kind plan, planner stream), the recipe "
         f"has {two} (kind plan, planner bfd)"
     )
-    assert packs_note(recorded, str(three)) is None, "the same plan"
-    assert packs_note(recorded, str(one)) is None
-    assert f"{tmp_path / 'none'} (no packs there)" in packs_note(recorded, str(tmp_path / "none"))
+    assert other_packs(one, three) is None, "the same plan"
+    assert other_packs(one, one) is None
+    assert f"{tmp_path / 'none'} (no packs there)" in str(other_packs(one, tmp_path / "none"))
 
 
 def test_a_run_folder_is_planned_by_its_recipe(inspect_recipe: Path, tmp_path: Path) -> None:

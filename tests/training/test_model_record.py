@@ -30,8 +30,8 @@ from vlmpack.model_folder.safetensors_header import tensors_of
 from vlmpack.training.model_record import MAX_LINES, ModelRecord
 from vlmpack.training.model_watch import (
     check_model_again,
+    check_small_files,
     check_trained_from,
-    recorded_model,
     watched_model,
 )
 from vlmpack.training.run_dir import RunDir
@@ -63,8 +63,8 @@ def run_dir(tmp_path: Path, folder: Path) -> RunDir:
 
 def launch(folder: Path, run_dir: RunDir) -> tuple[dict[str, str], int]:
     """What a launch does: digests of the parts, and how many bytes were hashed."""
-    recorded = recorded_model(folder, single_rank(), run_dir)
-    with watched_model(folder, single_rank(), run_dir, recorded) as watch:
+    check_small_files(folder, single_rank(), run_dir)
+    with watched_model(folder, single_rank(), run_dir) as watch:
         parts = watch.settle()
         watch.keep()
         return parts, watch.hashing.num_bytes
@@ -256,7 +256,7 @@ def test_a_checkpoint_names_the_model_that_it_was_trained_from(
 
 
 def test_weights_that_change_while_they_load_are_refused(folder: Path, run_dir: RunDir) -> None:
-    with watched_model(folder, single_rank(), run_dir, None) as watch:
+    with watched_model(folder, single_rank(), run_dir) as watch:
         touch(folder)
         with pytest.raises(ModelError, match="was changed while the model was loaded"):
             watch.settle()

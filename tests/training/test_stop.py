@@ -16,9 +16,8 @@ from vlmpack.training.stop import StopFlag, interrupt_told, stop_on_sigterm
 
 
 def test_sigterm_sets_the_flag_and_nothing_else():
-    flag = StopFlag()
     before = signal.getsignal(signal.SIGTERM)
-    with stop_on_sigterm(flag):
+    with stop_on_sigterm() as flag:
         assert not flag.is_set
         os.kill(os.getpid(), signal.SIGTERM)
         assert flag.is_set
@@ -30,7 +29,7 @@ def test_sigterm_sets_the_flag_and_nothing_else():
 def test_the_handler_is_put_back_after_an_error():
     before = signal.getsignal(signal.SIGTERM)
     try:
-        with stop_on_sigterm(StopFlag()):
+        with stop_on_sigterm():
             raise RuntimeError
     except RuntimeError:
         pass
@@ -41,8 +40,7 @@ def test_other_threads_cannot_take_signals_and_do_not_fail():
     seen = []
 
     def work():
-        flag = StopFlag()
-        with stop_on_sigterm(flag):
+        with stop_on_sigterm() as flag:
             seen.append(flag.is_set)
 
     thread = threading.Thread(target=work)

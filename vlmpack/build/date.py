@@ -50,9 +50,8 @@ def settle_date(recipe: Recipe, ranks: Ranks, run_dir: RunDir | None = None) -> 
 
 def date_of(recipe: Recipe, run_dir: RunDir | None = None) -> str | None:
     """That date; None for a template that does not read the clock."""
-    if not reads_clock(Path(recipe.model.path)):
-        return None
-    return recipe.data.date or _packs(recipe) or _recorded(run_dir) or today().isoformat()
+    day = recipe.data.date or _packs(recipe) or _recorded(run_dir) or today().isoformat()
+    return day if reads_clock(Path(recipe.model.path)) else None
 
 
 def encoder_date(recipe: Recipe) -> datetime.date | None:

@@ -13,14 +13,14 @@ from vlmpack.errors import VlmpackError
 from vlmpack.evaluation.predictions import Question
 from vlmpack.recipe import Recipe, derive
 from vlmpack.run.opening import open_session
-from vlmpack.run.place import Place, begin, entered
+from vlmpack.run.place import Place, begin, joined
 from vlmpack.run.result import (
     evaluate_by_generation,
     export_model,
     test_questions,
     write_result,
 )
-from vlmpack.training.model_watch import recorded_model
+from vlmpack.training.model_watch import check_small_files
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.stop import interrupt_told
 
@@ -40,7 +40,7 @@ def launch(recipe: Recipe, report: Report) -> RunDir:
     Raises:
         VlmpackError: whatever is wrong, by its class.
     """
-    with entered(recipe) as place:
+    with joined(recipe) as place:
         begun = begin(recipe, place)
         if begun is None:
             logger.info("this run is finished; delete %s to train again", place.run_dir.path)
@@ -53,14 +53,14 @@ def launch(recipe: Recipe, report: Report) -> RunDir:
 def _train(recipe: Recipe, place: Place, report: Report) -> None:
     """Train, with evaluation by generation around it, and leave result, export and report."""
     ACTIVITY.enter("launch: opening the data")
-    recorded = recorded_model(Path(recipe.model.path), place.ranks, place.run_dir)
+    check_small_files(Path(recipe.model.path), place.ranks, place.run_dir)
     setup = Setup(
         recipe=recipe,
         ranks=place.ranks,
         encoder=build_encoder(recipe),
         derived=derive(recipe, place.ranks.world_size),
     )
-    session = open_session(setup, place, recorded)
+    session = open_session(setup, place)
     questions = test_questions(session)
     before = evaluate_by_generation(session, "before", questions)
     session.run()

@@ -33,7 +33,6 @@ from vlmpack.run.place import Place
 from vlmpack.run.resume_point import choose_checkpoint, saved_state
 from vlmpack.run.session import Session
 from vlmpack.run.skip_notes import SkipNotes
-from vlmpack.training.model_record import ModelRecord
 from vlmpack.training.model_watch import ModelWatch, watched_model
 from vlmpack.training.record import open_record
 from vlmpack.training.record_history import take_back, warn_of_damage
@@ -43,14 +42,11 @@ from vlmpack.whole_file import write_atomically
 logger = logging.getLogger("vlmpack")
 
 
-def open_session(setup: Setup, place: Place, recorded: ModelRecord | None) -> Session:
+def open_session(setup: Setup, place: Place) -> Session:
     """Build every part of a run and load the newest checkpoint if the recipe says so.
 
     The cheap checks come first: the names of the model folder's weights, data, then weights, whose
     digests are made meanwhile.
-
-    Args:
-        recorded: what earlier launches recorded of the model folder, by `recorded_model`.
 
     Raises:
         VlmpackError: whatever is wrong, by its class.
@@ -59,7 +55,7 @@ def open_session(setup: Setup, place: Place, recorded: ModelRecord | None) -> Se
     check_model(folder, ranks)
     check_policy(setup.policy, setup.encoder, ranks.device)
     begun = BegunSteps(ranks)
-    with watched_model(folder, ranks, place.run_dir, recorded) as model, begun.ended_on_error():
+    with watched_model(folder, ranks, place.run_dir) as model, begun.ended_on_error():
         return _open(setup, place, model, begun)
 
 

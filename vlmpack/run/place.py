@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 
 from vlmpack.build.date import settle_date
-from vlmpack.data.packs.manifest import Manifest, read_manifest
+from vlmpack.data.packs.manifest import other_packs
 from vlmpack.distributed import Ranks, process_group, world_size_from_environment
-from vlmpack.errors import PacksError, RecipeError
+from vlmpack.errors import RecipeError
 from vlmpack.recipe import (
     Recipe,
     check_world,
@@ -50,7 +50,7 @@ class Place:
 
 
 @contextmanager
-def entered(recipe: Recipe) -> Iterator[Place]:
+def joined(recipe: Recipe) -> Iterator[Place]:
     """Join the other ranks and lock the run's folder; watched for silence, and SIGTERM is a flag.
 
     Raises:
@@ -58,7 +58,7 @@ def entered(recipe: Recipe) -> Iterator[Place]:
         RunDirError: on every rank, if the folder cannot be written or is in use.
     """
     check_world(recipe, world_size=world_size_from_environment())
-    split, run_dir, stop = recipe.parallelism, RunDir(Path(recipe.run_dir)), StopFlag()
+    split, run_dir = recipe.parallelism, RunDir(Path(recipe.run_dir))
     with (
         process_group(
             tensor=split.tensor,
@@ -68,7 +68,7 @@ def entered(recipe: Recipe) -> Iterator[Place]:
         ) as ranks,
         watched(ranks, recipe.logging.watch_seconds),
         run_dir.entered(ranks),
-        stop_on_sigterm(stop),
+        stop_on_sigterm() as stop,
     ):
         yield Place(ranks=ranks, run_dir=run_dir, stop=stop)
 
@@ -90,11 +90,10 @@ def _record(recipe: Recipe, place: Place) -> bool:
     """Whether result.json is that of this very recipe (a longer one goes on)."""
     run_dir, current = place.run_dir, identity(recipe)
     recorded = run_dir.recorded_identity() or current
-    packs = packs_note(run_dir.recipe, recipe.packing.path)
     for note in (
         *notes(recipe, place.ranks.world_size),
         *identity_notes(recorded, current),
-        *([packs] if packs is not None else []),
+        *_packs_notes(run_dir.recipe, recipe.packing.path),
     ):
         logger.warning("note: %s", note)
     new_era = recipe.checkpoint.on_data_change != "refuse"
@@ -112,38 +111,20 @@ def _record(recipe: Recipe, place: Place) -> bool:
     return False
 
 
-def packs_note(recorded: Path, now: str | None) -> str | None:
-    """What tells a run's packs and the recipe's apart; None where they are alike or unknown.
+def _packs_notes(recorded: Path, now: str | None) -> list[str]:
+    """Whether a run goes on with other packs.
 
     Args:
         recorded: the run folder's recipe, of its latest launch.
         now: the packs of the recipe that is to go on.
     """
     if now is None or not recorded.is_file():
-        return None
+        return []
     try:
         before = load_recipe(recorded).packing.path
     except RecipeError:  # of another version of vlmpack
-        return None
-    if before is None or before == now:
-        return None
-    old, new = _manifest(before), _manifest(now)
-    if old is not None and new is not None and old.plan == new.plan:
-        return None
-    return (
-        f"packing.path: the run's latest launch had {_described(before, old)}, the recipe has "
-        f"{_described(now, new)}"
-    )
-
-
-def _manifest(folder: str) -> Manifest | None:
-    try:
-        return read_manifest(Path(folder))
-    except PacksError:
-        return None
-
-
-def _described(folder: str, manifest: Manifest | None) -> str:
-    if manifest is None:
-        return f"{folder} (no packs there)"
-    return f"{folder} (kind {manifest.kind}, planner {manifest.planner})"
+        return []
+    if before is None:
+        return []
+    differ = other_packs(Path(before), Path(now))
+    return [] if differ is None else [f"packing.path: {differ}"]

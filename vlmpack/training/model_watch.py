@@ -33,15 +33,12 @@ class ModelWatch:
         run_dir: of the run.
         ranks: who this process is.
         hashing: of its weights, which goes on in the background.
-        recorded: what earlier launches recorded; None for a new run, and for one that an older
-            version began.
     """
 
     folder: Path
     run_dir: RunDir
     ranks: Ranks
     hashing: WeightHashing
-    recorded: ModelRecord | None
     _now: ModelRecord | None = None
     _begun: float = field(default_factory=time.perf_counter)
 
@@ -68,10 +65,11 @@ class ModelWatch:
         return self.ranks.on_main(lambda: self._compare(weights))
 
     def _compare(self, weights: Mapping[str, str]) -> dict[str, str]:
-        self._now = now = ModelRecord.of_files(self.folder, weights, self.recorded)
-        if self.recorded is not None:
-            _refuse(self.run_dir, self.folder, self.recorded.differences(now))
-            for line in self.recorded.notes(now):
+        recorded = _recorded(self.run_dir)
+        self._now = now = ModelRecord.of_files(self.folder, weights, recorded)
+        if recorded is not None:
+            _refuse(self.run_dir, self.folder, recorded.differences(now))
+            for line in recorded.notes(now):
                 logger.warning("note: %s", line)
         elif self.run_dir.has_saved():
             logger.warning(
@@ -90,35 +88,37 @@ class ModelWatch:
         write_atomically(self.run_dir.model, self._now.to_json())
 
 
-def recorded_model(folder: Path, ranks: Ranks, run_dir: RunDir) -> ModelRecord | None:
-    """What earlier launches recorded, compared with what the folder's small files say. Collective.
+def check_small_files(folder: Path, ranks: Ranks, run_dir: RunDir) -> None:
+    """Compare what a folder's small files say with what earlier launches recorded. Collective.
 
     Raises:
         RunIdentityError: the run was trained from another config, tokenizer or processor.
         ModelError: a folder without config.json.
     """
 
-    def compare() -> ModelRecord | None:
-        recorded = ModelRecord.read(run_dir.model) if run_dir.has_saved() else None
+    def compare() -> None:
+        recorded = _recorded(run_dir)
         if recorded is not None:
             now = ModelRecord.of_files(folder, {}, recorded)
             _refuse(run_dir, folder, recorded.differences(now, "config", "processor"))
-        return recorded
 
-    return ranks.on_main(compare)
+    ranks.on_main(compare)
+
+
+def _recorded(run_dir: RunDir) -> ModelRecord | None:
+    """None for a new run, and for one that an older version began."""
+    return ModelRecord.read(run_dir.model) if run_dir.has_saved() else None
 
 
 @contextmanager
-def watched_model(
-    folder: Path, ranks: Ranks, run_dir: RunDir, recorded: ModelRecord | None
-) -> Iterator[ModelWatch]:
-    """Begin to hash the weights. Collective; `recorded` is that of `recorded_model`.
+def watched_model(folder: Path, ranks: Ranks, run_dir: RunDir) -> Iterator[ModelWatch]:
+    """Begin to hash the weights. Collective.
 
     Raises:
         ModelError: a folder without weights.
     """
     with hashing_weights(folder, ranks, _remembered()) as hashing:
-        yield ModelWatch(folder, run_dir, ranks, hashing, recorded)
+        yield ModelWatch(folder, run_dir, ranks, hashing)
 
 
 def check_model_again(folder: Path, run_dir: RunDir) -> dict[str, str]:

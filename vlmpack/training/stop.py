@@ -35,10 +35,11 @@ class StopFlag:
 
 
 @contextmanager
-def stop_on_sigterm(flag: StopFlag) -> Iterator[None]:
-    """Set `flag` on SIGTERM for the duration; a no-op outside the main thread."""
+def stop_on_sigterm() -> Iterator[StopFlag]:
+    """A flag that SIGTERM sets for the duration; nobody sets it outside the main thread."""
+    flag = StopFlag()
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield flag
         return
 
     def handle(_signal: int, _frame: FrameType | None) -> None:
@@ -46,7 +47,7 @@ def stop_on_sigterm(flag: StopFlag) -> Iterator[None]:
 
     previous = signal.signal(signal.SIGTERM, handle)
     try:
-        yield
+        yield flag
     finally:
         signal.signal(signal.SIGTERM, previous)
 

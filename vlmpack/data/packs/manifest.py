@@ -157,3 +157,29 @@ def take_seal(value: dict[str, Any]) -> bool | None:
 
 def _values_digest(value: Mapping[str, Any]) -> str:
     return digest(json.dumps(value, sort_keys=True).encode())
+
+
+def other_packs(before: Path, now: Path) -> str | None:
+    """What tells the packs of two launches apart; None where they are of the same plan."""
+    if before == now:
+        return None
+    old, new = _there(before), _there(now)
+    if old is not None and new is not None and old.plan == new.plan:
+        return None
+    return (
+        f"the run's latest launch had {_described(before, old)}, the recipe has "
+        f"{_described(now, new)}"
+    )
+
+
+def _there(folder: Path) -> Manifest | None:
+    try:
+        return read_manifest(folder)
+    except PacksError:
+        return None
+
+
+def _described(folder: Path, manifest: Manifest | None) -> str:
+    if manifest is None:
+        return f"{folder} (no packs there)"
+    return f"{folder} (kind {manifest.kind}, planner {manifest.planner})"
