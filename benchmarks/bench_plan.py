@@ -80,7 +80,7 @@ def write_index(folder: Path, *, shards: int = 100, samples: int = 10_000) -> No
     from vlmpack.data.splits.part_settings import make_builder
     from vlmpack.encode import Encoder
     from vlmpack.packing.budget import RowBudget
-    from vlmpack.recipe.schema import PackingSection
+    from vlmpack.recipe.schema import DataSection, PackingSection
     from vlmpack.recipe.sources import Source
     from vlmpack.storage.fetch import LocalFetcher
 
@@ -90,12 +90,11 @@ def write_index(folder: Path, *, shards: int = 100, samples: int = 10_000) -> No
     index = folder / "index"
     index.mkdir()
     config = DataConfig(
-        sources=(Source(name="x", path=str(first)),),
+        data=DataSection(train=(Source(name="x", path=str(first)),), index_dir=str(index)),
         seq_length=1024,
         mode=InBatch(packing=PackingSection(), budget=RowBudget(max_tokens=1024)),
         micro_batch_size=1,
         global_batch_size=1,
-        index_dir=index,
     )
     builder = make_builder(config, encoder, fetcher)
     rules = (builder.index.rule, builder.lengths.rule)
@@ -146,6 +145,7 @@ def synthetic_inputs(count: int, mode: str, **settings: object):
     from vlmpack.forecast.make import PlanInputs
     from vlmpack.forecast.parameters import read_sizes
     from vlmpack.recipe import load_recipe
+    from vlmpack.recipe.schema import DataSection
     from vlmpack.recipe.sources import Source
 
     online = mode == "online"
@@ -164,12 +164,13 @@ def synthetic_inputs(count: int, mode: str, **settings: object):
     )
     training = recipe.training
     config = DataConfig(
-        sources=(Source(name="a", path="a"), Source(name="b", path="b")),
+        data=DataSection(
+            train=(Source(name="a", path="a"), Source(name="b", path="b")), over_long="drop"
+        ),
         seq_length=CAPACITY,
         mode=packing_mode(recipe),
         micro_batch_size=training.micro_batch_size,
         global_batch_size=training.global_batch_size,
-        over_long="drop",
     )
     fitted = fit(synthetic_table(count), SampleLimits(CAPACITY))
     plan, _ = make_plan(config, fitted, "global")

@@ -21,14 +21,13 @@ from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.hf.load import load_model
 from vlmpack.backends.hf.model import MergedInputs, PackedVLM
 from vlmpack.data.config import DataConfig
-from vlmpack.data.loading.loader import LoaderSettings
 from vlmpack.data.modes import MODES
 from vlmpack.data.pipeline import TrainData
 from vlmpack.encode import Encoder
 from vlmpack.packing import Batch
 from vlmpack.packing.budget import RowBudget
 from vlmpack.recipe.packing_modes import ModeName
-from vlmpack.recipe.schema import PackingSection
+from vlmpack.recipe.schema import DataSection, PackingSection
 from vlmpack.recipe.sources import Source
 
 SHARDS = str(ROOT / "assets" / "digits" / "train-*.tar")
@@ -45,12 +44,11 @@ def build(encoder: Encoder, *, width: int | None) -> PackedVLM:
 
 def batches_of(encoder: Encoder, mode: ModeName, micro_batch_size: int, count: int) -> list[Batch]:
     config = DataConfig(
-        sources=(Source(name="digits", path=SHARDS),),
+        data=DataSection(train=(Source(name="digits", path=SHARDS),), num_workers=0),
         seq_length=4096,
         mode=MODES[mode](packing=PackingSection(mode=mode), budget=RowBudget(max_tokens=4096)),
         micro_batch_size=micro_batch_size,
         global_batch_size=micro_batch_size,
-        loader=LoaderSettings(num_workers=0),
     )
     data = TrainData.open(config, encoder)
     steps = data.batches(data.start(), rank=0, dp=1, max_steps=count)

@@ -55,26 +55,27 @@ def open_data(
 ) -> tuple[TrainData, CachedFetcher | RoutingFetcher]:
     """A split in window order, with the tests' encoder: one token a byte, images really decoded."""
     from vlmpack.data.config import DataConfig
-    from vlmpack.data.loading.loader import LoaderSettings
     from vlmpack.data.modes import InBatch
     from vlmpack.data.pipeline import TrainData
     from vlmpack.data.splits.survey import DataLaunch
     from vlmpack.packing.budget import RowBudget
-    from vlmpack.recipe.schema import PackingSection
+    from vlmpack.recipe.schema import DataSection, PackingSection
     from vlmpack.recipe.sources import Source
 
     sys.path[:0] = [str(FAKES)]
     from support.shard_fakes import FakeEncoder, one_pattern
 
     config = DataConfig(
-        sources=(Source(name="bench", path=one_pattern(tuple(urls))),),
+        data=DataSection(
+            train=(Source(name="bench", path=one_pattern(tuple(urls))),),
+            shuffle="window",
+            num_workers=0,
+            index_dir=str(index),
+        ),
         seq_length=1 << 20,
         mode=InBatch(packing=PackingSection(), budget=RowBudget(max_tokens=1 << 20)),
         micro_batch_size=BATCH,
         global_batch_size=global_batch_size,
-        shuffle="window",
-        loader=LoaderSettings(num_workers=0),
-        index_dir=index,
         num_probed=0,
     )
     fetcher = fetcher_for(cache)

@@ -6,7 +6,6 @@ import hashlib
 import json
 import tarfile
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -105,17 +104,19 @@ def test_every_shard_passes_the_strict_reader(split, tmp_path):
     from vlmpack.data.modes import InBatch
     from vlmpack.data.pipeline import TrainData
     from vlmpack.packing.budget import RowBudget
-    from vlmpack.recipe.schema import PackingSection
+    from vlmpack.recipe.schema import DataSection, PackingSection
     from vlmpack.recipe.sources import Source
 
     encoder = Encoder(MODEL)
     config = DataConfig(
-        sources=(Source(name=split, path=str(DIGITS / f"{split}-*.tar")),),
+        data=DataSection(
+            train=(Source(name=split, path=str(DIGITS / f"{split}-*.tar")),),
+            index_dir=str(tmp_path),
+        ),
         seq_length=1024,
         mode=InBatch(packing=PackingSection(), budget=RowBudget(max_tokens=1024)),
         micro_batch_size=16,
         global_batch_size=16,
-        index_dir=Path(tmp_path),
     )
     summary = TrainData.open(config, encoder).summary()
     assert summary.num_usable == summary.num_samples > 100

@@ -12,11 +12,12 @@ from support.shard_fakes import (
     FakeEncoder,
     assert_same_tensors,
     config_for,
+    loading,
     micro_batches,
     write_shards,
 )
 
-from vlmpack.data.loading.loader import LoaderSettings, MicroBatch
+from vlmpack.data.loading.loader import MicroBatch
 from vlmpack.data.pipeline import TrainData
 from vlmpack.recipe.schema import CacheSection
 from vlmpack.recipe.storage import StorageSection
@@ -49,8 +50,8 @@ def opened(
     paths: str, index: Path, *, fetcher: Fetcher | None, shuffle: str, workers: int = 0
 ) -> TrainData:
     # The same name for the source, wherever it lies: the order hangs on it.
-    loader = LoaderSettings(num_workers=workers, timeout_seconds=120)
-    config = config_for(paths, index, shuffle=shuffle, loader=loader)
+    loader = loading(workers, timeout_seconds=120)
+    config = config_for(paths, index, shuffle=shuffle, **loader)
     return TrainData.open(config, FakeEncoder(), fetcher=fetcher)
 
 

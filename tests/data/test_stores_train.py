@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from support.fault_server import Fault, FaultServer, SeededFaults
-from support.shard_fakes import FakeEncoder, config_for, open_data, write_shards
+from support.shard_fakes import FakeEncoder, config_for, loading, open_data, write_shards
 from support.shards import SHARD
 
 from vlmpack.data.config import DataConfig
 from vlmpack.data.loading.ledger import Ledger
-from vlmpack.data.loading.loader import LoaderSettings, MicroBatch
+from vlmpack.data.loading.loader import MicroBatch
 from vlmpack.data.pipeline import TrainData
 from vlmpack.errors import DataError, RecipeError, VlmpackError
 from vlmpack.recipe.schema import OnErrorSection
@@ -110,7 +110,7 @@ def test_digits_from_s3_are_the_digits_from_disk(encoder, tmp_path: Path) -> Non
             micro_batch_size=8,
             global_batch_size=16,
             shuffle="global",
-            loader=LoaderSettings(num_workers=workers, timeout_seconds=60),
+            **loading(workers, timeout_seconds=60),
         )
         data = TrainData.open(config, encoder, fetcher=fetcher)
         assert data.steps_per_epoch() > 3

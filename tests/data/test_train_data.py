@@ -11,12 +11,13 @@ from support.shard_fakes import (
     assert_same_tensors,
     collator,
     key_of,
+    loading,
     micro_batches,
     open_data,
     write_shards,
 )
 
-from vlmpack.data.loading.loader import BinRequest, LoaderSettings
+from vlmpack.data.loading.loader import BinRequest
 from vlmpack.data.pipeline import GlobalStep, TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.recipe.sources import Source
@@ -119,9 +120,7 @@ def test_workers_change_nothing(folder: Path) -> None:
     """0 and 2 workers: the same tensors, in the same order; the global generator is not drawn."""
     pattern = str(folder / "s-*.tar")
     inside = open_data(pattern, folder / "i")
-    outside = open_data(
-        pattern, folder / "i", loader=LoaderSettings(num_workers=2, timeout_seconds=120)
-    )
+    outside = open_data(pattern, folder / "i", **loading(2, timeout_seconds=120))
     torch.manual_seed(5)
     before, python_before = torch.get_rng_state(), random.getstate()
     one, two = micro_batches(inside), micro_batches(outside)

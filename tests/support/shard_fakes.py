@@ -25,7 +25,7 @@ from PIL import Image, ImageOps
 
 from vlmpack.alignment import Alignment
 from vlmpack.data.config import DataConfig
-from vlmpack.data.loading.loader import LoaderSettings, MicroBatch
+from vlmpack.data.loading.loader import MicroBatch, WorkerSettings
 from vlmpack.data.modes import MODES
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.splits.survey import DataLaunch
@@ -34,7 +34,7 @@ from vlmpack.errors import DataError
 from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, Media
 from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.collate import PackCollator
-from vlmpack.recipe.schema import PackingSection
+from vlmpack.recipe.schema import DataSection, PackingSection
 from vlmpack.recipe.sources import Source
 
 BLOCK = 16
@@ -207,33 +207,39 @@ def one_pattern(paths: str | tuple[str, ...]) -> str:
     return f"{common}{{{','.join(path[len(common) :] for path in paths)}}}"
 
 
+def loading(num_workers: int, *, prefetch_batches: int = 2, **settings: Any) -> dict[str, Any]:
+    """Arguments of `config_for`: how batches are loaded."""
+    workers = WorkerSettings(**settings)
+    return {"num_workers": num_workers, "prefetch_batches": prefetch_batches, "workers": workers}
+
+
 def config_for(paths: str | tuple[str, ...], index_dir: Path, **changes: Any) -> DataConfig:
     """A small configuration over one source.
 
     Args:
-        changes: fields of it; for its mode, those of the packing section, `budget`, `multiples`.
+        changes: fields of it, of the data and of the packing section; for its mode, `budget` and
+            `multiples` too.
     """
-    section = PackingSection(
-        **{name: changes.pop(name) for name in PackingSection.model_fields if name in changes}
-    )
+    sources = changes.pop("sources", None) or (Source(name="one", path=one_pattern(paths)),)
+    data: dict[str, Any] = {"index_dir": str(index_dir), "num_workers": 0, "train": sources}
+    packing: dict[str, Any] = {}
     values: dict[str, Any] = {
         "seq_length": 4096,
         "micro_batch_size": 3,
         "global_batch_size": 8,
         "seed": 7,
-        "index_dir": index_dir,
         "num_probed": 2,
     }
-    values.update(changes)
+    for name, value in changes.items():
+        of = packing if name in PackingSection.model_fields else values
+        (data if name in DataSection.model_fields else of)[name] = value
+    section = PackingSection(**packing)
     values["mode"] = MODES[section.mode](
         packing=section,
         budget=values.pop("budget", RowBudget(max_tokens=values["seq_length"])),
         multiples=values.pop("multiples", Alignment(sequence=1, row=1)),
     )
-    if "sources" not in values:
-        values["sources"] = (Source(name="one", path=one_pattern(paths)),)
-    values.setdefault("loader", LoaderSettings(num_workers=0))
-    return DataConfig(**values)
+    return DataConfig(data=DataSection(**data), **values)
 
 
 def open_data(paths: str | tuple[str, ...], index_dir: Path, **changes: Any) -> TrainData:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-from dataclasses import replace
 from pathlib import Path
 
 from vlmpack.addresses import is_remote
@@ -13,22 +12,21 @@ from vlmpack.build.date import encoder_date
 from vlmpack.build.setup import Setup
 from vlmpack.build.shard_listing import ShardListing
 from vlmpack.build.worker_server import WORKER_PRELOAD
-from vlmpack.data.config import DataConfig
+from vlmpack.data.config import DataConfig, SplitKey
 from vlmpack.data.index.parts import Progress
 from vlmpack.data.loading.ledger import Ledger
-from vlmpack.data.loading.loader import LoaderSettings
+from vlmpack.data.loading.loader import WorkerSettings
 from vlmpack.data.modes import evaluation_mode, packing_mode
 from vlmpack.data.packs.open import survey_data
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.shares import RowCost, token_cost
 from vlmpack.data.plan.state import DataState
-from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.splits.survey import DataLaunch
 from vlmpack.encode import Encoder
 from vlmpack.encode.thoughts import dropped_thoughts
 from vlmpack.errors import ModelError, RunIdentityError
 from vlmpack.packing.cost import CostModel
-from vlmpack.recipe import Recipe, Source
+from vlmpack.recipe import Recipe
 from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.cache.cached import READ_AHEAD_BYTES, BlockUse, CachedFetcher
 from vlmpack.storage.fetch import Fetcher
@@ -115,40 +113,20 @@ def _row_cost(setup: Setup) -> RowCost:
         return token_cost
 
 
-def _data_config(
-    recipe: Recipe,
-    key: str,
-    sources: tuple[Source, ...],
-    *,
-    micro: int,
-    whole: int,
-    resume: DataState | None,
-) -> DataConfig:
-    data = recipe.data
-    trained = key == "data.train"
+def _data_config(setup: Setup, key: SplitKey, resume: DataState | None) -> DataConfig:
+    recipe, trained = setup.recipe, key == "data.train"
+    training, batch = recipe.training, recipe.evaluation.batch_size
     return DataConfig(
+        data=recipe.data,
         key=key,
-        sources=sources,
-        seq_length=recipe.training.seq_length,
+        seq_length=training.seq_length,
         mode=packing_mode(recipe, resume) if trained else evaluation_mode(recipe),
-        micro_batch_size=micro,
-        global_batch_size=whole,
-        seed=recipe.training.seed,
-        shuffle=data.shuffle if trained else "none",
-        on_data_change=recipe.checkpoint.on_data_change,
-        weights=data.weights if trained else "samples",
-        epoch_size=data.epoch_size if trained else None,
-        over_long=data.over_long,
-        on_error=data.on_error,
-        unknown_keys=data.unknown_keys,
-        caps=SampleCaps(max_image_pixels=data.max_image_pixels),
-        loader=LoaderSettings(
-            watch_seconds=recipe.logging.watch_seconds,
-            num_workers=data.num_workers,
-            prefetch_bins=data.prefetch_batches,
-            preload=WORKER_PRELOAD,
-        ),
-        index_dir=Path(data.index_dir) if data.index_dir is not None else None,
+        row_cost=_row_cost(setup) if trained else token_cost,
+        micro_batch_size=training.micro_batch_size if trained else batch,
+        global_batch_size=training.global_batch_size if trained else batch,
+        seed=training.seed,
+        new_era=recipe.checkpoint.on_data_change != "refuse",
+        workers=WorkerSettings(watch_seconds=recipe.logging.watch_seconds, preload=WORKER_PRELOAD),
     )
 
 
@@ -172,7 +150,7 @@ def build_fetcher(recipe: Recipe) -> Fetcher:
 
 def open_split(
     setup: Setup,
-    key: str,
+    key: SplitKey,
     ledger: Ledger,
     *,
     resume: DataState | None = None,
@@ -193,20 +171,9 @@ def open_split(
         RunIdentityError: `resume` is of other data.
     """
     recipe, ranks, encoder = setup.recipe, setup.ranks, setup.encoder
-    sources = {
-        "data.train": recipe.data.train,
-        "data.validation": recipe.data.validation,
-        "data.test": recipe.data.test,
-    }[key]
-    if not sources:
+    config = _data_config(setup, key, resume)
+    if not config.sources:
         return None
-    training = recipe.training
-    micro, whole = training.micro_batch_size, training.global_batch_size
-    if key != "data.train":
-        micro = whole = recipe.evaluation.batch_size
-    config = _data_config(recipe, key, sources, micro=micro, whole=whole, resume=resume)
-    if key == "data.train":
-        config = replace(config, row_cost=_row_cost(setup))
     fetcher = build_fetcher(recipe)
     survey = ranks.on_main(lambda: survey_data(config, encoder, fetcher, resume))
     try:

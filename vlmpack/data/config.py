@@ -1,31 +1,33 @@
-"""What the data layer is told; the recipe is mapped onto this."""
+"""What the data layer is told of a split: the recipe's data section, and what follows from the rest
+of the recipe."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
-from vlmpack.data.index.overlong import OverLong, SampleLimits
+from vlmpack.data.index.overlong import SampleLimits
 from vlmpack.data.index.table import Int64s
-from vlmpack.data.loading.loader import LoaderSettings
+from vlmpack.data.loading.loader import WorkerSettings
 from vlmpack.data.modes import PackingMode, Uncut
 from vlmpack.data.plan.packers import Sizes
 from vlmpack.data.plan.shares import RowCost, token_cost
 from vlmpack.data.shards.caps import SampleCaps
-from vlmpack.recipe.schema import OnErrorSection
+from vlmpack.recipe.schema import DataSection
 from vlmpack.recipe.sources import Source
+
+SplitKey = Literal["data.train", "data.validation", "data.test"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """One split: its sources, how it is cut into batches, and what errors do."""
+    """One split of the recipe's data, with what the rest of the recipe says of it."""
 
-    key: str = "data.train"
-    """The recipe's key of this split, for messages."""
-    sources: tuple[Source, ...]
-    """At least one; with weights for all of them or for none."""
+    data: DataSection
+    """The recipe's section."""
+    key: SplitKey = "data.train"
+    """The split, as messages name it too."""
     seq_length: int
     """The longest sample, in tokens."""
     mode: PackingMode
@@ -38,35 +40,11 @@ class DataConfig:
     """What a bin costs on the model at hand."""
     seed: int = 0
     """Of the order."""
-    shuffle: Literal["auto", "global", "window", "none"] = "auto"
-    """`global` indexes every shard before the first batch, `window` as the run goes on. `auto` is
-    settled when a run begins: `window` where any shard is remote, or where the local shards that
-    are not indexed yet hold more than `index_first_bytes`; else `global`."""
-    index_first_bytes: int = 32 << 30
-    """Under `auto`: local shards without an index that are indexed before the first batch."""
-    on_data_change: Literal["refuse", "new_era", "new_segment"] = "refuse"
-    """What a resume with other shards or weights does: stop with the differences, or begin a new
-    era, which is a new epoch of the new data."""
-    weights: Literal["samples", "tokens"] = "samples"
-    """What the sources' weights are shares of. `tokens` needs to know every sample's length."""
-    epoch_size: int | None = None
-    """Samples in an epoch where the sources have weights; default: all of them together."""
-    over_long: OverLong = "error"
-    """What happens to samples above `seq_length`."""
-    on_error: OnErrorSection = field(default_factory=OnErrorSection)
-    """What happens to bad samples."""
-    unknown_keys: Literal["report", "refuse"] = "report"
-    """What happens to records with keys that are not read and mean nothing that we know."""
-    caps: SampleCaps = field(default_factory=SampleCaps)
-    """Limits of one sample."""
-    loader: LoaderSettings = field(default_factory=LoaderSettings)
-    """Workers and time limits."""
-    index_dir: Path | None = None
-    """Where index and lengths are kept; default: $VLMPACK_CACHE/index or ~/.cache/vlmpack/index."""
-    index_processes: int = 8
-    """Processes that make the index, where there are many shards."""
-    index_timeout_seconds: float = 1800.0
-    """The longest wait for another process that makes the index, without a new part."""
+    new_era: bool = False
+    """What a resume with other shards or weights does: begin a new era, which is a new epoch of the
+    new data, or stop with the differences."""
+    workers: WorkerSettings = field(default_factory=WorkerSettings)
+    """How loader workers are kept going."""
     num_probed: int = 256
     """Samples that are encoded at start to check the predicted lengths."""
 
@@ -83,6 +61,31 @@ class DataConfig:
             sizes=sizes,
             first_samples=first_samples,
         )
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The split's; with weights for all of them or for none."""
+        return getattr(self.data, self.key.removeprefix("data.")) or ()
+
+    @property
+    def shuffle(self) -> Literal["auto", "global", "window", "none"]:
+        """As the recipe has it, not settled; evaluation reads in order."""
+        return self.data.shuffle if self.key == "data.train" else "none"
+
+    @property
+    def weights(self) -> Literal["samples", "tokens"]:
+        """What the sources' weights are shares of, where they have some."""
+        return self.data.weights if self.key == "data.train" else "samples"
+
+    @property
+    def epoch_size(self) -> int | None:
+        """Samples in an epoch where the sources have weights; None: all of them together."""
+        return self.data.epoch_size if self.key == "data.train" else None
+
+    @property
+    def caps(self) -> SampleCaps:
+        """Limits of one sample."""
+        return SampleCaps(max_image_pixels=self.data.max_image_pixels)
 
     @property
     def weighted(self) -> bool:

@@ -124,7 +124,7 @@ class TrainData:
         collator = config.mode.collator(
             pad_token_id=encoder.pad_token_id, num_position_axes=encoder.num_position_axes
         )
-        data = cls(config, split, dataset(reader, encoder, collator, config.on_error), ledger)
+        data = cls(config, split, dataset(reader, encoder, collator, config.data.on_error), ledger)
         begin = data.start() if launch.resume is None else data.admit(launch.resume)
         if launch.resume is not None and data.taken_over(launch.resume) is not launch.resume:
             logger.warning(
@@ -210,7 +210,7 @@ class TrainData:
             self.taken_over(state),
             self.identity,
             key=self.config.key,
-            new_era=self.config.on_data_change != "refuse",
+            new_era=self.config.new_era,
             start=self.split.start,
         )
 
@@ -275,7 +275,7 @@ class TrainData:
 
         share: list[MicroBatch] = []
         try:
-            bins = begin_bins(self.dataset, requests(), self.config.loader)
+            bins = begin_bins(self.dataset, requests(), self.config.data, self.config.workers)
             yield None
             for micro_batch in bins:
                 share.append(micro_batch)
@@ -310,7 +310,7 @@ class TrainData:
             BinRequest(tuple(fitted.table.ref(number) for number in samples))
             for samples in assign(bins, dp)[rank]
         )
-        for micro_batch in load_bins(self.dataset, requests, self.config.loader):
+        for micro_batch in load_bins(self.dataset, requests, self.config.data, self.config.workers):
             self.ledger.record(micro_batch.skipped, epoch=None, batch=None)
             yield micro_batch
 
@@ -328,7 +328,7 @@ class TrainData:
                 if not isinstance(sample, DataError):
                     yield sample
                     continue
-                if not self.config.on_error.skips(sample.error_class):
+                if not self.config.data.on_error.skips(sample.error_class):
                     raise sample
                 hole = SkippedSample.from_error(ref, sample)
                 self.ledger.record([hole], epoch=None, batch=None)

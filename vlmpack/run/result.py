@@ -107,7 +107,7 @@ def evaluate_by_generation(
 
 def _skip_or_raise(session: Session, error: DataError) -> None:
     assert session.test is not None
-    if not session.test.config.on_error.skips(error.error_class):
+    if not session.test.config.data.on_error.skips(error.error_class):
         raise error
     logger.warning("test question left out: %s", error)
 

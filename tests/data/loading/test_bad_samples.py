@@ -15,6 +15,7 @@ from support.shard_fakes import (
     chat_json,
     image_bytes,
     key_of,
+    loading,
     micro_batches,
     open_data,
     sample_fields,
@@ -23,7 +24,6 @@ from support.shard_fakes import (
 )
 
 from vlmpack.data.loading.ledger import Ledger, SkipLimiter, SkipLimits
-from vlmpack.data.loading.loader import LoaderSettings
 from vlmpack.data.pipeline import TrainData
 from vlmpack.errors import DataError, DataLimitError
 from vlmpack.recipe.schema import OnErrorSection
@@ -126,7 +126,7 @@ def test_errors_keep_their_place_out_of_a_worker(tmp_path: Path) -> None:
         tmp_path / "i",
         num_probed=0,
         on_error=OnErrorSection(decode="raise"),
-        loader=LoaderSettings(num_workers=1, timeout_seconds=120),
+        **loading(1, timeout_seconds=120),
     )
     with pytest.raises(DataError) as caught:
         micro_batches(strict, 2)
@@ -153,9 +153,9 @@ def test_a_bug_is_not_swallowed(folder: Path) -> None:
 def test_a_late_or_dead_worker_ends_the_run_readably(
     folder: Path, encoder: FakeEncoder, seconds: int, reason: str
 ) -> None:
-    settings = LoaderSettings(num_workers=1, timeout_seconds=seconds)
+    settings = loading(1, timeout_seconds=seconds)
     data = open_data(
-        str(folder / "s-*.tar"), folder / "i", encoder=encoder, num_probed=0, loader=settings
+        str(folder / "s-*.tar"), folder / "i", encoder=encoder, num_probed=0, **settings
     )
     with pytest.raises(DataError, match=reason) as caught:
         micro_batches(data, 5)

@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support.shard_fakes import key_of, open_data, write_shards
+from support.shard_fakes import key_of, loading, open_data, write_shards
 
 from vlmpack.data.forkserver import DEFAULT_PRELOAD, worker_context
-from vlmpack.data.loading.loader import LoaderSettings, MicroBatch
+from vlmpack.data.loading.loader import MicroBatch
 from vlmpack.data.plan import packers
 from vlmpack.data.plan.state import DataState
 
@@ -83,9 +83,9 @@ def train(
         world_size=world,
         timeout=timedelta(seconds=60),
     )
-    loader = LoaderSettings(num_workers=workers, prefetch_bins=2, timeout_seconds=60)
+    loader = loading(workers, prefetch_batches=2, timeout_seconds=60)
     pattern, saved = str(folder / "s-*.tar"), saved_state(run)
-    data = open_data(pattern, run / "index", loader=loader, shuffle=shuffle, resume=saved)
+    data = open_data(pattern, run / "index", **loader, shuffle=shuffle, resume=saved)
     state = saved or data.start()
     for step in data.batches(state, rank=rank, dp=world, max_steps=steps):
         shares: list[list[Bin]] = [[]] * world
@@ -189,8 +189,8 @@ def test_killed_runs_have_the_record_of_an_unbroken_one(
 
 
 def load_for_ever(folder: Path, pids: Path) -> None:
-    loader = LoaderSettings(num_workers=2, timeout_seconds=60)
-    data = open_data(str(folder / "s-*.tar"), folder / "index", loader=loader)
+    loader = loading(2, timeout_seconds=60)
+    data = open_data(str(folder / "s-*.tar"), folder / "index", **loader)
     for step in data.batches(data.start(), rank=0, dp=1, max_steps=10**9):
         if step.batch == 1:
             pids.write_text(" ".join(str(child.pid) for child in multiprocessing.active_children()))

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.shard_fakes import FakeEncoder, micro_batches, open_data, write_shards
+from support.shard_fakes import FakeEncoder, loading, micro_batches, open_data, write_shards
 from support.shards import ROOT
 
 from vlmpack.data.loading import workers
-from vlmpack.data.loading.loader import LoaderSettings
 from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError
 from vlmpack.packing.batch import EncodedSample
@@ -46,9 +45,9 @@ class HalfSender(FakeEncoder):
 
 def seconds_until_refused(folder: Path, encoder: FakeEncoder, reason: str) -> float:
     pattern = write_shards(folder, 37, per_shard=10)
-    settings = LoaderSettings(num_workers=2, timeout_seconds=NEVER)
+    settings = loading(2, timeout_seconds=NEVER)
     open_data(pattern, folder / "i", encoder=encoder, num_probed=0)  # starts and indexes
-    data = open_data(pattern, folder / "i", encoder=encoder, num_probed=0, loader=settings)
+    data = open_data(pattern, folder / "i", encoder=encoder, num_probed=0, **settings)
     begin = time.monotonic()
     with pytest.raises(DataError, match=reason) as caught:
         micro_batches(data, 5)
@@ -78,8 +77,8 @@ def test_a_killed_worker_is_noticed_in_seconds(
 def test_a_worker_that_is_killed_from_outside_while_the_trainer_computes(tmp_path: Path) -> None:
     """What it had sent is still used; the next batch that was its task ends the run."""
     pattern = write_shards(tmp_path, 37, per_shard=10)
-    settings = LoaderSettings(num_workers=2, prefetch_bins=1, timeout_seconds=NEVER)
-    data = open_data(pattern, tmp_path / "i", num_probed=0, loader=settings)
+    settings = loading(2, prefetch_batches=1, timeout_seconds=NEVER)
+    data = open_data(pattern, tmp_path / "i", num_probed=0, **settings)
     steps = data.batches(data.start(), rank=0, dp=1, max_steps=100)
     next(steps)
     victim = multiprocessing.active_children()[0]
@@ -95,8 +94,8 @@ def test_a_worker_that_is_killed_from_outside_while_the_trainer_computes(tmp_pat
 @pytest.mark.slow
 def test_no_process_and_no_thread_stays(tmp_path: Path) -> None:
     pattern = write_shards(tmp_path, 37, per_shard=10)
-    settings = LoaderSettings(num_workers=2, timeout_seconds=NEVER)
-    data = open_data(pattern, tmp_path / "i", num_probed=0, loader=settings)
+    settings = loading(2, timeout_seconds=NEVER)
+    data = open_data(pattern, tmp_path / "i", num_probed=0, **settings)
     assert len(micro_batches(data, 5)) > 5
     steps = data.batches(data.start(), rank=0, dp=1, max_steps=100)
     next(steps)
@@ -112,13 +111,13 @@ def test_no_process_and_no_thread_stays(tmp_path: Path) -> None:
 FAILING = """
 import sys
 from pathlib import Path
-from support.shard_fakes import open_data
-from vlmpack.data.loading.loader import LoaderSettings
+from support.shard_fakes import loading, open_data
+
 
 def main():
-    loader = LoaderSettings(num_workers=1, timeout_seconds=600)
+    loader = loading(1, timeout_seconds=600)
     folder = Path(sys.argv[1])
-    data = open_data(str(folder / "s-*.tar"), folder / "i", num_probed=0, loader=loader)
+    data = open_data(str(folder / "s-*.tar"), folder / "i", num_probed=0, **loader)
     steps = data.batches(data.start(), rank=0, dp=1, max_steps=100)
     next(steps)
     raise RuntimeError("another process was lost")

@@ -14,10 +14,9 @@ import time
 
 import pytest
 from support.fault_server import Fault, FaultServer
-from support.shard_fakes import micro_batches, open_data, write_shards
+from support.shard_fakes import loading, micro_batches, open_data, write_shards
 
 from vlmpack.activity import ACTIVITY, IDLE, Activity
-from vlmpack.data.loading.loader import LoaderSettings
 from vlmpack.recipe.storage import StorageSection
 from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.reading import Reading
@@ -106,9 +105,9 @@ def keys_of(batches):
 @pytest.mark.slow
 def test_a_stopped_loader_process_is_named_with_the_last_sample_asked_of_it(tmp_path, watch):
     pattern = write_shards(tmp_path, 37, per_shard=10)
-    settings = LoaderSettings(num_workers=2, prefetch_bins=1, timeout_seconds=60)
+    settings = loading(2, prefetch_batches=1, timeout_seconds=60)
     expected = keys_of(micro_batches(open_data(pattern, tmp_path / "i", num_probed=0)))
-    data = open_data(pattern, tmp_path / "i", num_probed=0, loader=settings)
+    data = open_data(pattern, tmp_path / "i", num_probed=0, **settings)
     steps = data.batches(data.start(), rank=0, dp=1, max_steps=6)
     got = list(next(steps).micro_batches)
     stopped = {child.pid for child in multiprocessing.active_children()}
@@ -138,16 +137,15 @@ def test_a_stopped_loader_process_is_named_with_the_last_sample_asked_of_it(tmp_
 PATIENT = """
 import sys
 from pathlib import Path
-from support.shard_fakes import FakeEncoder, config_for
-from vlmpack.data.loading.loader import LoaderSettings
+from support.shard_fakes import FakeEncoder, config_for, loading
 from vlmpack.data.pipeline import TrainData
 from vlmpack.recipe.storage import StorageSection
 from vlmpack.storage import RoutingFetcher
 
 if __name__ == "__main__":
     url, folder = sys.argv[1:]
-    loader = LoaderSettings(num_workers=1, watch_seconds=1.0)
-    config = config_for(url, Path(folder), num_probed=0, loader=loader)
+    loader = loading(1, watch_seconds=1.0)
+    config = config_for(url, Path(folder), num_probed=0, **loader)
     fetcher = RoutingFetcher(StorageSection(allow_private=True, read_timeout_seconds=20.0))
     data = TrainData.open(config, FakeEncoder(), fetcher=fetcher)
     sys.stderr.write("opened\\n")

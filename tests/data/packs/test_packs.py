@@ -20,13 +20,14 @@ from support.shard_fakes import (
     COUNT,
     assert_same_tensors,
     key_of,
+    loading,
     open_data,
     write_shards,
 )
 
 from vlmpack.alignment import Alignment
 from vlmpack.data.loading.ledger import Ledger
-from vlmpack.data.loading.loader import LoaderSettings, MicroBatch
+from vlmpack.data.loading.loader import MicroBatch
 from vlmpack.data.packs import write
 from vlmpack.data.packs.manifest import read_manifest, sealed
 from vlmpack.data.pipeline import TrainData
@@ -472,14 +473,14 @@ def test_weights_of_another_kind_are_refused(folder: Path, tmp_path: Path, kind:
 
 @pytest.mark.slow
 def test_any_number_of_processes_writes_the_same_bytes(folder: Path, tmp_path: Path) -> None:
-    loader = LoaderSettings(num_workers=1)
-    data = online(folder, tmp_path / "i", loader=loader)
+    loader = loading(1)
+    data = online(folder, tmp_path / "i", **loader)
     for processes in (1, 2, 3):
         pack(data, tmp_path / str(processes), kind="shards", processes=processes)
     one, two, three = (contents(tmp_path / str(processes)) for processes in (1, 2, 3))
     assert one == two == three and len(one) > 6
     assert sum(map(len, one.values())) < write.PART_BYTES, "parts are cut by packs here"
     expected = micro_batches(online(folder, tmp_path / "i"))[0]
-    saved = offline(folder, tmp_path / "3", tmp_path / "i", loader=loader)
+    saved = offline(folder, tmp_path / "3", tmp_path / "i", **loader)
     for ours, theirs in zip(flat(micro_batches(saved)[0]), flat(expected), strict=True):
         assert_same_tensors(ours, theirs)

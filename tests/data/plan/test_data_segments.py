@@ -42,7 +42,7 @@ def test_a_rewritten_shard_is_refused_or_begins_an_era(tmp_path: Path, shuffle: 
     with pytest.raises(RunIdentityError, match=r"(?s)data\.train\.one.*on_data_change: new_era"):
         refusing.admit(state)
 
-    options: dict[str, Any] = {"shuffle": shuffle, "on_data_change": "new_era"}
+    options: dict[str, Any] = {"shuffle": shuffle, "new_era": True}
     changed = open_data(pattern, tmp_path / "i", resume=again(state), **options)
     begun = changed.admit(again(state))
     assert (begun.epoch, begun.window, begun.batch, begun.batches) == (1, 0, 0, 3)
@@ -69,7 +69,7 @@ def test_an_era_at_an_epochs_edge_begins_that_epoch(tmp_path: Path, shuffle: str
     _, state = keys_of(data, data.start(), 2)
     assert (state.epoch, state.batch) == (1, 0)
     write_shards(tmp_path, 20, per_shard=4)
-    changed = open_data(pattern, tmp_path / "i", shuffle=shuffle, on_data_change="new_era")
+    changed = open_data(pattern, tmp_path / "i", shuffle=shuffle, new_era=True)
     begun = changed.admit(state)
     assert (begun.epoch, begun.window, begun.batch) == (1, 0, 0)
     assert begun.cursors == (((1, 0, 0),) if shuffle == "window" else (20,))
@@ -82,7 +82,7 @@ def test_epochs_of_other_data_count_from_where_they_begin(tmp_path: Path, shuffl
     def training(epochs: int | None, max_steps: int | None = None) -> Any:
         return SimpleNamespace(num_epochs=epochs, max_steps=max_steps)
 
-    options: dict[str, Any] = {"shuffle": shuffle, "on_data_change": "new_era"}
+    options: dict[str, Any] = {"shuffle": shuffle, "new_era": True}
     pattern = write_shards(tmp_path, 40, per_shard=8)
     data = open_data(pattern, tmp_path / "i", **options)
     assert total_steps(training(3), data, None) == 15
@@ -113,7 +113,7 @@ def test_another_order_is_never_an_era(
     pattern = write_shards(tmp_path, 16, per_shard=4)
     state = open_data(pattern, tmp_path / "i", shuffle=shuffle).start()
     write_shards(tmp_path, 20, per_shard=4)
-    options: dict[str, Any] = {"shuffle": shuffle, "on_data_change": "new_era", **change}
+    options: dict[str, Any] = {"shuffle": shuffle, "new_era": True, **change}
     with pytest.raises(RunIdentityError, match=next(iter(change))):
         open_data(pattern, tmp_path / "i", **options).admit(state)
 
@@ -126,7 +126,7 @@ def test_other_weights_are_an_era(tmp_path: Path) -> None:
         )
         options: dict[str, Any] = {
             "epoch_size": 32,
-            "on_data_change": "new_segment",
+            "new_era": True,
         }  # its old name
         return open_data("", tmp_path / "i", sources=sources, shuffle="window", **options)
 

@@ -236,9 +236,7 @@ def test_another_budget_is_another_run(folder: Path, tmp_path: Path) -> None:
 
 def test_another_alignment_may_begin_an_era(folder: Path, tmp_path: Path) -> None:
     state = online(folder, tmp_path).start()
-    changed = online(
-        folder, tmp_path, budget=replace(BUDGET, alignment=8), on_data_change="new_era"
-    )
+    changed = online(folder, tmp_path, budget=replace(BUDGET, alignment=8), new_era=True)
     admitted = changed.admit(state)
     assert admitted.identity["packing.alignment"] == 8 and len(admitted.eras) == 2
 

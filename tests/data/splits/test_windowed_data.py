@@ -32,6 +32,7 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.data.plan.windows import WindowPlan
+from vlmpack.data.splits import survey
 from vlmpack.data.splits.growing_index import SHARD_STRIDE
 from vlmpack.data.splits.survey import DataLaunch, settle_shuffle
 from vlmpack.errors import DataError, EmptyDataError, RecipeError, RunIdentityError
@@ -140,16 +141,18 @@ def test_only_the_first_windows_shards_are_indexed_before_the_first_batch(tmp_pa
     assert 8 <= num_indexed(tmp_path / "i") <= 10, "of 100 shards; eight hold a window"
 
 
-def test_auto_is_settled_by_what_is_indexed_and_kept(folder: Path, tmp_path: Path) -> None:
+def test_auto_is_settled_by_what_is_indexed_and_kept(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pattern = str(folder / "s-*.tar")
     assert open_data(pattern, tmp_path / "a").identity["data.shuffle"] == "global"
-    large = {"index_first_bytes": 1000}
-    fresh = open_data(pattern, tmp_path / "b", **large)
+    monkeypatch.setattr(survey, "INDEX_FIRST_BYTES", 1000)
+    fresh = open_data(pattern, tmp_path / "b")
     assert fresh.identity["data.shuffle"] == "window"
     state = fresh.start()
     fresh.split.index_all()
-    assert open_data(pattern, tmp_path / "b", **large).identity["data.shuffle"] == "global"
-    assert open_data(pattern, tmp_path / "b", resume=state, **large).identity == state.identity
+    assert open_data(pattern, tmp_path / "b").identity["data.shuffle"] == "global"
+    assert open_data(pattern, tmp_path / "b", resume=state).identity == state.identity
 
 
 def test_auto_is_window_where_a_shard_is_remote() -> None:
@@ -342,7 +345,7 @@ def test_a_rewritten_shard_is_refused_readably(tmp_path: Path) -> None:
     write_shard(tmp_path / "s-0003.tar", [(key_of(n), sample_fields(n + 1)) for n in range(5)])
     with pytest.raises(RunIdentityError, match=r"(?s)data\.train\.one.*new_era"):
         windowed(pattern, tmp_path / "i", resume=state)
-    other = windowed(pattern, tmp_path / "i", on_data_change="new_era", seed=8)
+    other = windowed(pattern, tmp_path / "i", new_era=True, seed=8)
     with pytest.raises(RunIdentityError, match=r"data\.seed"):
         next(other.batches(state, rank=0, dp=1, max_steps=9))
 

@@ -409,7 +409,7 @@ def test_after_a_change_of_data_the_new_part_is_compared(tmp_path: Path) -> None
     write_shard(tmp_path / "data/s-9.tar", [(key_of(n), sample_fields(n)) for n in range(20, 26)])
     for state in old:
         ledger.rewind(state.batches)
-        data = open_split(tmp_path, ledger, on_data_change="new_era")
+        data = open_split(tmp_path, ledger, new_era=True)
         launch(run_dir, data, data.admit(state), stop=10, dp=1)
     found = audited(tmp_path)
     assert found.problems == [] and (found.batches, found.launches) == (10, 3)
@@ -431,7 +431,7 @@ def test_a_shown_batch_is_the_one_that_was_trained(tmp_path: Path) -> None:
     write_shard(tmp_path / "data/s-9.tar", [(key_of(n), sample_fields(n)) for n in range(20, 26)])
     for stop in (8, 11):
         ledger.rewind(state.batches)
-        data = open_split(tmp_path, ledger, on_data_change="new_era")
+        data = open_split(tmp_path, ledger, new_era=True)
         state = data.admit(state)
         launch(run_dir, data, state, stop=stop, dp=1)
         if stop == 8:

@@ -28,7 +28,7 @@ from vlmpack.data.loading.workers import LOOK_SECONDS, WorkerWatch, next_item, s
 from vlmpack.data.protocols import Collator, Encoder
 from vlmpack.errors import DataError
 from vlmpack.packing.batch import EncodedSample, PackedBatch, PaddedBatch, pin_batch
-from vlmpack.recipe.schema import OnErrorSection
+from vlmpack.recipe.schema import DataSection, OnErrorSection
 from vlmpack.words import counted
 
 LOADER_SEED = 0
@@ -77,17 +77,11 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderSettings:
-    """How batches are loaded; none of it changes what they hold."""
+class WorkerSettings:
+    """How loader workers are kept going; a recipe's data section says how many there are."""
 
-    num_workers: int = 2
-    """Worker processes of this rank; 0 loads in the training process."""
-    prefetch_bins: int = 4
-    """Bins that each worker prepares ahead."""
     timeout_seconds: float = 600.0
     """The longest wait for one bin."""
-    pin_memory: bool | None = None
-    """Page-locked batches; None means where CUDA is."""
     watch_seconds: float = 60.0
     """The longest silence of a worker that waits for its storage."""
     preload: tuple[str, ...] = DEFAULT_PRELOAD
@@ -210,7 +204,7 @@ class _Requests(Sampler[BinRequest]):
 
 
 def load_bins(
-    dataset: BinDataset, requests: Iterable[BinRequest], settings: LoaderSettings
+    dataset: BinDataset, requests: Iterable[BinRequest], data: DataSection, settings: WorkerSettings
 ) -> Iterator[MicroBatch]:
     """The batches of the requests, in their order; workers start with the first that is asked for.
 
@@ -218,27 +212,27 @@ def load_bins(
         DataError: a sample whose error class is not skipped, no bin within the timeout, or a worker
             has died.
     """
-    yield from begin_bins(dataset, requests, settings)
+    yield from begin_bins(dataset, requests, data, settings)
 
 
 def begin_bins(
-    dataset: BinDataset, requests: Iterable[BinRequest], settings: LoaderSettings
+    dataset: BinDataset, requests: Iterable[BinRequest], data: DataSection, settings: WorkerSettings
 ) -> Iterator[MicroBatch]:
     """As `load_bins`, with workers that are at work when this returns. Closing ends them."""
-    bins = _bins(dataset, requests, settings)
+    bins = _bins(dataset, requests, data, settings)
     next(bins)
     return cast(Iterator[MicroBatch], bins)
 
 
 def _bins(
-    dataset: BinDataset, requests: Iterable[BinRequest], settings: LoaderSettings
+    dataset: BinDataset, requests: Iterable[BinRequest], data: DataSection, settings: WorkerSettings
 ) -> Iterator[MicroBatch | None]:
     """None once the workers are at work, then the batches."""
-    workers = settings.num_workers
+    workers = data.num_workers
     generator = torch.Generator()
     generator.manual_seed(LOADER_SEED)
     begin = partial(start_worker, trainer=os.getpid(), watch_seconds=settings.watch_seconds)
-    asked = _Requests(requests, most=workers * settings.prefetch_bins + 1)
+    asked = _Requests(requests, most=workers * data.prefetch_batches + 1)
     loader = DataLoader(
         dataset,
         sampler=asked,
@@ -247,13 +241,11 @@ def _bins(
         collate_fn=_as_it_is,
         worker_init_fn=begin if workers else None,
         multiprocessing_context=worker_context(settings.preload) if workers else None,
-        prefetch_factor=settings.prefetch_bins if workers else None,
+        prefetch_factor=data.prefetch_batches if workers else None,
         timeout=min(LOOK_SECONDS, settings.timeout_seconds) if workers else 0,
         generator=generator,
         # The DataLoader's own thread calls MicroBatch.pin_memory, off the training thread.
-        pin_memory=torch.cuda.is_available()
-        if settings.pin_memory is None
-        else settings.pin_memory,
+        pin_memory=torch.cuda.is_available(),
     )
     with sigterm_blocked():
         batches: Any = iter(loader)

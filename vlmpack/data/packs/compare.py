@@ -128,7 +128,7 @@ def budget_differences(manifest: Manifest, config: DataConfig) -> list[str]:
 def source_differences(manifest: Manifest, config: DataConfig) -> list[str]:
     """One line for each setting of the sources that packs have built in. Paths may change."""
     pairs: list[tuple[str, object, object]] = [
-        ("data.over_long", manifest.data["data.over_long"], config.over_long),
+        ("data.over_long", manifest.data["data.over_long"], config.data.over_long),
         ("data.epoch_size", manifest.data["data.epoch_size"], config.epoch_size),
         (f"sources of {config.key}", len(manifest.sources), len(config.sources)),
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +28,7 @@ from vlmpack.data.splits.checks import dropped_samples
 from vlmpack.data.splits.identity import short_digest
 from vlmpack.data.splits.indexed import prepare_split
 from vlmpack.data.splits.split import OnDropped
-from vlmpack.data.splits.survey import Survey, survey_split
+from vlmpack.data.splits.survey import Survey, list_shards, survey_split
 from vlmpack.errors import PacksError
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 
@@ -47,7 +46,7 @@ def survey_data(
         return survey_split(config, encoder, fetcher, resume)
     if read_manifest(_folder(config)).kind == "shards":
         return Survey((), "none")
-    return survey_split(replace(config, shuffle="global"), encoder, fetcher)
+    return Survey(list_shards(config, fetcher), "global")
 
 
 def _folder(config: DataConfig) -> Path:
@@ -80,7 +79,7 @@ def open_packed(
     if manifest.kind == "shards":
         fitted = load_samples(folder / SAMPLES, small[SAMPLES])
     else:
-        prepared = prepare_split(replace(config, shuffle="global"), survey, builder, settings)
+        prepared = prepare_split(config, survey, builder, settings)
         check_index(manifest, folder, prepared.identity, config.key)
         fitted = prepared.fitted
     on_dropped(dropped_samples(fitted))

@@ -40,7 +40,7 @@ from vlmpack.data.splits.checks import name_unknown_keys
 from vlmpack.data.splits.indexed import PreparedSplit, prepare_split
 from vlmpack.data.splits.part_settings import build_settings, make_builder
 from vlmpack.data.splits.split import Split
-from vlmpack.data.splits.survey import survey_split
+from vlmpack.data.splits.survey import Survey, list_shards
 from vlmpack.errors import UNREADABLE, PacksError
 from vlmpack.whole_file import write_atomically
 
@@ -149,11 +149,11 @@ def _is_scrap(name: str) -> bool:
 
 def _prepared(source: PackSource, order: PackOrder) -> PreparedSplit:
     """The split's samples in index order, whichever way it is planned."""
-    config = replace(source.config, shuffle="global")
+    config = source.config
     encoder, fetcher = source.dataset.encoder, source.dataset.reader.fetcher
     return prepare_split(
         config,
-        survey_split(config, encoder, fetcher),
+        Survey(list_shards(config, fetcher), "global"),
         make_builder(config, encoder, fetcher),
         build_settings(config, order.on_index),
     )
@@ -233,7 +233,7 @@ def _write_parts(
     )
     cuts = part_cuts(fitted.table, arrays, order.part_packs)
     num_parts = len(cuts) - 1
-    preload = (*PRELOAD, *source.config.loader.preload)
+    preload = (*PRELOAD, *source.config.workers.preload)
     for facts in each_shard(
         work,
         part_jobs(fitted.table, arrays, cuts),

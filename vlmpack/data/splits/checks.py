@@ -21,7 +21,7 @@ def check_faults(table: SampleTable, config: DataConfig) -> None:
         try:
             SampleReader.raise_known(table.ref(number))
         except DataError as error:
-            if config.on_error.skips(error.error_class):
+            if config.data.on_error.skips(error.error_class):
                 continue
             same = sum(kind == name for kind, _ in table.faults.values())
             more = f" ({same - 1} more samples have errors of this class)" if same > 1 else ""
@@ -36,7 +36,7 @@ def check_faults(table: SampleTable, config: DataConfig) -> None:
 
 def check_unknown_keys(table: SampleTable, config: DataConfig) -> None:
     """Stops where records have keys that are not read, and the recipe refuses them."""
-    if table.unknown_keys and config.unknown_keys == "refuse":
+    if table.unknown_keys and config.data.unknown_keys == "refuse":
         raise DataError(
             f"{config.key}: records have keys that are not read: "
             f"{describe_keys(table.unknown_keys)}; remove them, or set data.unknown_keys: report",

@@ -207,7 +207,7 @@ class GrowingIndex:
         if shard not in self._counts:
             lengths = self.builder.lengths
             part = part_for(lengths.index_dir, self.stamps[shard], lengths.rule)
-            simple = self.config.over_long != "shrink_images"
+            simple = self.config.data.over_long != "shrink_images"
             table = read_part(part.path) if simple else None
             if table is None:
                 return int(self.glance(shard).shape[0])
@@ -321,7 +321,7 @@ class GrowingIndex:
 
         fitted = apply_over_long(
             table,
-            policy=self.config.over_long,
+            policy=self.config.data.over_long,
             limits=self.config.limits,
             encoder=lengths.encoder,
             read_text=text,

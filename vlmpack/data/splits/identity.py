@@ -33,7 +33,7 @@ def split_identity(
         "plan": rule,
         "data.seed": config.seed,
         "data.shuffle": shuffle,
-        "data.over_long": config.over_long,
+        "data.over_long": config.data.over_long,
         "data.epoch_size": config.epoch_size,
         "packing.mode": config.mode.name,
         "training.seq_length": config.seq_length,

@@ -183,7 +183,7 @@ def prepare_split(
     rows = _Rows(table, [index for indexes, _ in joined for index in indexes], builder.fetcher)
     fitted = apply_over_long(
         table,
-        policy=config.over_long,
+        policy=config.data.over_long,
         limits=config.limits,
         encoder=builder.lengths.encoder,
         read_text=rows.read_text,

@@ -52,7 +52,7 @@ def probe_lengths(
         try:
             encoded = encoder.encode(reader.read(ref), ref.sizes)
         except DataError as error:
-            if config.on_error.skips(error.error_class):
+            if config.data.on_error.skips(error.error_class):
                 continue
             raise error.located(key=ref.key, shard=ref.shard, offset=ref.offset) from None
         compared += 1

@@ -21,15 +21,14 @@ def make_builder(config: DataConfig, encoder: Encoder, fetcher: Fetcher) -> Shar
 
 def index_folder(config: DataConfig) -> Path:
     """Where the split's parts lie."""
-    return config.index_dir if config.index_dir is not None else default_cache_dir()
+    folder = config.data.index_dir
+    return default_cache_dir() if folder is None else Path(folder)
 
 
 def build_settings(config: DataConfig, progress: Progress | None) -> BuildSettings:
     """How the split's parts are made."""
     return BuildSettings(
         directory=index_folder(config),
-        max_processes=config.index_processes,
-        stall_timeout_seconds=config.index_timeout_seconds,
-        preload=config.loader.preload,
+        preload=config.workers.preload,
         progress=progress,
     )

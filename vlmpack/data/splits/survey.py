@@ -19,6 +19,10 @@ from vlmpack.data.splits.part_settings import index_folder, make_builder
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 from vlmpack.storage.sources import stamped_shards
 
+INDEX_FIRST_BYTES = 32 << 30
+"""Under `data.shuffle: auto`: local shards without an index that are indexed before the first
+batch; where there are more, the shuffle is by window."""
+
 
 @dataclass(frozen=True, slots=True)
 class Survey:
@@ -65,10 +69,7 @@ def survey_split(
         RecipeError: a pattern that matches nothing.
         DataError: a shard that is out of reach.
     """
-    sources = []
-    for source in config.sources:
-        name = config.key if len(config.sources) == 1 else f"{config.key}.{source.name}"
-        sources.append(stamped_shards([source.path], key=name, fetcher=fetcher))
+    sources = list_shards(config, fetcher)
     shuffle = config.shuffle
     if shuffle == "auto":
         stamps = [stamp for shards in sources for stamp in shards]
@@ -76,9 +77,22 @@ def survey_split(
             stamps,
             rule=make_builder(config, encoder, fetcher).rule,
             directory=index_folder(config),
-            max_bytes=config.index_first_bytes,
+            max_bytes=INDEX_FIRST_BYTES,
         )
-    return Survey(tuple(sources), shuffle)
+    return Survey(sources, shuffle)
+
+
+def list_shards(config: DataConfig, fetcher: Fetcher) -> tuple[tuple[ShardStamp, ...], ...]:
+    """The shards of each source of a split, in order.
+
+    Raises:
+        RecipeError, DataError: as survey_split.
+    """
+    sources = []
+    for source in config.sources:
+        key = config.key if len(config.sources) == 1 else f"{config.key}.{source.name}"
+        sources.append(stamped_shards([source.path], key=key, fetcher=fetcher))
+    return tuple(sources)
 
 
 def _settled(resume: DataState | None) -> Shuffle | None:

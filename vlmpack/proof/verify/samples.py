@@ -126,7 +126,7 @@ def _in_order(train: TrainData) -> Iterator[_Picked]:
                         raise read
                     encoded = train.dataset.encode(ref, read)
                 except DataError as error:
-                    if not train.config.on_error.skips(error.error_class):
+                    if not train.config.data.on_error.skips(error.error_class):
                         raise
                     logger.warning("left out: %s", error)
                     continue
