@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice
 from vlmpack.backends.policy import ComponentCount, TrainingPolicy
+from vlmpack.families import ModulePaths
 from vlmpack.packing import Batch
-from vlmpack.recipe.trainable import Component
 
 LossFunction = Callable[[Tensor], tuple[Tensor, int, dict[str, Tensor]]]
 """Output -> (loss sum to differentiate, label tokens, detached sums to report)."""
@@ -41,6 +41,9 @@ class Engine(Protocol):
 
     policy: TrainingPolicy
     """What is trained."""
+
+    paths: ModulePaths
+    """Where the model's components live."""
 
     components: Sequence[ComponentCount]
     """What the policy comes to, for each component that the model has."""
@@ -107,10 +110,6 @@ class Engine(Protocol):
             read: reads a box on CPU.
             optimizer_steps: steps that the moments have seen; at 0 there are no moments.
         """
-        ...
-
-    def component_of(self, name: str) -> Component:
-        """The component of a parameter."""
         ...
 
     def gradient_norms(self) -> Tensor:

@@ -48,7 +48,7 @@ def render_page(run: RunFiles, folder: Path) -> str:
                     ("task", "counted", "before", "after"),
                     [astuple(row) for row in rows],
                 )
-                for metric, rows in metric_tables(run)
+                for metric, rows in metric_tables(run).items()
             ),
             (
                 "While training",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from vlmpack.evaluation.metrics import (
     FORMER_KEYS,
@@ -37,13 +37,6 @@ class TaskRow:
     after: str
 
 
-class MetricTable(NamedTuple):
-    """One metric of all groups of questions that it counted something of."""
-
-    metric: str
-    rows: list[TaskRow]
-
-
 _HIDDEN = {
     *("identity", "tasks_before", "tasks_after"),
     *(f"{key}_{when}" for key in FORMER_KEYS.values() for when in ("before", "after")),
@@ -74,17 +67,16 @@ def headline(run: RunFiles) -> list[Figure]:
     return figures
 
 
-def metric_tables(run: RunFiles) -> list[MetricTable]:
-    """For each metric that counted something: by task, then over all, then text-only questions."""
+def metric_tables(run: RunFiles) -> dict[str, list[TaskRow]]:
+    """By metric, of what it counted something: by task, then over all, then text-only questions."""
     if run.after is None:
-        return []
+        return {}
     written = run.result.get("metrics_after")
     names = [n for n in written if n in METRICS] if isinstance(written, Mapping) else METRICS
     after = _groups(score(run.after, names))
     before = _groups(score(run.before, names)) if run.before is not None else {}
-    tables = []
-    for name in names:
-        rows = [
+    return {
+        name: [
             TaskRow(
                 title,
                 f"{group.tallies[name].counted:,}",
@@ -94,9 +86,8 @@ def metric_tables(run: RunFiles) -> list[MetricTable]:
             for title, group in after.items()
             if group.tallies[name].counted
         ]
-        if rows:
-            tables.append(MetricTable(name, rows))
-    return tables
+        for name in names
+    }
 
 
 def _groups(scores: Scores) -> dict[str, Group]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from vlmpack.backends.engine import Engine
+from vlmpack.backends.policy import component_of
 from vlmpack.distributed import Ranks
 from vlmpack.errors import TrainabilityError
 from vlmpack.packing import Batch, PackedBatch
@@ -104,7 +105,7 @@ class FirstStepCheck:
         ]
         everywhere = sorted({name for rank in self.ranks.gather_objects(moved) for name in rank})
         if everywhere:
-            components = sorted({self.engine.component_of(name) for name in everywhere})
+            components = sorted({component_of(name, self.engine.paths) for name in everywhere})
             raise TrainabilityError(
                 f"trainable: {len(everywhere)} frozen parameters of {', '.join(components)} moved "
                 f"in the first optimizer step: {', '.join(everywhere[:MAX_NAMES])}"

@@ -30,12 +30,10 @@ from vlmpack.backends.hf.parameter_boxes import (
     whole_state,
 )
 from vlmpack.backends.hf.quantize import check_quantization
-from vlmpack.backends.hf.schedule import forward_backward_no_pipelining
 from vlmpack.backends.hf.sharding import shard_model
 from vlmpack.backends.policy import (
     ComponentCount,
     TrainingPolicy,
-    component_of,
     count_components,
     describe_counts,
 )
@@ -44,7 +42,6 @@ from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.packing import Batch
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
-from vlmpack.recipe.trainable import Component
 
 
 class HFEngine:
@@ -147,15 +144,16 @@ class HFEngine:
     ) -> list[dict[str, Tensor]]:
         """Run the micro-batches of one optimizer step."""
         self._module.train(not forward_only)
-        reports = forward_backward_no_pipelining(
-            forward_step,
-            data_iterator,
-            self._module,
-            num_microbatches=num_microbatches,
-            forward_only=forward_only,
-            synchronise=self._synchronise,
-            autocast=self._autocast,
-        )
+        reports: list[dict[str, Tensor]] = []
+        for number in range(num_microbatches):
+            last = number == num_microbatches - 1  # only its backward reduces over the replicas
+            with self._synchronise(last), torch.set_grad_enabled(not forward_only):
+                with self._autocast():
+                    output, loss_function = forward_step(data_iterator, self._module)
+                    loss_sum, _, sums = loss_function(output)
+                if not forward_only:
+                    loss_sum.backward()
+            reports.append(sums)
         if self.sharded and forward_only:
             # FSDP2 keeps the root's weights gathered for a backward pass that does not come; its
             # parameters would then be others than those that the optimizer has moments of.
@@ -228,10 +226,6 @@ class HFEngine:
             device=self.device,
         )
         self.optimizer_steps = optimizer_steps
-
-    def component_of(self, name: str) -> Component:
-        """The component of a parameter."""
-        return component_of(name, self.paths)
 
     def gradient_norms(self) -> Tensor:
         """By component, over the world; see `vlmpack.backends.engine.Engine`."""

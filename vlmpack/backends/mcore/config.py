@@ -29,7 +29,7 @@ from vlmpack.backends.mcore.rope import RopeFrequencies
 from vlmpack.backends.mcore.router import with_packed_router
 from vlmpack.backends.mcore.weights import MegatronFamily
 from vlmpack.errors import CapabilityError
-from vlmpack.recipe.schema import ParallelismSection
+from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,24 +180,18 @@ class LanguageDims:
 
 
 def transformer_config(
-    dims: LanguageDims,
-    sizes: ParallelismSection,
-    *,
-    dtype: torch.dtype,
-    activation_checkpointing: bool,
-    aux_loss: float = 0.0,
+    dims: LanguageDims, model: ModelSection, sizes: ParallelismSection, *, dtype: torch.dtype
 ) -> TransformerConfig:
     """Megatron's config.
 
     Args:
         dims: the language model's sizes.
+        model: what the recipe says of it.
         sizes: how it is spread.
         dtype: of weights and activations.
-        activation_checkpointing: recompute each layer.
-        aux_loss: weight of the experts' load-balancing loss (2101.03961, 2.2).
     """
     recompute: dict[str, Any] = {}
-    if activation_checkpointing:
+    if model.activation_checkpointing:
         recompute = {
             "recompute_granularity": "full",
             "recompute_method": "uniform",
@@ -239,7 +233,7 @@ def transformer_config(
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        **_experts(dims.experts, sizes, aux_loss),
+        **_experts(dims.experts, sizes, model.router_aux_loss_coef),
         **recompute,
     )
 

@@ -13,19 +13,17 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from vlmpack.attention import VarlenAttention
 from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice, whole
 from vlmpack.backends.digests import digests
 from vlmpack.backends.engine import ForwardStep, compute_dtype, or_one
 from vlmpack.backends.export import save_model_folder
-from vlmpack.backends.mcore.config import LanguageDims, transformer_config
+from vlmpack.backends.mcore.config import LanguageDims
 from vlmpack.backends.mcore.cpu import megatron_on_cpu
 from vlmpack.backends.mcore.groups import in_words, start_model_parallel
 from vlmpack.backends.mcore.layout import LocalParameter, WeightLayout, local_parameters
-from vlmpack.backends.mcore.model import MegatronVLM
 from vlmpack.backends.mcore.optimizer import MegatronAdamW
 from vlmpack.backends.mcore.pretrained import PretrainedReader
-from vlmpack.backends.mcore.stage import build_stage, choose_varlen, replicated
+from vlmpack.backends.mcore.stage import build_stage, replicated
 from vlmpack.backends.mcore.trained import (
     frozen_tensors,
     gradient_squares,
@@ -36,7 +34,6 @@ from vlmpack.backends.mcore.weights import megatron_family
 from vlmpack.backends.policy import (
     ComponentCount,
     TrainingPolicy,
-    component_of,
     count_components,
     describe_counts,
 )
@@ -56,7 +53,6 @@ from vlmpack.packing import (
     slice_for_context,
 )
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
-from vlmpack.recipe.trainable import Component
 
 
 class MegatronEngine:
@@ -99,13 +95,18 @@ class MegatronEngine:
         dims = LanguageDims.from_transformers(self.skeleton.config, known)
         dims.check(split)
         reader = PretrainedReader(folder, known)
-        varlen, attention = choose_varlen(
-            model.attention, context=split.context, device=ranks.device, dtype=dtype
-        )
         with reader, megatron_on_cpu():
             reader.check(self.shapes)
             self.groups = groups = start_model_parallel(split)
-            self.model = self._stage(dims, encoder, varlen, dtype).to(ranks.device)
+            self.model, attention = build_stage(
+                model,
+                split,
+                dims,
+                groups,
+                skeleton=self.skeleton,
+                encoder=encoder,
+                device=self.device,
+            )
             self.first, self.last = self.model.pre_process, self.model.post_process
             parameters = local_parameters(self.model, family, self.shapes)
             self._check_coverage(parameters)
@@ -125,31 +126,6 @@ class MegatronEngine:
             )
             self.layout.load(reader, optimizer_steps=0)
         self.description = self._described(attention, dtype)
-
-    def _stage(
-        self,
-        dims: LanguageDims,
-        encoder: Encoder,
-        varlen: VarlenAttention | None,
-        dtype: torch.dtype,
-    ) -> MegatronVLM:
-        config, sizes = self.config, self.split
-        megatron_config = transformer_config(
-            dims,
-            sizes,
-            dtype=dtype,
-            activation_checkpointing=config.activation_checkpointing,
-            aux_loss=config.router_aux_loss_coef,
-        )
-        return build_stage(
-            megatron_config,
-            dims,
-            sizes,
-            self.groups,
-            varlen,
-            skeleton=self.skeleton,
-            encoder=encoder,
-        )
 
     def _described(self, attention: str, dtype: torch.dtype) -> dict[str, str]:
         """What was chosen, for the log and the report."""
@@ -252,10 +228,6 @@ class MegatronEngine:
         """Fill this rank's parameters and moments."""
         self.layout.load(read, optimizer_steps=optimizer_steps)
         self.optimizer_steps = optimizer_steps
-
-    def component_of(self, name: str) -> Component:
-        """The component of a parameter."""
-        return component_of(name, self.paths)
 
     def gradient_norms(self) -> Tensor:
         """By component, over the world; see `vlmpack.backends.engine.Engine`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,28 +19,65 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from vlmpack.attention import VarlenAttention, choose_attention, segment_attention
-from vlmpack.attention.varlen import AttentionName
-from vlmpack.backends.mcore.config import LanguageDims
+from vlmpack.backends.engine import compute_dtype
+from vlmpack.backends.mcore.config import LanguageDims, transformer_config
 from vlmpack.backends.mcore.model import MegatronVLM, VisionTower
 from vlmpack.backends.recompute import recompute_layers
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.model_folder import build_part
-from vlmpack.recipe.schema import ParallelismSection
+from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
 
-def choose_varlen(
-    name: AttentionName | Literal["auto", "transformer_engine"],
+def build_stage(
+    model: ModelSection,
+    split: ParallelismSection,
+    dims: LanguageDims,
+    groups: ProcessGroupCollection,
     *,
-    context: int,
+    skeleton: nn.Module,
+    encoder: Encoder,
     device: torch.device,
-    dtype: torch.dtype,
-) -> tuple[VarlenAttention | None, str]:
-    """The implementation (None for Transformer Engine), and what to say about it.
+) -> tuple[MegatronVLM, str]:
+    """The part of the model that this rank computes, weights still to be read.
+
+    Args:
+        model: what the recipe says of it.
+        split: how it is spread.
+        dims: the language model's sizes.
+        groups: Megatron's, of that split.
+        skeleton: the transformers model without weights.
+        encoder: the model folder's processor.
+        device: where it computes.
+
+    Returns:
+        The stage, and what to say about its attention.
 
     Raises:
-        CapabilityError: the requested one cannot run here, or knows no context parallelism.
+        CapabilityError: that attention cannot run here, or knows no context parallelism.
     """
+    config = transformer_config(dims, model, split, dtype=compute_dtype(model.dtype, device))
+    varlen, attention = _choose_varlen(model, split.context, device, config.params_dtype)
+    model_parallel_cuda_manual_seed(0)  # recomputation wants generators; dropout is 0
+    first = parallel_state.is_pipeline_first_stage()
+    stage = MegatronVLM(
+        config,
+        dims,
+        split,
+        varlen=varlen,
+        tower=_tower(config, skeleton, encoder) if first else None,
+        groups=groups,
+        pre_process=first,
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )
+    return stage.to(device), attention
+
+
+def _choose_varlen(
+    model: ModelSection, context: int, device: torch.device, dtype: torch.dtype
+) -> tuple[VarlenAttention | None, str]:
+    """The implementation (None for Transformer Engine), and what to say about it."""
+    name = model.attention
     if name == "transformer_engine":
         from vlmpack.backends.mcore.transformer_engine import require_transformer_engine
 
@@ -55,41 +92,6 @@ def choose_varlen(
             f"{context}); use segments or transformer_engine"
         )
     return choice.function, f"{choice.name} ({choice.reason})"
-
-
-def build_stage(
-    config: TransformerConfig,
-    dims: LanguageDims,
-    sizes: ParallelismSection,
-    groups: ProcessGroupCollection,
-    varlen: VarlenAttention | None,
-    *,
-    skeleton: nn.Module,
-    encoder: Encoder,
-) -> MegatronVLM:
-    """The part of the model that this rank computes, weights still to be read.
-
-    Args:
-        config: Megatron's configuration.
-        dims: the language model's sizes.
-        sizes: how the model is spread.
-        groups: Megatron's, of these sizes.
-        varlen: attention over whole rows; None for Transformer Engine.
-        skeleton: the transformers model without weights.
-        encoder: the model folder's processor.
-    """
-    model_parallel_cuda_manual_seed(0)  # recomputation wants generators; dropout is 0
-    first = parallel_state.is_pipeline_first_stage()
-    return MegatronVLM(
-        config,
-        dims,
-        sizes,
-        varlen=varlen,
-        tower=_tower(config, skeleton, encoder) if first else None,
-        groups=groups,
-        pre_process=first,
-        post_process=parallel_state.is_pipeline_last_stage(),
-    )
 
 
 def _tower(config: TransformerConfig, skeleton: nn.Module, encoder: Encoder) -> VisionTower | None:
