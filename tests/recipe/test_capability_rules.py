@@ -18,7 +18,7 @@ from vlmpack.capabilities import (
     ServedModel,
     why_not,
 )
-from vlmpack.recipe import capability_rules
+from vlmpack.recipe import capability_rules, rules
 
 ASKS = {
     "in_batch": {"packing.mode": "in_batch"},
@@ -96,7 +96,7 @@ def test_a_recipe_is_refused_where_the_table_says_no_and_nowhere_else(
 
 
 def test_a_family_that_mcore_does_not_run(problems_of, model, monkeypatch):
-    monkeypatch.setattr(capability_rules, "SERVED", {"qwen3": ServedModel(title="Q", family="q")})
+    monkeypatch.setattr(rules, "SERVED", {"qwen3": ServedModel(title="Q", family="q")})
     chosen = model("qwen3")
     assert problems_of(chosen) == []
     (problem,) = problems_of(chosen | {"model.backend": "mcore"})
@@ -112,7 +112,7 @@ def test_a_family_that_one_attention_alone_can_run(problems_of, model, monkeypat
     served = ServedModel(
         title="Q", family="q", attention=OnlyAttention(("segments",), "images look both ways")
     )
-    monkeypatch.setattr(capability_rules, "SERVED", {"qwen3": served})
+    monkeypatch.setattr(rules, "SERVED", {"qwen3": served})
     chosen = model("qwen3")
     for name in ("auto", "segments"):
         assert problems_of(chosen | {"model.attention": name}) == []
@@ -126,7 +126,7 @@ def test_a_feature_beyond_a_family(problems_of, model, monkeypatch):
     limits = {"online": Limit("its rows have one length", "use in_batch")}
     limits["CP"] = Limit("its images are not cut")
     served = ServedModel(title="Q", family="q", engines=("hf", "mcore"), limits=limits)
-    monkeypatch.setattr(capability_rules, "SERVED", {"qwen3": served})
+    monkeypatch.setattr(rules, "SERVED", {"qwen3": served})
     chosen = model("qwen3") | {"model.backend": "mcore"}
     assert problems_of(chosen) == []
     both = problems_of(chosen | ASKS["online"] | ASKS["CP"])

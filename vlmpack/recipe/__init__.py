@@ -16,10 +16,10 @@ from vlmpack.recipe.identity import (
 )
 from vlmpack.recipe.load import load_recipe
 from vlmpack.recipe.notes import notes
+from vlmpack.recipe.rules import check_world
 from vlmpack.recipe.schema import Recipe
 from vlmpack.recipe.show import dump_recipe, json_schema
 from vlmpack.recipe.sources import Source
-from vlmpack.recipe.world_rules import check_world
 
 __all__ = [
     "Derived",

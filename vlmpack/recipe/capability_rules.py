@@ -8,14 +8,12 @@ model says so.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 
 from vlmpack.capabilities import (
     MCORE_FEATURES,
     NOT_ON_MCORE,
     ONLY_ON_MCORE,
-    SERVED,
     Feature,
     Limit,
     ServedModel,
@@ -24,7 +22,7 @@ from vlmpack.capabilities import (
     version_limit,
 )
 from vlmpack.recipe.images import ImagesSection
-from vlmpack.recipe.model_rules import ModelConfig, read_model_config
+from vlmpack.recipe.model_rules import ModelConfig
 from vlmpack.recipe.problems import KeyPath, Problem
 from vlmpack.recipe.schema import DataSection, ModelSection, PackingSection, ParallelismSection
 from vlmpack.recipe.trainable import TrainableSection
@@ -32,6 +30,8 @@ from vlmpack.recipe.trainable import TrainableSection
 
 def model_is_served(config: ModelConfig) -> list[Problem]:
     """Some family trains it."""
+    if not isinstance(config.content.get("model_type"), str):
+        return []  # no transformers model: whoever loads it says so
     why = refusal(config.content)
     return [] if why is None else [Problem(("model", "path"), f"{config.folder}: {why}")]
 
@@ -98,37 +98,6 @@ def peft_is_installed(trainable: TrainableSection) -> list[Problem]:
     if limit is None:
         return []
     return [Problem(("trainable", name), f"'lora' {limit}") for name in trainable.uses("lora")]
-
-
-def broken_capability_rules(
-    sections: Mapping[str, object], base_dir: str | os.PathLike[str] | None
-) -> list[Problem]:
-    """The problems of these rules, as far as their sections are there.
-
-    Args:
-        sections: the top-level keys of a recipe whose own types are right.
-        base_dir: folder that a relative `model.path` starts at. None: the current directory.
-    """
-    model, trainable = sections.get("model"), sections.get("trainable")
-    problems = peft_is_installed(trainable) if isinstance(trainable, TrainableSection) else []
-    if not isinstance(model, ModelSection):
-        return problems
-    config = read_model_config(model, base_dir)
-    model_type = None if config is None else config.content.get("model_type")
-    if config is None or not isinstance(model_type, str):
-        return problems
-    problems += model_is_served(config)
-    served = SERVED.get(model_type)
-    if served is not None:
-        problems += engine_runs_the_family(model, served)
-        problems += attention_runs_the_family(model, served)
-        problems += family_has_the_features(model, served, sections)
-        data, images = sections.get("data"), sections.get("images")
-        if isinstance(data, DataSection):
-            problems += images_cost_less_when_shrunk(data, served)
-        if isinstance(images, ImagesSection):
-            problems += image_bounds_are_the_familys(images, served)
-    return problems
 
 
 def _asked(sections: Mapping[str, object]) -> Iterator[tuple[KeyPath, object, Feature]]:

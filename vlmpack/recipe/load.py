@@ -14,10 +14,8 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from vlmpack.errors import RecipeError
-from vlmpack.recipe.capability_rules import broken_capability_rules
 from vlmpack.recipe.images import ImagesSection
 from vlmpack.recipe.messages import explain, shown
-from vlmpack.recipe.model_rules import broken_model_rules
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.overrides import apply_overrides
 from vlmpack.recipe.path_rules import anchored
@@ -37,8 +35,6 @@ from vlmpack.recipe.schema import (
 )
 from vlmpack.recipe.show import json_schema
 from vlmpack.recipe.trainable import OptimSection, TrainableSection
-from vlmpack.recipe.trainable_rules import broken_trainable_rules
-from vlmpack.recipe.world_rules import broken_world_rules
 from vlmpack.recipe.yaml_nodes import parse_yaml
 
 SECTIONS: Mapping[str, type[BaseModel]] = {
@@ -83,11 +79,7 @@ def load_recipe(
     recipe, sections, problems = _typed(document)
     for problem in document.problems:
         sections.pop(str(problem.path[0]) if problem.path else "", None)
-    broken = broken_rules(sections) + broken_model_rules(sections, base_dir)
-    broken += broken_trainable_rules(sections, base_dir)
-    broken += broken_capability_rules(sections, base_dir)
-    if world_size is not None:
-        broken += broken_world_rules(sections, world_size)
+    broken = broken_rules(sections, base_dir, world_size)
     problems += [rule._replace(path=as_written(rule.path, document.root)) for rule in broken]
     problems = document.problems + without_echoes(problems, document.problems)
     if problems or recipe is None:

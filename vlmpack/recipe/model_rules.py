@@ -64,9 +64,11 @@ def read_model_config(
 
 
 def layers_split_over_processes(
-    config: ModelConfig, parallelism: ParallelismSection
+    config: ModelConfig, model: ModelSection, parallelism: ParallelismSection
 ) -> list[Problem]:
     """Each process gets as many heads and columns of a layer, each stage as many layers."""
+    if model.backend != "mcore":
+        return []
     heads = config.size("num_attention_heads")
     shared = {
         "tensor": {
@@ -95,6 +97,8 @@ def experts_are_there(
 ) -> list[Problem]:
     """What is about experts needs a mixture of experts; tensor parallelism with experts needs
     sequence parallelism, as Megatron asks."""
+    if model.backend != "mcore":
+        return []
     if config.size(*_EXPERTS):
         if parallelism.tensor == 1 or parallelism.sequence:
             return []
@@ -113,26 +117,6 @@ def experts_are_there(
         message = f"{model.router_aux_loss_coef}, but {none}; leave it out"
         problems.append(Problem(("model", "router_aux_loss_coef"), message))
     return problems
-
-
-def broken_model_rules(
-    sections: Mapping[str, object], base_dir: str | os.PathLike[str] | None
-) -> list[Problem]:
-    """The problems of these rules, as far as their sections are there.
-
-    Args:
-        sections: the top-level keys of a recipe whose own types are right.
-        base_dir: folder that a relative `model.path` starts at. None: the current directory.
-    """
-    model = sections.get("model")
-    if not isinstance(model, ModelSection) or model.backend != "mcore":
-        return []
-    config = read_model_config(model, base_dir)
-    parallelism = sections.get("parallelism")
-    if config is None or not isinstance(parallelism, ParallelismSection):
-        return []
-    problems = experts_are_there(config, model, parallelism)
-    return problems + layers_split_over_processes(config, parallelism)
 
 
 def _divisors(number: int) -> list[int]:

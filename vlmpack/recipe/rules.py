@@ -1,8 +1,10 @@
 """Rules across keys and sections: one pure function per rule.
 
-A rule takes the sections that it needs and returns the problems it found, with both numbers and
-the knob to turn. `RULES` is the list that `load_recipe` runs; a rule is left out while one of its
-sections has problems of its own. The rules about sources are in `data_rules.py`, about rows in
+A rule names what it needs as its parameters and returns the problems it found, with both numbers
+and the knob to turn. A parameter is a top-level key of the recipe, or `config` (the model folder's
+config.json), `served` (its line of the capability table), `world_size`, `sections` (all keys there
+are). `RULES` is the list that `load_recipe` runs; a rule is left out while something that it needs
+is unknown or has problems of its own. The rules about sources are in `data_rules.py`, about rows in
 `packing_rules.py`, places on disk in `path_rules.py`, about megatron-core in `mcore_rules.py`,
 about the model's own sizes in `model_rules.py`, what its family can do in `capability_rules.py`,
 about what is trained in `trainable_rules.py`, about the number of processes in `world_rules.py`.
@@ -10,10 +12,21 @@ about what is trained in `trainable_rules.py`, about the number of processes in 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from inspect import signature
 
-from vlmpack.capabilities import ENGINE_LIMITS, Feature
+from vlmpack.capabilities import ENGINE_LIMITS, SERVED, Feature
+from vlmpack.errors import RecipeError
+from vlmpack.recipe.capability_rules import (
+    attention_runs_the_family,
+    engine_runs_the_family,
+    family_has_the_features,
+    image_bounds_are_the_familys,
+    images_cost_less_when_shrunk,
+    model_is_served,
+    peft_is_installed,
+)
 from vlmpack.recipe.data_rules import (
     epoch_size_needs_weights,
     evaluation_has_data,
@@ -28,6 +41,11 @@ from vlmpack.recipe.mcore_rules import (
     fsdp_needs_hf,
     mcore_is_installed,
     transformer_engine_needs_mcore,
+)
+from vlmpack.recipe.model_rules import (
+    experts_are_there,
+    layers_split_over_processes,
+    read_model_config,
 )
 from vlmpack.recipe.packing_rules import (
     alignment_splits_over_context,
@@ -49,21 +67,29 @@ from vlmpack.recipe.path_rules import (
     sources_are_readable,
     stores_are_safe,
 )
-from vlmpack.recipe.problems import Problem
+from vlmpack.recipe.problems import Document, Problem, render
 from vlmpack.recipe.schema import (
     LoggingSection,
     ModelSection,
     ParallelismSection,
+    Recipe,
     TrainingSection,
 )
 from vlmpack.recipe.trainable_rules import (
+    components_are_there,
     four_bits_are_whole,
     four_bits_have_their_package,
     learning_rates_are_used,
+    learning_rates_have_components,
     lora_needs_hf,
     lora_settings_are_used,
     something_is_trained,
     targets_are_named,
+)
+from vlmpack.recipe.world_rules import (
+    experts_split_over_processes,
+    global_batch_splits_over_copies,
+    world_splits_into_copies,
 )
 
 
@@ -154,66 +180,97 @@ def trackers_differ(logging: LoggingSection) -> list[Problem]:
     ]
 
 
-class Rule(NamedTuple):
-    """A rule and the top-level keys of the recipe that it takes, in order."""
-
-    check: Callable[..., list[Problem]]
-    needs: tuple[str, ...]
-
-
-RULES: tuple[Rule, ...] = (
-    Rule(one_length_of_run, ("training",)),
-    Rule(shared_rows_need_samples, ("packing", "training")),
-    Rule(planned_rows_are_micro_batches, ("packing", "training")),
-    Rule(rows_hold_a_sample, ("packing", "training", "parallelism")),
-    Rule(saved_rows_have_packs, ("packing",)),
-    Rule(packs_need_offline, ("packing",)),
-    Rule(row_fields_need_rows, ("packing",)),
-    Rule(fixed_boundaries_need_fixed_rows, ("packing",)),
-    Rule(fixed_rows_fit_the_layout, ("packing", "training", "parallelism")),
-    Rule(saved_rows_settle_the_scope, ("packing",)),
-    Rule(mcore_is_installed, ("model",)),
-    Rule(transformer_engine_needs_mcore, ("model",)),
-    Rule(aux_loss_needs_mcore, ("model",)),
-    Rule(fsdp_needs_hf, ("model", "parallelism")),
-    Rule(hf_is_data_parallel_only, ("model", "parallelism")),
-    Rule(sequence_needs_tensor, ("model", "parallelism")),
-    Rule(global_batch_is_whole, ("training",)),
-    Rule(seq_length_splits_over_context, ("training", "parallelism")),
-    Rule(alignment_splits_over_context, ("packing", "parallelism")),
-    Rule(weights_are_complete, ("data",)),
-    Rule(weights_are_for_training, ("data",)),
-    Rule(epoch_size_needs_weights, ("data",)),
-    Rule(tokens_need_weights, ("data",)),
-    Rule(source_names_differ, ("data",)),
-    Rule(evaluation_has_data, ("data", "evaluation")),
-    Rule(trackers_differ, ("logging",)),
-    Rule(pixel_bounds_leave_room, ("images",)),
-    Rule(something_is_trained, ("trainable",)),
-    Rule(lora_settings_are_used, ("trainable",)),
-    Rule(targets_are_named, ("trainable",)),
-    Rule(lora_needs_hf, ("model", "trainable")),
-    Rule(four_bits_have_their_package, ("trainable",)),
-    Rule(four_bits_are_whole, ("parallelism", "trainable")),
-    Rule(learning_rates_are_used, ("optim", "trainable")),
-    Rule(model_is_local, ("model",)),
-    Rule(sources_are_readable, ("data",)),
-    Rule(stores_are_safe, ("data",)),
-    Rule(index_dir_is_local, ("data",)),
-    Rule(packs_are_local, ("packing",)),
-    Rule(run_dir_is_local, ("run_dir",)),
+RULES: tuple[Callable[..., list[Problem]], ...] = (
+    one_length_of_run,
+    shared_rows_need_samples,
+    planned_rows_are_micro_batches,
+    rows_hold_a_sample,
+    saved_rows_have_packs,
+    packs_need_offline,
+    row_fields_need_rows,
+    fixed_boundaries_need_fixed_rows,
+    fixed_rows_fit_the_layout,
+    saved_rows_settle_the_scope,
+    mcore_is_installed,
+    transformer_engine_needs_mcore,
+    aux_loss_needs_mcore,
+    fsdp_needs_hf,
+    hf_is_data_parallel_only,
+    sequence_needs_tensor,
+    global_batch_is_whole,
+    seq_length_splits_over_context,
+    alignment_splits_over_context,
+    weights_are_complete,
+    weights_are_for_training,
+    epoch_size_needs_weights,
+    tokens_need_weights,
+    source_names_differ,
+    evaluation_has_data,
+    trackers_differ,
+    pixel_bounds_leave_room,
+    something_is_trained,
+    lora_settings_are_used,
+    targets_are_named,
+    lora_needs_hf,
+    four_bits_have_their_package,
+    four_bits_are_whole,
+    learning_rates_are_used,
+    model_is_local,
+    sources_are_readable,
+    stores_are_safe,
+    index_dir_is_local,
+    packs_are_local,
+    run_dir_is_local,
+    experts_are_there,
+    layers_split_over_processes,
+    components_are_there,
+    learning_rates_have_components,
+    peft_is_installed,
+    model_is_served,
+    engine_runs_the_family,
+    attention_runs_the_family,
+    family_has_the_features,
+    images_cost_less_when_shrunk,
+    image_bounds_are_the_familys,
+    world_splits_into_copies,
+    experts_split_over_processes,
+    global_batch_splits_over_copies,
 )
 
 
-def broken_rules(sections: Mapping[str, object]) -> list[Problem]:
-    """The problems of every rule whose sections are all there.
+def broken_rules(
+    sections: Mapping[str, object],
+    base_dir: str | os.PathLike[str] | None = None,
+    world_size: int | None = None,
+) -> list[Problem]:
+    """The problems of every rule whose arguments are all there.
 
     Args:
         sections: the top-level keys of a recipe whose own types are right.
+        base_dir: folder that a relative `model.path` starts at. None: the current directory.
+        world_size: processes of the run; None where nobody knows yet.
     """
+    known: dict[str, object] = {**sections, "sections": sections}
+    model = sections.get("model")
+    config = read_model_config(model, base_dir) if isinstance(model, ModelSection) else None
+    if config is not None:
+        known["config"] = config
+        model_type = config.content.get("model_type")
+        if isinstance(model_type, str) and model_type in SERVED:
+            known["served"] = SERVED[model_type]
+    if world_size is not None:
+        known["world_size"] = world_size
     return [
         problem
-        for rule in RULES
-        if all(name in sections for name in rule.needs)
-        for problem in rule.check(*(sections[name] for name in rule.needs))
+        for rule, needs in ((rule, signature(rule).parameters) for rule in RULES)
+        if needs.keys() <= known.keys()
+        for problem in rule(**{name: known[name] for name in needs})
     ]
+
+
+def check_world(recipe: Recipe, world_size: int) -> None:
+    """Raise RecipeError if the recipe cannot run on this number of processes."""
+    names = ("parallelism", "training", "packing")
+    sections = {name: getattr(recipe, name) for name in names}
+    if problems := broken_rules(sections, world_size=world_size):
+        raise RecipeError(render(problems, Document(None)))

@@ -5,12 +5,10 @@ Packages are looked up, never imported: a recipe is checked where it cannot run,
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from importlib import util
 
 from vlmpack.capabilities import ENGINE_LIMITS
-from vlmpack.recipe.model_rules import ModelConfig, read_model_config
+from vlmpack.recipe.model_rules import ModelConfig
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.recipe.trainable import COMPONENTS, LoraSection, OptimSection, TrainableSection
@@ -113,44 +111,31 @@ def learning_rates_are_used(optim: OptimSection, trainable: TrainableSection) ->
     ]
 
 
-def components_are_there(
-    config: ModelConfig, trainable: TrainableSection, optim: OptimSection | None
-) -> list[Problem]:
+def components_are_there(config: ModelConfig, trainable: TrainableSection) -> list[Problem]:
     """A language model alone has neither tower nor projector."""
     if "vision_config" in config.values:
         return []
-    alone = f"{config.folder} is a language model alone (its config.json has no vision_config)"
     problems = [
-        Problem(("trainable", name), f"'{mode}', but {alone}; leave it out")
+        Problem(("trainable", name), f"'{mode}', but {_alone(config)}; leave it out")
         for name, mode in (("vision", trainable.vision), ("projector", trainable.projector))
         if mode != "full"
     ]
     if trainable.language == "frozen" and not problems:
-        message = f"'frozen', but {alone}, so nothing would be trained; use full or lora"
+        message = f"'frozen', but {_alone(config)}, so nothing would be trained; use full or lora"
         problems.append(Problem(("trainable", "language"), message))
-    for name in ("vision_lr", "projector_lr") if optim is not None else ():
-        if getattr(optim, name) is not None:
-            message = f"{getattr(optim, name)}, but {alone}; leave it out"
-            problems.append(Problem(("optim", name), message))
     return problems
 
 
-def broken_trainable_rules(
-    sections: Mapping[str, object], base_dir: str | os.PathLike[str] | None
-) -> list[Problem]:
-    """The problems of the rules that read the model folder's config.json.
+def learning_rates_have_components(config: ModelConfig, optim: OptimSection) -> list[Problem]:
+    """Nor does it have learning rates for them."""
+    if "vision_config" in config.values:
+        return []
+    return [
+        Problem(("optim", name), f"{getattr(optim, name)}, but {_alone(config)}; leave it out")
+        for name in ("vision_lr", "projector_lr")
+        if getattr(optim, name) is not None
+    ]
 
-    Args:
-        sections: the top-level keys of a recipe whose own types are right.
-        base_dir: folder that a relative `model.path` starts at. None: the current directory.
-    """
-    model, trainable = sections.get("model"), sections.get("trainable")
-    if not isinstance(model, ModelSection) or not isinstance(trainable, TrainableSection):
-        return []
-    config = read_model_config(model, base_dir)
-    optim = sections.get("optim")
-    if config is None:
-        return []
-    return components_are_there(
-        config, trainable, optim if isinstance(optim, OptimSection) else None
-    )
+
+def _alone(config: ModelConfig) -> str:
+    return f"{config.folder} is a language model alone (its config.json has no vision_config)"
