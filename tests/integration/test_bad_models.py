@@ -221,7 +221,7 @@ def test_an_unsupported_combination_is_named_before_any_data_is_read(
 
 @pytest.mark.parametrize(
     "command",
-    ["recipe check", "recipe show", "plan", "pack -o packs", "inspect --bin 0", "finetune"],
+    ["recipe check", "recipe show", "plan", "pack -o packs", "inspect --row 0", "finetune"],
 )
 def test_every_command_that_takes_a_recipe_says_the_same(
     folder: Path, settings: dict[str, Any], tmp_path: Path, command: str

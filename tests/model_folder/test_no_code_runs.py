@@ -122,7 +122,7 @@ COMMANDS = (
     "recipe show RECIPE",
     "families MODEL",
     "plan RECIPE",
-    "inspect RECIPE --bin 0 -o OUT",
+    "inspect RECIPE --row 0 -o OUT",
     "pack RECIPE packing.mode=offline -o OUT",
     "verify RECIPE",
     "verify RECIPE --tiny",

@@ -11,6 +11,7 @@ import typer
 from vlmpack.cli.convert import convert
 from vlmpack.cli.options import (
     AsJson,
+    FormerRow,
     IndexDir,
     MaxImagePixels,
     Overrides,
@@ -20,6 +21,7 @@ from vlmpack.cli.options import (
     Shards,
     Storage,
     num_processes,
+    row_number,
 )
 from vlmpack.cli.progress import BytesBar, size_text
 from vlmpack.cli.stores import open_reading
@@ -129,9 +131,10 @@ def show(
         int | None,
         typer.Option("--batch", min=0, help="Global batch, counted from 0 since the run's start."),
     ] = None,
-    bin_: Annotated[
-        int | None, typer.Option("--bin", min=0, help="One bin of it; all of them otherwise.")
+    row_: Annotated[
+        int | None, typer.Option("--row", min=0, help="One row of it; all of them otherwise.")
     ] = None,
+    bin_: FormerRow = None,
     key: Annotated[str | None, typer.Option("--key", help="A sample, by its key.")] = None,
     shard: Annotated[
         str | None, typer.Option("--shard", help="With --key: a part of its shard's path.")
@@ -152,10 +155,11 @@ def show(
     from vlmpack.proof.rows.opening import find_samples
     from vlmpack.proof.rows.shown import load_row
 
+    number = row_number(row_, bin_)
     if (batch is None) == (key is None):
         raise VlmpackError("expected one of --batch N and --key KEY")
-    if (bin_ is not None and batch is None) or (shard is not None and key is None):
-        raise VlmpackError("--bin goes with --batch, --shard with --key")
+    if (number is not None and batch is None) or (shard is not None and key is None):
+        raise VlmpackError("--row goes with --batch, --shard with --key")
     run_dir = run_folder(recipe)
     values = read_recipe(recipe, overrides or ())
     train, encoder = open_recipe(values, begun=last_state(run_dir))
@@ -167,13 +171,15 @@ def show(
         assert batch is not None
         check_batch(values, train, batch, run_dir)
         planned = planned_batch(train, batch, run_dir)
-        bins = list(enumerate(planned.bins))
-        if bin_ is not None and bin_ >= len(bins):
-            raise VlmpackError(f"--bin {bin_}: batch {batch} has {len(bins)} bins, counted from 0")
+        rows = list(enumerate(planned.bins))
+        if number is not None and number >= len(rows):
+            raise VlmpackError(
+                f"--row {number}: batch {batch} has {len(rows)} rows, counted from 0"
+            )
         where = f"of batch {batch}, epoch {planned.position.epoch}"
         wanted = [
-            (train.split.refs(samples), f"bin {place} {where}")
-            for place, samples in (bins if bin_ is None else bins[bin_ : bin_ + 1])
+            (train.split.refs(samples), f"row {place} {where}")
+            for place, samples in (rows if number is None else rows[number : number + 1])
         ]
     for samples, title in wanted:
         row = load_row(values, train, encoder, samples, title)
@@ -183,8 +189,8 @@ def show(
             if check.fails:
                 say(f"\u2717 {check.name}: {check.sentence}")
     if key is not None and run_dir is not None:
-        for number, epoch, path in trained_in(run_dir, key):
-            say(f"trained in batch {number}, epoch {epoch} ({path})")
+        for trained, epoch, path in trained_in(run_dir, key):
+            say(f"trained in batch {trained}, epoch {epoch} ({path})")
 
 
 @app.command()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlmpack.cli.options import Overrides, RecipeOrRun
+from vlmpack.cli.options import FormerRow, Overrides, RecipeOrRun, row_number
 from vlmpack.terminal import open_console, say
 
 if TYPE_CHECKING:
@@ -26,18 +26,19 @@ MAX_ROWS = 40
 def inspect(
     recipe: RecipeOrRun,
     overrides: Overrides = None,
-    bin_: Annotated[
+    row_: Annotated[
         int | None,
         typer.Option(
-            "--bin", min=0, help="Bin of the first epoch, counted from 0; of --batch, if given."
+            "--row", min=0, help="Row of the first epoch, counted from 0; of --batch, if given."
         ),
     ] = None,
+    bin_: FormerRow = None,
     batch: Annotated[
         int | None,
         typer.Option("--batch", min=0, help="Global batch, counted from 0 since the run's start."),
     ] = None,
     key: Annotated[
-        str | None, typer.Option("--key", help="The bin of the first epoch with this sample.")
+        str | None, typer.Option("--key", help="The row of the first epoch with this sample.")
     ] = None,
     shard: Annotated[
         str | None, typer.Option("--shard", help="With --key: a part of its shard's path.")
@@ -60,7 +61,7 @@ def inspect(
     from vlmpack.proof.rows.opening import Wanted, open_row
     from vlmpack.report.inspect.page import write_row
 
-    wanted = Wanted(bin=bin_, batch=batch, key=key, shard=shard)
+    wanted = Wanted(row=row_number(row_, bin_), batch=batch, key=key, shard=shard)
     row, found, encoder = open_row(recipe, wanted, overrides=overrides or (), context=context)
     checks = check_row(row)
     _print_row(row, checks)

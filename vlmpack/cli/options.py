@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vlmpack.addresses import is_remote
+from vlmpack.errors import VlmpackError
+from vlmpack.terminal import say
 
 if TYPE_CHECKING:
     from vlmpack.recipe import Recipe
@@ -113,3 +115,17 @@ def load(recipe: Path, overrides: Sequence[str] | None, world_size: int | None =
     if world_size is not None:
         check_world(loaded, world_size)
     return loaded
+
+
+FormerRow = Annotated[int | None, typer.Option("--bin", min=0, hidden=True)]
+"""What `--row` was called; for one release more."""
+
+
+def row_number(row: int | None, former: int | None) -> int | None:
+    """`--row`, or what was given by its former name, with a note on stderr."""
+    if former is None:
+        return row
+    if row is not None:
+        raise VlmpackError("--bin is now --row: expected one of them")
+    say("--bin is now --row and goes in the next release", err=True)
+    return former

@@ -440,10 +440,10 @@ def test_every_command_says_the_same_of_a_fault(
     assert shared and said_by_verify(wrong, encoder, monkeypatch) == shared
     monkeypatch.setattr(opening, "open_row", lambda *_, **__: (wrong, found, encoder))
     monkeypatch.setattr(shown, "load_row", lambda *_: wrong)
-    asked = ["inspect", inspect_recipe, "--bin", 0, "-o", tmp_path]
+    asked = ["inspect", inspect_recipe, "--row", 0, "-o", tmp_path]
     inspected = CliRunner().invoke(app, [*map(str, asked)])
     assert inspected.exit_code == 1 and crosses(inspected.output) == shared
-    asked = ["data", "show", inspect_recipe, "--batch", 0, "--bin", 0]
+    asked = ["data", "show", inspect_recipe, "--batch", 0, "--row", 0]
     assert crosses(CliRunner().invoke(app, [*map(str, asked)]).output) == shared
     page = unescape((tmp_path / f"{found.stem}.html").read_text())
     assert all(f"<b>{name}</b><span>{said}</span>" in page for name, said in shared)

@@ -114,13 +114,13 @@ def invoke(*arguments: object) -> Result:
 
 
 def test_the_command_shows_rows_and_keys(recipe: Path, opened: tuple[TrainData, Encoder]) -> None:
-    result = invoke(recipe, "--batch", 1, "--bin", 1)
+    result = invoke(recipe, "--batch", 1, "--row", 1)
     assert result.exit_code == 0, result.output
     keys = [sample.key for sample in shown(opened, 1, 1).samples]
     assert len(keys) == 4
     lines = [line for line in result.output.splitlines() if line.startswith("segment")]
     assert [line.split()[2] for line in lines] == keys
-    assert result.output.startswith("bin 1 of batch 1, epoch 0: 4 samples")
+    assert result.output.startswith("row 1 of batch 1, epoch 0: 4 samples")
     alone = invoke(recipe, "--key", keys[2])
     assert alone.exit_code == 0 and f"segment 0  {keys[2]} " in alone.output
     both = invoke(recipe, "--batch", 1)
@@ -130,7 +130,7 @@ def test_the_command_shows_rows_and_keys(recipe: Path, opened: tuple[TrainData, 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--batch", 1, "--bin", 2), "--bin 2: batch 1 has 2 bins"),
+        (("--batch", 1, "--row", 2), "--row 2: batch 1 has 2 rows"),
         (("--batch", 3), "--batch 3: the run takes 3 steps (training.max_steps 3), so its last"),
         (
             ("--batch", 12, "training.max_steps=null", "training.num_epochs=2"),
@@ -138,7 +138,7 @@ def test_the_command_shows_rows_and_keys(recipe: Path, opened: tuple[TrainData, 
         ),
         (("--key", "nobody"), "no sample 'nobody'"),
         ((), "expected one of --batch N and --key KEY"),
-        (("--key", "x", "--bin", 1), "--bin goes with --batch"),
+        (("--key", "x", "--row", 1), "--row goes with --batch"),
     ],
 )
 def test_what_is_not_there_is_named(recipe: Path, arguments: Any, message: str) -> None:

@@ -67,18 +67,18 @@ def test_a_row_of_a_run_is_the_one_that_it_trained(trained: Any) -> None:
         for planned in train.planned(train.start(), STEPS)
     ]
     for batch in (CHANGED_AT, STEPS - 1):
-        assert drawn(run_dir, batch=batch, bin=0) == rows[batch] != naive[batch]
+        assert drawn(run_dir, batch=batch, row=0) == rows[batch] != naive[batch]
 
 
 @pytest.mark.parametrize(
     ("overrides", "wanted", "message"),
     [
-        ((), {"batch": 0, "bin": 0}, r"--batch 0: from batch 0 on, .*from other data"),
-        ((), {"batch": STEPS, "bin": 0}, f"takes {STEPS} steps"),
-        ((), {"bin": 0}, r"from batch 0 on, .*from other data"),
-        ((), {"bin": 2}, r"bin 2 of the first epoch.* is not what the run planned there"),
-        (("training.seed=9",), {"batch": 2, "bin": 0}, "data.seed: the run has 0, now 9"),
-        (("training.seed=9",), {"bin": 2}, "data.seed: the run has 0, now 9"),
+        ((), {"batch": 0, "row": 0}, r"--batch 0: from batch 0 on, .*from other data"),
+        ((), {"batch": STEPS, "row": 0}, f"takes {STEPS} steps"),
+        ((), {"row": 0}, r"from batch 0 on, .*from other data"),
+        ((), {"row": 2}, r"row 2 of the first epoch.* is not what the run planned there"),
+        (("training.seed=9",), {"batch": 2, "row": 0}, "data.seed: the run has 0, now 9"),
+        (("training.seed=9",), {"row": 2}, "data.seed: the run has 0, now 9"),
     ],
 )
 def test_what_the_run_did_not_train_is_refused(

@@ -1,4 +1,4 @@
-"""Recipe -> the bin that was asked for, planned as training would plan it."""
+"""Recipe -> the row that was asked for, planned as training would plan it."""
 
 from __future__ import annotations
 
@@ -32,38 +32,38 @@ MAX_CANDIDATES = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Which bin: exactly one of `bin` (alone or within `batch`) and `key`.
+    """Which row: exactly one of `row` (alone or within `batch`) and `key`.
 
     Args:
-        bin: counted from 0 over the first epoch; within `batch` where that is given.
+        row: counted from 0 over the first epoch; within `batch` where that is given.
         batch: a global batch, counted from 0 since the run's start.
-        key: of a sample; the first epoch's bin that holds it.
+        key: of a sample; the first epoch's row that holds it.
         shard: a part of the path of that sample's shard.
     """
 
-    bin: int | None = None
+    row: int | None = None
     batch: int | None = None
     key: str | None = None
     shard: str | None = None
 
     def __post_init__(self) -> None:
-        if (self.bin is None) == (self.key is None):
-            raise VlmpackError("expected one of --bin N and --key KEY")
-        if self.batch is not None and self.bin is None:
-            raise VlmpackError("--batch goes with --bin")
+        if (self.row is None) == (self.key is None):
+            raise VlmpackError("expected one of --row N and --key KEY")
+        if self.batch is not None and self.row is None:
+            raise VlmpackError("--batch goes with --row")
         if self.shard is not None and self.key is None:
             raise VlmpackError("--shard goes with --key")
 
 
 @dataclass(frozen=True, slots=True)
-class FoundBin:
-    """A bin of the plan.
+class FoundRow:
+    """A row of the plan.
 
     Args:
         number: over the first epoch, or in its batch.
         batch: its global batch.
         epoch: its epoch.
-        samples: those of the bin.
+        samples: those of the row.
         stem: a file name for it.
     """
 
@@ -77,23 +77,23 @@ class FoundBin:
     def title(self) -> str:
         """For the reader."""
         if self.stem.startswith("batch"):
-            return f"bin {self.number} of global batch {self.batch}, epoch {self.epoch}"
-        return f"bin {self.number} of the first epoch, in global batch {self.batch}"
+            return f"row {self.number} of global batch {self.batch}, epoch {self.epoch}"
+        return f"row {self.number} of the first epoch, in global batch {self.batch}"
 
 
 def open_row(
     recipe: Path, wanted: Wanted, *, overrides: Sequence[str] = (), context: int | None = None
-) -> tuple[ShownRow, FoundBin, Encoder]:
+) -> tuple[ShownRow, FoundRow, Encoder]:
     """The row that training would get.
 
     Args:
         recipe: its path, or a run folder.
-        wanted: which bin.
+        wanted: which row.
         overrides: `key=value`.
         context: CP, in place of the recipe's; the plan is then that of a run with it.
 
     Raises:
-        VlmpackError: what is wrong with the recipe, the model folder or the data, no such bin, or
+        VlmpackError: what is wrong with the recipe, the model folder or the data, no such row, or
             a run that trained other rows than can be planned now.
     """
     run_dir = run_folder(recipe)
@@ -104,7 +104,7 @@ def open_row(
     try:
         if wanted.batch is not None:
             check_batch(values, train, wanted.batch, run_dir)
-        found = find_bin(train, wanted, run_dir)
+        found = find_row(train, wanted, run_dir)
         row = load_row(values, train, encoder, found.samples, found.title)
     finally:
         train.split.close()
@@ -125,8 +125,8 @@ def _with_context(recipe: Recipe, context: int) -> Recipe:
     return recipe.model_copy(update={"parallelism": parallelism})
 
 
-def find_bin(train: TrainData, wanted: Wanted, run_dir: RunDir | None) -> FoundBin:
-    """The bin in the plan.
+def find_row(train: TrainData, wanted: Wanted, run_dir: RunDir | None) -> FoundRow:
+    """The row in the plan.
 
     Args:
         run_dir: of the run, if there is one: its launches say what a batch was planned from.
@@ -138,47 +138,47 @@ def find_bin(train: TrainData, wanted: Wanted, run_dir: RunDir | None) -> FoundB
         found = _in_first_epoch(train, wanted)
         _check_planned(train, found, run_dir)
         return found
-    assert wanted.bin is not None
+    assert wanted.row is not None
     planned = planned_batch(train, wanted.batch, run_dir)
-    if wanted.bin >= len(planned.bins):
+    if wanted.row >= len(planned.bins):
         raise VlmpackError(
-            f"--bin {wanted.bin}: batch {wanted.batch} has {len(planned.bins)} bins, counted from 0"
+            f"--row {wanted.row}: batch {wanted.batch} has {len(planned.bins)} rows, counted from 0"
         )
-    return FoundBin(
-        wanted.bin,
+    return FoundRow(
+        wanted.row,
         wanted.batch,
         planned.position.epoch,
-        _refs(train, planned.bins[wanted.bin]),
-        f"batch-{wanted.batch}-bin-{wanted.bin}",
+        _refs(train, planned.bins[wanted.row]),
+        f"batch-{wanted.batch}-row-{wanted.row}",
     )
 
 
-def _check_planned(train: TrainData, found: FoundBin, run_dir: RunDir | None) -> None:
-    """Refuses a bin of the first epoch that the run planned otherwise."""
+def _check_planned(train: TrainData, found: FoundRow, run_dir: RunDir | None) -> None:
+    """Refuses a row of the first epoch that the run planned otherwise."""
     if run_dir is None:
         return
     planned = planned_batch(train, found.batch, run_dir)
     if found.samples not in [_refs(train, samples) for samples in planned.bins]:
         raise VlmpackError(
             f"{run_dir.path}: {found.title}, is not what the run planned there: its data changed "
-            "on the way. Choose with --batch N --bin N instead, counted from the run's start"
+            "on the way. Choose with --batch N --row N instead, counted from the run's start"
         )
 
 
-def _in_first_epoch(train: TrainData, wanted: Wanted) -> FoundBin:
+def _in_first_epoch(train: TrainData, wanted: Wanted) -> FoundRow:
     if wanted.key is not None:
         return _holding(train, wanted.key, wanted.shard)
     number = -1
-    for number, batch, samples in _first_bins(train):
-        if number == wanted.bin:
-            return FoundBin(number, batch, 0, _refs(train, samples), f"bin-{number}")
+    for number, batch, samples in _first_rows(train):
+        if number == wanted.row:
+            return FoundRow(number, batch, 0, _refs(train, samples), f"row-{number}")
     raise VlmpackError(
-        f"--bin {wanted.bin}: the first epoch has {number + 1:,} bins, counted from 0"
+        f"--row {wanted.row}: the first epoch has {number + 1:,} rows, counted from 0"
     )
 
 
-def _first_bins(train: TrainData) -> Iterator[tuple[int, int, Bin]]:
-    """(bin over the first epoch, global batch, samples)."""
+def _first_rows(train: TrainData) -> Iterator[tuple[int, int, Bin]]:
+    """(row over the first epoch, global batch, samples)."""
     number = 0
     for batch, planned in enumerate(first_epoch(train.split)):
         for samples in planned.bins:
@@ -190,7 +190,7 @@ def _refs(train: TrainData, samples: Bin) -> tuple[SampleRef, ...]:
     return train.split.refs(samples)
 
 
-def _holding(train: TrainData, key: str, shard: str | None) -> FoundBin:
+def _holding(train: TrainData, key: str, shard: str | None) -> FoundRow:
     found = find_samples(train, key, shard)
     shards = sorted({ref.shard for ref in found})
     if len(shards) > 1:
@@ -199,14 +199,14 @@ def _holding(train: TrainData, key: str, shard: str | None) -> FoundBin:
             "--shard TEXT, a part of its path"
         )
     places = {(ref.shard, ref.offset) for ref in found}
-    for number, batch, samples in _first_bins(train):
+    for number, batch, samples in _first_rows(train):
         refs = _refs(train, samples)
         if any((ref.shard, ref.offset) in places for ref in refs):
-            return FoundBin(number, batch, 0, refs, f"bin-{number}")
+            return FoundRow(number, batch, 0, refs, f"row-{number}")
     numbers = {ref.number for ref in found}
     why = [item.reason for item in train.fitted.dropped if item.number in numbers]
     raise VlmpackError(
-        f"--key {key}: the sample is in {shards[0]}, but in no bin of the first epoch"
+        f"--key {key}: the sample is in {shards[0]}, but in no row of the first epoch"
         + (f": {why[0]}" if why else "")
     )
 
