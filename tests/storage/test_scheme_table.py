@@ -14,8 +14,11 @@ from vlmpack.addresses import SCHEMES, Scheme, is_remote
 from vlmpack.errors import DataError, RecipeError
 from vlmpack.recipe import load_recipe
 from vlmpack.storage.fetch import ShardStamp
+from vlmpack.storage.hub import HubTransport
+from vlmpack.storage.objects import ObjectTransport
 from vlmpack.storage.route import RoutingFetcher, make_transport
 from vlmpack.storage.sources import expand_shards
+from vlmpack.storage.transport import HttpTransport
 
 ADDRESS = "mem://shelf/val-000000.tar"
 
@@ -71,11 +74,19 @@ def test_without_its_line_it_is_not_read():
         RoutingFetcher().head(ADDRESS)
 
 
+OURS = {
+    **dict.fromkeys(("s3", "gs", "az"), ObjectTransport),
+    **dict.fromkeys(("http", "https"), HttpTransport),
+    "hf": HubTransport,
+}
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_line_names_a_transport_that_can_be_made(scheme):
     from vlmpack.recipe.storage import CredentialsSection, StorageSection
 
     transport = make_transport(StorageSection(), named=SCHEMES[scheme].transport)
+    assert type(transport) is OURS[scheme]
     for name in ("head", "body", "list_shards", "close"):
         assert callable(getattr(transport, name))
     transport.close()
