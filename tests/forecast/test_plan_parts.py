@@ -27,7 +27,8 @@ from vlmpack.forecast.sequences import bound_choices
 from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.cost import CostModel
 from vlmpack.recipe import load_recipe
-from vlmpack.recipe.schema import PackingSection
+from vlmpack.recipe.derived import data_parallel_size
+from vlmpack.recipe.schema import ModelSection, PackingSection, ParallelismSection
 
 MODE = Online(packing=PackingSection(mode="online"), budget=RowBudget(max_tokens=512))
 COSTS = CostModel(per_token=10.0, per_squared_length=0.01, per_patch=6.0)
@@ -183,7 +184,11 @@ def test_what_a_rank_holds_under_each_sharding(tmp_path: Path) -> None:
         values = {"model.path": str(TINY_MODEL), "model.dtype": "bfloat16"}
         values |= {key.replace("__", "."): value for key, value in changes.items()}
         recipe = load_recipe(ROOT / "recipes/digits-demo.yaml", values)
-        return memory_figures(recipe, sizes, mode_of(), copies=copies, world_size=world_size)
+        split, whole = recipe.parallelism, recipe.training.global_batch_size
+        assert data_parallel_size(split, world_size) == copies
+        return memory_figures(
+            recipe.model, split, sizes, mode_of(), global_batch_size=whole, world_size=world_size
+        )
 
     plain = memory(4, 4)
     assert (plain.weights, plain.gradients, plain.optimizer) == (6 * count, 4 * count, 8 * count)
@@ -234,12 +239,11 @@ def test_activations_beside_what_autograd_keeps() -> None:
     measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     assert batch.media is not None
     patches = sum(t * h * w for t, h, w in batch.media.grid_thw)
-    recipe = load_recipe(
-        ROOT / "recipes/digits-demo.yaml",
-        {"model.path": str(TINY_MODEL), "model.dtype": "float32"},
-    )
+    model = ModelSection(path=str(TINY_MODEL), dtype="float32")
     sizes = read_sizes(TINY_MODEL)
     assert sizes is not None
     mode = mode_of(max_row_slots=batch.num_slots, max_row_patches=patches)
-    estimate = memory_figures(recipe, sizes, mode, copies=1, world_size=1).activations
+    estimate = memory_figures(
+        model, ParallelismSection(), sizes, mode, global_batch_size=16, world_size=1
+    ).activations
     assert 1.0 < measured / estimate < 1.3

@@ -36,13 +36,19 @@ def recipe_of(changes: dict[str, Any], dtype: str = "float32") -> Recipe:
     return load_recipe(ROOT / "recipes/digits-demo.yaml", values)
 
 
-def memory(recipe: Recipe, encoder: Any, world_size: int = 1, copies: int = 1) -> Any:
+def memory(recipe: Recipe, encoder: Any, world_size: int = 1) -> Any:
     sizes = read_sizes(TINY_MODEL)
     assert sizes is not None
     trained = trained_sizes(policy_of(recipe), encoder)
     mode = mode_of(max_row_slots=512, max_row_patches=64)
     return memory_figures(
-        recipe, sizes, mode, copies=copies, world_size=world_size, trained=trained
+        recipe.model,
+        recipe.parallelism,
+        sizes,
+        mode,
+        global_batch_size=recipe.training.global_batch_size,
+        world_size=world_size,
+        trained=trained,
     )
 
 
@@ -88,7 +94,7 @@ def test_what_is_trained_on_each_rank(encoder: Any) -> None:
     assert sharded.gradients == 4 * -(-adapters.rank_trained // 4)
 
     mcore = {"model.backend": "mcore", "trainable.vision": "frozen"}
-    no_tower = memory(recipe_of(mcore, "bfloat16"), encoder, 2, 2)
+    no_tower = memory(recipe_of(mcore, "bfloat16"), encoder, 2)
     assert no_tower.rank_trained == total - tower["vision"]
     assert no_tower.weights == 2 * total
     assert no_tower.gradients == 4 * no_tower.rank_trained

@@ -109,10 +109,11 @@ def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
         memory=None
         if inputs.sizes is None
         else memory_figures(
-            recipe,
+            recipe.model.settled("bfloat16"),  # what a GPU computes in
+            recipe.parallelism,
             inputs.sizes,
             figures[own.name],
-            copies=copies,
+            global_batch_size=recipe.training.global_batch_size,
             world_size=inputs.world_size,
             trained=inputs.trained,
         ),

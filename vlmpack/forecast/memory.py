@@ -38,7 +38,8 @@ from typing import Protocol
 from vlmpack.forecast.figures import MemoryFigures
 from vlmpack.forecast.parameters import ModelSizes
 from vlmpack.forecast.trained import TrainedSizes
-from vlmpack.recipe import Recipe
+from vlmpack.recipe.derived import data_parallel_size
+from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
 LOGIT_COPIES = 3
 
@@ -79,51 +80,48 @@ class _Rank:
 
 
 def memory_figures(
-    recipe: Recipe,
+    model: ModelSection,
+    split: ParallelismSection,
     sizes: ModelSizes,
     mode: MicroBatchSizes,
     *,
-    copies: int,
+    global_batch_size: int,
     world_size: int,
     trained: TrainedSizes | None = None,
 ) -> MemoryFigures:
     """The fullest rank's.
 
     Args:
+        model: its dtype settled.
         mode: the recipe's; its largest micro-batch is what activations are counted for.
-        copies: of the model.
+        global_batch_size: in what the mode counts.
         trained: what is; None for every weight.
     """
-    estimate = _Estimate(recipe, sizes, mode, copies, world_size, trained)
+    accumulation = global_batch_size // mode.micro_batch_size
+    accumulation //= data_parallel_size(split, world_size)
+    estimate = _Estimate(model, split, sizes, mode, max(1, accumulation), world_size, trained)
     return max((estimate.of(rank) for rank in estimate.ranks()), key=lambda one: one.total)
 
 
 @dataclass(frozen=True, slots=True)
 class _Estimate:
-    recipe: Recipe
+    model: ModelSection
+    split: ParallelismSection
     sizes: ModelSizes
     mode: MicroBatchSizes
-    copies: int
+    accumulation: int
     world_size: int
     trained: TrainedSizes | None
 
     @property
-    def dtype(self) -> str:
-        """`auto` is what a GPU computes in."""
-        name = self.recipe.model.dtype
-        return "bfloat16" if name == "auto" else name
-
-    @property
     def number(self) -> int:
         """Bytes of an activation's number."""
-        return 2 if self.dtype == "bfloat16" else 4
+        return 2 if self.model.dtype == "bfloat16" else 4
 
     def ranks(self) -> list[_Rank]:
         """The first and the last pipeline stage."""
-        split, sizes = self.recipe.parallelism, self.sizes
+        split, sizes = self.split, self.sizes
         stages, tensor = split.pipeline, split.tensor
-        per_step = self.recipe.training.global_batch_size
-        accumulation = max(1, per_step // (self.mode.micro_batch_size * self.copies))
         layers = (sizes.layers // tensor + sizes.vectors) // stages
         experts = sizes.experts // stages // split.expert
         first = layers + experts + sizes.embedding // tensor + sizes.tower
@@ -137,7 +135,7 @@ class _Estimate:
         return [
             _Rank(
                 where="first pipeline stage", parameters=first, experts=experts, layers=each,
-                in_flight=min(stages, accumulation), has_tower=True, has_head=False,
+                in_flight=min(stages, self.accumulation), has_tower=True, has_head=False,
             ),
             _Rank(
                 where="last pipeline stage", parameters=layers + experts + head, experts=experts,
@@ -148,9 +146,7 @@ class _Estimate:
     def of(self, rank: _Rank) -> MemoryFigures:
         """The figures of one rank."""
         weights, gradients, optimizer = (
-            self._mcore_state(rank)
-            if self.recipe.model.backend == "mcore"
-            else self._hf_state(rank)
+            self._mcore_state(rank) if self.model.backend == "mcore" else self._hf_state(rank)
         )
         return MemoryFigures(
             parameters=self.sizes.parameters,
@@ -159,7 +155,7 @@ class _Estimate:
             rank_parameters=rank.parameters,
             rank_trained=self._trained(rank),
             where=rank.where,
-            dtype=self.dtype,
+            dtype=self.model.dtype,
             weights=weights,
             gradients=gradients,
             optimizer=optimizer,
@@ -191,31 +187,31 @@ class _Estimate:
         sizes, trained = self.sizes, self.trained
         packed = trained.packed if trained is not None else 0
         count = rank.parameters - packed + (trained.adapters if trained is not None else 0)
-        shards = self.world_size if self.recipe.parallelism.sharding == "fsdp" else 1
+        shards = self.world_size if self.split.sharding == "fsdp" else 1
         held, updated = -(-count // shards), -(-self._trained(rank) // shards)
         copied = 0
         if shards > 1:
             root = sizes.embedding + sizes.head
             copied = self.number * (root + 2 * sizes.largest_block)
-        elif self.dtype == "bfloat16":
+        elif self.model.dtype == "bfloat16":
             copied = 2 * (count - (trained.before_graph if trained is not None else 0))
         return 4 * held + round(NF4_BYTES * packed) + copied, 4 * updated, 8 * updated
 
     def _mcore_state(self, rank: _Rank) -> tuple[int, int, int]:
-        split = self.recipe.parallelism
-        each = 12 if self.dtype == "bfloat16" else 8
+        split = self.split
+        each = 12 if self.model.dtype == "bfloat16" else 8
         updated, experts = self._trained(rank), self._trained(rank, experts=True)
         dense = updated - experts
         optimizer = each * updated
         if split.distributed_optimizer:
-            over = self.copies * split.context
+            over = data_parallel_size(split, self.world_size) * split.context
             expert_over = max(1, over * split.tensor // split.expert)
             optimizer = each * (-(-dense // over) + -(-experts // expert_over))
         return self.number * rank.parameters, 4 * updated, optimizer
 
     def _activations(self, rank: _Rank) -> int:
-        split, sizes, mode, number = self.recipe.parallelism, self.sizes, self.mode, self.number
-        recompute = self.recipe.model.activation_checkpointing
+        split, sizes, mode, number = self.split, self.sizes, self.mode, self.number
+        recompute = self.model.activation_checkpointing
         tokens = -(-mode.max_row_slots // split.context)
         narrow = split.tensor if split.sequence else 1
         norms = self._norm_bytes() * sizes.hidden // narrow
@@ -235,7 +231,7 @@ class _Estimate:
 
     def _tower_block(self, rank: _Rank) -> tuple[int, int, int]:
         """Bytes a patch keeps in a block of the tower, blocks, and patches of this rank."""
-        split, vision = self.recipe.parallelism, self.sizes.vision
+        split, vision = self.split, self.sizes.vision
         if vision is None or not rank.has_tower:
             return 0, 0, 0
         mlp = (4 if vision.gated else 2) * vision.intermediate
@@ -244,36 +240,36 @@ class _Estimate:
 
     def _norm_bytes(self) -> int:
         """That the two norms of a layer keep for each column of a token."""
-        if self.recipe.model.backend == "mcore":
+        if self.model.backend == "mcore":
             return 4 * self.number
-        if self.dtype == "float32":
+        if self.model.dtype == "float32":
             return 24
-        return 16 if self.recipe.parallelism.sharding == "fsdp" else 20
+        return 16 if self.split.sharding == "fsdp" else 20
 
     def _logits(self) -> int:
         from vlmpack.backends.cross_entropy import chunk_rows  # imports torch
 
         rows = min(self.mode.max_row_slots, chunk_rows(self.sizes.vocabulary))
-        return LOGIT_COPIES * 4 * rows * self.sizes.vocabulary // self.recipe.parallelism.tensor
+        return LOGIT_COPIES * 4 * rows * self.sizes.vocabulary // self.split.tensor
 
     def _formula(self) -> tuple[str, ...]:
-        mcore = self.recipe.model.backend == "mcore"
-        split = self.recipe.parallelism
+        mcore = self.model.backend == "mcore"
+        split = self.split
         if mcore:
-            each = "12" if self.dtype == "bfloat16" else "8"
+            each = "12" if self.model.dtype == "bfloat16" else "8"
             over = ", over data and context ranks" if split.distributed_optimizer else ""
             state = f"{self.number} + 4 + {each} bytes a parameter (the last{over or ' whole'})"
         else:
             over = (
                 f" over {self.world_size} ranks" if split.sharding == "fsdp" else " on every rank"
             )
-            copy = " + copies in bfloat16" if self.dtype == "bfloat16" else ""
+            copy = " + copies in bfloat16" if self.model.dtype == "bfloat16" else ""
             state = f"4 + 4 + 8 bytes a parameter{over}{copy}"
         if self.trained is not None:
             state += "; gradients and AdamW's numbers of trained parameters alone"
         norm, number = self._norm_bytes(), self.number
         layer = f"{norm} h + {number} (2 q + 2 k + 4 f) bytes a token and layer"
-        if self.recipe.model.activation_checkpointing:
+        if self.model.activation_checkpointing:
             layer = f"{number} h bytes a token and layer, and one layer of {layer}"
         return (
             f"weights + gradients + AdamW: {state}",

@@ -68,6 +68,10 @@ class ModelSection(Section):
     all tokens of a row; beside the mean loss of label tokens it counts tokens / label tokens
     times."""
 
+    def settled(self, auto: Literal["float32", "bfloat16"]) -> ModelSection:
+        """With what `dtype: auto` is on the device at hand."""
+        return self if self.dtype != "auto" else self.model_copy(update={"dtype": auto})
+
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class OnErrorSection:

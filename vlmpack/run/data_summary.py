@@ -7,12 +7,11 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
+from vlmpack.data.config import DataConfig
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.data.splits.checks import name_unknown_keys
 from vlmpack.data.splits.summary import DataSummary
-from vlmpack.recipe import Recipe
-from vlmpack.recipe.derived import row_tokens
 
 logger = logging.getLogger("vlmpack")
 
@@ -20,13 +19,10 @@ EXAMPLE_MICRO_BATCHES = 12
 """Micro-batches of a launch's first steps that the report draws to scale."""
 
 
-def data_summary(
-    mode: str, train: TrainData, state: DataState, summary: DataSummary
-) -> dict[str, Any]:
+def data_summary(train: TrainData, state: DataState, summary: DataSummary) -> dict[str, Any]:
     """data-summary.json: what the report draws, from lengths alone.
 
     Args:
-        mode: `packing.mode`.
         state: where the launch begins; the examples are its first micro-batches, fewer where its
             window has fewer: other ranks wait, and no further shard is indexed for them.
     """
@@ -35,7 +31,7 @@ def data_summary(
     bins = [samples for batch in window for samples in batch][:EXAMPLE_MICRO_BATCHES]
     examples = [[train.ref(number).num_tokens for number in samples] for samples in bins]
     return {
-        "packing_mode": mode,
+        "packing_mode": train.config.mode.name,
         "length_histogram": {str(n): count for n, count in sorted(Counter(usable).items())},
         "padded_tokens_none": summary.padded_slots,
         "packed_tokens": summary.packed_slots,
@@ -45,7 +41,7 @@ def data_summary(
     }
 
 
-def log_data(recipe: Recipe, summary: DataSummary) -> None:
+def log_data(config: DataConfig, summary: DataSummary) -> None:
     """What the packing mode does to this data, in one line."""
     saved = summary.padding_removed / max(1, summary.padded_slots)
     lengths = summary.length_percentiles
@@ -70,23 +66,23 @@ def log_data(recipe: Recipe, summary: DataSummary) -> None:
             summary.num_shards,
         )
     name_unknown_keys(summary.unknown_keys)
-    if recipe.packing.facts.pads:
+    mode, whole = config.mode, config.global_batch_size
+    if mode.facts.pads:
         what = f"rows are padded: {saved:.0%} of the slots of an epoch hold no token"
-    elif recipe.packing.facts.plans_rows:
-        capacity = row_tokens(recipe.packing, recipe.training, recipe.parallelism)
-        each, whole = summary.row_samples / summary.num_rows, recipe.training.global_batch_size
+    elif mode.facts.plans_rows:
+        capacity, each = mode.budget.max_tokens, summary.row_samples / summary.num_rows
         what = (
             f"rows of up to {capacity} tokens, {each:.1f} samples each, "
             f"{summary.epoch_tokens / (summary.num_rows * capacity):.1%} full; a step trains "
             + (
                 f"{whole} rows, about {whole * each:.0f} samples"
-                if recipe.packing.counts_rows
+                if mode.packing.counts_rows
                 else f"{whole} samples"
             )
         )
     else:
         what = (
-            f"each micro-batch of {recipe.training.micro_batch_size} samples is one row; "
+            f"each micro-batch of {config.micro_batch_size} samples is one row; "
             f"{saved:.0%} of the slots that padded rows would take are gone"
         )
-    logger.info("%-14s %s: %s", "packing", recipe.packing.mode, what)
+    logger.info("%-14s %s: %s", "packing", mode.name, what)

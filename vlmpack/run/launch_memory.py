@@ -14,14 +14,11 @@ import numpy as np
 
 from vlmpack.build.setup import Setup
 from vlmpack.data.pipeline import TrainData
-from vlmpack.distributed import Ranks
 from vlmpack.errors import ModelError
 from vlmpack.forecast.figures import MemoryFigures
 from vlmpack.forecast.memory import memory_figures
 from vlmpack.forecast.parameters import read_sizes
 from vlmpack.forecast.trained import trained_sizes
-from vlmpack.recipe import Recipe
-from vlmpack.recipe.derived import row_tokens
 from vlmpack.run.machine_memory import Room, room_of
 
 logger = logging.getLogger("vlmpack")
@@ -45,7 +42,7 @@ def say_memory(setup: Setup, train: TrainData) -> None:
 
     A model folder without the sizes that the estimate needs is passed over.
     """
-    recipe, ranks = setup.recipe, setup.ranks
+    ranks = setup.ranks
     room = room_of(ranks.device)
     try:
         sizes = read_sizes(setup.encoder.folder)
@@ -53,11 +50,13 @@ def say_memory(setup: Setup, train: TrainData) -> None:
         return
     if sizes is None or room is None:
         return
+    on_gpu = ranks.device.type == "cuda"
     figures = memory_figures(
-        _on(recipe, ranks),
+        setup.recipe.model.settled("bfloat16" if on_gpu else "float32"),
+        setup.recipe.parallelism,
         sizes,
-        largest_micro_batch(recipe, train),
-        copies=setup.derived.data_parallel,
+        largest_micro_batch(train),
+        global_batch_size=train.config.global_batch_size,
         world_size=ranks.world_size,
         trained=trained_sizes(setup.policy, setup.encoder),
     )
@@ -90,26 +89,18 @@ def memory_line(figures: MemoryFigures, room: Room) -> str:
     )
 
 
-def largest_micro_batch(recipe: Recipe, train: TrainData) -> LargestMicroBatch:
+def largest_micro_batch(train: TrainData) -> LargestMicroBatch:
     """Its slots: of a planned row its budget; else the largest of many drawn micro-batches. Its
     patches: the budget's, 0 without one: no length of a sample says how many it has."""
-    packing, micro = recipe.packing, recipe.training.micro_batch_size
-    if packing.facts.plans_rows:
-        tokens = row_tokens(packing, recipe.training, recipe.parallelism)
-        return LargestMicroBatch(1, tokens, packing.max_vision_patches or 0)
+    mode, micro = train.config.mode, train.config.micro_batch_size
+    if mode.facts.plans_rows:
+        return LargestMicroBatch(1, mode.budget.max_tokens, mode.budget.max_patches or 0)
     lengths = train.split.usable_tokens()
     if not lengths.size:
         return LargestMicroBatch(micro, 0, 0)
     drawn = np.random.default_rng(0).choice(lengths, (DRAWN, micro))
-    rows = drawn.max(axis=1) * micro if packing.facts.pads else drawn.sum(axis=1)
+    rows = drawn.max(axis=1) * micro if mode.facts.pads else drawn.sum(axis=1)
     return LargestMicroBatch(micro, int(rows.max()), 0)
-
-
-def _on(recipe: Recipe, ranks: Ranks) -> Recipe:
-    """With `model.dtype: auto` as this device has it; the plan takes it for a GPU's."""
-    if recipe.model.dtype != "auto" or ranks.device.type == "cuda":
-        return recipe
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": "float32"})})
 
 
 def _gib(size: int) -> str:

@@ -16,6 +16,7 @@ from vlmpack.build.policy import check_policy, policy_rows, policy_table
 from vlmpack.build.run_length import total_steps
 from vlmpack.build.setup import Setup
 from vlmpack.build.shard_listing import LISTING_NAME, ShardListing
+from vlmpack.data.config import DataConfig
 from vlmpack.data.loading.ledger import Ledger, SkipLimiter, SkipLimits
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
@@ -25,7 +26,6 @@ from vlmpack.distributed import Ranks, share_iterator
 from vlmpack.distributed.timeouts import CollectiveTimeouts, set_timeout
 from vlmpack.packing import Batch
 from vlmpack.proof.verify.at_start import verify_at_start
-from vlmpack.recipe import Recipe
 from vlmpack.run.begun_steps import BegunSteps
 from vlmpack.run.data_summary import data_summary, log_data
 from vlmpack.run.launch_memory import say_memory
@@ -102,13 +102,13 @@ def _open(setup: Setup, place: Place, model: ModelWatch, begun: BegunSteps) -> S
     ranks.on_main(lambda: ledger.rewind(trainer.totals.step, skipped=trainer.totals.num_skipped))
     limiter.replay(
         batches=trainer.totals.step,
-        samples_per_batch=_samples_per_batch(recipe, trainer.totals),
+        samples_per_batch=_samples_per_batch(train.config, trainer.totals),
     )
     state = _go_on(trainer, train, place)
 
     def write_figures() -> None:
         write_atomically(run_dir.trainable, json.dumps(trained, indent=1) + "\n")
-        figures = data_summary(recipe.packing.mode, train, state, splits.summary)
+        figures = data_summary(train, state, splits.summary)
         write_atomically(run_dir.data_summary, json.dumps(figures) + "\n")
 
     ranks.on_main(write_figures)  # a full disk is every rank's error, so that none waits
@@ -186,7 +186,7 @@ def _open_splits(setup: Setup, place: Place, ledger: Ledger, saved: DataState | 
     if setup.recipe.evaluation.generate:
         test = open_split(setup, "data.test", ledger)
     summary = train.summary()
-    log_data(setup.recipe, summary)
+    log_data(train.config, summary)
     for split in (validation, test):
         if split is not None:
             name_unknown_keys(split.fitted.table.unknown_keys, split.config.key)
@@ -205,8 +205,8 @@ def _describe(setup: Setup, engine: Engine) -> list[dict[str, Any]]:
     return trained
 
 
-def _samples_per_batch(recipe: Recipe, totals: Totals) -> int:
+def _samples_per_batch(config: DataConfig, totals: Totals) -> int:
     """Samples of a global batch, holes included; where it counts rows, the mean so far."""
-    if not recipe.packing.counts_rows:
-        return recipe.training.global_batch_size
+    if not config.mode.packing.counts_rows:
+        return config.global_batch_size
     return max(1, round((totals.num_samples + totals.num_skipped) / max(1, totals.step)))

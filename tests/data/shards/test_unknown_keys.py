@@ -64,9 +64,12 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def launch_lines(summary: Any, caplog: pytest.LogCaptureFixture) -> list[str]:
-    packing = PackingSection(mode="none")
+    facts = PackingSection(mode="none").facts
+    config: Any = SimpleNamespace(
+        mode=SimpleNamespace(name="none", facts=facts), global_batch_size=1
+    )
     with caplog.at_level(logging.INFO, "vlmpack"):
-        log_data(SimpleNamespace(packing=packing), summary)
+        log_data(config, summary)
     return logged(caplog)
 
 

@@ -305,7 +305,7 @@ def test_the_reports_examples_are_the_launchs_next_bins(
         index_dir = tmp_path / str(count)
         data = open_data(pattern, index_dir, shuffle=shuffle, resume=state)
         figures, before = data.summary(), num_indexed(index_dir)
-        drawn = data_summary("in_batch", data, state, figures)["example_micro_batches"]
+        drawn = data_summary(data, state, figures)["example_micro_batches"]
         assert num_indexed(index_dir) == before, "other ranks wait for this"
         planned = islice(data.plan.walk(state.position, state.cursors), 2)
         bins = [bin for batch in planned for bin in batch.bins]
