@@ -127,6 +127,11 @@ class DataError(VlmpackError):
         )
 
 
+def schema_error(reason: str, *, key: str | None = None, shard: str | None = None) -> DataError:
+    """A record or a conversation that is not as expected; arguments as of DataError."""
+    return DataError(reason, error_class="schema", key=key, shard=shard)
+
+
 def _rebuild_data_error(
     cls: type[DataError],
     reason: str,

@@ -9,7 +9,7 @@ in the second case `<image>` in the text marks the places, unless parts without 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,18 +20,21 @@ from vlmpack.data.shards.schemas import (
     OTHER_MEDIA,
     VIDEO_MARKER,
     check_place,
+    kind_of,
     marks_video,
     named_images,
     other_media,
+    turn_role,
 )
-from vlmpack.data.shards.turns import TURN_FIELDS, is_learnt, placed_turns, refuse_foreign
-from vlmpack.errors import DataError
+from vlmpack.data.shards.turns import TURN_FIELDS, is_learnt, placed_turns
+from vlmpack.encode.sample import Role
+from vlmpack.errors import schema_error
 from vlmpack.words import counted
 
 ImageSource = str | bytes
 """A path relative to the image root, or the encoded file itself."""
 
-_ROLES = {
+_ROLES: Mapping[str, Mapping[str, Role]] = {
     "messages": {"system": "system", "user": "user", "assistant": "assistant"},
     "conversations": {
         "system": "system",
@@ -96,19 +99,19 @@ def chat_turns(record: dict[str, Any]) -> ChatTurns:
     schemas = [name for name in TURN_FIELDS if name in record]
     if len(schemas) != 1:
         found = ", ".join(repr(name) for name in sorted(record)[:8]) or "nothing"
-        raise _fault(f"expected exactly one of 'messages' and 'conversations', found {found}")
+        raise schema_error(f"expected exactly one of 'messages' and 'conversations', found {found}")
     schema = schemas[0]
     turns = record[schema]
     if isinstance(turns, str):  # a parquet column of JSON text
         try:
             turns = parse_json(turns)
         except (ValueError, RecursionError) as error:
-            raise _fault(f"{schema!r} is text that is no JSON: {error}") from None
+            raise schema_error(f"{schema!r} is text that is no JSON: {error}") from None
     if not isinstance(turns, list) or not turns:
-        raise _fault(f"{schema!r} is {_kind(turns)}; expected a list of turns")
+        raise schema_error(f"{schema!r} is {kind_of(turns)}; expected a list of turns")
     for name in OTHER_MEDIA:
         if not is_absent(record.get(name)):
-            raise _fault(f"the record has {name!r}; {other_media(name)}")
+            raise schema_error(f"the record has {name!r}; {other_media(name)}")
     named = _named_images(record)
     parts: list[list[str | ImagePlace]] = []
     heads = []
@@ -141,16 +144,10 @@ class ImagePlace:
     source: ImageSource | None
 
 
-def _turn(turn: object, schema: str, where: str) -> tuple[str, object, bool]:
-    if not isinstance(turn, dict):
-        raise _fault(f"{where} is {_kind(turn)}; expected an object")
-    refuse_foreign(turn, schema, where)
-    role_field, content_field = TURN_FIELDS[schema]
-    role, roles = turn.get(role_field), _ROLES[schema]
-    if not isinstance(role, str) or role not in roles:
-        expected = ", ".join(repr(name) for name in roles)
-        raise _fault(f"{where} has the {role_field} {role!r}; expected one of {expected}")
-    return roles[role], turn.get(content_field), is_learnt(turn, roles[role], where)
+def _turn(turn: object, schema: str, where: str) -> tuple[Role, object, bool]:
+    role = turn_role(turn, schema, _ROLES[schema], where)
+    assert isinstance(turn, dict)
+    return role, turn.get(TURN_FIELDS[schema][1]), is_learnt(turn, role, where)
 
 
 def _parts(content: object, where: str, shown: int) -> Iterator[str | ImagePlace]:
@@ -159,7 +156,9 @@ def _parts(content: object, where: str, shown: int) -> Iterator[str | ImagePlace
         yield content
         return
     if not isinstance(content, list) or not content:
-        raise _fault(f"{where} has the content {_kind(content)}; expected text or a list of parts")
+        raise schema_error(
+            f"{where} has the content {kind_of(content)}; expected text or a list of parts"
+        )
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind in _PART_KEYS:
@@ -178,9 +177,9 @@ def _parts(content: object, where: str, shown: int) -> Iterator[str | ImagePlace
             shown += 1
             yield ImagePlace(_source(url, f"{where}[{number}]"))
         elif kind in OTHER_MEDIA:
-            raise _fault(f"{where}[{number}] has the type {kind!r}; {other_media(kind)}")
+            raise schema_error(f"{where}[{number}] has the type {kind!r}; {other_media(kind)}")
         else:
-            raise _fault(
+            raise schema_error(
                 f"{where}[{number}] has the type {kind!r}; expected 'text' with a text, 'image' or "
                 "'image_url'"
             )
@@ -189,7 +188,9 @@ def _parts(content: object, where: str, shown: int) -> Iterator[str | ImagePlace
 def _image_part(part: dict[str, Any], where: str) -> ImagePlace:
     given = [name for name in _IMAGE_NAMES if not is_absent(part.get(name))]
     if len(given) > 1:
-        raise _fault(f"{where} names its image by {' and '.join(given)}; expected one of them")
+        raise schema_error(
+            f"{where} names its image by {' and '.join(given)}; expected one of them"
+        )
     return ImagePlace(_source(part[given[0]], where) if given else None)
 
 
@@ -203,7 +204,7 @@ def _refuse_video_markers(
 ) -> None:
     for where, row in zip(places, parts, strict=True):
         if any(isinstance(part, str) and VIDEO_MARKER in part for part in row):
-            raise _fault(f"{where} {marks_video(schema)}")
+            raise schema_error(f"{where} {marks_video(schema)}")
 
 
 def _by_markers(parts: list[str | ImagePlace]) -> Iterator[str | ImagePlace]:
@@ -235,34 +236,26 @@ def _source(value: object, where: str) -> ImageSource:
         value = data if data is not None else path
     if (isinstance(value, str) and value) or isinstance(value, bytes):
         return value
-    raise _fault(f"{where} is {_kind(value)}; expected a path, or an object with bytes or path")
+    raise schema_error(
+        f"{where} is {kind_of(value)}; expected a path, or an object with bytes or path"
+    )
 
 
 def _resolve(places: list[ImagePlace], named: list[ImageSource] | None) -> tuple[ImageSource, ...]:
     own = [place.source for place in places if place.source is not None]
     if named is None:
         if len(own) < len(places):
-            raise _fault(
+            raise schema_error(
                 f"{counted(len(places) - len(own), 'place')} for images in the turns "
                 f"({IMAGE_MARKER} or image parts) without a name, nor does the record name any "
                 "('image' or 'images')"
             )
         return tuple(own)
     if own and own != named:
-        raise _fault("images are named by the parts and by the record, and not the same ones")
+        raise schema_error("images are named by the parts and by the record, and not the same ones")
     if len(places) != len(named):
-        raise _fault(
+        raise schema_error(
             f"{counted(len(places), 'place')} for images in the turns ({IMAGE_MARKER} or image "
             f"parts), but {counted(len(named), 'image')} named"
         )
     return tuple(named)
-
-
-def _fault(reason: str) -> DataError:
-    return DataError(reason, error_class="schema")
-
-
-def _kind(value: object) -> str:
-    if value is None:
-        return "missing"
-    return "an empty list" if value == [] else f"a {type(value).__name__}"

@@ -26,7 +26,7 @@ from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.keys import count_keys
 from vlmpack.data.shards.naming import JSON_FIELD
 from vlmpack.data.shards.schemas import cook_text
-from vlmpack.errors import DataError, EmptyDataError, VlmpackError
+from vlmpack.errors import DataError, EmptyDataError, VlmpackError, schema_error
 from vlmpack.storage.fetch import LocalFetcher
 from vlmpack.storage.folders import default_cache_dir
 from vlmpack.whole_file import write_atomically
@@ -167,13 +167,12 @@ def sample_fields(
         DataError: class `schema`, `integrity` or `decode`; the reason has no place.
     """
     if record.value is None:
-        raise DataError(record.fault or "cannot be read", error_class="schema")
+        raise schema_error(record.fault or "cannot be read")
     turns = chat_turns(record.value)
     loaded = [images.load(source) for source in turns.images]
     if len(loaded) > images.caps.max_images:
-        raise DataError(
+        raise schema_error(
             f"{len(loaded)} images; at most {images.caps.max_images} are allowed",
-            error_class="schema",
         )
     names = tuple(f"{place}.{image.suffix}" for place, image in enumerate(loaded))
     document: dict[str, Any] = {"messages": turns.messages(names)}
@@ -185,9 +184,7 @@ def sample_fields(
     try:
         data = text.encode()
     except UnicodeEncodeError:
-        raise DataError(
-            "a text has half of a surrogate pair, which is no text", error_class="schema"
-        ) from None
+        raise schema_error("a text has half of a surrogate pair, which is no text") from None
     cooked = cook_text(_key(number), "", data, (JSON_FIELD, *names))
     assert cooked.image_fields == names, (cooked.image_fields, names)
     if encoder is not None:

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from vlmpack.data.shards.json_text import parse_json
 from vlmpack.data.shards.keys import MEANT_ELSEWHERE, RECORD_KEYS, misspelt
 from vlmpack.data.shards.schemas import OTHER_MEDIA
-from vlmpack.errors import DataError, VlmpackError
+from vlmpack.errors import DataError, VlmpackError, schema_error
 
 FORMATS = ("auto", "jsonl", "llava", "hf")
 """What `--format` takes; `auto` goes by a folder, and by the name's end."""
@@ -95,13 +95,10 @@ def _json_items(path: Path) -> Iterator[Record]:
     try:
         items = parse_json(path.read_bytes().decode("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(
-            f"cannot be read as JSON: {error}", error_class="schema", shard=str(path)
-        ) from error
+        raise schema_error(f"cannot be read as JSON: {error}", shard=str(path)) from error
     if not isinstance(items, list):
-        raise DataError(
+        raise schema_error(
             f"holds a {type(items).__name__}; expected a list of records",
-            error_class="schema",
             shard=str(path),
         )
     for number, item in enumerate(items):
@@ -170,10 +167,9 @@ def _parquet_rows(path: Path, files: Sequence[Path]) -> Iterator[Record]:
 def _columns(file: Path, names: Sequence[str]) -> list[str]:
     chat = [name for name in CHAT_COLUMNS if name in names]
     if len(chat) != 1:
-        raise DataError(
+        raise schema_error(
             f"has the columns {', '.join(names)}; expected exactly one of "
             f"{' and '.join(CHAT_COLUMNS)}",
-            error_class="schema",
             shard=str(file),
         )
     read = (*IMAGE_COLUMNS, *KEPT_COLUMNS, *OTHER_MEDIA, *MEANT_ELSEWHERE, "label")

@@ -28,7 +28,7 @@ from vlmpack.encode.token_places import (
     written_by,
 )
 from vlmpack.encode.turns import AssistantTurns, difference
-from vlmpack.errors import DataError, ModelError, VlmpackError
+from vlmpack.errors import DataError, ModelError, VlmpackError, schema_error
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """A template that marks what the assistant writes."""
@@ -203,9 +203,8 @@ class ChatEncoder:
         """
         self._refuse_special(messages)
         if messages and messages[0].role == "assistant":
-            raise DataError(
+            raise schema_error(
                 "the conversation starts with the assistant; expected a user's turn first",
-                error_class="schema",
             )
         shown, has_literals = hide_literals(messages, self.marker)
         text = self.render(shown)
@@ -306,10 +305,9 @@ class ChatEncoder:
         for message in messages:
             found = self._special.search(message.text)
             if found is not None:
-                raise DataError(
+                raise schema_error(
                     f"the {message.role}'s text spells the special token {found.group()!r}, which "
                     f"the tokenizer would read as structure; escape or remove it",
-                    error_class="schema",
                 )
 
 
@@ -327,9 +325,7 @@ def template_faults() -> Iterator[None]:
     except Exception as error:
         is_plain = isinstance(error, TemplateError | TypeError | ValueError)
         said = f"{error}" if is_plain else f"{type(error).__name__}: {error}"
-        raise DataError(
-            f"the chat template refuses the conversation: {said}", error_class="schema"
-        ) from error
+        raise schema_error(f"the chat template refuses the conversation: {said}") from error
 
 
 def _refuse_without_system(messages: tuple[Message, ...], text: str) -> None:
@@ -339,17 +335,15 @@ def _refuse_without_system(messages: tuple[Message, ...], text: str) -> None:
         if message.role == "system" and not all(
             part.text.strip() in text for part in message.parts if isinstance(part, TextPart)
         ):
-            raise DataError(
+            raise schema_error(
                 "the chat template leaves the system prompt out of a conversation that ends with "
                 "the assistant; put it into the first user's turn, or use another template",
-                error_class="schema",
             )
 
 
 def no_vision_tower() -> DataError:
     """Images for a language model alone."""
-    return DataError(
+    return schema_error(
         "the sample has images, but the model has no vision tower; use a vision-language model, or "
         "leave such samples out",
-        error_class="schema",
     )

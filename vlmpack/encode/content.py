@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from vlmpack.encode.sample import ImagePart, Message, Role, TextPart
-from vlmpack.errors import DataError
+from vlmpack.errors import DataError, schema_error
 
 Form = Literal["parts", "string"]
 
@@ -74,11 +74,10 @@ def _content(message: Message, form: Form) -> str | list[dict[str, str]]:
     # A question with images is a list in every template that writes images at all.
     if form == "string" and not (has_images and message.role == "user"):
         if has_images:
-            raise DataError(
+            raise schema_error(
                 f"the {message.role}'s turn has an image, but the chat template takes it as a "
                 f"string alone; put the image into a user's turn, or use a template that takes a "
                 f"list of parts",
-                error_class="schema",
             )
         return message.text
     return [

@@ -24,7 +24,7 @@ from vlmpack.encode.fingerprint import EncoderFacts
 from vlmpack.encode.sample import Message, VLMSample
 from vlmpack.encode.thoughts import last_turn_alone
 from vlmpack.encode.tokenizer import open_tokenizer
-from vlmpack.errors import CapabilityError, DataError, ModelError
+from vlmpack.errors import CapabilityError, DataError, ModelError, schema_error
 from vlmpack.families.base import Family, ImageLayout, ImageRule
 from vlmpack.families.registry import family_of
 from vlmpack.model_folder import made_with
@@ -252,10 +252,9 @@ class Encoder:
         """
         self._refuse_images(max(sample.num_images, len(sample.images)))
         if len(sample.images) != sample.num_images:
-            raise DataError(
+            raise schema_error(
                 f"{sample.num_images} image placeholders in the messages, but "
                 f"{len(sample.images)} images",
-                error_class="schema",
             )
         names = sample.image_names
         images = self._images(sample.images, sizes, names)
@@ -314,10 +313,9 @@ class Encoder:
         ids = tokens.input_ids
         found, wanted = ids.count(self.placeholder_id), sum(len(each.runs) for each in layouts)
         if found != wanted:
-            raise DataError(
+            raise schema_error(
                 f"the text holds {found} image placeholders, the sample's {len(layouts)} images "
                 f"are written with {wanted}",
-                error_class="schema",
             )
         if self.loss_on == "all":
             unlearnt = zip(tokens.from_image, tokens.excluded, strict=True)
@@ -326,10 +324,9 @@ class Encoder:
             supervised = tokens.from_assistant
         if not any(supervised[1:]):
             left = " (data.learn: last_turn leaves out all but the last)"
-            raise DataError(
+            raise schema_error(
                 "no token to learn: the assistant says nothing, or its turns are excluded"
                 + (left if self.learn == "last_turn" else ""),
-                error_class="schema",
             )
         return ids, supervised
 

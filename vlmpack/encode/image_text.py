@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from vlmpack.errors import DataError
+from vlmpack.errors import schema_error
 
 Span = tuple[int, int]
 """Start and end in characters."""
@@ -45,10 +45,9 @@ def write_out(text: str, spans: Sequence[Span], marker: str, images: Sequence[st
     """
     pieces = text.split(marker) if marker else [text]
     if len(pieces) - 1 != len(images):
-        raise DataError(
+        raise schema_error(
             f"the template made {len(pieces) - 1} image placeholders, the sample has "
             f"{len(images)} images",
-            error_class="schema",
         )
     ends: list[int] = []  # of each marker, in the old text
     grown: list[int] = [0]  # by how much the text up to there has grown

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from vlmpack.encode.sample import Message, TextPart
-from vlmpack.errors import DataError
+from vlmpack.errors import schema_error
 
 _HIDDEN, _RENAMED = "\U000f1e00", "\U000f1e01"
 """Private-use characters: no text that is meant to be read has them."""
@@ -32,10 +32,9 @@ def hide_literals(messages: tuple[Message, ...], marker: str) -> tuple[tuple[Mes
     if not marker or not any(marker in text for text in texts):
         return messages, False
     if any(mark in text for text in texts for mark in (_HIDDEN, _RENAMED)):
-        raise DataError(
+        raise schema_error(
             f"the text spells {marker!r} and holds a character (U+F1E00 or U+F1E01) that is used "
             f"to tell it from the places of images; remove one of them",
-            error_class="schema",
         )
     hidden = _HIDDEN * len(marker)
     return tuple(

@@ -17,7 +17,7 @@ from functools import cached_property
 
 from vlmpack.encode.image_text import Span
 from vlmpack.encode.sample import Message, TextPart
-from vlmpack.errors import DataError
+from vlmpack.errors import DataError, schema_error
 
 Render = Callable[[tuple[Message, ...], bool], str]
 """(turns, whether to add a generation prompt) -> the template's text."""
@@ -93,10 +93,9 @@ class AssistantTurns:
         for index in answers:
             span = self._by_prefix(messages, index, text) or self._by_change(messages, index, text)
             if span is None:
-                raise DataError(
+                raise schema_error(
                     f"the chat template renders turn {index} differently when later turns follow, "
                     f"so the assistant's tokens cannot be told apart",
-                    error_class="schema",
                 )
             spans.append(span)
         return spans

@@ -34,7 +34,7 @@ from vlmpack.data.shards.raw import RawSample, group_members
 from vlmpack.data.shards.schemas import cook_text
 from vlmpack.data.shards.tar import read_members
 from vlmpack.encode.sample import VLMSample
-from vlmpack.errors import DataError
+from vlmpack.errors import DataError, schema_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 
 INDEX_RULE = "index-3"
@@ -173,9 +173,8 @@ def index_row(raw: RawSample, caps: SampleCaps, note: NoteRow | None = None) -> 
         row.num_text_bytes = text.num_text_bytes
         row.unknown_keys = text.unknown_keys
         if len(text.image_fields) > caps.max_images:
-            raise DataError(
+            raise schema_error(
                 f"{len(text.image_fields)} images; at most {caps.max_images} are allowed",
-                error_class="schema",
             )
         row.images = tuple(image_facts(raw.payload(name), name, caps) for name in text.image_fields)
         sample = text.sample

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 
-from vlmpack.errors import DataError
+from vlmpack.errors import schema_error
 from vlmpack.words import counted
 
 MAX_KEYS = 100
@@ -119,11 +119,11 @@ def unknown_record_keys(record: Mapping[str, object]) -> tuple[str, ...]:
     unknown = [key for key in record if key not in RECORD_KEYS and not is_absent(record[key])]
     for key in unknown:
         if key in MEANT_ELSEWHERE:
-            raise _fault(f"the record has {key!r}: {MEANT_ELSEWHERE[key]}")
+            raise schema_error(f"the record has {key!r}: {MEANT_ELSEWHERE[key]}")
         if key == "label" and isinstance(record[key], bool):
-            raise _fault(f"the record has 'label', a yes or no: {_ONE_ANSWER}")
+            raise schema_error(f"the record has 'label', a yes or no: {_ONE_ANSWER}")
         if (meant := misspelt(key)) is not None:
-            raise _fault(
+            raise schema_error(
                 f"the record has the key {key!r}, which would be lost: did you mean {meant!r}? "
                 "If not, give it a name that is less alike"
             )
@@ -150,7 +150,7 @@ def refuse_unknown(item: Mapping[str, object], known: frozenset[str], where: str
         if key in known or is_absent(item[key]):
             continue
         hint = _MEANT_IN_TURNS.get(key) or suggestion(key, known)
-        raise _fault(f"{where} has the key {key[:60]!r}, which would be lost: {hint}")
+        raise schema_error(f"{where} has the key {key[:60]!r}, which would be lost: {hint}")
 
 
 def count_keys(tables: Iterable[Mapping[str, int]]) -> dict[str, int]:
@@ -206,7 +206,3 @@ def suggestion(key: str, known: Collection[str]) -> str:
     """What a key may have been meant to be, or those that there are."""
     close = difflib.get_close_matches(key.lower(), sorted(known), n=1)
     return f"did you mean {close[0]!r}?" if close else f"expected {', '.join(sorted(known))}"
-
-
-def _fault(reason: str) -> DataError:
-    return DataError(reason, error_class="schema")

@@ -25,7 +25,7 @@ from vlmpack.data.shards.naming import JSON_FIELD, is_image
 from vlmpack.data.shards.raw import RawSample
 from vlmpack.data.shards.turns import TURN_FIELDS, is_learnt, placed_turns, refuse_foreign
 from vlmpack.encode.sample import ImagePart, Message, Role, TextPart, VLMSample
-from vlmpack.errors import DataError
+from vlmpack.errors import DataError, schema_error
 from vlmpack.words import counted
 
 IMAGE_MARKER = "<image>"
@@ -65,10 +65,6 @@ _AS_TEXT = "a literal {} is written in the 'messages' schema, where it is text"
 _LEAVE_OUT = "; or leave such samples out (data.on_error.schema: skip)"
 
 
-class _SchemaError(Exception):
-    """A reason; `cook_text` turns it into a DataError with its place."""
-
-
 def cook(raw: RawSample) -> VLMSample:
     """A whole sample, with its images.
 
@@ -97,12 +93,12 @@ def cook_text(key: str, shard: str, document: bytes, fields: Sequence[str]) -> C
         unknown = unknown_record_keys(value)
         messages, names = _conversation(value)
         if messages[0].role == "assistant":
-            raise _SchemaError(
+            raise schema_error(
                 "the conversation starts with the assistant; expected a user's turn first"
             )
         answers = [message for message in messages if message.role == "assistant"]
         if not any(message.learn for message in answers):
-            raise _SchemaError(
+            raise schema_error(
                 f"the data excludes {counted(len(answers), 'turn')} of the assistant, and there is "
                 "no other, so nothing can be learned"
                 if answers
@@ -112,9 +108,7 @@ def cook_text(key: str, shard: str, document: bytes, fields: Sequence[str]) -> C
         image_fields = _resolve(names, [name for name in fields if is_image(name)], key)
         task = value.get("task")
         if task is not None and not isinstance(task, str):
-            raise _SchemaError(f"'task' is {_kind(task)}; expected a string")
-    except _SchemaError as fault:
-        raise DataError(str(fault), error_class="schema", key=key, shard=shard) from None
+            raise schema_error(f"'task' is {kind_of(task)}; expected a string")
     except DataError as fault:
         raise fault.located(key=key, shard=shard) from None
     sample = VLMSample(key=key, url=shard, messages=messages, task=task, image_names=image_fields)
@@ -125,9 +119,9 @@ def _parse(document: bytes) -> dict[str, object]:
     try:
         value = parse_json(document.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise _SchemaError(f"the '.json' member cannot be parsed: {error}") from None
+        raise schema_error(f"the '.json' member cannot be parsed: {error}") from None
     if not isinstance(value, dict):
-        raise _SchemaError(f"the '.json' member is {_kind(value)}; expected an object")
+        raise schema_error(f"the '.json' member is {kind_of(value)}; expected an object")
     return value
 
 
@@ -136,17 +130,17 @@ def _conversation(value: dict[str, object]) -> tuple[tuple[Message, ...], list[s
     schemas = [name for name in ("messages", "conversations") if name in value]
     if len(schemas) != 1:
         found = ", ".join(repr(name) for name in sorted(value)[:8]) or "nothing"
-        raise _SchemaError(
+        raise schema_error(
             f"expected one of 'messages' and 'conversations', found {found}"
             if not schemas
             else "both 'messages' and 'conversations'; expected one of them"
         )
     for name in OTHER_MEDIA:
         if name in value and not is_absent(value[name]):
-            raise _SchemaError(f"the sample has {name!r}; {other_media(name)}{_LEAVE_OUT}")
+            raise schema_error(f"the sample has {name!r}; {other_media(name)}{_LEAVE_OUT}")
     turns = value[schemas[0]]
     if not isinstance(turns, list) or not turns:
-        raise _SchemaError(f"{schemas[0]!r} is {_kind(turns)}; expected a list of turns")
+        raise schema_error(f"{schemas[0]!r} is {kind_of(turns)}; expected a list of turns")
     names: list[str | None] = []
     chat = schemas[0] == "messages"
     messages = tuple(
@@ -157,14 +151,16 @@ def _conversation(value: dict[str, object]) -> tuple[tuple[Message, ...], list[s
 
 
 def _chat_turn(turn: object, where: str, names: list[str | None]) -> Message:
-    role = _role(turn, "messages", _CHAT_ROLES, where)
+    role = turn_role(turn, "messages", _CHAT_ROLES, where)
     assert isinstance(turn, dict)
     learn = is_learnt(turn, role, where)
     content = turn.get("content")
     if isinstance(content, str):
         return Message(role, (_text(content, where),), learn)
     if not isinstance(content, list) or not content:
-        raise _SchemaError(f"{where}.content is {_kind(content)}; expected text or a list of parts")
+        raise schema_error(
+            f"{where}.content is {kind_of(content)}; expected text or a list of parts"
+        )
     parts: list[TextPart | ImagePart] = []
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
@@ -175,32 +171,32 @@ def _chat_turn(turn: object, where: str, names: list[str | None]) -> Message:
         elif kind == "image":
             name = part.get("image")
             if name is not None and not isinstance(name, str):
-                raise _SchemaError(
-                    f"{where}.content[{number}].image is {_kind(name)}; expected a member's name"
+                raise schema_error(
+                    f"{where}.content[{number}].image is {kind_of(name)}; expected a member's name"
                 )
             check_place(part, len(names), f"{where}.content[{number}]")
             parts.append(ImagePart(len(names)))
             names.append(name)
         elif kind in OTHER_MEDIA:
-            raise _SchemaError(
+            raise schema_error(
                 f"{where}.content[{number}] has the type {kind!r}; {other_media(kind)}{_LEAVE_OUT}"
             )
         else:
-            raise _SchemaError(
+            raise schema_error(
                 f"{where}.content[{number}] has the type {kind!r}; expected 'text' or 'image'"
             )
     return Message(role, tuple(parts), learn)
 
 
 def _llava_turn(turn: object, where: str, names: list[str | None]) -> Message:
-    role = _role(turn, "conversations", _LLAVA_ROLES, where)
+    role = turn_role(turn, "conversations", _LLAVA_ROLES, where)
     assert isinstance(turn, dict)
     learn = is_learnt(turn, role, where)
     value = turn.get("value")
     if not isinstance(value, str):
-        raise _SchemaError(f"{where}.value is {_kind(value)}; expected text")
+        raise schema_error(f"{where}.value is {kind_of(value)}; expected text")
     if VIDEO_MARKER in value:
-        raise _SchemaError(f"{where} {marks_video('conversations')}{_LEAVE_OUT}")
+        raise schema_error(f"{where} {marks_video('conversations')}{_LEAVE_OUT}")
     parts: list[TextPart | ImagePart] = []
     for number, text in enumerate(value.split(IMAGE_MARKER)):
         if number:
@@ -226,15 +222,15 @@ def _named_beside(
         return places
     names = [given] if isinstance(given, str) else given
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise _SchemaError(f"'image' is {_kind(given)}; expected a name or a list of names")
+        raise schema_error(f"'image' is {kind_of(given)}; expected a name or a list of names")
     if len(names) != len(places):
         place = "image part" if chat else f"{IMAGE_MARKER} marker"
-        raise _SchemaError(
+        raise schema_error(
             f"{counted(len(places), place)} in the conversation, but "
             f"{counted(len(names), 'image')} named; {_AS_TEXT.format(IMAGE_MARKER)}"
         )
     if any(place not in (None, name) for place, name in zip(places, names, strict=True)):
-        raise _SchemaError("images are named by the parts and by the record, and not the same ones")
+        raise schema_error("images are named by the parts and by the record, and not the same ones")
     return list(names)
 
 
@@ -248,9 +244,8 @@ def named_images(value: Mapping[str, object]) -> object:
     given = [value[name] for name in ("images", "image") if value.get(name) not in (None, [])]
     as_lists = [item if isinstance(item, list) else [item] for item in given]
     if len(given) == 2 and as_lists[0] != as_lists[1]:
-        raise DataError(
+        raise schema_error(
             "the record has 'images' and 'image', and not the same ones; expected one of them",
-            error_class="schema",
         )
     return given[0] if given else None
 
@@ -270,10 +265,9 @@ def check_place(part: Mapping[str, object], place: int, where: str) -> None:
     if is_absent(index):
         return
     if isinstance(index, bool) or index != place:
-        raise DataError(
+        raise schema_error(
             f"{where}.index is {index!r}, and it is image {place} of the record, counted from 0; "
             "images are shown in their order: put the parts into that of the images",
-            error_class="schema",
         )
 
 
@@ -316,13 +310,13 @@ def _resolve(names: Sequence[str | None], members: list[str], key: str) -> tuple
         plain = None if name is None else name.rpartition("/")[2].lower()
         if plain is not None and plain not in known:
             shown = ", ".join(repr(member) for member in members) or "none"
-            raise _SchemaError(f"the image {name!r} is no member; image members are {shown}")
+            raise schema_error(f"the image {name!r} is no member; image members are {shown}")
         resolved.append(None if plain is None else known[plain])
     named = {name for name in resolved if name is not None}
     unnamed = sum(name is None for name in resolved)
     free = [member for member in members if member not in named]
     if unnamed != len(free):
-        raise _SchemaError(
+        raise schema_error(
             f"{counted(len(names), 'image placeholder')} in the conversation, but "
             f"{counted(len(members), 'image member')} in the sample "
             f"({', '.join(members) or 'none'})"
@@ -342,29 +336,41 @@ def _in_order(members: list[str]) -> list[str]:
     return members
 
 
-def _role(turn: object, schema: str, roles: dict[str, Role], where: str) -> Role:
+def turn_role(turn: object, schema: str, roles: Mapping[str, Role], where: str) -> Role:
+    """Whose a turn is.
+
+    Args:
+        turn: of a record.
+        schema: a key of TURN_FIELDS.
+        roles: what the schema calls them.
+        where: its place, for messages.
+
+    Raises:
+        DataError: (schema) no object, another role, or a key that is not read.
+    """
     if not isinstance(turn, dict):
-        raise _SchemaError(f"{where} is {_kind(turn)}; expected an object")
+        raise schema_error(f"{where} is {kind_of(turn)}; expected an object")
     refuse_foreign(turn, schema, where)
     field = TURN_FIELDS[schema][0]
     name = turn.get(field)
     if not isinstance(name, str) or name not in roles:
         expected = ", ".join(repr(role) for role in roles)
-        raise _SchemaError(f"{where} has the {field} {name!r}; expected one of {expected}")
+        raise schema_error(f"{where} has the {field} {name!r}; expected one of {expected}")
     return roles[name]
 
 
 def _text(text: object, where: str) -> TextPart:
     if not isinstance(text, str):
-        raise _SchemaError(f"{where} has a text that is {_kind(text)}; expected a string")
+        raise schema_error(f"{where} has a text that is {kind_of(text)}; expected a string")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise _SchemaError(f"{where} has half of a surrogate pair, which is no text") from None
+        raise schema_error(f"{where} has half of a surrogate pair, which is no text") from None
     return TextPart(text)
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
+    """What a message calls a value that is not as expected."""
     names = {type(None): "missing", list: "a list", dict: "an object", str: "a string"}
     if value == []:
         return "an empty list"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from vlmpack.data.shards.keys import is_absent, refuse_unknown
-from vlmpack.errors import DataError
+from vlmpack.errors import schema_error
 
 SYSTEM = "system"
 """The key beside the turns, and the role that it becomes."""
@@ -49,11 +49,13 @@ def placed_turns(
     if system is None or system == []:
         return placed
     if not isinstance(system, str):
-        raise _fault(f"'system' beside the turns is a {type(system).__name__}; expected a text")
+        raise schema_error(
+            f"'system' beside the turns is a {type(system).__name__}; expected a text"
+        )
     role, content = TURN_FIELDS[schema]
     for where, turn in placed:
         if isinstance(turn, dict) and turn.get(role) == SYSTEM:
-            raise _fault(
+            raise schema_error(
                 f"the record has 'system' beside the turns, and {where} is the system's too; "
                 "expected one of them"
             )
@@ -74,14 +76,14 @@ def refuse_foreign(turn: Mapping[str, object], schema: str, where: str) -> None:
     if is_absent(turn.get(role)):
         for other, names in TURN_FIELDS.items():
             if other != schema and not any(is_absent(turn.get(name)) for name in names):
-                raise _fault(
+                raise schema_error(
                     f"{where} has the keys {names[0]!r} and {names[1]!r}: these are turns of "
                     f"{other!r}; rename the record's key {schema!r}"
                 )
     refuse_unknown(turn, TURN_KEYS[schema], where)
     if role not in turn:
         found = ", ".join(repr(name[:60]) for name in list(turn)[:8]) or "nothing"
-        raise _fault(f"{where} has no key {role!r}; found {found}")
+        raise schema_error(f"{where} has no key {role!r}; found {found}")
 
 
 def is_learnt(turn: Mapping[str, object], role: str, where: str) -> bool:
@@ -101,20 +103,16 @@ def is_learnt(turn: Mapping[str, object], role: str, where: str) -> bool:
     said = {name: turn[name] for name in LEARN_FLAGS if turn.get(name) not in (None, [])}
     for name, value in said.items():
         if not isinstance(value, bool | int | float) or value not in (0, 1):
-            raise _fault(
+            raise schema_error(
                 f"{where}.{name} is {value!r}; expected true or false, 1 or 0: a turn is learnt "
                 "or not, it has no weight in between"
             )
     if len(set(map(bool, said.values()))) > 1:
         flags = ", ".join(f"{name} {value!r}" for name, value in said.items())
-        raise _fault(f"{where} has flags that disagree: {flags}; expected one of them")
+        raise schema_error(f"{where} has flags that disagree: {flags}; expected one of them")
     if role != "assistant" and any(said.values()):
-        raise _fault(
+        raise schema_error(
             f"{where}.{next(iter(said))} asks that the {role}'s turn be learnt; only the "
             "assistant's are: remove the flag"
         )
     return all(said.values())
-
-
-def _fault(reason: str) -> DataError:
-    return DataError(reason, error_class="schema")

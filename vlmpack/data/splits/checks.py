@@ -10,7 +10,7 @@ from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.table import SampleTable
 from vlmpack.data.loading.read import SampleReader, SkippedSample
 from vlmpack.data.shards.keys import describe_keys
-from vlmpack.errors import DataError, EmptyDataError
+from vlmpack.errors import DataError, EmptyDataError, schema_error
 
 logger = logging.getLogger("vlmpack")
 
@@ -37,10 +37,9 @@ def check_faults(table: SampleTable, config: DataConfig) -> None:
 def check_unknown_keys(table: SampleTable, config: DataConfig) -> None:
     """Stops where records have keys that are not read, and the recipe refuses them."""
     if table.unknown_keys and config.data.unknown_keys == "refuse":
-        raise DataError(
+        raise schema_error(
             f"{config.key}: records have keys that are not read: "
             f"{describe_keys(table.unknown_keys)}; remove them, or set data.unknown_keys: report",
-            error_class="schema",
             shard=table.shards[0].path if len(table.shards) == 1 else None,
         )
 

@@ -34,7 +34,7 @@ from vlmpack.data.shards.schemas import cook
 from vlmpack.data.shards.tar import read_members
 from vlmpack.encode import decode_image
 from vlmpack.encode.decode import which_image
-from vlmpack.errors import DataError
+from vlmpack.errors import DataError, schema_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 from vlmpack.storage.sources import FoundShard
 
@@ -189,10 +189,9 @@ class LintOne:
                         error_class="integrity",
                     )
             if self.refuse_unknown_keys and row.unknown_keys:
-                raise DataError(
+                raise schema_error(
                     f"the record has keys that are not read: {', '.join(row.unknown_keys)} "
                     "(data.unknown_keys: refuse)",
-                    error_class="schema",
                 )
         except DataError as error:
             row.error_class, row.reason = error.error_class, error.reason
