@@ -68,7 +68,7 @@ def last_state(run_dir: RunDir | None) -> DataState | None:
 
 
 def open_train(path: Path, overrides: Sequence[str] = ()) -> tuple[TrainData, Encoder]:
-    """`open_recipe` of `read_recipe`."""
+    """Open the training data of a recipe or a run folder."""
     return open_recipe(read_recipe(path, overrides), begun=last_state(run_folder(path)))
 
 

@@ -35,7 +35,7 @@ class Reading:
 
     @property
     def paths(self) -> list[str]:
-        """Of the shards."""
+        """The shards' paths and addresses."""
         return [shard.path for shard in self.shards]
 
     def index_folder(self, given: Path | None) -> Path:

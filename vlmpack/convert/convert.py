@@ -91,7 +91,7 @@ class ConvertReport:
 
     @property
     def samples(self) -> int:
-        """Written."""
+        """Samples that were written."""
         return sum(shard.samples for shard in self.shards)
 
 

@@ -39,7 +39,7 @@ class DataConfig:
     row_cost: RowCost = token_cost
     """What a bin costs on the model at hand."""
     seed: int = 0
-    """Of the order."""
+    """Seed of the order of samples."""
     new_era: bool = False
     """What a resume with other shards or weights does: begin a new era, which is a new epoch of the
     new data, or stop with the differences."""

@@ -108,7 +108,7 @@ class PackingMode(ABC):
 
     @property
     def name(self) -> ModeName:
-        """`packing.mode`."""
+        """The mode's name, `packing.mode` of the recipe."""
         return self.packing.mode
 
     @property

@@ -136,7 +136,7 @@ class TrainData:
 
     @property
     def plan(self) -> Plan | WindowPlan | PackPlan:
-        """Its global batches."""
+        """The plan of the split's global batches."""
         return self.split.plan
 
     @property

@@ -55,7 +55,7 @@ class Encoder(Protocol):
 
     @property
     def num_position_axes(self) -> int:
-        """Of the model's positions."""
+        """A, the number of axes of the model's positions."""
 
     def length(self, sample: VLMSample, sizes: Sequence[ImageSize]) -> SampleLength:
         """The exact length from text and image sizes alone.

@@ -41,7 +41,7 @@ class CollectiveTimeouts:
 
 
 def set_timeout(seconds: float) -> None:
-    """Of every group that this process is in."""
+    """Set the timeout of every group that this process is in."""
     if not dist.is_initialized():
         return
     timeout = timedelta(seconds=seconds)

@@ -33,7 +33,7 @@ _PERCENT = "\U000f1e04"
 
 
 def today() -> date:
-    """The clock's."""
+    """The day that the clock says."""
     return date.today()
 
 

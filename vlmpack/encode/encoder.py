@@ -96,7 +96,7 @@ class Encoder:
 
     @cached_property
     def chat(self) -> ChatEncoder:
-        """Template and tokenizer."""
+        """The chat template with its tokenizer."""
         marker = self.family.marker(self.tokenizer)
         return ChatEncoder(
             self.tokenizer, takes_images=self.takes_images, marker=marker, date=self.date
@@ -164,12 +164,12 @@ class Encoder:
 
     @property
     def num_position_axes(self) -> int:
-        """A."""
+        """A, the number of axes of the model's positions."""
         return self.family.num_position_axes
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of all that decides ids, labels, lengths, positions and pixels."""
+        """A digest of all that decides ids, labels, lengths, positions and pixels."""
         return self._facts.fingerprint(ENCODER_VERSION)
 
     @property

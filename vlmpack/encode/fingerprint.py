@@ -93,7 +93,7 @@ def processor_parts(folder: Path) -> dict[str, str]:
 
 
 def digest(data: bytes) -> str:
-    """16 hex digits."""
+    """The digest that fingerprints are made of, 16 hex digits."""
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 

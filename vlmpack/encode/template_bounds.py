@@ -41,7 +41,7 @@ from vlmpack.encode.template_sizes import NESTED, Sizes
 MAX_TURNS = 2_000_000
 """Turns of loops, calls and filters of one rendering; a published template makes tens a message."""
 MAX_SECONDS = 5.0
-"""Of the processor's time, for one rendering."""
+"""Seconds of the processor's time for one rendering."""
 _TURNS_PER_LOOK = 16
 _ITEMS_PER_LOOK = 4096
 _NUMBERS = (int, float)
@@ -154,7 +154,7 @@ class _Costs(local):
         return ""
 
     def look(self) -> None:
-        """At the clock."""
+        """Look at the clock."""
         if time.thread_time() > self.until:
             raise TemplateLimit(f"it takes longer than {MAX_SECONDS:g} s")
 

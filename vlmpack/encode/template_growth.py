@@ -15,7 +15,7 @@ from jinja2.exceptions import TemplateRuntimeError
 from jinja2.filters import do_format
 
 MAX_CHARACTERS = 64 << 20
-"""Of the text, and of anything that goes into it."""
+"""Most characters of the text, and of anything that goes into it."""
 _MAX_BITS = 100_000
 _SIZED = (str, list, tuple)
 _DIGITS = re.compile(r"[0-9]{5,}")

@@ -88,7 +88,7 @@ class Scores:
 
 
 def score(predictions: Iterable[Prediction], metrics: Iterable[str] = METRICS) -> Scores:
-    """The named figures."""
+    """Score predictions by each of the named metrics."""
     rows, names = list(predictions), list(metrics)
 
     def group(of: Sequence[Prediction]) -> Group:

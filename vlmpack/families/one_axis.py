@@ -14,7 +14,7 @@ class OneAxis:
     """Part of a family; see `vlmpack.families.Family`."""
 
     def token_arguments(self, is_image: Tensor) -> dict[str, Tensor]:
-        """Ids are enough."""
+        """Nothing beside the ids."""
         return {}
 
     def positions(

@@ -34,7 +34,7 @@ class TextLM(OneAxis):
         return NO_TOKEN
 
     def marker(self, tokenizer: Any) -> str:
-        """None is written."""
+        """The template writes none."""
         return ""
 
     def image_rule(self, folder: Path, budget: ImagesSection) -> None:
@@ -55,7 +55,7 @@ class TextLM(OneAxis):
         return AutoModelForCausalLM
 
     def cost_model(self, config: Mapping[str, Any]) -> CostModel:
-        """The decoder's."""
+        """The costs of the decoder alone."""
         return flops.cost_model(config)
 
 

@@ -43,12 +43,12 @@ class SourceFigures:
 
     @property
     def vision_share(self) -> float:
-        """Of the tokens."""
+        """Share of image tokens among the tokens."""
         return self.num_image_tokens / max(1, self.num_tokens)
 
     @property
     def label_share(self) -> float:
-        """Of the tokens."""
+        """Share of label tokens among the tokens."""
         return self.num_label_tokens / max(1, self.num_tokens)
 
 
@@ -256,7 +256,7 @@ class MemoryFigures:
 
     @property
     def total(self) -> int:
-        """Bytes."""
+        """The bytes of all parts together."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.logits
 
 
@@ -296,5 +296,5 @@ class RunPlan:
 
     @property
     def mode(self) -> ModeFigures:
-        """The recipe's."""
+        """The figures of the recipe's own mode."""
         return next(mode for mode in self.modes if mode.is_recipes)

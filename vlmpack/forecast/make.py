@@ -52,7 +52,7 @@ class PlanInputs:
 
     @property
     def copies(self) -> int:
-        """Of the model."""
+        """Copies of the model: the data-parallel size."""
         return derive(self.recipe, self.world_size).data_parallel
 
 
@@ -160,7 +160,7 @@ def _dry_run(inputs: PlanInputs) -> tuple[Int64s, Int64s]:
 
 
 def _settled_budget(inputs: PlanInputs, tokens: Int64s, patches: Int64s) -> RowBudget:
-    """Of planned rows, with the bound on sequences that the run has or would have."""
+    """The budget of planned rows, with the bound on sequences that the run has or would have."""
     mode = inputs.config.mode
     if mode.facts.plans_rows:
         return mode.budget

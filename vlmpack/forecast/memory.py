@@ -44,7 +44,7 @@ from vlmpack.recipe.schema import ModelSection, ParallelismSection
 LOGIT_COPIES = 3
 
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Of a weight in 4 bits: with an 8-bit scale for 64 of them, and a float32 one for 256 of those."""
+"""Bytes of a weight in 4 bits: 64 of them share an 8-bit scale, 256 of those a float32 one."""
 
 
 class MicroBatchSizes(Protocol):

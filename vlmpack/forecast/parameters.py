@@ -73,7 +73,7 @@ class ModelSizes:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model."""
+        """Parameters of the whole model."""
         dense = self.tower + self.embedding + self.head
         return dense + self.layers + self.vectors + self.experts
 

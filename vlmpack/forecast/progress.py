@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def silent(what: str, done: int, total: int | None) -> None:
-    """Tells nobody."""
+    """A progress that tells nobody."""
 
 
 def counted(items: Iterable[T], what: str, total: int | None, progress: Progress) -> Iterator[T]:

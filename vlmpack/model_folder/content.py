@@ -34,7 +34,7 @@ Content = dict[str, Any]
 
 
 def config_content(folder: Path) -> Content:
-    """config.json."""
+    """The content of config.json, key by key."""
     return _content(folder / "config.json")
 
 

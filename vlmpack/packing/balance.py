@@ -66,7 +66,7 @@ def balance(
 
 
 def _checked(costs: npt.ArrayLike) -> Floats:
-    """(n, k)."""
+    """The costs as a table, (n, k)."""
     try:
         table: npt.NDArray[Any] = np.asarray(costs)
     except (ValueError, TypeError, OverflowError) as error:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from vlmpack.errors import PackingError
 
 MAX_COUNT = 1 << 31
-"""Of tokens that a length is rounded up to, or of ranks."""
+"""The most tokens that a length is rounded up to, and the most ranks."""
 
 Bools = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]

@@ -53,7 +53,7 @@ def _fewest(sizes: Integers, capacity: int) -> int:
 
 
 def exact_sum(values: Integers) -> int:
-    """Of values that an int64 may not hold the sum of."""
+    """The sum of values that an int64 may not hold the sum of."""
     if float(values.sum(dtype=np.float64)) < EXACT_IN_FLOAT:
         return int(values.sum())
     return sum(values.tolist())

@@ -25,7 +25,7 @@ REPACKED_SAMPLES = 80_000
 """Most samples that are packed anew after best-fit-decreasing: 0.2 to 0.4 s."""
 
 MAX_UNITS = 1 << 24
-"""Of the alignment in a pack."""
+"""The most multiples of the alignment in a pack."""
 
 BUFFER_SIZE = 64
 """Samples that the second packer chooses from."""
@@ -260,7 +260,7 @@ def _streamed(
 
 
 def _count(packs: Integers) -> int:
-    """Of packs, all of which are used."""
+    """The number of packs, all of which are used."""
     return int(packs.max()) + 1
 
 

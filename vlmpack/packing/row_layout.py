@@ -9,7 +9,7 @@ from vlmpack.errors import PackingError
 from vlmpack.packing.limits import positive, short_value
 
 MAX_MULTIPLE = 1 << 24
-"""Of tokens; padding to more is a mistake, and no memory has room for it."""
+"""The most tokens of a multiple: padding to more is a mistake, and no memory has room for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ class Derived:
     """Sizes of a run on `world_size` processes."""
 
     world_size: int
-    """Processes."""
+    """The processes of the run."""
 
     data_parallel: int
     """Copies of the model, each with its own part of every global batch."""

@@ -14,7 +14,7 @@ ModeName = Literal["none", "in_batch", "online", "offline"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModeFacts:
-    """One mode."""
+    """What the recipe knows of one mode."""
 
     feature: Feature | None
     """The column of the capability table that it falls under; None for padded rows."""

@@ -19,10 +19,10 @@ class CredentialsSection(Section):
     usual places."""
 
     access_key_id: str | None = Field(default=None, examples=["${env:MINIO_USER}"])
-    """S3."""
+    """S3: the name of a key."""
 
     secret_access_key: str | None = Field(default=None, examples=["${env:MINIO_PASSWORD}"])
-    """S3."""
+    """S3: the key itself."""
 
     session_token: str | None = Field(default=None, examples=["${env:MY_SESSION_TOKEN}"])
     """S3, for temporary credentials."""
@@ -37,10 +37,10 @@ class CredentialsSection(Section):
     """Azure: the storage account; no secret, so it may be written out."""
 
     account_key: str | None = Field(default=None, examples=["${env:MY_AZURE_KEY}"])
-    """Azure."""
+    """Azure: a key of the account."""
 
     sas_token: str | None = Field(default=None, examples=["${env:MY_SAS_TOKEN}"])
-    """Azure."""
+    """Azure: a shared access signature."""
 
     hf_token: str | None = Field(default=None, examples=["${env:MY_HF_TOKEN}"])
     """hf:// data sets. Null: HF_TOKEN, or the token of `hf auth login`."""

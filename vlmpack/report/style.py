@@ -96,7 +96,7 @@ def save_png(drawing: Any, path: Path) -> None:
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """0.8125 -> 81.2%."""
+    """A share as text: 0.8125 -> 81.2%."""
     return f"{share:.{digits}%}"
 
 

@@ -58,7 +58,7 @@ class BegunSteps:
         return self._steps
 
     def close(self) -> None:
-        """Ends the workers."""
+        """End the worker processes."""
         if self._steps is not None:
             self._steps.close()
 

@@ -20,7 +20,7 @@ logger = logging.getLogger("vlmpack")
 FIRST_WAIT_SECONDS = 0.1
 MAX_WAIT_SECONDS = 15.0
 NOTICE_SECONDS = 5.0
-"""Of tries without success, before a line says so."""
+"""Seconds of tries without success before a line says so."""
 NOTICE_AGAIN_SECONDS = 300.0
 PROGRESS_BYTES = 1 << 20
 """A body that went on for so long after its first fault has its tries back."""

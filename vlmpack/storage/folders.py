@@ -7,6 +7,6 @@ from pathlib import Path
 
 
 def default_cache_dir() -> Path:
-    """`$VLMPACK_CACHE/index`, else `~/.cache/vlmpack/index`."""
+    """The folder `$VLMPACK_CACHE/index`, or else `~/.cache/vlmpack/index`."""
     root = os.environ.get("VLMPACK_CACHE")
     return (Path(root) if root else Path.home() / ".cache" / "vlmpack") / "index"

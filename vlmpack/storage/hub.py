@@ -88,7 +88,7 @@ class HubTransport(HttpTransport):
         yield from self._ranged(answer, start, stop, stamp.size)
 
     def list_shards(self, prefix: str) -> list[ShardStamp]:
-        """Always Refused."""
+        """See Transport: refused, whatever the prefix."""
         raise Refused(
             "hf:// data sets are not listed; write the shards out with a brace range such as "
             "train-{000..031}.tar"

@@ -37,7 +37,7 @@ class Transport(Protocol):
         """What lies below a prefix that ends with '/', at any depth."""
 
     def close(self) -> None:
-        """Ends idle connections."""
+        """End idle connections."""
 
 
 class HttpTransport:
@@ -85,7 +85,7 @@ class HttpTransport:
         yield from limited(answer, stop - start)
 
     def list_shards(self, prefix: str) -> list[ShardStamp]:
-        """Always Refused."""
+        """See Transport: refused, whatever the prefix."""
         raise Refused(
             "an HTTP server cannot list its files; write the shards out with a brace range such "
             "as train-{000..031}.tar"

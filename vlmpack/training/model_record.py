@@ -104,7 +104,7 @@ class ModelRecord:
         return record
 
     def to_json(self) -> str:
-        """For model.json."""
+        """The text of model.json."""
         content = {"version": RECORD_VERSION, "check": self._check(), **asdict(self)}
         return json.dumps(content, indent=1, sort_keys=True) + "\n"
 
@@ -112,7 +112,7 @@ class ModelRecord:
         return _digest(asdict(self))
 
     def digests(self) -> dict[str, str]:
-        """Of each part that may not change, for checkpoints."""
+        """Digests of each part that may not change, for checkpoints."""
         return {name: _digest(getattr(self, name)) for name in _DECIDING}
 
     def differences(self, now: ModelRecord, *parts: str) -> list[str]:

@@ -184,12 +184,12 @@ class ShardBuilder:
 
     @property
     def fetcher(self) -> Fetcher:
-        """Reads shards."""
+        """What shards are read with."""
         return self.index.fetcher
 
     @property
     def rule(self) -> str:
-        """Of the index."""
+        """What names the rule that an index is made by."""
         return self.index.rule
 
     def __call__(self, part: Part) -> None:

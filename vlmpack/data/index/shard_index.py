@@ -86,7 +86,7 @@ class IndexRow:
     error_class: str | None = None
     reason: str | None = None
     unknown_keys: tuple[str, ...] = ()
-    """Of the record; counted over the shard, no column."""
+    """Keys of the record that are not read; counted over the shard, no column."""
 
 
 NoteRow = Callable[[IndexRow, VLMSample | None], None]
@@ -244,11 +244,11 @@ class BuildIndex(Protocol):
 
     @property
     def fetcher(self) -> Fetcher:
-        """Reads shards."""
+        """What shards are read with."""
 
     @property
     def rule(self) -> str:
-        """Of the index."""
+        """What names the rule that an index is made by."""
 
     def __call__(self, part: Part) -> None:
         """See BuildPart."""

@@ -75,7 +75,7 @@ class SampleRef:
 
     @property
     def shard(self) -> str:
-        """The shard's path."""
+        """The path of the shard that is indexed."""
         return self.stamp.path
 
 

@@ -33,5 +33,5 @@ class GlobalStep:
 
     @property
     def skipped(self) -> tuple[SkippedSample, ...]:
-        """This rank's holes."""
+        """The holes in this rank's micro-batches."""
         return tuple(hole for micro_batch in self.micro_batches for hole in micro_batch.skipped)

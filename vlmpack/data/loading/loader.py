@@ -32,7 +32,7 @@ from vlmpack.recipe.schema import DataSection, OnErrorSection
 from vlmpack.words import counted
 
 LOADER_SEED = 0
-"""Of the private generator that the DataLoader draws its workers' seeds from."""
+"""Seed of the private generator that the DataLoader draws its workers' seeds from."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,12 +33,12 @@ class PackSpans:
     crc32s: Int64s
 
     def to_mapping(self) -> dict[str, Int64s]:
-        """By name."""
+        """The arrays by the names of their fields."""
         return {f"span_{name}": getattr(self, name) for name in self.__slots__}
 
 
 def save_arrays(arrays: PackArrays, spans: PackSpans | None) -> bytes:
-    """The file's content."""
+    """The content of the file of arrays."""
     columns = {**arrays.to_mapping(), **(spans.to_mapping() if spans is not None else {})}
     content: bytes = save({name: np.ascontiguousarray(a) for name, a in columns.items()})
     return content

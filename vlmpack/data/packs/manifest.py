@@ -80,7 +80,7 @@ class Manifest:
         return self.budget.fill(self.num_tokens, self.num_packs)
 
     def to_json(self) -> str:
-        """The file's text."""
+        """The text of the manifest's file."""
         value = {
             "version": PACKS_VERSION,
             **asdict(self),
@@ -138,7 +138,7 @@ def _from_json(value: dict[str, Any]) -> Manifest:
 
 
 def digest(data: bytes) -> str:
-    """32 hex digits."""
+    """The digest that manifests hold, 32 hex digits."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 

@@ -15,7 +15,7 @@ from vlmpack.data.plan.packs import PackArrays
 PART_BYTES = 64 << 20
 """About what one tar holds."""
 TOKEN_BYTES = 24
-"""Of a saved token, three position axes included."""
+"""Bytes of a saved token, three position axes included."""
 
 
 def part_cuts(table: SampleTable, arrays: PackArrays, part_packs: int) -> list[int]:

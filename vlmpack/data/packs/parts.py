@@ -64,12 +64,12 @@ class PartFacts:
 
     @property
     def num_packs(self) -> int:
-        """In the tar."""
+        """The number of packs in the tar."""
         return len(self.offsets)
 
 
 def tar_name(number: int) -> str:
-    """Of a tar in the folder."""
+    """The name of a tar in the folder."""
     return f"packs-{number:06d}.tar"
 
 

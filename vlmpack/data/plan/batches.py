@@ -69,7 +69,7 @@ class Position:
     batch: int = 0
 
     def behind_window(self, *, ends_epoch: bool) -> Position:
-        """Of the first global batch behind this one's window."""
+        """The place of the first global batch behind this one's window."""
         return Position(self.epoch + 1) if ends_epoch else Position(self.epoch, self.window + 1)
 
 

@@ -47,7 +47,7 @@ class PackArrays:
 
     @property
     def num_packs(self) -> int:
-        """P."""
+        """P, the number of packs."""
         return int(self.starts.shape[0]) - 1
 
     def members(self, pack: int) -> Bin:
@@ -56,13 +56,13 @@ class PackArrays:
         return tuple(members)
 
     def to_mapping(self) -> dict[str, Int64s]:
-        """By name."""
+        """The arrays by the names of their fields."""
         names = ("numbers", "starts", "batches", "windows")
         return {name: getattr(self, name) for name in names}
 
     @property
     def fingerprint(self) -> str:
-        """Of who shares a pack, and in which order."""
+        """What tells who shares a pack, and in which order."""
         found = hashlib.blake2b(digest_size=16)
         for array in self.to_mapping().values():
             found.update(np.ascontiguousarray(array).tobytes())

@@ -64,7 +64,7 @@ class DataState:
 
     @property
     def identity(self) -> Identity:
-        """Of the current era."""
+        """The identity of the current era."""
         return self.eras[-1].identity
 
     def to_json(self) -> str:

@@ -43,7 +43,7 @@ class Shards(Protocol):
         """How many they are, if that is known already."""
 
     def fingerprint(self, shard: int) -> bytes:
-        """Of its samples, as they are indexed and measured; as `numbers` it indexes the shard."""
+        """What tells its samples, as indexed and measured; as `numbers` it indexes the shard."""
 
     def next_window(self) -> None:
         """Told before a window is planned: what older ones used may be forgotten."""

@@ -291,7 +291,7 @@ class _Scanner:
         extended.size = extended.size if said.size is None else said.size
 
     def read(self, count: int, *, what: str) -> bytes:
-        """Exactly `count` bytes."""
+        """Read exactly `count` bytes."""
         data = self.stream.read(count)
         if len(data) < count:
             raise self.fault(

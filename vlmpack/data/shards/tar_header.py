@@ -31,7 +31,7 @@ MAX_PAX_RECORDS = 32
 
 MAX_NAME_BYTES = 4096
 MAX_FOREIGN_BYTES = 255
-"""Of a name that is not UTF-8: each of its bytes is written out in four characters."""
+"""Most bytes of a name that is not UTF-8: each of them is written out in four characters."""
 
 _VISIBLE = {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(0x80, 0x100)}
 """What "backslashreplace" gives, in a third of the time."""

@@ -83,7 +83,7 @@ class _Stretch(io.RawIOBase):
         self._end = end
 
     def readable(self) -> bool:
-        """Always."""
+        """See io.RawIOBase: always."""
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]

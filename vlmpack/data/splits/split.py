@@ -26,7 +26,7 @@ class Split(Protocol):
 
     @property
     def plan(self) -> Plan | WindowPlan | PackPlan:
-        """Its global batches."""
+        """The plan of the split's global batches."""
 
     @property
     def identity(self) -> Identity:
@@ -77,7 +77,7 @@ class Split(Protocol):
         """
 
     def summary(self) -> DataSummary:
-        """Its figures."""
+        """The figures of the split."""
 
     def close(self) -> None:
         """Ends what works in the background."""

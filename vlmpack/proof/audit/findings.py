@@ -52,7 +52,7 @@ class Audit:
             self.problems.append(text)
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """The findings as `--json` prints them."""
         return {"proven": not self.num_problems, **asdict(self)}
 
 

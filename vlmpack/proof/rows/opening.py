@@ -75,7 +75,7 @@ class FoundRow:
 
     @property
     def title(self) -> str:
-        """For the reader."""
+        """What a reader calls the row."""
         if self.stem.startswith("batch"):
             return f"row {self.number} of global batch {self.batch}, epoch {self.epoch}"
         return f"row {self.number} of the first epoch, in global batch {self.batch}"

@@ -74,7 +74,7 @@ class Row:
 
     @property
     def num_slots(self) -> int:
-        """T."""
+        """T, the slots of the row."""
         return self.batch.num_slots
 
     @property

@@ -91,7 +91,7 @@ class ShownRow(Row):
         return found
 
     def flops(self) -> tuple[float, float]:
-        """Of a training step on this row, padding included: language model, vision tower."""
+        """FLOPs of a training step on this row, padding included: language model, vision tower."""
         batch = self.flat
         grids = batch.media.grid_thw if batch.media is not None else ()
         patches = [t * h * w for t, h, w in grids]

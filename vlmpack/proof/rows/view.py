@@ -93,7 +93,7 @@ class SampleView:
         return f"{self.num_labels:,} of {self.num_tokens:,} tokens ({share:.1%})"
 
     def lines(self) -> list[str]:
-        """Its text, whole."""
+        """The whole text, line by line."""
         return "".join(run.marked() for run in self.runs).rstrip().split("\n")
 
 

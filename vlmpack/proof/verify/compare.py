@@ -31,7 +31,7 @@ from vlmpack.proof.verify.reference import Unpacked
 from vlmpack.proof.verify.row import VerifiedRow
 
 BFLOAT16_RATIO = 1.1
-"""Of the packed run's error to the unpacked run's, both in bfloat16 against float32."""
+"""Bound on the packed run's error over the unpacked run's, both in bfloat16 against float32."""
 
 FEWEST_LABELS = 1000
 """Label tokens below which that ratio is mostly chance."""

@@ -32,14 +32,14 @@ class GradientError:
 
     @property
     def relative(self) -> float:
-        """Relative L2."""
+        """The relative L2 error."""
         return quotient(math.sqrt(self.error), math.sqrt(self.scale))
 
 
 def gradient_errors(
     reference: Mapping[str, Tensor], ours: Iterable[tuple[str, Tensor]]
 ) -> dict[str, GradientError]:
-    """Of each parameter that both have; nothing else is kept of `ours`."""
+    """The error of each parameter that both have; nothing else is kept of `ours`."""
     found = {}
     for name, gradient in ours:
         theirs = reference.get(name)

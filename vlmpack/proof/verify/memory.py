@@ -15,16 +15,16 @@ from vlmpack.families import ModulePaths
 from vlmpack.forecast.parameters import read_shapes
 
 REFERENCE_BYTES = 8
-"""Of a parameter: weight and gradient in float32. The engine is built when they are gone."""
+"""Weight and gradient of a parameter in float32. The engine is built when they are gone."""
 
 WEIGHT_BYTES = 4
-"""Of a parameter of the engine."""
+"""Weight of a parameter of the engine."""
 
 TRAINED_BYTES = 12
 """More of one that is trained: gradient and both moments."""
 
 KEPT_BYTES = 4
-"""Of a parameter: the reference's gradients wait in host memory."""
+"""Gradient of a parameter: those of the reference wait in host memory."""
 
 
 def require_memory(

@@ -44,7 +44,7 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class _Picked:
-    """One of them."""
+    """A sample that was picked."""
 
     ref: SampleRef
     sample: EncodedSample

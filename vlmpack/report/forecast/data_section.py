@@ -82,8 +82,8 @@ def _source(
 
 
 def _drawn_tokens(source: SourceFigures) -> float:
-    """Of an epoch: as many samples of the source's mean length as are drawn from it, the known
-    holes among them counted as such."""
+    """Tokens of an epoch: as many samples of the source's mean length as are drawn from it,
+    the known holes among them counted as such."""
     return source.num_drawn * source.num_tokens / max(1, source.num_usable)
 
 

@@ -25,7 +25,7 @@ def share(value: float, digits: int = 1) -> str:
 
 
 def times(value: float) -> str:
-    """1.0834 -> 1.083."""
+    """A ratio as text: 1.0834 -> 1.083."""
     return f"{value:.3f}"
 
 

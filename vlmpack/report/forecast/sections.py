@@ -14,7 +14,7 @@ _ON_GPUS = "for GPUs, in bfloat16; on CPU, model.dtype: auto computes in float32
 
 
 def sections(plan: RunPlan, *, max_sources: int = MAX_SOURCES) -> tuple[Section, ...]:
-    """All of them."""
+    """The sections of a plan, in the order in which they are shown."""
     made = [
         data_section(plan, max_sources),
         _modes(plan),

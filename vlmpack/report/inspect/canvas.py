@@ -113,7 +113,7 @@ def fitted(text: str, size: float, room: float) -> str:
 
 @lru_cache(maxsize=32)
 def font(size: float) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """Pillow's own font."""
+    """Pillow's own font in a size."""
     return ImageFont.load_default(size)
 
 

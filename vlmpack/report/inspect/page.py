@@ -31,7 +31,7 @@ LAYOUTS = (("wide", 1480.0), ("medium", 860.0), ("narrow", 372.0))
 
 MAX_SIDE = 640
 MAX_PNG_PIXELS = 1 << 16
-"""Of an image in the page."""
+"""The largest side and the most pixels of an image in the page."""
 
 MIN_SIDE = 96
 """Smaller images are enlarged by a whole factor."""

@@ -9,7 +9,7 @@ from vlmpack.proof.rows.shown import Segment, ShownRow
 
 COLUMNS = ("", "key", "shard", "tokens", "image", "loss", "logical", "physical", "positions")
 WORDS = ("key", "shard")
-"""Of the segments; numbers but for the words."""
+"""Columns of the table of segments; numbers but for the words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def num_image_tokens(segment: Segment) -> int:
 
 
 def totals(row: ShownRow) -> list[Total]:
-    """The row's figures."""
+    """The figures of the whole row."""
     batch, segments = row.batch, row.segments
     gaps = sum(s.slots - s.length for s in segments if s.sample is not None)
     tail = sum(s.slots for s in segments if s.sample is None)
@@ -80,7 +80,7 @@ def totals(row: ShownRow) -> list[Total]:
 
 
 def _flops(count: float) -> str:
-    """12.3 GFLOP."""
+    """A count as text: 12.3 GFLOP."""
     for size, name in ((1e15, "P"), (1e12, "T"), (1e9, "G")):
         if count >= size:
             return f"{count / size:.3g} {name}FLOP"

@@ -13,7 +13,7 @@ from vlmpack.report.inspect.lines import Line
 HEIGHT = 40.0
 MIN_SHRINK = 0.25
 MIN_WIDTH, MAX_WIDTH = 44.0, 130.0
-"""Of an image at full height: it ends where the next one begins, if these let it."""
+"""Bounds on an image at full height, which ends where the next one begins if these let it."""
 SPACE = 2.0
 LEAD = 7.0
 """Pixels between the images and the tokens, where a line leads from one to the other."""
@@ -112,7 +112,7 @@ def _fitting(sizes: list[tuple[float, float]], room: float) -> list[tuple[float,
 
 
 def _size(size: tuple[int, int], room: float) -> tuple[float, float]:
-    """Of a thumbnail: its proportions kept, inside the bounds."""
+    """Width and height of a thumbnail: its proportions kept, inside the bounds."""
     widest = min(MAX_WIDTH, max(MIN_WIDTH, room))
     scale = min(HEIGHT / size[1], widest / size[0])
     return max(2.0, size[0] * scale), max(2.0, size[1] * scale)

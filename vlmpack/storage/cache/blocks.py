@@ -106,7 +106,7 @@ class BlockStream(io.RawIOBase):
         self._loaded: dict[int, Bytes] = {}
 
     def readable(self) -> bool:
-        """Always."""
+        """See io.RawIOBase: always."""
         return True
 
     def tell(self) -> int:

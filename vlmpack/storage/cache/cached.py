@@ -47,7 +47,7 @@ class BlockUse:
     """How blocks are cut and fetched; follows from the run, a recipe does not say it."""
 
     block_bytes: int = 4 << 20
-    """Of one block."""
+    """Size of one block."""
     read_ahead_bytes: int = 0
     """A missing block is fetched with missing ones behind it, so many bytes in all. Pays where a
     shard's samples are used close together."""

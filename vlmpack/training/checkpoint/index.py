@@ -105,7 +105,7 @@ class TensorIndex:
         return None
 
     def as_json(self) -> dict[str, Any]:
-        """What index.json holds."""
+        """The content of index.json."""
         return {
             kind: {
                 name: {
