@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import typer
-from support.shards import ROOT, SHARD, read_shard
+from support.forked import check_ranks
+from support.shards import SHARD, read_shard
 from typer.testing import CliRunner
 
 from vlmpack.cli.generate import generate
@@ -219,12 +217,7 @@ def two_ranks(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     script = folder / "worker.py"
     script.write_text(WORKER)
-    path = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        str(script), str(folder),
-    ]  # fmt: skip
-    subprocess.run(command, check=True, timeout=240, env={**os.environ, "PYTHONPATH": path})
+    check_ranks([script, folder], 2, timeout=240)
     return folder
 
 

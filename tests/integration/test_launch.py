@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support.recipes import changed, rows, write_recipe
 from support.shards import ROOT
-from support.whole_runs import TIMEOUT, assert_same_steps, environment, launch
+from support.whole_runs import TIMEOUT, assert_same_steps, environment, finetune_in_ranks, launch
 
 from vlmpack.api import resolve, run_recipe
 
@@ -68,7 +68,7 @@ def test_resume_on_another_number_of_processes(settings: dict[str, Any], tmp_pat
             run_recipe(resolve(changed(mixed, training__max_steps=steps), {}))
             continue
         length, kind = f"training.max_steps={steps}", f"parallelism.sharding={sharding}"
-        done = launch(file, length, kind, processes=2)
+        done = finetune_in_ranks(file, length, kind, processes=2)
         assert done.returncode == 0, done.stderr
     assert_same_steps(tmp_path / "mixed", tmp_path / "one", 9)
 

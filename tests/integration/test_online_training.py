@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.recipes import changed, rows, write_recipe
-from support.whole_runs import assert_same_steps, audited, launch, run_until
+from support.whole_runs import assert_same_steps, audited, finetune_in_ranks, run_until
 
 from vlmpack.api import resolve, run_recipe
 
@@ -67,7 +67,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(
 def test_two_processes_share_the_rows_of_one(online: dict[str, Any], tmp_path: Path) -> None:
     one = run(online, tmp_path / "one", packing__balance="none")
     balanced = changed(online, run_dir=str(tmp_path / "two"))
-    result = launch(write_recipe(tmp_path / "two.yaml", balanced), processes=2)
+    result = finetune_in_ranks(write_recipe(tmp_path / "two.yaml", balanced), processes=2)
     assert result.returncode == 0, result.stderr
     assert_same_steps(tmp_path / "two", one, len(rows(one, "step")))
     imbalance = [value for (value,) in rows(tmp_path / "two", "imbalance")]

@@ -1,4 +1,4 @@
-"""Run under torchrun: context-parallel attention and the two gathers over gloo.
+"""Run in ranks: context-parallel attention and the two gathers over gloo.
 
     torchrun --nproc-per-node 2 collectives_worker.py FOLDER
 

@@ -1,4 +1,4 @@
-"""Run under torchrun: every family on the Megatron engine, in parallel layouts.
+"""Run in ranks: every family on the Megatron engine, in parallel layouts.
 
     torchrun --nproc-per-node N family_layouts.py FOLDER JOB [JOB ...]
 

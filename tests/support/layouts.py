@@ -1,4 +1,4 @@
-"""Run under torchrun: optimizer steps of the Megatron engine in parallel layouts.
+"""Run in ranks: optimizer steps of the Megatron engine in parallel layouts.
 
     torchrun --nproc-per-node N layouts.py FOLDER LAYOUT[,LAYOUT...] [adamw,sgd]
 

@@ -1,4 +1,4 @@
-"""Run under torchrun: checkpoints that one layout writes and another goes on from.
+"""Run in ranks: checkpoints that one layout writes and another goes on from.
 
     torchrun --nproc-per-node N relayout.py FOLDER JOB [JOB ...]
 

@@ -1,4 +1,4 @@
-"""Run under torchrun: optimizer steps on two replicas, every way of dealing the samples out.
+"""Run in ranks: optimizer steps on two replicas, every way of dealing the samples out.
 
     torchrun --nproc-per-node 2 replicas.py FOLDER
 

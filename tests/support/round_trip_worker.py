@@ -1,4 +1,4 @@
-"""Run under torchrun: export, generation, and steps of a model whose head is its own.
+"""Run in ranks: export, generation, and steps of a model whose head is its own.
 
     torchrun --nproc-per-node 2 round_trip_worker.py FOLDER
 

@@ -1,4 +1,4 @@
-"""Run under torchrun: policies of what is trained, in layouts of both engines.
+"""Run in ranks: policies of what is trained, in layouts of both engines.
 
     torchrun --nproc-per-node 2 trained_parts.py FOLDER
 

@@ -1,4 +1,4 @@
-"""Run under torchrun: `vlmpack verify` on the Megatron engine, one parallel layout after another.
+"""Run in ranks: `vlmpack verify` on the Megatron engine, one parallel layout after another.
 
     torchrun --nproc-per-node 2 verify_layouts.py RECIPE FOLDER JOB [JOB ...]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.forked import run_ranks
 from support.recipes import rows
 from support.shards import ROOT
 
@@ -42,6 +43,14 @@ def launch(recipe: Path, *overrides: str, processes: int = 1) -> subprocess.Comp
         timeout=TIMEOUT,
         check=False,
     )
+
+
+def finetune_in_ranks(
+    recipe: Path, *overrides: str, processes: int
+) -> subprocess.CompletedProcess[str]:
+    """The same without a launcher, in forked processes."""
+    command = ["-m", "vlmpack", "finetune", recipe, *overrides]
+    return run_ranks(command, processes, timeout=TIMEOUT, environment=environment())
 
 
 def assert_same_steps(ours: Path, reference: Path, count: int) -> None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from support import layouts
 from support.engines import make_engine, make_stepper
+from support.forked import check_ranks
 from support.runs import GRADIENT_TOLERANCE, LOSS_TOLERANCE, relative_l2
 from support.shards import TINY_MODEL
 from support.stock import StockProcessor, gradients_of
@@ -118,7 +119,7 @@ def test_any_layout_trains_the_same_objective(tmp_path, expected):
     pytest.importorskip("megatron.core")
     names = ["tp2-sp", "cp2", "pp2", "dp2"]
     script = layouts.TESTS / "support" / "toy_objective.py"
-    layouts.torchrun(script, 2, str(tmp_path), ",".join(names))
+    check_ranks([script, tmp_path, ",".join(names)], 2)
     for name in names:
         figures = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
         found = figures, load_file(str(tmp_path / f"{name}.safetensors"))

@@ -1,13 +1,10 @@
-"""Two replicas under torchrun (gloo) take the steps that one process takes, for any deal."""
+"""Two replicas (gloo) take the steps that one process takes, for any deal."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,12 +13,12 @@ from safetensors.torch import load_file
 from support import replicas
 from support.checkpoints import save_engine, stored_tensors
 from support.engines import make_engine, make_stepper, single_rank
+from support.forked import check_ranks
 from support.runs import relative_l2
 from support.shards import TINY_MODEL
 
 from vlmpack.training.checkpoint import find_damage, list_checkpoints, step_folder
 
-TESTS = Path(__file__).resolve().parents[2]
 STEP_TOLERANCE = 1e-5
 """Relative, loss and gradient norm: the stated bound of the project."""
 UPDATE_TOLERANCE = 1e-3
@@ -34,24 +31,9 @@ SOAK = ("image-less rank", "empty bin")
 """Together in one of the quick deals."""
 
 
-def torchrun(folder, deals):
-    """All scenarios of support/replicas.py in two processes."""
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-            *(str(TESTS / "support" / "replicas.py"), str(folder), ";".join(deals)),
-        ],
-        env=os.environ
-        | {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join((str(TESTS), str(TESTS.parent))),
-        },
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+def in_two_processes(folder, deals):
+    """All scenarios of support/replicas.py."""
+    check_ranks([replicas.__file__, folder, ";".join(deals)], 2)
     return folder
 
 
@@ -59,17 +41,17 @@ def torchrun(folder, deals):
 def quick_results(tmp_path_factory, one_process_checkpoint):
     folder = tmp_path_factory.mktemp("replicas")
     (folder / "one").symlink_to(one_process_checkpoint[0])
-    return torchrun(folder, QUICK)
+    return in_two_processes(folder, QUICK)
 
 
 @pytest.fixture(scope="module")
 def slow_results(tmp_path_factory):
-    return torchrun(tmp_path_factory.mktemp("replicas-slow"), SLOW)
+    return in_two_processes(tmp_path_factory.mktemp("replicas-slow"), SLOW)
 
 
 @pytest.fixture(scope="module")
 def soak_results(tmp_path_factory):
-    return torchrun(tmp_path_factory.mktemp("replicas-soak"), SOAK)
+    return in_two_processes(tmp_path_factory.mktemp("replicas-soak"), SOAK)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Run under torchrun: known ways to get parallelism wrong, each beside its unbroken twin.
+"""Run in ranks: known ways to get parallelism wrong, each beside its unbroken twin.
 
     torchrun --nproc-per-node 2 broken_layouts.py FOLDER
 

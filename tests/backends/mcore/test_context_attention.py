@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from support import collectives_worker as worker
-from support import layouts
+from support.forked import check_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vlmpack.attention import segment_attention
@@ -90,7 +88,7 @@ def test_segments_are_split_off_the_row_not_sliced(monkeypatch):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("collectives")
-    layouts.torchrun(Path(worker.__file__), 2, str(folder))
+    check_ranks([worker.__file__, folder], 2)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 

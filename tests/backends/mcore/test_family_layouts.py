@@ -16,6 +16,7 @@ from support import family_layouts as worker
 from support import layouts
 from support.engines import make_engine, make_stepper
 from support.families import tiny_family_folder
+from support.forked import check_ranks
 from support.stock import load_stock
 
 from vlmpack.encode import Encoder
@@ -108,7 +109,7 @@ def done(folder):
         processes = worker.FAMILY_LAYOUTS[jobs[0].rsplit(":", 1)[1]].processes
         script = layouts.TESTS / "support" / "family_layouts.py"
         try:
-            layouts.torchrun(script, processes, str(folder), *jobs)
+            check_ranks([script, folder, *jobs], processes)
         except AssertionError as error:
             return error
         return None

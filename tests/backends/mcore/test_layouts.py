@@ -15,6 +15,7 @@ from math import prod
 
 import pytest
 from support import layouts
+from support.forked import check_ranks
 from support.layouts import BINS, LAYOUTS, OPTIMIZERS, STEPS
 
 QUICK = ("tp2-sp", "cp2", "pp2")
@@ -45,7 +46,7 @@ def trained(folder):
         script = layouts.TESTS / "support" / "layouts.py"
         names = [name for name in LAYOUTS if launch_of(name) == (processes, mark)]
         try:
-            layouts.torchrun(script, processes, str(folder), ",".join(names))
+            check_ranks([script, folder, ",".join(names)], processes)
         except AssertionError as error:
             return error
         return None

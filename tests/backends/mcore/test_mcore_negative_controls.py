@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support import layouts
+from support.forked import check_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +33,7 @@ FORWARD_IS_WRONG = list(CONTROLS)[:4]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("broken")
-    layouts.torchrun(SCRIPT, 2, str(folder))
+    check_ranks([SCRIPT, folder], 2)
     return folder
 
 

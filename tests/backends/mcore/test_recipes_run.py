@@ -1,19 +1,18 @@
-"""The digits recipes under torchrun take the steps of digits-demo.yaml in one process."""
+"""The digits recipes in parallel layouts take the steps of digits-demo.yaml in one process."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 from support.recipes import rows
 from support.shards import ROOT
+from support.whole_runs import finetune_in_ranks, launch
 
 from vlmpack.api import run_recipe
 from vlmpack.recipe import load_recipe
@@ -29,6 +28,9 @@ LAYOUTS = {
     "cp2": "TP 1 x CP 2 x PP 1, 1 replicas",
     "pp2": "TP 1 x CP 1 x PP 2, 1 replicas",
 }
+
+LAUNCHED = "digits-tp2"
+"""The one that torchrun starts, as users do."""
 
 TOLERANCE = 1e-5
 """Relative, of losses and gradient norms: the stated bound of the project."""
@@ -53,26 +55,10 @@ def finetune(recipe, run_dir, processes, **overrides):
     if processes == 1:  # this one
         run_recipe(load_recipe(ROOT / "recipes" / f"{recipe}.yaml", values))
     else:
-        torchrun(recipe, processes, values)
+        start = launch if recipe == LAUNCHED else finetune_in_ranks
+        done = start(Path("recipes", f"{recipe}.yaml"), *values, processes=processes)
+        assert done.returncode == 0, done.stderr[-6000:]
     return json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
-
-
-def torchrun(recipe, processes, values):
-    """The command under the launcher."""
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *(f"--nproc-per-node={processes}", "-m", "vlmpack", "finetune"),
-            *(f"recipes/{recipe}.yaml", *values),
-        ],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
 
 
 @pytest.fixture(autouse=True, scope="module")

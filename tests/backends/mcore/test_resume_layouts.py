@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from support.engines import make_engine, make_stepper
-from support.layouts import LAYOUTS, STEPS, TESTS, torchrun
+from support.forked import check_ranks
+from support.layouts import LAYOUTS, STEPS, TESTS
 from support.relayout import STEPS_BEFORE, file_of, run_job
 from support.shards import TINY_MODEL
 
@@ -32,7 +33,7 @@ TO_TP2 = ("hf", "cp2", "pp2")
 
 def run(folder: Any, processes: int, *jobs: str) -> None:
     """The worker's jobs, one after another."""
-    torchrun(WORKER, processes, str(folder), *jobs)
+    check_ranks([WORKER, folder, *jobs], processes)
 
 
 def run_hf(folder: Any, job: str) -> None:

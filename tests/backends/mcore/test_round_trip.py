@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import layouts
 from support import round_trip_worker as worker
+from support.forked import check_ranks
 from support.shards import TINY_MODEL
 from support.stock import load_stock
 
@@ -43,7 +44,7 @@ def make_untied(folder: Path) -> None:
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("round-trip")
     make_untied(folder / "untied")
-    layouts.torchrun(Path(worker.__file__), 2, str(folder))
+    check_ranks([worker.__file__, folder], 2)
     return folder
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import layouts, trained_parts
+from support.forked import check_ranks
 from support.layouts import Trained
 
 from vlmpack.backends.policy import component_of
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.slow
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parts")
     script = layouts.TESTS / "support" / "trained_parts.py"
-    layouts.torchrun(script, 2, str(folder))
+    check_ranks([script, folder], 2)
     return folder
 
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import layouts
 from support.families import VISION_FAMILIES, tiny_family_folder
+from support.forked import check_ranks
 from support.recipes import changed, rows, run_settings, write_recipe
 from support.shards import TINY_MODEL
 from support.verified import recipe_for
@@ -216,7 +217,7 @@ def test_a_tiny_model_of_a_family_verifies(name, tmp_path):
 )
 def test_parallel_layouts_are_compared_with_the_stock_model(recipe, tmp_path, jobs):
     script = layouts.TESTS / "support" / "verify_layouts.py"
-    layouts.torchrun(script, 2, str(recipe), str(tmp_path), *jobs)
+    check_ranks([script, recipe, tmp_path, *jobs], 2)
     found = {job: json.loads((tmp_path / job / "verify.json").read_text()) for job in jobs}
     for job, said in found.items():
         failing = {check["name"] for check in said["checks"] if check["status"] == "fail"}
