@@ -55,6 +55,9 @@ def test_a_module_is_found_by_whatever_names_it(tmp_path: Path) -> None:
         "tests/test_a.py": "from house.room import thing\nimport house.room.imported\n",
         "tests/test_c.py": "import house\nhouse.run\n",
         "tests/test_b.py": "patch('house.room.mentioned.x')\nfrom support.helper import y\n",
+        "tests/room/test_script.py": "run(HERE / 'worker.py')\n",
+        "tests/room/worker.py": "import house.room.worked\n",
+        "house/room/worked.py": "x = 1\n",
         "tests/house/test_lost.py": "import house.room.lost\n",
         "tests/room/test_twin.py": "import house.other.stranger\n",
     }
@@ -73,6 +76,7 @@ def test_a_module_is_found_by_whatever_names_it(tmp_path: Path) -> None:
         "house.room.imported": Found(["test_a.py"]),
         "house.room.lost": Found([]),
         "house.room.mentioned": Found(["test_b.py"]),
+        "house.room.worked": Found(["room/test_script.py"]),
         "house.room.twin": Found(["room/test_twin.py"]),
     }
 

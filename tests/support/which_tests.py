@@ -1,8 +1,8 @@
 """Which tests are about a module: printed by `make test-map`.
 
 A test file is about a module if it imports the module or something that it defines, names it in a
-string (`monkeypatch.setattr("vlmpack...", ...)`), does so through a helper of tests/support, or
-bears its name in the folder that mirrors its own. A module without such a file is found through
+string (`monkeypatch.setattr("vlmpack...", ...)`), does so through a helper of tests/support or a
+script beside it, or bears its name in the folder that mirrors its own. A module without such a file is found through
 those modules of its room that import it.
 """
 
@@ -90,8 +90,11 @@ class Names:
                 waiting.append(helper)
 
     def _helpers(self, path: Path) -> set[Path]:
-        names = [name for name in self._dotted(path) if name.startswith("support.")]
-        files = {self.tests / "support" / f"{name.split('.')[1]}.py" for name in names}
+        """What it imports of tests/support, and the scripts there or beside it that it names."""
+        support, names = self.tests / "support", self._dotted(path)
+        files = {support / f"{name.split('.')[1]}.py" for name in names if "support." in name[:8]}
+        scripts = {name for name in names if name.endswith(".py")}
+        files |= {folder / name for folder in (support, path.parent) for name in scripts}
         return {file for file in files if file.exists()}
 
     def _of_file(self, path: Path) -> Iterator[str]:
@@ -142,6 +145,8 @@ def _dotted_names(tree: ast.Module, package: str) -> Iterator[str]:
                 yield f"{package}.{node.attr}"
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield from in_text.findall(node.value)
+            if re.fullmatch(r"\w+\.py", node.value):
+                yield node.value
 
 
 def _parsed(path: Path) -> ast.Module:
