@@ -2,8 +2,8 @@
 
 A test file is about a module if it imports the module or something that it defines, names it in a
 string (`monkeypatch.setattr("vlmpack...", ...)`), does so through a helper of tests/support or a
-script beside it, or bears its name in the folder that mirrors its own. A module without such a file is found through
-those modules of its room that import it.
+script beside it, or bears its name in the folder that mirrors its own. A module without such a file
+is found through those modules of its room that import it.
 """
 
 from __future__ import annotations
