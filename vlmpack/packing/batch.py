@@ -154,7 +154,43 @@ class MediaShare:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedBatch:
+class _Slots:
+    """What a packed row and padded rows have in common."""
+
+    input_ids: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+    label_positions: Tensor
+    media: Media | None
+    media_positions: Tensor
+    keys: tuple[str, ...]
+    lengths: tuple[int, ...]
+    image_blocks: tuple[Span, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of samples, without any padding."""
+        return sum(self.lengths)
+
+    @property
+    def num_slots(self) -> int:
+        """T or B * S, what the model computes."""
+        return int(self.input_ids.numel())
+
+    @property
+    def num_padded_slots(self) -> int:
+        """Slots that the same samples take in rows padded to the longest of them (mode `none`)."""
+        return len(self.lengths) * max(self.lengths, default=0)
+
+    @property
+    def num_label_tokens(self) -> int:
+        """L, the tokens that carry loss."""
+        return int(self.label_positions.shape[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch(_Slots):
     """One THD row: the samples of a bin, one after the other.
 
     Alignment pads the end of each segment, so a segment has a logical length (its sample's) and a
@@ -186,49 +222,19 @@ class PackedBatch:
             another in both directions, host integers; empty where attention is causal throughout.
     """
 
-    input_ids: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    position_ids: Tensor
     cu_seqlens: Tensor
     cu_seqlens_padded: Tensor | None
     segment_lengths: tuple[int, ...]
-    label_positions: Tensor
-    media: Media | None
-    media_positions: Tensor
-    keys: tuple[str, ...]
-    lengths: tuple[int, ...]
     context: ContextSlice | None = None
     media_share: MediaShare | None = None
     padding_mask: Tensor | None = None
     fixed_shape: bool = False
-    image_blocks: tuple[Span, ...] = ()
 
     @property
     def max_seqlen(self) -> int:
         """The longest physical segment, T where the shape is fixed; a Python int, never read from
         the device."""
         return self.num_slots if self.fixed_shape else max(self.segment_lengths)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of samples, without any padding."""
-        return sum(self.lengths)
-
-    @property
-    def num_slots(self) -> int:
-        """T, what the model computes."""
-        return int(self.input_ids.numel())
-
-    @property
-    def num_padded_slots(self) -> int:
-        """Slots that the same samples take in rows padded to the longest of them (mode `none`)."""
-        return len(self.lengths) * max(self.lengths, default=0)
-
-    @property
-    def num_label_tokens(self) -> int:
-        """L, the tokens that carry loss."""
-        return int(self.label_positions.shape[0])
 
     def packed_seq_params(self) -> PackedSeqParams:
         """The segment boundaries in the form that the model takes."""
@@ -244,43 +250,12 @@ class PackedBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PaddedBatch:
+class PaddedBatch(_Slots):
     """Rows of one width, padded at the right: mode `none`, the baseline.
 
     Fields are those of PackedBatch with (B, S) for (1, T); `label_positions`, `media_positions` and
     `image_blocks` index the flattened B * S slots.
     """
-
-    input_ids: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    position_ids: Tensor
-    label_positions: Tensor
-    media: Media | None
-    media_positions: Tensor
-    keys: tuple[str, ...]
-    lengths: tuple[int, ...]
-    image_blocks: tuple[Span, ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of samples, without any padding."""
-        return sum(self.lengths)
-
-    @property
-    def num_slots(self) -> int:
-        """B * S, what the model computes."""
-        return int(self.input_ids.numel())
-
-    @property
-    def num_padded_slots(self) -> int:
-        """Slots that the same samples take in rows padded to the longest of them (mode `none`)."""
-        return len(self.lengths) * max(self.lengths, default=0)
-
-    @property
-    def num_label_tokens(self) -> int:
-        """L, the tokens that carry loss."""
-        return int(self.label_positions.shape[0])
 
     def packed_seq_params(self) -> None:
         """A padded batch has no segments."""
