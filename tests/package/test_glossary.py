@@ -79,7 +79,8 @@ def user_texts():
         for option in command.params:
             if not getattr(option, "hidden", False):
                 yield f"{path} {' '.join(option.opts)}", getattr(option, "help", None) or ""
-    for page in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
+    pages = [path for path in (ROOT / "docs").glob("*.md") if path.name != "glossary.md"]
+    for page in [*pages, ROOT / "README.md"]:
         yield page.name, page.read_text()
 
 
@@ -87,6 +88,7 @@ def user_texts():
     ("word", "rather"),
     [
         (r"(?<!shuffle )(?<!attention )(?<!sliding )(?<!`)\bwindows?\b(?!`)", "shuffle window"),
+        (r"(?<!/)\b[Bb]ins?\b(?!/)", "row"),
         (r"\b(mini-?batch|minibatch)", "micro-batch"),
         (r"\bmicro ?batch", "micro-batch"),
     ],

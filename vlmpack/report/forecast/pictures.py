@@ -78,7 +78,7 @@ def draw_pictures(plan: RunPlan) -> list[Picture]:
         drawn.append(
             Picture(
                 "How long a step waits",
-                "Cost of the slowest rank above the mean, by the number of ranks: bins dealt in "
+                "Cost of the slowest rank above the mean, by the number of ranks: rows dealt in "
                 "turn, and by cost",
                 _png(lambda axes: _imbalance(axes, plan)),
             )

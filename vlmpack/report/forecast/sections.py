@@ -120,7 +120,7 @@ def _imbalance(plan: RunPlan) -> Section:
         title="Imbalance across data-parallel ranks",
         columns=(
             Column("ranks"),
-            Column("bins\neach"),
+            Column("rows\neach"),
             Column("total,\nin turn"),
             Column("\nby cost"),
             Column("vision,\nin turn"),
