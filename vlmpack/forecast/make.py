@@ -12,7 +12,7 @@ from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.shards.keys import describe_keys
 from vlmpack.data.splits.split import Split
 from vlmpack.forecast.batch import batch_figures
-from vlmpack.forecast.figures import RunPlan
+from vlmpack.forecast.figures import MemoryFigures, ModeFigures, RunPlan
 from vlmpack.forecast.imbalance import imbalance_figures
 from vlmpack.forecast.memory import memory_figures
 from vlmpack.forecast.modes import (
@@ -106,18 +106,24 @@ def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
             samples_per_row=sequences.mean,
             copies=copies,
         ),
-        memory=None
-        if inputs.sizes is None
-        else memory_figures(
-            recipe.model.settled("bfloat16"),  # what a GPU computes in
-            recipe.parallelism,
-            inputs.sizes,
-            figures[own.name],
-            global_batch_size=recipe.training.global_batch_size,
-            world_size=inputs.world_size,
-            trained=inputs.trained,
-        ),
+        memory=_memory(inputs, figures[own.name]),
         notes=_notes(inputs, own, figures["in_batch"].micro_batch_size),
+    )
+
+
+def _memory(inputs: PlanInputs, own: ModeFigures) -> MemoryFigures | None:
+    """The fullest rank's; None where the model folder does not say its sizes."""
+    if inputs.sizes is None:
+        return None
+    recipe = inputs.recipe
+    return memory_figures(
+        recipe.model.settled("bfloat16"),  # what a GPU computes in
+        recipe.parallelism,
+        inputs.sizes,
+        own,
+        global_batch_size=recipe.training.global_batch_size,
+        world_size=inputs.world_size,
+        trained=inputs.trained,
     )
 
 

@@ -17,7 +17,7 @@ from vlmpack.build.run_length import total_steps
 from vlmpack.build.setup import Setup
 from vlmpack.build.shard_listing import LISTING_NAME, ShardListing
 from vlmpack.data.config import DataConfig
-from vlmpack.data.loading.ledger import Ledger, SkipLimiter, SkipLimits
+from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.data.splits.checks import name_unknown_keys
@@ -62,14 +62,13 @@ def open_session(setup: Setup, place: Place) -> Session:
 def _open(setup: Setup, place: Place, model: ModelWatch, begun: BegunSteps) -> Session:
     recipe, ranks, run_dir = setup.recipe, place.ranks, place.run_dir
     ledger, split = Ledger(run_dir.data_errors), recipe.parallelism
-    resume = recipe.checkpoint.resume
-    saved = ranks.on_main(lambda: saved_state(resume, run_dir))
+    saved = ranks.on_main(lambda: saved_state(recipe.checkpoint, run_dir))
     splits = _open_splits(setup, place, ledger, saved)
     train = splits.train
     ranks.on_main(lambda: say_memory(setup, train))
     if recipe.training.verify and saved is None:
         verify_at_start(setup, run_dir.path / "verify", train)
-    checkpoint = ranks.on_main(lambda: choose_checkpoint(resume, run_dir))
+    checkpoint = ranks.on_main(lambda: choose_checkpoint(recipe.checkpoint, run_dir))
     steps = total_steps(recipe.training, train, checkpoint.state)
     begun.begin(train, checkpoint.state, max_steps=steps)
     ACTIVITY.enter("launch: loading the model")
@@ -77,12 +76,7 @@ def _open(setup: Setup, place: Place, model: ModelWatch, begun: BegunSteps) -> S
     set_timeout(split.timeout_seconds)  # of the engine's own groups too
     fingerprint = model.settle()
     trained = _describe(setup, engine)
-    limiter, notes = SkipLimiter(SkipLimits(), ledger), SkipNotes(ledger)
-
-    def on_skips(samples: int, skipped: int) -> None:
-        notes.note(skipped)
-        limiter.check(samples=samples, skipped=skipped)
-
+    skips = SkipNotes(ledger)
     trainer = Trainer(
         stepper=build_stepper(setup, engine, total_steps=steps),
         total_steps=steps,
@@ -93,18 +87,13 @@ def _open(setup: Setup, place: Place, model: ModelWatch, begun: BegunSteps) -> S
         run_dir=run_dir,
         stop=place.stop,
         validation=splits.validation_batches(setup),
-        on_skips=on_skips,
+        on_skips=skips,
         model=fingerprint,
     )
     if checkpoint.folder is not None:
         trainer.resume(checkpoint.folder)
     ranks.on_main(model.keep)
-    ranks.on_main(lambda: ledger.rewind(trainer.totals.step, skipped=trainer.totals.num_skipped))
-    limiter.replay(
-        batches=trainer.totals.step,
-        samples_per_batch=_samples_per_batch(train.config, trainer.totals),
-    )
-    state = _go_on(trainer, train, place)
+    state = _go_on(trainer, train, place, skips)
 
     def write_figures() -> None:
         write_atomically(run_dir.trainable, json.dumps(trained, indent=1) + "\n")
@@ -123,10 +112,13 @@ def _open(setup: Setup, place: Place, model: ModelWatch, begun: BegunSteps) -> S
     )
 
 
-def _go_on(trainer: Trainer, train: TrainData, place: Place) -> DataState:
-    """Open the record of samples where the trainer stands; its place in the data."""
+def _go_on(trainer: Trainer, train: TrainData, place: Place, skips: SkipNotes) -> DataState:
+    """Put ledger and record back to where the trainer stands; its place in the data."""
     ranks, run_dir = place.ranks, place.run_dir
-    done, text = trainer.totals.step, trainer.totals.data_state
+    totals = trainer.totals
+    done, text = totals.step, totals.data_state
+    ranks.on_main(lambda: skips.ledger.rewind(done, skipped=totals.num_skipped))
+    skips.limiter.replay(batches=done, samples_per_batch=_samples_per_batch(train.config, totals))
     state = train.start() if text is None else train.admit(DataState.from_json(text))
     if 0 < state.batches == state.eras[-1].start_batch:
         logger.info(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from vlmpack.data.plan.state import DataState
 from vlmpack.errors import CheckpointError, RunDirError
+from vlmpack.recipe.schema import CheckpointSection
 from vlmpack.training.checkpoint import (
     data_state_of,
     list_checkpoints,
@@ -19,13 +19,10 @@ from vlmpack.training.run_dir import RunDir
 
 logger = logging.getLogger("vlmpack")
 
-Resume = Literal["auto", "never", "required"]
-"""`checkpoint.resume`."""
 
-
-def saved_state(resume: Resume, run_dir: RunDir) -> DataState | None:
+def saved_state(checkpoint: CheckpointSection, run_dir: RunDir) -> DataState | None:
     """Where the newest checkpoint stands in the data, before any of its tensors is looked at."""
-    if resume == "never":
+    if checkpoint.resume == "never":
         return None
     text = saved_data_state(run_dir.checkpoints)
     return None if text is None else DataState.from_json(text)
@@ -42,14 +39,14 @@ class ResumePoint:
     state: DataState | None = None
 
 
-def choose_checkpoint(resume: Resume, run_dir: RunDir) -> ResumePoint:
+def choose_checkpoint(checkpoint: CheckpointSection, run_dir: RunDir) -> ResumePoint:
     """The newest checkpoint that verifies, as `checkpoint.resume` has it.
 
     Raises:
         RunDirError: there are some, and none is wanted.
         CheckpointError: there are some, and none verifies; or there is none, and one is required.
     """
-    if resume == "never":
+    if checkpoint.resume == "never":
         if list_checkpoints(run_dir.checkpoints):
             raise RunDirError(
                 f"run_dir: {run_dir.path} holds checkpoints, but checkpoint.resume is never; "
@@ -65,7 +62,7 @@ def choose_checkpoint(resume: Resume, run_dir: RunDir) -> ResumePoint:
         )
     for line in damaged:
         logger.warning("checkpoint ignored: %s", line)
-    if folder is None and resume == "required":
+    if folder is None and checkpoint.resume == "required":
         raise CheckpointError(
             f"checkpoint.resume is required, but {run_dir.checkpoints} holds no checkpoint that "
             f"verifies"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from vlmpack.data.loading.ledger import LEDGER_NAME, Ledger
+from vlmpack.data.loading.ledger import LEDGER_NAME, Ledger, SkipLimiter, SkipLimits
 from vlmpack.words import counted
 
 logger = logging.getLogger("vlmpack")
@@ -19,8 +19,18 @@ class SkipNotes:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
+        self.limiter = SkipLimiter(SkipLimits(), ledger)
         self._skipped = 0
         self._next = 1
+
+    def __call__(self, samples: int, skipped: int) -> None:
+        """A step: counts its skipped samples, and ends the run where they are too many.
+
+        Raises:
+            DataLimitError: they are.
+        """
+        self.note(skipped)
+        self.limiter.check(samples=samples, skipped=skipped)
 
     def note(self, skipped: int) -> None:
         """Counts a step's skipped samples, of all ranks.

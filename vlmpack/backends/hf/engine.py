@@ -69,11 +69,10 @@ class HFEngine:
     ) -> None:
         from accelerate import Accelerator
 
-        self.ranks = ranks
+        self.ranks, self.device = ranks, ranks.device
         self.policy, self.paths = policy, encoder.family.modules
-        self.device = ranks.device
         self.compute_dtype = compute_dtype(model.dtype, ranks.device)
-        image_blocks = encoder.family.modules.image_blocks
+        image_blocks = self.paths.image_blocks
         assert model.attention != "transformer_engine"  # the recipe's rules see to it
         choice = choose_attention(
             model.attention,
@@ -84,7 +83,7 @@ class HFEngine:
         if policy.lora is not None and policy.lora.quantize != "none":
             check_quantization(ranks.device)
         loaded = load_model(Path(model.path))
-        loaded.get_submodule(encoder.family.modules.language).set_attn_implementation(
+        loaded.get_submodule(self.paths.language).set_attn_implementation(
             register_attention(choice, image_blocks=image_blocks)
         )
         if model.activation_checkpointing:
