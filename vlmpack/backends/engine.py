@@ -9,7 +9,7 @@ The optimizer is the engine's own, and its state is read and written as boxes of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice
-from vlmpack.backends.policy import ComponentCount, TrainingPolicy
+from vlmpack.backends.policy import ComponentCount, TrainingPolicy, component_of
+from vlmpack.distributed import Ranks
 from vlmpack.families import ModulePaths
 from vlmpack.packing import Batch
 
@@ -155,3 +156,15 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 def or_one(divisor: Tensor) -> Tensor:
     """The divisor; 1 where it is 0, since the gradients of nothing are 0 already."""
     return divisor.where(divisor != 0, 1.0)
+
+
+def norms_by_component(
+    engine: Engine, gradients: Iterable[tuple[str, Tensor]], ranks: Ranks
+) -> Tensor:
+    """`Engine.gradient_norms`, from what this rank holds of them, by transformers' names."""
+    zero = torch.zeros((), dtype=torch.float64, device=engine.device)
+    squares = {count.component: zero for count in engine.components}
+    for name, gradient in gradients:
+        component = component_of(name, engine.paths)
+        squares[component] = squares[component] + gradient.double().square().sum()
+    return ranks.sum_over_world(torch.stack([*squares.values()])).sqrt()

@@ -15,14 +15,13 @@ from vlmpack.attention import choose_attention
 from vlmpack.backends.adamw import build_adamw, set_learning_rate
 from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice
 from vlmpack.backends.digests import digests
-from vlmpack.backends.engine import ForwardStep, compute_dtype, or_one
+from vlmpack.backends.engine import ForwardStep, compute_dtype, norms_by_component, or_one
 from vlmpack.backends.export import save_model_folder
 from vlmpack.backends.hf.adapters import apply_policy, merged_state, modules_in_full, save_adapter
 from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.hf.load import load_model
 from vlmpack.backends.hf.model import packed_model
 from vlmpack.backends.hf.parameter_boxes import (
-    gradient_squares,
     load_slices,
     local_part,
     owned_slices,
@@ -228,10 +227,10 @@ class HFEngine:
 
     def gradient_norms(self) -> Tensor:
         """By component, over the world; see `vlmpack.backends.engine.Engine`."""
-        squares = gradient_squares(
-            self.vlm.model.named_parameters(), self.components, self.paths, self.device
+        held = self.vlm.model.named_parameters()
+        return norms_by_component(
+            self, ((name, local_part(p.grad)) for name, p in held if p.grad is not None), self.ranks
         )
-        return self.ranks.sum_over_world(squares).sqrt()
 
     def frozen_digests(self) -> tuple[list[str], Tensor]:
         """Names and digests of what this rank holds of frozen parameters."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice
 from vlmpack.backends.hf.sharding import local_slice, spread_by_size
-from vlmpack.backends.policy import ComponentCount, component_of
 from vlmpack.distributed import Ranks
-from vlmpack.families import ModulePaths
 
 MOMENTS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")
 
@@ -79,24 +77,6 @@ def whole_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
     for name, parameter in model.named_parameters():
         packed = getattr(parameter, "quant_state", None)
         yield name, tuple(parameter.shape if packed is None else packed.shape)
-
-
-def gradient_squares(
-    parameters: Iterable[tuple[str, nn.Parameter]],
-    counts: Sequence[ComponentCount],
-    paths: ModulePaths,
-    device: torch.device,
-) -> Tensor:
-    """(components,) float64: squares of what this rank holds of gradients."""
-    squares = {
-        count.component: torch.zeros((), dtype=torch.float64, device=device) for count in counts
-    }
-    for name, parameter in parameters:
-        if parameter.grad is not None:
-            component = component_of(name, paths)
-            part = local_part(parameter.grad).double()
-            squares[component] = squares[component] + part.square().sum()
-    return torch.stack(list(squares.values()))
 
 
 def whole_state(model: Any, *, keep: bool) -> dict[str, Tensor]:

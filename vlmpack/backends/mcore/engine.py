@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice, whole
 from vlmpack.backends.digests import digests
-from vlmpack.backends.engine import ForwardStep, compute_dtype, or_one
+from vlmpack.backends.engine import ForwardStep, compute_dtype, norms_by_component, or_one
 from vlmpack.backends.export import save_model_folder
 from vlmpack.backends.mcore.config import LanguageDims
 from vlmpack.backends.mcore.cpu import megatron_on_cpu
@@ -26,7 +26,6 @@ from vlmpack.backends.mcore.pretrained import PretrainedReader
 from vlmpack.backends.mcore.stage import build_stage, replicated
 from vlmpack.backends.mcore.trained import (
     frozen_tensors,
-    gradient_squares,
     mark_trained,
     refuse_adapters,
 )
@@ -231,10 +230,14 @@ class MegatronEngine:
 
     def gradient_norms(self) -> Tensor:
         """By component, over the world; see `vlmpack.backends.engine.Engine`."""
-        squares = gradient_squares(
-            self.layout.parameters, self.optimizer, self.components, self.paths, self.device
+        held = (
+            (local.pieces[0].box.name, self.optimizer.main_parameter(local.parameter))
+            for local in self.layout.parameters
         )
-        return self.ranks.sum_over_world(squares).sqrt()
+        gradients = ((name, part.weight.grad) for name, part in held if part is not None)
+        return norms_by_component(
+            self, ((name, part) for name, part in gradients if part is not None), self.ranks
+        )
 
     def frozen_digests(self) -> tuple[list[str], Tensor]:
         """Names and digests of what this rank holds of frozen parameters."""

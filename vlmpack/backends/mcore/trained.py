@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
 from vlmpack.backends.mcore.layout import LocalParameter
-from vlmpack.backends.mcore.optimizer import LR_SCALE, MegatronAdamW
-from vlmpack.backends.policy import ComponentCount, TrainingPolicy, component_of
+from vlmpack.backends.mcore.optimizer import LR_SCALE
+from vlmpack.backends.policy import TrainingPolicy
 from vlmpack.errors import CapabilityError
 from vlmpack.families import ModulePaths
 
@@ -38,26 +37,6 @@ def mark_trained(
         (only,) = said
         parameter.requires_grad_(only.trains)
         setattr(parameter, LR_SCALE, only.lr_scale)
-
-
-def gradient_squares(
-    parameters: Iterable[LocalParameter],
-    optimizer: MegatronAdamW,
-    counts: Sequence[ComponentCount],
-    paths: ModulePaths,
-    device: torch.device,
-) -> Tensor:
-    """(components,) float64: squares of the gradients that this rank's main weights have."""
-    squares = {
-        count.component: torch.zeros((), dtype=torch.float64, device=device) for count in counts
-    }
-    for local in parameters:
-        held = optimizer.main_parameter(local.parameter)
-        if held is None or held.weight.grad is None:
-            continue
-        component = component_of(local.pieces[0].box.name, paths)
-        squares[component] = squares[component] + held.weight.grad.double().square().sum()
-    return torch.stack(list(squares.values()))
 
 
 def frozen_tensors(parameters: Iterable[LocalParameter]) -> dict[str, Tensor]:
