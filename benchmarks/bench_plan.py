@@ -80,7 +80,7 @@ def write_index(folder: Path, *, shards: int = 100, samples: int = 10_000) -> No
     from vlmpack.data.splits.part_settings import make_builder
     from vlmpack.encode import Encoder
     from vlmpack.packing.budget import RowBudget
-    from vlmpack.recipe.schema import DataSection, PackingSection
+    from vlmpack.recipe.schema import DataSection, PackingSection, TrainingSection
     from vlmpack.recipe.sources import Source
     from vlmpack.storage.fetch import LocalFetcher
 
@@ -91,10 +91,8 @@ def write_index(folder: Path, *, shards: int = 100, samples: int = 10_000) -> No
     index.mkdir()
     config = DataConfig(
         data=DataSection(train=(Source(name="x", path=str(first)),), index_dir=str(index)),
-        seq_length=1024,
+        training=TrainingSection(micro_batch_size=1, global_batch_size=1, seq_length=1024),
         mode=InBatch(packing=PackingSection(), budget=RowBudget(max_tokens=1024)),
-        micro_batch_size=1,
-        global_batch_size=1,
     )
     builder = make_builder(config, encoder, fetcher)
     rules = (builder.index.rule, builder.lengths.rule)
@@ -167,10 +165,8 @@ def synthetic_inputs(count: int, mode: str, **settings: object):
         data=DataSection(
             train=(Source(name="a", path="a"), Source(name="b", path="b")), over_long="drop"
         ),
-        seq_length=CAPACITY,
+        training=training,
         mode=packing_mode(recipe),
-        micro_batch_size=training.micro_batch_size,
-        global_batch_size=training.global_batch_size,
     )
     fitted = fit(synthetic_table(count), SampleLimits(CAPACITY))
     plan, _ = make_plan(config, fitted, "global")

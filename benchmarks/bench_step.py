@@ -27,7 +27,7 @@ from vlmpack.encode import Encoder
 from vlmpack.packing import Batch
 from vlmpack.packing.budget import RowBudget
 from vlmpack.recipe.packing_modes import ModeName
-from vlmpack.recipe.schema import DataSection, PackingSection
+from vlmpack.recipe.schema import DataSection, PackingSection, TrainingSection
 from vlmpack.recipe.sources import Source
 
 SHARDS = str(ROOT / "assets" / "digits" / "train-*.tar")
@@ -45,10 +45,10 @@ def build(encoder: Encoder, *, width: int | None) -> PackedVLM:
 def batches_of(encoder: Encoder, mode: ModeName, micro_batch_size: int, count: int) -> list[Batch]:
     config = DataConfig(
         data=DataSection(train=(Source(name="digits", path=SHARDS),), num_workers=0),
-        seq_length=4096,
+        training=TrainingSection(
+            micro_batch_size=micro_batch_size, global_batch_size=micro_batch_size, seq_length=4096
+        ),
         mode=MODES[mode](packing=PackingSection(mode=mode), budget=RowBudget(max_tokens=4096)),
-        micro_batch_size=micro_batch_size,
-        global_batch_size=micro_batch_size,
     )
     data = TrainData.open(config, encoder)
     steps = data.batches(data.start(), rank=0, dp=1, max_steps=count)

@@ -59,7 +59,7 @@ def open_data(
     from vlmpack.data.pipeline import TrainData
     from vlmpack.data.splits.survey import DataLaunch
     from vlmpack.packing.budget import RowBudget
-    from vlmpack.recipe.schema import DataSection, PackingSection
+    from vlmpack.recipe.schema import DataSection, PackingSection, TrainingSection
     from vlmpack.recipe.sources import Source
 
     sys.path[:0] = [str(FAKES)]
@@ -72,10 +72,10 @@ def open_data(
             num_workers=0,
             index_dir=str(index),
         ),
-        seq_length=1 << 20,
+        training=TrainingSection(
+            micro_batch_size=BATCH, global_batch_size=global_batch_size, seq_length=1 << 20
+        ),
         mode=InBatch(packing=PackingSection(), budget=RowBudget(max_tokens=1 << 20)),
-        micro_batch_size=BATCH,
-        global_batch_size=global_batch_size,
         num_probed=0,
     )
     fetcher = fetcher_for(cache)

@@ -104,7 +104,7 @@ def test_every_shard_passes_the_strict_reader(split, tmp_path):
     from vlmpack.data.modes import InBatch
     from vlmpack.data.pipeline import TrainData
     from vlmpack.packing.budget import RowBudget
-    from vlmpack.recipe.schema import DataSection, PackingSection
+    from vlmpack.recipe.schema import DataSection, PackingSection, TrainingSection
     from vlmpack.recipe.sources import Source
 
     encoder = Encoder(MODEL)
@@ -113,10 +113,8 @@ def test_every_shard_passes_the_strict_reader(split, tmp_path):
             train=(Source(name=split, path=str(DIGITS / f"{split}-*.tar")),),
             index_dir=str(tmp_path),
         ),
-        seq_length=1024,
+        training=TrainingSection(micro_batch_size=16, global_batch_size=16, seq_length=1024),
         mode=InBatch(packing=PackingSection(), budget=RowBudget(max_tokens=1024)),
-        micro_batch_size=16,
-        global_batch_size=16,
     )
     summary = TrainData.open(config, encoder).summary()
     assert summary.num_usable == summary.num_samples > 100

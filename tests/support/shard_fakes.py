@@ -34,7 +34,7 @@ from vlmpack.errors import DataError
 from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, Media
 from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.collate import PackCollator
-from vlmpack.recipe.schema import DataSection, PackingSection
+from vlmpack.recipe.schema import DataSection, PackingSection, TrainingSection
 from vlmpack.recipe.sources import Source
 
 BLOCK = 16
@@ -217,29 +217,25 @@ def config_for(paths: str | tuple[str, ...], index_dir: Path, **changes: Any) ->
     """A small configuration over one source.
 
     Args:
-        changes: fields of it, of the data and of the packing section; for its mode, `budget` and
-            `multiples` too.
+        changes: fields of it, and of the sections data, training and packing; for its mode,
+            `budget` and `multiples` too.
     """
     sources = changes.pop("sources", None) or (Source(name="one", path=one_pattern(paths)),)
     data: dict[str, Any] = {"index_dir": str(index_dir), "num_workers": 0, "train": sources}
+    training = {"seq_length": 4096, "micro_batch_size": 3, "global_batch_size": 8, "seed": 7}
     packing: dict[str, Any] = {}
-    values: dict[str, Any] = {
-        "seq_length": 4096,
-        "micro_batch_size": 3,
-        "global_batch_size": 8,
-        "seed": 7,
-        "num_probed": 2,
-    }
+    values: dict[str, Any] = {"num_probed": 2}
+    sections = ((data, DataSection), (training, TrainingSection), (packing, PackingSection))
     for name, value in changes.items():
-        of = packing if name in PackingSection.model_fields else values
-        (data if name in DataSection.model_fields else of)[name] = value
+        of = next((given for given, section in sections if name in section.model_fields), values)
+        of[name] = value
     section = PackingSection(**packing)
     values["mode"] = MODES[section.mode](
         packing=section,
-        budget=values.pop("budget", RowBudget(max_tokens=values["seq_length"])),
+        budget=values.pop("budget", RowBudget(max_tokens=training["seq_length"])),
         multiples=values.pop("multiples", Alignment(sequence=1, row=1)),
     )
-    return DataConfig(data=DataSection(**data), **values)
+    return DataConfig(data=DataSection(**data), training=TrainingSection(**training), **values)
 
 
 def open_data(paths: str | tuple[str, ...], index_dir: Path, **changes: Any) -> TrainData:

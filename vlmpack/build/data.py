@@ -115,16 +115,13 @@ def _row_cost(setup: Setup) -> RowCost:
 
 def _data_config(setup: Setup, key: SplitKey, resume: DataState | None) -> DataConfig:
     recipe, trained = setup.recipe, key == "data.train"
-    training, batch = recipe.training, recipe.evaluation.batch_size
+    sizes = dict.fromkeys(("micro_batch_size", "global_batch_size"), recipe.evaluation.batch_size)
     return DataConfig(
         data=recipe.data,
         key=key,
-        seq_length=training.seq_length,
+        training=recipe.training if trained else recipe.training.model_copy(update=sizes),
         mode=packing_mode(recipe, resume) if trained else evaluation_mode(recipe),
         row_cost=_row_cost(setup) if trained else token_cost,
-        micro_batch_size=training.micro_batch_size if trained else batch,
-        global_batch_size=training.global_batch_size if trained else batch,
-        seed=training.seed,
         new_era=recipe.checkpoint.on_data_change != "refuse",
         workers=WorkerSettings(watch_seconds=recipe.logging.watch_seconds, preload=WORKER_PRELOAD),
     )

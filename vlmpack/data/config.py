@@ -14,7 +14,7 @@ from vlmpack.data.modes import PackingMode, Uncut
 from vlmpack.data.plan.packers import Sizes
 from vlmpack.data.plan.shares import RowCost, token_cost
 from vlmpack.data.shards.caps import SampleCaps
-from vlmpack.recipe.schema import DataSection
+from vlmpack.recipe.schema import DataSection, TrainingSection
 from vlmpack.recipe.sources import Source
 
 SplitKey = Literal["data.train", "data.validation", "data.test"]
@@ -28,18 +28,12 @@ class DataConfig:
     """The recipe's section."""
     key: SplitKey = "data.train"
     """The split, as messages name it too."""
-    seq_length: int
-    """The longest sample, in tokens."""
+    training: TrainingSection
+    """The recipe's section; of an evaluation split, with the batch sizes of evaluation."""
     mode: PackingMode
     """How samples come to share rows."""
-    micro_batch_size: int
-    """Samples in a bin; rows, hence 1, where the mode plans rows."""
-    global_batch_size: int
-    """Samples in a global batch; rows where `packing.counts_rows` says so."""
     row_cost: RowCost = token_cost
     """What a bin costs on the model at hand."""
-    seed: int = 0
-    """Seed of the order of samples."""
     new_era: bool = False
     """What a resume with other shards or weights does: begin a new era, which is a new epoch of the
     new data, or stop with the differences."""
@@ -51,13 +45,13 @@ class DataConfig:
     @property
     def limits(self) -> SampleLimits:
         """What one sample may have at most."""
-        return SampleLimits(self.seq_length, self.mode.budget.max_patches)
+        return SampleLimits(self.training.seq_length, self.mode.budget.max_patches)
 
     def uncut(self, sizes: Sizes, first_samples: Callable[[], Int64s] | None) -> Uncut:
         """The split as its mode cuts it."""
         return Uncut(
-            global_batch_size=self.global_batch_size,
-            micro_batch_size=self.micro_batch_size,
+            global_batch_size=self.training.global_batch_size,
+            micro_batch_size=self.training.micro_batch_size,
             sizes=sizes,
             first_samples=first_samples,
         )

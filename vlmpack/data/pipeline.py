@@ -304,7 +304,7 @@ class TrainData:
         """
         fitted = self.fitted
         numbers = fitted.eligible.nonzero()[0][:max_samples].tolist()
-        part = self.config.micro_batch_size
+        part = self.config.training.micro_batch_size
         bins: list[Bin] = [tuple(numbers[at : at + part]) for at in range(0, len(numbers), part)]
         requests = (
             BinRequest(tuple(fitted.table.ref(number) for number in samples))

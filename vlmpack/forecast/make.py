@@ -144,7 +144,7 @@ def _all_modes(
     if own.plans_rows or micro < 2:
         bins = stream.layout.bins
         wanted = max(2, round(float(bins.mean())) if bins.size else 2)
-        micro = _dividing(planner.config.global_batch_size // copies, wanted)
+        micro = _dividing(planner.config.training.global_batch_size // copies, wanted)
     none, in_batch = planned(planner.mode("none"), micro), planned(planner.mode("in_batch"), micro)
     packed = own if saved else planner.offline(own.layout, is_recipes=offline)
     modes = [none, in_batch, stream, batch, packed]
@@ -162,7 +162,7 @@ def _dry_run(inputs: PlanInputs) -> tuple[Int64s, Int64s]:
     if isinstance(plan, WindowPlan):
         return split.sizes(plan.plan_window(0, 0, split.start()).order)
     shuffle = plan.shuffle if isinstance(plan, Plan) else "global"
-    return split.sizes(dry_run_order(plan.sources, inputs.config.seed, shuffle))
+    return split.sizes(dry_run_order(plan.sources, inputs.config.training.seed, shuffle))
 
 
 def _settled_budget(inputs: PlanInputs, tokens: Int64s, patches: Int64s) -> RowBudget:

@@ -98,7 +98,7 @@ class ModePlanner:
         total = None if isinstance(plan, WindowPlan) else plan.num_windows
         counts = counted(windows, f"packing: {mode.label}", total, self.progress)
         layout = layout_of(counts, split.sizes)
-        return self._planned(mode, layout, self.config.micro_batch_size, is_recipes=True)
+        return self._planned(mode, layout, self.config.training.micro_batch_size, is_recipes=True)
 
     def mode(self, name: ModeName, scope: Scope = "stream") -> PackingMode:
         """A mode that the recipe need not have, with the recipe's limits."""
@@ -109,7 +109,8 @@ class ModePlanner:
     def other(self, mode: PackingMode, micro: int = 1) -> PlannedMode:
         """An epoch in a mode that the recipe does not have: where rows are planned, whole windows
         of about MAX_PACKED samples of it."""
-        config = replace(self.config, mode=mode, micro_batch_size=micro)
+        training = self.config.training.model_copy(update={"micro_batch_size": micro})
+        config = replace(self.config, mode=mode, training=training)
         plan, _ = make_plan(config, self.fitted, "global")
         table = self.fitted.table
 
@@ -131,10 +132,12 @@ class ModePlanner:
         tokens, patches = samples.tokens[order], samples.patches[order]
         packs = self.budget.packs(tokens, patches)
         # Neighbours of best-fit-decreasing are alike; a run permutes the packs.
-        packs = [packs[n] for n in seeded_order(len(packs), self.config.seed, "packs").tolist()]
+        packs = [
+            packs[n] for n in seeded_order(len(packs), self.config.training.seed, "packs").tolist()
+        ]
         order = np.concatenate([np.empty(0, np.int64), *packs])
         bins = np.fromiter(map(len, packs), np.int64, len(packs))
-        whole = self.config.global_batch_size
+        whole = self.config.training.global_batch_size
         steps = np.full(-(-len(packs) // whole), whole, np.int64)
         if len(packs) % whole:
             steps[-1] = len(packs) % whole

@@ -66,7 +66,7 @@ def log_data(config: DataConfig, summary: DataSummary) -> None:
             summary.num_shards,
         )
     name_unknown_keys(summary.unknown_keys)
-    mode, whole = config.mode, config.global_batch_size
+    mode, whole = config.mode, config.training.global_batch_size
     if mode.facts.pads:
         what = f"rows are padded: {saved:.0%} of the slots of an epoch hold no token"
     elif mode.facts.plans_rows:
@@ -82,7 +82,7 @@ def log_data(config: DataConfig, summary: DataSummary) -> None:
         )
     else:
         what = (
-            f"each micro-batch of {config.micro_batch_size} samples is one row; "
+            f"each micro-batch of {config.training.micro_batch_size} samples is one row; "
             f"{saved:.0%} of the slots that padded rows would take are gone"
         )
     logger.info("%-14s %s: %s", "packing", mode.name, what)

@@ -56,7 +56,7 @@ def say_memory(setup: Setup, train: TrainData) -> None:
         setup.recipe.parallelism,
         sizes,
         largest_micro_batch(train),
-        global_batch_size=train.config.global_batch_size,
+        global_batch_size=train.config.training.global_batch_size,
         world_size=ranks.world_size,
         trained=trained_sizes(setup.policy, setup.encoder),
     )
@@ -92,7 +92,7 @@ def memory_line(figures: MemoryFigures, room: Room) -> str:
 def largest_micro_batch(train: TrainData) -> LargestMicroBatch:
     """Its slots: of a planned row its budget; else the largest of many drawn micro-batches. Its
     patches: the budget's, 0 without one: no length of a sample says how many it has."""
-    mode, micro = train.config.mode, train.config.micro_batch_size
+    mode, micro = train.config.mode, train.config.training.micro_batch_size
     if mode.facts.plans_rows:
         return LargestMicroBatch(1, mode.budget.max_tokens, mode.budget.max_patches or 0)
     lengths = train.split.usable_tokens()

@@ -200,5 +200,5 @@ def _describe(setup: Setup, engine: Engine) -> list[dict[str, Any]]:
 def _samples_per_batch(config: DataConfig, totals: Totals) -> int:
     """Samples of a global batch, holes included; where it counts rows, the mean so far."""
     if not config.mode.packing.counts_rows:
-        return config.global_batch_size
+        return config.training.global_batch_size
     return max(1, round((totals.num_samples + totals.num_skipped) / max(1, totals.step)))

@@ -66,7 +66,8 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
 def launch_lines(summary: Any, caplog: pytest.LogCaptureFixture) -> list[str]:
     facts = PackingSection(mode="none").facts
     config: Any = SimpleNamespace(
-        mode=SimpleNamespace(name="none", facts=facts), global_batch_size=1
+        mode=SimpleNamespace(name="none", facts=facts),
+        training=SimpleNamespace(global_batch_size=1),
     )
     with caplog.at_level(logging.INFO, "vlmpack"):
         log_data(config, summary)

@@ -103,7 +103,7 @@ def budget_differences(manifest: Manifest, config: DataConfig) -> list[str]:
     packing, multiple = config.mode.packing, config.mode.multiples.sequence
     lines = []
     pairs: list[tuple[str, object, object]] = [
-        ("training.seq_length", manifest.seq_length, config.seq_length)
+        ("training.seq_length", manifest.seq_length, config.training.seq_length)
     ]
     for key, before in manifest.budget.knobs.items():
         now = getattr(packing, key.removeprefix("packing."))

@@ -86,10 +86,10 @@ def open_packed(
     plan = PackPlan(
         arrays,
         sources=_sources(config, fitted, arrays),
-        seed=config.seed,
+        seed=config.training.seed,
         packer=BudgetPacker(
             budget=manifest.budget,
-            global_batch_size=config.global_batch_size,
+            global_batch_size=config.training.global_batch_size,
             scope="stream",
             sizes=lambda numbers: (
                 fitted.table.num_tokens[numbers],
@@ -97,7 +97,8 @@ def open_packed(
             ),
         ),
         keeps_order=manifest.planner == "stream"
-        and (manifest.seed, manifest.global_batch_size) == (config.seed, config.global_batch_size),
+        and (manifest.seed, manifest.global_batch_size)
+        == (config.training.seed, config.training.global_batch_size),
     )
     return PackedSplit(
         config=config,
@@ -119,13 +120,13 @@ def _identity(config: DataConfig, manifest: Manifest) -> Identity:
     """What decides the order. The samples are those of the packs: that was compared."""
     return {
         "plan": PACK_RULE,
-        "data.seed": config.seed,
+        "data.seed": config.training.seed,
         "data.shuffle": manifest.shuffle,
         "packing.mode": config.mode.name,
         "packing.packs": manifest.plan,
         **{name: manifest.budget.knobs[name] for name in _SETTLED},
-        "training.seq_length": config.seq_length,
-        "training.global_batch_size": config.global_batch_size,
+        "training.seq_length": config.training.seq_length,
+        "training.global_batch_size": config.training.global_batch_size,
         "encoder": short_digest(repr(sorted(manifest.encoder.items()))),
         **manifest.data,
     }

@@ -79,7 +79,7 @@ def check_not_empty(fitted: Sequence[Fitted], config: DataConfig) -> None:
         f"{sum(len(table.shards) for table in tables)} shards, of which "
         f"{sum(int(table.bad.sum()) for table in tables)} are bad and "
         f"{sum(len(one.dropped) for one in fitted)} are longer than training.seq_length "
-        f"{config.seq_length}"
+        f"{config.training.seq_length}"
     )
 
 

@@ -31,13 +31,13 @@ def split_identity(
     """
     identity: dict[str, IdentityValue] = {
         "plan": rule,
-        "data.seed": config.seed,
+        "data.seed": config.training.seed,
         "data.shuffle": shuffle,
         "data.over_long": config.data.over_long,
         "data.epoch_size": config.epoch_size,
         "packing.mode": config.mode.name,
-        "training.seq_length": config.seq_length,
-        "training.global_batch_size": config.global_batch_size,
+        "training.seq_length": config.training.seq_length,
+        "training.global_batch_size": config.training.global_batch_size,
         "encoder": short_digest(encoder.fingerprint),
         "lengths": lengths,
     }

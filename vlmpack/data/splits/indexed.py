@@ -121,7 +121,7 @@ class IndexedSplit:
             epoch = self.epoch_length()
         else:
             rows = plan.epoch_size * bins.size / order.size
-            steps = max(1, round(rows / self.config.global_batch_size))
+            steps = max(1, round(rows / self.config.training.global_batch_size))
             epoch = EpochLength(plan.epoch_size, steps, exact=False)
         return summarise(
             [self.fitted],
@@ -250,12 +250,12 @@ def make_plan(config: DataConfig, fitted: Fitted, shuffle: Shuffle) -> tuple[Pla
         return table.num_tokens[order], table.num_patches[order]
 
     def first_samples() -> Int64s:
-        return dry_run_order(sources, config.seed, shuffle)
+        return dry_run_order(sources, config.training.seed, shuffle)
 
     cutting = config.mode.cut(config.uncut(token_counts, first_samples))
     plan = Plan(
         sources,
-        seed=config.seed,
+        seed=config.training.seed,
         shuffle=shuffle,
         window=cutting.window,
         packer=cutting.packer,

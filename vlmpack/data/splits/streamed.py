@@ -122,7 +122,7 @@ class StreamedSplit:
             return EpochLength(num_samples, self._epoch_steps(), exact)
         order = self._first_order()
         rows = sum(len(batch) for batch in self.plan.packer(order))
-        expected = num_samples * rows / max(1, order.size) / self.config.global_batch_size
+        expected = num_samples * rows / max(1, order.size) / self.config.training.global_batch_size
         return EpochLength(num_samples, max(1, round(expected)), exact=False)
 
     def _epoch_steps(self) -> int:
@@ -250,7 +250,7 @@ def open_streamed(
     plan = WindowPlan(
         sources,
         index,
-        seed=config.seed,
+        seed=config.training.seed,
         window=cutting.window,
         packer=cutting.packer,
         spread=min(launch.shares, MAX_SPREAD),
