@@ -12,7 +12,6 @@ from vlmpack.cli.options import FormerRow, Overrides, RecipeOrRun, row_number
 from vlmpack.terminal import open_console, say
 
 if TYPE_CHECKING:
-    from vlmpack.data.loading.read import SkippedSample
     from vlmpack.proof.check import Check
     from vlmpack.proof.rows.shown import ShownRow
 
@@ -72,18 +71,6 @@ def inspect(
         raise typer.Exit(1)
 
 
-def left_out(holes: Sequence[SkippedSample]) -> list[str]:
-    """A line for each reason, with the first sample that it is said of."""
-    groups: dict[tuple[str, str], list[SkippedSample]] = {}
-    for hole in holes:
-        groups.setdefault((hole.file or hole.shard, hole.reason), []).append(hole)
-    return [
-        f"left out: {group[0].key}{f' and {len(group) - 1} more' if group[1:] else ''} ({file}): "
-        f"{reason}"
-        for (file, reason), group in groups.items()
-    ]
-
-
 def _print_row(row: ShownRow, checks: Sequence[Check]) -> None:
     from rich.markup import escape
     from rich.table import Table
@@ -109,9 +96,9 @@ def _print_row(row: ShownRow, checks: Sequence[Check]) -> None:
     console.print(table)
     if len(rows) > MAX_ROWS:
         console.print(f"and {len(rows) - MAX_ROWS} more")
-    for line in left_out(row.shown.holes):
+    for line in row.shown.left_out():
         console.print(escape(line), soft_wrap=True)
-    console.print("; ".join(f"{total.name} {total.value}" for total in totals(row)), markup=False)
+    console.print("; ".join(map(" ".join, totals(row).items())), markup=False)
     for check in checks:
         mark, style = ("\u2717", "bold red") if check.fails else ("\u2713", "green")
         console.print(

@@ -147,6 +147,12 @@ def one_segment(row: ShownRow) -> ShownRow:
     return replace(row, batch=batch)
 
 
+def wrong_multiple(row: ShownRow) -> ShownRow:
+    """A row that sequence parallelism cannot share out."""
+    multiples = replace(row.rules.multiples, row=row.num_slots - 4)
+    return replace(row, rules=replace(row.rules, multiples=multiples, budget=None))
+
+
 def wrong_lengths(row: ShownRow) -> ShownRow:
     first, *rest = row.batch.lengths
     return with_batch(row, lengths=(first - 1, *rest))
@@ -320,6 +326,7 @@ BREAKS: list[tuple[Callable[[ShownRow], ShownRow], set[str]]] = [
     (one_segment, {BOUNDARIES}),
     (wrong_logical, {BOUNDARIES}),
     (wrong_lengths, {BOUNDARIES}),
+    (wrong_multiple, {BOUNDARIES}),
     (short_bound, {BOUNDARIES}),
     (wrong_host_lengths, {BOUNDARIES}),
     (mask_apart, {LABELS}),

@@ -60,25 +60,16 @@ class FoundRow:
     """A row of the plan.
 
     Args:
-        number: over the first epoch, or in its batch.
         batch: its global batch.
-        epoch: its epoch.
         samples: those of the row.
+        title: for the reader.
         stem: a file name for it.
     """
 
-    number: int
     batch: int
-    epoch: int
     samples: tuple[SampleRef, ...]
+    title: str
     stem: str
-
-    @property
-    def title(self) -> str:
-        """What a reader calls the row."""
-        if self.stem.startswith("batch"):
-            return f"row {self.number} of global batch {self.batch}, epoch {self.epoch}"
-        return f"row {self.number} of the first epoch, in global batch {self.batch}"
 
 
 def open_row(
@@ -145,10 +136,9 @@ def find_row(train: TrainData, wanted: Wanted, run_dir: RunDir | None) -> FoundR
             f"--row {wanted.row}: batch {wanted.batch} has {len(planned.bins)} rows, counted from 0"
         )
     return FoundRow(
-        wanted.row,
         wanted.batch,
-        planned.position.epoch,
-        _refs(train, planned.bins[wanted.row]),
+        train.split.refs(planned.bins[wanted.row]),
+        f"row {wanted.row} of global batch {wanted.batch}, epoch {planned.position.epoch}",
         f"batch-{wanted.batch}-row-{wanted.row}",
     )
 
@@ -158,7 +148,7 @@ def _check_planned(train: TrainData, found: FoundRow, run_dir: RunDir | None) ->
     if run_dir is None:
         return
     planned = planned_batch(train, found.batch, run_dir)
-    if found.samples not in [_refs(train, samples) for samples in planned.bins]:
+    if found.samples not in [train.split.refs(samples) for samples in planned.bins]:
         raise VlmpackError(
             f"{run_dir.path}: {found.title}, is not what the run planned there: its data changed "
             "on the way. Choose with --batch N --row N instead, counted from the run's start"
@@ -171,7 +161,7 @@ def _in_first_epoch(train: TrainData, wanted: Wanted) -> FoundRow:
     number = -1
     for number, batch, samples in _first_rows(train):
         if number == wanted.row:
-            return FoundRow(number, batch, 0, _refs(train, samples), f"row-{number}")
+            return _of_first_epoch(train, number, batch, samples)
     raise VlmpackError(
         f"--row {wanted.row}: the first epoch has {number + 1:,} rows, counted from 0"
     )
@@ -179,15 +169,14 @@ def _in_first_epoch(train: TrainData, wanted: Wanted) -> FoundRow:
 
 def _first_rows(train: TrainData) -> Iterator[tuple[int, int, Bin]]:
     """(row over the first epoch, global batch, samples)."""
-    number = 0
-    for batch, planned in enumerate(first_epoch(train.split)):
-        for samples in planned.bins:
-            yield number, batch, samples
-            number += 1
+    planned = enumerate(first_epoch(train.split))
+    rows = ((batch, samples) for batch, step in planned for samples in step.bins)
+    yield from ((number, *row) for number, row in enumerate(rows))
 
 
-def _refs(train: TrainData, samples: Bin) -> tuple[SampleRef, ...]:
-    return train.split.refs(samples)
+def _of_first_epoch(train: TrainData, number: int, batch: int, samples: Bin) -> FoundRow:
+    title = f"row {number} of the first epoch, in global batch {batch}"
+    return FoundRow(batch, train.split.refs(samples), title, f"row-{number}")
 
 
 def _holding(train: TrainData, key: str, shard: str | None) -> FoundRow:
@@ -199,10 +188,10 @@ def _holding(train: TrainData, key: str, shard: str | None) -> FoundRow:
             "--shard TEXT, a part of its path"
         )
     places = {(ref.shard, ref.offset) for ref in found}
-    for number, batch, samples in _first_rows(train):
-        refs = _refs(train, samples)
-        if any((ref.shard, ref.offset) in places for ref in refs):
-            return FoundRow(number, batch, 0, refs, f"row-{number}")
+    for planned in _first_rows(train):
+        row = _of_first_epoch(train, *planned)
+        if any((ref.shard, ref.offset) in places for ref in row.samples):
+            return row
     numbers = {ref.number for ref in found}
     why = [item.reason for item in train.fitted.dropped if item.number in numbers]
     raise VlmpackError(

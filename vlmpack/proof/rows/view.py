@@ -133,8 +133,18 @@ class RowView:
             if sample.roles:
                 yield f"  roles: {', '.join(sample.roles)}"
             yield from (f"  {line}" for line in sample.lines())
+        yield from self.left_out()
+
+    def left_out(self) -> Iterator[str]:
+        """A line for each reason to leave samples out, with the first that it is said of."""
+        groups: dict[tuple[str, str, str], list[SkippedSample]] = {}
         for hole in self.holes:
-            yield f"hole  {hole.key} ({hole.shard})  {hole.error_class}: {hole.reason}"
+            groups.setdefault((hole.file or hole.shard, hole.error_class, hole.reason), []).append(
+                hole
+            )
+        for (file, error_class, reason), (first, *rest) in groups.items():
+            more = f" and {len(rest)} more" if rest else ""
+            yield f"left out: {first.key}{more} ({file}): {error_class}: {reason}"
 
 
 def view_samples(batch: Batch, encoder: Encoder) -> Iterator[SampleView]:

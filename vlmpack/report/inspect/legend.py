@@ -32,16 +32,14 @@ def segment_color(number: int) -> tuple[str, str]:
 
 def rank_color(rank: int, size: int) -> tuple[str, str]:
     """(fill, ink) of a context-parallel rank."""
-    place = round(rank * (len(RANKS) - 1) / max(1, size - 1))
-    if size <= len(RANKS):
-        return RANKS[place], INK if place < 3 else "#ffffff"
-    low, share = divmod(rank * (len(RANKS) - 1) / (size - 1), 1)
+    place = rank * (len(RANKS) - 1) / max(1, size - 1)
+    low, share = divmod(place, 1)
     ends = (RANKS[int(low)], RANKS[min(int(low) + 1, len(RANKS) - 1)])
     parts = [
         round(int(ends[0][k : k + 2], 16) * (1 - share) + int(ends[1][k : k + 2], 16) * share)
         for k in (1, 3, 5)
     ]
-    return "#" + "".join(f"{part:02x}" for part in parts), INK if low < 3 else "#ffffff"
+    return "#" + "".join(f"{part:02x}" for part in parts), INK if place < 3 else "#ffffff"
 
 
 def draw_legend(canvas: Canvas, row: ShownRow) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from vlmpack.proof.rows.shown import Segment, ShownRow
@@ -10,14 +9,6 @@ from vlmpack.proof.rows.shown import Segment, ShownRow
 COLUMNS = ("", "key", "shard", "tokens", "image", "loss", "logical", "physical", "positions")
 WORDS = ("key", "shard")
 """Columns of the table of segments; numbers but for the words."""
-
-
-@dataclass(frozen=True, slots=True)
-class Total:
-    """One figure of the whole row."""
-
-    name: str
-    value: str
 
 
 def table_rows(row: ShownRow) -> list[tuple[str, ...]]:
@@ -47,35 +38,29 @@ def num_image_tokens(segment: Segment) -> int:
     return sum(run.num_tokens for run in runs if run.kind == "image")
 
 
-def totals(row: ShownRow) -> list[Total]:
-    """The figures of the whole row."""
-    batch, segments = row.batch, row.segments
+def totals(row: ShownRow) -> dict[str, str]:
+    """The figures of the whole row, by name."""
+    batch, segments, context = row.batch, row.segments, row.rules.context
     gaps = sum(s.slots - s.length for s in segments if s.sample is not None)
     tail = sum(s.slots for s in segments if s.sample is None)
-    media = batch.media
-    found = [
-        Total("samples", f"{len(row.shown.samples):,}"),
-        Total("tokens", f"{batch.num_tokens:,} in {batch.num_slots:,} slots"),
-        Total("fill", _fill(row)),
-        Total("padding", f"{gaps + tail:,} slots ({_parts(row, gaps, tail)})"),
-        Total("loss tokens", f"{batch.num_label_tokens:,}"),
-    ]
-    if media is not None:
+    found = {
+        "samples": f"{len(row.shown.samples):,}",
+        "tokens": f"{batch.num_tokens:,} in {batch.num_slots:,} slots",
+        "fill": _fill(row),
+        "padding": f"{gaps + tail:,} slots ({_parts(row, gaps, tail)})",
+        "loss tokens": f"{batch.num_label_tokens:,}",
+    }
+    if (media := batch.media) is not None:
         patches = sum(t * h * w for t, h, w in media.grid_thw)
         tokens = sum(media.num_tokens)
-        found.append(
-            Total("images", f"{media.num_images:,}: {tokens:,} tokens, {patches:,} patches")
-        )
+        found["images"] = f"{media.num_images:,}: {tokens:,} tokens, {patches:,} patches"
     language, vision = row.flops()
-    cost = f"{_flops(language + vision)} a training step"
-    if vision:
-        cost += f", {vision / (language + vision):.0%} of it vision"
-    found.append(Total("cost", cost))
-    if row.rules.context > 1:
-        each = batch.num_slots // row.rules.context
-        found.append(Total("CP", f"{row.rules.context} ranks, {each:,} slots each"))
+    share = f", {vision / (language + vision):.0%} of it vision" if vision else ""
+    found["cost"] = f"{_flops(language + vision)} a training step{share}"
+    if context > 1:
+        found["CP"] = f"{context} ranks, {batch.num_slots // context:,} slots each"
     if row.shown.holes:
-        found.append(Total("left out", f"{len(row.shown.holes)} bad samples"))
+        found["left out"] = f"{len(row.shown.holes)} bad samples"
     return found
 
 
