@@ -7,8 +7,9 @@ under transformers' names and in whatever pieces the ranks hold.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -23,7 +24,7 @@ from vlmpack.distributed import Ranks
 from vlmpack.packing import Batch, PackedBatch
 from vlmpack.proof.verify.outputs import Capture, Point
 from vlmpack.proof.verify.row import VerifiedRow
-from vlmpack.training.vlm_step import forward_step
+from vlmpack.training.vlm_step import cross_entropy, forward_step
 
 SlotLosses = dict[int, dict[int, float]]
 """Row -> flat slot -> loss of the label token there."""
@@ -71,24 +72,21 @@ class PackedRun:
         decoder = _Decoder(self.model, self.points) if self.model is not None else None
         numbers = count()
 
+        def recorded(number: int, values: Tensor, batch: Batch) -> Mapping[str, Tensor]:
+            slots = _label_slots(batch).tolist()
+            losses[number] = dict(zip(slots, values.detach().float().tolist(), strict=True))
+            return cross_entropy(values, batch)
+
         def step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[Tensor, LossFunction]:
             number = next(numbers)
-            taken: list[Batch] = []
             if capture is not None:
                 capture.slots, capture.on = self.row_slots(rows[number]), True
-            output, function = forward_step(_tapped(data_iterator, taken), model)
+            output, function = forward_step(data_iterator, model, partial(recorded, number))
             if capture is not None and decoder is not None:
                 capture.on = False
                 outputs.append(capture.take())
                 hidden.append(decoder.take())
-
-            def recorded(value: Tensor) -> tuple[Tensor, int, dict[str, Tensor]]:
-                slots = _label_slots(taken[0]).tolist()
-                found = value.detach().float().cpu().tolist()
-                losses[number] = dict(zip(slots, found, strict=True))
-                return function(value)
-
-            return output, recorded
+            return output, function
 
         try:
             self.engine.forward_backward(
@@ -176,12 +174,6 @@ def transformers_model(engine: Engine) -> Any:
 
     found = [m for m in engine.module.modules() if isinstance(m, PackedLM)]
     return found[0].inner if found else None
-
-
-def _tapped(batches: Iterator[Batch], taken: list[Batch]) -> Iterator[Batch]:
-    for batch in batches:
-        taken.append(batch)
-        yield batch
 
 
 def _label_slots(batch: Batch) -> Tensor:
