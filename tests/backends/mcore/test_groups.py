@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
+from support.forked import run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -14,6 +14,7 @@ SCRIPT = """
 from pathlib import Path
 from vlmpack.backends.mcore.groups import start_model_parallel
 from vlmpack.distributed import start_process_group, stop_process_group
+from vlmpack.recipe.schema import ParallelismSection
 
 def communication_threads():
     tasks = Path("/proc/self/task").iterdir()
@@ -29,16 +30,13 @@ for turn in range(2):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
-def test_no_thread_of_a_group_outlives_the_run():
+def test_no_thread_of_a_group_outlives_the_run(tmp_path):
     """One that does may abort the interpreter while it shuts down, after the work is done."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = run_ranks([script], 1, timeout=120, environment=environment)
+    assert done.returncode == 0, done.stderr
     first, stopped, second, stopped_again = map(int, done.stdout.split())
     assert first > 0
     assert second > 0
