@@ -14,7 +14,8 @@ from vlmpack.backends.policy import (
 )
 from vlmpack.backends.skeleton import model_skeleton
 from vlmpack.errors import ModelError
-from vlmpack.families import ModulePaths, family_of
+from vlmpack.families.base import ModulePaths
+from vlmpack.families.registry import family_of
 
 INSIDE = ModulePaths(
     vision="model.visual",

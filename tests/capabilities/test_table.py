@@ -14,27 +14,13 @@ import pytest
 from support.families import VISION_FAMILIES, tiny_family_folder
 from typer.testing import CliRunner
 
-from vlmpack.capabilities import (
-    ENGINES,
-    FEATURES,
-    NO_EXPERTS,
-    NOT_ON_MCORE,
-    ONLY_ON_MCORE,
-    RANGES,
-    REFUSED,
-    SERVED,
-    TESTED,
-    ServedModel,
-    capabilities,
-    installed_versions,
-    model_types,
-    read_config,
-    refusal,
-    version_limit,
-    why_not,
-)
-from vlmpack.capabilities.served import nearest
+from vlmpack.capabilities.folder import read_config
+from vlmpack.capabilities.limits import ENGINES, FEATURES, NO_EXPERTS, NOT_ON_MCORE, ONLY_ON_MCORE
+from vlmpack.capabilities.refused import REFUSED, refusal
+from vlmpack.capabilities.served import SERVED, ServedModel, model_types, nearest
+from vlmpack.capabilities.table import capabilities, why_not
 from vlmpack.capabilities.text import BEGIN, END, markdown, text_table, with_block
+from vlmpack.capabilities.versions import RANGES, TESTED, installed_versions, version_limit
 from vlmpack.cli.app import app
 from vlmpack.encode import Encoder
 from vlmpack.errors import ModelError
@@ -155,7 +141,10 @@ def test_the_installed_versions_are_looked_up():
     versions = installed_versions()
     assert versions["transformers"] == metadata.version("transformers")
     assert set(versions) == set(TESTED) == set(RANGES)
-    code = "import sys, vlmpack.capabilities as c; c.capabilities(c.installed_versions())"
+    code = (
+        "import sys; from vlmpack.capabilities.table import capabilities; "
+        "from vlmpack.capabilities.versions import installed_versions as v; capabilities(v())"
+    )
     check = "; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'peft')))"
     subprocess.run([sys.executable, "-c", code + check], check=True)
 

@@ -50,8 +50,9 @@ from support.stock import (
 )
 
 from vlmpack.backends.hf.model import MergedInputs
+from vlmpack.capabilities.served import model_types
 from vlmpack.encode import Encoder
-from vlmpack.families import family_of, model_types
+from vlmpack.families.registry import family_of
 from vlmpack.packing import IGNORE_INDEX, PackCollator, pad_batch_sequences
 
 SHARED_MATMUL_TOLERANCE = 1e-5

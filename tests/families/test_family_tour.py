@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vlmpack.families import Family, ImageRule
+from vlmpack.families.base import Family, ImageRule
 
 CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
 SECTION = re.compile(r"^## Adding a model family$(.*?)^## ", re.DOTALL | re.MULTILINE)

@@ -22,10 +22,10 @@ from vlmpack.attention import BlockMasks
 from vlmpack.backends.hf import model as hf_model
 from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.backends.hf.model import MergedInputs
-from vlmpack.capabilities import SERVED
+from vlmpack.capabilities.served import SERVED
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError, ModelError
-from vlmpack.families import family_of
+from vlmpack.families.registry import family_of
 from vlmpack.packing import pad_batch_sequences
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 

@@ -20,7 +20,9 @@ from vlmpack.data.index.lengths import LengthsBuilder
 from vlmpack.data.packs.compare import note_makers
 from vlmpack.encode import Encoder
 from vlmpack.families.image_processor import image_processor
-from vlmpack.model_folder import images, load_image_processor, made_with
+from vlmpack.model_folder import images
+from vlmpack.model_folder.images import made_with
+from vlmpack.model_folder.load import load_image_processor
 
 
 class _OnTorchvision:

@@ -14,7 +14,7 @@ from support.stock import StockProcessor, load_stock, run_one_by_one
 from support.tiny_pixtral import MISTRAL3, decoder, mistral3
 
 from vlmpack.encode import Encoder
-from vlmpack.families import family_of
+from vlmpack.families.registry import family_of
 
 
 def test_a_sliding_window_ends_with_its_sample(tmp_path, mixed):

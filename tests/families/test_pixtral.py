@@ -23,9 +23,9 @@ from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_
 
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError, ModelError
-from vlmpack.families import family_of
 from vlmpack.families.pixtral import PixtralImageRule
 from vlmpack.families.pixtral_tower import tower_output
+from vlmpack.families.registry import family_of
 from vlmpack.recipe.images import ImagesSection
 
 SIZES = [(120, 64), (40, 24), (64, 120), (120, 64), (9, 9)]

@@ -21,7 +21,8 @@ from vlmpack.cli import main
 from vlmpack.encode import Encoder
 from vlmpack.errors import ModelError, VlmpackError
 from vlmpack.evaluation.generation import load_for_generation
-from vlmpack.model_folder import load_config, load_image_processor, load_tokenizer, weight_files
+from vlmpack.model_folder.load import load_config, load_image_processor, load_tokenizer
+from vlmpack.model_folder.weights import weight_files
 
 
 @pytest.fixture(autouse=True)

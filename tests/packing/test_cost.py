@@ -14,7 +14,7 @@ from support.images import picture
 
 from vlmpack.encode import Encoder
 from vlmpack.errors import ModelError
-from vlmpack.families import family_of
+from vlmpack.families.registry import family_of
 from vlmpack.packing import CostModel, Media
 
 MODEL = CostModel(

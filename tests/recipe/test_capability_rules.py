@@ -6,18 +6,17 @@ import json
 
 import pytest
 
-from vlmpack.capabilities import (
+from vlmpack.capabilities.limits import (
     ENGINE_LIMITS,
     ENGINES,
     FEATURES,
     NO_EXPERTS,
-    SERVED,
-    TESTED,
     Limit,
     OnlyAttention,
-    ServedModel,
-    why_not,
 )
+from vlmpack.capabilities.served import SERVED, ServedModel
+from vlmpack.capabilities.table import why_not
+from vlmpack.capabilities.versions import TESTED
 from vlmpack.recipe import capability_rules, rules
 
 ASKS = {

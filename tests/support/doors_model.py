@@ -14,12 +14,12 @@ from support.fake_tokenizer import FakeTokenizer
 from support.fuzz import Door, changed, damaged, json_bytes
 from support.shards import TINY_MODEL
 
-from vlmpack.capabilities import read_config, served_model_type
+from vlmpack.capabilities.folder import read_config, served_model_type
 from vlmpack.encode import Encoder
 from vlmpack.encode.chat import ChatEncoder
 from vlmpack.encode.sample import Message, TextPart
-from vlmpack.families import family_of
 from vlmpack.families.configs import whole_config
+from vlmpack.families.registry import family_of
 from vlmpack.model_folder.content import config_content, generation_content, processor_content
 from vlmpack.model_folder.weights import weight_files
 from vlmpack.training.checkpoint.folders import (

@@ -16,7 +16,7 @@ from support.families import tiny_family_folder
 from support.tiny_family import PLAIN_ROPE, TEXT
 
 from vlmpack.backends.hf import model as packed
-from vlmpack.capabilities import ServedModel
+from vlmpack.capabilities.served import ServedModel
 from vlmpack.families import registry
 from vlmpack.families.base import ModulePaths
 from vlmpack.families.text_lm import TextLM

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice
 from vlmpack.backends.policy import ComponentCount, TrainingPolicy, component_of
 from vlmpack.distributed import Ranks
-from vlmpack.families import ModulePaths
+from vlmpack.families.base import ModulePaths
 from vlmpack.packing import Batch
 
 LossFunction = Callable[[Tensor], tuple[Tensor, int, dict[str, Tensor]]]

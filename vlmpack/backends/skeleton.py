@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vlmpack.errors import ModelError
-from vlmpack.model_folder import build_model, load_config
+from vlmpack.model_folder.load import build_model, load_config
 
 
 def model_skeleton(auto_class: Any, folder: Path) -> Any:

@@ -32,8 +32,9 @@ def families(
     ] = None,
 ) -> None:
     """List the model families, and what each can do with the packages that are installed."""
-    from vlmpack.capabilities import TESTED, capabilities, installed_versions
+    from vlmpack.capabilities.table import capabilities
     from vlmpack.capabilities.text import markdown, text_table
+    from vlmpack.capabilities.versions import TESTED, installed_versions
 
     if into is not None or as_markdown:
         if folder is not None:
@@ -67,7 +68,7 @@ def _write(path: Path, block: str) -> None:
 def _print_table(versions: Mapping[str, str | None]) -> None:
     from rich.table import Table
 
-    from vlmpack.capabilities import capabilities
+    from vlmpack.capabilities.table import capabilities
     from vlmpack.capabilities.text import text_table, versions_text
 
     console = _console()
@@ -93,7 +94,9 @@ def _print_table(versions: Mapping[str, str | None]) -> None:
 def _print_model(folder: Path, versions: Mapping[str, str | None]) -> None:
     from rich.table import Table
 
-    from vlmpack.capabilities import ENGINES, capabilities, served_model_type
+    from vlmpack.capabilities.folder import served_model_type
+    from vlmpack.capabilities.limits import ENGINES
+    from vlmpack.capabilities.table import capabilities
     from vlmpack.capabilities.text import model_table, versions_text
 
     model_type = served_model_type(folder)

@@ -27,7 +27,7 @@ from vlmpack.encode.tokenizer import open_tokenizer
 from vlmpack.errors import CapabilityError, DataError, ModelError, schema_error
 from vlmpack.families.base import Family, ImageLayout, ImageRule
 from vlmpack.families.registry import family_of
-from vlmpack.model_folder import made_with
+from vlmpack.model_folder.images import made_with
 from vlmpack.packing import EncodedSample, Media
 from vlmpack.recipe.images import MAX_IMAGE_PIXELS, ImagesSection
 

@@ -8,8 +8,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlmpack.model_folder import made_with
 from vlmpack.model_folder.content import PROCESSOR_FILES
+from vlmpack.model_folder.images import made_with
 from vlmpack.recipe.images import ImagesSection
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from vlmpack.errors import ModelError, VlmpackError
 from vlmpack.families.processor_config import processor_setting
-from vlmpack.model_folder import load_tokenizer
+from vlmpack.model_folder.load import load_tokenizer
 
 
 def open_tokenizer(folder: Path, *, takes_images: bool) -> Any:

@@ -1,22 +1,8 @@
-"""Model families: what each needs, said once, on CPU."""
+"""Model families: what each needs, said once, on CPU.
 
-from vlmpack.families.base import (
-    Family,
-    ImageFeatures,
-    ImageLayout,
-    ImageRule,
-    ModulePaths,
-    stock_arguments,
-)
-from vlmpack.families.registry import family_of, model_types
-
-__all__ = [
-    "Family",
-    "ImageFeatures",
-    "ImageLayout",
-    "ImageRule",
-    "ModulePaths",
-    "family_of",
-    "model_types",
-    "stock_arguments",
-]
+base           Family and ImageRule: what a family's file answers
+registry       a model folder -> its family
+one_axis, image_family, image_processor, tiles, flops, configs, processor_config
+               what families share
+the others     a family each, or a line of them
+"""

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vlmpack.capabilities import read_config
+from vlmpack.capabilities.folder import read_config
 from vlmpack.errors import ModelError
-from vlmpack.model_folder import config_of
+from vlmpack.model_folder.load import config_of
 
 
 def whole_config(config: Mapping[str, Any]) -> dict[str, Any]:

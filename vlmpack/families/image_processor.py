@@ -16,7 +16,7 @@ from torch import Tensor
 from vlmpack.errors import VlmpackError
 from vlmpack.families.base import ImageLayout
 from vlmpack.families.processor_config import processor_setting
-from vlmpack.model_folder import load_image_processor
+from vlmpack.model_folder.load import load_image_processor
 from vlmpack.packing import Media
 
 

@@ -36,7 +36,7 @@ from vlmpack.families.tiles import (
     tiles_by_image,
     whole_tower,
 )
-from vlmpack.model_folder import load_config
+from vlmpack.model_folder.load import load_config
 from vlmpack.packing import CostModel, Media
 from vlmpack.recipe.images import ImagesSection
 

@@ -36,7 +36,7 @@ from vlmpack.families.image_processor import ProcessorRule, family_processor, me
 from vlmpack.families.one_axis import OneAxis
 from vlmpack.families.processor_config import processor_setting
 from vlmpack.families.tiles import canvas_of, patch_rows, stacked_tiles, tiles_by_image, whole_tower
-from vlmpack.model_folder import load_config
+from vlmpack.model_folder.load import load_config
 from vlmpack.packing import CostModel, Media
 from vlmpack.recipe.images import ImagesSection
 

@@ -1,6 +1,6 @@
 """Model folder -> family, resolved lazily.
 
-The registry is `vlmpack.capabilities.SERVED`, a literal table: a line names the family's file here.
+The registry is `vlmpack.capabilities.served`, a literal table: a line names the family's file here.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 
-from vlmpack.capabilities import SERVED, model_types, served_model_type
+from vlmpack.capabilities.folder import served_model_type
+from vlmpack.capabilities.served import SERVED
 from vlmpack.families.base import Family
 
 
@@ -22,6 +23,3 @@ def family_of(folder: Path) -> Family:
     home = SERVED[served_model_type(folder)].family
     family: Family = import_module(f"vlmpack.families.{home}").FAMILY
     return family
-
-
-__all__ = ["family_of", "model_types"]

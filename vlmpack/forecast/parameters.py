@@ -16,7 +16,7 @@ from typing import Any
 
 from vlmpack.errors import ModelError
 from vlmpack.families.configs import whole_config
-from vlmpack.model_folder import weight_files
+from vlmpack.model_folder.weights import weight_files
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""

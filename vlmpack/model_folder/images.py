@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from vlmpack.capabilities import installed_versions
+from vlmpack.capabilities.versions import installed_versions
 
 IMAGE_BACKEND = "pil"
 

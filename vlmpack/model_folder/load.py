@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from vlmpack.capabilities import read_config
+from vlmpack.capabilities.folder import read_config
 from vlmpack.errors import ModelError
 from vlmpack.model_folder.images import IMAGE_BACKEND
 from vlmpack.model_folder.weights import first

@@ -10,17 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from vlmpack.capabilities import (
-    MCORE_FEATURES,
-    NOT_ON_MCORE,
-    ONLY_ON_MCORE,
-    Feature,
-    Limit,
-    ServedModel,
-    installed_versions,
-    refusal,
-    version_limit,
-)
+from vlmpack.capabilities.limits import MCORE_FEATURES, NOT_ON_MCORE, ONLY_ON_MCORE, Feature, Limit
+from vlmpack.capabilities.refused import refusal
+from vlmpack.capabilities.served import ServedModel
+from vlmpack.capabilities.versions import installed_versions, version_limit
 from vlmpack.recipe.images import ImagesSection
 from vlmpack.recipe.model_rules import ModelConfig
 from vlmpack.recipe.problems import KeyPath, Problem

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib import metadata, util
 
-from vlmpack.capabilities import version_limit
+from vlmpack.capabilities.versions import version_limit
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
 
-from vlmpack.capabilities import NO_EXPERTS, language_config
+from vlmpack.capabilities.limits import NO_EXPERTS
+from vlmpack.capabilities.refused import language_config
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from vlmpack.capabilities import Feature
+from vlmpack.capabilities.limits import Feature
 
 ModeName = Literal["none", "in_batch", "online", "offline"]
 

@@ -16,7 +16,8 @@ import os
 from collections.abc import Callable, Mapping
 from inspect import signature
 
-from vlmpack.capabilities import ENGINE_LIMITS, SERVED, Feature
+from vlmpack.capabilities.limits import ENGINE_LIMITS, Feature
+from vlmpack.capabilities.served import SERVED
 from vlmpack.errors import RecipeError
 from vlmpack.recipe.capability_rules import (
     attention_runs_the_family,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib import util
 
-from vlmpack.capabilities import ENGINE_LIMITS
+from vlmpack.capabilities.limits import ENGINE_LIMITS
 from vlmpack.recipe.model_rules import ModelConfig
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import ModelSection, ParallelismSection

@@ -27,7 +27,7 @@ from vlmpack.evaluation.predictions import (
     read_predictions,
     write_predictions,
 )
-from vlmpack.model_folder import transformers_version
+from vlmpack.model_folder.images import transformers_version
 from vlmpack.recipe import identity
 from vlmpack.run.session import Session
 from vlmpack.training.model_watch import check_model_again

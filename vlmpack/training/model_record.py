@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vlmpack.capabilities import read_config
+from vlmpack.capabilities.folder import read_config
 from vlmpack.errors import RunDirError
-from vlmpack.model_folder import IMAGE_BACKEND, transformers_version
 from vlmpack.model_folder.content import config_content, generation_content, processor_content
+from vlmpack.model_folder.images import IMAGE_BACKEND, transformers_version
 
 RECORD_VERSION = 1
 

@@ -13,8 +13,8 @@ import torch
 
 from vlmpack.distributed import Ranks
 from vlmpack.errors import RunIdentityError
-from vlmpack.model_folder import IMAGE_BACKEND
 from vlmpack.model_folder.hashing import WeightHashing, hashing_weights
+from vlmpack.model_folder.images import IMAGE_BACKEND
 from vlmpack.model_folder.remembered import RememberedDigests
 from vlmpack.storage.folders import default_cache_dir
 from vlmpack.training.model_record import ModelRecord, differing_parts

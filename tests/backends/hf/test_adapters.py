@@ -271,7 +271,7 @@ def test_a_tied_head_beside_adapters(tiny_folder, encoder, encoded, mixed, tmp_p
 def test_a_parameter_beside_adapters_has_no_place_in_an_adapter_folder():
     from peft import LoraConfig, inject_adapter_in_model
 
-    from vlmpack.families import ModulePaths
+    from vlmpack.families.base import ModulePaths
 
     class Mixed(nn.Module):
         def __init__(self):

@@ -13,7 +13,7 @@ from support.forked import check_ranks
 from support.layouts import Trained
 
 from vlmpack.backends.policy import component_of
-from vlmpack.families import family_of
+from vlmpack.families.registry import family_of
 
 pytestmark = pytest.mark.slow
 

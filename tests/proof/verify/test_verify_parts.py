@@ -16,7 +16,7 @@ from vlmpack.cli import verify as verify_command
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
-from vlmpack.families import family_of
+from vlmpack.families.registry import family_of
 from vlmpack.packing import FixedShape, PackCollator
 from vlmpack.proof.verify import Check, Verification, memory
 from vlmpack.proof.verify.compare import Compared, check_log_probabilities, loss_error

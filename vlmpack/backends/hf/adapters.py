@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vlmpack.backends.policy import TrainingPolicy, component_of
 from vlmpack.errors import CapabilityError
-from vlmpack.families import ModulePaths
+from vlmpack.families.base import ModulePaths
 from vlmpack.recipe.trainable import COMPONENTS, LoraSection
 
 ADAPTER = "default"

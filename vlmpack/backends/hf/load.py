@@ -7,8 +7,9 @@ from typing import Any
 
 from vlmpack.backends.hf.weight_headers import raise_misfits
 from vlmpack.errors import ModelError
-from vlmpack.families import family_of
-from vlmpack.model_folder import load_model_class, weight_files
+from vlmpack.families.registry import family_of
+from vlmpack.model_folder.load import load_model_class
+from vlmpack.model_folder.weights import weight_files
 
 
 def load_model(folder: Path) -> Any:

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from vlmpack.attention import BlockMasks
 from vlmpack.backends.cross_entropy import linear_cross_entropy
-from vlmpack.capabilities import refusal
+from vlmpack.capabilities.refused import refusal
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
-from vlmpack.families import Family, ImageFeatures
+from vlmpack.families.base import Family, ImageFeatures
 from vlmpack.packing import Batch, Media, PackedSeqParams, PaddedBatch
 
 ROPE_OF_THE_LONGEST = ("dynamic", "longrope")

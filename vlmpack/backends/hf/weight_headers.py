@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vlmpack.errors import ModelError
-from vlmpack.families import family_of
-from vlmpack.model_folder import load_shapes, weight_files
-from vlmpack.model_folder.weights import first
+from vlmpack.families.registry import family_of
+from vlmpack.model_folder.load import load_shapes
+from vlmpack.model_folder.weights import first, weight_files
 
 
 def check_weights(folder: Path) -> None:

@@ -40,7 +40,7 @@ from vlmpack.backends.skeleton import model_skeleton
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
-from vlmpack.model_folder import build_model
+from vlmpack.model_folder.load import build_model
 from vlmpack.packing import (
     Batch,
     PackedBatch,

@@ -16,7 +16,7 @@ from vlmpack.backends.mcore.model import MegatronVLM
 from vlmpack.backends.mcore.optimizer import MegatronAdamW
 from vlmpack.backends.mcore.weights import Piece, QwenLanguageMap, flat_boxes, stack_pieces
 from vlmpack.errors import ModelError
-from vlmpack.families import Family
+from vlmpack.families.base import Family
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

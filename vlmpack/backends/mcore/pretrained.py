@@ -13,7 +13,7 @@ from torch import Tensor
 from vlmpack.backends.boxes import Kind, TensorSlice
 from vlmpack.backends.mcore.weights import MegatronFamily
 from vlmpack.errors import ModelError
-from vlmpack.model_folder import weight_files
+from vlmpack.model_folder.weights import weight_files
 
 
 class PretrainedReader:

@@ -25,7 +25,7 @@ from vlmpack.backends.mcore.model import MegatronVLM, VisionTower
 from vlmpack.backends.recompute import recompute_layers
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
-from vlmpack.model_folder import build_part
+from vlmpack.model_folder.load import build_part
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
 

@@ -10,7 +10,7 @@ from vlmpack.backends.mcore.layout import LocalParameter
 from vlmpack.backends.mcore.optimizer import LR_SCALE
 from vlmpack.backends.policy import TrainingPolicy
 from vlmpack.errors import CapabilityError
-from vlmpack.families import ModulePaths
+from vlmpack.families.base import ModulePaths
 
 
 def refuse_adapters(policy: TrainingPolicy) -> None:

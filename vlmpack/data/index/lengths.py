@@ -30,7 +30,7 @@ from vlmpack.data.shards.images import oriented_size
 from vlmpack.data.shards.schemas import cook_text
 from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError
-from vlmpack.model_folder import made_with
+from vlmpack.model_folder.images import made_with
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 
 LENGTHS_RULE = "lengths-1"

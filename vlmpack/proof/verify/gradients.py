@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from vlmpack.backends.policy import component_of
-from vlmpack.families import ModulePaths
+from vlmpack.families.base import ModulePaths
 from vlmpack.proof.check import Check
 from vlmpack.proof.verify.compare import Compared
 from vlmpack.proof.verify.figures import GRADIENT_BOUND, bounded, quotient

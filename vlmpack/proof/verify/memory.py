@@ -11,7 +11,7 @@ import torch
 from vlmpack.backends.policy import TrainingPolicy
 from vlmpack.distributed import Ranks
 from vlmpack.errors import CapabilityError
-from vlmpack.families import ModulePaths
+from vlmpack.families.base import ModulePaths
 from vlmpack.forecast.parameters import read_shapes
 
 REFERENCE_BYTES = 8

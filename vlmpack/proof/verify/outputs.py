@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from vlmpack.families import ModulePaths
+from vlmpack.families.base import ModulePaths
 from vlmpack.packing import EncodedSample
 
 Kind = Literal["tower", "projector", "language model"]

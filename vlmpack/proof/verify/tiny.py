@@ -20,8 +20,8 @@ import torch
 
 from vlmpack.distributed import Ranks
 from vlmpack.errors import ModelError
-from vlmpack.families import family_of
-from vlmpack.model_folder import build_model, load_config
+from vlmpack.families.registry import family_of
+from vlmpack.model_folder.load import build_model, load_config
 
 DEPTHS = ("num_hidden_layers", "depth", "num_layers", "n_layers", "n_layer")
 """Entries that count the layers of a section."""

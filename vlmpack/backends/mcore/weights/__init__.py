@@ -54,7 +54,7 @@ _FAMILIES: dict[str, MegatronFamily] = {
 
 
 def megatron_model_types() -> tuple[str, ...]:
-    """Every `model_type` that the mcore engine runs; `vlmpack.capabilities.SERVED` says so too."""
+    """Every `model_type` that the mcore engine runs; `SERVED` says so too."""
     return tuple(sorted(_FAMILIES))
 
 
