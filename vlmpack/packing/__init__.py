@@ -6,40 +6,41 @@ rows needs torch, and is resolved on first use, so that planning stays free of i
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
-from vlmpack.alignment import Alignment, alignment, round_up
-from vlmpack.packing.balance import balance
-from vlmpack.packing.cost import CostModel
-from vlmpack.packing.offline import plan_packs
-from vlmpack.packing.stream import StreamPacker
+from vlmpack.alignment import Alignment as Alignment
+from vlmpack.alignment import alignment as alignment
+from vlmpack.alignment import round_up as round_up
+from vlmpack.packing.balance import balance as balance
+from vlmpack.packing.cost import CostModel as CostModel
+from vlmpack.packing.offline import plan_packs as plan_packs
+from vlmpack.packing.stream import StreamPacker as StreamPacker
 
 if TYPE_CHECKING:
-    from vlmpack.packing.batch import (
-        IGNORE_INDEX,
-        Batch,
-        ContextSlice,
-        EncodedSample,
-        GridTHW,
-        Media,
-        MediaShare,
-        PackedBatch,
-        PackedSeqParams,
-        PaddedBatch,
-        move_batch,
-        pin_batch,
-    )
-    from vlmpack.packing.bridge import pack_padded_batch
-    from vlmpack.packing.collate import PackCollator, pack_batch_sequences
-    from vlmpack.packing.context import (
-        padded_as_row,
-        padding_mask,
-        slice_for_context,
-        zigzag_index,
-    )
-    from vlmpack.packing.padded import PadCollator, pad_batch_sequences
-    from vlmpack.packing.row_layout import FixedShape
-    from vlmpack.packing.sharing import share_media
+    from vlmpack.packing.batch import IGNORE_INDEX as IGNORE_INDEX
+    from vlmpack.packing.batch import Batch as Batch
+    from vlmpack.packing.batch import ContextSlice as ContextSlice
+    from vlmpack.packing.batch import EncodedSample as EncodedSample
+    from vlmpack.packing.batch import GridTHW as GridTHW
+    from vlmpack.packing.batch import Media as Media
+    from vlmpack.packing.batch import MediaShare as MediaShare
+    from vlmpack.packing.batch import PackedBatch as PackedBatch
+    from vlmpack.packing.batch import PackedSeqParams as PackedSeqParams
+    from vlmpack.packing.batch import PaddedBatch as PaddedBatch
+    from vlmpack.packing.batch import move_batch as move_batch
+    from vlmpack.packing.batch import pin_batch as pin_batch
+    from vlmpack.packing.bridge import pack_padded_batch as pack_padded_batch
+    from vlmpack.packing.collate import PackCollator as PackCollator
+    from vlmpack.packing.collate import pack_batch_sequences as pack_batch_sequences
+    from vlmpack.packing.context import padded_as_row as padded_as_row
+    from vlmpack.packing.context import padding_mask as padding_mask
+    from vlmpack.packing.context import slice_for_context as slice_for_context
+    from vlmpack.packing.context import zigzag_index as zigzag_index
+    from vlmpack.packing.padded import PadCollator as PadCollator
+    from vlmpack.packing.padded import pad_batch_sequences as pad_batch_sequences
+    from vlmpack.packing.row_layout import FixedShape as FixedShape
+    from vlmpack.packing.sharing import share_media as share_media
 
 _HOMES = {
     "batch": (
@@ -64,38 +65,8 @@ _HOMES = {
     "sharing": ("share_media",),
 }
 
-__all__ = [
-    "IGNORE_INDEX",
-    "Alignment",
-    "Batch",
-    "ContextSlice",
-    "CostModel",
-    "EncodedSample",
-    "FixedShape",
-    "GridTHW",
-    "Media",
-    "MediaShare",
-    "PackCollator",
-    "PackedBatch",
-    "PackedSeqParams",
-    "PadCollator",
-    "PaddedBatch",
-    "StreamPacker",
-    "alignment",
-    "balance",
-    "move_batch",
-    "pack_batch_sequences",
-    "pack_padded_batch",
-    "pad_batch_sequences",
-    "padded_as_row",
-    "padding_mask",
-    "pin_batch",
-    "plan_packs",
-    "round_up",
-    "share_media",
-    "slice_for_context",
-    "zigzag_index",
-]
+_HERE = ("Alignment", "CostModel", "StreamPacker", "alignment", "balance", "plan_packs", "round_up")
+__all__ = sorted((*_HERE, *chain(*_HOMES.values())))
 
 
 def __getattr__(name: str) -> object:
@@ -108,4 +79,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__
