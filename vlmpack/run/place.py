@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from vlmpack.activity import ACTIVITY, IDLE
 from vlmpack.build.date import settle_date
 from vlmpack.data.packs.manifest import other_packs
 from vlmpack.distributed import Ranks, process_group, world_size_from_environment
+from vlmpack.distributed.pulse import Pulse, pulse_store
 from vlmpack.errors import RecipeError
 from vlmpack.recipe import (
     Recipe,
@@ -25,10 +29,11 @@ from vlmpack.recipe import (
     load_recipe,
     notes,
 )
-from vlmpack.run.watch import watched
+from vlmpack.terminal import say_printable
 from vlmpack.training.metrics import require_trackers
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.stop import StopFlag, stop_on_sigterm
+from vlmpack.watchdog import Watchdog
 from vlmpack.whole_file import write_atomically
 
 logger = logging.getLogger("vlmpack")
@@ -71,6 +76,54 @@ def joined(recipe: Recipe) -> Iterator[Place]:
         stop_on_sigterm() as stop,
     ):
         yield Place(ranks=ranks, run_dir=run_dir, stop=stop)
+
+
+@contextmanager
+def watched(ranks: Ranks, seconds: float) -> Iterator[None]:
+    """Nothing that this process waits for keeps it silent for longer than `seconds`.
+
+    Args:
+        ranks: who this process is.
+        seconds: `logging.watch_seconds`.
+    """
+    ACTIVITY.step, ACTIVITY.samples = 0, ()
+    ACTIVITY.enter("launch")
+    process = f"process {os.getpid()} on {socket.gethostname()}"
+    who = f"rank {ranks.rank} ({process})" if ranks.world_size > 1 else process
+    with ExitStack() as stack:
+        pulse = _pulse(ranks, seconds)
+        if pulse is None:
+            watchdog = Watchdog(ACTIVITY, seconds, who=who, say=_say_as_error, last_resort=True)
+        else:
+            stack.enter_context(pulse)
+            watchdog = Watchdog(
+                ACTIVITY,
+                seconds,
+                who=who,
+                say=_say_as_error,
+                others=pulse.lines,
+                speaks=pulse.speaks,
+                last_resort=True,
+            )
+        stack.enter_context(watchdog)
+        try:
+            yield
+        finally:
+            ACTIVITY.enter(IDLE)
+
+
+def _pulse(ranks: Ranks, seconds: float) -> Pulse | None:
+    store = pulse_store() if ranks.world_size > 1 else None
+    if store is None:
+        return None
+    return Pulse(
+        ACTIVITY, rank=ranks.rank, world_size=ranks.world_size, seconds=seconds, store=store
+    )
+
+
+def _say_as_error(text: str) -> None:
+    # Other ranks than the first show errors alone; one of them speaks when the first cannot.
+    say_printable(text, logging.ERROR)
 
 
 def begin(recipe: Recipe, place: Place) -> Recipe | None:
