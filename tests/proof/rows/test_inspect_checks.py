@@ -147,6 +147,34 @@ def one_segment(row: ShownRow) -> ShownRow:
     return replace(row, batch=batch)
 
 
+def moved_by_the_alignment(row: ShownRow) -> ShownRow:
+    """Boundaries, lengths and slices agree with one another; the tokens lie elsewhere."""
+    assert row.batch.cu_seqlens_padded is not None
+    place = int(row.batch.cu_seqlens_padded[1])
+    first, second, *rest = row.batch.segment_lengths
+    return with_batch(
+        row,
+        cu_seqlens_padded=changed(row.batch.cu_seqlens_padded, 1, place + 4),
+        segment_lengths=(first + 4, second - 4, *rest),
+    )
+
+
+def boundaries_that_turn_back(row: ShownRow) -> ShownRow:
+    batch, back = row.batch, torch.tensor([row.num_slots - 4, row.num_slots], dtype=torch.int32)
+    assert batch.cu_seqlens_padded is not None
+    longer = replace(
+        batch,
+        cu_seqlens=torch.cat([batch.cu_seqlens, back]),
+        cu_seqlens_padded=torch.cat([batch.cu_seqlens_padded, back]),
+        segment_lengths=(*batch.segment_lengths, -4, 4),
+    )
+    return replace(row, batch=longer)
+
+
+def short_host_lengths(row: ShownRow) -> ShownRow:
+    return replace(row, batch=replace(row.batch, segment_lengths=row.batch.segment_lengths[:-1]))
+
+
 def wrong_multiple(row: ShownRow) -> ShownRow:
     """A row that sequence parallelism cannot share out."""
     multiples = replace(row.rules.multiples, row=row.num_slots - 4)
@@ -183,6 +211,14 @@ def mask_apart(row: ShownRow) -> ShownRow:
     mask = row.batch.loss_mask.clone()
     mask[0, slot] = False
     return replace(row, batch=replace(row.batch, loss_mask=mask))
+
+
+def mask_and_list_apart(row: ShownRow) -> ShownRow:
+    """They agree with one another, and not with the labels."""
+    mask = row.batch.loss_mask.clone()
+    mask[0, int(row.batch.label_positions[0])] = False
+    listed = row.batch.label_positions[1:]
+    return replace(row, batch=replace(row.batch, loss_mask=mask, label_positions=listed))
 
 
 def stale_label_positions(row: ShownRow) -> ShownRow:
@@ -326,10 +362,14 @@ BREAKS: list[tuple[Callable[[ShownRow], ShownRow], set[str]]] = [
     (one_segment, {BOUNDARIES}),
     (wrong_logical, {BOUNDARIES}),
     (wrong_lengths, {BOUNDARIES}),
+    (moved_by_the_alignment, {BOUNDARIES, CONTEXT}),
+    (boundaries_that_turn_back, {BOUNDARIES, CONTEXT}),
+    (short_host_lengths, {BOUNDARIES}),
     (wrong_multiple, {BOUNDARIES}),
     (short_bound, {BOUNDARIES}),
     (wrong_host_lengths, {BOUNDARIES}),
     (mask_apart, {LABELS}),
+    (mask_and_list_apart, {LABELS}),
     (stale_label_positions, {LABELS}),
     (wrong_fill, {PADDING}),
     (shifted_media, {IMAGES}),
