@@ -45,7 +45,7 @@ class DataConfig:
     @property
     def limits(self) -> SampleLimits:
         """What one sample may have at most."""
-        return SampleLimits(self.training.seq_length, self.mode.budget.max_patches)
+        return self.mode.limits(self.training.seq_length)
 
     def uncut(self, sizes: Sizes, first_samples: Callable[[], Int64s] | None) -> Uncut:
         """The split as its mode cuts it."""

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from vlmpack.alignment import Alignment
+from vlmpack.data.index.overlong import SampleLimits
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.plan.packers import (
     STREAMED_SAMPLES_PER_ROW,
@@ -120,6 +121,10 @@ class PackingMode(ABC):
     def label(self) -> str:
         """What tables call it."""
         return self.name
+
+    def limits(self, seq_length: int) -> SampleLimits:
+        """What one sample may have at most; `data.over_long` decides about others."""
+        return SampleLimits(seq_length, self.budget.max_patches)
 
     @abstractmethod
     def cut(self, split: Uncut) -> Cutting:

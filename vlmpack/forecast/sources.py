@@ -50,18 +50,15 @@ def _figures(
     table, (start, stop) = fitted.table, numbers
     good = np.flatnonzero(fitted.eligible[start:stop] & ~table.bad[start:stop]) + start
     dropped = np.asarray([d.number for d in fitted.dropped if start <= d.number < stop], np.int64)
-    too_long = int((table.num_tokens[dropped] > limits.max_tokens).sum())
-    by_limit = {
-        f"longer than training.seq_length {limits.max_tokens}": too_long,
-        f"more than packing.max_vision_patches {limits.max_patches}": dropped.size - too_long,
-    }
+    too_long = int((table.num_tokens[dropped] > limits.seq_length).sum())
+    by_limit = zip(limits.in_words, (too_long, dropped.size - too_long), strict=True)
     tokens = table.num_tokens[good]
     return SourceFigures(
         name=name,
         num_samples=stop - start,
         num_usable=int(good.size),
         num_drawn=drawn,
-        num_dropped={reason: count for reason, count in by_limit.items() if count},
+        num_dropped={reason: count for reason, count in by_limit if count},
         num_shrunk=sum(start <= number < stop for number in table.shrunk),
         num_bad=dict(
             sorted(

@@ -206,7 +206,7 @@ def write_result(session: Session, before: Scores | None, after: Scores | None) 
         "tokens_per_second": round(totals.num_tokens / max(1e-9, totals.train_seconds), 1),
         "samples": totals.num_samples,
         "skipped_samples": totals.num_skipped,
-        "packing_mode": session.setup.recipe.packing.mode,
+        "packing_mode": session.train.config.mode.name,
         "model": session.setup.recipe.model.path,
         "engine": session.engine.description,
         "image_processor": session.setup.encoder.images_made_with,

@@ -65,21 +65,29 @@ class SampleLimits:
     """What one sample may have at most.
 
     Args:
-        max_tokens: tokens (training.seq_length).
+        seq_length: tokens (training.seq_length).
         max_patches: vision patches (packing.max_vision_patches); None for no limit.
     """
 
-    max_tokens: int
+    seq_length: int
     max_patches: int | None = None
+
+    @property
+    def in_words(self) -> tuple[str, str]:
+        """What a sample above them is."""
+        return (
+            f"longer than training.seq_length {self.seq_length}",
+            f"more than packing.max_vision_patches {self.max_patches}",
+        )
 
     def allow(self, num_tokens: int, num_patches: int) -> bool:
         """Whether a sample fits."""
         patches = num_patches if self.max_patches is not None else 0
-        return num_tokens <= self.max_tokens and patches <= (self.max_patches or 0)
+        return num_tokens <= self.seq_length and patches <= (self.max_patches or 0)
 
     def fit(self, num_tokens: Int64s, num_patches: Int64s) -> Bools:
         """(n,) bool: the samples that fit, by their (n,) tokens and patches."""
-        fits: Bools = num_tokens <= self.max_tokens
+        fits: Bools = num_tokens <= self.seq_length
         return fits if self.max_patches is None else fits & (num_patches <= self.max_patches)
 
 
@@ -153,10 +161,10 @@ def apply_over_long(
 
 def _drop_reason(table: SampleTable, number: int, policy: OverLong, limits: SampleLimits) -> str:
     tokens, patches = int(table.num_tokens[number]), int(table.num_patches[number])
-    if tokens <= limits.max_tokens:
+    if tokens <= limits.seq_length:
         reason = f"{patches} vision patches; packing.max_vision_patches is {limits.max_patches}"
         return reason + (", and no smaller size of its images fits" if policy != "drop" else "")
-    reason = f"{tokens} tokens; training.seq_length is {limits.max_tokens}"
+    reason = f"{tokens} tokens; training.seq_length is {limits.seq_length}"
     if policy == "shrink_images":
         images = int(table.num_image_tokens[number])
         reason += f", and the {tokens - images} tokens of text leave too little room for images"
@@ -164,9 +172,9 @@ def _drop_reason(table: SampleTable, number: int, policy: OverLong, limits: Samp
 
 
 def _too_long(table: SampleTable, over: Sequence[int], limits: SampleLimits) -> DataError:
-    longer = [number for number in over if table.num_tokens[number] > limits.max_tokens]
+    longer = [number for number in over if table.num_tokens[number] > limits.seq_length]
     column, knob = table.num_tokens, "training.seq_length"
-    above, most = f"are longer than {knob} {limits.max_tokens} tokens", "longest"
+    above, most = f"are longer than {knob} {limits.seq_length} tokens", "longest"
     if not longer:
         column, knob = table.num_patches, "packing.max_vision_patches"
         above, most = f"have more vision patches than {knob} {limits.max_patches}", "largest"

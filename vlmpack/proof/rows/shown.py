@@ -21,7 +21,6 @@ from vlmpack.packing import CostModel, EncodedSample
 from vlmpack.proof.rows.row import Row, RowRules, cut_row
 from vlmpack.proof.rows.view import RowView, SampleView, view_samples
 from vlmpack.recipe import Recipe
-from vlmpack.recipe.derived import multiples
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +141,13 @@ def load_row(
     """
     loaded, read = load_bin(train, samples)
     alone = [train.dataset.encode(*pair) for pair in zip(_refs(loaded, samples), read, strict=True)]
+    mode = train.config.mode
     rules = RowRules(
         context=recipe.parallelism.context,
-        multiples=multiples(recipe.parallelism),
+        multiples=mode.multiples,
         placeholder_id=encoder.placeholder_id,
         pad_token_id=encoder.pad_token_id,
-        budget=train.plan.packer.budget,
+        budget=mode.budget if mode.facts.plans_rows else None,
     )
     return ShownRow(
         batch=loaded.batch,
@@ -158,7 +158,7 @@ def load_row(
         positions=tuple(_own_positions(encoder, item) for item in alone),
         slices=cut_row(loaded.batch, rules.context),
         shown=view_row(loaded, read, encoder, title),
-        mode=recipe.packing.mode,
+        mode=mode.name,
         cost=build_cost_model(encoder),
     )
 

@@ -162,7 +162,7 @@ def verify_split(setup: Setup, train: TrainData, options: VerifyOptions) -> Veri
         "model": recipe.model.path,
         "tiny": options.tiny,
         "weights": RANDOM_WEIGHTS if options.tiny else "the folder's",
-        "mode": recipe.packing.mode,
+        "mode": train.config.mode.name,
         "dtype": str(dtype).removeprefix("torch."),
         "engine": engine_facts,
         "samples_wanted": options.num_samples,
