@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from vlmpack.alignment import Alignment, alignment, round_up
 from vlmpack.recipe.schema import PackingSection, ParallelismSection, Recipe, TrainingSection
@@ -75,6 +75,28 @@ def row_tokens(
     if packing.max_tokens is not None:
         return packing.max_tokens
     return round_up(training.seq_length, plan_alignment(packing, parallelism))
+
+
+class RowBounds(TypedDict):
+    """What a planned row holds, as vlmpack/packing takes it: None where nothing bounds it, or
+    where a dry run of the packer will say."""
+
+    max_tokens: int
+    max_patches: int | None
+    max_sequences: int | None
+    alignment: int
+
+
+def row_bounds(
+    packing: PackingSection, training: TrainingSection, parallelism: ParallelismSection
+) -> RowBounds:
+    """What a planned row holds, with what the recipe leaves out filled in."""
+    return RowBounds(
+        max_tokens=row_tokens(packing, training, parallelism),
+        max_patches=packing.max_vision_patches,
+        max_sequences=None if packing.max_sequences == "auto" else packing.max_sequences,
+        alignment=plan_alignment(packing, parallelism),
+    )
 
 
 def derive(recipe: Recipe, world_size: int) -> Derived:

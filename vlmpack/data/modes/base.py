@@ -1,0 +1,144 @@
+"""What a packing mode is: how samples come to share rows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from vlmpack.alignment import Alignment
+from vlmpack.data.index.overlong import SampleLimits
+from vlmpack.data.index.table import Int64s
+from vlmpack.data.plan.packers import Packer, Sizes
+from vlmpack.data.plan.state import IdentityValue
+from vlmpack.data.protocols import Collator
+from vlmpack.packing.budget import RowBudget
+from vlmpack.packing.collate import PackCollator
+from vlmpack.packing.row_layout import FixedShape
+from vlmpack.recipe.packing_modes import ModeFacts, ModeName
+from vlmpack.recipe.schema import PackingSection
+
+_ANY = Alignment(sequence=1, row=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uncut:
+    """A split before it is cut.
+
+    Args:
+        global_batch_size, micro_batch_size: as `training` has them.
+        sizes: tokens and patches of samples, by number.
+        first_samples: the numbers of the first samples in the order of the run, for a dry run; None
+            where shards are indexed as the run goes on.
+    """
+
+    global_batch_size: int
+    micro_batch_size: int
+    sizes: Sizes
+    first_samples: Callable[[], Int64s] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Cutting:
+    """How a split's order is cut.
+
+    Args:
+        packer: cuts a window's order into global batches.
+        window: samples in a window.
+    """
+
+    packer: Packer
+    window: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowShape:
+    """How the collator lays a bin out.
+
+    Args:
+        padded: one row a sample, all as wide as the longest (mode `none`); else one row a bin.
+        sequence_multiple: each segment of a packed row is filled up to a multiple of this.
+        row_multiple: each row is filled up to a multiple of this.
+        width: every packed row is filled up to this many tokens; 0 for rows of any width.
+    """
+
+    padded: bool = False
+    sequence_multiple: int = 1
+    row_multiple: int = 1
+    width: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingMode(ABC):
+    """How samples come to share rows.
+
+    Args:
+        packing: the recipe's section.
+        budget: of a planned row. Its bound on sequences may be open until the split is cut.
+        multiples: of segments and rows, in tokens.
+    """
+
+    packing: PackingSection
+    budget: RowBudget
+    multiples: Alignment = _ANY
+
+    @property
+    def name(self) -> ModeName:
+        """The mode's name, `packing.mode` of the recipe."""
+        return self.packing.mode
+
+    @property
+    def facts(self) -> ModeFacts:
+        """What the recipe knows of it."""
+        return self.packing.facts
+
+    @property
+    def label(self) -> str:
+        """What tables call it."""
+        return self.name
+
+    def limits(self, seq_length: int) -> SampleLimits:
+        """What one sample may have at most; `data.over_long` decides about others."""
+        return SampleLimits(seq_length, self.budget.max_patches)
+
+    @abstractmethod
+    def cut(self, split: Uncut) -> Cutting:
+        """The packer of a split, and the size of the windows that it works on. Whatever the recipe
+        leaves open is settled here."""
+
+    def identity(self, cutting: Cutting) -> dict[str, IdentityValue]:
+        """What of the cutting decides the order, by key, beside what every mode has."""
+        return {}
+
+    def settled(self, packer: Packer) -> PackingMode:
+        """The mode with the budget that the split was cut by: of a run that goes on, or of packs,
+        it need not be what the recipe alone says."""
+        return self if packer.budget is None else replace(self, budget=packer.budget)
+
+    def collator(self, *, pad_token_id: int, num_position_axes: int) -> Collator:
+        """What makes a batch of a bin; asked once the mode is settled.
+
+        Args:
+            pad_token_id: fills gaps.
+            num_position_axes: of the model's positions, for empty bins.
+        """
+        return PackCollator(
+            pad_token_id=pad_token_id,
+            num_position_axes=num_position_axes,
+            pad_to_multiple_of=self.multiples.sequence,
+            total_multiple_of=self.multiples.row,
+            fixed=self.fixed_shape(),
+        )
+
+    def fixed_shape(self) -> FixedShape | None:
+        """The shape of all rows, where they have one."""
+        return None
+
+    def shape(self) -> RowShape:
+        """How that collator lays a bin out."""
+        fixed = self.fixed_shape()
+        return RowShape(
+            sequence_multiple=self.multiples.sequence,
+            row_multiple=self.multiples.row,
+            width=0 if fixed is None else fixed.row_tokens,
+        )

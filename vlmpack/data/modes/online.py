@@ -1,0 +1,67 @@
+"""Modes `online` and `offline`: rows filled up to a budget."""
+
+from __future__ import annotations
+
+from vlmpack.data.modes.base import Cutting, PackingMode, Uncut
+from vlmpack.data.plan.packers import STREAMED_SAMPLES_PER_ROW, BudgetPacker, window_samples
+from vlmpack.data.plan.state import IdentityValue
+from vlmpack.errors import RecipeError
+from vlmpack.packing.row_layout import FixedShape
+
+
+class Online(PackingMode):
+    """Rows filled up to a budget, while training: over a window (`packing.scope: stream`), or
+    inside the samples of a global batch."""
+
+    @property
+    def label(self) -> str:
+        """See PackingMode."""
+        return f"{self.name}, {self.packing.scope}"
+
+    def cut(self, split: Uncut) -> Cutting:
+        """See PackingMode: settled by a dry run over the first samples, where there are some."""
+        per_row, in_rows = STREAMED_SAMPLES_PER_ROW, self.packing.counts_rows
+        if split.first_samples is None:
+            budget = self.budget.settled(None)
+        elif not in_rows and self.budget.max_sequences is not None:
+            budget = self.budget  # nothing is left to settle
+        else:
+            order = split.first_samples()
+            rows = self.budget.rows(*split.sizes(order))
+            per_row = -(-order.shape[0] // max(1, len(rows)))
+            budget = self.budget.settled(rows)
+        packer = BudgetPacker(
+            budget=budget,
+            global_batch_size=split.global_batch_size,
+            scope=self.packing.scope,
+            sizes=split.sizes,
+        )
+        return Cutting(packer, window_samples(split.global_batch_size, per_row if in_rows else 0))
+
+    def identity(self, cutting: Cutting) -> dict[str, IdentityValue]:
+        """See PackingMode."""
+        budget = self.settled(cutting.packer).budget
+        return {**budget.knobs, "packing.scope": self.packing.scope, "window": cutting.window}
+
+    def fixed_shape(self) -> FixedShape | None:
+        """See PackingMode: `packing.pad_to_max_length` and `packing.pad_cu_seqlens`."""
+        if not self.packing.pad_to_max_length:
+            return None
+        most = self.budget.max_sequences if self.packing.pad_cu_seqlens else None
+        if self.packing.pad_cu_seqlens and most is None:
+            raise RecipeError(
+                [
+                    "packing.pad_cu_seqlens: true, but the number of sequences in a row is not "
+                    "settled; set packing.max_sequences"
+                ]
+            )
+        return FixedShape(row_tokens=self.budget.max_tokens, max_sequences=most)
+
+
+class Offline(Online):
+    """Rows that `vlmpack pack` cut in mode `online` and saved: vlmpack/data/packs opens them."""
+
+    @property
+    def label(self) -> str:
+        """See PackingMode."""
+        return "offline, saved"
