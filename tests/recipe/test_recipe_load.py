@@ -8,6 +8,7 @@ import pytest
 
 from vlmpack.errors import RecipeError, VlmpackError
 from vlmpack.recipe import Recipe, json_schema, load_recipe
+from vlmpack.recipe.packing_modes import FACTS
 from vlmpack.recipe.suggestions import ELSEWHERE, MEANS
 
 
@@ -196,7 +197,7 @@ def test_numbers_may_be_written_the_usual_ways(minimal, override, found):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("packing.mode=inbatch", "'inbatch' is not one of none, in_batch, online, offline; did"),
+        ("packing.mode=inbatch", f"'inbatch' is not one of {', '.join(FACTS)}; did"),
         ("packing.mode=In-Batch", "did you mean 'in_batch'?"),
         ("model.dtype=bf16", "did you mean 'bfloat16'?"),
         ("logging.trackers=[tensorbord]", "did you mean 'tensorboard'?"),
