@@ -47,8 +47,12 @@ class RowBudget:
         }
 
     def __str__(self) -> str:
-        most = "" if self.max_sequences is None else f", {self.max_sequences} samples"
+        most = "" if self.max_sequences is None else f" and {self.max_sequences} samples"
         return f"{self.max_tokens:,} tokens{most}"
+
+    def takes(self, num_tokens: int) -> bool:
+        """Whether a row may hold so many tokens."""
+        return num_tokens <= self.max_tokens
 
     def fill(self, num_tokens: int, num_rows: int) -> float:
         """Tokens over the slots of full rows."""

@@ -70,10 +70,10 @@ def log_data(config: DataConfig, summary: DataSummary) -> None:
     if mode.facts.pads:
         what = f"rows are padded: {saved:.0%} of the slots of an epoch hold no token"
     elif mode.facts.plans_rows:
-        capacity, each = mode.budget.max_tokens, summary.row_samples / summary.num_rows
+        each, fill = summary.row_samples / summary.num_rows, mode.budget.fill
         what = (
-            f"rows of up to {capacity} tokens, {each:.1f} samples each, "
-            f"{summary.epoch_tokens / (summary.num_rows * capacity):.1%} full; a step trains "
+            f"rows of up to {mode.budget}, {each:.1f} samples each, "
+            f"{fill(summary.epoch_tokens, summary.num_rows):.1%} full; a step trains "
             + (
                 f"{whole} rows, about {whole * each:.0f} samples"
                 if mode.packing.counts_rows

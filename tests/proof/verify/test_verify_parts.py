@@ -18,6 +18,7 @@ from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.families.registry import family_of
 from vlmpack.packing import FixedShape, PackCollator
+from vlmpack.packing.budget import RowBudget
 from vlmpack.proof.verify import Check, Verification, memory
 from vlmpack.proof.verify.compare import Compared, check_log_probabilities, loss_error
 from vlmpack.proof.verify.figures import bounded, relative_l2, with_noise, worst
@@ -237,9 +238,9 @@ def test_a_perturbed_sample_differs_in_ordinary_tokens_and_pixels_alone(samples)
 
 def test_samples_are_grouped_by_count_and_by_room(samples):
     collator = PackCollator(pad_token_id=0, num_position_axes=3, pad_to_multiple_of=8)
-    assert group_samples(samples, 4, collator, max_tokens=None) == [[0, 1, 2, 3], [4, 5]]
+    assert group_samples(samples, 4, collator, budget=None) == [[0, 1, 2, 3], [4, 5]]
     two = -(-samples[0].length // 8) * 8 + -(-samples[1].length // 8) * 8
-    groups = group_samples(samples, 6, collator, max_tokens=two)
+    groups = group_samples(samples, 6, collator, budget=RowBudget(max_tokens=two))
     assert groups[0] == [0, 1]
     assert [number for group in groups for number in group] == list(range(6))
     fixed = PackCollator(
@@ -247,7 +248,11 @@ def test_samples_are_grouped_by_count_and_by_room(samples):
         num_position_axes=3,
         fixed=FixedShape(row_tokens=4096, max_sequences=2),
     )
-    assert group_samples(samples, 6, fixed, max_tokens=4096) == [[0, 1], [2, 3], [4, 5]]
+    assert group_samples(samples, 6, fixed, budget=RowBudget(max_tokens=4096)) == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+    ]
 
 
 def test_few_slots_are_kept_of_a_large_model(samples):

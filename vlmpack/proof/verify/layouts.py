@@ -10,6 +10,7 @@ from vlmpack.build.setup import Setup
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.protocols import Collator
 from vlmpack.packing import EncodedSample, PackCollator
+from vlmpack.packing.budget import RowBudget
 
 
 def layouts(setup: Setup, train: TrainData) -> list[tuple[str, Collator]]:
@@ -31,18 +32,12 @@ def layouts(setup: Setup, train: TrainData) -> list[tuple[str, Collator]]:
     return [("padded: ", own), ("packed: ", packed)]
 
 
-def row_tokens(train: TrainData) -> int | None:
-    """Tokens that a planned row holds at most; None where rows have no budget."""
-    mode = train.config.mode
-    return mode.budget.max_tokens if mode.facts.plans_rows else None
-
-
 def group_samples(
     samples: Sequence[EncodedSample],
     count: int,
     collator: Collator,
     *,
-    max_tokens: int | None,
+    budget: RowBudget | None,
 ) -> list[list[int]]:
     """Which samples share a row: at most `count` of them, and what the row has room for.
 
@@ -50,15 +45,15 @@ def group_samples(
         samples: by number.
         count: samples of a row.
         collator: that makes the rows.
-        max_tokens: of a row; None for no bound. A longer sample has a row of its own.
+        budget: of a row; None for no bound. A longer sample has a row of its own.
     """
-    if collator.fixed is not None and isinstance(collator.fixed.max_sequences, int):
+    if collator.fixed is not None and collator.fixed.max_sequences is not None:
         count = min(count, collator.fixed.max_sequences)
     groups: list[list[int]] = [[]]
     filled = 0
     for number, sample in enumerate(samples):
         slots = round_up(sample.length, collator.pad_to_multiple_of)
-        over = max_tokens is not None and filled + slots > max_tokens
+        over = budget is not None and not budget.takes(filled + slots)
         if groups[-1] and (over or len(groups[-1]) == count):
             groups.append([])
             filled = 0

@@ -37,7 +37,7 @@ from vlmpack.proof.verify.engine import (
     verified_dtype,
     verified_setup,
 )
-from vlmpack.proof.verify.layouts import group_samples, layouts, row_tokens, rows_in_words
+from vlmpack.proof.verify.layouts import group_samples, layouts, rows_in_words
 from vlmpack.proof.verify.memory import on_every_rank, require_memory
 from vlmpack.proof.verify.numbers import ReferenceRuns, verify_rows
 from vlmpack.proof.verify.row import VerifiedRow, make_row
@@ -210,7 +210,10 @@ def _all_checks(
     facts: dict[str, str] = {}
     for prefix, collator in layouts(setup, train):
         groups = group_samples(
-            chosen.samples, options.num_samples, collator, max_tokens=row_tokens(train)
+            chosen.samples,
+            options.num_samples,
+            collator,
+            budget=train.config.mode.budget if train.config.mode.facts.plans_rows else None,
         )
         rows = [
             make_row(collator, chosen.samples, numbers, encoder, context=context)
