@@ -24,9 +24,9 @@ from torch import Tensor
 
 from vlmpack.errors import CapabilityError
 from vlmpack.families import flops
-from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths
+from vlmpack.families.base import ImageFeatures, ImageLayout
 from vlmpack.families.configs import whole_config, whole_config_of
-from vlmpack.families.image_family import ImageFamily
+from vlmpack.families.image_family import TOWER_AND_PROJECTOR, ImageFamily
 from vlmpack.families.image_processor import ProcessorRule, family_processor, media_of
 from vlmpack.families.one_axis import OneAxis
 from vlmpack.families.processor_config import check_image_length
@@ -243,10 +243,5 @@ def _pan_and_scan(processor: Any, budget: ImagesSection) -> PanAndScan | None:
 FAMILY = Gemma3(
     name="gemma3",
     model_types=("gemma3",),
-    modules=ModulePaths(
-        vision="model.vision_tower",
-        projectors=("model.multi_modal_projector",),
-        language="model.language_model",
-        image_blocks=True,
-    ),
+    modules=replace(TOWER_AND_PROJECTOR, image_blocks=True),
 )

@@ -8,6 +8,12 @@ from typing import Any
 from vlmpack.errors import ModelError
 from vlmpack.families.base import ModulePaths
 
+TOWER_AND_PROJECTOR = ModulePaths(
+    vision="model.vision_tower",
+    projectors=("model.multi_modal_projector",),
+    language="model.language_model",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFamily:
@@ -21,7 +27,7 @@ class ImageFamily:
 
     name: str
     model_types: tuple[str, ...]
-    modules: ModulePaths
+    modules: ModulePaths = TOWER_AND_PROJECTOR
     num_position_axes: int = 1
     rule_version: int = 1
     pixel_knobs: tuple[str, ...] = ()

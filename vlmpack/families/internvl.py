@@ -22,7 +22,7 @@ import torch
 from PIL.Image import Image
 
 from vlmpack.families import flops
-from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths
+from vlmpack.families.base import ImageFeatures, ImageLayout
 from vlmpack.families.configs import whole_config
 from vlmpack.families.image_family import ImageFamily
 from vlmpack.families.image_processor import ProcessorRule, family_processor, media_of
@@ -216,12 +216,4 @@ def _tile_tokens(config: Any, tile: int) -> tuple[int, int]:
     return patch, (tile // patch // joined) ** 2
 
 
-FAMILY = InternVL(
-    name="internvl",
-    model_types=("internvl",),
-    modules=ModulePaths(
-        vision="model.vision_tower",
-        projectors=("model.multi_modal_projector",),
-        language="model.language_model",
-    ),
-)
+FAMILY = InternVL(name="internvl", model_types=("internvl",))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vlmpack.errors import CapabilityError
 from vlmpack.families import flops
-from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths
+from vlmpack.families.base import ImageFeatures, ImageLayout
 from vlmpack.families.configs import whole_config, whole_config_of
 from vlmpack.families.image_family import ImageFamily
 from vlmpack.families.image_processor import ProcessorRule, family_processor, media_of
@@ -29,12 +29,6 @@ from vlmpack.recipe.images import ImagesSection
 
 IMAGE_TOKEN = "[IMG]"
 ROW_END, IMAGE_END = "[IMG_BREAK]", "[IMG_END]"
-
-MODULES = ModulePaths(
-    vision="model.vision_tower",
-    projectors=("model.multi_modal_projector",),
-    language="model.language_model",
-)
 
 
 @dataclass(frozen=True)
@@ -116,7 +110,6 @@ class Pixtral(OneAxis, ImageFamily):
         merges: whether the projector merges neighbouring patches into a token.
     """
 
-    modules: ModulePaths = MODULES
     image_token: str = IMAGE_TOKEN
     merges: bool
     pixel_knobs: tuple[str, ...] = ("max_pixels",)

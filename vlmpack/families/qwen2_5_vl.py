@@ -1,15 +1,5 @@
 """Qwen2.5-VL: windowed vision tower, 2 x 2 spatial merge, MRoPE in the language model."""
 
-from vlmpack.families.base import ModulePaths
 from vlmpack.families.qwen_vl import QwenVL
 
-FAMILY = QwenVL(
-    name="qwen2_5_vl",
-    model_types=("qwen2_5_vl",),
-    modules=ModulePaths(
-        vision="model.visual",
-        projectors=("model.visual.merger",),
-        language="model.language_model",
-    ),
-    gated_tower=True,
-)
+FAMILY = QwenVL(name="qwen2_5_vl", model_types=("qwen2_5_vl",), gated_tower=True)

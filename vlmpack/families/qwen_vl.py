@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.families import flops
-from vlmpack.families.base import ImageFeatures, ImageLayout
+from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths
 from vlmpack.families.image_family import ImageFamily
 from vlmpack.families.image_processor import ProcessorRule, family_processor
 from vlmpack.packing import CostModel, GridTHW, Media
@@ -24,6 +24,12 @@ MAX_ASPECT_RATIO = 200
 """Qwen's image processor refuses images that are longer than this many times their width."""
 
 IMAGE_TOKEN = "<|image_pad|>"
+
+VISUAL = ModulePaths(
+    vision="model.visual",
+    projectors=("model.visual.merger",),
+    language="model.language_model",
+)
 
 MERGE_SIZE = 2
 """Patches along each side of a token; all published Qwen-VL models have 2."""
@@ -128,6 +134,7 @@ class QwenVL(ImageFamily):
         gated_tower: whether the vision tower's MLPs have a gate, three matrices instead of two.
     """
 
+    modules: ModulePaths = VISUAL
     num_position_axes: int = 3
     image_token: str = IMAGE_TOKEN
     pixel_knobs: tuple[str, ...] = ("min_pixels", "max_pixels")

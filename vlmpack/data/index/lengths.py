@@ -39,12 +39,12 @@ LENGTHS_RULE = "lengths-1"
 TEXTS_AT_ONCE = 256
 """JSON members that are asked for together."""
 
+COUNTS = ("num_tokens", "num_image_tokens", "num_label_tokens", "num_patches")
+"""What a SampleLength says."""
+
 LENGTHS_SCHEMA = pa.schema(
     [
-        ("num_tokens", pa.int32()),
-        ("num_image_tokens", pa.int32()),
-        ("num_label_tokens", pa.int32()),
-        ("num_patches", pa.int32()),
+        *((name, pa.int32()) for name in COUNTS),
         ("error_class", pa.string()),
         ("reason", pa.string()),
     ]
@@ -161,14 +161,8 @@ class LengthsBuilder:
             length = self.encoder.length(text.sample, text.sizes)
         except DataError as error:
             return _bad_row(error.error_class, error.reason)
-        return {
-            "num_tokens": length.num_tokens,
-            "num_image_tokens": length.num_image_tokens,
-            "num_label_tokens": length.num_label_tokens,
-            "num_patches": length.num_patches,
-            "error_class": None,
-            "reason": None,
-        }
+        counts = {name: getattr(length, name) for name in COUNTS}
+        return counts | {"error_class": None, "reason": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,11 +247,4 @@ def lengths_digest(tables: Sequence[Any]) -> str:
 
 
 def _bad_row(error_class: str, reason: str) -> dict[str, Any]:
-    return {
-        "num_tokens": 0,
-        "num_image_tokens": 0,
-        "num_label_tokens": 0,
-        "num_patches": 0,
-        "error_class": error_class,
-        "reason": reason,
-    }
+    return dict.fromkeys(COUNTS, 0) | {"error_class": error_class, "reason": reason}

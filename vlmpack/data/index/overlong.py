@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from vlmpack.data.index.lengths import SampleText
+from vlmpack.data.index.lengths import COUNTS, SampleText
 from vlmpack.data.index.table import Bools, Int64s, SampleTable
 from vlmpack.data.protocols import Encoder, ImageSize, SampleLength
 from vlmpack.errors import DataError
@@ -139,10 +139,7 @@ def apply_over_long(
         return Fitted(table, eligible, ())
     if policy == "error":
         raise _too_long(table, over.tolist(), limits)
-    columns = {
-        name: getattr(table, name).copy()
-        for name in ("num_tokens", "num_image_tokens", "num_label_tokens", "num_patches")
-    }
+    columns = {name: getattr(table, name).copy() for name in COUNTS}
     shrunk: dict[int, tuple[ImageSize, ...]] = {}
     dropped: list[Dropped] = []
     for number in over.tolist():

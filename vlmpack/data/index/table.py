@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from vlmpack.data.index.lengths import COUNTS
 from vlmpack.data.index.shard_index import ShardIndex
 from vlmpack.data.protocols import ImageSize
 from vlmpack.data.shards.keys import count_keys
@@ -164,10 +165,7 @@ def join_tables(sources: Sequence[tuple[Sequence[ShardIndex], Sequence[Any]]]) -
         offsets=_int64s(rows, "offset"),
         lengths=_int64s(rows, "length"),
         crc32s=_int64s(rows, "crc32"),
-        num_tokens=_int64s(lengths, "num_tokens"),
-        num_image_tokens=_int64s(lengths, "num_image_tokens"),
-        num_label_tokens=_int64s(lengths, "num_label_tokens"),
-        num_patches=_int64s(lengths, "num_patches"),
+        **{name: _int64s(lengths, name) for name in COUNTS},
         bad=bad,
         keys=rows.column("key"),
         faults=faults,
