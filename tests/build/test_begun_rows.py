@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.recipes import changed, small_settings
 from typer.testing import CliRunner
 
@@ -22,7 +21,7 @@ from vlmpack.recipe import derive, dump_recipe, load_recipe
 from vlmpack.training.record import open_record
 from vlmpack.training.run_dir import RunDir
 
-ONE = Ranks(rank=0, world_size=1, local_rank=0, dp_rank=0, dp_size=1, device=torch.device("cpu"))
+ONE = Ranks()
 
 
 @pytest.fixture(scope="module")

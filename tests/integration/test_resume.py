@@ -148,7 +148,7 @@ def test_background_checkpoints_are_those_of_a_waiting_run(
 
     def looking(self: Any) -> Any:
         for train_step in original(self):
-            folders = self.run_dir.checkpoints.glob("step-*/COMPLETE")
+            folders = self.place.run_dir.checkpoints.glob("step-*/COMPLETE")
             there[self.trainer.totals.step + 1] = sorted(int(f.parent.name[5:]) for f in folders)
             yield train_step
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.backends.policy import (
     TrainingPolicy,
@@ -29,9 +27,7 @@ EVERYTHING = TrainingPolicy(trainable=TrainableSection(), optim=ADAMW)
 
 def single_rank() -> Ranks:
     """A single process on CPU."""
-    return Ranks(
-        rank=0, world_size=1, local_rank=0, dp_rank=0, dp_size=1, device=torch.device("cpu")
-    )
+    return Ranks()
 
 
 def make_engine(

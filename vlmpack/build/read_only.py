@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-import torch
-
 from vlmpack.build.data import build_encoder, open_split
 from vlmpack.build.run_length import total_steps
 from vlmpack.build.setup import Setup
@@ -88,10 +86,7 @@ def open_recipe(
     recipe = keep_alignment(recipe, begun)
     split = recipe.parallelism
     derived = derive(recipe, split.tensor * split.pipeline * split.context)
-    ranks = Ranks(
-        rank=0, world_size=1, local_rank=0, dp_rank=0, dp_size=1, device=torch.device("cpu")
-    )
-    setup = Setup(recipe=recipe, ranks=ranks, encoder=build_encoder(recipe), derived=derived)
+    setup = Setup(recipe=recipe, ranks=Ranks(), encoder=build_encoder(recipe), derived=derived)
     train = open_split(setup, "data.train", Ledger(None), progress=progress)
     assert train is not None  # data.train is required
     return train, setup.encoder

@@ -21,13 +21,15 @@ from torch import Tensor
 
 from vlmpack.errors import CapabilityError
 
+CPU = torch.device("cpu")
+
 Result = TypeVar("Result")
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """This process among the others.
+    """This process among the others; `Ranks()` is one alone, on CPU.
 
     A model replica is the TP x CP x PP processes that hold one copy of the model between them.
     They train the same micro-batches; the first of them is the replica's lead.
@@ -45,12 +47,12 @@ class Ranks:
             replica is one process.
     """
 
-    rank: int
-    world_size: int
-    local_rank: int
-    dp_rank: int
-    dp_size: int
-    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    dp_rank: int = 0
+    dp_size: int = 1
+    device: torch.device = CPU
     replica_rank: int = 0
     replica_size: int = 1
     replica_group: dist.ProcessGroup | None = None

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from vlmpack.build.data import build_cost_model, build_encoder, open_split
 from vlmpack.build.policy import policy_of
 from vlmpack.build.setup import Setup
@@ -39,13 +37,10 @@ def plan_recipe(recipe: Recipe, *, world_size: int, progress: Progress = silent)
     encoder = build_encoder(recipe)
     sizes = read_sizes(encoder.folder)
     trained = None if sizes is None else trained_sizes(policy_of(recipe), encoder)
-    ranks = Ranks(
-        rank=0, world_size=1, local_rank=0, dp_rank=0, dp_size=1, device=torch.device("cpu")
-    )
     opened, packs = recipe, recipe.packing.path
     if recipe.packing.facts.reads_packs and not (packs and (Path(packs) / MANIFEST).is_file()):
         opened = load_recipe(recipe, {"packing.mode": "online"})
-    setup = Setup(recipe=opened, ranks=ranks, encoder=encoder, derived=derive(recipe, world_size))
+    setup = Setup(recipe=opened, ranks=Ranks(), encoder=encoder, derived=derive(recipe, world_size))
     train = open_split(setup, "data.train", Ledger(None), progress=progress)
     assert train is not None  # data.train is required
     try:

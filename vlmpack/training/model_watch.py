@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from vlmpack.distributed import Ranks
 from vlmpack.errors import RunIdentityError
 from vlmpack.model_folder.hashing import WeightHashing, hashing_weights
@@ -133,10 +131,7 @@ def check_model_again(folder: Path, run_dir: RunDir) -> dict[str, str]:
         ModelError: it cannot be read.
     """
     recorded = ModelRecord.read(run_dir.model)
-    alone = Ranks(
-        rank=0, world_size=1, local_rank=0, dp_rank=0, dp_size=1, device=torch.device("cpu")
-    )
-    with hashing_weights(folder, alone, _remembered()) as hashing:
+    with hashing_weights(folder, Ranks(), _remembered()) as hashing:
         now = ModelRecord.of_files(folder, hashing.finish(), recorded)
     if recorded is not None:
         _refuse(run_dir, folder, recorded.differences(now))
