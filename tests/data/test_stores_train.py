@@ -276,4 +276,4 @@ def test_the_shards_of_a_bin_are_asked_at_the_same_time(tmp_path: Path) -> None:
         found = data.dataset.reader.read_all(refs)
         assert not server.together.broken, "fewer than 8 requests in flight at once"
         assert [sample.key for sample in found] == [ref.key for ref in refs]
-        assert server.num_requests == 8, "the ranges of a shard are one request"
+        assert server.stats()["requests"] == 8, "the ranges of a shard are one request"
