@@ -285,7 +285,7 @@ def test_cursors_of_another_plan_are_refused(cursors: Cursors) -> None:
 
 def test_a_batch_behind_its_window_is_refused() -> None:
     plan = plan_of([[40]])
-    with pytest.raises(CheckpointError, match="batch 7 of window 0, which has 5"):
+    with pytest.raises(CheckpointError, match="batch 7 of shuffle window 0, which has 5"):
         next(plan.walk(Position(0, 0, 7), plan.start()))
 
 

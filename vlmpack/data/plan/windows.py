@@ -213,8 +213,8 @@ class WindowPlan:
             ]
             if position.batch and position.batch >= len(batches):
                 raise CheckpointError(
-                    f"the data state stands before global batch {position.batch} of window "
-                    f"{position.window}, which has {len(batches)}"
+                    f"the data state stands before global batch {position.batch} of shuffle "
+                    f"window {position.window}, which has {len(batches)}"
                 )
             coming = batches[position.batch :]
             if is_first:  # nothing stands between a launch and its first batch
