@@ -16,7 +16,7 @@ ANY_FILE = ("recipe", "build", "cli")
 DOORS = {
     "__init__.py",
     "api.py",
-    "data/modes.py",
+    "data/modes/__init__.py",
     "forecast/batch.py",
     "forecast/make.py",
     "forecast/open.py",
