@@ -49,7 +49,7 @@ def test_memory_stays_flat(tmp_path: Path, samples: int) -> None:
         cache = CacheSection(directory=str(tmp_path / "cache"), max_bytes=4 << 20)
         fetcher = CachedFetcher(stores, cache, BlockUse(block_bytes=1 << 18))
         names = tuple(f"{server.url}/bucket/s-{shard}.tar" for shard in range(4))
-        config = config_for(names, tmp_path / "i", shuffle="none")
+        config = config_for(names, tmp_path / "i", shuffle="window")
         data = TrainData.open(config, FakeEncoder(), fetcher=fetcher)
         refs = [data.fitted.table.ref(number) for number in range(4 * IN_SHARD)]
         sizes = []
