@@ -6,6 +6,9 @@ Neither has been run on a GPU by this version's tests unless the README says so.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Literal
+
 from torch import Tensor
 
 from vlmpack.attention.blocks import BlockMasks
@@ -17,81 +20,47 @@ BLOCKS_NEED_MASKS = (
 )
 
 
-def _refuse_masks(name: str, masks: BlockMasks | None) -> None:
+def _varlen_attention(
+    name: Literal["torch_varlen", "flash_attn"],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    params: PackedSeqParams,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    masks: BlockMasks | None = None,
+) -> Tensor:
+    """A kernel of CUDA, for bf16 or fp16.
+
+    Arguments and result as `segment_attention`; refuses masks (CapabilityError).
+    """
     if masks is not None:
         raise CapabilityError(f"{name} cannot run: {BLOCKS_NEED_MASKS}")
+    left = -1 if window is None else window - 1
+    sides = (left, 0 if causal else left)
+    cu = params.cu_seqlens_physical
+    bounds = (cu, cu, params.max_seqlen_q, params.max_seqlen_kv)
+    if name == "flash_attn":
+        from flash_attn import flash_attn_varlen_func
 
-
-def torch_varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    params: PackedSeqParams,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    window: int | None = None,
-    masks: BlockMasks | None = None,
-) -> Tensor:
-    """`torch.nn.attention.varlen.varlen_attn` (CUDA, bf16 or fp16, torch >= 2.10).
-
-    Arguments and result as `segment_attention`; refuses masks (CapabilityError).
-    """
-    _refuse_masks("torch_varlen", masks)
+        output: Tensor = flash_attn_varlen_func(
+            query, key, value, *bounds, softmax_scale=scale, causal=causal, window_size=sides
+        )
+        return output
     from torch.nn.attention.varlen import varlen_attn
 
-    left = -1 if window is None else window - 1
-    right = 0 if causal else left
-    cu = params.cu_seqlens_physical
     groups = query.shape[1] // key.shape[1]
     if groups > 1:  # torch 2.11's kernel has no grouped-query form
-        key = key.repeat_interleave(groups, dim=1)
-        value = value.repeat_interleave(groups, dim=1)
-    output = varlen_attn(
-        query,
-        key,
-        value,
-        cu,
-        cu,
-        params.max_seqlen_q,
-        params.max_seqlen_kv,
-        scale=scale,
-        window_size=(left, right),
-    )
-    assert isinstance(output, Tensor)  # a tuple only where the log-sum-exp was asked for
-    return output
+        key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
+    found = varlen_attn(query, key, value, *bounds, scale=scale, window_size=sides)
+    assert isinstance(found, Tensor)  # a tuple only where the log-sum-exp was asked for
+    return found
 
 
-def flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    params: PackedSeqParams,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    window: int | None = None,
-    masks: BlockMasks | None = None,
-) -> Tensor:
-    """`flash_attn.flash_attn_varlen_func` (CUDA, bf16 or fp16; the `flash-attn` extra).
+torch_varlen_attention = partial(_varlen_attention, "torch_varlen")
+"""`torch.nn.attention.varlen.varlen_attn` (torch >= 2.10)."""
 
-    Arguments and result as `segment_attention`; refuses masks (CapabilityError).
-    """
-    _refuse_masks("flash_attn", masks)
-    from flash_attn import flash_attn_varlen_func
-
-    left = -1 if window is None else window - 1
-    cu = params.cu_seqlens_physical
-    output: Tensor = flash_attn_varlen_func(
-        query,
-        key,
-        value,
-        cu,
-        cu,
-        params.max_seqlen_q,
-        params.max_seqlen_kv,
-        softmax_scale=scale,
-        causal=causal,
-        window_size=(left, 0 if causal else left),
-    )
-    return output
+flash_attention = partial(_varlen_attention, "flash_attn")
+"""`flash_attn.flash_attn_varlen_func` (the `flash-attn` extra)."""
