@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
+from dataclasses import KW_ONLY, dataclass
 
 from vlmpack.activity import IDLE, Activity
 
@@ -53,6 +53,7 @@ class Silence:
         return self._quiet
 
 
+@dataclass
 class Watchdog:
     """Watches one process's activity; a context manager.
 
@@ -66,24 +67,16 @@ class Watchdog:
         last_resort: whether faulthandler speaks where this thread cannot; one in a process.
     """
 
-    def __init__(
-        self,
-        activity: Activity,
-        seconds: float,
-        *,
-        who: str,
-        say: Callable[[str], None],
-        others: Others = tuple,
-        speaks: Callable[[], bool] = lambda: True,
-        last_resort: bool = False,
-    ) -> None:
-        self.activity = activity
-        self.seconds = seconds
-        self.who = who
-        self._say = say
-        self._others = others
-        self._speaks = speaks
-        self._last_resort = last_resort
+    activity: Activity
+    seconds: float
+    _: KW_ONLY
+    who: str
+    say: Callable[[str], None]
+    others: Others = tuple
+    speaks: Callable[[], bool] = lambda: True
+    last_resort: bool = False
+
+    def __post_init__(self) -> None:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vlmpack-watchdog", daemon=True)
 
@@ -92,12 +85,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stopped.set()
         self._thread.join()
 
@@ -105,7 +93,7 @@ class Watchdog:
         said_of, said_at = -1, float("-inf")
         pause = self.seconds / LOOKS
         silence = Silence(pause, time.monotonic())
-        with _last_resort(2 * self.seconds if self._last_resort else None) as look:
+        with _last_resort(2 * self.seconds if self.last_resort else None) as look:
             while not self._stopped.wait(pause):
                 look()
                 activity, now = self.activity, time.monotonic()
@@ -113,9 +101,9 @@ class Watchdog:
                 # A look comes a moment late, hence less than three whole pauses.
                 if activity.phase == IDLE or min(quiet, now - said_at) < 2.8 * pause:
                     continue
-                if not self._speaks():
+                if not self.speaks():
                     continue
-                self._say(self.report(quiet, stack=beats != said_of))
+                self.say(self.report(quiet, stack=beats != said_of))
                 said_of, said_at = beats, now
 
     def report(self, quiet: float, *, stack: bool) -> str:
@@ -131,7 +119,7 @@ class Watchdog:
         lines = [
             f"no progress for {quiet:.0f} s: {self.who}: {step}{activity.phase}{samples}",
             *activity.waits(),
-            *self._others(),
+            *self.others(),
         ]
         if stack:
             lines.append(f"its main thread stands at\n{activity.stack(FRAMES)}")

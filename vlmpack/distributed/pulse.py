@@ -14,8 +14,8 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -33,6 +33,7 @@ STACK_FRAMES = 8
 LOOKS_PER_ENTRY = 2
 
 
+@dataclass
 class Pulse:
     """This rank's entry, and what the others' say; a context manager.
 
@@ -43,14 +44,14 @@ class Pulse:
         store: of its own: a call that waits keeps others of the same client from theirs.
     """
 
-    def __init__(
-        self, activity: Activity, *, rank: int, world_size: int, seconds: float, store: Any
-    ) -> None:
-        self.activity = activity
-        self.rank = rank
-        self.world_size = world_size
-        self.seconds = seconds
-        self._store = store
+    activity: Activity
+    _: KW_ONLY
+    rank: int
+    world_size: int
+    seconds: float
+    store: Any
+
+    def __post_init__(self) -> None:
         self._ticks = 0
         self._called: float | None = None
         self._entries: dict[int, Mapping[str, Any]] = {}
@@ -62,12 +63,7 @@ class Pulse:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stopped.set()
         self._thread.join(timeout=2.0)  # a call to a dead store may never come back
 
@@ -153,13 +149,13 @@ class Pulse:
             "ticks": self._ticks,
             "stack": activity.stack(STACK_FRAMES) if quiet > self.seconds / LOOKS else "",
         }
-        self._store.set(f"{KEY}/{self.rank}", json.dumps(entry))
+        self.store.set(f"{KEY}/{self.rank}", json.dumps(entry))
 
     def _look(self) -> None:
         keys = {rank: f"{KEY}/{rank}" for rank in range(self.world_size) if rank != self.rank}
-        if not self._store.check(list(keys.values())):
-            keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
-        values = self._store.multi_get(list(keys.values())) if keys else []
+        if not self.store.check(list(keys.values())):
+            keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
+        values = self.store.multi_get(list(keys.values())) if keys else []
         now = time.monotonic()
         for rank, value in zip(keys, values, strict=True):
             entry = json.loads(value)
