@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -140,15 +140,8 @@ def check_log_probabilities(compared: Compared, losses: SlotLosses) -> Check:
     )
     if len(theirs) >= FEWEST_LABELS:
         return check
-    return Check(
-        name=name,
-        status="too few",
-        measured=check.measured,
-        bound=BFLOAT16_RATIO,
-        noise=1.0,
-        detail=f"data.train has {len(theirs):,} label tokens, the bound needs {FEWEST_LABELS:,}; "
-        f"{check.detail}",
-    )
+    detail = f"data.train has {len(theirs):,} label tokens, the bound needs {FEWEST_LABELS:,}; "
+    return replace(check, status="too few", detail=detail + check.detail, look_at="")
 
 
 def check_logits(compared: Compared, logits: Mapping[int, Tensor]) -> Check:
@@ -202,17 +195,16 @@ def check_outputs(
     compared: Compared, packed: Packed, points: Sequence[Point], kept: Sequence[Tensor]
 ) -> list[Check]:
     """What each part of the model puts out, in the order of the forward pass."""
-    checks = []
-    for kind, name in (
-        ("tower", "tower: features"),
-        ("projector", "projector: features"),
-        ("language model", "language model: each layer's output"),
-    ):
-        mine = [point for point in points if point.kind == kind]
-        check = _check_points(name, compared, packed, mine, kept)
-        if check is not None:
-            checks.append(check)
-    return checks
+    names = {
+        "tower": "tower: features",
+        "projector": "projector: features",
+        "language model": "language model: each layer's output",
+    }
+    found = (
+        _check_points(name, compared, packed, [p for p in points if p.kind == kind], kept)
+        for kind, name in names.items()
+    )
+    return [check for check in found if check is not None]
 
 
 def _check_points(
@@ -253,15 +245,7 @@ def _check_points(
     look_at = "the order of images in the row" if points[0].kind != "language model" else ISOLATION
     if "(recurrent)" in first:
         look_at = "recurrent layers: their state must be reset at every boundary"
-    return Check(
-        name=name,
-        status="fail",
-        measured=largest,
-        bound=first_bound,
-        noise=noise,
-        detail=first,
-        look_at=look_at,
-    )
+    return replace(check, status="fail", bound=first_bound, look_at=look_at)
 
 
 def _where_worst(errors: Sequence[float]) -> int:

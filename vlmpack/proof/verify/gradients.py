@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -135,12 +135,5 @@ def _check_part(
     check = bounded(f"gradients: {part}", together(found), bound, noise=noise, detail=detail)
     if not beyond and not check.fails:
         return check
-    return Check(
-        name=check.name,
-        status="fail",
-        measured=check.measured,
-        bound=bound,
-        noise=noise,
-        detail=detail,
-        look_at="the rows above; if they pass, the backward pass of this part",
-    )
+    look_at = "the rows above; if they pass, the backward pass of this part"
+    return replace(check, status="fail", look_at=look_at)

@@ -103,32 +103,23 @@ def check_leaks(
         return Check(
             name=NAME, status="too few", detail="no row has room for two samples: nothing can leak"
         )
+    found = Check(name=NAME, status="fail", measured=largest, bound=bound)
     if unmoved:
-        return Check(
-            name=NAME,
-            status="fail",
-            measured=largest,
-            bound=bound,
-            detail=f"changing {names_of(unmoved)} changed nothing of its own",
-            look_at="whether the model reads ids and pixels at all",
+        detail = f"changing {names_of(unmoved)} changed nothing of its own"
+        return replace(
+            found, detail=detail, look_at="whether the model reads ids and pixels at all"
         )
-    said = "bit by bit the same" if bound == 0.0 else "the same but for the experts' last bits"
     if leaks and shared_matmuls and not exact and math.isfinite(largest):
-        return Check(
-            name=NAME,
-            status="shown",
-            measured=largest,
-            detail=f"{tested} samples in turn; experts' matmuls are blocked by the number of their "
-            f"tokens: rerun without --dtype",
+        detail = (
+            f"{tested} samples in turn; experts' matmuls are blocked by the number of their "
+            f"tokens: rerun without --dtype"
         )
-    return Check(
-        name=NAME,
-        status="fail" if leaks else "pass",
-        measured=largest,
-        bound=bound,
-        detail=names_of(leaks, 2) if leaks else f"{tested} samples in turn, the others {said}",
-        look_at="what mixes slots: attention, recurrent layers, the tower",
-    )
+        return replace(found, status="shown", bound=None, detail=detail)
+    found = replace(found, look_at="what mixes slots: attention, recurrent layers, the tower")
+    if leaks:
+        return replace(found, detail=names_of(leaks, 2))
+    said = "bit by bit the same" if bound == 0.0 else "the same but for the experts' last bits"
+    return replace(found, status="pass", detail=f"{tested} samples in turn, the others {said}")
 
 
 def _shows(row: VerifiedRow, place: int, before: Packed) -> bool:

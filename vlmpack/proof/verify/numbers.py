@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from vlmpack.backends.engine import Engine
+from vlmpack.backends.policy import TrainingPolicy
 from vlmpack.data.protocols import Collator
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
+from vlmpack.families.base import ModulePaths
 from vlmpack.packing import EncodedSample
 from vlmpack.proof.check import Check
 from vlmpack.proof.verify.adapters import AdapterRun, check_adapters
@@ -176,15 +178,7 @@ def verify_rows(
 
     def numeric() -> list[Check]:
         assert reference is not None
-        expected = _trained_names(engine, encoder, reference)
-        errors = with_missing(stepped.errors, reference.unpacked.gradients, expected)
-        adapters = check_adapters(
-            reference.compared(rows),
-            stepped.adapters,
-            engine.policy.lora,
-            reference.noise_gradients,
-        )
-        return [*_numeric(reference, rows, stepped.packed, stepped.logits, errors), *adapters]
+        return stepped.compared_with(reference, rows, engine.policy, encoder.family.modules)
 
     return [*ranks.on_main(numeric), leak, *trained]
 
@@ -206,6 +200,29 @@ class _Stepped:
     errors: dict[str, GradientError]
     adapters: AdapterRun
     before: BeforeStep
+
+    def compared_with(
+        self,
+        reference: ReferenceRuns,
+        rows: Sequence[VerifiedRow],
+        policy: TrainingPolicy,
+        paths: ModulePaths,
+    ) -> list[Check]:
+        """What only the main rank can compare."""
+        compared, own = reference.compared(rows), reference.noise_gradients
+        theirs = reference.unpacked.gradients
+        checks: list[Check] = []
+        if self.packed.outputs:
+            checks += check_outputs(compared, self.packed, reference.points, reference.kept)
+        if not reference.exact:
+            checks.append(check_log_probabilities(compared, self.packed.losses))
+        checks.append(check_losses(compared, self.packed.losses))
+        if self.logits:
+            checks.append(check_logits(compared, self.logits))
+        expected = [n for n, g in theirs.items() if policy.of_parameter(n, g.ndim, paths).trains]
+        errors = with_missing(self.errors, theirs, expected)
+        checks += check_gradients(compared, errors, own, reference.parts)
+        return [*checks, *check_adapters(compared, self.adapters, policy.lora, own)]
 
 
 def _one_step(
@@ -236,16 +253,6 @@ def _one_step(
     )
 
 
-def _trained_names(engine: Engine, encoder: Encoder, reference: ReferenceRuns) -> list[str]:
-    """The stock model's parameters that the recipe trains."""
-    paths = encoder.family.modules
-    return [
-        name
-        for name, gradient in reference.unpacked.gradients.items()
-        if engine.policy.of_parameter(name, gradient.ndim, paths).trains
-    ]
-
-
 def _logits(run: PackedRun, rows: Sequence[VerifiedRow], packed: Packed) -> dict[int, Tensor]:
     """(n, V) of the kept slots of each sample, with the weights as they are; empty where the
     engine's model is its own. Collective."""
@@ -254,24 +261,3 @@ def _logits(run: PackedRun, rows: Sequence[VerifiedRow], packed: Packed) -> dict
         for number, start in zip(row.numbers, row.starts, strict=True):
             found[number] = run.logits(hidden[run.kept[number] + start])
     return found
-
-
-def _numeric(
-    reference: ReferenceRuns,
-    rows: Sequence[VerifiedRow],
-    packed: Packed,
-    logits: dict[int, Tensor],
-    errors: dict[str, GradientError],
-) -> list[Check]:
-    """What only the main rank can compare."""
-    compared = reference.compared(rows)
-    checks: list[Check] = []
-    if packed.outputs:
-        checks += check_outputs(compared, packed, reference.points, reference.kept)
-    if not reference.exact:
-        checks.append(check_log_probabilities(compared, packed.losses))
-    checks.append(check_losses(compared, packed.losses))
-    if logits:
-        checks.append(check_logits(compared, logits))
-    own = reference.noise_gradients
-    return [*checks, *check_gradients(compared, errors, own, reference.parts)]

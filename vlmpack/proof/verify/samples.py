@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from vlmpack.data.index.table import SampleRef
-from vlmpack.data.loading.loader import BinRequest
 from vlmpack.data.pipeline import TrainData
 from vlmpack.encode import VLMSample
 from vlmpack.errors import DataError, EmptyDataError
@@ -120,7 +119,8 @@ def _in_order(train: TrainData) -> Iterator[_Picked]:
             return
         for samples in planned.bins:
             request = train.request(samples)
-            for ref, read in zip(request.samples, _read(train, request), strict=True):
+            reads: Sequence[object] = train.dataset.read(request)
+            for ref, read in zip(request.samples, reads, strict=True):
                 try:
                     if isinstance(read, DataError):
                         raise read
@@ -132,10 +132,6 @@ def _in_order(train: TrainData) -> Iterator[_Picked]:
                     continue
                 messages = replace(read, images=()) if isinstance(read, VLMSample) else None
                 yield _Picked(ref, encoded, messages)
-
-
-def _read(train: TrainData, request: BinRequest) -> Sequence[object]:
-    return train.dataset.read(request)
 
 
 def _in_turn(kinds: Sequence[list[_Picked]]) -> list[_Picked]:
