@@ -5,7 +5,7 @@ n samples lie in b bins, a bin is a micro-batch; s global batches hold so many b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,9 +14,6 @@ import numpy as np
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.modes import RowShape
 from vlmpack.data.plan.packers import Bin, Sizes
-
-Measure = Callable[[Int64s], Int64s]
-"""(n,) values of samples -> (b,) their sums by bin."""
 
 
 @dataclass(frozen=True)
@@ -48,24 +45,16 @@ class Layout:
 
     def by_bin(self, values: Int64s) -> Int64s:
         """(b,) sums of (n,) values of samples."""
-        return _sums(values, self.bin_starts)
+        return np.add.reduceat(values, self.bin_starts) if values.size else values
 
     def longest_by_bin(self, values: Int64s) -> Int64s:
         """(b,) maxima of (n,) values of samples."""
         return np.maximum.reduceat(values, self.bin_starts) if values.size else values
 
-    def by_step(self, values: Int64s) -> Int64s:
-        """(s,) sums of (b,) values of bins."""
-        return _sums(values, self.step_starts)
-
     @cached_property
     def trained(self) -> Int64s:
         """(b,) samples of each bin that are no holes."""
         return self.by_bin((self.tokens > 0).astype(np.int64))
-
-
-def _sums(values: Int64s, starts: Int64s) -> Int64s:
-    return np.add.reduceat(values, starts) if values.size else values
 
 
 def layout_of(windows: Iterable[Sequence[tuple[Bin, ...]]], sizes: Sizes) -> Layout:

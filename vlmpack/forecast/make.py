@@ -15,12 +15,7 @@ from vlmpack.forecast.batch import batch_figures
 from vlmpack.forecast.figures import MemoryFigures, ModeFigures, RunPlan
 from vlmpack.forecast.imbalance import imbalance_figures
 from vlmpack.forecast.memory import memory_figures
-from vlmpack.forecast.modes import (
-    OFFLINE,
-    ModePlanner,
-    PlannedMode,
-    mode_figures,
-)
+from vlmpack.forecast.modes import OFFLINE, ModePlanner, PlannedMode, mode_figures
 from vlmpack.forecast.parameters import ModelSizes
 from vlmpack.forecast.progress import Progress, counted, silent
 from vlmpack.forecast.sequences import sequence_figures

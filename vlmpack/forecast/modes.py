@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from math import ceil
 
@@ -45,22 +46,30 @@ class PlannedMode:
     """One mode's first epoch.
 
     Args:
-        name: shown.
         mode: with the budget that it was cut by.
         layout: its global batches.
-        rows: what is computed for them.
         micro_batch_size: samples in a micro-batch; 1 where rows are planned.
         is_recipes: whether the run does this.
         is_part: whether the layout is only the beginning of the epoch.
+        own_name: shown in place of the mode's.
     """
 
-    name: str
     mode: PackingMode
     layout: Layout
-    rows: Rows
     micro_batch_size: int
     is_recipes: bool = False
     is_part: bool = False
+    own_name: str = ""
+
+    @property
+    def name(self) -> str:
+        """What is shown."""
+        return self.own_name or self.mode.label
+
+    @cached_property
+    def rows(self) -> Rows:
+        """What is computed for the layout's bins."""
+        return lay_out(self.layout, self.mode.shape())
 
     @property
     def plans_rows(self) -> bool:
@@ -98,7 +107,8 @@ class ModePlanner:
         total = None if isinstance(plan, WindowPlan) else plan.num_windows
         counts = counted(windows, f"packing: {mode.label}", total, self.progress)
         layout = layout_of(counts, split.sizes)
-        return self._planned(mode, layout, self.config.training.micro_batch_size, is_recipes=True)
+        micro = self.config.training.micro_batch_size
+        return PlannedMode(mode=mode, layout=layout, micro_batch_size=micro, is_recipes=True)
 
     def mode(self, name: ModeName, scope: Scope = "stream") -> PackingMode:
         """A mode that the recipe need not have, with the recipe's limits."""
@@ -122,7 +132,8 @@ class ModePlanner:
             count = min(count, -(-MAX_PACKED // plan.window))
         windows = islice(_windows(plan), count)
         layout = layout_of(counted(windows, f"packing: {mode.label}", count, self.progress), sizes)
-        return self._planned(mode, layout, micro, is_part=count < plan.num_windows)
+        part = count < plan.num_windows
+        return PlannedMode(mode=mode, layout=layout, micro_batch_size=micro, is_part=part)
 
     def offline(self, samples: Layout, *, is_recipes: bool) -> PlannedMode:
         """Mode `offline` with the planner `bfd`: as `vlmpack.data.packs.choose` has it."""
@@ -142,26 +153,13 @@ class ModePlanner:
         if len(packs) % whole:
             steps[-1] = len(packs) % whole
         layout = Layout(samples.numbers[order], tokens[order], patches[order], bins, steps)
-        planned = self._planned(self.mode("offline"), layout, 1, is_part=size > most)
-        return replace(planned, name=OFFLINE, is_recipes=is_recipes)
-
-    def _planned(
-        self,
-        mode: PackingMode,
-        layout: Layout,
-        micro: int,
-        *,
-        is_recipes: bool = False,
-        is_part: bool = False,
-    ) -> PlannedMode:
         return PlannedMode(
-            name=mode.label,
-            mode=mode,
+            mode=self.mode("offline"),
             layout=layout,
-            rows=lay_out(layout, mode.shape()),
-            micro_batch_size=micro,
+            micro_batch_size=1,
             is_recipes=is_recipes,
-            is_part=is_part,
+            is_part=size > most,
+            own_name=OFFLINE,
         )
 
 

@@ -53,6 +53,7 @@ def _figures(
     too_long = int((table.num_tokens[dropped] > limits.seq_length).sum())
     by_limit = zip(limits.in_words, (too_long, dropped.size - too_long), strict=True)
     tokens = table.num_tokens[good]
+    bad = Counter(kind for n, (kind, _) in table.faults.items() if start <= n < stop)
     return SourceFigures(
         name=name,
         num_samples=stop - start,
@@ -60,13 +61,7 @@ def _figures(
         num_drawn=drawn,
         num_dropped={reason: count for reason, count in by_limit if count},
         num_shrunk=sum(start <= number < stop for number in table.shrunk),
-        num_bad=dict(
-            sorted(
-                Counter(
-                    kind for number, (kind, _) in table.faults.items() if start <= number < stop
-                ).items()
-            )
-        ),
+        num_bad=dict(sorted(bad.items())),
         num_tokens=int(tokens.sum()),
         num_image_tokens=int(table.num_image_tokens[good].sum()),
         num_label_tokens=int(table.num_label_tokens[good].sum()),
