@@ -21,6 +21,7 @@ from vlmpack.report.style import (
     percent,
     save_png,
 )
+from vlmpack.words import counted
 
 HEIGHT_INCHES = 4.3
 NUM_BARS = 36
@@ -42,13 +43,8 @@ def draw_lengths(run: RunFiles, path: Path) -> bool:
         _draw_histogram(left, data.lengths)
         drawing.text(0.065, 0.925, "Sample lengths", fontsize=LARGE, weight="bold")
         count = sum(data.lengths.values())
-        drawing.text(
-            0.065,
-            0.865,
-            f"{count:,} training sample{'' if count == 1 else 's'}",
-            fontsize=SMALL,
-            color=MUTED,
-        )
+        samples = counted(count, "training sample")
+        drawing.text(0.065, 0.865, samples, fontsize=SMALL, color=MUTED)
         drawing.text(0.5, 0.925, _claim(data), fontsize=LARGE, weight="bold")
         drawing.text(0.5, 0.865, _figures(data), fontsize=SMALL, color=MUTED)
         if data.micro_batches:

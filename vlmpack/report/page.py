@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from dataclasses import astuple
 from pathlib import Path
 
 from vlmpack.report.document import render
@@ -35,7 +34,7 @@ def render_page(run: RunFiles, folder: Path) -> str:
         "run.html",
         run=run,
         about=[part for part in about if part],
-        figures=[astuple(figure) for figure in headline(run)],
+        figures=headline(run),
         pictures=[
             (base64.b64encode((folder / name).read_bytes()).decode("ascii"), text)
             for name, text in PICTURES
@@ -46,14 +45,14 @@ def render_page(run: RunFiles, folder: Path) -> str:
                 (
                     f"{metric.replace('_', ' ').capitalize()} by task",
                     ("task", "counted", "before", "after"),
-                    [astuple(row) for row in rows],
+                    rows,
                 )
                 for metric, rows in metric_tables(run).items()
             ),
             (
                 "While training",
                 ("each step", "least", "median", "most"),
-                [astuple(row) for row in spread_rows(run)],
+                spread_rows(run),
             ),
             ("The run", (), facts(run.result)),
         ],

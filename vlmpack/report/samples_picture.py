@@ -6,6 +6,7 @@ import hashlib
 import io
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -124,17 +125,15 @@ def _draw_head(
     drawing.text(1 - x - GAP / WIDTH_INCHES, y, text, fontsize=SMALL, color=MUTED, ha="right")
 
 
+@dataclass(frozen=True, slots=True)
 class _Cell:
     """One question. Positions are inches from the left and top of the figure."""
 
-    def __init__(
-        self, drawing: Any, left: float, top: float, width: float, figure_height: float
-    ) -> None:
-        self.drawing = drawing
-        self.left = left
-        self.top = top
-        self.width = width
-        self.figure_height = figure_height
+    drawing: Any
+    left: float
+    top: float
+    width: float
+    figure_height: float
 
     def draw(self, row: Prediction, images: Sequence[bytes]) -> None:
         """Rule, images, question, answer."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from vlmpack.evaluation.metrics import (
     FORMER_KEYS,
@@ -18,8 +17,7 @@ from vlmpack.report.run_files import RunFiles
 from vlmpack.report.style import percent
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
+class Figure(NamedTuple):
     """One headline figure: what it is, its value, and what it is compared with."""
 
     name: str
@@ -27,8 +25,7 @@ class Figure:
     note: str
 
 
-@dataclass(frozen=True, slots=True)
-class TaskRow:
+class TaskRow(NamedTuple):
     """A metric of one group of questions, as text; `before` is "" where it is unknown."""
 
     name: str
@@ -101,8 +98,7 @@ def _groups(scores: Scores) -> dict[str, Group]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class SpreadRow:
+class SpreadRow(NamedTuple):
     """A figure of the steps, as text: its median and its ends."""
 
     name: str

@@ -52,13 +52,10 @@ def _modes(plan: RunPlan) -> Section:
         title="One epoch under every packing mode",
         columns=(
             Column("mode", is_text=True),
-            Column("rows"),
-            Column("slots"),
-            Column("padding"),
-            Column("row\nfull"),
-            Column("steps"),
-            Column("samples\na step"),
-            Column("compute"),
+            *map(
+                Column,
+                ("rows", "slots", "padding", "row\nfull", "steps", "samples\na step", "compute"),
+            ),
         ),
         rows=tuple(rows),
         marked=tuple(i for i, mode in enumerate(plan.modes) if mode.is_recipes),
@@ -85,9 +82,7 @@ def _sequences(plan: RunPlan) -> Section:
         columns=(
             Column("max\nsequences"),
             Column("from", is_text=True),
-            Column("rows\ncovered"),
-            Column("eager\ninstead"),
-            Column("rows more\nif enforced"),
+            *map(Column, ("rows\ncovered", "eager\ninstead", "rows more\nif enforced")),
         ),
         rows=tuple(
             (
@@ -110,22 +105,15 @@ def _sequences(plan: RunPlan) -> Section:
 
 
 def _imbalance(plan: RunPlan) -> Section:
+    title = "Imbalance across data-parallel ranks"
     if not plan.imbalance:
-        return Section(
-            title="Imbalance across data-parallel ranks",
-            lines=("a global batch is one micro-batch: there is nothing to share out",),
-        )
+        why = "a global batch is one micro-batch: there is nothing to share out"
+        return Section(title=title, lines=(why,))
     steps = max(one.steps for one in plan.imbalance)
+    heads = ("ranks", "rows\neach", "total,\nin turn", "\nby cost", "vision,\nin turn", "\nby cost")
     return Section(
-        title="Imbalance across data-parallel ranks",
-        columns=(
-            Column("ranks"),
-            Column("rows\neach"),
-            Column("total,\nin turn"),
-            Column("\nby cost"),
-            Column("vision,\nin turn"),
-            Column("\nby cost"),
-        ),
+        title=title,
+        columns=tuple(map(Column, heads)),
         rows=tuple(
             (
                 str(one.data_parallel),
