@@ -4,7 +4,8 @@ records.py reads (JSONL, LLaVA's json, parquet folders), chat.py finds turns and
 images.py fetches image bytes inside one root, shards.py writes and indexes.
 """
 
-from vlmpack.convert.convert import ConvertReport, ConvertSettings, convert
+from vlmpack.convert.convert import ConvertReport, convert
 from vlmpack.convert.records import FORMATS, open_records
+from vlmpack.convert.settings import ConvertSettings
 
 __all__ = ["FORMATS", "ConvertReport", "ConvertSettings", "convert", "open_records"]

@@ -19,16 +19,13 @@ from typing import Any
 from vlmpack.convert.chat import chat_turns
 from vlmpack.convert.images import ImageRoot
 from vlmpack.convert.records import Record
+from vlmpack.convert.settings import ConvertSettings
 from vlmpack.convert.shards import ShardFolder, WrittenShard
-from vlmpack.data.index.shard_index import IndexBuilder
 from vlmpack.data.protocols import Encoder
-from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.keys import count_keys
 from vlmpack.data.shards.naming import JSON_FIELD
 from vlmpack.data.shards.schemas import cook_text
 from vlmpack.errors import DataError, EmptyDataError, VlmpackError, schema_error
-from vlmpack.storage.fetch import LocalFetcher
-from vlmpack.storage.folders import default_cache_dir
 from vlmpack.whole_file import write_atomically
 
 MANIFEST_RULE = "convert-2"
@@ -36,32 +33,6 @@ KEY_DIGITS = 9
 
 Progress = Callable[[int, int], None]
 """Called with the records read and the samples written so far."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConvertSettings:
-    """Where a conversion reads and writes."""
-
-    folder: Path
-    """Where the shards go."""
-    image_root: Path
-    """Every image path must end inside it."""
-    prefix: str = "train"
-    """Shards are named PREFIX-000000.tar and so on."""
-    max_shard_bytes: int = 256 << 20
-    """A shard is closed when it holds so much."""
-    max_shard_samples: int = 100_000
-    """Or so many samples."""
-    skip_bad: bool = False
-    """Leave bad records out instead of stopping at the first."""
-    overwrite: bool = False
-    """Replace shards of the same prefix."""
-    index_dir: Path = field(default_factory=default_cache_dir)
-    """Where the index goes."""
-    caps: SampleCaps = field(default_factory=SampleCaps)
-    """Limits of one sample."""
-    encoder: Encoder | None = None
-    """Measures each sample for a model: what training would refuse is a bad record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +80,9 @@ def convert(
         raise VlmpackError(
             f"OUT: the shards' name {settings.prefix!r}; expected letters, digits, '-' and '_'"
         )
-    shards = ShardFolder(
-        settings.folder,
-        settings.prefix,
-        max_bytes=settings.max_shard_bytes,
-        max_samples=settings.max_shard_samples,
-        index_dir=settings.index_dir,
-        builder=IndexBuilder(LocalFetcher(), settings.caps),
-    )
+    shards = ShardFolder(settings)
     manifest = settings.folder / f"{settings.prefix}-manifest.json"
-    shards.prepare(overwrite=settings.overwrite)
+    shards.prepare()
     manifest.unlink(missing_ok=True)
     skipped: list[SkippedRecord] = []
     unknown: Counter[str] = Counter()
@@ -171,9 +135,7 @@ def sample_fields(
     turns = chat_turns(record.value)
     loaded = [images.load(source) for source in turns.images]
     if len(loaded) > images.caps.max_images:
-        raise schema_error(
-            f"{len(loaded)} images; at most {images.caps.max_images} are allowed",
-        )
+        raise schema_error(f"{len(loaded)} images; at most {images.caps.max_images} are allowed")
     names = tuple(f"{place}.{image.suffix}" for place, image in enumerate(loaded))
     document: dict[str, Any] = {"messages": turns.messages(names)}
     if isinstance(record.value.get("id"), (str, int)):

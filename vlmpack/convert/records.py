@@ -23,6 +23,14 @@ from vlmpack.errors import DataError, VlmpackError, schema_error
 FORMATS = ("auto", "jsonl", "llava", "hf")
 """What `--format` takes; `auto` goes by a folder, and by the name's end."""
 
+_FORM_OF_SUFFIX = {
+    "hf": "hf",
+    "parquet": "hf",
+    "jsonl": "jsonl",
+    "ndjson": "jsonl",
+    "json": "llava",
+}
+
 CHAT_COLUMNS = ("messages", "conversations")
 IMAGE_COLUMNS = ("images", "image")
 KEPT_COLUMNS = ("id", "task", "system")
@@ -65,9 +73,7 @@ def open_records(path: Path, form: str = "auto", split: str | None = None) -> It
         raise VlmpackError(f"{path}: there is no such file or folder")
     if form == "auto":
         suffix = "hf" if path.is_dir() else path.suffix.lower().lstrip(".")
-        form = {"hf": "hf", "parquet": "hf", "jsonl": "jsonl", "ndjson": "jsonl"}.get(suffix, "")
-        if suffix == "json":
-            form = "llava"
+        form = _FORM_OF_SUFFIX.get(suffix, "")
         if not form:
             raise VlmpackError(
                 f"{path}: the name does not say what it is; expected .jsonl, .json, .parquet or a "
@@ -97,10 +103,8 @@ def _json_items(path: Path) -> Iterator[Record]:
     except (OSError, ValueError, RecursionError) as error:
         raise schema_error(f"cannot be read as JSON: {error}", shard=str(path)) from error
     if not isinstance(items, list):
-        raise schema_error(
-            f"holds a {type(items).__name__}; expected a list of records",
-            shard=str(path),
-        )
+        found = type(items).__name__
+        raise schema_error(f"holds a {found}; expected a list of records", shard=str(path))
     for number, item in enumerate(items):
         yield _checked(f"{path}, item {number}", item)
 

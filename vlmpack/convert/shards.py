@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from vlmpack.convert.settings import ConvertSettings
 from vlmpack.data.index.parts import part_for
 from vlmpack.data.index.shard_index import IndexBuilder, load_index
 from vlmpack.errors import VlmpackError
@@ -42,30 +43,13 @@ class ShardFolder:
     """Writes the shards `PREFIX-000000.tar`, ... of one folder.
 
     Args:
-        folder: where; made if missing.
-        prefix: of the names.
-        max_bytes: payload after which a shard is closed.
-        max_samples: samples after which it is closed.
-        index_dir: where the index goes.
-        builder: makes the index.
+        settings: the folder, made if missing; the prefix; the size of a shard.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        prefix: str,
-        *,
-        max_bytes: int,
-        max_samples: int,
-        index_dir: Path,
-        builder: IndexBuilder,
-    ) -> None:
-        self.folder = folder
-        self.prefix = prefix
-        self.max_bytes = max_bytes
-        self.max_samples = max_samples
-        self.index_dir = index_dir
-        self.builder = builder
+    def __init__(self, settings: ConvertSettings) -> None:
+        self.settings = settings
+        self.folder, self.prefix = settings.folder, settings.prefix
+        self.builder = IndexBuilder(LocalFetcher(), settings.caps)
         self.shards: list[WrittenShard] = []
         self._tar: tarfile.TarFile | None = None
         self._stream: BinaryIO | None = None
@@ -77,14 +61,14 @@ class ShardFolder:
         ours = re.compile(rf"{shard}|\.{shard}{re.escape(PARTIAL)}", re.ASCII)
         return sorted(path for path in self.folder.glob("*") if ours.fullmatch(path.name))
 
-    def prepare(self, *, overwrite: bool) -> None:
+    def prepare(self) -> None:
         """Make the folder; nobody else's shards may lie in the way.
 
         Raises:
-            VlmpackError: there are some and `overwrite` is not set, or the folder cannot be made.
+            VlmpackError: there are some and none may be overwritten, or the folder cannot be made.
         """
         found = self.existing()
-        if found and not overwrite:
+        if found and not self.settings.overwrite:
             raise VlmpackError(
                 f"{self.folder} holds {len(found)} shards named {self.prefix}-*, perhaps of an "
                 "unfinished conversion; choose another OUT, or --overwrite"
@@ -98,7 +82,8 @@ class ShardFolder:
 
     def write(self, key: str, fields: dict[str, bytes]) -> None:
         """Append one sample, its members by name, as webdataset's writer orders them."""
-        if self._samples >= self.max_samples or self._bytes >= self.max_bytes:
+        most = self.settings
+        if self._samples >= most.max_shard_samples or self._bytes >= most.max_shard_bytes:
             self.close()
         if self._tar is None:
             path = self.folder / f".{self._name()}{PARTIAL}"
@@ -140,8 +125,8 @@ class ShardFolder:
         self._stream = None
         sync_folder(path.parent)
         stamp = LocalFetcher().head(str(path))
-        part = part_for(self.index_dir, stamp, self.builder.rule)
-        self.index_dir.mkdir(parents=True, exist_ok=True)
+        part = part_for(self.settings.index_dir, stamp, self.builder.rule)
+        self.settings.index_dir.mkdir(parents=True, exist_ok=True)
         self.builder(part)
         table = load_index(part, self.builder).table
         reasons = table.column("reason").drop_null()
