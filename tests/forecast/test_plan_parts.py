@@ -81,10 +81,7 @@ def test_imbalance_is_what_the_pipeline_deals(ranks: int) -> None:
         return tokens[numbers], patches[numbers]
 
     layout = layout_of([batches], sizes)
-    mode = PlannedMode(
-        name="x", mode=MODE, layout=layout, rows=lay_out(layout, RowShape()), micro_batch_size=1,
-        is_recipes=True,
-    )  # fmt: skip
+    mode = PlannedMode(mode=MODE, layout=layout, micro_batch_size=1, is_recipes=True)
     figures = {one.data_parallel: one for one in imbalance_figures(mode, ranks, COSTS)}
     found = figures[ranks]
     assert found.is_recipes and found.steps == 8 and found.micro_batches == 12 // ranks
