@@ -59,7 +59,6 @@ def opened(settings: dict[str, Any], key: str = "data.train", *, rank: int = 0) 
     ranks = TwoReplicas(
         rank=rank,
         world_size=2,
-        local_rank=rank,
         dp_rank=rank,
         dp_size=2,
         device=torch.device("cpu"),

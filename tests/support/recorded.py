@@ -64,7 +64,6 @@ def ranks_of(rank: int, dp: int) -> Ranks:
     return Ranks(
         rank=rank,
         world_size=1,
-        local_rank=0,
         dp_rank=rank,
         dp_size=dp,
         device=torch.device("cpu"),

@@ -37,7 +37,6 @@ class Ranks:
     Args:
         rank: global rank.
         world_size: number of processes.
-        local_rank: rank on this machine.
         dp_rank: rank among the model replicas.
         dp_size: number of model replicas.
         device: where this process computes.
@@ -49,7 +48,6 @@ class Ranks:
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0
     dp_rank: int = 0
     dp_size: int = 1
     device: torch.device = CPU
@@ -177,12 +175,11 @@ def start_process_group(
     """
     world_size = world_size_from_environment()
     rank = int(os.environ.get("RANK", "0"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank)
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     else:
-        device = torch.device("cpu")
+        device = CPU
     if world_size > 1 and not dist.is_initialized():
         dist.init_process_group(
             backend="nccl" if device.type == "cuda" else "gloo",
@@ -208,7 +205,6 @@ def start_process_group(
     return Ranks(
         rank=rank,
         world_size=world_size,
-        local_rank=local_rank,
         dp_rank=dp_rank,
         dp_size=dp_size,
         device=device,

@@ -34,8 +34,7 @@ class Unpacked:
         losses: (l,) float32 of each sample's label tokens in order.
         logits: (n, V) of each sample's kept slots.
         outputs: of each point, (rows, D) by sample; a point that a sample did not use is absent.
-        gradients: of the mean loss over all label tokens, under transformers' names; empty without
-            a backward pass.
+        gradients: of the mean loss over all label tokens, under transformers' names.
     """
 
     losses: list[Tensor]
@@ -61,13 +60,11 @@ class How:
     Args:
         together: samples in a padded batch; 1 for each alone, without padding.
         reverse: the last batch first, so that gradients are summed in another order.
-        backward: compute gradients.
         autocast: run matmuls in bfloat16.
     """
 
     together: int = 1
     reverse: bool = False
-    backward: bool = True
     autocast: bool = False
 
 
@@ -153,12 +150,11 @@ class Reference:
             for one in self._run_group(group, how)
         ]
         done.sort(key=lambda one: one.number)
-        gradients = self._take_gradients() if how.backward else {}
         return Unpacked(
             [one.losses for one in done],
             [one.logits for one in done],
             [one.outputs for one in done],
-            gradients,
+            self._take_gradients(),
         )
 
     def _run_group(self, numbers: Sequence[int], how: How) -> list[_One]:
@@ -176,7 +172,7 @@ class Reference:
         )
         cast = torch.autocast(self.device.type, torch.bfloat16) if how.autocast else nullcontext()
         try:
-            with torch.set_grad_enabled(how.backward), cast:
+            with cast:
                 output = self.model(use_cache=False, **self.arguments(samples), **only)
         finally:
             capture.close()
@@ -186,8 +182,7 @@ class Reference:
             picked = logits[row, torch.searchsorted(wanted, at).to(self.device)]
             targets = sample.labels[at].to(self.device)
             losses.append(F.cross_entropy(picked.float(), targets, reduction="none"))
-        if how.backward:
-            (torch.cat(losses).sum() / self.num_labels).backward()
+        (torch.cat(losses).sum() / self.num_labels).backward()
         outputs = self._by_sample(capture.take(), numbers)
         return [
             _One(
