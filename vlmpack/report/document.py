@@ -3,6 +3,8 @@ all text escaped."""
 
 from __future__ import annotations
 
+from base64 import b64encode
+
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 
@@ -19,6 +21,7 @@ def render(template: str, **values: object) -> str:
         lstrip_blocks=True,
     )  # fmt: skip
     environment.filters["visible"] = written_out
+    environment.filters["base64"] = lambda data: b64encode(data).decode("ascii")
     return environment.get_template(template).render(values)
 
 

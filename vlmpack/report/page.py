@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from pathlib import Path
 
 from vlmpack.report.document import render
@@ -36,7 +35,7 @@ def render_page(run: RunFiles, folder: Path) -> str:
         about=[part for part in about if part],
         figures=headline(run),
         pictures=[
-            (base64.b64encode((folder / name).read_bytes()).decode("ascii"), text)
+            ((folder / name).read_bytes(), text)
             for name, text in PICTURES
             if (folder / name).is_file()
         ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from pathlib import Path
 
 from vlmpack.forecast.figures import RunPlan
@@ -42,7 +41,7 @@ def render_page(plan: RunPlan, pictures: list[Picture], *, title: str) -> str:
             ("padding", share(mode.padding), f"{share(none.padding)} unpacked"),
             ("samples a step", compact(plan.batch.samples), f"{compact(plan.batch.tokens)} tokens"),
         ],
-        pictures=[(base64.b64encode(one.png).decode("ascii"), one) for one in pictures],
+        pictures=pictures,
         sections=[*sections(plan, max_sources=MAX_SOURCES), *_left_out(plan)],
     )
 

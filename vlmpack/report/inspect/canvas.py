@@ -164,11 +164,7 @@ def _shape(shape: Shape, sizes: Sequence[tuple[int, int]], hatches: dict[str, st
             f'fill="{shape.color}" text-anchor="{shape.anchor}">'
             f"{escape(written_out(shape.text))}</text>"
         )
-    return _thumb(shape, sizes[shape.image])
-
-
-def _thumb(shape: Thumb, size: tuple[int, int]) -> str:
-    scale = shape.width / size[0]
+    scale = shape.width / sizes[shape.image][0]
     return (
         f'<use href="#image-{shape.image}" '
         f'transform="translate({shape.x:.2f} {shape.y:.2f}) scale({scale:.4f})"/>'
