@@ -33,9 +33,8 @@ tensors of kernels, fragmentation.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
-from vlmpack.forecast.figures import MemoryFigures
+from vlmpack.forecast.figures import MemoryFigures, ModeFigures
 from vlmpack.forecast.parameters import ModelSizes
 from vlmpack.forecast.trained import TrainedSizes
 from vlmpack.recipe.derived import data_parallel_size
@@ -47,15 +46,13 @@ NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a weight in 4 bits: 64 of them share an 8-bit scale, 256 of those a float32 one."""
 
 
-class MicroBatchSizes(Protocol):
+@dataclass(frozen=True, slots=True)
+class LargestMicroBatch:
     """The largest micro-batch: samples, computed slots, vision patches."""
 
-    @property
-    def micro_batch_size(self) -> int: ...
-    @property
-    def max_row_slots(self) -> int: ...
-    @property
-    def max_row_patches(self) -> int: ...
+    micro_batch_size: int
+    max_row_slots: int
+    max_row_patches: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +80,7 @@ def memory_figures(
     model: ModelSection,
     split: ParallelismSection,
     sizes: ModelSizes,
-    mode: MicroBatchSizes,
+    mode: ModeFigures | LargestMicroBatch,
     *,
     global_batch_size: int,
     world_size: int,
@@ -108,7 +105,7 @@ class _Estimate:
     model: ModelSection
     split: ParallelismSection
     sizes: ModelSizes
-    mode: MicroBatchSizes
+    mode: ModeFigures | LargestMicroBatch
     accumulation: int
     world_size: int
     trained: TrainedSizes | None

@@ -8,7 +8,6 @@ samples that are indexed.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from vlmpack.build.setup import Setup
 from vlmpack.data.pipeline import TrainData
 from vlmpack.errors import ModelError
 from vlmpack.forecast.figures import MemoryFigures
-from vlmpack.forecast.memory import memory_figures
+from vlmpack.forecast.memory import LargestMicroBatch, memory_figures
 from vlmpack.forecast.parameters import read_sizes
 from vlmpack.forecast.trained import trained_sizes
 from vlmpack.run.machine_memory import Room, room_of
@@ -25,15 +24,6 @@ logger = logging.getLogger("vlmpack")
 
 DRAWN = 1000
 """Micro-batches that are drawn for the largest one, where rows are not planned by a budget."""
-
-
-@dataclass(frozen=True, slots=True)
-class LargestMicroBatch:
-    """As `vlmpack.forecast.memory` asks for it."""
-
-    micro_batch_size: int
-    max_row_slots: int
-    max_row_patches: int
 
 
 def say_memory(setup: Setup, train: TrainData) -> None:
