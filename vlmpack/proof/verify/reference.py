@@ -43,14 +43,8 @@ class Unpacked:
     gradients: dict[str, Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class _One:
-    """What one sample gave: see `Unpacked`."""
-
-    number: int
-    losses: Tensor
-    logits: Tensor
-    outputs: dict[str, Tensor]
+_One = tuple[int, Tensor, Tensor, dict[str, Tensor]]
+"""A sample's number, and its losses, logits and outputs: see `Unpacked`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +143,9 @@ class Reference:
             for group in (groups[::-1] if how.reverse else groups)
             for one in self._run_group(group, how)
         ]
-        done.sort(key=lambda one: one.number)
-        return Unpacked(
-            [one.losses for one in done],
-            [one.logits for one in done],
-            [one.outputs for one in done],
-            self._take_gradients(),
-        )
+        done.sort(key=lambda one: one[0])
+        _, losses, logits, outputs = map(list, zip(*done, strict=True))
+        return Unpacked(losses, logits, outputs, self._take_gradients())
 
     def _run_group(self, numbers: Sequence[int], how: How) -> list[_One]:
         """Some samples in one forward pass: alone, or as a padded batch."""
@@ -184,17 +174,12 @@ class Reference:
             losses.append(F.cross_entropy(picked.float(), targets, reduction="none"))
         (torch.cat(losses).sum() / self.num_labels).backward()
         outputs = self._by_sample(capture.take(), numbers)
-        return [
-            _One(
-                number,
-                losses[row].detach().cpu(),
-                logits.detach()[row, torch.searchsorted(wanted, self.kept[number]).to(self.device)]
-                .float()
-                .cpu(),
-                outputs[row],
-            )
-            for row, number in enumerate(numbers)
-        ]
+        done: list[_One] = []
+        for row, number in enumerate(numbers):
+            at = torch.searchsorted(wanted, self.kept[number]).to(self.device)
+            picked = logits.detach()[row, at].float().cpu()
+            done.append((number, losses[row].detach().cpu(), picked, outputs[row]))
+        return done
 
     def _by_sample(
         self, outputs: dict[str, Tensor], numbers: Sequence[int]
