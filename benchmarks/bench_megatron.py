@@ -19,6 +19,7 @@ from vlmpack.backends.mcore.cpu import megatron_on_cpu
 from vlmpack.backends.mcore.engine import MegatronEngine
 from vlmpack.backends.mcore.model import MergedRow
 from vlmpack.backends.policy import TrainingPolicy
+from vlmpack.build.compute import settled_compute
 from vlmpack.distributed import start_process_group
 from vlmpack.encode import Encoder
 from vlmpack.packing import Batch
@@ -36,7 +37,9 @@ POLICY = TrainingPolicy(trainable=TrainableSection(), optim=OPTIM)
 def _engine(folder: Path, encoder: Encoder) -> MegatronEngine:
     model = ModelSection(path=str(folder), backend="mcore", dtype="float32")
     split = ParallelismSection(distributed_optimizer=False)
-    return MegatronEngine(model, split, encoder, start_process_group(), POLICY)
+    ranks = start_process_group()
+    compute = settled_compute(model, split, encoder, ranks.device)
+    return MegatronEngine(model, split, encoder, ranks, POLICY, compute)
 
 
 def _whole_step(stepper: Stepper, batches: list[Batch]) -> Callable[[], None]:

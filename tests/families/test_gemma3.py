@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.engines import EVERYTHING, make_engine
+from support.engines import EVERYTHING, engine_of, make_engine
 from support.families import FAMILIES, TINY, tiny_family_folder
 from support.recorders import HostReads
 from support.runs import find_differences, pack, run_batch, starts_of
@@ -20,7 +20,6 @@ from transformers import masking_utils
 
 from vlmpack.attention import BlockMasks
 from vlmpack.backends.hf import model as hf_model
-from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.backends.hf.model import MergedInputs
 from vlmpack.capabilities.served import SERVED
 from vlmpack.encode import Encoder
@@ -213,20 +212,20 @@ def test_masks_are_shared_by_layers_and_nothing_is_read_back(gemma, monkeypatch)
 def test_other_attention_is_refused_when_the_engine_is_built(gemma, one_rank, name):
     model = ModelSection(path=str(gemma.folder), dtype="bfloat16", attention=name)
     with pytest.raises(CapabilityError, match=rf"model\.attention: {name} cannot run"):
-        HFEngine(model, ParallelismSection(), gemma.encoder, one_rank, EVERYTHING)
+        engine_of(model, ParallelismSection(), gemma.encoder, one_rank, EVERYTHING)
 
 
 def test_auto_is_segments(gemma, one_rank, monkeypatch):
-    from vlmpack.backends.hf import engine
+    from vlmpack.build import compute
 
     seen = []
-    original = engine.choose_attention
+    original = compute.choose_attention
 
     def spy(*args, **options):
         seen.append(options["image_blocks"])
         return original(*args, **options)
 
-    monkeypatch.setattr(engine, "choose_attention", spy)
+    monkeypatch.setattr(compute, "choose_attention", spy)
     built = make_engine(gemma.folder, gemma.encoder)
     assert seen == [True]
     assert built.vlm.language.config._attn_implementation == "vlmpack_segments_image_blocks"

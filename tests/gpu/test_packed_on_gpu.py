@@ -10,11 +10,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.engines import EVERYTHING, single_rank
+from support.engines import EVERYTHING, engine_of, single_rank
 from support.runs import loss_errors, mean_loss, pack, split_by_sample
 
 from vlmpack.attention import choose_attention, segment_attention
-from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.packing import move_batch, pad_batch_sequences
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
@@ -43,7 +42,7 @@ def engine(request, tiny_folder, encoder):
     """bfloat16 autocast on one GPU."""
     ranks = replace(single_rank(), device=torch.device("cuda", 0))
     model = ModelSection(path=str(tiny_folder), dtype="bfloat16", attention=request.param)
-    made = HFEngine(model, ParallelismSection(), encoder, ranks, EVERYTHING)
+    made = engine_of(model, ParallelismSection(), encoder, ranks, EVERYTHING)
     assert made.description["attention"].startswith(request.param)
     return made
 

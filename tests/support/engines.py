@@ -9,6 +9,7 @@ from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.backends.policy import (
     TrainingPolicy,
 )
+from vlmpack.build.compute import settled_compute
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
@@ -30,6 +31,23 @@ def single_rank() -> Ranks:
     return Ranks()
 
 
+def engine_of(
+    model: ModelSection,
+    split: ParallelismSection,
+    encoder: Encoder,
+    ranks: Ranks,
+    policy: TrainingPolicy,
+) -> Any:
+    """The engine that the section names, with what its dtype and attention are on the device."""
+    parts = (model, split, encoder, ranks, policy)
+    compute = settled_compute(model, split, encoder, ranks.device)
+    if model.backend == "hf":
+        return HFEngine(*parts, compute)
+    from vlmpack.backends.mcore.engine import MegatronEngine
+
+    return MegatronEngine(*parts, compute)
+
+
 def make_engine(
     folder: Path,
     encoder: Encoder,
@@ -47,7 +65,7 @@ def make_engine(
         activation_checkpointing=activation_checkpointing,
     )
     ranks = ranks if ranks is not None else single_rank()
-    return HFEngine(model, ParallelismSection(**split), encoder, ranks, policy)
+    return engine_of(model, ParallelismSection(**split), encoder, ranks, policy)
 
 
 def policy(

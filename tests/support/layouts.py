@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from support.engines import EVERYTHING, make_engine, make_stepper
+from support.engines import EVERYTHING, engine_of, make_engine, make_stepper
 from support.runs import relative_l2
 from support.shards import TINY_MODEL, mixed_samples, text_samples
 from torch import Tensor
@@ -151,8 +151,6 @@ def make_megatron(
     layout: Layout, ranks: Ranks, folder: Path = TINY_MODEL, *, aux_loss: float = 0.0
 ) -> Any:
     """A float32 engine with the per-segment attention."""
-    from vlmpack.backends.mcore.engine import MegatronEngine
-
     model = ModelSection(
         path=str(folder),
         backend="mcore",
@@ -161,7 +159,7 @@ def make_megatron(
         activation_checkpointing=layout.recompute,
         router_aux_loss_coef=aux_loss,
     )
-    return MegatronEngine(model, layout.sizes, Encoder(folder), ranks, EVERYTHING)
+    return engine_of(model, layout.sizes, Encoder(folder), ranks, EVERYTHING)
 
 
 def use_sgd(engine: Any) -> None:

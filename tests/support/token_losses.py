@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.engines import EVERYTHING
+from support.engines import EVERYTHING, engine_of
 from support.layouts import LAYOUTS, Layout, collator, one_layout
 from support.runs import split_by_sample
 from support.shards import TINY_MODEL, read_shard
@@ -49,8 +49,6 @@ def labelled() -> list[EncodedSample]:
 
 def make_megatron(layout: Layout, ranks: Ranks, dtype: str, attention: str) -> Any:
     """An engine on the tiny model."""
-    from vlmpack.backends.mcore.engine import MegatronEngine
-
     model: Any = ModelSection(
         path=str(TINY_MODEL),
         backend="mcore",
@@ -58,7 +56,7 @@ def make_megatron(layout: Layout, ranks: Ranks, dtype: str, attention: str) -> A
         attention=attention,
         activation_checkpointing=layout.recompute,
     )
-    return MegatronEngine(model, layout.sizes, Encoder(TINY_MODEL), ranks, EVERYTHING)
+    return engine_of(model, layout.sizes, Encoder(TINY_MODEL), ranks, EVERYTHING)
 
 
 def token_losses(engine: Any, batches: list[PackedBatch]) -> Losses:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from support.checkpoints import save_engine
-from support.engines import ADAMW, make_engine, make_stepper
+from support.engines import ADAMW, engine_of, make_engine, make_stepper
 from support.layouts import LAYOUTS, Layout, Trained, one_layout, train
 from support.shards import TINY_MODEL
 from torch.distributed.tensor import DTensor
@@ -104,13 +104,11 @@ def hf_case(case: str, ranks: Ranks, folder: Path) -> Trained:
 def mcore_case(case: str, ranks: Ranks, folder: Path) -> Trained:
     """Both processes share the model, or hold copies."""
     layout, policy = CASES[case]
-    from vlmpack.backends.mcore.engine import MegatronEngine
-
     model = ModelSection(
         path=str(TINY_MODEL), backend="mcore", dtype="float32", attention="segments"
     )
     encoder = Encoder(TINY_MODEL)
-    engine = MegatronEngine(model, LAYOUTS[layout].sizes, encoder, ranks, POLICIES[policy])
+    engine = engine_of(model, LAYOUTS[layout].sizes, encoder, ranks, POLICIES[policy])
     rows = train_or_go_on(case, engine, LAYOUTS[layout], folder)
     assert engine.parameter_shapes().keys() < engine.shapes.keys()
     written = {box.name for _, box, _ in engine.owned_slices()}

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from vlmpack.attention import AttentionChoice
 from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice
 from vlmpack.backends.policy import ComponentCount, TrainingPolicy, component_of
 from vlmpack.distributed import Ranks
@@ -28,6 +30,27 @@ LossFunction = Callable[[Tensor], tuple[Tensor, int, dict[str, Tensor]]]
 
 ForwardStep = Callable[[Iterator[Batch], nn.Module], tuple[Tensor, LossFunction]]
 """Megatron's forward_step_func."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """What `model.dtype` and `model.attention` of a recipe come to on the device at hand.
+
+    Args:
+        dtype: of matmuls and attention.
+        attention: over packed rows; None for Transformer Engine's.
+    """
+
+    dtype: torch.dtype
+    attention: AttentionChoice | None
+
+    def described(self) -> dict[str, str]:
+        """What was chosen, for the log and the report."""
+        chosen = self.attention
+        said = "transformer_engine (as the recipe asks)"
+        if chosen is not None:
+            said = f"{chosen.name} ({chosen.reason})"
+        return {"compute dtype": str(self.dtype).removeprefix("torch."), "attention": said}
 
 
 class Engine(Protocol):
@@ -144,13 +167,6 @@ class Engine(Protocol):
     def generation(self) -> AbstractContextManager[Any]:
         """The bare transformers model, in eval mode and with stock attention, for generation."""
         ...
-
-
-def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of a recipe's `model.dtype`; auto is bfloat16 on CUDA and float32 elsewhere."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
 def or_one(divisor: Tensor) -> Tensor:

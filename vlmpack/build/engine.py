@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from vlmpack.backends.engine import Engine
+from vlmpack.build.compute import settled_compute
 from vlmpack.build.setup import Setup
 from vlmpack.distributed import Ranks
 from vlmpack.training.first_step import FirstStepCheck
@@ -33,8 +34,10 @@ def build_engine(setup: Setup) -> Engine:
         ModelError: the model folder cannot be loaded.
     """
     recipe = setup.recipe
-    parts = (recipe.model, recipe.parallelism, setup.encoder, setup.ranks, setup.policy)
-    if recipe.model.backend == "mcore":
+    model, split, encoder, ranks = recipe.model, recipe.parallelism, setup.encoder, setup.ranks
+    compute = settled_compute(model, split, encoder, ranks.device)
+    parts = (model, split, encoder, ranks, setup.policy, compute)
+    if model.backend == "mcore":
         from vlmpack.backends.mcore.engine import MegatronEngine  # megatron-core is an extra
 
         return MegatronEngine(*parts)

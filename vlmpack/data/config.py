@@ -62,11 +62,6 @@ class DataConfig:
         return getattr(self.data, self.key.removeprefix("data.")) or ()
 
     @property
-    def shuffle(self) -> Literal["auto", "global", "window", "none"]:
-        """As the recipe has it, not settled; evaluation reads in order."""
-        return self.data.shuffle if self.key == "data.train" else "none"
-
-    @property
     def weights(self) -> Literal["samples", "tokens"]:
         """What the sources' weights are shares of, where they have some."""
         return self.data.weights if self.key == "data.train" else "samples"

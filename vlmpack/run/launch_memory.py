@@ -11,6 +11,7 @@ import logging
 
 import numpy as np
 
+from vlmpack.build.compute import settled_model
 from vlmpack.build.setup import Setup
 from vlmpack.data.pipeline import TrainData
 from vlmpack.errors import ModelError
@@ -40,9 +41,8 @@ def say_memory(setup: Setup, train: TrainData) -> None:
         return
     if sizes is None or room is None:
         return
-    on_gpu = ranks.device.type == "cuda"
     figures = memory_figures(
-        setup.recipe.model.settled("bfloat16" if on_gpu else "float32"),
+        settled_model(setup.recipe.model, ranks.device),
         setup.recipe.parallelism,
         sizes,
         largest_micro_batch(train),

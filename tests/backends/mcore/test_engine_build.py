@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import layouts
-from support.engines import EVERYTHING, make_stepper, single_rank
+from support.engines import EVERYTHING, engine_of, make_stepper, single_rank
 from support.families import tiny_family_folder
 from support.shards import TINY_MODEL
 
@@ -30,7 +30,7 @@ def build(folder: Any, *, distributed_optimizer: bool = True, **model: Any) -> M
     """One process."""
     section = ModelSection(path=str(folder), backend="mcore", attention="segments", **model)
     split = ParallelismSection(distributed_optimizer=distributed_optimizer)
-    return MegatronEngine(section, split, Encoder(folder), single_rank(), EVERYTHING)
+    return engine_of(section, split, Encoder(folder), single_rank(), EVERYTHING)
 
 
 @pytest.fixture(scope="module")

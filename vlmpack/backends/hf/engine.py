@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from vlmpack.attention import choose_attention
 from vlmpack.backends.adamw import build_adamw, set_learning_rate
 from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice
 from vlmpack.backends.digests import digests
-from vlmpack.backends.engine import ForwardStep, compute_dtype, norms_by_component, or_one
+from vlmpack.backends.engine import Compute, ForwardStep, norms_by_component, or_one
 from vlmpack.backends.export import save_model_folder
 from vlmpack.backends.hf.adapters import apply_policy, merged_state, modules_in_full, save_adapter
 from vlmpack.backends.hf.attention import register_attention
@@ -47,15 +46,16 @@ class HFEngine:
     """See `vlmpack.backends.engine.Engine`.
 
     Args:
-        model: weights and moments are float32 whatever its dtype.
+        model: where it lies; weights and moments are float32 whatever its dtype.
         split: FSDP2, or DDP.
         encoder: the model folder's processor.
         ranks: who this process is.
         policy: what is trained, and AdamW's hyper-parameters.
+        compute: what the model's dtype and attention are here.
 
     Raises:
         ModelError: the folder cannot be loaded.
-        CapabilityError: the attention implementation or the policy cannot run here.
+        CapabilityError: the policy cannot run here.
     """
 
     def __init__(
@@ -65,25 +65,19 @@ class HFEngine:
         encoder: Encoder,
         ranks: Ranks,
         policy: TrainingPolicy,
+        compute: Compute,
     ) -> None:
         from accelerate import Accelerator
 
         self.ranks, self.device = ranks, ranks.device
         self.policy, self.paths = policy, encoder.family.modules
-        self.compute_dtype = compute_dtype(model.dtype, ranks.device)
-        image_blocks = self.paths.image_blocks
-        assert model.attention != "transformer_engine"  # the recipe's rules see to it
-        choice = choose_attention(
-            model.attention,
-            device=ranks.device,
-            dtype=self.compute_dtype,
-            image_blocks=image_blocks,
-        )
+        self.compute_dtype = compute.dtype
+        assert compute.attention is not None  # the recipe's rules see to it
         if policy.lora is not None and policy.lora.quantize != "none":
             check_quantization(ranks.device)
         loaded = load_model(Path(model.path))
         loaded.get_submodule(self.paths.language).set_attn_implementation(
-            register_attention(choice, image_blocks=image_blocks)
+            register_attention(compute.attention, image_blocks=self.paths.image_blocks)
         )
         if model.activation_checkpointing:
             recompute_layers(loaded)
@@ -113,8 +107,7 @@ class HFEngine:
             "engine": "hf (transformers + accelerate)",
             "processes": f"{ranks.world_size} ({_replicas(ranks, sharded=self.sharded)})",
             "device": str(ranks.device),
-            "compute dtype": str(self.compute_dtype).removeprefix("torch."),
-            "attention": f"{choice.name} ({choice.reason})",
+            **compute.described(),
             "parameters": f"{sum(count.parameters for count in self.components):,}",
             "trained": describe_counts(self.components),
         }

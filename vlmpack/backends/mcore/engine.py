@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice, whole
 from vlmpack.backends.digests import digests
-from vlmpack.backends.engine import ForwardStep, compute_dtype, norms_by_component, or_one
+from vlmpack.backends.engine import Compute, ForwardStep, norms_by_component, or_one
 from vlmpack.backends.export import save_model_folder
 from vlmpack.backends.mcore.config import LanguageDims
 from vlmpack.backends.mcore.cpu import megatron_on_cpu
@@ -58,11 +58,12 @@ class MegatronEngine:
     """See `vlmpack.backends.engine.Engine`.
 
     Args:
-        model: weights of main copy and moments are float32 whatever its dtype.
+        model: where it lies; weights of main copy and moments are float32 whatever its dtype.
         split: how one replica is spread over processes.
         encoder: the model folder's processor.
         ranks: who this process is, laid out by `start_process_group` with the same sizes.
         policy: what is trained, and AdamW's hyper-parameters.
+        compute: what the model's dtype and attention are here.
 
     Raises:
         ModelError: the folder cannot be loaded.
@@ -76,12 +77,12 @@ class MegatronEngine:
         encoder: Encoder,
         ranks: Ranks,
         policy: TrainingPolicy,
+        compute: Compute,
     ) -> None:
         refuse_adapters(policy)
         self.ranks, self.config, self.split, self.policy = ranks, model, split, policy
         self.device = ranks.device
         self.optimizer_steps = 0
-        dtype = compute_dtype(model.dtype, ranks.device)
         folder, family = Path(model.path), encoder.family
         self.auto_class = family.auto_class()
         self.skeleton = model_skeleton(self.auto_class, folder)
@@ -97,7 +98,7 @@ class MegatronEngine:
         with reader, megatron_on_cpu():
             reader.check(self.shapes)
             self.groups = groups = start_model_parallel(split)
-            self.model, attention = build_stage(
+            self.model = build_stage(
                 model,
                 split,
                 dims,
@@ -105,6 +106,7 @@ class MegatronEngine:
                 skeleton=self.skeleton,
                 encoder=encoder,
                 device=self.device,
+                compute=compute,
             )
             self.first, self.last = self.model.pre_process, self.model.post_process
             parameters = local_parameters(self.model, family, self.shapes)
@@ -115,7 +117,7 @@ class MegatronEngine:
                 self.ddp,
                 policy.optim,
                 distributed=split.distributed_optimizer,
-                bf16=dtype is torch.bfloat16,
+                bf16=compute.dtype is torch.bfloat16,
             )
             self.layout = WeightLayout(
                 parameters=parameters,
@@ -124,17 +126,16 @@ class MegatronEngine:
                 expert_copies=groups.expt_dp,
             )
             self.layout.load(reader, optimizer_steps=0)
-        self.description = self._described(attention, dtype)
+        self.description = self._described(compute)
 
-    def _described(self, attention: str, dtype: torch.dtype) -> dict[str, str]:
+    def _described(self, compute: Compute) -> dict[str, str]:
         """What was chosen, for the log and the report."""
         ranks = self.ranks
         return {
             "engine": f"mcore (megatron-core {_version()})",
             "processes": f"{ranks.world_size} ({in_words(self.split)}, {ranks.dp_size} replicas)",
             "device": str(ranks.device),
-            "compute dtype": str(dtype).removeprefix("torch."),
-            "attention": attention,
+            **compute.described(),
             "optimizer": "distributed" if self.split.distributed_optimizer else "replicated",
             "parameters": f"{sum(count.parameters for count in self.components):,}",
             "trained": describe_counts(self.components),

@@ -18,13 +18,11 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from vlmpack.attention import VarlenAttention, choose_attention, segment_attention
-from vlmpack.backends.engine import compute_dtype
+from vlmpack.backends.engine import Compute
 from vlmpack.backends.mcore.config import LanguageDims, transformer_config
 from vlmpack.backends.mcore.model import MegatronVLM, VisionTower
 from vlmpack.backends.recompute import recompute_layers
 from vlmpack.encode import Encoder
-from vlmpack.errors import CapabilityError
 from vlmpack.model_folder.load import build_part
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
@@ -38,7 +36,8 @@ def build_stage(
     skeleton: nn.Module,
     encoder: Encoder,
     device: torch.device,
-) -> tuple[MegatronVLM, str]:
+    compute: Compute,
+) -> MegatronVLM:
     """The part of the model that this rank computes, weights still to be read.
 
     Args:
@@ -49,49 +48,22 @@ def build_stage(
         skeleton: the transformers model without weights.
         encoder: the model folder's processor.
         device: where it computes.
-
-    Returns:
-        The stage, and what to say about its attention.
-
-    Raises:
-        CapabilityError: that attention cannot run here, or knows no context parallelism.
+        compute: and with what.
     """
-    config = transformer_config(dims, model, split, dtype=compute_dtype(model.dtype, device))
-    varlen, attention = _choose_varlen(model, split.context, device, config.params_dtype)
+    config = transformer_config(dims, model, split, dtype=compute.dtype)
     model_parallel_cuda_manual_seed(0)  # recomputation wants generators; dropout is 0
     first = parallel_state.is_pipeline_first_stage()
-    stage = MegatronVLM(
+    stage: MegatronVLM = MegatronVLM(
         config,
         dims,
         split,
-        varlen=varlen,
+        varlen=None if compute.attention is None else compute.attention.function,
         tower=_tower(config, skeleton, encoder) if first else None,
         groups=groups,
         pre_process=first,
         post_process=parallel_state.is_pipeline_last_stage(),
-    )
-    return stage.to(device), attention
-
-
-def _choose_varlen(
-    model: ModelSection, context: int, device: torch.device, dtype: torch.dtype
-) -> tuple[VarlenAttention | None, str]:
-    """The implementation (None for Transformer Engine), and what to say about it."""
-    name = model.attention
-    if name == "transformer_engine":
-        from vlmpack.backends.mcore.transformer_engine import require_transformer_engine
-
-        require_transformer_engine(device)
-        return None, "transformer_engine (as the recipe asks)"
-    if context > 1 and name == "auto":
-        return segment_attention, "segments (with context parallelism; or transformer_engine)"
-    choice = choose_attention(name, device=device, dtype=dtype)
-    if context > 1 and choice.name != "segments":
-        raise CapabilityError(
-            f"model.attention: {choice.name} knows no context parallelism (parallelism.context is "
-            f"{context}); use segments or transformer_engine"
-        )
-    return choice.function, f"{choice.name} ({choice.reason})"
+    ).to(device)
+    return stage
 
 
 def _tower(config: TransformerConfig, skeleton: nn.Module, encoder: Encoder) -> VisionTower | None:

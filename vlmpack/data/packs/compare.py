@@ -110,8 +110,8 @@ def budget_differences(manifest: Manifest, config: DataConfig) -> list[str]:
         # Left open, a knob is as the packs have it; but no bound on patches is a choice.
         if now not in (None, "auto") or key == "packing.max_vision_patches":
             pairs.append((key, before, now))
-    if manifest.planner == "stream" and config.shuffle != "auto":
-        pairs.append(("data.shuffle", manifest.shuffle, config.shuffle))
+    if manifest.planner == "stream" and config.data.shuffle != "auto":
+        pairs.append(("data.shuffle", manifest.shuffle, config.data.shuffle))
     lines += [
         f"{name}: {shown(before)} in the packs, {shown(now)} in the recipe"
         for name, before, now in pairs

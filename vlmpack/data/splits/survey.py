@@ -57,7 +57,8 @@ class DataLaunch:
 def survey_split(
     config: DataConfig, encoder: Encoder, fetcher: Fetcher, resume: DataState | None = None
 ) -> Survey:
-    """Lists the shards of a split and settles its shuffle.
+    """Lists the shards of a split and settles its shuffle, here alone: whatever comes after takes
+    it from the survey. Evaluation reads in order.
 
     Args:
         config: the split.
@@ -70,7 +71,7 @@ def survey_split(
         DataError: a shard that is out of reach.
     """
     sources = list_shards(config, fetcher)
-    shuffle = config.shuffle
+    shuffle = config.data.shuffle if config.key == "data.train" else "none"
     if shuffle == "auto":
         stamps = [stamp for shards in sources for stamp in shards]
         shuffle = _settled(resume) or settle_shuffle(

@@ -10,17 +10,12 @@ from typing import Literal
 import torch
 from torch import nn
 
-from vlmpack.backends.engine import Engine, compute_dtype
+from vlmpack.backends.engine import Engine
 from vlmpack.build.engine import build_engine
 from vlmpack.build.setup import Setup
 from vlmpack.training.checkpoint.random_states import random_state, restore_random_state
 
 Dtype = Literal["float32", "recipe"]
-
-
-def verified_dtype(own: str, dtype: Dtype, device: torch.device) -> torch.dtype:
-    """What the packed run computes in; `own` is the recipe's `model.dtype`."""
-    return torch.float32 if dtype == "float32" else compute_dtype(own, device)
 
 
 def verified_setup(setup: Setup, dtype: torch.dtype) -> Setup:

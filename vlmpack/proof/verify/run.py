@@ -18,6 +18,7 @@ from typing import Any
 import accelerate
 import torch
 
+from vlmpack.build.compute import compute_dtype
 from vlmpack.build.data import build_encoder, open_split
 from vlmpack.build.date import settle_date
 from vlmpack.build.engine import check_model
@@ -34,7 +35,6 @@ from vlmpack.proof.verify.engine import (
     Dtype,
     as_it_was,
     build_verified_engine,
-    verified_dtype,
     verified_setup,
 )
 from vlmpack.proof.verify.layouts import group_samples, layouts, rows_in_words
@@ -138,7 +138,8 @@ def verify_split(setup: Setup, train: TrainData, options: VerifyOptions) -> Veri
     """
     started = time.perf_counter()
     recipe, ranks, encoder = setup.recipe, setup.ranks, setup.encoder
-    dtype = verified_dtype(recipe.model.dtype, options.dtype, ranks.device)
+    own = compute_dtype(recipe.model, ranks.device)
+    dtype = torch.float32 if options.dtype == "float32" else own
     parallel = recipe.parallelism
     split = parallel.tensor * parallel.pipeline
     if parallel.sharding == "fsdp":
