@@ -36,15 +36,15 @@ def focal(losses: Tensor, batch: Batch) -> dict[str, Tensor]:
     return {"loss_sum": (missed**2 * losses).sum(), "plain_sum": losses.sum()}
 
 
-def count_answers(batch: Batch) -> dict[str, int]:
+def count_answers(batch: Batch) -> int:
     """Twice as many as samples, which no count of the step is."""
-    return {"num_halves": 2 * len(batch.keys)}
+    return 2 * len(batch.keys)
 
 
 FOCAL = Objective(
     forward_step=partial(forward_step, sums=focal),
     sums=("loss_sum", "plain_sum"),
-    counts=count_answers,
+    counts={"num_halves": count_answers},
     divisor="num_halves",
     report={"plain_loss": ("plain_sum", "num_label_tokens")},
 )

@@ -25,6 +25,7 @@ from vlmpack.distributed.timeouts import CollectiveTimeouts
 from vlmpack.packing import PackCollator
 from vlmpack.recipe.schema import CheckpointSection
 from vlmpack.training.metrics import MetricsLog, Progress, Trackers, read_rows
+from vlmpack.training.objective import Objective
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.stop import StopFlag
 from vlmpack.training.trainer import Reporting, Trainer
@@ -151,6 +152,22 @@ def test_validation_and_steps_report_what_the_objective_does(
 
 
 def test_sums_that_the_objective_does_not_name_are_refused(session_engine, encoded):
-    stepper = make_stepper(session_engine, objective=replace(FOCAL, sums=("loss_sum",)))
+    stepper = make_stepper(session_engine, objective=replace(FOCAL, sums=("loss_sum",), report={}))
     with pytest.raises(AssertionError, match=r"reports loss_sum, plain_sum; .* names loss_sum"):
         stepper.evaluate([COLLATE(encoded)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"divisor": "num_sampels"}, "asks for num_sampels; there are loss_sum"),
+        ({"sums": ("loss_sum", "num_samples")}, "share names: num_samples"),
+        ({"counts": {"num_tokens": len}}, "share names: num_tokens"),
+        ({"sums": ("other",)}, "asks for loss_sum"),
+        ({"report": {"x": ("loss_sum", "halves")}}, "asks for halves"),
+        ({"report": {"loss": ("loss_sum", "num_tokens")}}, "by another meaning: loss"),
+    ],
+)
+def test_names_of_an_objective_are_checked_when_it_is_made(changes, words):
+    with pytest.raises(ValueError, match=words):
+        Objective(forward_step=forward_step, **changes)

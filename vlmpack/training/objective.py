@@ -28,7 +28,7 @@ over tokens has to be added up over those ranks first.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import import_module
 
 import torch
@@ -40,8 +40,50 @@ from vlmpack.recipe.objective import OBJECTIVES
 from vlmpack.training.vlm_step import forward_step
 
 
-def _no_counts(batch: Batch) -> dict[str, int]:
-    return {}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What every step counts, whatever its objective, over all micro-batches.
+
+    Args:
+        num_label_tokens: tokens that carry loss.
+        num_tokens: real tokens.
+        num_slots: computed slots, padding included.
+        num_padded_slots: slots that the same micro-batches take in mode `none`.
+        num_samples: samples trained.
+        num_skipped: samples left out as holes.
+        num_seen_images: image tokens that a label comes after; 0 once nobody asks.
+        stop_votes: ranks that were asked to stop.
+        num_writing: ranks that are still writing a checkpoint.
+    """
+
+    num_label_tokens: int = 0
+    num_tokens: int = 0
+    num_slots: int = 0
+    num_padded_slots: int = 0
+    num_samples: int = 0
+    num_skipped: int = 0
+    num_seen_images: int = 0
+    stop_votes: int = 0
+    num_writing: int = 0
+
+    @classmethod
+    def of(cls, batches: Sequence[Batch], **more: int) -> Counts:
+        """Those of some micro-batches."""
+        return cls(
+            num_label_tokens=sum(batch.num_label_tokens for batch in batches),
+            num_tokens=sum(batch.num_tokens for batch in batches),
+            num_slots=sum(batch.num_slots for batch in batches),
+            num_padded_slots=sum(batch.num_padded_slots for batch in batches),
+            num_samples=sum(len(batch.keys) for batch in batches),
+            **more,
+        )
+
+
+VOTES = ("stop_votes", "num_writing")
+"""Counts to which each process adds its own."""
+
+
+_COLUMNS = {"step", "epoch", "loss", "grad_norm", "learning_rate", "data_wait_share"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,18 +95,33 @@ class Objective:
             `vlm_step.forward_step` with sums of its own.
         sums: names of what its loss function reports, 0-d tensors: `loss_sum`, which is also
             differentiated, and others.
-        counts: of one whole micro-batch, by name, host integers; counted once a replica, beside
-            those of `step.StepSums`, whose names it must not take. An empty row counts too.
+        counts: name -> what counts it in one whole micro-batch, on the host, an empty row too;
+            once a replica, beside `Counts`.
         divisor: the sum or count that gradients and `loss_sum` are divided by, once, over all
             micro-batches and ranks. Where it is 0 the step changes nothing.
         report: what is reported beside the loss: name -> (sum or count, what divides it).
+
+    Raises:
+        ValueError: a name that stands for two things, or for nothing.
     """
 
     forward_step: ForwardStep
     sums: tuple[str, ...] = ("loss_sum",)
-    counts: Callable[[Batch], dict[str, int]] = _no_counts
+    counts: Mapping[str, Callable[[Batch], int]] = field(default_factory=dict)
     divisor: str = "num_label_tokens"
     report: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = [*self.sums, *self.counts, *(entry.name for entry in fields(Counts))]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"sums and counts of an objective share names: {', '.join(twice)}")
+        if taken := sorted(self.report.keys() & _COLUMNS):
+            raise ValueError(f"columns of metrics.jsonl by another meaning: {', '.join(taken)}")
+        asked = {"loss_sum", self.divisor}.union(*self.report.values())
+        if unknown := sorted(asked - set(names)):
+            raise ValueError(
+                f"an objective asks for {', '.join(unknown)}; there are {', '.join(names)}"
+            )
 
     def add_up(
         self, reports: Sequence[Mapping[str, Tensor]], device: torch.device

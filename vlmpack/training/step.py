@@ -21,51 +21,8 @@ from vlmpack.distributed import Ranks
 from vlmpack.errors import NonFiniteError
 from vlmpack.packing import Batch
 from vlmpack.training.first_step import FirstStepCheck, count_seen_images
-from vlmpack.training.objective import Objective
+from vlmpack.training.objective import VOTES, Counts, Objective
 from vlmpack.training.optim import Schedule
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
-    """What every step counts, whatever its objective, over all micro-batches.
-
-    Args:
-        num_label_tokens: tokens that carry loss.
-        num_tokens: real tokens.
-        num_slots: computed slots, padding included.
-        num_padded_slots: slots that the same micro-batches take in mode `none`.
-        num_samples: samples trained.
-        num_skipped: samples left out as holes.
-        num_seen_images: image tokens that a label comes after; 0 once nobody asks.
-        stop_votes: ranks that were asked to stop.
-        num_writing: ranks that are still writing a checkpoint.
-    """
-
-    num_label_tokens: int = 0
-    num_tokens: int = 0
-    num_slots: int = 0
-    num_padded_slots: int = 0
-    num_samples: int = 0
-    num_skipped: int = 0
-    num_seen_images: int = 0
-    stop_votes: int = 0
-    num_writing: int = 0
-
-    @classmethod
-    def of(cls, batches: Sequence[Batch], **more: int) -> Counts:
-        """Those of some micro-batches."""
-        return cls(
-            num_label_tokens=sum(batch.num_label_tokens for batch in batches),
-            num_tokens=sum(batch.num_tokens for batch in batches),
-            num_slots=sum(batch.num_slots for batch in batches),
-            num_padded_slots=sum(batch.num_padded_slots for batch in batches),
-            num_samples=sum(len(batch.keys) for batch in batches),
-            **more,
-        )
-
-
-VOTES = ("stop_votes", "num_writing")
-"""Counts to which each process adds its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,9 +159,8 @@ class Stepper:
         mine = self.objective.add_up(reports, device)
         names = [entry.name for entry in fields(Counts)]
         counted = {name: getattr(counts, name) for name in names}
-        for batch in batches:
-            for name, number in self.objective.counts(batch).items():
-                counted[name] = counted.get(name, 0) + number
+        for name, count in self.objective.counts.items():
+            counted[name] = sum(count(batch) for batch in batches)
         if not self.ranks.is_lead:  # the processes of a replica hold the same batches; all vote
             counted = {name: counted[name] if name in VOTES else 0 for name in counted}
         host = torch.tensor([*counted.values()], dtype=torch.float64).to(device, non_blocking=True)

@@ -285,7 +285,8 @@ class Trainer:
         loss = objective.loss(totals)
         if loss is None:
             raise EmptyDataError(
-                "data.validation: no sample of the split could be used; see data-errors.jsonl"
+                f"data.validation: {objective.divisor} is 0, so there is no loss: no sample of the "
+                "split could be used; see data-errors.jsonl"
             )
         self._validated_step = self.totals.step
         if reporting is not None:
