@@ -61,7 +61,7 @@ def tensors_of(path: Path) -> list[StoredTensor]:
             for name, said in header.items()
             if name != "__metadata__"
         ]
-        if any(not 0 <= tensor.start <= tensor.stop <= size for tensor in found):
+        if any(not 8 + length <= tensor.start <= tensor.stop <= size for tensor in found):
             raise ValueError(f"its {size:,} bytes do not hold all of its tensors")
     except UNREADABLE as error:
         raise ValueError(f"{path} is damaged or cut off: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -22,12 +23,14 @@ from vlmpack.backends.boxes import TensorSlice, whole
 from vlmpack.backends.hf.sharding import spread_by_size
 from vlmpack.distributed import Ranks
 from vlmpack.errors import CheckpointError
+from vlmpack.model_folder.safetensors_header import tensors_of
 from vlmpack.training.checkpoint import CheckpointReader, Saver, load_checkpoint, step_folder
 from vlmpack.training.checkpoint.index import StoredBox, TensorIndex, box_key
 from vlmpack.training.checkpoint.safetensors_file import (
     DTYPES,
     TensorEntry,
     TensorWriter,
+    read_into,
     read_tensors,
     write_tensors,
 )
@@ -375,3 +378,20 @@ def test_saving_and_loading_need_one_tensor_beyond_the_share(extra_memory, layou
     extra = extra_memory[layout]
     print(f"\n{layout}: " + ", ".join(f"{a} {n / MEGABYTE:.1f} MB" for a, n in extra.items()))
     assert max(extra.values()) < 12 * MEGABYTE
+
+
+def test_reads_that_return_less_than_they_are_asked_for(tmp_path, monkeypatch):
+    """As network mounts do, and Linux beyond 2 GiB."""
+    content = {"w": torch.arange(3000.0).reshape(30, 100)}
+    write_tensors(tmp_path / "f.safetensors", content)
+
+    (stored,) = tensors_of(tmp_path / "f.safetensors")
+
+    class Short(io.FileIO):
+        def readinto(self, view):
+            return super().readinto(memoryview(view)[:1000])
+
+    monkeypatch.setattr(Path, "open", lambda path, *_, **__: Short(path))
+    target = torch.empty(30, 100)
+    read_into(target, stored, (slice(0, 30), slice(0, 100)))
+    assert torch.equal(target, content["w"])

@@ -179,9 +179,14 @@ def read_into(target: Tensor, stored: StoredTensor, index: tuple[slice, ...]) ->
         for start in range(first, last, rows):
             stop = min(start + rows, last)
             wanted = (stop - start) * row_bytes
-            data = bytearray(os.pread(file.fileno(), wanted, stored.start + start * row_bytes))
-            if len(data) != wanted:
-                raise OSError(f"{stored.file} ends early")
+            data = bytearray(wanted)
+            file.seek(stored.start + start * row_bytes)
+            view = memoryview(data)
+            while view:  # one read may return less than it was asked for
+                count = file.readinto(view)
+                if not count:
+                    raise OSError(f"{stored.file} ends early")
+                view = view[count:]
             block = torch.frombuffer(data, dtype=dtype).view(-1, *shape[1:])
             target[start - first : stop - first].copy_(block[(slice(None), *index[1:])])
 
