@@ -200,3 +200,15 @@ def test_storage_options_are_held_to_the_recipes_rules(item: str, message: str) 
     with pytest.raises(RecipeError, match=re.escape(message)) as caught:
         open_reading(["x.tar"], recipe=None, storage=[item], max_image_pixels=None)
     assert "canary" not in str(caught.value)
+
+
+def test_stores_are_safe_whoever_asks_for_them():
+    """Not through recipes alone: from Python, too."""
+    section = StorageSection(
+        endpoint="http://10.0.0.1:9000", credentials={"secret_access_key": "plain-text"}
+    )
+    with pytest.raises(RecipeError) as found:
+        RoutingFetcher(section)
+    problems = str(found.value)
+    assert "data.storage.endpoint" in problems and "secret_access_key" in problems
+    assert "plain-text" not in problems

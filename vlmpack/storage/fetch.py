@@ -1,4 +1,5 @@
-"""Where bytes come from: one small interface, and its local implementation; `stores` has the rest.
+"""Where bytes come from: one small interface, and its local implementation; `route` has
+the rest.
 
 A fetcher is picklable: a worker receives it without open handles and opens its own. Whoever reads
 says which version of the shard is meant, and bytes that a store sends of another version are an

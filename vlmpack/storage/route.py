@@ -8,8 +8,9 @@ from importlib import import_module
 from typing import BinaryIO
 
 from vlmpack.addresses import SCHEMES, scheme_of
-from vlmpack.errors import DataError
-from vlmpack.recipe.storage import StorageSection
+from vlmpack.errors import DataError, RecipeError
+from vlmpack.recipe.problems import key_name
+from vlmpack.recipe.storage import StorageSection, unsafe_storage
 from vlmpack.storage.fetch import LocalFetcher, ShardStamp
 from vlmpack.storage.remote import RemoteFetcher
 from vlmpack.storage.transport import Transport
@@ -27,10 +28,15 @@ class RoutingFetcher:
 
     Args:
         config: how stores are reached.
+
+    Raises:
+        RecipeError: an endpoint without TLS that is not allowed, or a secret that is written out.
     """
 
     def __init__(self, config: StorageSection | None = None) -> None:
         config = StorageSection() if config is None else config
+        if problems := unsafe_storage(config):
+            raise RecipeError([f"{key_name(one.path)}: {one.message}" for one in problems])
         self.local = LocalFetcher()
         kinds = {scheme.transport for scheme in SCHEMES.values()}
         made = {n: RemoteFetcher(partial(make_transport, named=n), config) for n in kinds}
