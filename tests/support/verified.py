@@ -20,6 +20,7 @@ from vlmpack.proof.verify.numbers import ReferenceRuns
 from vlmpack.proof.verify.row import make_row
 from vlmpack.proof.verify.run import verify_layout
 from vlmpack.recipe import Recipe, derive, load_recipe
+from vlmpack.recipe.derived import multiples
 
 
 def recipe_for(folder: Path, **overrides: Any) -> Recipe:
@@ -88,7 +89,10 @@ class Subject:
         ranks = single_rank()
         setup = Setup(recipe=recipe, ranks=ranks, encoder=self.encoder, derived=derive(recipe, 1))
         setup = verified_setup(setup, self.dtype)
-        row = make_row(collator, self.samples, range(len(self.samples)), self.encoder)
+        wanted = multiples(recipe.parallelism).row
+        row = make_row(
+            collator, self.samples, range(len(self.samples)), self.encoder, row_multiple=wanted
+        )
         with as_it_was():
             found, _ = verify_layout(setup, collator, [row], self.reference)
         assert len({check.name for check in found}) == len(found)

@@ -140,8 +140,8 @@ def show(
         str | None, typer.Option("--shard", help="With --key: a part of its shard's path.")
     ] = None,
 ) -> None:
-    """Rebuild what the model sees of a global batch, or of one sample, as text; `vlmpack inspect`
-    draws a row."""
+    """Rebuild what the model sees of a global batch, or of one sample, as text; exit code 1 if a
+    check fails. `vlmpack inspect` draws a row."""
     from vlmpack.build.read_only import (
         check_batch,
         last_state,
@@ -181,16 +181,20 @@ def show(
             (train.split.refs(samples), f"row {place} {where}")
             for place, samples in (rows if number is None else rows[number : number + 1])
         ]
+    failed = False
     for samples, title in wanted:
         row = load_row(values, train, encoder, samples, title)
         for line in row.shown.lines():
             say(line)
         for check in check_row(row):
             if check.fails:
+                failed = True
                 say(f"\u2717 {check.name}: {check.sentence}")
     if key is not None and run_dir is not None:
         for trained, epoch, path in trained_in(run_dir, key):
             say(f"trained in batch {trained}, epoch {epoch} ({path})")
+    if failed:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from support.recipes import changed, small_settings, write_recipe
-from support.shards import read_shard
+from support.shards import TINY_MODEL, read_shard
 from typer.testing import CliRunner, Result
 
 from vlmpack.build.read_only import open_train, planned_batch
@@ -19,7 +21,7 @@ from vlmpack.cli.app import app
 from vlmpack.data.pipeline import TrainData
 from vlmpack.encode import Encoder
 from vlmpack.packing.batch import IGNORE_INDEX
-from vlmpack.proof.rows.shown import load_bin, view_row
+from vlmpack.proof.rows.shown import _cost_model, load_bin, view_row
 from vlmpack.proof.rows.view import RowView
 
 
@@ -154,3 +156,16 @@ def test_a_batch_far_into_the_run_is_that_of_its_epoch(opened: tuple[TrainData, 
     assert not torch.equal(
         torch.tensor(planned.bins[0]), torch.tensor(planned_batch(train, 1, None).bins[0])
     )
+
+
+def test_a_model_without_a_size_is_shown_without_its_cost(tmp_path):
+    """Training balances tokens there, so looking at a row must not fail."""
+    folder = shutil.copytree(TINY_MODEL, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    text = config.get("text_config", config)
+    for name in ("vocab_size", "num_key_value_heads"):
+        text.pop(name, None)
+        config.pop(name, None)
+    (folder / "config.json").write_text(json.dumps(config))
+    assert _cost_model(Encoder(TINY_MODEL)) is not None
+    assert _cost_model(Encoder(folder)) is None

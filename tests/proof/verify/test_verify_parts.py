@@ -12,6 +12,7 @@ import torch
 from support.engines import EVERYTHING, policy, single_rank
 from support.shards import TINY_MODEL, mixed_samples
 
+from vlmpack.alignment import Alignment
 from vlmpack.cli import verify as verify_command
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
@@ -19,6 +20,7 @@ from vlmpack.errors import CapabilityError
 from vlmpack.families.registry import family_of
 from vlmpack.packing import FixedShape, PackCollator
 from vlmpack.packing.budget import RowBudget
+from vlmpack.proof.rows.checks import check_row
 from vlmpack.proof.verify import Check, Verification, memory
 from vlmpack.proof.verify.compare import Compared, check_log_probabilities, loss_error
 from vlmpack.proof.verify.figures import bounded, relative_l2, with_noise, worst
@@ -72,9 +74,8 @@ def test_nan_is_the_worst_of_all():
 def bfloat16(errors, noise, samples):
     """A comparison over as many label tokens as there are errors, split over two rows."""
     count = len(errors)
-    row = make_row(
-        PackCollator(pad_token_id=0, num_position_axes=3), samples, [0], Encoder(TINY_MODEL)
-    )
+    collator = PackCollator(pad_token_id=0, num_position_axes=3)
+    row = make_row(collator, samples, [0], Encoder(TINY_MODEL), row_multiple=1)
     wide = replace(row, alone=(replace(samples[0], input_ids=torch.zeros(count)),))
     none = Unpacked([torch.zeros(count)], [], [], {})
     compared = Compared(samples[:1], [wide], none, Unpacked([noise], [], [], {}), exact=False)
@@ -195,7 +196,7 @@ class Slots:
 def leaks(run, samples, **options):
     encoder = Encoder(TINY_MODEL)
     collator = PackCollator(pad_token_id=0, num_position_axes=3)
-    row = make_row(collator, samples, range(len(samples)), encoder)
+    row = make_row(collator, samples, range(len(samples)), encoder, row_multiple=1)
     change = Perturbation.of(samples, [encoder.placeholder_id])
     return check_leaks(run, collator, [row], change, **options)
 
@@ -334,3 +335,17 @@ def test_rows_are_counted_in_words():
         "1 batch of padded rows",
         "2 batches of padded rows",
     ]
+
+
+def test_the_multiples_of_rows_are_the_layouts_not_the_collators(samples):
+    """A collator that pads nothing is found where the layout needs rows of 4."""
+    collator = PackCollator(pad_token_id=0, num_position_axes=3)
+    chosen = next(n for n, sample in enumerate(samples) if sample.length % 4)
+    row = make_row(collator, samples, [chosen], Encoder(TINY_MODEL), row_multiple=1)
+    row = replace(row, positions=(samples[chosen].position_ids,))
+    rules = replace(row.rules, multiples=Alignment(1, 4))
+    for wanted, fails in ((row.rules, []), (rules, ["boundaries"])):
+        found = check_row(replace(row, rules=wanted))
+        assert [check.name for check in found if check.fails] == fails
+    other = make_row(collator, samples, [chosen], Encoder(TINY_MODEL), row_multiple=4)
+    assert other.rules == rules

@@ -16,7 +16,7 @@ from vlmpack.data.loading.loader import BinRequest, MicroBatch
 from vlmpack.data.loading.read import SkippedSample
 from vlmpack.data.pipeline import TrainData
 from vlmpack.encode import Encoder, VLMSample
-from vlmpack.errors import DataError
+from vlmpack.errors import DataError, ModelError
 from vlmpack.packing import CostModel, EncodedSample
 from vlmpack.proof.rows.row import Row, RowRules, cut_row
 from vlmpack.proof.rows.view import RowView, SampleView, view_samples
@@ -61,12 +61,12 @@ class ShownRow(Row):
     Args:
         shown: the batch taken apart.
         mode: `packing.mode`.
-        cost: FLOPs of the model at hand.
+        cost: FLOPs of the model at hand; None where its config.json leaves a size out.
     """
 
     shown: RowView
     mode: str
-    cost: CostModel
+    cost: CostModel | None
 
     @property
     def segments(self) -> list[Segment]:
@@ -89,8 +89,11 @@ class ShownRow(Row):
             )
         return found
 
-    def flops(self) -> tuple[float, float]:
-        """FLOPs of a training step on this row, padding included: language model, vision tower."""
+    def flops(self) -> tuple[float, float] | None:
+        """FLOPs of a training step on this row, padding included: language model, vision tower.
+        None where config.json leaves out a size that they follow from."""
+        if self.cost is None:
+            return None
         batch = self.flat
         grids = batch.media.grid_thw if batch.media is not None else ()
         patches = [t * h * w for t, h, w in grids]
@@ -159,8 +162,15 @@ def load_row(
         slices=cut_row(loaded.batch, rules.context),
         shown=view_row(loaded, read, encoder, title),
         mode=mode.name,
-        cost=build_cost_model(encoder),
+        cost=_cost_model(encoder),
     )
+
+
+def _cost_model(encoder: Encoder) -> CostModel | None:
+    try:
+        return build_cost_model(encoder)
+    except ModelError:
+        return None
 
 
 def load_bin(train: TrainData, samples: Sequence[SampleRef]) -> tuple[MicroBatch, list[Any]]:

@@ -29,6 +29,7 @@ def make_row(
     numbers: Sequence[int],
     encoder: Encoder,
     *,
+    row_multiple: int,
     context: int = 1,
 ) -> VerifiedRow:
     """Some of the samples as one micro-batch.
@@ -38,17 +39,18 @@ def make_row(
         samples: all that are verified.
         numbers: of those that are in it, in its order.
         encoder: the samples'.
+        row_multiple: of the row's slots, as the parallel layout needs it, whatever the collator
+            makes them.
         context: CP.
     """
     chosen = [samples[number] for number in numbers]
     batch = collator(chosen)
-    multiple = collator.pad_to_multiple_of
     return VerifiedRow(
         batch=batch,
         alone=tuple(chosen),
         rules=RowRules(
             context=context,
-            multiples=Alignment(multiple, multiple),
+            multiples=Alignment(collator.pad_to_multiple_of, row_multiple),
             placeholder_id=encoder.placeholder_id,
             pad_token_id=encoder.pad_token_id,
         ),

@@ -49,6 +49,7 @@ from vlmpack.proof.verify.samples import (
 )
 from vlmpack.proof.verify.tiny import tiny_model
 from vlmpack.recipe import Recipe, derive
+from vlmpack.recipe.derived import multiples
 from vlmpack.version import __version__
 
 logger = logging.getLogger("vlmpack")
@@ -209,6 +210,7 @@ def _all_checks(
     answers = ranks.on_main(lambda: check_answers(encoder, chosen.samples, chosen.messages))
     checks = [answers] if answers is not None else []
     facts: dict[str, str] = {}
+    wanted = multiples(setup.recipe.parallelism).row
     for prefix, collator in layouts(setup, train):
         groups = group_samples(
             chosen.samples,
@@ -217,7 +219,9 @@ def _all_checks(
             budget=train.config.mode.budget if train.config.mode.facts.plans_rows else None,
         )
         rows = [
-            make_row(collator, chosen.samples, numbers, encoder, context=context)
+            make_row(
+                collator, chosen.samples, numbers, encoder, row_multiple=wanted, context=context
+            )
             for numbers in groups
         ]
         logger.info("%-14s %s", "engine", rows_in_words(len(rows), padded=rows[0].is_padded))

@@ -54,9 +54,9 @@ def totals(row: ShownRow) -> dict[str, str]:
         patches = sum(t * h * w for t, h, w in media.grid_thw)
         tokens = sum(media.num_tokens)
         found["images"] = f"{media.num_images:,}: {tokens:,} tokens, {patches:,} patches"
-    language, vision = row.flops()
-    share = f", {vision / (language + vision):.0%} of it vision" if vision else ""
-    found["cost"] = f"{_flops(language + vision)} a training step{share}"
+    if (flops := row.flops()) is not None:
+        share = f", {flops[1] / sum(flops):.0%} of it vision" if flops[1] else ""
+        found["cost"] = f"{_flops(sum(flops))} a training step{share}"
     if context > 1:
         found["CP"] = f"{context} ranks, {batch.num_slots // context:,} slots each"
     if row.shown.holes:
