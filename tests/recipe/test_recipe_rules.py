@@ -266,6 +266,12 @@ CASES = [
         {"evaluation.generate": True, "data.test": "t.tar"},
     ),
     (
+        "metrics_differ",
+        {"evaluation.metrics": ["exact_match", "exact_match"]},
+        "evaluation.metrics: 'exact_match' is listed more than once",
+        {"evaluation.metrics": ["exact_match", "characters"]},
+    ),
+    (
         "trackers_differ",
         {"logging.trackers": ["wandb", "wandb"]},
         "logging.trackers: 'wandb' is listed more than once",

@@ -101,7 +101,8 @@ def _not_local(key: KeyPath, path: str) -> list[Problem]:
     elif scheme == "file":
         message = "'file:' is not needed; write the path alone"
     else:
-        message = f"'{scheme}:' is not allowed; a recipe names files, never a program"
+        message = f"'{scheme}:' is not allowed; a recipe names files and addresses of "
+        message += f"{', '.join(SCHEMES)}, never a program"
     return [Problem(key, message)]
 
 

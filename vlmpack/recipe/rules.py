@@ -70,6 +70,7 @@ from vlmpack.recipe.path_rules import (
 )
 from vlmpack.recipe.problems import Document, Problem, render
 from vlmpack.recipe.schema import (
+    EvaluationSection,
     LoggingSection,
     ModelSection,
     ParallelismSection,
@@ -172,6 +173,15 @@ def seq_length_splits_over_context(
     return [Problem(("training", "seq_length"), message)]
 
 
+def metrics_differ(evaluation: EvaluationSection) -> list[Problem]:
+    """A metric is reported once."""
+    twice = {name for name in evaluation.metrics if evaluation.metrics.count(name) > 1}
+    return [
+        Problem(("evaluation", "metrics"), f"'{name}' is listed more than once")
+        for name in sorted(twice)
+    ]
+
+
 def trackers_differ(logging: LoggingSection) -> list[Problem]:
     """A tracker is started once."""
     twice = {name for name in logging.trackers if logging.trackers.count(name) > 1}
@@ -208,6 +218,7 @@ RULES: tuple[Callable[..., list[Problem]], ...] = (
     source_names_differ,
     evaluation_has_data,
     trackers_differ,
+    metrics_differ,
     pixel_bounds_leave_room,
     something_is_trained,
     lora_settings_are_used,

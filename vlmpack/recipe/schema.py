@@ -310,7 +310,9 @@ class EvaluationSection(Section):
     """Answer the questions of `data.test` before and after training, and score the answers."""
 
     metrics: Annotated[
-        tuple[Literal["exact_match", "characters"], ...], BeforeValidator(as_tuple)
+        tuple[Literal["exact_match", "characters"], ...],
+        BeforeValidator(as_tuple),
+        Field(min_length=1),
     ] = ("exact_match",)
     """What the answers are scored by. `exact_match`: share of answers that are the true one.
     `characters`: share of the true answers' characters in their place, in questions whose task is

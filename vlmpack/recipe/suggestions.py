@@ -133,7 +133,7 @@ def suggest_key(
     if "." in placed and placed in ELSEWHERE:
         return _renamed(placed, parent)
     dotted = {name for names in everywhere.values() for name in names}
-    if key in dotted:
+    if key in dotted and "." in key:
         section, _, last = key.rpartition(".")
         return f"in a file, write '{last}' below '{section}:' (dots are for overrides)"
     if key in everywhere:
