@@ -73,6 +73,7 @@ def bench_command(folder: Path) -> dict[str, object]:
 
 def write_index(folder: Path, *, shards: int = 100, samples: int = 10_000) -> None:
     """Shards that share their bytes, and the index of all of them."""
+    from vlmpack.alignment import Alignment
     from vlmpack.data.config import DataConfig
     from vlmpack.data.index.part_file import read_part, write_part
     from vlmpack.data.index.parts import part_for
@@ -92,7 +93,9 @@ def write_index(folder: Path, *, shards: int = 100, samples: int = 10_000) -> No
     config = DataConfig(
         data=DataSection(train=(Source(name="x", path=str(first)),), index_dir=str(index)),
         training=TrainingSection(micro_batch_size=1, global_batch_size=1, seq_length=1024),
-        mode=InBatch(packing=PackingSection(), budget=RowBudget(max_tokens=1024)),
+        mode=InBatch(
+            packing=PackingSection(), budget=RowBudget(max_tokens=1024), multiples=Alignment(1, 1)
+        ),
     )
     builder = make_builder(config, encoder, fetcher)
     rules = (builder.index.rule, builder.lengths.rule)

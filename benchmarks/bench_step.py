@@ -15,6 +15,7 @@ from models import TINY as MODEL
 from timing import against_ideal, medians
 from torch import nn
 
+from vlmpack.alignment import Alignment
 from vlmpack.attention import choose_attention
 from vlmpack.backends.cross_entropy import linear_cross_entropy
 from vlmpack.backends.hf.attention import register_attention
@@ -48,7 +49,11 @@ def batches_of(encoder: Encoder, mode: ModeName, micro_batch_size: int, count: i
         training=TrainingSection(
             micro_batch_size=micro_batch_size, global_batch_size=micro_batch_size, seq_length=4096
         ),
-        mode=MODES[mode](packing=PackingSection(mode=mode), budget=RowBudget(max_tokens=4096)),
+        mode=MODES[mode](
+            packing=PackingSection(mode=mode),
+            budget=RowBudget(max_tokens=4096),
+            multiples=Alignment(1, 1),
+        ),
     )
     data = TrainData.open(config, encoder)
     steps = data.batches(data.start(), rank=0, dp=1, max_steps=count)

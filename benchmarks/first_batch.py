@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vlmpack.alignment import Alignment
     from vlmpack.data.pipeline import TrainData
     from vlmpack.data.plan.state import DataState
     from vlmpack.storage import RoutingFetcher
@@ -75,7 +76,11 @@ def open_data(
         training=TrainingSection(
             micro_batch_size=BATCH, global_batch_size=global_batch_size, seq_length=1 << 20
         ),
-        mode=InBatch(packing=PackingSection(), budget=RowBudget(max_tokens=1 << 20)),
+        mode=InBatch(
+            packing=PackingSection(),
+            budget=RowBudget(max_tokens=1 << 20),
+            multiples=Alignment(1, 1),
+        ),
         num_probed=0,
     )
     fetcher = fetcher_for(cache)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.shards import ROOT, read_shard
 
+from vlmpack.alignment import Alignment
 from vlmpack.encode import Encoder, Message, TextPart, VLMSample
 
 DIGITS = ROOT / "assets" / "digits"
@@ -114,7 +115,9 @@ def test_every_shard_passes_the_strict_reader(split, tmp_path):
             index_dir=str(tmp_path),
         ),
         training=TrainingSection(micro_batch_size=16, global_batch_size=16, seq_length=1024),
-        mode=InBatch(packing=PackingSection(), budget=RowBudget(max_tokens=1024)),
+        mode=InBatch(
+            packing=PackingSection(), budget=RowBudget(max_tokens=1024), multiples=Alignment(1, 1)
+        ),
     )
     summary = TrainData.open(config, encoder).summary()
     assert summary.num_usable == summary.num_samples > 100

@@ -44,7 +44,9 @@ def opened(shards: tuple[str, Path], mode: PackingMode, shuffle: str = "global")
 
 def mode_of(name: ModeName) -> PackingMode:
     section = PackingSection(mode=name)
-    return MODES[name](packing=section, budget=RowBudget(max_tokens=64, alignment=4))
+    return MODES[name](
+        packing=section, budget=RowBudget(max_tokens=64, alignment=4), multiples=Alignment(1, 1)
+    )
 
 
 def keys_of(data: TrainData, state: DataState, dp: int = 1) -> list[list[str]]:
@@ -143,7 +145,9 @@ class Wide(Sorted):
 
 
 def toy(kind: type[PackingMode]) -> PackingMode:
-    return kind(packing=PackingSection(), budget=RowBudget(max_tokens=64))
+    return kind(
+        packing=PackingSection(), budget=RowBudget(max_tokens=64), multiples=Alignment(1, 1)
+    )
 
 
 def test_a_fifth_mode_is_a_subclass(shards: tuple[str, Path]) -> None:
@@ -162,7 +166,7 @@ def test_a_mode_that_loses_samples_or_miscounts_slots_is_seen(shards: tuple[str,
 
 def test_the_shape_of_all_rows_is_that_of_the_settled_budget() -> None:
     section = PackingSection(mode="online", pad_to_max_length=True, pad_cu_seqlens=True)
-    mode = Online(packing=section, budget=RowBudget(max_tokens=24))
+    mode = Online(packing=section, budget=RowBudget(max_tokens=24), multiples=Alignment(1, 1))
     with pytest.raises(RecipeError, match=r"not settled; set packing.max_sequences"):
         mode.fixed_shape()
     cutting = Cutting(FixedPacker(1, 1), 4096)

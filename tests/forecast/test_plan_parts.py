@@ -14,6 +14,7 @@ import pytest
 from support.plans import mode_of
 from support.shards import ROOT, TINY_MODEL
 
+from vlmpack.alignment import Alignment
 from vlmpack.data.modes import Online, RowShape
 from vlmpack.data.plan.shares import share_out, token_cost
 from vlmpack.errors import ModelError
@@ -30,7 +31,11 @@ from vlmpack.recipe import load_recipe
 from vlmpack.recipe.derived import data_parallel_size
 from vlmpack.recipe.schema import ModelSection, PackingSection, ParallelismSection
 
-MODE = Online(packing=PackingSection(mode="online"), budget=RowBudget(max_tokens=512))
+MODE = Online(
+    packing=PackingSection(mode="online"),
+    budget=RowBudget(max_tokens=512),
+    multiples=Alignment(1, 1),
+)
 COSTS = CostModel(per_token=10.0, per_squared_length=0.01, per_patch=6.0)
 
 

@@ -1,8 +1,8 @@
 """Recipe -> engine, data, training policy: the room where a whole recipe is read.
 
 setup          the recipe with what is made of it once: what the others take
-data           encoder, collator, fetcher, and the splits opened with them (`rows`: what a planned
-               row holds; `shard_listing`: which shards the run's last launch had)
+data           encoder, collator, fetcher, and the splits opened with them (`shard_listing`: which
+               shards the run's last launch had)
 engine         engine, stepper
 policy         what is trained, checked against the model
 read_only      a recipe's training split, opened again to look at

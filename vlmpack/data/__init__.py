@@ -7,6 +7,7 @@ splits      survey (which shards, which shuffle), split (the interface), indexed
             streamed on growing_index and index_ahead (as the run goes on), checks, length_probe,
             identity, summary
 config      what the data layer is told
+modes       how samples come to share rows: a value each
 loading     read, loader, global_step: a planned bin -> a micro-batch; ledger (the holes)
 plan        batches (all known), windows on streams (known as the run goes on), packs (made before),
             blend; state and eras (where a run stands)

@@ -18,8 +18,6 @@ from vlmpack.packing.row_layout import FixedShape
 from vlmpack.recipe.packing_modes import ModeFacts, ModeName
 from vlmpack.recipe.schema import PackingSection
 
-_ANY = Alignment(sequence=1, row=1)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uncut:
@@ -80,7 +78,7 @@ class PackingMode(ABC):
 
     packing: PackingSection
     budget: RowBudget
-    multiples: Alignment = _ANY
+    multiples: Alignment
 
     @property
     def name(self) -> ModeName:
