@@ -152,7 +152,10 @@ def test_a_faulty_store_gives_what_local_files_give(
     scheme: str,
     seed: int,
 ) -> None:
-    found, hits = run_under(fault, scheme, seed, root, tmp_path)
+    for again in range(4):  # a seed may meet none of the few requests of a cached run
+        found, hits = run_under(fault, scheme, seed + 20 * again, root, tmp_path / str(again))
+        if hits:
+            break
     expected = local[shuffle_of(seed)]
     assert hits > 0, "no request met the fault: the run shows nothing"
     assert len(found) == len(expected) > 15
