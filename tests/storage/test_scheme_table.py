@@ -89,7 +89,8 @@ def test_every_line_names_a_transport_that_can_be_made(scheme):
     from vlmpack.recipe.storage import CredentialsSection, StorageSection
 
     transport = make_transport(StorageSection(), named=SCHEMES[scheme].transport)
-    assert type(transport) is OURS.get(scheme, type(transport))
+    if scheme in OURS:  # what somebody adds is named in the table alone
+        assert type(transport) is OURS[scheme]
     for name in ("head", "body", "list_shards", "close"):
         assert callable(getattr(transport, name))
     transport.close()

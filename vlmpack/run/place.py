@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -140,7 +140,8 @@ def begin(recipe: Recipe, place: Place) -> Recipe | None:
 
 
 def _record(recipe: Recipe, place: Place) -> bool:
-    """Whether result.json is that of this very recipe (a longer one goes on)."""
+    """Write the recipe into the run's folder, once it may be; returns whether the run is at its
+    end. Trackers are asked of a run that goes on alone."""
     run_dir, current = place.run_dir, identity(recipe)
     recorded = run_dir.recorded_identity() or current
     for note in (
@@ -156,12 +157,18 @@ def _record(recipe: Recipe, place: Place) -> bool:
         hint=identity_hint(recorded, current),
     )
     write_atomically(run_dir.recipe, dump_recipe(recipe))
-    if run_dir.result.is_file():
-        figures = json.loads(run_dir.result.read_text(encoding="utf-8"))
-        if figures.get("identity") == current:
-            return True
-    require_trackers(recipe.logging)
-    return False
+    finished = _is_finished(run_dir, current)
+    if not finished:
+        require_trackers(recipe.logging)
+    return finished
+
+
+def _is_finished(run_dir: RunDir, current: Mapping[str, object]) -> bool:
+    """Whether result.json is that of this very recipe (a longer one goes on)."""
+    if not run_dir.result.is_file():
+        return False
+    figures = json.loads(run_dir.result.read_text(encoding="utf-8"))
+    return bool(figures.get("identity") == current)
 
 
 def _packs_notes(recorded: Path, now: str | None) -> list[str]:

@@ -82,8 +82,8 @@ class Counts:
 VOTES = ("stop_votes", "num_writing")
 """Counts to which each process adds its own."""
 
-
 _COLUMNS = {"step", "epoch", "loss", "grad_norm", "learning_rate", "data_wait_share"}
+"""Columns of metrics.jsonl that an objective's report would hide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
