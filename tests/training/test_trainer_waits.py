@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 from support.engines import single_rank
 
+from vlmpack.data.loading.global_step import GlobalStep
+from vlmpack.data.plan.state import DataState
 from vlmpack.distributed.timeouts import CollectiveTimeouts
 from vlmpack.recipe.schema import CheckpointSection
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.step import StepSums
-from vlmpack.training.stop import StopFlag
 from vlmpack.training.trainer import Trainer
 
 STEPS = 4
@@ -58,12 +60,13 @@ def test_a_checkpoint_is_published_outside_of_the_steps_timeout(tmp_path: Path) 
         log_interval=1,
         timeouts=_Steps(first=60, later=60),
         run_dir=RunDir(tmp_path),
-        stop=StopFlag(),
+        stop=Event(),
     )
     saver: Any = _Saver()
     trainer._saver = saver
-    step: Any = SimpleNamespace(
-        batches=[], samples=SimpleNamespace(names=[]), num_skipped=0, num_planned=0, data_state="",
+    step = GlobalStep(
+        epoch=0, batch=0, num_samples=0, num_rows=0, imbalance=1.0, micro_batches=(),
+        state=DataState(0, 0, 0, 0, (), ()),
     )  # fmt: skip
     trainer.run(iter([step] * STEPS), None)
     whole = ["behind it", "finish"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from vlmpack.backends.engine import Engine
 from vlmpack.build.setup import Setup
+from vlmpack.data.loading.global_step import GlobalStep
 from vlmpack.data.loading.loader import MicroBatch
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
@@ -16,8 +17,7 @@ from vlmpack.recipe import identity
 from vlmpack.run.begun_steps import BegunSteps
 from vlmpack.run.place import Place
 from vlmpack.training.metrics import MetricsLog, Progress, Trackers
-from vlmpack.training.record import StepSamples
-from vlmpack.training.trainer import Reporting, Trainer, TrainStep
+from vlmpack.training.trainer import Reporting, Trainer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,11 +75,11 @@ class Session:
             ),
         )
 
-    def _steps(self) -> Iterator[TrainStep]:
-        """The data layer's global batches, as the trainer takes them: read once per replica."""
+    def _steps(self) -> Iterator[GlobalStep]:
+        """The data layer's global batches, read once per replica."""
         return share_iterator(self.place.ranks, self._read_steps)
 
-    def _read_steps(self) -> Iterator[TrainStep]:
+    def _read_steps(self) -> Iterator[GlobalStep]:
         text = self.trainer.totals.data_state
         state = self.train.start()
         if text is not None:
@@ -87,18 +87,7 @@ class Session:
         shown = not self.place.ranks.is_main
         for step in self.begun.take(state):
             shown = shown or self._show_sample(step.micro_batches)
-            yield TrainStep(
-                epoch=step.epoch,
-                batches=[micro_batch.batch for micro_batch in step.micro_batches],
-                samples=StepSamples.of(step),
-                num_planned=step.num_samples,
-                num_rows=step.num_rows,
-                imbalance=step.imbalance,
-                num_skipped=len(step.skipped),
-                read_seconds=sum(m.read_seconds for m in step.micro_batches),
-                encode_seconds=sum(m.encode_seconds for m in step.micro_batches),
-                data_state=step.state.to_json(),
-            )
+            yield step
 
     def _show_sample(self, micro_batches: Sequence[MicroBatch]) -> bool:
         return show_first_sample(

@@ -18,26 +18,10 @@ from vlmpack.training.run_dir import RunDir
 logger = logging.getLogger("vlmpack")
 
 
-class StopFlag:
-    """Whether this process has been asked to stop."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-
-    def set(self) -> None:
-        """Ask for a stop at the next step boundary."""
-        self._event.set()
-
-    @property
-    def is_set(self) -> bool:
-        """Whether a stop was asked for."""
-        return self._event.is_set()
-
-
 @contextmanager
-def stop_on_sigterm() -> Iterator[StopFlag]:
+def stop_on_sigterm() -> Iterator[threading.Event]:
     """A flag that SIGTERM sets for the duration; nobody sets it outside the main thread."""
-    flag = StopFlag()
+    flag = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield flag
         return

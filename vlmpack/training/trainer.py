@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from vlmpack.activity import ACTIVITY
+from vlmpack.data.loading.global_step import GlobalStep
 from vlmpack.distributed.timeouts import CollectiveTimeouts
 from vlmpack.errors import (
     DataLimitError,
@@ -33,38 +35,8 @@ from vlmpack.training.model_watch import check_trained_from
 from vlmpack.training.record import SampleRecord, StepSamples
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.step import Stepper, StepSums
-from vlmpack.training.stop import StopFlag
 
 logger = logging.getLogger("vlmpack")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainStep:
-    """What one rank trains in one optimizer step.
-
-    Args:
-        epoch: counted from 0.
-        batches: micro-batches, the same number on every rank.
-        samples: the samples of each micro-batch, and the holes.
-        num_planned: samples planned in the global batch, over all ranks, holes included.
-        num_rows: micro-batches planned in it, over all ranks, without the empty ones that fill up.
-        imbalance: the largest planned cost of a replica over the mean.
-        num_skipped: samples of this rank that became holes.
-        read_seconds: this rank's loader time for bytes, checksums and JSON.
-        encode_seconds: this rank's loader time for decoding, tokenising and packing.
-        data_state: JSON text of the data state after this step.
-    """
-
-    epoch: int
-    batches: Sequence[Batch]
-    samples: StepSamples
-    num_planned: int
-    num_rows: int
-    imbalance: float
-    num_skipped: int
-    read_seconds: float
-    encode_seconds: float
-    data_state: str
 
 
 @dataclass(slots=True)
@@ -152,7 +124,7 @@ class Trainer:
     log_interval: int
     timeouts: CollectiveTimeouts
     run_dir: RunDir
-    stop: StopFlag
+    stop: Event
     validation: Callable[[], Iterable[Batch]] | None = None
     on_skips: Callable[[int, int], None] | None = None
     record: SampleRecord | None = None
@@ -180,7 +152,7 @@ class Trainer:
         self._validated_step = state["validated_step"]
         logger.info("resumed from %s at step %d", folder, self.totals.step)
 
-    def run(self, steps: Iterator[TrainStep], reporting: Reporting | None) -> None:
+    def run(self, steps: Iterator[GlobalStep], reporting: Reporting | None) -> None:
         """Train until `total_steps`.
 
         Args:
@@ -202,7 +174,7 @@ class Trainer:
         finally:
             self._saver.abandon()
 
-    def _run(self, steps: Iterator[TrainStep], reporting: Reporting | None) -> None:
+    def _run(self, steps: Iterator[GlobalStep], reporting: Reporting | None) -> None:
         begun = self.totals.step
         while self.totals.step < self.total_steps:
             with self.timeouts.of_step(is_first=self.totals.step == begun):
@@ -222,32 +194,32 @@ class Trainer:
         self.validate(reporting)
         self.save(last=True)
 
-    def _one_step(self, steps: Iterator[TrainStep], reporting: Reporting | None) -> StepSums:
+    def _one_step(self, steps: Iterator[GlobalStep], reporting: Reporting | None) -> StepSums:
         """Train one step, and report it."""
         started = time.perf_counter()
         ACTIVITY.step = self.totals.step + 1
         ACTIVITY.enter("waiting for data")
-        train_step = next(steps)
+        data = next(steps)
         waited = time.perf_counter() - started
-        step = self.totals.step
+        step, samples = self.totals.step, StepSamples.of(data)
         sums, phases = self.stepper.train(
             step,
-            train_step.batches,
-            names=train_step.samples.names,
-            num_skipped=train_step.num_skipped,
-            stop=self.stop.is_set,
+            [micro_batch.batch for micro_batch in data.micro_batches],
+            names=samples.names,
+            num_skipped=len(data.skipped),
+            stop=self.stop.is_set(),
             writing=self._saver.is_writing,
         )
         seconds = time.perf_counter() - started
-        self.totals.add(sums, seconds, train_step.data_state)
+        self.totals.add(sums, seconds, data.state.to_json())
         if self.record is not None:
-            self.record.write(train_step.samples)
+            self.record.write(samples)
         if self.on_skips is not None:
-            self.on_skips(train_step.num_planned, sums.num_skipped)
+            self.on_skips(data.num_samples, sums.num_skipped)
         if reporting is not None:
             row = StepRow(
                 step=self.totals.step,
-                epoch=train_step.epoch,
+                epoch=data.epoch,
                 loss=sums.loss,
                 grad_norm=sums.grad_norm,
                 learning_rate=self.stepper.schedule(step),
@@ -257,12 +229,12 @@ class Trainer:
                 num_label_tokens=sums.num_label_tokens,
                 num_samples=sums.num_samples,
                 num_skipped=sums.num_skipped,
-                num_rows=train_step.num_rows,
-                imbalance=train_step.imbalance,
+                num_rows=data.num_rows,
+                imbalance=data.imbalance,
                 seconds=seconds,
                 data_wait_seconds=waited,
-                read_seconds=train_step.read_seconds,
-                encode_seconds=train_step.encode_seconds,
+                read_seconds=sum(m.read_seconds for m in data.micro_batches),
+                encode_seconds=sum(m.encode_seconds for m in data.micro_batches),
                 reported=self.stepper.objective.reported(sums.totals),
                 **phases,
             )
