@@ -22,6 +22,7 @@ from support.engines import single_rank
 from support.payloads import say
 from support.shards import TINY_MODEL
 
+from vlmpack.distributed import Ranks
 from vlmpack.errors import ModelError, RunDirError, RunIdentityError
 from vlmpack.model_folder import content, digests, remembered
 from vlmpack.model_folder.hashing import hashing_weights
@@ -335,6 +336,8 @@ class _Threads:
         gathered = [self.room.values[rank] for rank in range(self.room.size)]
         self.room.barrier.wait()
         return gathered
+
+    raised_by_all = Ranks.raised_by_all
 
     def on_main(self, work: Any) -> Any:
         return self.gather_objects(work() if self.rank == 0 else None)[0]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vlmpack.errors import CapabilityError
+from vlmpack.errors import CapabilityError, VlmpackError
 
 CPU = torch.device("cpu")
 
@@ -108,6 +108,19 @@ class Ranks:
         if problem is not None:
             raise problem
         return result
+
+    @contextmanager
+    def raised_by_all(self, error: type[VlmpackError]) -> Iterator[None]:
+        """A block that every rank runs: such an error of any of them is raised by all of them, with
+        what each of them said, so that no rank waits for one that is gone. Collective."""
+        problem: str | None = None
+        try:
+            yield
+        except error as raised:
+            problem = str(raised)
+        problems = [text for text in self.gather_objects(problem) if text is not None]
+        if problems:
+            raise error("; ".join(dict.fromkeys(problems)))
 
 
 def share_iterator(ranks: Ranks, make: Callable[[], Iterator[Item]]) -> Iterator[Item]:

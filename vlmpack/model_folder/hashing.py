@@ -205,16 +205,9 @@ def _another(views: Sequence[_View], rank: int, what: str) -> ModelError:
 
 def _on_each(ranks: Ranks, work: Callable[[], Result]) -> list[Result]:
     """What every rank's work gives, in their order. Collective; what fails is raised by all."""
-    result: Result | None = None
-    problem: str | None = None
-    try:
-        result = work()
-    except ModelError as error:
-        problem = str(error)
-    except OSError as error:  # a file that has just gone
-        problem = f"model.path: {error}"
-    gathered = ranks.gather_objects((result, problem))
-    problems = [text for _, text in gathered if text is not None]
-    if problems:
-        raise ModelError("; ".join(dict.fromkeys(problems)))
-    return [each for each, _ in gathered]
+    with ranks.raised_by_all(ModelError):
+        try:
+            result = work()
+        except OSError as error:  # a file that has just gone
+            raise ModelError(f"model.path: {error}") from error
+    return ranks.gather_objects(result)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +25,6 @@ from vlmpack.training.checkpoint.folders import (
 from vlmpack.training.checkpoint.index import StoredBox, TensorIndex
 from vlmpack.training.checkpoint.safetensors_file import DTYPES, read_into, read_tensors
 
-Result = TypeVar("Result")
-
 
 class CheckpointReader:
     """A checkpoint that `find_damage` has verified, read one box at a time.
@@ -40,7 +39,7 @@ class CheckpointReader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files: dict[str, dict[str, StoredTensor]] = {}
-        try:
+        with _readable(folder):
             self.state: Mapping[str, Any] = read_json(folder / STATE)
             version = self.state.get("format_version")
             if version != FORMAT_VERSION:
@@ -50,8 +49,6 @@ class CheckpointReader:
                 )
             self.optimizer_steps = int(self.state["optimizer_steps"])
             self._index = TensorIndex.from_json(read_json(folder / INDEX))
-        except UNREADABLE as error:
-            raise CheckpointError(f"{folder} cannot be read: {error}") from error
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """See that it holds exactly these parameters, and their moments after the first step.
@@ -69,10 +66,8 @@ class CheckpointReader:
         Raises:
             CheckpointError: they cannot be read.
         """
-        try:
+        with _readable(self.folder):
             return read_tensors(self.folder / RANDOM)
-        except UNREADABLE as error:
-            raise CheckpointError(f"{self.folder} cannot be read: {error}") from error
 
     def read(self, kind: Kind, box: TensorSlice) -> Tensor | None:
         """A box on CPU, put together from the boxes that hold it.
@@ -90,11 +85,9 @@ class CheckpointReader:
             raise CheckpointError(
                 f"{box.name}: shape {stored[0].box.shape} in {self.folder}, expected {box.shape}"
             )
-        try:
+        with _readable(self.folder):
             result = torch.empty(box.lengths, dtype=DTYPES[stored[0].dtype])
             filled = sum(self._copy(part, box, result) for part in stored)
-        except UNREADABLE as error:
-            raise CheckpointError(f"{self.folder} cannot be read: {error}") from error
         if filled != result.numel():
             raise CheckpointError(
                 f"{kind} {box.name} from {box.start} to {box.stop}: {self.folder} holds {filled} "
@@ -118,6 +111,15 @@ class CheckpointReader:
         return target.numel()
 
 
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """What is not as it was written is a CheckpointError."""
+    try:
+        yield
+    except UNREADABLE as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}") from error
+
+
 def load_checkpoint(
     folder: Path, engine: Engine, ranks: Ranks
 ) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
@@ -129,34 +131,13 @@ def load_checkpoint(
     Raises:
         CheckpointError: on every rank, if it does not fit the model or any rank cannot read it.
     """
-    reader = _on_all(ranks, lambda: _open_and_check(folder, engine))
-
-    def load() -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
+    with ranks.raised_by_all(CheckpointError):
+        reader = CheckpointReader(folder)
+        reader.check(engine.parameter_shapes())
+    with ranks.raised_by_all(CheckpointError):
         engine.load_slices(reader.read, optimizer_steps=reader.optimizer_steps)
-        return reader.state, reader.random()
-
-    return _on_all(ranks, load)
-
-
-def _open_and_check(folder: Path, engine: Engine) -> CheckpointReader:
-    reader = CheckpointReader(folder)
-    reader.check(engine.parameter_shapes())
-    return reader
-
-
-def _on_all(ranks: Ranks, work: Callable[[], Result]) -> Result:
-    """Run something on every rank; a CheckpointError of any of them is raised on all."""
-    result: Result | None = None
-    problem: str | None = None
-    try:
-        result = work()
-    except CheckpointError as error:
-        problem = str(error)
-    problems = [text for text in ranks.gather_objects(problem) if text is not None]
-    if problems:
-        raise CheckpointError("; ".join(dict.fromkeys(problems)))
-    assert result is not None
-    return result
+        random = reader.random()
+    return reader.state, random
 
 
 def _relative(part: TensorSlice, base: TensorSlice) -> tuple[slice, ...]:
