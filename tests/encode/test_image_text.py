@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from vlmpack.encode.image_text import write_out
 from vlmpack.errors import DataError, ModelError
-from vlmpack.families.image_family import feature_token_id
+from vlmpack.families.qwen2_vl import FAMILY
 
 
 def test_spans_move_with_the_images_before_them():
@@ -24,8 +26,7 @@ def test_another_number_of_markers_is_a_bad_sample():
 
 
 def test_a_tokenizer_without_the_feature_token_is_refused(encoder):
-    tokenizer = encoder.tokenizer
-    found = feature_token_id(tokenizer, "<|image_pad|>", "<|vision_start|>")
-    assert found == encoder.placeholder_id
+    family = replace(FAMILY, around=("<|vision_start|>",))
+    assert family.placeholder(encoder.tokenizer) == encoder.placeholder_id
     with pytest.raises(ModelError, match="no special token <image>, which this family writes"):
-        feature_token_id(tokenizer, "<|image_pad|>", "<image>")
+        replace(FAMILY, around=("<image>",)).placeholder(encoder.tokenizer)

@@ -5,6 +5,7 @@ Everything here runs on CPU, in data workers too: no model is loaded.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +95,6 @@ class ImageRule(Protocol):
         Raises:
             ValueError: a size the family refuses (an extreme aspect ratio, say).
         """
-        ...
 
     def preprocess(self, images: Sequence[Image]) -> Media:
         """Pixels of RGB images, in order, with their grids and token counts.
@@ -102,44 +102,42 @@ class ImageRule(Protocol):
         Patches lie as rows, (P, channels * side * side), whatever the tower takes: so they can be
         counted, concatenated and shared out without knowing the family.
         """
-        ...
 
     def smallest(self) -> Media:
         """A blank image of the smallest size: keeps ranks without images in the collectives."""
-        ...
 
     def settings(self) -> dict[str, Any]:
         """The keys of preprocessor_config.json that make transformers' own processor of the folder
         resize and cut images as this rule does; exported folders get them where a budget is set."""
-        ...
 
     def pictures(self, media: Media) -> list[Image]:
         """The RGB images that `preprocess` made patches of: resized, normalisation undone."""
-        ...
 
 
-class Family(Protocol):
-    """One model family, said once."""
+@dataclass(frozen=True, kw_only=True)
+class Family(ABC):
+    """One model family, said once; as it is here, of a decoder that counts 0, 1, 2 ..."""
 
     name: str
     model_types: tuple[str, ...]
     """`model_type` values of config.json that this family serves."""
     modules: ModulePaths
-    num_position_axes: int
+    num_position_axes: int = 1
     """1, or 3 where positions are MRoPE (temporal, height, width)."""
-    rule_version: int
+    rule_version: int = 1
     """Raise it when a length or a position changes: it enters the fingerprint of lengths."""
-    pixel_knobs: tuple[str, ...]
+    pixel_knobs: tuple[str, ...] = ()
     """Fields of `ImagesSection` that the family has; the encoder refuses the others."""
 
+    @abstractmethod
     def marker(self, tokenizer: Any) -> str:
         """What the chat template writes for an image; empty without a tower."""
-        ...
 
+    @abstractmethod
     def placeholder(self, tokenizer: Any) -> int:
         """Id of the token that one image feature replaces; NO_TOKEN without a tower."""
-        ...
 
+    @abstractmethod
     def image_rule(self, folder: Path, budget: ImagesSection) -> ImageRule | None:
         """The rule for the processor files of a model folder; None without a tower.
 
@@ -151,12 +149,11 @@ class Family(Protocol):
             ValueError: the processor is another one.
             CapabilityError: a bound that this processor cannot keep.
         """
-        ...
 
+    @abstractmethod
     def image_arguments(self, media: Media) -> dict[str, Any]:
         """Images in the spelling of the transformers class: what its forward and its
         `get_image_features` take, on the device of the pixels."""
-        ...
 
     def token_arguments(self, is_image: Tensor) -> dict[str, Tensor]:
         """What the forward of the transformers class wants to know about its ids beside them.
@@ -164,8 +161,9 @@ class Family(Protocol):
         Args:
             is_image: (B, S) bool, True on placeholders.
         """
-        ...
+        return {}
 
+    @abstractmethod
     def image_features(self, model: Any, media: Media) -> ImageFeatures:
         """Tower and projector on all images of a batch, in one call.
 
@@ -173,24 +171,24 @@ class Family(Protocol):
             model: the transformers model with its head.
             media: pixels in the tower's dtype and on its device.
         """
-        ...
 
+    @abstractmethod
     def auto_class(self) -> Any:
         """The Auto class of transformers that loads the model with its head."""
-        ...
 
     def positions(
         self, num_tokens: int, media_starts: Sequence[int], media: Sequence[GridTHW]
     ) -> Tensor:
-        """(A, s) int64 positions of one sample.
+        """(A, s) int64 positions of one sample; image tokens count as text does.
 
         Args:
             num_tokens: s, placeholders expanded.
             media_starts: index of each image's first placeholder.
             media: each image's grid.
         """
-        ...
+        return torch.arange(num_tokens)[None]
 
+    @abstractmethod
     def cost_model(self, config: Mapping[str, Any]) -> CostModel:
         """FLOPs of a training step by tokens and patches.
 
@@ -200,7 +198,6 @@ class Family(Protocol):
         Raises:
             ModelError: a size is missing from it.
         """
-        ...
 
 
 def stock_arguments(

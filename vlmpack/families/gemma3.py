@@ -25,13 +25,12 @@ from torch import Tensor
 from vlmpack.errors import CapabilityError
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout
-from vlmpack.families.configs import whole_config, whole_config_of
+from vlmpack.families.configs import whole_config_of
 from vlmpack.families.image_family import TOWER_AND_PROJECTOR, ImageFamily
 from vlmpack.families.image_processor import ProcessorRule, family_processor, media_of
-from vlmpack.families.one_axis import OneAxis
 from vlmpack.families.processor_config import check_image_length
-from vlmpack.families.tiles import flat_features, patch_rows, stacked_tiles, tiles_by_image
-from vlmpack.packing import CostModel, Media
+from vlmpack.families.tiles import flat_features, patch_rows, tiles_by_image
+from vlmpack.packing import Media
 from vlmpack.recipe.images import ImagesSection
 
 START, SOFT, END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
@@ -151,7 +150,7 @@ def _media(rows: Tensor, layouts: Sequence[ImageLayout]) -> Media:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma3(OneAxis, ImageFamily):
+class Gemma3(ImageFamily):
     """The family; see `vlmpack.families.Family`."""
 
     image_token: str = SOFT
@@ -179,10 +178,6 @@ class Gemma3(OneAxis, ImageFamily):
         check_image_length(folder, tokens, "an image (mm_tokens_per_image)")
         return Gemma3ImageRule(folder, tile, patch, tokens, _pan_and_scan(processor, budget))
 
-    def image_arguments(self, media: Media) -> dict[str, Any]:
-        """All tiles of all images as one stack."""
-        return {"pixel_values": stacked_tiles(media)}
-
     def token_arguments(self, is_image: Tensor) -> dict[str, Tensor]:
         """From these the class finds its blocks: runs of ones."""
         return {"token_type_ids": is_image.int()}
@@ -191,22 +186,20 @@ class Gemma3(OneAxis, ImageFamily):
         """The class's own: tower and projector, no host reads."""
         return flat_features(model.model.get_image_features(**self.image_arguments(media)))
 
-    def cost_model(self, config: Mapping[str, Any]) -> CostModel:
-        """The decoder's and the tower's, whose attention stays inside a tile.
+    def tower(self, config: Mapping[str, Any]) -> flops.Tower:
+        """A tower whose attention stays inside a tile.
 
-        Layers with a sliding window are priced as the others: with a mask attention computes every
-        pair and drops what the window hides.
+        The decoder's layers with a sliding window are priced as the others: with a mask attention
+        computes every pair and drops what the window hides.
         """
-        whole = whole_config(config)
-        vision, size = whole["vision_config"], flops.size
+        vision, size = config["vision_config"], flops.size
         patches = (size(vision, "image_size") // size(vision, "patch_size")) ** 2
-        out = size(whole["text_config"], "hidden_size")
-        tower = flops.tiled_tower(
+        out = size(config["text_config"], "hidden_size")
+        return flops.tiled_tower(
             vision,
             merger_weights=size(vision, "hidden_size") * out,
-            patches_per_token=patches // size(whole, "mm_tokens_per_image"),
+            patches_per_token=patches // size(config, "mm_tokens_per_image"),
         )
-        return flops.cost_model(whole, tower)
 
 
 def _tile_tokens(config: Mapping[str, Any], side: int) -> int:

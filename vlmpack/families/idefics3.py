@@ -19,12 +19,11 @@ from PIL.Image import Image
 from vlmpack.errors import CapabilityError
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths
-from vlmpack.families.configs import whole_config, whole_config_of
+from vlmpack.families.configs import whole_config_of
 from vlmpack.families.image_family import ImageFamily
-from vlmpack.families.image_processor import ProcessorRule, family_processor, media_of
-from vlmpack.families.one_axis import OneAxis
+from vlmpack.families.image_processor import ProcessorRule, blank, family_processor, media_of
 from vlmpack.families.tiles import canvas_of, patch_rows, stacked_tiles, tiles_by_image
-from vlmpack.packing import CostModel, Media
+from vlmpack.packing import Media
 from vlmpack.recipe.images import ImagesSection
 
 IMAGE_TOKEN = "<image>"
@@ -104,8 +103,7 @@ class Idefics3ImageRule(ProcessorRule):
         """One tile of zeros."""
         grid = (1, self.side, self.side)
         layout = ImageLayout(grid=grid, text=WHOLE, runs=(self.tokens_per_tile,))
-        rows = torch.zeros(self.side**2, 3 * self.patch_size**2)
-        return media_of(rows, [layout], [(self.tile_size, self.tile_size)])
+        return blank(layout, 3 * self.patch_size**2, (self.tile_size, self.tile_size))
 
     def settings(self) -> dict[str, Any]:
         """The length of the longest edge."""
@@ -122,7 +120,7 @@ class Idefics3ImageRule(ProcessorRule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Idefics3(OneAxis, ImageFamily):
+class Idefics3(ImageFamily):
     """The family; see `vlmpack.families.Family`."""
 
     image_token: str = IMAGE_TOKEN
@@ -168,17 +166,15 @@ class Idefics3(OneAxis, ImageFamily):
         features = model.get_submodule(self.modules.projectors[0])(hidden)
         return ImageFeatures(features.flatten(0, 1))
 
-    def cost_model(self, config: Mapping[str, Any]) -> CostModel:
-        """The decoder's and the tower's; a tile is to the tower what a window is to others."""
-        whole = whole_config(config)
-        vision, scale = whole["vision_config"], flops.size(whole, "scale_factor")
-        out = flops.size(whole["text_config"], "hidden_size")
-        tower = flops.tiled_tower(
+    def tower(self, config: Mapping[str, Any]) -> flops.Tower:
+        """A tile is to the tower what a window is to others."""
+        vision, scale = config["vision_config"], flops.size(config, "scale_factor")
+        out = flops.size(config["text_config"], "hidden_size")
+        return flops.tiled_tower(
             vision,
             merger_weights=flops.size(vision, "hidden_size") * scale**2 * out,
             patches_per_token=scale**2,
         )
-        return flops.cost_model(whole, tower)
 
 
 def _longest(width: int, height: int, edge: int) -> tuple[int, int]:

@@ -1,12 +1,19 @@
-"""What families with images have in common: the marker, the token of a feature, the class."""
+"""What families with images have in common: the marker, the token of a feature, the class, and that
+their cost is a decoder's and a tower's."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from vlmpack.errors import ModelError
-from vlmpack.families.base import ModulePaths
+from vlmpack.families import flops
+from vlmpack.families.base import Family, ModulePaths
+from vlmpack.families.configs import whole_config
+from vlmpack.families.tiles import stacked_tiles
+from vlmpack.packing import CostModel, Media
 
 TOWER_AND_PROJECTOR = ModulePaths(
     vision="model.vision_tower",
@@ -16,8 +23,8 @@ TOWER_AND_PROJECTOR = ModulePaths(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageFamily:
-    """Part of a family with images; see `vlmpack.families.Family`.
+class ImageFamily(Family):
+    """A family with images; see `vlmpack.families.Family`.
 
     Args:
         image_token: what one image feature replaces; the marker too, where no other is named.
@@ -25,12 +32,7 @@ class ImageFamily:
         opening: the chat template's marker, where it is another token.
     """
 
-    name: str
-    model_types: tuple[str, ...]
     modules: ModulePaths = TOWER_AND_PROJECTOR
-    num_position_axes: int = 1
-    rule_version: int = 1
-    pixel_knobs: tuple[str, ...] = ()
     image_token: str
     around: tuple[str, ...] = ()
     opening: str | None = None
@@ -45,7 +47,17 @@ class ImageFamily:
         Raises:
             ModelError: a token of images is none of the tokenizer's special tokens.
         """
-        return feature_token_id(tokenizer, self.image_token, *self.around)
+        missing = {self.image_token, *self.around} - tokenizer.get_added_vocab().keys()
+        if missing:
+            raise ModelError(
+                f"model.path: the tokenizer has no special token {', '.join(sorted(missing))}, "
+                f"which this family writes for images"
+            )
+        return int(tokenizer.convert_tokens_to_ids(self.image_token))
+
+    def image_arguments(self, media: Media) -> dict[str, Any]:
+        """All tiles of all images as one stack, where the family has tiles."""
+        return {"pixel_values": stacked_tiles(media)}
 
     def auto_class(self) -> Any:
         """A whole vision-language model."""
@@ -53,22 +65,15 @@ class ImageFamily:
 
         return AutoModelForImageTextToText
 
+    def cost_model(self, config: Mapping[str, Any]) -> CostModel:
+        """The decoder's and the tower's; published files leave sizes out."""
+        whole = whole_config(config)
+        return flops.cost_model(whole, self.tower(whole))
 
-def feature_token_id(tokenizer: Any, token: str, *around: str) -> int:
-    """The id of the token that an image feature replaces.
+    @abstractmethod
+    def tower(self, config: Mapping[str, Any]) -> flops.Tower:
+        """The shape of the vision tower and the projector, from the content of config.json.
 
-    Args:
-        tokenizer: of transformers.
-        token: the feature token.
-        around: others that the family writes for images.
-
-    Raises:
-        ModelError: one of them is none of the tokenizer's special tokens.
-    """
-    missing = {token, *around} - tokenizer.get_added_vocab().keys()
-    if missing:
-        raise ModelError(
-            f"model.path: the tokenizer has no special token {', '.join(sorted(missing))}, "
-            f"which this family writes for images"
-        )
-    return int(tokenizer.convert_tokens_to_ids(token))
+        Raises:
+            ModelError: a size is missing from it.
+        """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -109,3 +110,15 @@ def media_of(
         num_tokens=tuple(layout.num_tokens for layout in layouts),
         image_sizes=None if sizes is None else tuple(sizes),
     )
+
+
+def blank(layout: ImageLayout, width: int, size: tuple[int, int] | None = None) -> Media:
+    """An image of zeros.
+
+    Args:
+        layout: of the image.
+        width: numbers in a row of `Media.pixel_values`.
+        size: (width, height) of the image, for families that ask for it.
+    """
+    rows = torch.zeros(math.prod(layout.grid), width)
+    return media_of(rows, [layout], None if size is None else [size])

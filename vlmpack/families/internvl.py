@@ -11,33 +11,28 @@ The family's processor class cuts tiles whatever `crop_to_patches` of preprocess
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from PIL.Image import Image
 
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout
-from vlmpack.families.configs import whole_config
 from vlmpack.families.image_family import ImageFamily
-from vlmpack.families.image_processor import ProcessorRule, family_processor, media_of
-from vlmpack.families.one_axis import OneAxis
+from vlmpack.families.image_processor import ProcessorRule, blank, family_processor, media_of
 from vlmpack.families.processor_config import check_image_length
 from vlmpack.families.tiles import (
     canvas_of,
     flat_features,
     patch_rows,
-    stacked_tiles,
     tiles_by_image,
     whole_tower,
 )
 from vlmpack.model_folder.load import load_config
-from vlmpack.packing import CostModel, Media
+from vlmpack.packing import Media
 from vlmpack.recipe.images import ImagesSection
 
 START, CONTEXT, END = "<img>", "<IMG_CONTEXT>", "</img>"
@@ -114,9 +109,7 @@ class InternVLImageRule(ProcessorRule):
 
     def smallest(self) -> Media:
         """One tile of zeros."""
-        layout = self._layout(1)
-        rows = torch.zeros(math.prod(layout.grid), 3 * self.patch**2)
-        return media_of(rows, [layout], [(self.tile, self.tile)])
+        return blank(self._layout(1), 3 * self.patch**2, (self.tile, self.tile))
 
     def settings(self) -> dict[str, Any]:
         """The bounds on tiles, in the names of preprocessor_config.json."""
@@ -138,7 +131,7 @@ def _with_thumbnail(tiles: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InternVL(OneAxis, ImageFamily):
+class InternVL(ImageFamily):
     """The family; see `vlmpack.families.Family`."""
 
     image_token: str = CONTEXT
@@ -165,10 +158,6 @@ class InternVL(OneAxis, ImageFamily):
         check_image_length(folder, tokens, f"a tile of {size['height']} x {size['height']} pixels")
         return InternVLImageRule(folder, size["height"], patch, tokens, least, most)
 
-    def image_arguments(self, media: Media) -> dict[str, Any]:
-        """All tiles of all images as one stack."""
-        return {"pixel_values": stacked_tiles(media)}
-
     def image_features(self, model: Any, media: Media) -> ImageFeatures:
         """The class's own: tower, pixel shuffle and projector, no host reads."""
         output = model.model.get_image_features(**self.image_arguments(media))
@@ -177,19 +166,17 @@ class InternVL(OneAxis, ImageFamily):
             return images
         return ImageFeatures(whole_tower(images.features, output))
 
-    def cost_model(self, config: Mapping[str, Any]) -> CostModel:
-        """The decoder's and the tower's, whose attention stays inside a tile."""
-        whole = whole_config(config)
-        vision, out = whole["vision_config"], flops.size(whole["text_config"], "hidden_size")
-        joined = round(1 / whole["downsample_ratio"]) ** 2
-        tower = flops.tiled_tower(
+    def tower(self, config: Mapping[str, Any]) -> flops.Tower:
+        """A tower whose attention stays inside a tile."""
+        vision, out = config["vision_config"], flops.size(config["text_config"], "hidden_size")
+        joined = round(1 / config["downsample_ratio"]) ** 2
+        return flops.tiled_tower(
             vision,
             merger_weights=joined * flops.size(vision, "hidden_size") * out + out**2,
             patches_per_token=joined,
             sides=(vision["image_size"][0], vision["patch_size"][0]),
             class_tokens=1,
         )
-        return flops.cost_model(whole, tower)
 
 
 def _tile_tokens(config: Any, tile: int) -> tuple[int, int]:

@@ -30,14 +30,12 @@ from vlmpack.errors import CapabilityError
 from vlmpack.families import flops
 from vlmpack.families.anyres import AnyRes
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths
-from vlmpack.families.configs import whole_config
 from vlmpack.families.image_family import ImageFamily
-from vlmpack.families.image_processor import ProcessorRule, family_processor, media_of
-from vlmpack.families.one_axis import OneAxis
+from vlmpack.families.image_processor import ProcessorRule, blank, family_processor, media_of
 from vlmpack.families.processor_config import processor_setting
 from vlmpack.families.tiles import canvas_of, patch_rows, stacked_tiles, tiles_by_image, whole_tower
 from vlmpack.model_folder.load import load_config
-from vlmpack.packing import CostModel, Media
+from vlmpack.packing import Media
 from vlmpack.recipe.images import ImagesSection
 
 IMAGE_TOKEN = "<image>"
@@ -79,9 +77,7 @@ class OneVisionImageRule(ProcessorRule):
     def smallest(self) -> Media:
         """One image of one tile, and the whole once more: a map has newlines."""
         size = (self.anyres.tile, self.anyres.tile)
-        layout = self.layout(*size)
-        rows = torch.zeros(math.prod(layout.grid), 3 * self.anyres.patch**2)
-        return media_of(rows, [layout], [size])
+        return blank(self.layout(*size), 3 * self.anyres.patch**2, size)
 
     def pictures(self, media: Media) -> list[Image]:
         """The tiles of the grid put together, padding included; the whole image, which comes before
@@ -96,7 +92,7 @@ class OneVisionImageRule(ProcessorRule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlavaOneVision(OneAxis, ImageFamily):
+class LlavaOneVision(ImageFamily):
     """The family; see `vlmpack.families.Family`."""
 
     image_token: str = IMAGE_TOKEN
@@ -170,15 +166,13 @@ class LlavaOneVision(OneAxis, ImageFamily):
                 parts.append(_with_newlines(image[1:], anyres, size, newline))
         return ImageFeatures(torch.cat(parts))
 
-    def cost_model(self, config: Mapping[str, Any]) -> CostModel:
-        """The decoder's and the tower's, whose attention stays inside a tile."""
-        whole = whole_config(config)
-        vision, out = whole["vision_config"], flops.size(whole["text_config"], "hidden_size")
-        layers = whole["vision_feature_layer"]
+    def tower(self, config: Mapping[str, Any]) -> flops.Tower:
+        """A tower whose attention stays inside a tile."""
+        vision, out = config["vision_config"], flops.size(config["text_config"], "hidden_size")
+        layers = config["vision_feature_layer"]
         read = 1 if isinstance(layers, int) else len(layers)
         width = flops.size(vision, "hidden_size")
-        tower = flops.tiled_tower(vision, merger_weights=read * width * out + out**2)
-        return flops.cost_model(whole, tower)
+        return flops.tiled_tower(vision, merger_weights=read * width * out + out**2)
 
 
 def _with_newlines(tiles: Tensor, anyres: AnyRes, size: tuple[int, int], newline: Tensor) -> Tensor:

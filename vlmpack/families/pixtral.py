@@ -18,13 +18,12 @@ from torch import Tensor
 from vlmpack.errors import CapabilityError
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout
-from vlmpack.families.configs import whole_config, whole_config_of
+from vlmpack.families.configs import whole_config_of
 from vlmpack.families.image_family import ImageFamily
-from vlmpack.families.image_processor import ProcessorRule, family_processor, media_of
-from vlmpack.families.one_axis import OneAxis
+from vlmpack.families.image_processor import ProcessorRule, blank, family_processor, media_of
 from vlmpack.families.pixtral_tower import tower_output
 from vlmpack.families.tiles import patch_rows, patch_side, tiles_of
-from vlmpack.packing import CostModel, Media
+from vlmpack.packing import Media
 from vlmpack.recipe.images import ImagesSection
 
 IMAGE_TOKEN = "[IMG]"
@@ -89,7 +88,7 @@ class PixtralImageRule(ProcessorRule):
         """One token's worth of zeros."""
         grid = (1, self.merge_size, self.merge_size)
         layout = ImageLayout(grid=grid, text=IMAGE_TOKEN, runs=(1,))
-        return media_of(torch.zeros(self.merge_size**2, 3 * self.patch_size**2), [layout])
+        return blank(layout, 3 * self.patch_size**2)
 
     def settings(self) -> dict[str, Any]:
         """The two edges, as one where they are equal."""
@@ -103,7 +102,7 @@ class PixtralImageRule(ProcessorRule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pixtral(OneAxis, ImageFamily):
+class Pixtral(ImageFamily):
     """A family with the tower; see `vlmpack.families.Family`.
 
     Args:
@@ -169,22 +168,20 @@ class Pixtral(OneAxis, ImageFamily):
             projector(hidden, [(h * side, w * side) for _, h, w in media.grid_thw])
         )
 
-    def cost_model(self, config: Mapping[str, Any]) -> CostModel:
-        """The decoder's and the tower's."""
-        whole = whole_config(config)
-        vision, out = whole["vision_config"], flops.size(whole["text_config"], "hidden_size")
+    def tower(self, config: Mapping[str, Any]) -> flops.Tower:
+        """A tower whose attention spans a whole image."""
+        vision, out = config["vision_config"], flops.size(config["text_config"], "hidden_size")
         width, layers = flops.size(vision, "hidden_size"), flops.size(vision, "num_hidden_layers")
         block = 4 * width**2 + 3 * width * flops.size(vision, "intermediate_size")
-        merge = self._merge_size(whole)
+        merge = self._merge_size(config)
         merger = (merge * width) ** 2 if self.merges else 0
-        tower = flops.Tower(
+        return flops.Tower(
             width=width,
             weights=layers * block + width * 3 * flops.size(vision, "patch_size") ** 2,
             full_layers=layers,
             merger_weights=merger + width * out + out**2,
             patches_per_token=merge**2,
         )
-        return flops.cost_model(whole, tower)
 
 
 def _images(media: Media) -> list[Tensor]:

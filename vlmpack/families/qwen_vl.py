@@ -16,7 +16,7 @@ from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths
 from vlmpack.families.image_family import ImageFamily
-from vlmpack.families.image_processor import ProcessorRule, family_processor
+from vlmpack.families.image_processor import ProcessorRule, blank, family_processor, media_of
 from vlmpack.packing import CostModel, GridTHW, Media
 from vlmpack.recipe.images import ImagesSection
 
@@ -53,8 +53,12 @@ class QwenImageRule(ProcessorRule):
 
     def layout(self, width: int, height: int, num_images: int = 1) -> ImageLayout:
         """One run of placeholders."""
-        grid = self.grid(width, height)
-        return ImageLayout(grid=grid, text=IMAGE_TOKEN, runs=(self.num_tokens(grid),))
+        return self._layout(self.grid(width, height))
+
+    def _layout(self, grid: GridTHW) -> ImageLayout:
+        """One token for merge_size x merge_size patches."""
+        num_tokens = math.prod(grid) // self.merge_size**2
+        return ImageLayout(grid=grid, text=IMAGE_TOKEN, runs=(num_tokens,))
 
     def grid(self, width: int, height: int) -> GridTHW:
         """Patches of a still image; the rule of `smart_resize` in transformers' Qwen2-VL files."""
@@ -76,29 +80,17 @@ class QwenImageRule(ProcessorRule):
             new_width = math.ceil(width * grow / factor) * factor
         return (1, new_height // self.patch_size, new_width // self.patch_size)
 
-    def num_tokens(self, grid: GridTHW) -> int:
-        """One token for merge_size x merge_size patches."""
-        return grid[0] * grid[1] * grid[2] // self.merge_size**2
-
     def preprocess(self, images: Sequence[Image]) -> Media:
         """transformers' own image processor (the PIL one where torchvision is absent)."""
         features = self.processor(images=list(images), return_tensors="pt")
-        grids: list[GridTHW] = [(t, h, w) for t, h, w in features["image_grid_thw"].tolist()]
-        return Media(
-            pixel_values=features["pixel_values"],
-            grid_thw=tuple(grids),
-            num_tokens=tuple(self.num_tokens(grid) for grid in grids),
-        )
+        layouts = [self._layout((t, h, w)) for t, h, w in features["image_grid_thw"].tolist()]
+        return media_of(features["pixel_values"], layouts)
 
     def smallest(self) -> Media:
         """One token's worth of zeros."""
         side = self.merge_size
         channels = 3 * self.processor.temporal_patch_size * self.patch_size**2
-        return Media(
-            pixel_values=torch.zeros(side * side, channels),
-            grid_thw=((1, side, side),),
-            num_tokens=(1,),
-        )
+        return blank(self._layout((1, side, side)), channels)
 
     def settings(self) -> dict[str, Any]:
         """The bounds under all the names that files of this line have had: `min_pixels` and
@@ -209,11 +201,40 @@ class QwenVL(ImageFamily):
         return torch.cat(pieces, dim=1)
 
     def cost_model(self, config: Mapping[str, Any]) -> CostModel:
-        """The decoder's and the tower's."""
+        """From what config.json says: the published files of this line name all sizes."""
+        return flops.cost_model(config, self.tower(config))
+
+    def tower(self, config: Mapping[str, Any]) -> flops.Tower:
+        """The vision tower of a Qwen-VL model.
+
+        Qwen2-VL says `embed_dim` and `mlp_ratio` for the tower and `hidden_size` for what leaves
+        it; the later ones `hidden_size`, `intermediate_size` and `out_hidden_size`.
+        """
         vision = config.get("vision_config")
         if not isinstance(vision, Mapping):
             raise ModelError(f"config.json: vision_config is {vision!r}, expected an object")
-        return flops.cost_model(config, _tower(vision, gated=self.gated_tower))
+        size = flops.size
+        if "embed_dim" in vision:
+            width, out = size(vision, "embed_dim"), size(vision, "hidden_size")
+            inner = width * size(vision, "mlp_ratio")
+        else:
+            width, out = size(vision, "hidden_size"), size(vision, "out_hidden_size")
+            inner = size(vision, "intermediate_size")
+        depth, side = size(vision, "depth"), size(vision, "patch_size")
+        block = 4 * width**2 + (3 if self.gated_tower else 2) * width * inner
+        pixels = 3 * vision.get("temporal_patch_size", 2) * side**2
+        merged = width * MERGE_SIZE**2
+        full = len(vision["fullatt_block_indexes"]) if "fullatt_block_indexes" in vision else depth
+        mergers = 1 + len(vision.get("deepstack_visual_indexes", ()))
+        return flops.Tower(
+            width=width,
+            weights=depth * block + width * pixels,
+            full_layers=full,
+            window_layers=depth - full,
+            window_patches=(size(vision, "window_size") // side) ** 2 if full < depth else 0,
+            merger_weights=mergers * (merged**2 + merged * out),
+            patches_per_token=MERGE_SIZE**2,
+        )
 
 
 def _bounded(rule: QwenImageRule, budget: ImagesSection) -> QwenImageRule:
@@ -242,33 +263,3 @@ def _bounded(rule: QwenImageRule, budget: ImagesSection) -> QwenImageRule:
             f"shrinks large images to; set images.max_pixels too, to {low} or more"
         )
     return replace(rule, min_pixels=low, max_pixels=high)
-
-
-def _tower(vision: Mapping[str, Any], *, gated: bool) -> flops.Tower:
-    """The vision tower of a Qwen-VL model.
-
-    Qwen2-VL says `embed_dim` and `mlp_ratio` for the tower and `hidden_size` for what leaves it;
-    the later ones `hidden_size`, `intermediate_size` and `out_hidden_size`.
-    """
-    size = flops.size
-    if "embed_dim" in vision:
-        width, out = size(vision, "embed_dim"), size(vision, "hidden_size")
-        inner = width * size(vision, "mlp_ratio")
-    else:
-        width, out = size(vision, "hidden_size"), size(vision, "out_hidden_size")
-        inner = size(vision, "intermediate_size")
-    depth, side = size(vision, "depth"), size(vision, "patch_size")
-    block = 4 * width**2 + (3 if gated else 2) * width * inner
-    pixels = 3 * vision.get("temporal_patch_size", 2) * side**2
-    merged = width * MERGE_SIZE**2
-    full = len(vision["fullatt_block_indexes"]) if "fullatt_block_indexes" in vision else depth
-    mergers = 1 + len(vision.get("deepstack_visual_indexes", ()))
-    return flops.Tower(
-        width=width,
-        weights=depth * block + width * pixels,
-        full_layers=full,
-        window_layers=depth - full,
-        window_patches=(size(vision, "window_size") // side) ** 2 if full < depth else 0,
-        merger_weights=mergers * (merged**2 + merged * out),
-        patches_per_token=MERGE_SIZE**2,
-    )

@@ -9,8 +9,7 @@ from typing import Any
 
 from vlmpack.errors import CapabilityError
 from vlmpack.families import flops
-from vlmpack.families.base import NO_TOKEN, ImageFeatures, ModulePaths
-from vlmpack.families.one_axis import OneAxis
+from vlmpack.families.base import NO_TOKEN, Family, ImageFeatures, ModulePaths
 from vlmpack.packing import CostModel, Media
 from vlmpack.recipe.images import ImagesSection
 
@@ -18,15 +17,10 @@ DECODER = ModulePaths(vision=None, projectors=(), language="model")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextLM(OneAxis):
+class TextLM(Family):
     """A family without images; see `vlmpack.families.Family`."""
 
-    name: str
-    model_types: tuple[str, ...]
     modules: ModulePaths = DECODER
-    num_position_axes: int = 1
-    rule_version: int = 1
-    pixel_knobs: tuple[str, ...] = ()
 
     def placeholder(self, tokenizer: Any) -> int:
         """No token stands for an image, whatever the vocabulary has: that of Qwen2.5 holds
