@@ -364,10 +364,10 @@ def test_images_that_are_refused(tmp_path: Path, images: Path, name: str, reason
             {"messages": [{"role": "user", "content": "x"}]},
             "none of the 1 turns is the assistant's",
         ),
-        ({"conversations": TURNS, "image": "a.png"}, "2 places for images in the turns"),
+        ({"conversations": TURNS, "image": "a.png"}, "2 <image> markers in the conversation"),
         (
             {"conversations": TURNS, "image": "a.png", "images": None},
-            "or image parts), but 1 image named",
+            "markers in the conversation, but 1 image named",
         ),
         (
             {"conversations": [{"from": "human", "value": "<video> q"}, *TURNS[1:]]},

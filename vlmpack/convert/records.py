@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from vlmpack.data.shards.json_text import parse_json
 from vlmpack.data.shards.keys import MEANT_ELSEWHERE, RECORD_KEYS, misspelt
-from vlmpack.data.shards.schemas import OTHER_MEDIA
+from vlmpack.data.shards.turns import OTHER_MEDIA
 from vlmpack.errors import DataError, VlmpackError, schema_error
 
 FORMATS = ("auto", "jsonl", "llava", "hf")

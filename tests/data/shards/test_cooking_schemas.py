@@ -341,7 +341,11 @@ BAD: list[tuple[Any, tuple[str, ...], str]] = [
     ),
     (llava(("human", "Q"), ("gpt", "A"), image="0.jpg"), ("0.jpg",), "0 <image> markers"),
     (llava(("human", "<image><image>"), ("gpt", "A")), ("0.jpg",), "2 image .* 1 image"),
-    (llava(("human", "<image>"), ("gpt", "A"), image=7), ("0.jpg",), "'image' is a int"),
+    (
+        llava(("human", "<image>"), ("gpt", "A"), image=7),
+        ("0.jpg",),
+        "image 0 beside the turns is a int; expected a member",
+    ),
     (chat(("user", "Q"), ("tool", "A")), (), r"messages\[1\] has the role 'tool'"),
     (llava(("user", "Q"), ("gpt", "A")), (), "has the from 'user'"),
     (chat(("user", "Q")), (), "none of the 1 turns is the assistant's"),
@@ -361,9 +365,9 @@ BAD: list[tuple[Any, tuple[str, ...], str]] = [
     (
         {**chat(("user", "Q"), ("assistant", "A")), "videos": ["a.mp4"]},
         (),
-        "the sample has 'videos'; .*frames",
+        "the record has 'videos'; .*frames",
     ),
-    (llava(("human", "Q"), ("gpt", "A"), video="a.mp4"), (), "the sample has 'video'; .*frames"),
+    (llava(("human", "Q"), ("gpt", "A"), video="a.mp4"), (), "the record has 'video'; .*frames"),
     (
         llava(("human", "<video>\nQ"), ("gpt", "A")),
         (),
@@ -377,7 +381,7 @@ BAD: list[tuple[Any, tuple[str, ...], str]] = [
     ({"messages": ["x"]}, (), "a string; expected an object"),
     ({"text": "x"}, (), "found 'text'"),
     ({}, (), "found nothing"),
-    ({"messages": [], "conversations": []}, (), "both"),
+    ({"messages": [], "conversations": []}, (), "found 'messages', 'conversations'"),
     ([1], (), "a list; expected an object"),
     (b"{not json", (), "cannot be parsed"),
     (b"\xff\xfe", (), "cannot be parsed"),

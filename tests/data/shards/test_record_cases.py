@@ -328,13 +328,13 @@ def test_a_reader_that_leaves_something_out_is_caught(
     each_once: EachOnce, every_case: list[Case], broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative controls of this suite."""
-    module = "vlmpack.data.shards.schemas"
+    module = "vlmpack.data.shards.turns"
     replacements: dict[str, tuple[str, Any]] = {
         "turn": ("refuse_foreign", lambda turn, schema, where: None),
         "part": ("refuse_unknown", lambda item, known, where: None),
         "record": ("unknown_record_keys", lambda record: ()),
         "flag": ("is_learnt", lambda turn, role, where: True),
-        "order": ("named_images", lambda value: None),
+        "order": ("named_images", lambda record: []),
     }
     name, substitute = replacements[broken]
     monkeypatch.setattr(f"{module}.{name}", substitute)

@@ -1,17 +1,30 @@
-"""The turns of a record: its `system` put before them, and which of them are learnt.
+"""The turns of a record in either schema, with the images that they show.
 
     {"system": "Be brief.", "messages": [{"role": "assistant", "content": "Draft.", "loss": false},
                                          ...]}
 
-Records of both schemas are read here alike, in shards and by `vlmpack data convert`.
+Records are read here alike, in shards and by `vlmpack data convert`; a `Dialect` says in what the
+two differ. A `system` beside the turns is put before them, and a turn's flags say whether it is
+learnt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
-from vlmpack.data.shards.keys import is_absent, refuse_unknown
+from vlmpack.data.shards.keys import is_absent, refuse_unknown, unknown_record_keys
+from vlmpack.encode.sample import ImagePart, Message, Role, TextPart
 from vlmpack.errors import schema_error
+from vlmpack.words import counted
+
+IMAGE_MARKER = "<image>"
+VIDEO_MARKER = "<video>"
+
+OTHER_MEDIA = ("video", "videos", "audio", "audios")
+
+CHAT_ROLES: Mapping[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
 
 SYSTEM = "system"
 """The key beside the turns, and the role that it becomes."""
@@ -31,27 +44,188 @@ TURN_KEYS: Mapping[str, frozenset[str]] = {
 """Schema -> the keys of a turn that are read."""
 
 
-def placed_turns(
-    record: Mapping[str, object], schema: str, turns: Sequence[object]
-) -> list[tuple[str, object]]:
+Source = TypeVar("Source")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dialect(Generic[Source]):
+    """What a reader of records takes; the rest of a record is the same to all.
+
+    Args:
+        roles: schema -> what its turns call a role -> the role.
+        part_keys: schema -> kind of a part -> its keys that are read; every kind but `text` is an
+            image. Without kinds a turn's content is text alone.
+        image: (value, where) -> the image that a record names beside its turns.
+        part_image: (part, where) -> the image that a part names; None where it names none.
+        marks_messages: whether `<image>` marks a place in `messages` too, where the record names
+            images and no part shows one.
+        leave_out: what else can be done about videos and sounds.
+    """
+
+    roles: Mapping[str, Mapping[str, Role]]
+    part_keys: Mapping[str, Mapping[str, frozenset[str]]]
+    image: Callable[[object, str], Source]
+    part_image: Callable[[Mapping[str, Any], str], Source | None]
+    marks_messages: bool = False
+    leave_out: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation(Generic[Source]):
+    """What a record says.
+
+    Args:
+        messages: its turns.
+        images: what each image part shows, in order; None for one that nothing names.
+        unknown_keys: those of the record that are not read.
+    """
+
+    messages: tuple[Message, ...]
+    images: tuple[Source | None, ...]
+    unknown_keys: tuple[str, ...]
+
+
+def conversation(record: Mapping[str, Any], dialect: Dialect[Source]) -> Conversation[Source]:
+    """What a record says, in either schema.
+
+    Raises:
+        DataError: class `schema`; the reason gives what was found and what was expected.
+    """
+    unknown = unknown_record_keys(record)
+    schemas = [name for name in TURN_FIELDS if name in record]
+    if len(schemas) != 1:
+        found = ", ".join(map(repr, schemas or sorted(record)[:8])) or "nothing"
+        raise schema_error(f"expected exactly one of 'messages' and 'conversations', found {found}")
+    [schema] = schemas
+    for name in OTHER_MEDIA:
+        if not is_absent(record.get(name)):
+            raise schema_error(f"the record has {name!r}; {_other_media(name)}{dialect.leave_out}")
+    placed = placed_turns(record, schema)
+    named = [
+        dialect.image(item, f"image {place} beside the turns")
+        for place, item in enumerate(named_images(record))
+    ]
+    reader = _TurnReader(schema, dialect, marked=schema == "conversations")
+    messages = [reader.message(turn, where) for where, turn in placed]
+    if dialect.marks_messages and named and not reader.images:
+        reader = _TurnReader(schema, dialect, marked=True)
+        messages = [reader.message(turn, where) for where, turn in placed]
+    own = reader.images
+    if named and len(named) != len(own):
+        kind = f"{IMAGE_MARKER} marker" if reader.marked else "image part"
+        raise schema_error(
+            f"{counted(len(own), kind)} in the conversation, but "
+            f"{counted(len(named), 'image')} named; {reader.literal(IMAGE_MARKER)}"
+        )
+    if named and any(one not in (None, name) for one, name in zip(own, named, strict=True)):
+        raise schema_error("images are named by the parts and by the record, and not the same ones")
+    return Conversation(tuple(messages), tuple(named or own), unknown)
+
+
+@dataclass(frozen=True, slots=True)
+class _TurnReader(Generic[Source]):
+    """Reads the turns of one record, in order.
+
+    Args:
+        schema: a key of TURN_FIELDS.
+        dialect: what may stand in them.
+        marked: whether `<image>` in a text is the place of an image.
+        images: what the image parts so far name.
+    """
+
+    schema: str
+    dialect: Dialect[Source]
+    marked: bool
+    images: list[Source | None] = field(default_factory=list)
+
+    def message(self, turn: object, where: str) -> Message:
+        """One turn; `where` is its place, for messages."""
+        if not isinstance(turn, dict):
+            raise schema_error(f"{where} is {kind_of(turn)}; expected an object")
+        refuse_foreign(turn, self.schema, where)
+        roles, (key, content) = self.dialect.roles[self.schema], TURN_FIELDS[self.schema]
+        name = turn.get(key)
+        if not isinstance(name, str) or name not in roles:
+            expected = ", ".join(map(repr, roles))
+            raise schema_error(f"{where} has the {key} {name!r}; expected one of {expected}")
+        learn = is_learnt(turn, roles[name], where)
+        if isinstance(turn.get(content), str):
+            parts = tuple(self._text(turn[content], where))
+        else:
+            parts = tuple(self._parts(turn.get(content), f"{where}.{content}"))
+        return Message(roles[name], parts, learn)
+
+    def _parts(self, content: object, where: str) -> Iterator[TextPart | ImagePart]:
+        known = self.dialect.part_keys[self.schema]
+        if not known or not isinstance(content, list) or not content:
+            expected = "text or a list of parts" if known else "text"
+            raise schema_error(f"{where} is {kind_of(content)}; expected {expected}")
+        for number, part in enumerate(content):
+            place = f"{where}[{number}]"
+            kind = part.get("type") if isinstance(part, dict) else None
+            if not isinstance(kind, str) or kind not in known:
+                instead = f"expected one of {', '.join(map(repr, known))}"
+                if kind in OTHER_MEDIA:
+                    instead = f"{_other_media(kind)}{self.dialect.leave_out}"
+                raise schema_error(f"{place} has the type {kind!r}; {instead}")
+            refuse_unknown(part, known[kind], place)
+            if kind == "text":
+                yield from self._text(part.get("text"), place)
+            else:
+                _check_index(part.get("index"), len(self.images), place)
+                yield self._image(self.dialect.part_image(part, place))
+
+    def _text(self, text: object, where: str) -> Iterator[TextPart | ImagePart]:
+        if not isinstance(text, str):
+            raise schema_error(f"{where} has a text that is {kind_of(text)}; expected a string")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise schema_error(f"{where} has half of a surrogate pair, which is no text") from None
+        if not self.marked:
+            yield TextPart(text)
+            return
+        if VIDEO_MARKER in text:
+            raise schema_error(
+                f"{where} marks a video ({VIDEO_MARKER}); {_other_media('video')}; "
+                f"{self.literal(VIDEO_MARKER)}{self.dialect.leave_out}"
+            )
+        for number, piece in enumerate(text.split(IMAGE_MARKER)):
+            if number:
+                yield self._image(None)
+            if piece:
+                yield TextPart(piece)
+
+    def _image(self, source: Source | None) -> ImagePart:
+        self.images.append(source)
+        return ImagePart(len(self.images) - 1)
+
+    def literal(self, marker: str) -> str:
+        """How a marker is written where it is meant as text."""
+        if self.marked and self.schema == "messages":
+            return f"a literal {marker} is text beside image parts ({{'type': 'image'}})"
+        return f"a literal {marker} is written in the 'messages' schema, where it is text"
+
+
+def placed_turns(record: Mapping[str, Any], schema: str) -> list[tuple[str, object]]:
     """(where, turn) of each turn, the record's `system` first.
 
     Args:
         record: with what stands beside the turns.
         schema: a key of TURN_FIELDS.
-        turns: the record's, in order.
 
     Raises:
-        DataError: (schema) a `system` that is no text, or beside a turn of the system.
+        DataError: (schema) no turns, a `system` that is no text, or beside a turn of the system.
     """
+    turns = record[schema]
+    if not isinstance(turns, list) or not turns:
+        raise schema_error(f"{schema!r} is {kind_of(turns)}; expected a list of turns")
     placed = [(f"{schema}[{place}]", turn) for place, turn in enumerate(turns)]
     system = record.get(SYSTEM)
     if system is None or system == []:
         return placed
     if not isinstance(system, str):
-        raise schema_error(
-            f"'system' beside the turns is a {type(system).__name__}; expected a text"
-        )
+        raise schema_error(f"'system' beside the turns is {kind_of(system)}; expected a text")
     role, content = TURN_FIELDS[schema]
     for where, turn in placed:
         if isinstance(turn, dict) and turn.get(role) == SYSTEM:
@@ -60,6 +234,22 @@ def placed_turns(
                 "expected one of them"
             )
     return [("'system'", {role: SYSTEM, content: system}), *placed]
+
+
+def named_images(record: Mapping[str, Any]) -> list[Any]:
+    """What stands beside the turns under `images` or `image`: a null or an empty list is as good as
+    absent.
+
+    Raises:
+        DataError: (schema) both, and not the same.
+    """
+    given = [record[name] for name in ("images", "image") if record.get(name) not in (None, [])]
+    as_lists = [item if isinstance(item, list) else [item] for item in given]
+    if len(given) == 2 and as_lists[0] != as_lists[1]:
+        raise schema_error(
+            "the record has 'images' and 'image', and not the same ones; expected one of them",
+        )
+    return as_lists[0] if given else []
 
 
 def refuse_foreign(turn: Mapping[str, object], schema: str, where: str) -> None:
@@ -116,3 +306,36 @@ def is_learnt(turn: Mapping[str, object], role: str, where: str) -> bool:
             "assistant's are: remove the flag"
         )
     return all(said.values())
+
+
+def _check_index(index: object, number: int, where: str) -> None:
+    """The `index` of an image part, in files of Hugging Face's, must be where it stands anyway.
+
+    Args:
+        index: the part's.
+        number: images before it in the record.
+        where: its own place, for messages.
+    """
+    if not is_absent(index) and (isinstance(index, bool) or index != number):
+        raise schema_error(
+            f"{where}.index is {index!r}, and it is image {number} of the record, counted from 0; "
+            "images are shown in their order: put the parts into that of the images",
+        )
+
+
+def _other_media(kind: str) -> str:
+    """Why videos and sounds are refused, and what would do."""
+    instead = (
+        "frames of it, as images, would do"
+        if kind.startswith("video")
+        else "what is said in it, as text, would do"
+    )
+    return f"this version trains on images and text: {instead}"
+
+
+def kind_of(value: object) -> str:
+    """What a message calls a value that is not as expected."""
+    names = {type(None): "missing", list: "a list", dict: "an object", str: "a string"}
+    if value == []:
+        return "an empty list"
+    return names.get(type(value), f"a {type(value).__name__}")
