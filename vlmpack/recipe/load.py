@@ -11,46 +11,23 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from vlmpack.errors import RecipeError
-from vlmpack.recipe.images import ImagesSection
 from vlmpack.recipe.messages import explain, shown
-from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.overrides import apply_overrides
 from vlmpack.recipe.path_rules import anchored
 from vlmpack.recipe.problems import Document, Problem, as_written, render, without_echoes
 from vlmpack.recipe.rules import broken_rules
-from vlmpack.recipe.schema import (
-    CheckpointSection,
-    DataSection,
-    EvaluationSection,
-    ExportSection,
-    LoggingSection,
-    ModelSection,
-    PackingSection,
-    ParallelismSection,
-    Recipe,
-    TrainingSection,
-)
+from vlmpack.recipe.schema import Recipe
 from vlmpack.recipe.show import json_schema
-from vlmpack.recipe.trainable import OptimSection, TrainableSection
+from vlmpack.recipe.sources import Section
 from vlmpack.recipe.yaml_nodes import parse_yaml
 
-SECTIONS: Mapping[str, type[BaseModel]] = {
-    "model": ModelSection,
-    "data": DataSection,
-    "images": ImagesSection,
-    "packing": PackingSection,
-    "parallelism": ParallelismSection,
-    "training": TrainingSection,
-    "trainable": TrainableSection,
-    "objective": ObjectiveSection,
-    "optim": OptimSection,
-    "evaluation": EvaluationSection,
-    "checkpoint": CheckpointSection,
-    "logging": LoggingSection,
-    "export": ExportSection,
+SECTIONS: Mapping[str, type[Section]] = {
+    name: field.annotation
+    for name, field in Recipe.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
 }
 
 MAX_FILE_BYTES = 1_000_000
