@@ -10,13 +10,13 @@ import pytest
 from support.recipes import MINIMAL
 
 from vlmpack.errors import RecipeError
-from vlmpack.recipe import load_recipe, mcore_rules, trainable_rules
+from vlmpack.recipe import engine_rules, load_recipe, trainable_rules
 
 
 @pytest.fixture(autouse=True)
 def mcore_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """megatron-core of the right version, whatever this machine has."""
-    monkeypatch.setattr(mcore_rules, "mcore_version", lambda: "0.16.1")
+    monkeypatch.setattr(engine_rules, "mcore_version", lambda: "0.16.1")
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ from inspect import signature
 import pytest
 
 from vlmpack.errors import RecipeError
-from vlmpack.recipe import check_world, load_recipe, mcore_rules
+from vlmpack.recipe import check_world, engine_rules, load_recipe
+from vlmpack.recipe.engine_rules import mcore_version
 from vlmpack.recipe.load import SECTIONS
-from vlmpack.recipe.mcore_rules import mcore_version
 from vlmpack.recipe.rules import RULES
 from vlmpack.recipe.schema import PackingSection, ParallelismSection, TrainingSection
 
@@ -438,13 +438,14 @@ def test_mcore_takes_every_size_that_hf_refuses(problems_of, size):
 
 
 @pytest.mark.parametrize("version", ["0.16.1", "0.16.1rc0", "0.16.2", "0.16.10+cu13"])
-def test_these_versions_of_megatron_core_are_taken(version):
-    assert mcore_rules.mcore_version_fits(version) == []
+def test_these_versions_of_megatron_core_are_taken(problems_of, monkeypatch, version):
+    monkeypatch.setattr(engine_rules, "mcore_version", lambda: version)
+    assert problems_of(MCORE) == []
 
 
 @pytest.mark.parametrize("version", ["0.16", "0.16.0", "0.9.3", "0.17.0rc1", "0.17", "1.0", "dev"])
 def test_other_versions_of_megatron_core_are_refused(problems_of, monkeypatch, version):
-    monkeypatch.setattr(mcore_rules, "mcore_version", lambda: version)
+    monkeypatch.setattr(engine_rules, "mcore_version", lambda: version)
     (problem,) = problems_of(MCORE)
     assert (
         f"model.backend: 'mcore' needs megatron-core >= 0.16.1 and < 0.17, found {version}; "
@@ -454,7 +455,7 @@ def test_other_versions_of_megatron_core_are_refused(problems_of, monkeypatch, v
 
 
 def test_absent_megatron_core_is_one_problem_with_its_remedy(problems_of, monkeypatch):
-    monkeypatch.setattr(mcore_rules, "mcore_version", lambda: None)
+    monkeypatch.setattr(engine_rules, "mcore_version", lambda: None)
     (problem,) = problems_of(MCORE)
     assert "model.backend: 'mcore' needs megatron-core, which is not installed" in problem
     assert "pip install 'megatron-core>=0.16.1,<0.17'" in problem

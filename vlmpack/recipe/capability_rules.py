@@ -1,7 +1,7 @@
 """Rules about what the model's family can do, from its config.json and the capability table.
 
 What an engine cannot do whatever the model is said by the rules about engines (`rules.py`,
-`mcore_rules.py`, `trainable_rules.py`), in the table's own words; here is what depends on the
+`engine_rules.py`, `trainable_rules.py`), in the table's own words; here is what depends on the
 family. A folder that is missing, or no transformers model, breaks none of them: whoever loads the
 model says so.
 """
@@ -14,6 +14,7 @@ from vlmpack.capabilities.limits import MCORE_FEATURES, NOT_ON_MCORE, ONLY_ON_MC
 from vlmpack.capabilities.refused import refusal
 from vlmpack.capabilities.served import ServedModel
 from vlmpack.capabilities.versions import installed_versions, version_limit
+from vlmpack.recipe.engine_rules import used_splits
 from vlmpack.recipe.images import ImagesSection
 from vlmpack.recipe.model_rules import ModelConfig
 from vlmpack.recipe.problems import KeyPath, Problem
@@ -100,17 +101,7 @@ def _asked(sections: Mapping[str, object]) -> Iterator[tuple[KeyPath, object, Fe
     if isinstance(packing, PackingSection) and packing.facts.feature is not None:
         yield ("packing", "mode"), packing.mode, packing.facts.feature
     if isinstance(split, ParallelismSection):
-        sizes: tuple[tuple[str, int, Feature], ...] = (
-            ("tensor", split.tensor, "TP"),
-            ("sequence", 1 + split.sequence, "SP"),
-            ("pipeline", split.pipeline, "PP"),
-            ("context", split.context, "CP"),
-            ("expert", split.expert, "EP"),
-        )
-        yield from (
-            (("parallelism", name), getattr(split, name), feature)
-            for name, size, feature in sizes
-            if size > 1
-        )
+        for name, feature in used_splits(split).items():
+            yield ("parallelism", name), getattr(split, name), feature
     if isinstance(trainable, TrainableSection):
         yield from ((("trainable", name), "lora", "LoRA") for name in trainable.uses("lora"))

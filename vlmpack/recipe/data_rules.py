@@ -1,7 +1,8 @@
-"""Rules about sources and splits; `rules.py` says what a rule is and runs them."""
+"""Rules about sources, splits and images; `rules.py` says what a rule is and runs them."""
 
 from __future__ import annotations
 
+from vlmpack.recipe.images import ImagesSection
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import DataSection, EvaluationSection
 
@@ -92,3 +93,12 @@ def evaluation_has_data(data: DataSection, evaluation: EvaluationSection) -> lis
         )
         problems.append(Problem(("evaluation", "generate"), message))
     return problems
+
+
+def pixel_bounds_leave_room(images: ImagesSection) -> list[Problem]:
+    """The smallest size is not larger than the largest."""
+    low, high = images.min_pixels, images.max_pixels
+    if low is None or high is None or low <= high:
+        return []
+    message = f"{low} is more than images.max_pixels {high}; lower it, or raise max_pixels"
+    return [Problem(("images", "min_pixels"), message)]

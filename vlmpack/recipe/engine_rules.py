@@ -1,15 +1,26 @@
-"""Rules about the megatron-core engine; `rules.py` says what a rule is and runs them.
+"""Rules about the two engines; `rules.py` says what a rule is and runs them.
 
 megatron-core is looked up, never imported: a recipe is checked where it cannot run, too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import metadata, util
 
+from vlmpack.capabilities.limits import ENGINE_LIMITS, Feature
 from vlmpack.capabilities.versions import version_limit
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
+
+_SPLITS: Mapping[str, Feature] = {
+    "tensor": "TP",
+    "sequence": "SP",
+    "pipeline": "PP",
+    "context": "CP",
+    "expert": "EP",
+}
+"""Keys that spread a model copy over processes, each with its column of the capability table."""
 
 
 def mcore_version() -> str | None:
@@ -24,12 +35,7 @@ def mcore_version() -> str | None:
 
 def mcore_is_installed(model: ModelSection) -> list[Problem]:
     """The engine that is asked for is here, in a version that it was built for."""
-    return mcore_version_fits(mcore_version()) if model.backend == "mcore" else []
-
-
-def mcore_version_fits(version: str | None) -> list[Problem]:
-    """What keeps `version` of megatron-core, None if absent, from being used."""
-    limit = version_limit("megatron-core", version)
+    limit = version_limit("megatron-core", mcore_version()) if model.backend == "mcore" else None
     return [] if limit is None else [Problem(("model", "backend"), f"'mcore' {limit}")]
 
 
@@ -65,3 +71,40 @@ def fsdp_needs_hf(model: ModelSection, parallelism: ParallelismSection) -> list[
         "spread the parameters"
     )
     return [Problem(("parallelism", "sharding"), message)]
+
+
+def used_splits(parallelism: ParallelismSection) -> dict[str, Feature]:
+    """The keys that spread a model copy over processes, each with its column of the table."""
+    whole = ParallelismSection()
+    return {
+        name: feature
+        for name, feature in _SPLITS.items()
+        if getattr(parallelism, name) != getattr(whole, name)
+    }
+
+
+def hf_is_data_parallel_only(model: ModelSection, parallelism: ParallelismSection) -> list[Problem]:
+    """Everything but data parallelism is Megatron's."""
+    if model.backend != "hf":
+        return []
+    limits, problems = ENGINE_LIMITS["hf"], []
+    for name, feature in used_splits(parallelism).items():
+        message = (
+            f"{getattr(parallelism, name)} {limits[feature]}; with 'hf' it is 1, and "
+            "parallelism.sharding: fsdp spreads a model's memory"
+        )
+        if name == "sequence":
+            message = f"true {limits['SP']}, and parallelism.tensor >= 2; with 'hf' it is false"
+        problems.append(Problem(("parallelism", name), message))
+    return problems
+
+
+def sequence_needs_tensor(model: ModelSection, parallelism: ParallelismSection) -> list[Problem]:
+    """Sequence parallelism shards over the tensor-parallel processes."""
+    if model.backend != "mcore" or not parallelism.sequence or parallelism.tensor > 1:
+        return []
+    message = (
+        "true, but parallelism.tensor is 1 and sequence parallelism shards activations over the "
+        "tensor-parallel processes; set it to false, or tensor to 2 or more"
+    )
+    return [Problem(("parallelism", "sequence"), message)]

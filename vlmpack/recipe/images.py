@@ -1,10 +1,9 @@
-"""What an image may cost: the recipe's `images`, and the rules about it."""
+"""What an image may cost: the recipe's `images`."""
 
 from __future__ import annotations
 
 from pydantic import Field
 
-from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.sources import Section
 
 MAX_IMAGE_PIXELS = 50_000_000
@@ -29,12 +28,3 @@ class ImagesSection(Section):
         """The bounds that are set, by name."""
         values = {name: getattr(self, name) for name in type(self).model_fields}
         return {name: value for name, value in values.items() if value is not None}
-
-
-def pixel_bounds_leave_room(images: ImagesSection) -> list[Problem]:
-    """The smallest size is not larger than the largest."""
-    low, high = images.min_pixels, images.max_pixels
-    if low is None or high is None or low <= high:
-        return []
-    message = f"{low} is more than images.max_pixels {high}; lower it, or raise max_pixels"
-    return [Problem(("images", "min_pixels"), message)]

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from vlmpack.addresses import redacted
 from vlmpack.recipe.json_nodes import (
     Node,
     all_keys,
@@ -18,7 +19,7 @@ from vlmpack.recipe.json_nodes import (
     properties,
     resolved,
 )
-from vlmpack.recipe.problems import KeyPath, Problem, as_written, key_name, without_password
+from vlmpack.recipe.problems import KeyPath, Problem, as_written, key_name
 from vlmpack.recipe.suggestions import suggest_key, suggest_value
 
 _UNKNOWN_KEY = {"extra_forbidden", "unexpected_keyword_argument"}
@@ -85,7 +86,7 @@ def shown(value: object) -> str:
         return "a mapping"
     if isinstance(value, (list, tuple)):
         return "an empty list" if not value else f"a list of {len(value)}"
-    text = without_password(repr(value))
+    text = redacted(repr(value))
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
 
 

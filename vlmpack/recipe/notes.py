@@ -49,7 +49,7 @@ def notes(recipe: Recipe, world_size: int = 1) -> list[str]:
 
 
 def _unchecked_model(model: ModelSection) -> list[str]:
-    """What `model_rules` and `mcore_rules` could not look at."""
+    """What `model_rules` and `engine_rules` could not look at."""
     found = []
     if model.backend == "mcore" and read_model_config(model) is None:
         found.append(

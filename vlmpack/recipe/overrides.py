@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import permutations
 
-from vlmpack.recipe.problems import Document, KeyPath, Place, Problem, key_name, without_password
+from vlmpack.addresses import redacted
+from vlmpack.recipe.problems import Document, KeyPath, Place, Problem, key_name
 from vlmpack.recipe.yaml_nodes import parse_yaml
-
-CHOICES: tuple[tuple[KeyPath, KeyPath], ...] = (
-    (("training", "max_steps"), ("training", "num_epochs")),
-)
-"""Pairs of keys that are one choice."""
 
 _MAX_LABEL = 80
 
@@ -43,14 +40,14 @@ def apply_overrides(
     written: set[KeyPath] = set()
     for key, value, text in pairs:
         _assign(result, tuple(key.split(".")), _copied(value), _label(text), written)
-    _settle_choices(result, written)
+    _settle_length(result, written)
     return result
 
 
 def _label(text: str) -> Place:
     if "credentials" in text:
         text = f"{text.partition('=')[0]}=***"
-    text = without_password(text)
+    text = redacted(text)
     short = text if len(text) <= _MAX_LABEL else text[: _MAX_LABEL - 3] + "..."
     return Place(f"override '{short}'")
 
@@ -100,26 +97,15 @@ def _assign(
     written.add(path)
 
 
-def _settle_choices(result: Document, written: set[KeyPath]) -> None:
-    """Of each pair, drop the key that an override of the other one replaces."""
-    for pair in CHOICES:
-        for chosen, other in (pair, pair[::-1]):
-            if chosen in written and other not in written and _get(result.root, chosen) is not None:
-                _drop(result, other)
-
-
-def _get(root: object, path: KeyPath) -> object:
-    node = root
-    for part in path:
-        node = node.get(part) if isinstance(node, dict) else None
-    return node
-
-
-def _drop(result: Document, path: KeyPath) -> None:
-    parent = _get(result.root, path[:-1])
-    if isinstance(parent, dict):
-        parent.pop(path[-1], None)
-        result.places.pop(path, None)
+def _settle_length(result: Document, written: set[KeyPath]) -> None:
+    """Drop `max_steps` or `num_epochs` where an override of the other one replaces it."""
+    assert isinstance(result.root, dict)
+    training = result.root.get("training")
+    for chosen, other in permutations(("max_steps", "num_epochs")):
+        only_chosen = ("training", chosen) in written and ("training", other) not in written
+        if only_chosen and isinstance(training, dict) and training.get(chosen) is not None:
+            training.pop(other, None)
+            result.places.pop(("training", other), None)
 
 
 def _copied(value: object) -> object:

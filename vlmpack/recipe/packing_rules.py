@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vlmpack.alignment import round_up
 from vlmpack.recipe.derived import multiples, plan_alignment, row_tokens
-from vlmpack.recipe.problems import Problem
+from vlmpack.recipe.problems import KeyPath, Problem
 from vlmpack.recipe.schema import PackingSection, ParallelismSection, TrainingSection
 
 
@@ -141,11 +141,27 @@ def alignment_splits_over_context(
     packing: PackingSection, parallelism: ParallelismSection
 ) -> list[Problem]:
     """Planned lengths must stay whole when context parallelism cuts them."""
-    chunks, alignment = 2 * parallelism.context, packing.alignment
-    if parallelism.context == 1 or alignment is None or alignment % chunks == 0:
+    if packing.alignment is None:
+        return []
+    return _uneven(("packing", "alignment"), packing.alignment, parallelism, ", or leave it out")
+
+
+def seq_length_splits_over_context(
+    training: TrainingSection, parallelism: ParallelismSection
+) -> list[Problem]:
+    """Context parallelism cuts each sequence into 2*CP equal chunks."""
+    return _uneven(("training", "seq_length"), training.seq_length, parallelism)
+
+
+def _uneven(
+    key: KeyPath, length: int, parallelism: ParallelismSection, instead: str = ""
+) -> list[Problem]:
+    """What is wrong with a length that context parallelism cannot cut into 2*CP equal chunks."""
+    chunks = 2 * parallelism.context
+    if parallelism.context == 1 or length % chunks == 0:
         return []
     message = (
-        f"{alignment} is not a multiple of 2 x parallelism.context = {chunks}; "
-        f"use {-(-alignment // chunks) * chunks}, or leave it out"
+        f"{length} is not a multiple of 2 x parallelism.context = {chunks}; "
+        f"use {round_up(length, chunks)}{instead}"
     )
-    return [Problem(("packing", "alignment"), message)]
+    return [Problem(key, message)]

@@ -6,11 +6,9 @@ file and line, or the override, that the key came from.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
-
-from vlmpack.addresses import redacted
 
 KeyPath = tuple[str | int, ...]
 """A key, from the root: `("data", "train", 0, "path")`."""
@@ -86,9 +84,10 @@ def as_written(path: KeyPath, values: object) -> KeyPath:
     return tuple(written)
 
 
-def without_password(text: str) -> str:
-    """The text without the user, password and signed query that an address in it may hold."""
-    return redacted(text)
+def listed_twice(path: KeyPath, names: Sequence[str]) -> list[Problem]:
+    """One for each name that the list at `path` has more than once."""
+    twice = sorted({name for name in names if names.count(name) > 1})
+    return [Problem(path, f"'{name}' is listed more than once") for name in twice]
 
 
 def place_of(path: KeyPath, places: Mapping[KeyPath, Place]) -> Place | None:

@@ -9,7 +9,7 @@ from importlib import util
 
 from vlmpack.capabilities.limits import ENGINE_LIMITS
 from vlmpack.recipe.model_rules import ModelConfig
-from vlmpack.recipe.problems import Problem
+from vlmpack.recipe.problems import Problem, listed_twice
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.recipe.trainable import COMPONENTS, LoraSection, OptimSection, TrainableSection
 
@@ -46,8 +46,7 @@ def targets_are_named(trainable: TrainableSection) -> list[Problem]:
     where = ("trainable", "lora", "targets")
     if not targets:
         return [Problem(where, "an empty list; name the layers, or use all-linear")]
-    twice = sorted({name for name in targets if targets.count(name) > 1})
-    return [Problem(where, f"'{name}' is listed more than once") for name in twice]
+    return listed_twice(where, targets)
 
 
 def lora_needs_hf(model: ModelSection, trainable: TrainableSection) -> list[Problem]:
