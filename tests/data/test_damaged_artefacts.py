@@ -166,7 +166,8 @@ def test_tars_of_saved_packs(packs: Path, share: float) -> None:
 def _plain(sample: SavedSample | None) -> Any:
     if sample is None:
         return None
-    return sample.key, sample.input_ids.tolist(), sample.labels.tolist(), sample.images
+    tokens = sample.tokens
+    return tokens.key, tokens.input_ids.tolist(), tokens.labels.tolist(), sample.images
 
 
 def test_facts_of_a_tar_that_packing_goes_on_from(

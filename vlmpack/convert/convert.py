@@ -21,10 +21,10 @@ from vlmpack.convert.images import ImageRoot
 from vlmpack.convert.records import Record
 from vlmpack.convert.settings import ConvertSettings
 from vlmpack.convert.shards import ShardFolder, WrittenShard
-from vlmpack.data.protocols import Encoder
 from vlmpack.data.shards.keys import count_keys
 from vlmpack.data.shards.naming import JSON_FIELD
 from vlmpack.data.shards.schemas import cook_text
+from vlmpack.encode import Encoder
 from vlmpack.errors import DataError, EmptyDataError, VlmpackError, schema_error
 from vlmpack.whole_file import write_atomically
 

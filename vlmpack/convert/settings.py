@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vlmpack.data.protocols import Encoder
 from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.encode import Encoder
 from vlmpack.storage.folders import default_cache_dir
 
 

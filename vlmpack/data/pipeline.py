@@ -35,7 +35,6 @@ from vlmpack.data.plan.packs import PackPlan
 from vlmpack.data.plan.shares import Shares, assign, share_out
 from vlmpack.data.plan.state import DataState, Era, Identity
 from vlmpack.data.plan.windows import WindowPlan
-from vlmpack.data.protocols import Encoder
 from vlmpack.data.splits.identity import short_digest
 from vlmpack.data.splits.indexed import open_indexed
 from vlmpack.data.splits.length_probe import probe_lengths
@@ -44,6 +43,7 @@ from vlmpack.data.splits.split import Split
 from vlmpack.data.splits.streamed import open_streamed
 from vlmpack.data.splits.summary import DataSummary, EpochLength
 from vlmpack.data.splits.survey import DataLaunch
+from vlmpack.encode import Encoder
 from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError
 from vlmpack.storage.fetch import Fetcher, LocalFetcher

@@ -16,7 +16,8 @@ import numpy as np
 
 from vlmpack.data.index.lengths import COUNTS, SampleText
 from vlmpack.data.index.table import Bools, Int64s, SampleTable
-from vlmpack.data.protocols import Encoder, ImageSize, SampleLength
+from vlmpack.data.protocols import ImageSize
+from vlmpack.encode import Encoder, SampleLength
 from vlmpack.errors import DataError
 
 OverLong = Literal["error", "drop", "shrink_images"]

@@ -25,7 +25,8 @@ from vlmpack.data.forkserver import DEFAULT_PRELOAD, sigterm_blocked, worker_con
 from vlmpack.data.index.table import SampleRef
 from vlmpack.data.loading.read import SampleReader, SkippedSample
 from vlmpack.data.loading.workers import LOOK_SECONDS, WorkerWatch, next_item, start_worker
-from vlmpack.data.protocols import Collator, Encoder
+from vlmpack.data.protocols import Collator
+from vlmpack.encode import Encoder
 from vlmpack.errors import DataError
 from vlmpack.packing.batch import EncodedSample, PackedBatch, PaddedBatch, pin_batch
 from vlmpack.recipe.schema import DataSection, OnErrorSection

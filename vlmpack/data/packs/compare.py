@@ -10,7 +10,7 @@ from typing import Any
 from vlmpack.data.config import DataConfig
 from vlmpack.data.packs.manifest import MANIFEST, Manifest
 from vlmpack.data.plan.state import Identity, IdentityValue
-from vlmpack.data.protocols import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.errors import PacksError
 
 logger = logging.getLogger("vlmpack")
@@ -72,10 +72,9 @@ def check_index(manifest: Manifest, folder: Path, identity: Identity, key: str) 
 
 def encoder_differences(manifest: Manifest, encoder: Encoder) -> list[str]:
     """One line for each part of the processor that is another one."""
-    parts: Any = encoder
-    now = parts.fingerprint_parts
+    now = encoder.fingerprint_parts
     before = dict(manifest.encoder)
-    if manifest.kind == "plan" and before.get("rules") in parts.former_rules:
+    if manifest.kind == "plan" and before.get("rules") in encoder.former_rules:
         before["rules"] = now["rules"]  # saved tokens keep the labels of their version, a plan none
     return [
         f"{what}: {before.get(part, 'not set')} in the packs, {now.get(part, 'not set')} now"
@@ -87,8 +86,7 @@ def encoder_differences(manifest: Manifest, encoder: Encoder) -> list[str]:
 def note_makers(manifest: Manifest, encoder: Encoder) -> None:
     """Say where another version of transformers than this one made the packs; older packs do not
     tell."""
-    parts: Any = encoder
-    before, now = (said.get("made_with") for said in (manifest.encoder, parts.fingerprint_parts))
+    before, now = (said.get("made_with") for said in (manifest.encoder, encoder.fingerprint_parts))
     if before is not None and before != now:
         logger.warning(
             "note: packing.path: the packs were made with %s; it is %s now, whose pixels or tokens "

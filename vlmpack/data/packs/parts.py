@@ -189,9 +189,10 @@ class WritePart:
     def _resized(self, media: Media) -> tuple[bytes, ...] | None:
         """The images as the encoder resized them; None where they would not give the same pixels
         again, bit for bit."""
-        encoder: Any = self.dataset.encoder
+        encoder = self.dataset.encoder
         files = tuple(_png(picture) for picture in encoder.image_rule.pictures(media))
         again = encoder.pixels(files)
+        assert again is not None  # there are images
         same = again.grid_thw == media.grid_thw and torch.equal(
             again.pixel_values, media.pixel_values
         )

@@ -9,32 +9,24 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from vlmpack.data.index.table import PackPlace, SampleRef
 from vlmpack.data.loading.loader import BinDataset, BinRequest
 from vlmpack.data.loading.read import SampleReader
 from vlmpack.data.packs.spans import SavedSample, read_pack
-from vlmpack.data.protocols import Collator, Encoder, ImageSize
+from vlmpack.data.protocols import Collator
+from vlmpack.encode import Encoder
 from vlmpack.errors import DataError
-from vlmpack.packing.batch import EncodedSample, Media
+from vlmpack.packing.batch import EncodedSample
 from vlmpack.recipe.schema import OnErrorSection
 from vlmpack.storage.fetch import LocalFetcher
-
-
-class PixelEncoder(Protocol):
-    """What is asked of an encoder here."""
-
-    def pixels(
-        self, files: Sequence[bytes], sizes: Sequence[ImageSize] | None = None
-    ) -> Media | None:
-        """The images of a sample as `encode` makes them; None for none."""
 
 
 class SavedBins(BinDataset):
     """Request -> MicroBatch, from saved packs. Samples without a place in one are read anew.
 
-    Args: those of BinDataset; the encoder is a PixelEncoder too.
+    Args: those of BinDataset.
     """
 
     def __init__(
@@ -73,31 +65,17 @@ class SavedBins(BinDataset):
         """See BinDataset."""
         if not isinstance(reading, SavedSample):
             return super().encode(ref, reading)
-        encoder: Any = self.encoder
-        media = _pixels(encoder, reading, ref.sizes)
+        sizes = None if reading.resized else ref.sizes
+        media = self.encoder.pixels(reading.images, sizes) if reading.num_images else None
         expected = 0 if media is None else sum(media.num_tokens)
-        if expected != reading.media_positions.shape[0]:
+        saved = reading.tokens.media_positions.shape[0]
+        if expected != saved:
             raise DataError(
-                f"its images make {expected} image tokens, the pack has "
-                f"{reading.media_positions.shape[0]}; the image processor changed, or the images",
+                f"its images make {expected} image tokens, the pack has {saved}; the image "
+                "processor changed, or the images",
                 error_class="integrity",
             )
-        return EncodedSample(
-            key=ref.key,
-            input_ids=reading.input_ids,
-            labels=reading.labels,
-            position_ids=reading.position_ids,
-            media=media,
-            media_positions=reading.media_positions,
-        )
-
-
-def _pixels(
-    encoder: PixelEncoder, saved: SavedSample, sizes: Sequence[ImageSize] | None
-) -> Media | None:
-    if not saved.num_images:
-        return None
-    return encoder.pixels(saved.images, None if saved.resized else sizes)
+        return replace(reading.tokens, key=ref.key, media=media)
 
 
 def load_pack(fetcher: LocalFetcher, pack: PackPlace) -> list[SavedSample | None] | DataError:

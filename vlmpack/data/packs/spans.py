@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import tarfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from safetensors import SafetensorError
@@ -37,20 +37,13 @@ class SavedSample:
     """A sample as a pack keeps it.
 
     Args:
-        key: of the sample.
-        input_ids, labels: (s,) int64.
-        position_ids: (A, s) int64.
-        media_positions: (m,) int64, of its image tokens.
+        tokens: the sample without its pixels.
         num_images: that it has.
         images: their files, where the pack holds them.
         resized: whether these are of the final size already.
     """
 
-    key: str
-    input_ids: Tensor
-    labels: Tensor
-    position_ids: Tensor
-    media_positions: Tensor
+    tokens: EncodedSample
     num_images: int
     images: tuple[bytes, ...] = ()
     resized: bool = False
@@ -60,16 +53,8 @@ class SavedSample:
         cls, encoded: EncodedSample, images: tuple[bytes, ...] = (), *, resized: bool = False
     ) -> SavedSample:
         """From an encoded sample; its pixels are left out."""
-        return cls(
-            encoded.key,
-            encoded.input_ids,
-            encoded.labels,
-            encoded.position_ids,
-            encoded.media_positions,
-            0 if encoded.media is None else encoded.media.num_images,
-            images,
-            resized,
-        )
+        num_images = 0 if encoded.media is None else encoded.media.num_images
+        return cls(replace(encoded, media=None), num_images, images, resized)
 
 
 def write_span(pack: int, samples: Sequence[SavedSample | None], num_axes: int) -> bytes:
@@ -81,6 +66,7 @@ def write_span(pack: int, samples: Sequence[SavedSample | None], num_axes: int) 
         num_axes: A.
     """
     there = [sample for sample in samples if sample is not None]
+    tokens = [sample.tokens for sample in there]
     none = torch.zeros(0, dtype=torch.int64)
 
     def joined(pieces: list[Tensor], empty: Tensor) -> Tensor:
@@ -90,16 +76,18 @@ def write_span(pack: int, samples: Sequence[SavedSample | None], num_axes: int) 
         return torch.tensor(values, dtype=torch.int32)
 
     tensors = {
-        "input_ids": joined([s.input_ids for s in there], none),
-        "labels": joined([s.labels for s in there], none),
-        "position_ids": joined([s.position_ids for s in there], none.expand(num_axes, 0)),
-        "media_positions": joined([s.media_positions for s in there], none),
-        "lengths": counts([0 if s is None else len(s.input_ids) for s in samples]),
-        "num_media_tokens": counts([0 if s is None else len(s.media_positions) for s in samples]),
+        "input_ids": joined([t.input_ids for t in tokens], none),
+        "labels": joined([t.labels for t in tokens], none),
+        "position_ids": joined([t.position_ids for t in tokens], none.expand(num_axes, 0)),
+        "media_positions": joined([t.media_positions for t in tokens], none),
+        "lengths": counts([0 if s is None else s.tokens.length for s in samples]),
+        "num_media_tokens": counts(
+            [0 if s is None else len(s.tokens.media_positions) for s in samples]
+        ),
         "num_images": counts([0 if s is None else s.num_images for s in samples]),
         "resized": counts([0 if s is None else int(s.resized) for s in samples]),
     }
-    keys = json.dumps([None if s is None else s.key for s in samples])
+    keys = json.dumps([None if s is None else s.tokens.key for s in samples])
     members = [_member(f"{pack:09d}.{_TOKENS}", save(tensors, {"keys": keys}))]
     images = [image for sample in there for image in sample.images]
     members += [
@@ -157,18 +145,14 @@ def _split(tensors: dict[str, Tensor], images: list[bytes], key: str) -> list[Sa
         if not lengths[place]:
             samples.append(None)
             continue
-        samples.append(
-            SavedSample(
-                f"{key}/{place}",
-                ids[place],
-                labels[place],
-                positions[place],
-                media_positions[place],
-                count,
-                mine,
-                bool(resized[place]),
-            )
+        tokens = EncodedSample(
+            key=f"{key}/{place}",
+            input_ids=ids[place],
+            labels=labels[place],
+            position_ids=positions[place],
+            media_positions=media_positions[place],
         )
+        samples.append(SavedSample(tokens, count, mine, bool(resized[place])))
     return samples
 
 

@@ -163,7 +163,6 @@ def _manifest(
     source: PackSource, order: PackOrder, prepared: PreparedSplit, arrays: PackArrays
 ) -> Manifest:
     config = source.config
-    encoder: Any = source.dataset.encoder
     return Manifest(
         kind=order.kind,
         planner=order.planner,
@@ -176,7 +175,7 @@ def _manifest(
         num_samples=int(arrays.numbers.shape[0]),
         num_packs=arrays.num_packs,
         num_tokens=int(prepared.fitted.table.num_tokens[arrays.numbers].sum()),
-        encoder=dict(encoder.fingerprint_parts),
+        encoder=dict(source.dataset.encoder.fingerprint_parts),
         data=index_identity(prepared.identity, config.key),
         sources=tuple((source.name, source.weight) for source in config.sources),
         weights=config.weights,
@@ -222,13 +221,12 @@ def _drop_form(value: dict[str, Any]) -> None:
 def _write_parts(
     source: PackSource, folder: Path, order: PackOrder, fitted: Fitted, arrays: PackArrays
 ) -> list[PartFacts]:
-    encoder: Any = source.dataset.encoder
     work = WritePart(
         folder=folder,
         dataset=source.dataset,
         kind=order.kind,
         media=order.media,
-        num_axes=encoder.num_position_axes,
+        num_axes=source.dataset.encoder.num_position_axes,
         maker=os.getpid(),
     )
     cuts = part_cuts(fitted.table, arrays, order.part_packs)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from vlmpack.data.config import DataConfig
 from vlmpack.data.plan.batches import Shuffle
 from vlmpack.data.plan.state import Identity, IdentityValue
-from vlmpack.data.protocols import Encoder
+from vlmpack.encode import Encoder
 
 MAX_SOURCES_LISTED = 6
 

@@ -32,7 +32,6 @@ from vlmpack.data.plan.batches import (
 )
 from vlmpack.data.plan.packers import Bin
 from vlmpack.data.plan.state import DataState, Identity
-from vlmpack.data.protocols import Encoder
 from vlmpack.data.splits.blending import blended_draws
 from vlmpack.data.splits.checks import (
     check_faults,
@@ -45,6 +44,7 @@ from vlmpack.data.splits.length_probe import probed_samples
 from vlmpack.data.splits.split import OnDropped, planned_rows
 from vlmpack.data.splits.summary import DataSummary, EpochLength, summarise
 from vlmpack.data.splits.survey import Survey
+from vlmpack.encode import Encoder
 from vlmpack.errors import EmptyDataError
 from vlmpack.storage.fetch import Fetcher
 

@@ -11,7 +11,7 @@ from vlmpack.data.config import DataConfig
 from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.table import SampleRef
 from vlmpack.data.loading.read import SampleReader
-from vlmpack.data.protocols import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.errors import DataError
 
 PROBE_SECONDS = 3.0

@@ -8,7 +8,7 @@ from vlmpack.data.config import DataConfig
 from vlmpack.data.index.lengths import LengthsBuilder, ShardBuilder
 from vlmpack.data.index.parts import BuildSettings, Progress
 from vlmpack.data.index.shard_index import IndexBuilder
-from vlmpack.data.protocols import Encoder
+from vlmpack.encode import Encoder
 from vlmpack.storage.fetch import Fetcher
 from vlmpack.storage.folders import default_cache_dir
 

@@ -14,8 +14,8 @@ from vlmpack.data.config import DataConfig
 from vlmpack.data.index.parts import part_for
 from vlmpack.data.plan.batches import Shuffle
 from vlmpack.data.plan.state import DataState
-from vlmpack.data.protocols import Encoder
 from vlmpack.data.splits.part_settings import index_folder, make_builder
+from vlmpack.encode import Encoder
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 from vlmpack.storage.sources import stamped_shards
 

@@ -18,8 +18,8 @@ from vlmpack.data.index.lengths import LengthsBuilder, ShardBuilder, load_length
 from vlmpack.data.index.parts import Part, part_for
 from vlmpack.data.index.shard_index import IndexBuilder, ShardIndex, load_index
 from vlmpack.data.index.shard_pool import each_shard
-from vlmpack.data.protocols import Encoder
 from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.encode import Encoder
 from vlmpack.errors import DataError, VlmpackError
 from vlmpack.storage.fetch import Fetcher
 from vlmpack.storage.sources import FoundShard

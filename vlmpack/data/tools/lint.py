@@ -25,14 +25,13 @@ from vlmpack.data.index.shard_index import (
     unknown_keys_of,
 )
 from vlmpack.data.index.shard_pool import each_shard
-from vlmpack.data.protocols import Encoder
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.images import oriented_size
 from vlmpack.data.shards.keys import count_keys
 from vlmpack.data.shards.raw import REINDEX, RawSample, changed_since_indexed, group_members
 from vlmpack.data.shards.schemas import cook
 from vlmpack.data.shards.tar import read_members
-from vlmpack.encode import decode_image
+from vlmpack.encode import Encoder, decode_image
 from vlmpack.encode.decode import which_image
 from vlmpack.errors import DataError, schema_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp
