@@ -124,11 +124,11 @@ def pack_batch_sequences(
 
 
 def _with_gaps(pieces: Sequence[Tensor], layout: RowLayout, fill: int) -> Tensor:
-    """Concatenate (..., s_i) pieces along the last axis, each filled up to its physical length."""
+    """Concatenate (..., s_i) pieces along the last axis, each filled up to its physical length, the
+    last one to the row's end. A row without samples has one piece without tokens."""
     parts: list[Tensor] = []
-    gaps = [p - n for p, n in zip(layout.physical, layout.lengths, strict=True)]
-    if gaps:
-        gaps[-1] += layout.tail
+    gaps = [p - n for p, n in zip(layout.physical, layout.lengths, strict=True)] or [0]
+    gaps[-1] += layout.tail
     for piece, gap in zip(pieces, gaps, strict=True):
         parts.append(piece)
         if gap:
@@ -150,7 +150,7 @@ def pack_rows(
     """Lay checked pieces out as one row; the common end of every way into packing.
 
     Args:
-        input_ids: (s_i,) int64 pieces.
+        input_ids: (s_i,) int64 pieces, at least one.
         labels: (s_i,) int64 pieces, shifted.
         position_ids: (A, s_i) int64 pieces.
         layout: lengths and multiples.
@@ -226,32 +226,18 @@ class PackCollator:
 
     def empty(self) -> PackedBatch:
         """A row without samples: one tail segment, no label, so that collectives stay aligned."""
-        length = max(self.pad_to_multiple_of, self.total_multiple_of)
-        segments: tuple[int, ...] = (length,)
-        shows_physical = False
-        if self.fixed is not None:
-            layout = RowLayout(
-                lengths=(),
-                pad_to_multiple_of=self.pad_to_multiple_of,
-                total_multiple_of=self.total_multiple_of,
-                fixed=self.fixed,
-            )
-            layout.check()
-            length, segments = self.fixed.row_tokens, layout.fillers
-            shows_physical = layout.shows_physical
-        boundaries = torch.tensor((0, *accumulate(segments)), dtype=torch.int32)
-        return PackedBatch(
-            input_ids=torch.full((1, length), self.pad_token_id),
-            labels=torch.full((1, length), IGNORE_INDEX),
-            loss_mask=torch.zeros(1, length, dtype=torch.bool),
-            position_ids=torch.zeros(self.num_position_axes, 1, length, dtype=torch.int64),
-            cu_seqlens=boundaries,
-            cu_seqlens_padded=boundaries.clone() if shows_physical else None,
-            segment_lengths=segments,
-            label_positions=torch.empty(0, dtype=torch.int64),
-            media=None,
-            media_positions=torch.empty(0, dtype=torch.int64),
-            keys=(),
+        layout = RowLayout(
             lengths=(),
-            fixed_shape=self.fixed is not None,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            total_multiple_of=max(self.pad_to_multiple_of, self.total_multiple_of),
+            fixed=self.fixed,
+        )
+        none = torch.empty(0, dtype=torch.int64)
+        return pack_rows(
+            [none],
+            [none],
+            [none.expand(self.num_position_axes, 0)],
+            layout=layout,
+            pad_token_id=self.pad_token_id,
+            keys=(),
         )
