@@ -219,11 +219,7 @@ class TrainData:
         left = None if max_steps is None else max_steps - state.batches
         if left is not None and left <= 0:
             return
-        plan = self.plan
-        if isinstance(plan, WindowPlan):
-            walk = plan.walk(state.position, state.cursors, state.shards)
-        else:
-            walk = plan.walk(state.position, state.cursors)
+        walk = self.plan.walk(state.position, state.cursors, state.shards)
         for done, batch in enumerate(walk, start=1):
             yield batch
             if done == left:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from math import ceil
 
 import numpy as np
@@ -19,9 +18,8 @@ from vlmpack.data.config import DataConfig
 from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.modes import MODES, PackingMode
-from vlmpack.data.plan.batches import Plan, Position, seeded_order
+from vlmpack.data.plan.batches import seeded_order
 from vlmpack.data.plan.packers import Bin, Scope
-from vlmpack.data.plan.packs import PackPlan
 from vlmpack.data.plan.shares import RowCost
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.indexed import make_plan
@@ -103,7 +101,7 @@ class ModePlanner:
         plan, mode = split.plan, self.config.mode
         # A WindowPlan's windows are not known beforehand: global batch by global batch.
         walked = ([batch.bins] for batch in first_epoch(split))
-        windows = walked if isinstance(plan, WindowPlan) else _windows(plan)
+        windows = walked if isinstance(plan, WindowPlan) else plan.first_epoch()
         total = None if isinstance(plan, WindowPlan) else plan.num_windows
         counts = counted(windows, f"packing: {mode.label}", total, self.progress)
         layout = layout_of(counts, split.sizes)
@@ -130,7 +128,7 @@ class ModePlanner:
         count = plan.num_windows
         if mode.facts.plans_rows:
             count = min(count, -(-MAX_PACKED // plan.window))
-        windows = islice(_windows(plan), count)
+        windows = plan.first_epoch(count)
         layout = layout_of(counted(windows, f"packing: {mode.label}", count, self.progress), sizes)
         part = count < plan.num_windows
         return PlannedMode(mode=mode, layout=layout, micro_batch_size=micro, is_part=part)
@@ -210,8 +208,3 @@ def _epoch_cost(mode: PlannedMode, costs: RowCost) -> float:
             rows.slots, rows.squares, patches, patch_squares=layout.by_bin(layout.patches**2)
         ).sum()
     )
-
-
-def _windows(plan: Plan | PackPlan) -> Windows:
-    for window in range(plan.num_windows):
-        yield plan.packed(Position(0, window))

@@ -20,6 +20,7 @@ argsort of it. So a plan does not depend on how numpy shuffles.
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -133,7 +134,87 @@ def cut_window(
     return planned
 
 
-class Plan:
+class KnownPlan(ABC):
+    """All global batches of all epochs of a split whose samples are known: any window is planned by
+    its place alone."""
+
+    @abstractmethod
+    def windows(self, epoch: int) -> int:
+        """Windows in an epoch."""
+
+    @abstractmethod
+    def window_steps(self, epoch: int) -> list[int]:
+        """Global batches of each window of an epoch."""
+
+    @abstractmethod
+    def packed(self, start: Position, cursors: Cursors = ()) -> list[tuple[Bin, ...]]:
+        """The bins of the global batches of one window.
+
+        Args:
+            start: any position in it.
+            cursors: not needed here.
+        """
+
+    def cursors(self, epoch: int, window: int) -> Cursors:
+        """Where the sources stand before a window, as states have it."""
+        return ()
+
+    @property
+    def num_windows(self) -> int:
+        """Windows in the first epoch."""
+        return self.windows(0)
+
+    def first_epoch(self, num_windows: int | None = None) -> Iterator[list[tuple[Bin, ...]]]:
+        """The bins of the global batches of each window of epoch 0.
+
+        Args:
+            num_windows: only of the first so many.
+        """
+        windows = self.num_windows if num_windows is None else num_windows
+        return (self.packed(Position(0, window)) for window in range(windows))
+
+    def batches_of(self, epoch: int, window: int) -> list[PlannedBatch]:
+        """The global batches of one window."""
+        place = Position(epoch, window)
+        after = place.behind_window(ends_epoch=window + 1 >= self.windows(epoch))
+        return cut_window(
+            self.packed(place),
+            place,
+            after,
+            before=self.cursors(epoch, window),
+            behind=self.cursors(after.epoch, after.window),
+        )
+
+    def num_steps(self, epoch: int) -> int:
+        """Global batches in an epoch. Under a token budget what of it was not packed yet is, to
+        know."""
+        return sum(self.window_steps(epoch))
+
+    def steps_until(self, epochs: int, start: Position, cursors: Cursors = ()) -> int:
+        """Global batches from a position to the end of the last of `epochs` epochs."""
+        if start.epoch >= epochs:
+            return 0
+        done = sum(self.window_steps(start.epoch)[: start.window]) + start.batch
+        return sum(self.num_steps(epoch) for epoch in range(start.epoch, epochs)) - done
+
+    def walk(
+        self, start: Position, cursors: Cursors = (), shards: str | None = None
+    ) -> Iterator[PlannedBatch]:
+        """Global batches from a position on, without end. The plan must not be empty.
+
+        Args:
+            start: where.
+            cursors, shards: not needed here: the position says it all.
+        """
+        assert self.num_windows > 0
+        position = start
+        while True:
+            batches = self.batches_of(position.epoch, position.window)
+            yield from batches[position.batch :]
+            position = batches[-1].following
+
+
+class Plan(KnownPlan):
     """All global batches of all epochs of one split.
 
     Args:
@@ -167,17 +248,16 @@ class Plan:
         """Samples in an epoch."""
         return int(self._starts[-1].sum())
 
-    @property
-    def num_windows(self) -> int:
-        """Windows in an epoch."""
-        return int(self._starts.shape[0]) - 1
-
     def cursors(self, epoch: int, window: int) -> Cursors:
-        """What each source has given before a window, counted from the run's first sample."""
+        """See KnownPlan: what each source has given, counted from the run's first sample."""
         return tuple(
             epoch * source.num_draws + int(self._starts[window, d])
             for d, source in enumerate(self.sources)
         )
+
+    def windows(self, epoch: int) -> int:
+        """See KnownPlan: as many in each epoch."""
+        return int(self._starts.shape[0]) - 1
 
     def window_order(self, epoch: int, window: int) -> Int64s:
         """The sample numbers of one window, in order."""
@@ -192,42 +272,13 @@ class Plan:
         return order[seeded_order(order.shape[0], self.seed, "window", epoch, window)]
 
     def packed(self, start: Position, cursors: Cursors = ()) -> list[tuple[Bin, ...]]:
-        """The bins of the global batches of one window.
-
-        Args:
-            start: any position in it.
-            cursors: not needed here.
-        """
+        """See KnownPlan."""
         batches = self.packer(self.window_order(start.epoch, start.window))
         self._steps[start.epoch, start.window] = len(batches)
         return batches
 
-    def batches_of(self, epoch: int, window: int) -> list[PlannedBatch]:
-        """The global batches of one window."""
-        place = Position(epoch, window)
-        after = place.behind_window(ends_epoch=window + 1 == self.num_windows)
-        return cut_window(
-            self.packed(place),
-            place,
-            after,
-            before=self.cursors(epoch, window),
-            behind=self.cursors(after.epoch, after.window),
-        )
-
-    def num_steps(self, epoch: int) -> int:
-        """Global batches in an epoch. Under a token budget what of it was not packed yet is, to
-        know."""
-        return sum(self._window_steps(epoch))
-
-    def steps_until(self, epochs: int, start: Position, cursors: Cursors = ()) -> int:
-        """Global batches from a position to the end of the last of `epochs` epochs."""
-        if start.epoch >= epochs:
-            return 0
-        done = sum(self._window_steps(start.epoch)[: start.window]) + start.batch
-        return sum(self.num_steps(epoch) for epoch in range(start.epoch, epochs)) - done
-
-    def _window_steps(self, epoch: int) -> list[int]:
-        """Global batches of each window. What was packed before, for whatever, is not again."""
+    def window_steps(self, epoch: int) -> list[int]:
+        """See KnownPlan. What was packed before, for whatever, is not again."""
         return [
             self._steps_of(epoch, window, count)
             for window, count in enumerate(np.diff(self._starts.sum(axis=1)).tolist())
@@ -238,20 +289,6 @@ class Plan:
         if steps is None:
             steps = self._steps.get((epoch, window))
         return len(self.packed(Position(epoch, window))) if steps is None else steps
-
-    def walk(self, start: Position, cursors: Cursors = ()) -> Iterator[PlannedBatch]:
-        """Global batches from a position on, without end. The plan must not be empty.
-
-        Args:
-            start: where.
-            cursors: not needed here: the position says it all.
-        """
-        assert self.epoch_size > 0
-        position = start
-        while True:
-            for batch in self.batches_of(position.epoch, position.window)[position.batch :]:
-                yield batch
-                position = batch.following
 
     def _draw(self, d: int, source: PlanSource, begin: int, end: int) -> Int64s:
         """Draws `begin` to `end` of a source: pass after pass, each in its own order."""

@@ -8,7 +8,7 @@ which samples share one stays. A window is a stretch of packs.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,10 +17,9 @@ import numpy as np
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.plan.batches import (
     Cursors,
-    PlannedBatch,
+    KnownPlan,
     PlanSource,
     Position,
-    cut_window,
     seeded_order,
 )
 from vlmpack.data.plan.packers import BATCHES_PER_WINDOW, Bin, BudgetPacker
@@ -88,7 +87,7 @@ class PackArrays:
         return cls(numbers, _starts([len(pack) for pack in packs]), none, none)
 
 
-class PackPlan:
+class PackPlan(KnownPlan):
     """All global batches of all epochs of saved packs.
 
     Args:
@@ -115,6 +114,8 @@ class PackPlan:
         self.packer = packer
         self.keeps_order = keeps_order
         self._order: tuple[int, Int64s] | None = None
+        batches = _stretches(arrays.num_packs, packer.global_batch_size)
+        self._even_cuts = (batches, _stretches(len(batches) - 1, BATCHES_PER_WINDOW))
 
     @property
     def epoch_size(self) -> int:
@@ -122,56 +123,23 @@ class PackPlan:
         return int(self.arrays.numbers.shape[0])
 
     def windows(self, epoch: int) -> int:
-        """Windows in an epoch."""
-        if self._is_saved(epoch):
-            return int(self.arrays.windows.shape[0]) - 1
-        return -(-self.num_steps(epoch) // BATCHES_PER_WINDOW)
+        """See KnownPlan."""
+        return len(self._cuts(epoch)[1]) - 1
 
-    @property
-    def num_windows(self) -> int:
-        """Windows in the first epoch."""
-        return self.windows(0)
-
-    def num_steps(self, epoch: int) -> int:
-        """Global batches in an epoch."""
-        if self._is_saved(epoch):
-            return int(self.arrays.batches.shape[0]) - 1
-        return -(-self.arrays.num_packs // self.packer.global_batch_size)
-
-    def steps_until(self, epochs: int, start: Position, cursors: Cursors = ()) -> int:
-        """Global batches from a position to the end of the last of `epochs` epochs."""
-        if start.epoch >= epochs:
-            return 0
-        begun = self._first_step(start.epoch, start.window) + start.batch
-        return sum(self.num_steps(epoch) for epoch in range(start.epoch, epochs)) - begun
+    def window_steps(self, epoch: int) -> list[int]:
+        """See KnownPlan."""
+        steps: list[int] = np.diff(self._cuts(epoch)[1]).tolist()
+        return steps
 
     def packed(self, start: Position, cursors: Cursors = ()) -> list[tuple[Bin, ...]]:
-        """The packs of the global batches of one window."""
-        first = self._first_step(start.epoch, start.window)
-        last = self._first_step(start.epoch, start.window + 1)
+        """See KnownPlan: nothing is packed, the packs of each are taken."""
+        batches, windows = self._cuts(start.epoch)
+        first, last = windows[start.window : start.window + 2]
         order = self.pack_order(start.epoch)
-        cuts = [self._first_pack(start.epoch, step) for step in range(first, last + 1)]
         return [
             tuple(self.arrays.members(pack) for pack in order[a:b].tolist())
-            for a, b in pairwise(cuts)
+            for a, b in pairwise(batches[first : last + 1].tolist())
         ]
-
-    def walk(self, start: Position, cursors: Cursors = ()) -> Iterator[PlannedBatch]:
-        """Global batches from a position on, without end. There must be a pack."""
-        assert self.arrays.num_packs > 0
-        position = start
-        while True:
-            is_last = position.window + 1 >= self.windows(position.epoch)
-            after = position.behind_window(ends_epoch=is_last)
-            batches = cut_window(
-                self.packed(position),
-                Position(position.epoch, position.window),
-                after,
-                before=(),
-                behind=(),
-            )
-            yield from batches[position.batch :]
-            position = after
 
     def pack_order(self, epoch: int) -> Int64s:
         """(P,) the packs in the order of an epoch."""
@@ -185,17 +153,17 @@ class PackPlan:
     def _is_saved(self, epoch: int) -> bool:
         return self.keeps_order and epoch == 0
 
-    def _first_step(self, epoch: int, window: int) -> int:
-        """Global batches of the epoch before a window."""
+    def _cuts(self, epoch: int) -> tuple[Int64s, Int64s]:
+        """(B + 1,) packs before each global batch of an epoch, and (W + 1,) global batches before
+        each of its windows."""
         if self._is_saved(epoch):
-            return int(self.arrays.windows[min(window, len(self.arrays.windows) - 1)])
-        return min(window * BATCHES_PER_WINDOW, self.num_steps(epoch))
+            return self.arrays.batches, self.arrays.windows
+        return self._even_cuts
 
-    def _first_pack(self, epoch: int, step: int) -> int:
-        """Packs of the epoch before a global batch."""
-        if self._is_saved(epoch):
-            return int(self.arrays.batches[step])
-        return min(step * self.packer.global_batch_size, self.arrays.num_packs)
+
+def _stretches(count: int, each: int) -> Int64s:
+    """(n + 1,) where stretches of `each` begin and end; the last may be short."""
+    return np.append(np.arange(0, count, each), count)
 
 
 def _starts(counts: Sequence[int]) -> Int64s:

@@ -15,7 +15,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -25,9 +24,8 @@ from vlmpack.data.index.lengths import (
     ShardBuilder,
     load_lengths,
     open_lengths,
-    read_text,
 )
-from vlmpack.data.index.overlong import Fitted, apply_over_long
+from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.part_file import read_part
 from vlmpack.data.index.parts import (
     POOL_MIN_BYTES,
@@ -37,11 +35,12 @@ from vlmpack.data.index.parts import (
     share_parts,
 )
 from vlmpack.data.index.shard_index import load_index, open_index
-from vlmpack.data.index.table import Int64s, SampleRef, SampleTable, join_tables
+from vlmpack.data.index.table import Int64s, SampleRef, SampleTable
 from vlmpack.data.loading.read import SkippedSample
 from vlmpack.data.shards.keys import describe_keys
-from vlmpack.data.splits.checks import check_faults, check_unknown_keys, dropped_samples
+from vlmpack.data.splits.checks import dropped_samples
 from vlmpack.data.splits.index_ahead import IndexHelpers
+from vlmpack.data.splits.indexed import fit_samples
 from vlmpack.errors import DataError
 from vlmpack.storage.cache.cached import CachedFetcher
 from vlmpack.storage.fetch import ShardStamp
@@ -311,21 +310,8 @@ class GrowingIndex:
         lengths: LengthsBuilder = self.builder.lengths
         beside = part_for(lengths.index_dir, part.stamp, lengths.rule)
         share_parts([beside], lengths, self.settings, what="lengths")
-        table = join_tables([([index], [load_lengths(beside, index, lengths)])])
-        check_faults(table, self.config)
-        check_unknown_keys(table, self.config)
-
-        def text(row: int) -> Any:
-            place: dict[str, Any] = index.table.slice(row, 1).to_pylist()[0]
-            return read_text(self.builder.fetcher, part.stamp, place)
-
-        fitted = apply_over_long(
-            table,
-            policy=self.config.data.over_long,
-            limits=self.config.limits,
-            encoder=lengths.encoder,
-            read_text=text,
-        )
+        measured = [([index], [load_lengths(beside, index, lengths)])]
+        fitted = fit_samples(self.config, self.builder, measured)
         rows = np.flatnonzero(fitted.eligible).astype(np.int64)
         return ShardSamples(fitted, rows + shard * SHARD_STRIDE)
 

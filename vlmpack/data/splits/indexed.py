@@ -20,7 +20,7 @@ from vlmpack.data.index.lengths import (
 from vlmpack.data.index.overlong import Fitted, apply_over_long
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.shard_index import ShardIndex, open_index
-from vlmpack.data.index.table import Int64s, SampleRef, SampleTable, join_tables
+from vlmpack.data.index.table import Int64s, SampleRef, join_tables
 from vlmpack.data.plan.batches import (
     PLAN_RULE,
     Cursors,
@@ -46,7 +46,6 @@ from vlmpack.data.splits.summary import DataSummary, EpochLength, summarise
 from vlmpack.data.splits.survey import Survey
 from vlmpack.encode import Encoder
 from vlmpack.errors import EmptyDataError
-from vlmpack.storage.fetch import Fetcher
 
 SUMMARY_SAMPLES = 262_144
 """Samples of an epoch that are packed for its figures at most: some 2 s."""
@@ -177,17 +176,7 @@ def prepare_split(
         EmptyDataError: nothing to train on.
     """
     joined = _open_sources(survey, builder, settings)
-    table = join_tables(joined)
-    check_faults(table, config)
-    check_unknown_keys(table, config)
-    rows = _Rows(table, [index for indexes, _ in joined for index in indexes], builder.fetcher)
-    fitted = apply_over_long(
-        table,
-        policy=config.data.over_long,
-        limits=config.limits,
-        encoder=builder.lengths.encoder,
-        read_text=rows.read_text,
-    )
+    fitted = fit_samples(config, builder, joined)
     check_not_empty([fitted], config)
     return PreparedSplit(fitted, _identity(config, survey, builder.lengths.encoder, joined))
 
@@ -203,20 +192,37 @@ def _open_sources(
     return [(indexes[a:b], lengths[a:b]) for a, b in pairwise(ends)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Index rows by sample number, for the few samples that need their text again."""
+def fit_samples(
+    config: DataConfig,
+    builder: ShardBuilder,
+    joined: Sequence[tuple[Sequence[ShardIndex], Sequence[Any]]],
+) -> Fitted:
+    """The samples of some shards, by the recipe's policies.
 
-    table: SampleTable
-    indexes: list[ShardIndex]
-    fetcher: Fetcher
+    Args:
+        joined: indexes and lengths of each source's shards.
 
-    def read_text(self, number: int) -> SampleText:
-        shard = self.table.shard_of(number)
-        index = self.indexes[shard]
-        place = number - int(self.table.shard_starts[shard])
-        row: dict[str, Any] = index.table.slice(place, 1).to_pylist()[0]
-        return read_text(self.fetcher, index.stamp, row)
+    Raises:
+        DataError: a bad sample whose class is not skipped; an over-long sample.
+    """
+    table = join_tables(joined)
+    check_faults(table, config)
+    check_unknown_keys(table, config)
+    shards = [index for indexes, _ in joined for index in indexes]
+
+    def text_again(number: int) -> SampleText:
+        shard = table.shard_of(number)
+        place = number - int(table.shard_starts[shard])
+        row: dict[str, Any] = shards[shard].table.slice(place, 1).to_pylist()[0]
+        return read_text(builder.fetcher, shards[shard].stamp, row)
+
+    return apply_over_long(
+        table,
+        policy=config.data.over_long,
+        limits=config.limits,
+        encoder=builder.lengths.encoder,
+        read_text=text_again,
+    )
 
 
 def make_plan(config: DataConfig, fitted: Fitted, shuffle: Shuffle) -> tuple[Plan, Identity]:
