@@ -142,7 +142,8 @@ def synthetic_inputs(count: int, mode: str, **settings: object):
     from vlmpack.data.config import DataConfig
     from vlmpack.data.index.overlong import SampleLimits
     from vlmpack.data.modes import packing_mode
-    from vlmpack.data.splits.indexed import IndexedSplit, make_plan
+    from vlmpack.data.splits.indexed import make_plan
+    from vlmpack.data.splits.split import KnownSplit
     from vlmpack.forecast.make import PlanInputs
     from vlmpack.forecast.parameters import read_sizes
     from vlmpack.recipe import load_recipe
@@ -173,7 +174,7 @@ def synthetic_inputs(count: int, mode: str, **settings: object):
     )
     fitted = fit(synthetic_table(count), SampleLimits(CAPACITY))
     plan, _ = make_plan(config, fitted, "global")
-    split = IndexedSplit(config, fitted, {}, plan)
+    split = KnownSplit(config, fitted, {}, plan)
     sizes = read_sizes(Path(recipe.model.path))
     config = replace(config, mode=config.mode.settled(plan.packer))
     return PlanInputs(recipe=recipe, config=config, split=split, sizes=sizes, world_size=8)

@@ -16,7 +16,6 @@ import numpy as np
 
 from vlmpack.data.config import DataConfig
 from vlmpack.data.index.overlong import Fitted
-from vlmpack.data.index.table import Int64s
 from vlmpack.data.modes import MODES, PackingMode
 from vlmpack.data.plan.batches import seeded_order
 from vlmpack.data.plan.packers import Bin, Scope
@@ -120,16 +119,12 @@ class ModePlanner:
         training = self.config.training.model_copy(update={"micro_batch_size": micro})
         config = replace(self.config, mode=mode, training=training)
         plan, _ = make_plan(config, self.fitted, "global")
-        table = self.fitted.table
-
-        def sizes(order: Int64s) -> tuple[Int64s, Int64s]:
-            return table.num_tokens[order], table.num_patches[order]
-
         count = plan.num_windows
         if mode.facts.plans_rows:
             count = min(count, -(-MAX_PACKED // plan.window))
         windows = plan.first_epoch(count)
-        layout = layout_of(counted(windows, f"packing: {mode.label}", count, self.progress), sizes)
+        counts = counted(windows, f"packing: {mode.label}", count, self.progress)
+        layout = layout_of(counts, self.fitted.table.sizes)
         part = count < plan.num_windows
         return PlannedMode(mode=mode, layout=layout, micro_batch_size=micro, is_part=part)
 

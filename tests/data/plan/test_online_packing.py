@@ -151,7 +151,7 @@ def test_a_long_epoch_is_summed_up_by_its_first_window(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = online(folder, tmp_path, shuffle="global").summary()
-    monkeypatch.setattr("vlmpack.data.splits.indexed.SUMMARY_SAMPLES", COUNT - 1)
+    monkeypatch.setattr("vlmpack.data.splits.split.SUMMARY_SAMPLES", COUNT - 1)
     counted = CountedRows(monkeypatch)
     data = online(folder, tmp_path, shuffle="global")
     summary = data.summary()

@@ -118,6 +118,10 @@ class SampleTable:
         """N, bad samples included."""
         return int(self.offsets.shape[0])
 
+    def sizes(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
+        """(n,) tokens and (n,) vision patches of samples."""
+        return self.num_tokens[numbers], self.num_patches[numbers]
+
     def shard_of(self, number: int) -> int:
         """The place of a sample's shard in `shards`."""
         return int(np.searchsorted(self.shard_starts, number, side="right")) - 1

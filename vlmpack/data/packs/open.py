@@ -91,10 +91,7 @@ def open_packed(
             budget=manifest.budget,
             global_batch_size=config.training.global_batch_size,
             scope="stream",
-            sizes=lambda numbers: (
-                fitted.table.num_tokens[numbers],
-                fitted.table.num_patches[numbers],
-            ),
+            sizes=fitted.table.sizes,
         ),
         keeps_order=manifest.planner == "stream"
         and (manifest.seed, manifest.global_batch_size)

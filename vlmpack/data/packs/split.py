@@ -7,48 +7,34 @@ from functools import cached_property
 
 import numpy as np
 
-from vlmpack.data.config import DataConfig
-from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.table import Int64s, PackPlace, SampleRef
 from vlmpack.data.packs.arrays import PackSpans
 from vlmpack.data.packs.manifest import Manifest
-from vlmpack.data.plan.batches import Cursors, Position
 from vlmpack.data.plan.packers import Bin
 from vlmpack.data.plan.packs import PackPlan
-from vlmpack.data.plan.state import DataState, Identity
+from vlmpack.data.plan.state import DataState
 from vlmpack.data.splits.length_probe import probed_samples
-from vlmpack.data.splits.split import planned_rows
-from vlmpack.data.splits.summary import DataSummary, EpochLength, summarise
+from vlmpack.data.splits.split import KnownSplit
 from vlmpack.storage.fetch import ShardStamp
 
 
 @dataclass(frozen=True)
-class PackedSplit:
+class PackedSplit(KnownSplit):
     """Saved packs and the samples that they were made from.
 
     Args:
-        config: the split.
+        config, fitted, identity, plan: see KnownSplit; samples have the numbers that the packs use.
         manifest: of the folder.
-        fitted: the samples, by the numbers that the packs use.
-        identity: what decides their order.
-        plan: the global batches.
         spans: where packs lie; None for kind `plan`, whose samples are read from their shards.
         files: the folder's tars.
         holes: sample number -> (error class, reason) of those that could not be encoded.
     """
 
-    config: DataConfig
-    manifest: Manifest
-    fitted: Fitted
-    identity: Identity
     plan: PackPlan
+    manifest: Manifest
     spans: PackSpans | None
     files: tuple[ShardStamp, ...]
     holes: dict[int, tuple[str, str]]
-
-    def start(self, epoch: int = 0, first_pass: int = 0) -> Cursors:
-        """See Split. Packs are drawn once an epoch: the position says it all."""
-        return ()
 
     def ref(self, number: int) -> SampleRef:
         """See Split."""
@@ -74,48 +60,9 @@ class PackedSplit:
             return tuple(refs)
         return tuple(replace(ref, pack=self._place(pack, place)) for place, ref in enumerate(refs))
 
-    def sizes(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
-        """See Split."""
-        return self.fitted.table.num_tokens[numbers], self.fitted.table.num_patches[numbers]
-
-    def epoch_length(self) -> EpochLength:
-        """See Split."""
-        return EpochLength(self.plan.epoch_size, self.plan.num_steps(0), exact=True)
-
-    def steps_until(self, epochs: int, state: DataState) -> int:
-        """See Split."""
-        return self.plan.steps_until(epochs, state.position)
-
-    def numbers(self) -> list[tuple[str, Int64s]]:
-        """See Split."""
-        return [(source.name, source.numbers) for source in self.plan.sources]
-
-    def index_all(self) -> None:
-        """See Split."""
-
-    def usable_tokens(self) -> Int64s:
-        """See Split."""
-        return self.fitted.table.num_tokens[self.fitted.eligible]
-
     def probed(self, count: int, state: DataState) -> list[SampleRef]:
         """See Split. None where the original shards need not be there."""
         return [] if self.manifest.kind == "shards" else probed_samples(self.fitted, count)
-
-    def summary(self) -> DataSummary:
-        """See Split."""
-        order, bins = planned_rows(
-            self.plan.packed(Position(0, w)) for w in range(self.plan.num_windows)
-        )
-        return summarise(
-            [self.fitted],
-            num_shards=len(self.fitted.table.shards),
-            epoch=self.epoch_length(),
-            tokens=self.fitted.table.num_tokens[order],
-            bins=bins,
-        )
-
-    def close(self) -> None:
-        """See Split."""
 
     @cached_property
     def _places(self) -> tuple[Int64s, Int64s]:

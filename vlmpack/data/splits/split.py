@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
 import numpy as np
 
+from vlmpack.data.config import DataConfig
 from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.table import Int64s, SampleRef
 from vlmpack.data.loading.read import SkippedSample
@@ -16,7 +18,11 @@ from vlmpack.data.plan.packers import Bin
 from vlmpack.data.plan.packs import PackPlan
 from vlmpack.data.plan.state import DataState, Identity
 from vlmpack.data.plan.windows import WindowPlan
-from vlmpack.data.splits.summary import DataSummary, EpochLength
+from vlmpack.data.splits.length_probe import probed_samples
+from vlmpack.data.splits.summary import DataSummary, EpochLength, summarise
+
+SUMMARY_SAMPLES = 262_144
+"""Samples of an epoch that are packed for its figures at most: some 2 s."""
 
 OnDropped = Callable[[Sequence[SkippedSample]], None]
 
@@ -81,6 +87,86 @@ class Split(Protocol):
 
     def close(self) -> None:
         """Ends what works in the background."""
+
+
+@dataclass(frozen=True)
+class KnownSplit:
+    """A split whose samples are all known before the plan is made; see Split for what it is asked.
+
+    Args:
+        config: the split.
+        fitted: its samples.
+        identity: what decides its order.
+        plan: its global batches.
+    """
+
+    config: DataConfig
+    fitted: Fitted
+    identity: Identity
+    plan: Plan | PackPlan
+
+    def start(self, epoch: int = 0, first_pass: int = 0) -> Cursors:
+        """See Split."""
+        return self.plan.cursors(epoch, 0)
+
+    def ref(self, number: int) -> SampleRef:
+        """See Split."""
+        return self.fitted.table.ref(number)
+
+    def refs(self, samples: Bin) -> tuple[SampleRef, ...]:
+        """See Split."""
+        return tuple(self.ref(number) for number in samples)
+
+    def sizes(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
+        """See Split."""
+        return self.fitted.table.sizes(numbers)
+
+    def epoch_length(self) -> EpochLength:
+        """See Split."""
+        return EpochLength(self.plan.epoch_size, self.plan.num_steps(0), exact=True)
+
+    def steps_until(self, epochs: int, state: DataState) -> int:
+        """See Split."""
+        return self.plan.steps_until(epochs, state.position)
+
+    def numbers(self) -> list[tuple[str, Int64s]]:
+        """See Split."""
+        return [(source.name, source.numbers) for source in self.plan.sources]
+
+    def index_all(self) -> None:
+        """See Split."""
+
+    def usable_tokens(self) -> Int64s:
+        """See Split."""
+        return self.fitted.table.num_tokens[self.fitted.eligible]
+
+    def probed(self, count: int, state: DataState) -> list[SampleRef]:
+        """See Split."""
+        return probed_samples(self.fitted, count)
+
+    def summary(self) -> DataSummary:
+        """See Split. Rows of a long epoch that are yet to be packed are those of its first window,
+        and so is the number of steps where it depends on them."""
+        plan = self.plan
+        packs = self.config.mode.facts.plans_rows and not self.config.mode.facts.reads_packs
+        whole = plan.epoch_size <= SUMMARY_SAMPLES or not packs
+        order, bins = planned_rows(plan.first_epoch(None if whole else 1))
+        if whole or plan.packer.num_batches(1) is not None:
+            epoch = self.epoch_length()
+        else:
+            rows = plan.epoch_size * bins.size / order.size
+            steps = max(1, round(rows / self.config.training.global_batch_size))
+            epoch = EpochLength(plan.epoch_size, steps, exact=False)
+        return summarise(
+            [self.fitted],
+            num_shards=len(self.fitted.table.shards),
+            epoch=epoch,
+            tokens=self.fitted.table.num_tokens[order],
+            bins=bins,
+        )
+
+    def close(self) -> None:
+        """See Split."""
 
 
 def first_epoch(split: Split) -> Iterator[PlannedBatch]:
