@@ -6,7 +6,8 @@ invariants of our own; an assertion that fires is a bug in vlmpack.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 ErrorClass = Literal["transport", "integrity", "decode", "schema", "too_long"]
@@ -16,6 +17,15 @@ class VlmpackError(Exception):
     """Base of every error a user can cause or act on. The CLI prints it without a traceback."""
 
     exit_code = 1
+
+
+@contextmanager
+def writing(place: object, error: type[VlmpackError] = VlmpackError) -> Iterator[None]:
+    """What the block cannot write is the user's to act on: an error that names the place."""
+    try:
+        yield
+    except OSError as found:
+        raise error(f"{place} cannot be written: {found.strerror or found}") from found
 
 
 UNREADABLE = (

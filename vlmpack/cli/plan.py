@@ -12,7 +12,7 @@ import typer
 
 from vlmpack.cli.options import Overrides, RecipeOrRun, load
 from vlmpack.cli.progress import Bars
-from vlmpack.errors import VlmpackError
+from vlmpack.errors import VlmpackError, writing
 from vlmpack.terminal import open_console, say
 
 if TYPE_CHECKING:
@@ -63,26 +63,18 @@ def plan(
     else:
         print_sections(sections(made))
     if as_json is not None and str(as_json) != "-":
-        _write(as_json, content + "\n")
+        with writing(as_json):
+            as_json.write_text(content + "\n", encoding="utf-8")
         say(f"json: {as_json}", err=True)
     if html is not None:
-        try:
+        with writing(html):
             write_page(made, html, title=str(recipe))
-        except OSError as error:
-            raise VlmpackError(f"{html} cannot be written: {error.strerror or error}") from error
         say(f"page: {html}", err=True)
 
 
 def _one_copy(recipe: Recipe) -> int:
     split = recipe.parallelism
     return split.tensor * split.pipeline * split.context
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise VlmpackError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def print_sections(page: Sequence[Section], console: Console | None = None) -> None:

@@ -17,7 +17,7 @@ from typing import BinaryIO
 from vlmpack.convert.settings import ConvertSettings
 from vlmpack.data.index.parts import part_for
 from vlmpack.data.index.shard_index import IndexBuilder, load_index
-from vlmpack.errors import VlmpackError
+from vlmpack.errors import VlmpackError, writing
 from vlmpack.storage.fetch import LocalFetcher
 from vlmpack.whole_file import sync_folder
 
@@ -73,12 +73,10 @@ class ShardFolder:
                 f"{self.folder} holds {len(found)} shards named {self.prefix}-*, perhaps of an "
                 "unfinished conversion; choose another OUT, or --overwrite"
             )
-        try:
+        with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             for path in found:
                 path.unlink()
-        except OSError as error:
-            raise VlmpackError(f"{self.folder}: {error.strerror or error}") from error
 
     def write(self, key: str, fields: dict[str, bytes]) -> None:
         """Append one sample, its members by name, as webdataset's writer orders them."""

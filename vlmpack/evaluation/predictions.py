@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmpack.encode import ImagePart, Message, VLMSample
-from vlmpack.errors import DataError, RunDirError
+from vlmpack.errors import DataError, RunDirError, writing
 from vlmpack.whole_file import write_atomically
 
 PREDICTIONS_BEFORE = "predictions-before.jsonl"
@@ -150,10 +150,8 @@ def write_predictions(path: Path, predictions: Iterable[Prediction]) -> None:
         RunDirError: the folder cannot be written.
     """
     lines = [json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in predictions]
-    try:
+    with writing(path, RunDirError):
         write_atomically(path, "".join(lines))
-    except OSError as error:
-        raise RunDirError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def read_predictions(path: Path) -> list[Prediction]:

@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from vlmpack.errors import RunDirError
+from vlmpack.errors import RunDirError, writing
 from vlmpack.evaluation.predictions import Prediction, Question
 from vlmpack.report.lengths_picture import draw_lengths
 from vlmpack.report.loss_picture import draw_loss
@@ -46,7 +46,7 @@ def write_report(run_dir: Path, test_samples: Iterable[Question] | None = None) 
     """
     run = read_run(run_dir)
     folder = run_dir / "report"
-    try:
+    with writing(folder, RunDirError):
         folder.mkdir(exist_ok=True)
         images = _sheet_images(run, folder / "images", test_samples)
         drawn = {
@@ -58,8 +58,6 @@ def write_report(run_dir: Path, test_samples: Iterable[Question] | None = None) 
             if not is_drawn:
                 (folder / name).unlink(missing_ok=True)
         write_atomically(folder / "index.html", render_page(run, folder))
-    except OSError as error:
-        raise RunDirError(f"{folder} cannot be written: {error.strerror or error}") from error
     return folder
 
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from vlmpack.data.loading.checked_lines import checked_line, parse_lines
 from vlmpack.data.loading.global_step import GlobalStep
 from vlmpack.distributed import Ranks
-from vlmpack.errors import RunDirError
+from vlmpack.errors import RunDirError, writing
 
 LAUNCHES = "launches.jsonl"
 _RANK_FILE = re.compile(r"rank-([0-9]{4,9})\.jsonl")
@@ -129,13 +129,11 @@ class SampleRecord:
         if holes:
             line["holes"] = holes
         data = checked_line(line, compact=True)
-        try:
+        with writing(self.path, RunDirError):
             if self._descriptor is None:
                 self._descriptor = _open_whole_lines(self.path)
             while data:
                 data = data[os.write(self._descriptor, data) :]
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
 
     def sync(self) -> None:
         """On disk when this returns: a checkpoint that counts these steps may follow.
@@ -143,12 +141,9 @@ class SampleRecord:
         Raises:
             RunDirError: the disk refuses.
         """
-        if self._descriptor is None:
-            return
-        try:
-            os.fsync(self._descriptor)
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
+        if self._descriptor is not None:
+            with writing(self.path, RunDirError):
+                os.fsync(self._descriptor)
 
     def close(self) -> None:
         """Close the file; the next line opens it again."""
@@ -175,7 +170,7 @@ def open_record(folder: Path, ranks: Ranks, *, start: int, state: str) -> Sample
         number = max((launch.number for launch in read_launches(folder)), default=0) + 1
         line = {"launch": number, "start": start, "dp": ranks.dp_size, "state": json.loads(state)}
         path = folder / LAUNCHES
-        try:
+        with writing(path, RunDirError):
             folder.mkdir(parents=True, exist_ok=True)
             descriptor = _open_whole_lines(path)
             try:
@@ -183,8 +178,6 @@ def open_record(folder: Path, ranks: Ranks, *, start: int, state: str) -> Sample
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-        except OSError as error:
-            raise _unwritable(path, error) from error
         return number
 
     number = ranks.on_main(begin)
@@ -279,7 +272,3 @@ def _open_whole_lines(path: Path) -> int:
     if end < size:
         os.ftruncate(descriptor, end)
     return descriptor
-
-
-def _unwritable(path: Path, error: OSError) -> RunDirError:
-    return RunDirError(f"cannot write {path}: {error.strerror or error}")

@@ -19,7 +19,7 @@ from typing import Any
 
 from vlmpack.data.loading.checked_lines import checked_line, ends_torn, parse_lines
 from vlmpack.data.loading.read import SkippedSample
-from vlmpack.errors import DataLimitError, RunDirError
+from vlmpack.errors import DataLimitError, RunDirError, writing
 from vlmpack.whole_file import write_atomically
 
 logger = logging.getLogger("vlmpack")
@@ -289,7 +289,7 @@ def _append(path: Path, data: bytes) -> None:
     """One write to a file opened for appending: whole lines, whoever else writes. What a kill or a
     full disk left of a last line is ended first: it would swallow the next one. The file is locked
     meanwhile, since a line that another process is about to end looks torn."""
-    try:
+    with writing(path, RunDirError):
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             with suppress(OSError):  # a file system without locks
@@ -300,5 +300,3 @@ def _append(path: Path, data: bytes) -> None:
                 data = data[os.write(descriptor, data) :]
         finally:
             os.close(descriptor)
-    except OSError as error:
-        raise RunDirError(f"cannot write {path}: {error.strerror or error}") from error

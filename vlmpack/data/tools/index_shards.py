@@ -20,7 +20,7 @@ from vlmpack.data.index.shard_index import IndexBuilder, ShardIndex, load_index
 from vlmpack.data.index.shard_pool import each_shard
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.encode import Encoder
-from vlmpack.errors import DataError, VlmpackError
+from vlmpack.errors import DataError, VlmpackError, writing
 from vlmpack.storage.fetch import Fetcher
 from vlmpack.storage.sources import FoundShard
 
@@ -151,10 +151,8 @@ def index_shards(
     Raises:
         VlmpackError: the folder cannot be written, or a process was killed.
     """
-    try:
+    with writing(f"--index-dir {directory}"):
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise VlmpackError(f"--index-dir {directory}: {error.strerror or error}") from error
     work = IndexOne(builder, directory)
     modules = (*PRELOAD, *preload)
     yield from each_shard(

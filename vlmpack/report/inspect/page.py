@@ -15,7 +15,7 @@ from pathlib import Path
 from PIL.Image import Image, Resampling
 
 from vlmpack.encode import Encoder
-from vlmpack.errors import VlmpackError
+from vlmpack.errors import writing
 from vlmpack.proof.check import Check
 from vlmpack.proof.rows.shown import ShownRow
 from vlmpack.proof.rows.view import SampleView, TokenRun
@@ -89,12 +89,9 @@ def write_row(
     Raises:
         VlmpackError: the folder cannot be written.
     """
-    try:
+    with writing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, render_page(row, checks, encoder, source))
-    except OSError as error:
-        why = error.strerror or error
-        raise VlmpackError(f"{path.parent} cannot be written: {why}") from error
 
 
 def render_page(row: ShownRow, checks: Sequence[Check], encoder: Encoder, source: str) -> str:
