@@ -7,8 +7,7 @@ import io
 import socket
 import ssl
 import time
-from dataclasses import dataclass
-from typing import BinaryIO, cast
+from typing import cast
 
 from vlmpack.recipe.storage import StorageSection
 from vlmpack.storage.guard import allowed_addresses
@@ -25,6 +24,7 @@ class Connection(http.client.HTTPConnection):
         self, place: Place, config: StorageSection, tls: ssl.SSLContext | None, *, is_named: bool
     ) -> None:
         super().__init__(place[1], place[2])
+        self.place = place
         self._config = config
         self.is_named = is_named
         self.tls = tls
@@ -63,37 +63,31 @@ class Connection(http.client.HTTPConnection):
         self, sock: socket.socket, *, method: str | None = None
     ) -> http.client.HTTPResponse:
         """The answer that a socket will bring; named and called by http.client."""
-        timed = _TimedSocket(sock, self._config.read_timeout_seconds, self.deadline)
+        timed = _TimedReads(sock, self._config.read_timeout_seconds, self.deadline)
         return http.client.HTTPResponse(cast(socket.socket, timed), method=method)
-
-
-@dataclass(frozen=True, slots=True)
-class _TimedSocket:
-    """What HTTPResponse needs of a socket: the file that it reads."""
-
-    sock: socket.socket
-    longest: float
-    deadline: float
-
-    def makefile(self, mode: str) -> BinaryIO:
-        return cast(BinaryIO, io.BufferedReader(_TimedReads(self)))
 
 
 class _TimedReads(io.RawIOBase):
     """A socket's bytes. No read waits beyond the deadline, however little comes at a time."""
 
-    def __init__(self, timed: _TimedSocket) -> None:
-        self._timed = timed
-        self._raw = timed.sock.makefile("rb", buffering=0)
+    def __init__(self, sock: socket.socket, longest: float, deadline: float) -> None:
+        self._sock = sock
+        self._longest = longest
+        self._deadline = deadline
+        self._raw = sock.makefile("rb", buffering=0)
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        """All that HTTPResponse asks of a socket: the file that it reads."""
+        return io.BufferedReader(self)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int | None:  # type: ignore[override]
-        left = self._timed.deadline - time.monotonic()
+        left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError
-        self._timed.sock.settimeout(min(left, self._timed.longest))
+        self._sock.settimeout(min(left, self._longest))
         return self._raw.readinto(buffer)
 
     def close(self) -> None:

@@ -9,19 +9,23 @@ modification times, so there each sample's checksum, which the index holds, is w
 
 from __future__ import annotations
 
+import io
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Protocol, TypeVar
 
 from vlmpack.addresses import is_remote
 from vlmpack.errors import DataError
 
 READ_BUFFER_BYTES = 1 << 20
 HEADS_AT_ONCE = 16
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +88,54 @@ def stamp_shards(fetcher: Fetcher, paths: Sequence[str]) -> list[ShardStamp]:
     """
     if not any(is_remote(path) for path in paths):
         return [fetcher.head(path) for path in paths]
-    with ThreadPoolExecutor(min(len(paths), HEADS_AT_ONCE)) as pool:
-        futures = [pool.submit(fetcher.head, path) for path in paths]
+    return at_once(fetcher.head, paths, most=HEADS_AT_ONCE)
+
+
+def at_once(call: Callable[[S], T], items: Sequence[S], *, most: int) -> list[T]:
+    """What a call makes of each item, in order; where one fails, those that wait are not begun.
+
+    Args:
+        most: threads.
+    """
+    if len(items) < 2:
+        return [call(item) for item in items]
+    with ThreadPoolExecutor(min(len(items), most)) as pool:
+        futures = [pool.submit(call, item) for item in items]
         try:
             return [future.result() for future in futures]
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+class ChunkStream(io.RawIOBase):
+    """Chunks as a file; one that is read to its end is let go before the next is asked for."""
+
+    def __init__(self, chunks: Generator[bytes | memoryview]) -> None:
+        self._chunks = chunks
+        self._rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        """See io.RawIOBase: always."""
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """Fills the buffer up to the end of a chunk; 0 at the end of the file."""
+        while not self._rest:
+            self._rest = memoryview(b"")
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return 0
+            self._rest = memoryview(chunk)
+        count = min(len(buffer), len(self._rest))
+        buffer[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count
+
+    def close(self) -> None:
+        """Ends whatever makes the chunks."""
+        self._chunks.close()
+        super().close()
 
 
 def _unreachable(path: str, error: OSError | ValueError) -> DataError:

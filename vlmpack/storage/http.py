@@ -23,7 +23,7 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 from vlmpack.recipe.storage import StorageSection
 from vlmpack.storage.access import MAX_CONCURRENT_READS
 from vlmpack.storage.connection import Connection, Place
-from vlmpack.storage.faults import Changed, Refused, Transient
+from vlmpack.storage.faults import Changed, Refused, StoreFault, Transient
 
 MAX_REDIRECTS = 5
 CHUNK_BYTES = 256 << 10
@@ -39,7 +39,7 @@ Method = Literal["GET", "HEAD"]
 
 @dataclass(slots=True)
 class Answer:
-    """A response whose body is still to be read.
+    """A response whose body is still to be read; as a context it ends what is left of it.
 
     Args:
         status: 2xx, or a redirect that was not to be followed.
@@ -56,6 +56,13 @@ class Answer:
     _connection: Connection
     _client: HttpClient
     _deadline: float
+    _is_closed: bool = False
+
+    def __enter__(self) -> Answer:
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        self.close()
 
     def chunks(self) -> Iterator[bytes]:
         """The body as it comes.
@@ -63,26 +70,22 @@ class Answer:
         Raises:
             Transient: it stalls, breaks off, or takes longer than one request may.
         """
-        whole = False
         try:
-            while True:
-                chunk = self._response.read1(CHUNK_BYTES)
-                if not chunk:
-                    whole = self._response.length in (0, None)
-                    return
+            while chunk := self._response.read1(CHUNK_BYTES):
                 yield chunk
         except (OSError, http.client.HTTPException) as error:
             raise Transient(_reason(error, self._deadline)) from None
-        finally:
-            self.close(reusable=whole)
+        self.close(reusable=self._response.length in (0, None))
 
     def close(self, *, reusable: bool = False) -> None:
-        """Gives the connection back, or ends it."""
+        """Gives the connection back, or ends it; once."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._response.close()
         if reusable and not self._response.will_close:
-            self._response.close()
             self._client.give_back(self._connection)
         else:
-            self._response.close()
             self._connection.close()
 
 
@@ -125,16 +128,17 @@ class HttpClient:
         host = _place(url if named is None else named)[1]
         for _ in range(MAX_REDIRECTS + 1):
             answer = self._ask(method, url, sent, is_named=_place(url)[1] == host)
-            if answer.status not in _REDIRECTS:
-                return _checked(answer)
             try:
+                if answer.status not in _REDIRECTS:
+                    _check(answer)
+                    return answer
                 target = redirected(url, answer.headers)
                 elsewhere = _place(target) != _place(url)
-            except Refused:
+                if elsewhere and not follow:
+                    return answer
+            except StoreFault:
                 answer.close()
                 raise
-            if elsewhere and not follow:
-                return answer
             answer.close()
             if urlsplit(url).scheme == "https" and urlsplit(target).scheme == "http":
                 raise Refused("redirected from https to http, which is not followed")
@@ -145,9 +149,8 @@ class HttpClient:
 
     def give_back(self, connection: Connection) -> None:
         """Keeps a connection whose answer was read to its end."""
-        place = (_scheme(connection), connection.host, connection.port)
         with self._lock:
-            idle = self._idle.setdefault((place, connection.is_named), [])
+            idle = self._idle.setdefault((connection.place, connection.is_named), [])
             if len(idle) < MAX_CONCURRENT_READS:
                 idle.append(connection)
                 return
@@ -203,10 +206,6 @@ class HttpClient:
                 self._tls = ssl.create_default_context()
         tls = self._tls if place[0] == "https" else None
         return Connection(place, self.config, tls, is_named=is_named)
-
-
-def _scheme(connection: Connection) -> str:
-    return "http" if connection.tls is None else "https"
 
 
 def _place(url: str) -> Place:
@@ -271,16 +270,14 @@ def _check_headers(headers: Mapping[str, str]) -> None:
             )
 
 
-def _checked(answer: Answer) -> Answer:
-    """The answer if it has the shard's bytes."""
+def _check(answer: Answer) -> None:
+    """Whether the answer has the shard's bytes."""
     status = answer.status
     if status in (200, 206):
         encoding = answer.headers.get("content-encoding", "identity")
         if encoding == "identity":
-            return answer
-        answer.close()
+            return
         raise Refused(f"the server sends the shard with the encoding {encoding!r}, unasked")
-    answer.close()
     if status == 412:
         raise Changed("the shard changed after it was indexed")
     if status == 416:

@@ -21,8 +21,7 @@ from vlmpack.storage.fetch import ShardStamp
 from vlmpack.storage.http import Answer, redirected
 from vlmpack.storage.transport import (
     HttpTransport,
-    check_range,
-    limited,
+    ranged,
     size_of,
     total_size,
     version_of,
@@ -64,16 +63,15 @@ class HubTransport(HttpTransport):
         wanted = {"Range": f"bytes={start}-{stop - 1}"}
         location = self._location(stamp)
         if location is None:
-            answer = self.client.request(
-                "GET", self.url(stamp.path, stamp.pin), {**wanted, **self._login()}, follow=False
-            )
-            if _hub_version(answer) != stamp.version:
-                answer.close()
-                raise Changed("the shard changed after it was indexed: another ETag")
-            if answer.status in (200, 206):
-                yield from self._ranged(answer, start, stop, stamp.size)
-                return
-            answer.close(reusable=True)
+            url = self.url(stamp.path, stamp.pin)
+            headers = {**wanted, **self._login()}
+            with self.client.request("GET", url, headers, follow=False) as answer:
+                if _hub_version(answer) != stamp.version:
+                    raise Changed("the shard changed after it was indexed: another ETag")
+                if answer.status in (200, 206):
+                    yield from ranged(answer, start, stop, stamp.size)
+                    return
+                answer.close(reusable=True)
             location = redirected(answer.url, answer.headers)
             with self._lock:
                 self._locations[stamp] = (location, time.monotonic())
@@ -85,14 +83,8 @@ class HubTransport(HttpTransport):
             if was_known and "denied" in fault.reason:
                 raise Transient("the signed address was refused; it may have expired") from None
             raise
-        yield from self._ranged(answer, start, stop, stamp.size)
-
-    def list_shards(self, prefix: str) -> list[ShardStamp]:
-        """See Transport: refused, whatever the prefix."""
-        raise Refused(
-            "hf:// data sets are not listed; write the shards out with a brace range such as "
-            "train-{000..031}.tar"
-        )
+        with answer:
+            yield from ranged(answer, start, stop, stamp.size)
 
     def url(self, path: str, pin: str = "") -> str:
         """The address of a file, at a commit if one is given."""
@@ -111,14 +103,6 @@ class HubTransport(HttpTransport):
             )
         except ValueError:
             raise Refused("the address is no valid name of a file on the hub") from None
-
-    def _ranged(self, answer: Answer, start: int, stop: int, size: int) -> Iterator[bytes]:
-        try:
-            check_range(answer, start, stop, size)
-        except BaseException:
-            answer.close()
-            raise
-        yield from limited(answer, stop - start)
 
     def _location(self, stamp: ShardStamp) -> str | None:
         with self._lock:

@@ -37,11 +37,6 @@ CREDENTIAL_TRIES = 3
 """Before anything was answered: on a machine without credentials the next try fails as well."""
 
 _ENDPOINT_KEY = {"s3": "endpoint", "gs": "base_url", "az": "endpoint"}
-_CREDENTIAL_KEY = {
-    "s3": {},
-    "gs": {},
-    "az": {"sas_token": "sas_key", "bearer_token": "token"},
-}
 _MORE_TRIES = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=15)}
 
 # obstore's threads are one set per process, and a store that is made in a forked child waits for
@@ -162,10 +157,7 @@ class ObjectTransport:
         if not _used_by:
             _used_by.append(os.getpid())
         config = self.config
-        options: dict[str, Any] = {
-            _CREDENTIAL_KEY[scheme].get(name, name): value
-            for name, value in secrets(config, scheme).items()
-        }
+        options: dict[str, Any] = {**secrets(config, scheme)}
         if config.anonymous:
             options["skip_signature"] = True
         endpoint = endpoint_of(config, scheme)  # the environment's too, so that the guard sees it

@@ -11,11 +11,10 @@ import io
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from operator import itemgetter
-from typing import BinaryIO, TypeVar, cast
+from typing import BinaryIO, cast
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.errors import CapabilityError, DataError
@@ -28,7 +27,7 @@ from vlmpack.storage.faults import (
     Transient,
     Tries,
 )
-from vlmpack.storage.fetch import READ_BUFFER_BYTES, ShardStamp
+from vlmpack.storage.fetch import READ_BUFFER_BYTES, ChunkStream, ShardStamp, T, at_once
 from vlmpack.storage.reading import Reading
 from vlmpack.storage.transport import Transport
 
@@ -37,8 +36,6 @@ GAP_BYTES = 32 << 10
 REQUEST_BYTES = 8 << 20
 """Longer stretches are several requests."""
 
-T = TypeVar("T")
-S = TypeVar("S")
 MakeTransport = Callable[[StorageSection], Transport]
 Range = tuple[int, int]
 
@@ -76,7 +73,7 @@ class RemoteFetcher:
 
     def open(self, stamp: ShardStamp) -> BinaryIO:
         """See Fetcher."""
-        raw = _ShardStream(self._resumed(stamp, 0, stamp.size))
+        raw = ChunkStream(self._resumed(stamp, 0, stamp.size))
         return cast(BinaryIO, io.BufferedReader(raw, READ_BUFFER_BYTES))
 
     def read(self, stamp: ShardStamp, offset: int, length: int) -> bytes:
@@ -95,9 +92,10 @@ class RemoteFetcher:
                 )
         stretches = stretches_of(ranges)
         pieces = [piece for stretch in stretches for piece in _pieces(stretch)]
-        bodies = dict(
-            zip(pieces, self._at_once(lambda p: self._read_piece(stamp, *p), pieces), strict=True)
+        found_pieces = at_once(
+            lambda piece: self._read_piece(stamp, *piece), pieces, most=MAX_CONCURRENT_READS
         )
+        bodies = dict(zip(pieces, found_pieces, strict=True))
         joined = {
             s: b"".join(chunk for piece in _pieces(s) for chunk in bodies.pop(piece))
             for s in stretches
@@ -119,7 +117,7 @@ class RemoteFetcher:
         with self._slots:
             return list(self._resumed(stamp, start, stop))
 
-    def _resumed(self, stamp: ShardStamp, start: int, stop: int) -> Iterator[bytes]:
+    def _resumed(self, stamp: ShardStamp, start: int, stop: int) -> Generator[bytes]:
         """The bytes of a range; what is missing of a body that broke off is asked for again."""
         transport = self._transport()
         tries = Tries(stamp.path, self.config, self._notice)
@@ -145,18 +143,6 @@ class RemoteFetcher:
             except StoreFault as fault:
                 tries.note(fault)
 
-    def _at_once(self, call: Callable[[S], T], items: Sequence[S]) -> list[T]:
-        if len(items) < 2:
-            return [call(item) for item in items]
-        workers = min(len(items), MAX_CONCURRENT_READS)
-        with ThreadPoolExecutor(workers) as pool:
-            futures = [pool.submit(call, item) for item in items]
-            try:
-                return [future.result() for future in futures]
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-
     def _transport(self) -> Transport:
         process = os.getpid()
         if self._live is None:
@@ -181,32 +167,6 @@ class RemoteFetcher:
         self._live = None
         self._notice = SlowNotice()
         self._slots = threading.BoundedSemaphore(MAX_CONCURRENT_READS)
-
-
-class _ShardStream(io.RawIOBase):
-    """Chunks as a file."""
-
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks = chunks
-        self._rest = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        while not self._rest:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                return 0
-            self._rest = memoryview(chunk)
-        count = min(len(buffer), len(self._rest))
-        buffer[:count] = self._rest[:count]
-        self._rest = self._rest[count:]
-        return count
-
-    def close(self) -> None:
-        self._chunks.close()  # type: ignore[attr-defined]
-        super().close()
 
 
 def stretches_of(ranges: Sequence[Range]) -> list[Range]:

@@ -74,21 +74,16 @@ class HttpTransport:
         headers = {"Range": f"bytes={start}-{stop - 1}"}
         if stamp.version.startswith('"'):  # a weak ETag never matches
             headers["If-Match"] = stamp.version
-        answer = self.client.request("GET", self.url(stamp.path), headers)
-        try:
+        with self.client.request("GET", self.url(stamp.path), headers) as answer:
             if version_of(answer.headers) != stamp.version:
                 raise Changed("the shard changed after it was indexed: another ETag")
-            check_range(answer, start, stop, stamp.size)
-        except BaseException:
-            answer.close()
-            raise
-        yield from limited(answer, stop - start)
+            yield from ranged(answer, start, stop, stamp.size)
 
     def list_shards(self, prefix: str) -> list[ShardStamp]:
         """See Transport: refused, whatever the prefix."""
         raise Refused(
-            "an HTTP server cannot list its files; write the shards out with a brace range such "
-            "as train-{000..031}.tar"
+            "its server does not list files; write the shards out with a brace range such as "
+            "train-{000..031}.tar"
         )
 
     def close(self) -> None:
@@ -136,7 +131,22 @@ def size_of(text: str) -> int:
     return int(text)
 
 
-def check_range(answer: Answer, start: int, stop: int, size: int) -> None:
+def ranged(answer: Answer, start: int, stop: int, size: int) -> Iterator[bytes]:
+    """The bytes of a range, and none that the server sends beyond it.
+
+    Raises:
+        Refused, Changed: see `_check_range`.
+    """
+    _check_range(answer, start, stop, size)
+    left = stop - start
+    for chunk in answer.chunks():
+        yield chunk[:left]
+        left -= len(chunk)
+        if left < 0:
+            return
+
+
+def _check_range(answer: Answer, start: int, stop: int, size: int) -> None:
     """Whether the body is that of the range.
 
     Raises:
@@ -155,17 +165,3 @@ def check_range(answer: Answer, start: int, stop: int, size: int) -> None:
         raise Refused("the server answers a range with another range")
     if match[3] not in ("*", str(size)):
         raise Changed(f"the shard has {match[3]} bytes, {size} when it was indexed")
-
-
-def limited(answer: Answer, count: int) -> Iterator[bytes]:
-    """The first `count` bytes of a body."""
-    chunks = answer.chunks()
-    try:
-        for chunk in chunks:
-            if len(chunk) > count:
-                yield chunk[:count]
-                return
-            count -= len(chunk)
-            yield chunk
-    finally:
-        chunks.close()  # type: ignore[attr-defined]

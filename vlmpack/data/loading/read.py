@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from vlmpack.addresses import is_remote
@@ -18,7 +17,7 @@ from vlmpack.data.shards.raw import RawSample, changed_since_indexed, parse_span
 from vlmpack.data.shards.schemas import cook
 from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError, ErrorClass
-from vlmpack.storage.fetch import Fetcher, ShardStamp
+from vlmpack.storage.fetch import Fetcher, ShardStamp, at_once
 
 SHARDS_AT_ONCE = 16
 """Remote shards of one bin that are asked at the same time."""
@@ -145,12 +144,8 @@ class SampleReader:
         def ask(stamp: ShardStamp) -> Iterable[tuple[int, bytes | DataError]]:
             return self._spans_of(stamp, remote[stamp], refs)
 
-        if len(remote) == 1:
-            spans.update(ask(*remote))
-        elif remote:
-            with ThreadPoolExecutor(min(len(remote), SHARDS_AT_ONCE)) as pool:
-                for some in pool.map(ask, remote):
-                    spans.update(some)
+        for some in at_once(ask, list(remote), most=SHARDS_AT_ONCE):
+            spans.update(some)
         return [spans[place] for place in range(len(refs))]
 
     def _spans_of(

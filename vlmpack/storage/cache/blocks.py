@@ -1,4 +1,4 @@
-"""A shard cut into blocks: arithmetic, names, and the shard as a stream of them.
+"""A shard cut into blocks: arithmetic and names.
 
 a range    offset ......... offset + length
 blocks  |    0    |    1    |    2    |  3 |      the last one is shorter
@@ -8,8 +8,7 @@ spans         [begin, end of 0] [all of 1] [begin, end of 2]
 from __future__ import annotations
 
 import hashlib
-import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,41 +88,3 @@ def runs(blocks: Iterable[int]) -> Iterator[list[int]]:
         run.append(block)
     if run:
         yield run
-
-
-class BlockStream(io.RawIOBase):
-    """A whole shard, block after block.
-
-    Args:
-        shard: its blocks.
-        load: gives a block, and perhaps some behind it, by their numbers.
-    """
-
-    def __init__(self, shard: ShardBlocks, load: Callable[[int], dict[int, Bytes]]) -> None:
-        self._shard = shard
-        self._load = load
-        self._position = 0
-        self._loaded: dict[int, Bytes] = {}
-
-    def readable(self) -> bool:
-        """See io.RawIOBase: always."""
-        return True
-
-    def tell(self) -> int:
-        """Bytes read so far."""
-        return self._position
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Fills the buffer up to the end of a block; 0 at the end of the shard."""
-        if self._position >= self._shard.stamp.size:
-            return 0
-        block, begin = divmod(self._position, self._shard.block_bytes)
-        if block not in self._loaded:
-            self._loaded = self._load(block)
-        data = self._loaded[block]
-        count = min(len(buffer), len(data) - begin)
-        buffer[:count] = memoryview(data)[begin : begin + count]
-        self._position += count
-        if begin + count == len(data):
-            del self._loaded[block]
-        return count

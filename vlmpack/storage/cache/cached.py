@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -27,8 +27,8 @@ from vlmpack.errors import RecipeError
 from vlmpack.recipe.schema import CacheSection
 from vlmpack.storage.cache.background import BackgroundFetch
 from vlmpack.storage.cache.block_store import BlockStore, make_folder
-from vlmpack.storage.cache.blocks import BlockStream, Bytes, ShardBlocks, Span, runs
-from vlmpack.storage.fetch import Fetcher, ShardStamp
+from vlmpack.storage.cache.blocks import Bytes, ShardBlocks, Span, runs
+from vlmpack.storage.fetch import ChunkStream, Fetcher, ShardStamp
 from vlmpack.storage.folders import default_cache_dir
 
 REQUEST_BYTES = 32 << 20
@@ -118,7 +118,7 @@ class CachedFetcher:
         if not _is_cached(stamp):
             return self.inner.open(stamp)
         shard = self._shard(stamp)
-        raw = BlockStream(shard, lambda block: self._stream_block(shard, block))
+        raw = ChunkStream(self._stream(shard))
         return cast(BinaryIO, io.BufferedReader(raw, STREAM_BUFFER_BYTES))
 
     def prefetch(self, stamps: Sequence[ShardStamp]) -> None:
@@ -212,14 +212,20 @@ class CachedFetcher:
             blocks.append(blocks[-1] + 1)
         return blocks
 
+    def _stream(self, shard: ShardBlocks) -> Generator[Bytes]:
+        """A whole shard, block after block."""
+        loaded: dict[int, Bytes] = {}
+        for block in range(shard.count):
+            if block not in loaded:
+                loaded = self._stream_block(shard, block)
+            yield loaded.pop(block)
+
     def _stream_block(self, shard: ShardBlocks, block: int) -> dict[int, Bytes]:
         """A block from disk; or fetched, with the missing ones behind it."""
         name, size = shard.name(block), shard.size(block)
         data = self._store.read(name, size, 0, size)
-        whole: dict[int, Bytes] = {}
-        if data is not None:
-            whole[block] = data
-        else:
+        whole: dict[int, Bytes] = {block: data} if data is not None else {}
+        if not whole:
             whole = self.fetch_blocks(shard, self._with_missing_behind(shard, block, REQUEST_BYTES))
         for number, found in whole.items():
             self._note_used(shard.name(number), len(found))
