@@ -118,14 +118,14 @@ def config():
 
 
 def test_dims_of_the_tiny_model(config):
-    from vlmpack.backends.mcore.config import LanguageDims
+    from vlmpack.backends.mcore.weights.dims import LanguageDims
 
     dims = LanguageDims.from_transformers(config, FAMILY)
     assert (dims.layers, dims.hidden, dims.heads, dims.groups, dims.head_dim) == (4, 128, 4, 2, 32)
     assert (dims.intermediate, dims.vocabulary, dims.tied) == (384, 576, True)
     assert dims.rope.mrope_section == (2, 2, 12)
     expected = 200.0 ** (-torch.arange(0, 32, 2).double() / 32)
-    found = dims.inverse_frequencies(torch.device("cpu"))
+    found = dims.inv_freq
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
 
@@ -144,7 +144,7 @@ def test_dims_of_the_tiny_model(config):
     ],
 )
 def test_sizes_that_do_not_divide_name_both_numbers(config, changes, sizes, message):
-    from vlmpack.backends.mcore.config import LanguageDims
+    from vlmpack.backends.mcore.weights.dims import LanguageDims
 
     dims = LanguageDims.from_transformers(config, FAMILY)
     dims.check(ParallelismSection(tensor=2, pipeline=4, context=7))
@@ -161,7 +161,7 @@ def test_sizes_that_do_not_divide_name_both_numbers(config, changes, sizes, mess
     ],
 )
 def test_what_the_engine_does_not_build_is_refused(change, message):
-    from vlmpack.backends.mcore.config import LanguageDims
+    from vlmpack.backends.mcore.weights.dims import LanguageDims
 
     config = AutoConfig.from_pretrained(str(TINY_MODEL), local_files_only=True)
     text = config.get_text_config()
@@ -175,7 +175,7 @@ def test_llama_3_frequencies_are_those_of_transformers():
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    from vlmpack.backends.mcore.rope import RopeFrequencies
+    from vlmpack.backends.mcore.rope import inverse_frequencies
 
     rope = {
         "rope_type": "llama3",
@@ -187,8 +187,8 @@ def test_llama_3_frequencies_are_those_of_transformers():
     }
     cpu = torch.device("cpu")
     theirs, factor = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(rope_parameters=rope), cpu)
-    ours = RopeFrequencies.from_transformers(rope).inverse_frequencies(128, cpu)
-    plain = RopeFrequencies(theta=500000.0).inverse_frequencies(128, cpu)
+    ours = inverse_frequencies(rope, 128)
+    plain = inverse_frequencies({"rope_theta": 500000.0}, 128)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
     ratios = ours / plain
     assert factor == 1.0
@@ -201,7 +201,8 @@ def test_llama_3_frequencies_are_those_of_transformers():
     ("vocabulary", "tensor", "rows"), [(576, 2, 576), (577, 2, 578), (5, 4, 8)]
 )
 def test_the_vocabulary_is_padded_to_equal_shares(config, vocabulary, tensor, rows):
-    from vlmpack.backends.mcore.config import LanguageDims, padded_vocabulary
+    from vlmpack.backends.mcore.config import padded_vocabulary
+    from vlmpack.backends.mcore.weights.dims import LanguageDims
 
     dims = replace(LanguageDims.from_transformers(config, FAMILY), vocabulary=vocabulary)
     assert padded_vocabulary(dims, ParallelismSection(tensor=tensor)) == rows

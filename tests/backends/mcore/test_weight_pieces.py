@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file
 from support.shards import TINY_MODEL
 
+from vlmpack.attention import RopeLayout
 from vlmpack.backends.boxes import TensorSlice
-from vlmpack.backends.mcore.weights import (
-    QwenLanguageMap,
-    flat_boxes,
-    megatron_family,
-    stack_pieces,
-)
+from vlmpack.backends.mcore.weights import megatron_family
+from vlmpack.backends.mcore.weights.base import flat_boxes, stack_pieces
+from vlmpack.backends.mcore.weights.dims import LanguageDims
+from vlmpack.backends.mcore.weights.qwen import QwenLanguageMap
 from vlmpack.errors import CapabilityError
+from vlmpack.recipe.schema import ParallelismSection
 
 LAYERS, HIDDEN, HEADS, GROUPS, HEAD_DIM, INTERMEDIATE, VOCABULARY = 4, 128, 4, 2, 32, 384, 576
 
@@ -74,18 +74,24 @@ def test_a_range_is_few_boxes(shape):
     assert len(list(flat_boxes(piece, prod(shape[1:]), 0, total))) == 1
 
 
-def language_map(tp_rank, tp_size, **changes):
-    sizes = {
-        "hidden": HIDDEN,
-        "heads": HEADS,
-        "groups": GROUPS,
-        "head_dim": HEAD_DIM,
-        "intermediate": INTERMEDIATE,
-        "vocabulary": VOCABULARY,
-    }
-    return QwenLanguageMap(
-        prefix="model.", head="lm_head.weight", tp_rank=tp_rank, tp_size=tp_size, **sizes | changes
+def language_map(tp_rank, tp_size, vocabulary=VOCABULARY):
+    dims = LanguageDims(
+        layers=LAYERS,
+        hidden=HIDDEN,
+        heads=HEADS,
+        groups=GROUPS,
+        head_dim=HEAD_DIM,
+        intermediate=INTERMEDIATE,
+        vocabulary=vocabulary,
+        norm_eps=1e-6,
+        tied=False,
+        inv_freq=torch.ones(HEAD_DIM // 2),
+        rope=RopeLayout(),
+        qkv_bias=True,
+        qk_norm=False,
     )
+    sizes = ParallelismSection(tensor=tp_size)
+    return QwenLanguageMap(prefix="model.", dims=dims, sizes=sizes, tp_rank=tp_rank)
 
 
 def megatron_shapes(tp_size, vocabulary=VOCABULARY):

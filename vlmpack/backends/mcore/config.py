@@ -6,7 +6,7 @@ What packing and per-token losses need is set here and nowhere else: `variable_s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,161 +22,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from vlmpack.alignment import round_up
-from vlmpack.attention import RopeLayout, VarlenAttention
+from vlmpack.attention import VarlenAttention
 from vlmpack.backends.mcore.attention import PackedCoreAttention
 from vlmpack.backends.mcore.norm import RMSNorm
-from vlmpack.backends.mcore.rope import RopeFrequencies
 from vlmpack.backends.mcore.router import with_packed_router
-from vlmpack.backends.mcore.weights import MegatronFamily
-from vlmpack.errors import CapabilityError
+from vlmpack.backends.mcore.weights.dims import ExpertDims, LanguageDims
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertDims:
-    """A mixture of experts.
-
-    Args:
-        count: experts of a layer.
-        top_k: experts of a token; their weights are a softmax over the chosen ones, which is the
-            softmax over all experts, renormalised.
-        intermediate: width of an expert.
-        layers: numbers of the layers that have experts; the others have one MLP.
-    """
-
-    count: int
-    top_k: int
-    intermediate: int
-    layers: frozenset[int]
-
-    @classmethod
-    def from_transformers(cls, text: Any) -> ExpertDims | None:
-        """Read a transformers text config; None without experts."""
-        count = getattr(text, "num_experts", 0) or getattr(text, "num_local_experts", 0)
-        if not count:
-            return None
-        step = getattr(text, "decoder_sparse_step", 1)
-        dense = set(getattr(text, "mlp_only_layers", None) or ())
-        return cls(
-            count=count,
-            top_k=text.num_experts_per_tok,
-            intermediate=text.moe_intermediate_size,
-            layers=frozenset(
-                layer
-                for layer in range(text.num_hidden_layers)
-                if layer not in dense and (layer + 1) % step == 0
-            ),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LanguageDims:
-    """The language model's sizes, as transformers' config gives them.
-
-    Args:
-        layers: decoder layers.
-        hidden: model width.
-        heads: query heads.
-        groups: key-value heads.
-        head_dim: width of a head.
-        intermediate: width of the MLP.
-        vocabulary: rows of the embedding.
-        norm_eps: of RMSNorm.
-        tied: whether embedding and output layer share their weight.
-        frequencies: of the rotary positions.
-        rope: which position axis drives which frequency.
-        qkv_bias: whether the query, key and value projections have biases.
-        qk_norm: whether queries and keys are normalised per head.
-        experts: the mixture of experts; None for dense layers.
-        deep_features: layers after which DeepStack features are added.
-    """
-
-    layers: int
-    hidden: int
-    heads: int
-    groups: int
-    head_dim: int
-    intermediate: int
-    vocabulary: int
-    norm_eps: float
-    tied: bool
-    frequencies: RopeFrequencies
-    rope: RopeLayout
-    qkv_bias: bool
-    qk_norm: bool
-    experts: ExpertDims | None = None
-    deep_features: int = 0
-
-    @classmethod
-    def from_transformers(cls, config: Any, family: MegatronFamily) -> LanguageDims:
-        """Read a transformers config, that of a language model alone included.
-
-        Raises:
-            CapabilityError: a feature that the Megatron engine does not build.
-        """
-        text = config.get_text_config()
-        rope = text.rope_parameters
-        if text.hidden_act != "silu":
-            raise CapabilityError(f"hidden_act {text.hidden_act!r}, the mcore engine knows 'silu'")
-        if any(kind != "full_attention" for kind in getattr(text, "layer_types", None) or ()):
-            raise CapabilityError(
-                "layers with sliding-window attention are not in the mcore engine; use "
-                "model.backend: hf"
-            )
-        section = rope.get("mrope_section")
-        vision = config.to_dict().get("vision_config") or {}
-        return cls(
-            layers=text.num_hidden_layers,
-            hidden=text.hidden_size,
-            heads=text.num_attention_heads,
-            groups=text.num_key_value_heads,
-            head_dim=getattr(text, "head_dim", None)
-            or text.hidden_size // text.num_attention_heads,
-            intermediate=text.intermediate_size,
-            vocabulary=text.vocab_size,
-            norm_eps=text.rms_norm_eps,
-            tied=config.tie_word_embeddings,
-            frequencies=RopeFrequencies.from_transformers(rope),
-            rope=RopeLayout(
-                mrope_section=tuple(section) if section else None,
-                interleaved=family.interleaved_rope,
-            ),
-            qkv_bias=family.qkv_bias,
-            qk_norm=family.qk_norm,
-            experts=ExpertDims.from_transformers(text),
-            deep_features=len(vision.get("deepstack_visual_indexes", ())),
-        )
-
-    def inverse_frequencies(self, device: torch.device) -> torch.Tensor:
-        """(D / 2,) float32."""
-        return self.frequencies.inverse_frequencies(self.head_dim, device)
-
-    def check(self, sizes: ParallelismSection) -> None:
-        """Raise CapabilityError for sizes that do not divide, with both numbers."""
-        for what, size, knob, by in (
-            ("query heads", self.heads, "tensor", sizes.tensor),
-            ("key-value heads", self.groups, "tensor", sizes.tensor),
-            ("MLP columns", self.intermediate, "tensor", sizes.tensor),
-            ("layers", self.layers, "pipeline", sizes.pipeline),
-            ("experts", self.experts.count if self.experts else 0, "expert", sizes.expert),
-        ):
-            if size % by:
-                raise CapabilityError(
-                    f"parallelism.{knob} is {by}, which does not divide the model's {size} {what}"
-                )
-        if sizes.expert > 1 and self.experts is None:
-            raise CapabilityError(f"parallelism.expert is {sizes.expert}, the model has no experts")
-        if self.experts is not None and sizes.tensor > 1 and not sizes.sequence:
-            raise CapabilityError(
-                f"parallelism.tensor is {sizes.tensor}: with experts it needs "
-                f"parallelism.sequence: true"
-            )
-        if self.deep_features > self.layers // sizes.pipeline:
-            raise CapabilityError(
-                f"parallelism.pipeline is {sizes.pipeline}, so the first stage has "
-                f"{self.layers // sizes.pipeline} layers, but image features enter after the "
-                f"first {self.deep_features} (DeepStack); use a smaller parallelism.pipeline"
-            )
 
 
 def transformer_config(

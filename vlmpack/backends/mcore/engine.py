@@ -17,7 +17,6 @@ from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice, whole
 from vlmpack.backends.digests import digests
 from vlmpack.backends.engine import Compute, ForwardStep, norms_by_component, or_one
 from vlmpack.backends.export import save_model_folder
-from vlmpack.backends.mcore.config import LanguageDims
 from vlmpack.backends.mcore.cpu import megatron_on_cpu
 from vlmpack.backends.mcore.groups import in_words, start_model_parallel
 from vlmpack.backends.mcore.layout import LocalParameter, WeightLayout, local_parameters
@@ -30,6 +29,7 @@ from vlmpack.backends.mcore.trained import (
     refuse_adapters,
 )
 from vlmpack.backends.mcore.weights import megatron_family
+from vlmpack.backends.mcore.weights.dims import LanguageDims
 from vlmpack.backends.policy import (
     ComponentCount,
     TrainingPolicy,

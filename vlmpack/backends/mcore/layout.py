@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice, whole
 from vlmpack.backends.mcore.model import MegatronVLM
 from vlmpack.backends.mcore.optimizer import MegatronAdamW
-from vlmpack.backends.mcore.weights import Piece, QwenLanguageMap, flat_boxes, stack_pieces
+from vlmpack.backends.mcore.weights.base import Piece, flat_boxes, stack_pieces
+from vlmpack.backends.mcore.weights.qwen import QwenLanguageMap
 from vlmpack.errors import ModelError
 from vlmpack.families.base import Family
 
@@ -55,24 +56,12 @@ def local_parameters(
     Raises:
         ModelError: a piece that does not fit the transformers model.
     """
-    dims, sizes = model.dims, model.sizes
-    prefix = family.modules.language + "."
-    experts = dims.experts
     language = QwenLanguageMap(
-        prefix=prefix,
-        head=f"{prefix}embed_tokens.weight" if dims.tied else "lm_head.weight",
-        hidden=dims.hidden,
-        heads=dims.heads,
-        groups=dims.groups,
-        head_dim=dims.head_dim,
-        intermediate=dims.intermediate,
-        vocabulary=dims.vocabulary,
+        prefix=family.modules.language + ".",
+        dims=model.dims,
+        sizes=model.sizes,
         tp_rank=model.groups.tp.rank(),
-        tp_size=sizes.tensor,
-        experts=experts.count if experts is not None else 0,
-        expert_intermediate=experts.intermediate if experts is not None else 0,
         ep_rank=model.groups.ep.rank(),
-        ep_size=sizes.expert,
     )
     layers = model.gpt.decoder.layers
     first = layers[0].layer_number - 1 if layers else 0
@@ -95,7 +84,9 @@ def local_parameters(
         expert = ".local_experts." in name
         if expert:  # 0.16.1 marks them with EP > 1 alone, and then misses the sum over TP ranks
             parameter.allreduce = False
-        copy = name == "gpt.output_layer.weight" and dims.tied  # the first stage has the original
+        copy = (
+            name == "gpt.output_layer.weight" and model.dims.tied
+        )  # the first stage has the original
         found.append(
             LocalParameter(
                 parameter=parameter,

@@ -32,8 +32,9 @@ from vlmpack.attention import VarlenAttention, rope_cos_sin
 from vlmpack.backends.cross_entropy import VocabularyShard, chunk_rows, linear_cross_entropy
 from vlmpack.backends.mcore.attention import RowParams, megatron_params
 from vlmpack.backends.mcore.collectives import gather_features
-from vlmpack.backends.mcore.config import LanguageDims, decoder_spec, padded_vocabulary
+from vlmpack.backends.mcore.config import decoder_spec, padded_vocabulary
 from vlmpack.backends.mcore.deep_features import add_after, enter
+from vlmpack.backends.mcore.weights.dims import LanguageDims
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import Media, PackedBatch, PackedSeqParams
 from vlmpack.recipe.schema import ParallelismSection
@@ -113,9 +114,7 @@ class MegatronVLM(MegatronModule):
         )
         if pre_process:
             add_after(self.gpt.decoder.layers[: dims.deep_features])
-        self.register_buffer(
-            "inv_freq", dims.inverse_frequencies(torch.device("cpu")), persistent=False
-        )
+        self.register_buffer("inv_freq", dims.inv_freq, persistent=False)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Hidden states of the stage before, from the schedule."""

@@ -19,8 +19,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from vlmpack.backends.engine import Compute
-from vlmpack.backends.mcore.config import LanguageDims, transformer_config
+from vlmpack.backends.mcore.config import transformer_config
 from vlmpack.backends.mcore.model import MegatronVLM, VisionTower
+from vlmpack.backends.mcore.weights.dims import LanguageDims
 from vlmpack.backends.recompute import recompute_layers
 from vlmpack.encode import Encoder
 from vlmpack.model_folder.load import build_part

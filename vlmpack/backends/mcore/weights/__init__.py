@@ -1,11 +1,10 @@
-"""Weight maps between transformers and Megatron, and what Megatron is told of each model_type."""
+"""What Megatron is told of each model_type; the maps between its weights and transformers' are in
+`base` and `qwen`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vlmpack.backends.mcore.weights.base import FlatBox, Piece, flat_boxes, stack_pieces
-from vlmpack.backends.mcore.weights.qwen import QwenLanguageMap
 from vlmpack.errors import CapabilityError
 
 
@@ -70,15 +69,3 @@ def megatron_family(model_type: str) -> MegatronFamily:
             f"{', '.join(sorted(_FAMILIES))}; use model.backend: hf"
         )
     return _FAMILIES[model_type]
-
-
-__all__ = [
-    "FlatBox",
-    "MegatronFamily",
-    "Piece",
-    "QwenLanguageMap",
-    "flat_boxes",
-    "megatron_family",
-    "megatron_model_types",
-    "stack_pieces",
-]

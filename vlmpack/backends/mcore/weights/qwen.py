@@ -22,8 +22,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from vlmpack.backends.boxes import whole
+from vlmpack.backends.boxes import TensorSlice, whole
 from vlmpack.backends.mcore.weights.base import Piece, split, stack_pieces
+from vlmpack.backends.mcore.weights.dims import ExpertDims, LanguageDims
+from vlmpack.recipe.schema import ParallelismSection
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
@@ -48,33 +50,17 @@ class QwenLanguageMap:
 
     Args:
         prefix: of the decoder in transformers' names, with the final dot.
-        head: transformers' name of the output layer's weight.
-        hidden: model width.
-        heads: query heads.
-        groups: key-value heads.
-        head_dim: width of a head.
-        intermediate: width of the MLP.
-        vocabulary: rows of the embedding, without Megatron's padding.
-        experts: experts of a mixture-of-experts layer; 0 without.
-        expert_intermediate: width of an expert.
-        tp_rank, tp_size: tensor parallelism; experts are whole.
-        ep_rank, ep_size: expert parallelism.
+        dims: the language model's sizes.
+        sizes: how it is spread; experts are whole under tensor parallelism.
+        tp_rank: rank of tensor parallelism.
+        ep_rank: rank of expert parallelism.
     """
 
     prefix: str
-    head: str
-    hidden: int
-    heads: int
-    groups: int
-    head_dim: int
-    intermediate: int
-    vocabulary: int
+    dims: LanguageDims
+    sizes: ParallelismSection
     tp_rank: int
-    tp_size: int
-    experts: int = 0
-    expert_intermediate: int = 0
     ep_rank: int = 0
-    ep_size: int = 1
 
     def pieces(self, name: str, rows: int, first_layer: int) -> list[Piece]:
         """The pieces of a parameter of Megatron's GPTModel.
@@ -90,86 +76,74 @@ class QwenLanguageMap:
         if name == "embedding.word_embeddings.weight":
             return self._vocabulary(f"{self.prefix}embed_tokens.weight", rows)
         if name == "output_layer.weight":
-            return self._vocabulary(self.head, rows)
+            tied = f"{self.prefix}embed_tokens.weight"
+            return self._vocabulary(tied if self.dims.tied else "lm_head.weight", rows)
         if name == "decoder.final_layernorm.weight":
-            return self._replicated(f"{self.prefix}norm.weight")
+            return self._replicated(f"{self.prefix}norm.weight", self.dims.hidden)
         match = _LAYER.fullmatch(name)
         if match is None:
             raise KeyError(name)
         return self._layer(f"{self.prefix}layers.{first_layer + int(match[1])}.", match[2])
 
     def _replicated(self, name: str, *shape: int) -> list[Piece]:
-        return stack_pieces([whole(name, shape or (self.hidden,))], replicated=True)
+        return stack_pieces([whole(name, shape)], replicated=True)
 
     def _vocabulary(self, name: str, rows: int) -> list[Piece]:
         """Rows of the vocabulary; the padding rows at its end belong to no tensor."""
-        shape = (self.vocabulary, self.hidden)
+        shape = (self.dims.vocabulary, self.dims.hidden)
         start = self.tp_rank * rows
-        stop = min(start + rows, self.vocabulary)
+        stop = min(start + rows, self.dims.vocabulary)
         return stack_pieces([split(name, shape, 0, start, stop)]) if start < stop else []
 
+    def _share(self, name: str, shape: tuple[int, ...], dim: int) -> TensorSlice:
+        """This TP rank's part of a tensor that is split evenly along a dimension."""
+        share = shape[dim] // self.sizes.tensor
+        return split(name, shape, dim, self.tp_rank * share, (self.tp_rank + 1) * share)
+
     def _layer(self, prefix: str, name: str) -> list[Piece]:
+        dims = self.dims
         if name in _NORMS:
-            return self._replicated(prefix + _NORMS[name])
+            return self._replicated(prefix + _NORMS[name], dims.hidden)
         if name in _HEAD_NORMS:
-            return self._replicated(prefix + _HEAD_NORMS[name], self.head_dim)
-        if name == "mlp.router.weight":
-            return self._replicated(f"{prefix}mlp.gate.weight", self.experts, self.hidden)
-        if expert := _EXPERT.fullmatch(name):
-            return self._expert(f"{prefix}mlp.experts.", int(expert[1]), expert[2])
+            return self._replicated(prefix + _HEAD_NORMS[name], dims.head_dim)
+        if dims.experts is not None and name == "mlp.router.weight":
+            return self._replicated(f"{prefix}mlp.gate.weight", dims.experts.count, dims.hidden)
+        if dims.experts is not None and (expert := _EXPERT.fullmatch(name)):
+            return self._expert(f"{prefix}mlp.experts.", dims.experts, int(expert[1]), expert[2])
         if name in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
             return self._qkv(prefix, name.rsplit(".", 1)[1])
         if name == "self_attention.linear_proj.weight":
-            return self._columns(f"{prefix}self_attn.o_proj.weight", self.heads * self.head_dim)
+            shape = (dims.hidden, dims.heads * dims.head_dim)
+            return stack_pieces([self._share(f"{prefix}self_attn.o_proj.weight", shape, 1)])
         if name == "mlp.linear_fc2.weight":
-            return self._columns(f"{prefix}mlp.down_proj.weight", self.intermediate)
+            shape = (dims.hidden, dims.intermediate)
+            return stack_pieces([self._share(f"{prefix}mlp.down_proj.weight", shape, 1)])
         if name == "mlp.linear_fc1.weight":
-            share = self.intermediate // self.tp_size
-            start = self.tp_rank * share
-            shape = (self.intermediate, self.hidden)
-            return stack_pieces(
-                [
-                    split(f"{prefix}mlp.{part}_proj.weight", shape, 0, start, start + share)
-                    for part in ("gate", "up")
-                ]
-            )
+            shape = (dims.intermediate, dims.hidden)
+            names = (f"{prefix}mlp.{part}_proj.weight" for part in ("gate", "up"))
+            return stack_pieces([self._share(name, shape, 0) for name in names])
         raise KeyError(prefix + name)
 
-    def _expert(self, prefix: str, local: int, layer: str) -> list[Piece]:
+    def _expert(self, prefix: str, experts: ExpertDims, local: int, layer: str) -> list[Piece]:
         """One expert, which transformers keeps as one of the rows of a (E, out, in) tensor."""
-        number = self.ep_rank * (self.experts // self.ep_size) + local
-        inner = {
-            "linear_fc1": (2 * self.expert_intermediate, self.hidden),
-            "linear_fc2": (self.hidden, self.expert_intermediate),
+        number = self.ep_rank * (experts.count // self.sizes.expert) + local
+        name, inner = {
+            "linear_fc1": ("gate_up_proj", (2 * experts.intermediate, self.dims.hidden)),
+            "linear_fc2": ("down_proj", (self.dims.hidden, experts.intermediate)),
         }[layer]
-        name = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}[layer]
-        box = split(prefix + name, (self.experts, *inner), 0, number, number + 1)
+        box = split(prefix + name, (experts.count, *inner), 0, number, number + 1)
         return [Piece(box=box, start=0, stop=inner[0], replicated=False)]
 
-    def _columns(self, name: str, width: int) -> list[Piece]:
-        share = width // self.tp_size
-        start = self.tp_rank * share
-        return stack_pieces([split(name, (self.hidden, width), 1, start, start + share)])
-
     def _qkv(self, prefix: str, kind: str) -> list[Piece]:
-        share = self.groups // self.tp_size
-        per_group = self.heads // self.groups
-        inner = (self.hidden,) if kind == "weight" else ()
+        """Queries, keys and values of one query group after another."""
+        dims = self.dims
+        share = dims.groups // self.sizes.tensor
+        inner = (dims.hidden,) if kind == "weight" else ()
         boxes = []
         for group in range(self.tp_rank * share, (self.tp_rank + 1) * share):
-            for part, total, heads in (
-                ("q", self.heads, per_group),
-                ("k", self.groups, 1),
-                ("v", self.groups, 1),
-            ):
-                start = group * heads * self.head_dim
-                boxes.append(
-                    split(
-                        f"{prefix}self_attn.{part}_proj.{kind}",
-                        (total * self.head_dim, *inner),
-                        0,
-                        start,
-                        start + heads * self.head_dim,
-                    )
-                )
+            for part, heads in (("q", dims.heads // dims.groups), ("k", 1), ("v", 1)):
+                rows = heads * dims.head_dim  # of one group
+                shape = (rows * dims.groups, *inner)
+                name = f"{prefix}self_attn.{part}_proj.{kind}"
+                boxes.append(split(name, shape, 0, group * rows, (group + 1) * rows))
         return stack_pieces(boxes)
