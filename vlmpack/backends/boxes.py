@@ -15,7 +15,8 @@ from torch import Tensor
 Kind = Literal["model", "exp_avg", "exp_avg_sq"]
 """A parameter, or one of AdamW's two moments of it."""
 
-KINDS: tuple[Kind, ...] = ("model", "exp_avg", "exp_avg_sq")
+MOMENTS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")
+KINDS: tuple[Kind, ...] = ("model", *MOMENTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -209,13 +209,7 @@ class HFEngine:
 
     def load_slices(self, read: ReadSlice, *, optimizer_steps: int) -> None:
         """Fill this rank's parameters and moments."""
-        load_slices(
-            self.parameters(),
-            self.optimizer,
-            read,
-            optimizer_steps=optimizer_steps,
-            device=self.device,
-        )
+        load_slices(self.parameters(), self.optimizer, read, optimizer_steps=optimizer_steps)
         self.optimizer_steps = optimizer_steps
 
     def gradient_norms(self) -> Tensor:

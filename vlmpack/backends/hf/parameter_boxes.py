@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice
+from vlmpack.backends.boxes import MOMENTS, Kind, ReadSlice, TensorSlice
 from vlmpack.backends.hf.sharding import local_slice, spread_by_size
 from vlmpack.distributed import Ranks
-
-MOMENTS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -37,12 +35,7 @@ def owned_slices(
 
 
 def load_slices(
-    parameters: Named,
-    optimizer: torch.optim.Optimizer,
-    read: ReadSlice,
-    *,
-    optimizer_steps: int,
-    device: torch.device,
+    parameters: Named, optimizer: torch.optim.Optimizer, read: ReadSlice, *, optimizer_steps: int
 ) -> None:
     """Copy each box into what this rank holds of the parameter and its moments."""
     optimizer.state.clear()
@@ -52,7 +45,7 @@ def load_slices(
         if optimizer_steps == 0:
             continue
         # A fused AdamW keeps its step count beside the weights, the plain one on the CPU.
-        home = device if optimizer.defaults["fused"] else "cpu"
+        home = parameter.device if optimizer.defaults["fused"] else "cpu"
         state: dict[str, Tensor] = {"step": torch.tensor(float(optimizer_steps), device=home)}
         for kind in MOMENTS:
             state[kind] = torch.zeros_like(parameter, requires_grad=False)

@@ -6,7 +6,9 @@ What packing and per-token losses need is set here and nowhere else: `variable_s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,53 +125,43 @@ def decoder_spec(
         varlen: attention over whole rows, in Megatron's local layers; None for Transformer
             Engine's layers and attention.
     """
+    build: Callable[..., ModuleSpec]
+    norm: Any
+    if varlen is not None:
+        build, norm = partial(_local_layer, varlen), RMSNorm
+    else:
+        from vlmpack.backends.mcore import transformer_engine  # needs CUDA
+
+        build, norm = transformer_engine.transformer_engine_layer, transformer_engine.TENorm
     rank = parallel_state.get_pipeline_model_parallel_rank()
     first = get_transformer_layer_offset(config, pp_rank=rank)
-    numbers = range(first, first + get_num_layers_to_build(config, pp_rank=rank))
-    routed = dims.experts.layers if dims.experts is not None else frozenset()
+    experts = dict.fromkeys(dims.experts.layers, dims.experts.count) if dims.experts else {}
     layers = [
-        _local_layer(varlen, dims, experts=number in routed)
-        if varlen is not None
-        else _transformer_engine_layer(dims, experts=number in routed)
-        for number in numbers
+        build(num_experts=experts.get(number), qk_norm=dims.qk_norm)
+        for number in range(first, first + get_num_layers_to_build(config, pp_rank=rank))
     ]
-    return TransformerBlockSubmodules(
-        layer_specs=layers, layer_norm=RMSNorm if varlen is not None else _transformer_engine_norm()
-    )
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def _transformer_engine_layer(dims: LanguageDims, *, experts: bool) -> ModuleSpec:
-    from vlmpack.backends.mcore.transformer_engine import transformer_engine_layer  # needs CUDA
-
-    count = dims.experts.count if experts and dims.experts is not None else None
-    return transformer_engine_layer(num_experts=count, qk_norm=dims.qk_norm)
-
-
-def _transformer_engine_norm() -> Any:
-    from vlmpack.backends.mcore.transformer_engine import TENorm
-
-    return TENorm
-
-
-def _local_layer(varlen: VarlenAttention, dims: LanguageDims, *, experts: bool) -> ModuleSpec:
+def _local_layer(varlen: VarlenAttention, *, num_experts: int | None, qk_norm: bool) -> ModuleSpec:
     """Megatron's local layer with our norms and our attention."""
     spec = get_gpt_layer_local_spec(
-        num_experts=dims.experts.count if experts and dims.experts is not None else None,
+        num_experts=num_experts,
         moe_grouped_gemm=False,
-        qk_layernorm=dims.qk_norm,
+        qk_layernorm=qk_norm,
         normalization="RMSNorm",
     )
     layer = spec.submodules
     attention = layer.self_attention
     core = ModuleSpec(module=PackedCoreAttention, params={"varlen": varlen})
-    head_norms = {"q_layernorm": RMSNorm, "k_layernorm": RMSNorm} if dims.qk_norm else {}
+    head_norms = {"q_layernorm": RMSNorm, "k_layernorm": RMSNorm} if qk_norm else {}
     return replace(
         spec,
         submodules=replace(
             layer,
             input_layernorm=RMSNorm,
             pre_mlp_layernorm=RMSNorm,
-            mlp=with_packed_router(layer.mlp) if experts else layer.mlp,
+            mlp=with_packed_router(layer.mlp) if num_experts is not None else layer.mlp,
             self_attention=replace(
                 attention,
                 submodules=replace(attention.submodules, core_attention=core, **head_norms),

@@ -119,12 +119,7 @@ class MegatronEngine:
                 distributed=split.distributed_optimizer,
                 bf16=compute.dtype is torch.bfloat16,
             )
-            self.layout = WeightLayout(
-                parameters=parameters,
-                optimizer=self.optimizer,
-                copies=groups.dp_cp,
-                expert_copies=groups.expt_dp,
-            )
+            self.layout = WeightLayout(parameters, self.optimizer)
             self.layout.load(reader, optimizer_steps=0)
         self.description = self._described(compute)
 

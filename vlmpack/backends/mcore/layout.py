@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice, whole
+from vlmpack.backends.boxes import MOMENTS, Kind, ReadSlice, TensorSlice, whole
 from vlmpack.backends.mcore.model import MegatronVLM
 from vlmpack.backends.mcore.optimizer import MegatronAdamW
 from vlmpack.backends.mcore.weights.base import Piece, flat_boxes, stack_pieces
@@ -27,14 +27,14 @@ class LocalParameter:
     Args:
         parameter: the parameter.
         pieces: the boxes that it is made of.
-        owned: whether this TP rank and stage write it; its data-parallel ranks share the writing.
-        expert: whether it belongs to an expert, which other ranks hold copies of.
+        owned: whether this TP rank and stage write it; the ranks with copies share the writing.
+        copies: the ranks that hold the same: those of an expert are others.
     """
 
     parameter: nn.Parameter
     pieces: list[Piece]
     owned: bool
-    expert: bool
+    copies: dist.ProcessGroup
 
     @property
     def row_elements(self) -> int:
@@ -92,27 +92,23 @@ def local_parameters(
                 parameter=parameter,
                 pieces=pieces,
                 owned=not copy and (model.groups.tp.rank() == 0 or not replicated),
-                expert=expert,
+                copies=model.groups.expt_dp if expert else model.groups.dp_cp,
             )
         )
     return found
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class WeightLayout:
     """Reads and writes one rank's boxes.
 
     Args:
         parameters: of this stage.
         optimizer: holds main weights and moments.
-        copies: the ranks that hold the same parameters as this one.
-        expert_copies: those that hold the same experts.
     """
 
     parameters: list[LocalParameter]
     optimizer: MegatronAdamW
-    copies: dist.ProcessGroup
-    expert_copies: dist.ProcessGroup
 
     def owned(self, *, moments: bool) -> Iterator[tuple[Kind, TensorSlice, Tensor]]:
         """What this rank writes of trained parameters: each element of a whole tensor is written
@@ -167,20 +163,15 @@ class WeightLayout:
         inner, main, offset = held
         yield "model", main.detach().view(-1), offset
         if moments:
-            state = inner.state[main]
-            yield "exp_avg", state["exp_avg"].view(-1), offset
-            yield "exp_avg_sq", state["exp_avg_sq"].view(-1), offset
+            for kind in MOMENTS:
+                yield kind, inner.state[main][kind].view(-1), offset
 
     def _share(self, local: LocalParameter, held: int, offset: int) -> tuple[int, int]:
         """The flat range that this rank writes of what it holds."""
         if self.optimizer.distributed:  # what it holds nobody else does
             return offset, offset + held
-        copies = self.expert_copies if local.expert else self.copies
-        elements = local.parameter.numel()
-        return (
-            elements * copies.rank() // copies.size(),
-            elements * (copies.rank() + 1) // copies.size(),
-        )
+        elements, rank, size = local.parameter.numel(), local.copies.rank(), local.copies.size()
+        return elements * rank // size, elements * (rank + 1) // size
 
 
 def _prepare_moments(optimizer: Any, main: Tensor, steps: int) -> None:
@@ -190,7 +181,7 @@ def _prepare_moments(optimizer: Any, main: Tensor, steps: int) -> None:
     they are installed, by group.
     """
     state = optimizer.state[main]
-    for moment in ("exp_avg", "exp_avg_sq"):
+    for moment in MOMENTS:
         if moment not in state:
             state[moment] = torch.zeros_like(main)
     if isinstance(optimizer, torch.optim.AdamW):
