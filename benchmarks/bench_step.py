@@ -70,7 +70,7 @@ def _language_only(vlm: PackedVLM, batches: list[Batch]) -> Callable[[], None]:
             hidden = vlm.decode(batch, batch.packed_seq_params(), MergedInputs(embed))
             picked = hidden.index_select(0, batch.label_positions)
             targets = batch.labels.flatten().index_select(0, batch.label_positions)
-            weight = vlm.inner.get_output_embeddings().weight
+            weight = vlm.model.get_output_embeddings().weight
             linear_cross_entropy(picked, weight, targets).sum().backward()
 
     return run

@@ -84,15 +84,14 @@ def packed_model(
         CapabilityError: a model that cannot be packed, or an attention that cannot run there.
     """
     weight = next(model.parameters())
-    blocks = encoder.family.modules.image_blocks
     choice = choose_attention(
         attention,
         device=weight.device if device is None else device,
         dtype=weight.dtype if dtype is None else dtype,
-        image_blocks=blocks,
+        image_blocks=encoder.family.modules.image_blocks,
     )
     packed = wrapped(model, encoder)
-    packed.language.set_attn_implementation(register_attention(choice, image_blocks=blocks))
+    packed.language.set_attn_implementation(register_attention(choice))
     return packed
 
 

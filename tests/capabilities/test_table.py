@@ -65,10 +65,10 @@ def test_every_family_has_a_line_for_each_of_its_model_types():
 
 
 def test_mcore_runs_what_it_has_an_entry_for():
-    from vlmpack.backends.mcore.weights import megatron_model_types
+    from vlmpack.backends.mcore.weights import FAMILIES
 
     on_mcore = {name for name, model in SERVED.items() if "mcore" in model.engines}
-    assert on_mcore == set(megatron_model_types())
+    assert on_mcore == set(FAMILIES)
     assert len(on_mcore) >= 7
 
 

@@ -16,7 +16,7 @@ def logits_by_sample(vlm, batch):
     """Each sample's (s, V) logits in a packed row."""
     with torch.no_grad():
         hidden = vlm.hidden_states(batch, batch.packed_seq_params())
-        logits = hidden @ vlm.inner.get_output_embeddings().weight.T
+        logits = hidden @ vlm.model.get_output_embeddings().weight.T
     spans = zip(batch.keys, starts_of(batch), batch.lengths, strict=True)
     return {key: logits[start : start + length] for key, start, length in spans}
 

@@ -239,7 +239,7 @@ def logits_by_sample(vlm, batch):
     """Each sample's (s, V) logits in a packed row."""
     with torch.no_grad():
         hidden = vlm.hidden_states(batch, batch.packed_seq_params())
-        logits = hidden @ vlm.inner.get_output_embeddings().weight.T
+        logits = hidden @ vlm.model.get_output_embeddings().weight.T
     spans = zip(batch.keys, starts_of(batch), batch.lengths, strict=True)
     return {key: logits[start : start + length] for key, start, length in spans}
 
@@ -307,7 +307,7 @@ def test_a_row_without_images_keeps_the_whole_tower_in_the_graph(vision_case, ro
         assert parameter.grad is not None, name
         if vision_case.is_vision(name):
             assert not parameter.grad.any(), name
-    assert bool(vlm.inner.get_input_embeddings().weight.grad.any()) == (rows == "text")
+    assert bool(vlm.model.get_input_embeddings().weight.grad.any()) == (rows == "text")
 
 
 def test_the_blank_image_is_seen_by_nobody(vision_case):

@@ -132,7 +132,7 @@ def test_the_stock_forward_still_works_on_the_same_model(shown):
     with torch.no_grad():
         ours = vlm.image_features(media, torch.device("cpu")).features
         arguments = family.image_arguments(media)
-        outputs = [model.model.get_image_features(**arguments) for model in (vlm.inner, stock)]
+        outputs = [model.model.get_image_features(**arguments) for model in (vlm.model, stock)]
     again, theirs = (torch.cat(list(output.pooler_output)) for output in outputs)
     assert relative_l2(ours, theirs) < 1e-6
     assert relative_l2(again, theirs) < 1e-6

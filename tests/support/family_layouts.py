@@ -113,7 +113,9 @@ def do_train(job: Job) -> None:
         if not facts:
             facts = {
                 "changed": same_bits(engine, job.model),
-                "experts": sum(local.expert for local in engine.layout.parameters),
+                "experts": sum(
+                    ".local_experts." in name for name, _ in engine.model.named_parameters()
+                ),
                 "elements": sum(p.numel() for p in engine.model.parameters()),
             }
         facts[f"copies agree, {optimizer}"] = job.train_and_save(engine, optimizer)

@@ -71,7 +71,7 @@ def test_weight_decay_alone_moves_a_frozen_weight(tiny_folder, encoder, encoded)
     def step():
         real()
         with torch.no_grad():
-            engine.vlm.inner.get_input_embeddings().weight.mul_(1 - 1e-6)
+            engine.vlm.model.get_input_embeddings().weight.mul_(1 - 1e-6)
 
     engine.optimizer.step = step
     with pytest.raises(TrainabilityError, match="frozen parameters of language moved"):

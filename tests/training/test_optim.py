@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from vlmpack.backends.adamw import build_adamw
+from vlmpack.backends.policy import ParameterPolicy
 from vlmpack.recipe.trainable import OptimSection
 from vlmpack.training.optim import Schedule
 
@@ -49,12 +50,18 @@ def test_no_warm_up_and_a_run_of_one_step():
     assert schedule("linear", warmup_steps=5, total_steps=5)(4) == 1.0
 
 
+def trained_alone(name, ndim):
+    """The policy of a model without components."""
+    return ParameterPolicy(component="language", trains=True, decays=ndim >= 2, lr_scale=1.0)
+
+
 def test_weights_decay_and_biases_and_norms_do_not():
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3))
     optimizer = build_adamw(
         list(model.named_parameters()),
         OptimSection(lr=1.0, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3),
         fused=False,
+        policy_of=trained_alone,
     )
     decays = {
         id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
@@ -70,7 +77,10 @@ def test_weights_decay_and_biases_and_norms_do_not():
 def test_every_parameter_of_the_tiny_model_is_optimised_once(session_engine):
     parameters = session_engine.parameters()
     optimizer = build_adamw(
-        parameters, OptimSection(lr=1.0, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1), fused=True
+        parameters,
+        OptimSection(lr=1.0, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1),
+        fused=True,
+        policy_of=trained_alone,
     )
     seen = [id(p) for group in optimizer.param_groups for p in group["params"]]
     assert sorted(seen) == sorted(id(p) for _, p in parameters)

@@ -16,12 +16,12 @@ from vlmpack.attention.blocks import BlockMasks
 from vlmpack.packing.batch import PackedSeqParams
 
 
-def _window_mask(length: int, window: int, causal: bool, device: torch.device) -> Tensor:
-    """(length, length) bool: True where |q - k| < window, and k <= q if causal."""
-    index = torch.arange(length, device=device)
-    distance = index[:, None] - index[None, :]
-    inside = distance < window
-    return inside & (distance >= 0) if causal else inside & (distance > -window)
+def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """(length, length) bool: True where |q - k| < window; None where that is everywhere."""
+    if window is None or window >= length:
+        return None
+    everywhere = torch.ones(length, length, dtype=torch.bool, device=device)
+    return everywhere.tril_(window - 1).triu_(1 - window)
 
 
 def segment_attention(
@@ -62,10 +62,11 @@ def segment_attention(
         raise ValueError("masks of image blocks go with causal attention over the same segments")
     if not causal and params.cu_seqlens_q_padded is not None:
         raise ValueError("bidirectional attention needs segments without alignment gaps")
-    blocks = masks.of_segment if masks is not None else ((),) * len(params.segment_lengths)
+    if masks is None:
+        masks = BlockMasks(params.segment_lengths, (), query.device)
     runs = [
         (length, inside, len(list(run)))
-        for (length, inside), run in groupby(zip(params.segment_lengths, blocks, strict=True))
+        for (length, inside), run in groupby(zip(masks.lengths, masks.of_segment, strict=True))
         if length
     ]
     # Split, not sliced: the backward of every slice would fill a whole row with zeros.
@@ -74,11 +75,7 @@ def segment_attention(
     outputs: list[Tensor] = []
     for (length, inside, count), qkv in zip(runs, parts, strict=True):
         q, k, v = (part.view(count, length, *part.shape[1:]).transpose(1, 2) for part in qkv)
-        mask = None
-        if masks is not None:
-            mask = masks.mask(length, inside, window)
-        elif window is not None and window < length:
-            mask = _window_mask(length, window, causal, query.device)
+        mask = masks.mask(length, inside, window) if causal else _band(length, window, query.device)
         out = dense_attention(q, k, v, mask=mask, causal=causal, scale=scale)
         outputs.append(out.transpose(1, 2).reshape(count * length, *query.shape[1:]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

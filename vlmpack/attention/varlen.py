@@ -47,11 +47,13 @@ class AttentionChoice:
         name: the implementation's name in a recipe.
         function: the implementation.
         reason: one phrase for the log.
+        image_blocks: whether each call must say which tokens attend in both directions.
     """
 
     name: AttentionName
     function: VarlenAttention
     reason: str
+    image_blocks: bool = False
 
 
 _FUNCTIONS: dict[AttentionName, VarlenAttention] = {
@@ -108,19 +110,18 @@ def choose_attention(
     Raises:
         CapabilityError: the requested one cannot run here; the message says why.
     """
-    if requested != "auto":
-        why = why_unavailable(requested, device, dtype, image_blocks=image_blocks)
-        if why is not None:
-            raise CapabilityError(
-                f"model.attention: {requested} cannot run: {why}; use auto or segments"
-            )
-        return AttentionChoice(requested, _FUNCTIONS[requested], "as the recipe asks")
-    refused: list[str] = []
     candidates: tuple[AttentionName, ...] = ("flash_attn", "torch_varlen", "segments")
+    if requested != "auto":
+        candidates = (requested,)
+    refused: list[str] = []
     for name in candidates:
         why = why_unavailable(name, device, dtype, image_blocks=image_blocks)
         if why is None:
-            return AttentionChoice(name, _FUNCTIONS[name], "; ".join(refused) or "first choice")
+            first = "as the recipe asks" if name == requested else "first choice"
+            reason = "; ".join(refused) or first
+            return AttentionChoice(name, _FUNCTIONS[name], reason, image_blocks)
         if why not in refused:
             refused.append(why)
-    raise AssertionError("segments runs everywhere")
+    raise CapabilityError(
+        f"model.attention: {requested} cannot run: {refused[0]}; use auto or segments"
+    )

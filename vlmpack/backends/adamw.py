@@ -12,17 +12,12 @@ from vlmpack.backends.policy import ParameterPolicy
 from vlmpack.recipe.trainable import OptimSection
 
 
-def parameter_alone(name: str, ndim: int) -> ParameterPolicy:
-    """A parameter of a model without components."""
-    return ParameterPolicy(component="language", trains=True, decays=ndim >= 2, lr_scale=1.0)
-
-
 def build_adamw(
     parameters: Sequence[tuple[str, nn.Parameter]],
     optim: OptimSection,
     *,
     fused: bool,
-    policy_of: Callable[[str, int], ParameterPolicy] = parameter_alone,
+    policy_of: Callable[[str, int], ParameterPolicy],
 ) -> torch.optim.AdamW:
     """AdamW (1711.05101) with two groups a component: weights that decay, and biases and norms that
     do not (`vlmpack.backends.policy` says why LoRA matrices do).

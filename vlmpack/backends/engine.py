@@ -57,6 +57,10 @@ class Engine(Protocol):
     """A model that can be trained, with whatever parallelism the engine knows."""
 
     device: torch.device
+    ranks: Ranks
+    module: nn.Module
+    """What forward steps call with a batch."""
+
     description: dict[str, str]
     """What was chosen (engine, dtype, attention, sharding ...), for the log and the report."""
 
@@ -71,11 +75,6 @@ class Engine(Protocol):
 
     components: Sequence[ComponentCount]
     """What the policy comes to, for each component that the model has."""
-
-    @property
-    def module(self) -> nn.Module:
-        """What forward steps call with a batch."""
-        ...
 
     def forward_backward(
         self,
@@ -92,11 +91,9 @@ class Engine(Protocol):
             to the global ones, each counted once: the reports of a rank that computes no loss, or
             the same as another, are empty.
         """
-        ...
 
     def zero_gradients(self) -> None:
         """Drop the accumulated gradients."""
-        ...
 
     def finish_gradients(self, divisor: Tensor, max_norm: float | None) -> Tensor:
         """Turn accumulated gradients of loss sums into those of the mean loss, and clip them.
@@ -109,15 +106,12 @@ class Engine(Protocol):
         Returns:
             The global L2 norm before clipping, 0-d, on the device.
         """
-        ...
 
     def step(self, lr: float) -> None:
         """One optimizer step with that learning rate."""
-        ...
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Whole shapes of the trainable parameters under transformers' names, on any rank."""
-        ...
 
     def owned_slices(self) -> Iterator[tuple[Kind, TensorSlice, Tensor]]:
         """The boxes that this rank writes, in a fixed order; views where possible. Not collective.
@@ -125,7 +119,6 @@ class Engine(Protocol):
         Over the world each element of each whole parameter is written exactly once, and so are
         those of its moments once `optimizer_steps` > 0.
         """
-        ...
 
     def load_slices(self, read: ReadSlice, *, optimizer_steps: int) -> None:
         """Fill this rank's parameters and moments, one box at a time.
@@ -134,7 +127,6 @@ class Engine(Protocol):
             read: reads a box on CPU.
             optimizer_steps: steps that the moments have seen; at 0 there are no moments.
         """
-        ...
 
     def gradient_norms(self) -> Tensor:
         """(components,) float64 on the device: whether any trained element has a gradient.
@@ -142,15 +134,12 @@ class Engine(Protocol):
         Zero only where every element is; otherwise a norm in which an element may count as often
         as ranks hold it. Between `finish_gradients` and `step`. Collective.
         """
-        ...
 
     def frozen_digests(self) -> tuple[list[str], Tensor]:
         """Names and (F,) int64 digests of what this rank holds of frozen parameters."""
-        ...
 
     def export(self, folder: Path, *, processor_from: Path, dtype: torch.dtype | None) -> None:
         """Write a folder that transformers' `from_pretrained` loads. Collective."""
-        ...
 
     def export_adapter(self, folder: Path, *, base: str) -> None:
         """Write the adapters in peft's format. Collective.
@@ -162,11 +151,9 @@ class Engine(Protocol):
         Raises:
             CapabilityError: what was trained does not fit into that format.
         """
-        ...
 
     def generation(self) -> AbstractContextManager[Any]:
         """The bare transformers model, in eval mode and with stock attention, for generation."""
-        ...
 
 
 def or_one(divisor: Tensor) -> Tensor:
@@ -174,13 +161,11 @@ def or_one(divisor: Tensor) -> Tensor:
     return divisor.where(divisor != 0, 1.0)
 
 
-def norms_by_component(
-    engine: Engine, gradients: Iterable[tuple[str, Tensor]], ranks: Ranks
-) -> Tensor:
+def norms_by_component(engine: Engine, gradients: Iterable[tuple[str, Tensor]]) -> Tensor:
     """`Engine.gradient_norms`, from what this rank holds of them, by transformers' names."""
     zero = torch.zeros((), dtype=torch.float64, device=engine.device)
     squares = {count.component: zero for count in engine.components}
     for name, gradient in gradients:
         component = component_of(name, engine.paths)
         squares[component] = squares[component] + gradient.double().square().sum()
-    return ranks.sum_over_world(torch.stack([*squares.values()])).sqrt()
+    return engine.ranks.sum_over_world(torch.stack([*squares.values()])).sqrt()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 
 from vlmpack.families.base import ModulePaths
 from vlmpack.recipe.trainable import (
@@ -128,7 +129,6 @@ class ComponentCount:
     Args:
         component: its name.
         mode: how it is trained.
-        lr_scale: its learning rate over that of the schedule.
         parameters: elements, those of adapters included.
         trained: those of them that are updated.
         tensors: number of updated parameters.
@@ -137,7 +137,6 @@ class ComponentCount:
 
     component: Component
     mode: Mode
-    lr_scale: float
     parameters: int
     trained: int
     tensors: int
@@ -154,30 +153,21 @@ def count_components(
         policy: what is trained.
         paths: where the family's parts live.
     """
-    totals: dict[Component, list[int]] = {}
+    held: dict[Component, list[tuple[ParameterPolicy, int]]] = {}
     for name, shape in shapes:
         said = policy.of_parameter(name, len(shape), paths)
-        size = 1
-        for length in shape:
-            size *= length
-        total = totals.setdefault(said.component, [0, 0, 0, 0])
-        total[0] += size
-        if said.trains:
-            total[1] += size
-            total[2] += 1
-            total[3] += size if said.decays else 0
+        held.setdefault(said.component, []).append((said, prod(shape)))
     return [
         ComponentCount(
             component=component,
             mode=policy.mode(component),
-            lr_scale=policy.lr_scale(component),
-            parameters=totals[component][0],
-            trained=totals[component][1],
-            tensors=totals[component][2],
-            decayed=totals[component][3],
+            parameters=sum(size for _, size in held[component]),
+            trained=sum(size for said, size in held[component] if said.trains),
+            tensors=sum(said.trains for said, _ in held[component]),
+            decayed=sum(size for said, size in held[component] if said.trains and said.decays),
         )
         for component in COMPONENTS
-        if component in totals
+        if component in held
     ]
 
 

@@ -52,7 +52,6 @@ class Pulse:
     store: Any
 
     def __post_init__(self) -> None:
-        self._ticks = 0
         self._called: float | None = None
         self._entries: dict[int, Mapping[str, Any]] = {}
         self._changed: dict[int, float] = {}
@@ -125,7 +124,7 @@ class Pulse:
             while True:
                 self._called = time.monotonic()
                 if turn % LOOKS_PER_ENTRY == 0:
-                    self._write()
+                    self._write(turn)
                 if self.rank < SPEAKERS:
                     self._look()
                 self._called = None
@@ -135,8 +134,7 @@ class Pulse:
         except RuntimeError:  # the store is gone: the run ends, or its first machine has
             return
 
-    def _write(self) -> None:
-        self._ticks += 1
+    def _write(self, turn: int) -> None:
         activity = self.activity
         quiet = time.monotonic() - activity.since
         entry = {
@@ -146,7 +144,7 @@ class Pulse:
             "phase": activity.phase,
             "samples": activity.last_samples(),
             "quiet": quiet,
-            "ticks": self._ticks,
+            "ticks": turn,
             "stack": activity.stack(STACK_FRAMES) if quiet > self.seconds / LOOKS else "",
         }
         self.store.set(f"{KEY}/{self.rank}", json.dumps(entry))

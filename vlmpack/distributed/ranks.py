@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -73,11 +74,7 @@ class Ranks:
 
     def share_in_replica(self, value: Any) -> Any:
         """The lead's value on every process of its replica; the others' argument is ignored."""
-        if self.replica_group is None:
-            return value
-        box = [value if self.is_lead else None]
-        dist.broadcast_object_list(box, group=self.replica_group, group_src=0)
-        return box[0]
+        return value if self.replica_group is None else _of_first(value, self.replica_group)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank. For small things, rarely."""
@@ -89,22 +86,12 @@ class Ranks:
 
     def broadcast_object(self, value: Any) -> Any:
         """The main rank's value on every rank. For small things, rarely."""
-        if self.world_size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+        return value if self.world_size == 1 else _of_first(value, None)
 
     def on_main(self, work: Callable[[], Result]) -> Result:
         """Run something on the main rank alone; its result, or its exception, on every rank."""
-        result: Result | None = None
-        problem: Exception | None = None
-        if self.is_main:
-            try:
-                result = work()
-            except Exception as error:  # told to all, so that no rank waits for one that is gone
-                problem = error
-        result, problem = self.broadcast_object((result, problem))  # Any from here on
+        result: Result
+        result, problem = self.broadcast_object(_attempted(work) if self.is_main else None)
         if problem is not None:
             raise problem
         return result
@@ -123,6 +110,21 @@ class Ranks:
             raise error("; ".join(dict.fromkeys(problems)))
 
 
+def _attempted(work: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    """Result or exception: told to all, so that no rank waits for one that is gone."""
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+
+
+def _of_first(value: Any, group: dist.ProcessGroup | None) -> Any:
+    """The value of a group's first process on all of them."""
+    box = [value]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    return box[0]
+
+
 def share_iterator(ranks: Ranks, make: Callable[[], Iterator[Item]]) -> Iterator[Item]:
     """The lead's items on every process of its replica, one at a time, and its exception if any.
 
@@ -135,16 +137,10 @@ def share_iterator(ranks: Ranks, make: Callable[[], Iterator[Item]]) -> Iterator
     if ranks.replica_group is None:
         yield from make()
         return
-    items = make() if ranks.is_lead else None
+    following = partial(next, make()) if ranks.is_lead else None
     while True:
-        item: Item | None = None
-        problem: BaseException | None = None
-        if items is not None:
-            try:
-                item = next(items)
-            except Exception as error:  # told to all, so that no peer waits for the lead
-                problem = error
-        item, problem = ranks.share_in_replica((item, problem))
+        outcome = _attempted(following) if following is not None else None
+        item, problem = ranks.share_in_replica(outcome)
         if isinstance(problem, StopIteration):
             return
         if problem is not None:

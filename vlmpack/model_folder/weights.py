@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from vlmpack.errors import UNREADABLE, ModelError
 
@@ -49,6 +50,20 @@ def first(names: Iterable[str]) -> str:
     """The first five of them."""
     names = list(names)
     return f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
+
+
+def raise_misfits(folder: Path, info: Mapping[str, Any]) -> None:
+    """Raise ModelError for what transformers says was missing, left over or of another shape."""
+    problems = [
+        f"{kind.replace('_', ' ')}: {first(sorted(map(str, info[kind])))}"
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        if info.get(kind)
+    ]
+    if problems:
+        raise ModelError(
+            f"model.path: the weights in {folder} do not fit its config.json "
+            f"({'; '.join(problems)})"
+        )
 
 
 def _is_plain(name: object) -> bool:

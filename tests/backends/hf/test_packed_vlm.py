@@ -120,7 +120,7 @@ def test_no_tensor_of_row_times_vocabulary_is_made(vlm, label_heavy, monkeypatch
 
     with MadeTensors() as tensors:  # the recorder sees whole logits where there are some
         hidden = vlm.hidden_states(label_heavy, label_heavy.packed_seq_params())
-        (hidden @ vlm.inner.get_output_embeddings().weight.T).sum().backward()
+        (hidden @ vlm.model.get_output_embeddings().weight.T).sum().backward()
     assert max(made.shape[0] for made in tensors.where(is_logits)) == label_heavy.num_slots
 
 
@@ -166,7 +166,7 @@ def test_the_blank_image_is_not_in_the_token_stream(vlm, encoded):
     text = pack([sample for sample in encoded if sample.media is None])
     params = text.packed_seq_params()
     with torch.no_grad():
-        embeds = vlm.inner.get_input_embeddings()(text.input_ids)[0]
+        embeds = vlm.model.get_input_embeddings()(text.input_ids)[0]
         assert torch.equal(vlm.merge(text).embeds, embeds)
         before = vlm(text, params)
         blank, vlm.blank = (

@@ -99,7 +99,7 @@ def test_boundaries_off_by_one_inside_attention(subject, monkeypatch):
 
     register = engine.register_attention
 
-    def register_broken(choice, **blocks):
+    def register_broken(choice):
         def attend(query, key, value, params, **options):
             lengths = list(params.segment_lengths)
             lengths[0], lengths[1] = lengths[0] + 1, lengths[1] - 1
@@ -107,7 +107,7 @@ def test_boundaries_off_by_one_inside_attention(subject, monkeypatch):
                 query, key, value, replace(params, segment_lengths=tuple(lengths)), **options
             )
 
-        return register(replace(choice, function=attend), **blocks)
+        return register(replace(choice, function=attend))
 
     monkeypatch.setattr(engine, "register_attention", register_broken)
     checks = subject.checks()
@@ -126,7 +126,7 @@ def test_attention_without_isolation(subject, monkeypatch):
 
     register = engine.register_attention
 
-    def register_broken(choice, **blocks):
+    def register_broken(choice):
         def attend(query, key, value, params, **options):
             slots = query.shape[0]
             whole = torch.tensor([0, slots], dtype=torch.int32)
@@ -142,7 +142,7 @@ def test_attention_without_isolation(subject, monkeypatch):
             )
             return choice.function(query, key, value, params, **options)
 
-        return register(replace(choice, function=attend), **blocks)
+        return register(replace(choice, function=attend))
 
     monkeypatch.setattr(engine, "register_attention", register_broken)
     checks = subject.checks()

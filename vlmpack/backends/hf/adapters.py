@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -235,32 +236,23 @@ def save_adapter(
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
-    config = model.peft_config[ADAPTER]
+    config = copy(model.peft_config[ADAPTER])
     tensors = get_peft_model_state_dict(
         model, state_dict=dict(state), adapter_name=ADAPTER, save_embedding_layers=False
     )
     for module in in_full:
         tensors |= {name: v for name, v in state.items() if name.startswith(module + ".")}
     written = {PREFIX + name: value.contiguous().clone() for name, value in tensors.items()}
-    fields = {
-        "base_model_name_or_path": base,
-        "inference_mode": True,
-        "modules_to_save": list(in_full) or None,
-        "target_modules": sorted(config.target_modules),  # a set has no order to write down
-        "auto_mapping": {
-            "base_model_class": type(model).__name__,
-            "parent_library": type(model).__module__,
-        },
+    config.base_model_name_or_path = base
+    config.inference_mode = True
+    config.modules_to_save = list(in_full) or None
+    config.target_modules = sorted(config.target_modules)  # a set has no order to write down
+    config.auto_mapping = {
+        "base_model_class": type(model).__name__,
+        "parent_library": type(model).__module__,
     }
-    was = {name: getattr(config, name) for name in fields}
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        for name, value in fields.items():
-            setattr(config, name, value)
-        config.save_pretrained(str(folder))
-    finally:
-        for name, value in was.items():
-            setattr(config, name, value)
+    config.save_pretrained(str(folder))
     save_file(written, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
 
 
@@ -279,23 +271,23 @@ def modules_in_full(model: nn.Module, paths: ModulePaths, policy: TrainingPolicy
     found: list[str] = []
 
     def visit(prefix: str, module: nn.Module) -> None:
-        own = {f"{prefix}.{name}" if prefix else name for name, _ in module.named_parameters()}
+        own = {prefix + name for name, _ in module.named_parameters()}
         if not own & trained:
             return
         holds_adapter = any(".lora_" in name for name in own)
         can_wrap = not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and prefix
         if can_wrap and not holds_adapter and own <= trained:
-            found.append(prefix)
+            found.append(prefix.removesuffix("."))
             return
         for name, _ in module.named_parameters(recurse=False):
-            full = f"{prefix}.{name}" if prefix else name
-            if full in trained:
+            if prefix + name in trained:
                 raise CapabilityError(
-                    f"{full} was trained beside adapters of the same module; peft's adapter "
-                    f"format has no place for it. The merged model has: vlmpack export --merge"
+                    f"{prefix}{name} was trained beside adapters of the same module; peft's "
+                    f"adapter format has no place for it. The merged model has: "
+                    f"vlmpack export --merge"
                 )
         for name, child in module.named_children():
-            visit(f"{prefix}.{name}" if prefix else name, child)
+            visit(f"{prefix}{name}.", child)
 
     visit("", model)
     return found

@@ -9,92 +9,80 @@ no mask at all, neither T x T nor by looking for sample boundaries in the positi
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from vlmpack.attention import AttentionChoice, BlockMasks, VarlenAttention, dense_attention
+from vlmpack.attention import AttentionChoice, BlockMasks, dense_attention
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import PackedSeqParams
 
 
-class _RegisteredAttention:
-    """What transformers calls once per layer.
+def _attend(
+    choice: AttentionChoice,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls once per layer: attend inside segments (packed) or rows (padded).
 
     Args:
-        function: the varlen implementation.
-        image_blocks: whether each call must say which tokens attend in both directions.
+        choice: the varlen implementation.
+        module: the calling attention module.
+        query: (B, Hq, S, D); B is 1 and S is T for a packed row.
+        key: (B, Hkv, S, D).
+        value: (B, Hkv, S, D).
+        attention_mask: always None here; anything else means that a caller built a mask that
+            this function would ignore.
+        options: scaling, dropout, sliding_window, and what the model's forward was given:
+            `packed_seq_params` for a THD row, or `padded_rows=True`; and `image_masks`
+            where an image's tokens attend in both directions.
+
+    Returns:
+        (B, S, Hq, D) and no weights.
     """
-
-    def __init__(self, function: VarlenAttention, *, image_blocks: bool = False) -> None:
-        self.function = function
-        self.image_blocks = image_blocks
-
-    def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **options: Any,
-    ) -> tuple[Tensor, None]:
-        """Attend inside segments (packed) or inside rows (padded).
-
-        Args:
-            module: the calling attention module.
-            query: (B, Hq, S, D); B is 1 and S is T for a packed row.
-            key: (B, Hkv, S, D).
-            value: (B, Hkv, S, D).
-            attention_mask: always None here; anything else means that a caller built a mask that
-                this function would ignore.
-            options: scaling, dropout, sliding_window, and what the model's forward was given:
-                `packed_seq_params` for a THD row, or `padded_rows=True`; and `image_masks`
-                where an image's tokens attend in both directions.
-
-        Returns:
-            (B, S, Hq, D) and no weights.
-        """
-        if attention_mask is not None:
-            raise CapabilityError("vlmpack attention takes boundaries, not an attention mask")
-        if options.get("dropout"):
-            raise CapabilityError(
-                "attention dropout is not supported: packed and unpacked runs would differ; "
-                "set attention_dropout to 0 in the model's config.json"
-            )
-        if options.get("softcap") is not None or options.get("s_aux") is not None:
-            raise CapabilityError("attention softcap and sinks are not supported by vlmpack yet")
-        scale: float | None = options.get("scaling")
-        window: int | None = options.get("sliding_window")
-        params: PackedSeqParams | None = options.get("packed_seq_params")
-        masks: BlockMasks | None = options.get("image_masks")
-        if self.image_blocks and masks is None:
-            raise CapabilityError(
-                f"{type(module).__name__} called vlmpack attention without image_masks; causal "
-                f"attention would hide the rest of an image from its first tokens"
-            )
-        if params is not None:
-            # Under autocast rotary leaves queries and keys in float32 while values are bfloat16;
-            # varlen kernels, unlike scaled_dot_product_attention, are not on autocast's list.
-            output = self.function(
-                query[0].transpose(0, 1).to(value.dtype),
-                key[0].transpose(0, 1).to(value.dtype),
-                value[0].transpose(0, 1),
-                params,
-                causal=True,
-                scale=scale,
-                window=window,
-                masks=masks,
-            )
-            return output[None], None
-        if not options.get("padded_rows"):
-            raise CapabilityError(
-                f"{type(module).__name__} called vlmpack attention without boundaries: neither "
-                f"packed_seq_params nor padded_rows reached it; attending over the whole row "
-                f"would mix samples"
-            )
-        return _padded_rows(query, key, value, scale=scale, window=window, masks=masks), None
+    if attention_mask is not None:
+        raise CapabilityError("vlmpack attention takes boundaries, not an attention mask")
+    if options.get("dropout"):
+        raise CapabilityError(
+            "attention dropout is not supported: packed and unpacked runs would differ; "
+            "set attention_dropout to 0 in the model's config.json"
+        )
+    if options.get("softcap") is not None or options.get("s_aux") is not None:
+        raise CapabilityError("attention softcap and sinks are not supported by vlmpack yet")
+    scale: float | None = options.get("scaling")
+    window: int | None = options.get("sliding_window")
+    params: PackedSeqParams | None = options.get("packed_seq_params")
+    masks: BlockMasks | None = options.get("image_masks")
+    if choice.image_blocks and masks is None:
+        raise CapabilityError(
+            f"{type(module).__name__} called vlmpack attention without image_masks; causal "
+            f"attention would hide the rest of an image from its first tokens"
+        )
+    if params is not None:
+        # Under autocast rotary leaves queries and keys in float32 while values are bfloat16;
+        # varlen kernels, unlike scaled_dot_product_attention, are not on autocast's list.
+        output = choice.function(
+            query[0].transpose(0, 1).to(value.dtype),
+            key[0].transpose(0, 1).to(value.dtype),
+            value[0].transpose(0, 1),
+            params,
+            scale=scale,
+            window=window,
+            masks=masks,
+        )
+        return output[None], None
+    if not options.get("padded_rows"):
+        raise CapabilityError(
+            f"{type(module).__name__} called vlmpack attention without boundaries: neither "
+            f"packed_seq_params nor padded_rows reached it; attending over the whole row "
+            f"would mix samples"
+        )
+    return _padded_rows(query, key, value, scale=scale, window=window, masks=masks), None
 
 
 def _padded_rows(
@@ -108,30 +96,16 @@ def _padded_rows(
 ) -> Tensor:
     """Causal attention over right-padded rows, but for image blocks: no real token sees the padding
     after it."""
-    mask = None
-    length = query.shape[2]
-    if masks is not None:
-        mask = masks.rows(window)
-    elif window is not None and window < length:
-        ones = torch.ones(length, length, dtype=torch.bool, device=query.device)
-        mask = ones.tril().triu(1 - window)
-    output = dense_attention(query, key, value, mask=mask, causal=True, scale=scale)
+    if masks is None:  # one mask for all rows
+        masks = BlockMasks((query.shape[2],), (), query.device)
+    output = dense_attention(query, key, value, mask=masks.rows(window), causal=True, scale=scale)
     return output.transpose(1, 2)
 
 
-def register_attention(choice: AttentionChoice, *, image_blocks: bool = False) -> str:
-    """Make an implementation known to transformers.
-
-    Args:
-        choice: the implementation.
-        image_blocks: whether the tokens of an image attend in both directions.
-
-    Returns:
-        The name for `set_attn_implementation`.
-    """
+def register_attention(choice: AttentionChoice) -> str:
+    """Make an implementation known to transformers; the name for `set_attn_implementation`."""
     from transformers import AttentionInterface
 
-    name = f"vlmpack_{choice.name}{'_image_blocks' if image_blocks else ''}"
-    registered = _RegisteredAttention(choice.function, image_blocks=image_blocks)
-    AttentionInterface.register(name, registered)
+    name = f"vlmpack_{choice.name}{'_image_blocks' if choice.image_blocks else ''}"
+    AttentionInterface.register(name, partial(_attend, choice))
     return name

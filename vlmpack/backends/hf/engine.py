@@ -76,9 +76,8 @@ class HFEngine:
         if policy.lora is not None and policy.lora.quantize != "none":
             check_quantization(ranks.device)
         loaded = load_model(Path(model.path))
-        loaded.get_submodule(self.paths.language).set_attn_implementation(
-            register_attention(compute.attention, image_blocks=self.paths.image_blocks)
-        )
+        language = loaded.get_submodule(self.paths.language)
+        language.set_attn_implementation(register_attention(compute.attention))
         if model.activation_checkpointing:
             recompute_layers(loaded)
         apply_policy(
@@ -89,13 +88,13 @@ class HFEngine:
         )
         self.vlm = packed_model(loaded, encoder)
         self.sharded = split.sharding == "fsdp" and ranks.world_size > 1
-        self._module: nn.Module = self.vlm
+        self.module: nn.Module = self.vlm
         # Autocast is ours: accelerate keeps its mixed precision per process, not per model.
         self.accelerator = Accelerator(cpu=ranks.device.type == "cpu", mixed_precision="no")
         if self.sharded:
             shard_model(self.vlm, ranks, compute_dtype=self.compute_dtype)
         else:
-            self._module = self.accelerator.prepare_model(self.vlm.to(ranks.device))
+            self.module = self.accelerator.prepare_model(self.vlm.to(ranks.device))
         self.optimizer = build_adamw(
             self.parameters(),
             policy.optim,
@@ -111,11 +110,6 @@ class HFEngine:
             "parameters": f"{sum(count.parameters for count in self.components):,}",
             "trained": describe_counts(self.components),
         }
-
-    @property
-    def module(self) -> nn.Module:
-        """The model as forward steps call it."""
-        return self._module
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Trainable parameters under transformers' names."""
@@ -134,13 +128,13 @@ class HFEngine:
         forward_only: bool = False,
     ) -> list[dict[str, Tensor]]:
         """Run the micro-batches of one optimizer step."""
-        self._module.train(not forward_only)
+        self.module.train(not forward_only)
         reports: list[dict[str, Tensor]] = []
         for number in range(num_microbatches):
             last = number == num_microbatches - 1  # only its backward reduces over the replicas
             with self._synchronise(last), torch.set_grad_enabled(not forward_only):
                 with self._autocast():
-                    output, loss_function = forward_step(data_iterator, self._module)
+                    output, loss_function = forward_step(data_iterator, self.module)
                     loss_sum, _, sums = loss_function(output)
                 if not forward_only:
                     loss_sum.backward()
@@ -165,10 +159,10 @@ class HFEngine:
             return nullcontext()
         if self.ranks.world_size == 1 or last:
             return nullcontext()
-        return self.accelerator.no_sync(self._module)
+        return self.accelerator.no_sync(self.module)
 
-    def _gradients(self) -> list[Tensor]:
-        return [p.grad for _, p in self.parameters() if p.grad is not None]
+    def _gradients(self) -> list[tuple[str, Tensor]]:
+        return [(name, p.grad) for name, p in self.parameters() if p.grad is not None]
 
     def zero_gradients(self) -> None:
         """Drop the gradients."""
@@ -181,7 +175,7 @@ class HFEngine:
         gradient of the mean over the global batch.
         """
         scale = (self.ranks.dp_size / or_one(divisor)).float()
-        gradients = self._gradients()
+        gradients = [gradient for _, gradient in self._gradients()]
         for gradient in gradients:
             gradient.mul_(scale)
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -214,10 +208,7 @@ class HFEngine:
 
     def gradient_norms(self) -> Tensor:
         """By component, over the world; see `vlmpack.backends.engine.Engine`."""
-        held = self.vlm.model.named_parameters()
-        return norms_by_component(
-            self, ((name, local_part(p.grad)) for name, p in held if p.grad is not None), self.ranks
-        )
+        return norms_by_component(self, ((name, local_part(g)) for name, g in self._gradients()))
 
     def frozen_digests(self) -> tuple[list[str], Tensor]:
         """Names and digests of what this rank holds of frozen parameters."""

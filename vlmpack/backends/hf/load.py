@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from vlmpack.backends.hf.weight_headers import raise_misfits
 from vlmpack.errors import ModelError
 from vlmpack.families.registry import family_of
 from vlmpack.model_folder.load import load_model_class
-from vlmpack.model_folder.weights import weight_files
+from vlmpack.model_folder.weights import raise_misfits, weight_files
 
 
 def load_model(folder: Path) -> Any:

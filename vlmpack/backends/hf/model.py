@@ -115,15 +115,17 @@ class PackedLM(nn.Module):
         family: of the model.
     """
 
+    model: Any
+
     def __init__(self, model: nn.Module, family: Family) -> None:
         super().__init__()
         self.model = model
         self.family = family
         self.paths = family.modules
-        head: Any = self.inner.get_output_embeddings()
+        head: Any = self.model.get_output_embeddings()
         if head.bias is not None:
             raise CapabilityError("a language-model head with a bias is not supported")
-        text: dict[str, Any] = self.inner.config.get_text_config().to_dict()
+        text: dict[str, Any] = self.model.config.get_text_config().to_dict()
         if text.get("output_router_logits"):
             raise CapabilityError(
                 "config.json asks for the auxiliary loss of a mixture of experts, which the hf "
@@ -135,14 +137,9 @@ class PackedLM(nn.Module):
                 f"config.json has rope_type {odd[0]!r}, whose frequencies follow the longest "
                 f"sequence of a batch: a sample's loss would depend on the samples beside it"
             )
-        why = refusal(self.inner.config.to_dict())  # with the class's defaults
+        why = refusal(self.model.config.to_dict())  # with the class's defaults
         if why is not None:
             raise CapabilityError(why)
-
-    @property
-    def inner(self) -> Any:
-        """The transformers model."""
-        return self.model
 
     @property
     def language(self) -> Any:
@@ -167,7 +164,7 @@ class PackedLM(nn.Module):
         hidden = self.hidden_states(batch, packed_seq_params)
         picked = hidden.index_select(0, batch.label_positions)
         targets = batch.labels.flatten().index_select(0, batch.label_positions)
-        return linear_cross_entropy(picked, self.inner.get_output_embeddings().weight, targets)
+        return linear_cross_entropy(picked, self.model.get_output_embeddings().weight, targets)
 
     def hidden_states(self, batch: Batch, packed_seq_params: PackedSeqParams | None) -> Tensor:
         """(T, D) final hidden states of every slot of a batch (T = B * S where it is padded).
@@ -201,7 +198,7 @@ class PackedLM(nn.Module):
         """
         if batch.media is not None:
             raise CapabilityError("the batch has images, but the model has no vision tower")
-        return MergedInputs(self.inner.get_input_embeddings()(batch.input_ids).flatten(0, 1))
+        return MergedInputs(self.model.get_input_embeddings()(batch.input_ids).flatten(0, 1))
 
 
 class PackedVLM(PackedLM):
@@ -235,7 +232,7 @@ class PackedVLM(PackedLM):
         Raises:
             CapabilityError: the tower's feature count differs from the placeholders'.
         """
-        embeds: Tensor = self.inner.get_input_embeddings()(batch.input_ids).flatten(0, 1)
+        embeds: Tensor = self.model.get_input_embeddings()(batch.input_ids).flatten(0, 1)
         media = batch.media if batch.media is not None else self.blank
         images = self.image_features(media, embeds.device)
         if batch.media is None:  # the blank image keeps every part of the tower in the graph

@@ -6,10 +6,9 @@ load, tied weights and experts that are fused are judged by what will really loa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,7 +17,7 @@ from torch import Tensor
 from vlmpack.errors import ModelError
 from vlmpack.families.registry import family_of
 from vlmpack.model_folder.load import load_shapes
-from vlmpack.model_folder.weights import first, weight_files
+from vlmpack.model_folder.weights import raise_misfits, weight_files
 
 
 def check_weights(folder: Path) -> None:
@@ -39,20 +38,6 @@ def check_weights(folder: Path) -> None:
     except (NotImplementedError, RuntimeError):
         return  # a conversion that needs values; the load itself will tell
     raise_misfits(folder, info)
-
-
-def raise_misfits(folder: Path, info: Mapping[str, Any]) -> None:
-    """Raise ModelError for what transformers says was missing, left over or of another shape."""
-    problems = [
-        f"{kind.replace('_', ' ')}: {first(sorted(map(str, info[kind])))}"
-        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
-        if info.get(kind)
-    ]
-    if problems:
-        raise ModelError(
-            f"model.path: the weights in {folder} do not fit its config.json "
-            f"({'; '.join(problems)})"
-        )
 
 
 def _headers(path: Path) -> list[tuple[str, Tensor]]:

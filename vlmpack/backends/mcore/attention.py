@@ -6,7 +6,7 @@ this rank's tokens travel with the packed-sequence params, built once per micro-
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import Any
 
@@ -42,6 +42,11 @@ class RowParams(MegatronPackedSeqParams):
     context: ContextSlice | None = None
     deep: tuple[Tensor, ...] = ()
 
+    def rotated(self, query: Tensor, key: Tensor) -> list[Tensor]:
+        """Queries and keys, (T / CP, H, D), at their tokens' positions."""
+        assert self.cos is not None and self.sin is not None
+        return apply_rope((query, key), self.cos, self.sin)
+
 
 def megatron_params(
     params: PackedSeqParams,
@@ -49,24 +54,13 @@ def megatron_params(
     cos: Tensor,
     sin: Tensor,
     context: ContextSlice | None,
-    deep: tuple[Tensor, ...] = (),
+    deep: tuple[Tensor, ...],
 ) -> RowParams:
     """Our params in Megatron's class, field by field; logical and padded offsets as TE wants them
     (padded ones only where they differ)."""
-    return RowParams(
-        qkv_format=params.qkv_format,
-        cu_seqlens_q=params.cu_seqlens_q,
-        cu_seqlens_kv=params.cu_seqlens_kv,
-        cu_seqlens_q_padded=params.cu_seqlens_q_padded,
-        cu_seqlens_kv_padded=params.cu_seqlens_kv_padded,
-        max_seqlen_q=params.max_seqlen_q,
-        max_seqlen_kv=params.max_seqlen_kv,
-        row=params,
-        cos=cos,
-        sin=sin,
-        context=context,
-        deep=deep,
-    )
+    theirs = {field.name: getattr(params, field.name) for field in fields(params)}
+    del theirs["segment_lengths"]
+    return RowParams(**theirs, row=params, cos=cos, sin=sin, context=context, deep=deep)
 
 
 class PackedCoreAttention(MegatronModule):
@@ -113,18 +107,18 @@ class PackedCoreAttention(MegatronModule):
         """
         if attention_mask is not None or not isinstance(packed_seq_params, RowParams):
             raise ValueError("packed rows need RowParams and no attention mask")
-        assert packed_seq_params.cos is not None and packed_seq_params.sin is not None
-        query, key = apply_rope((query, key), packed_seq_params.cos, packed_seq_params.sin)
-        assert packed_seq_params.row is not None
-        if packed_seq_params.context is None:
-            output = self.varlen(query, key, value, packed_seq_params.row, scale=self.softmax_scale)
+        query, key = packed_seq_params.rotated(query, key)
+        row, context = packed_seq_params.row, packed_seq_params.context
+        assert row is not None
+        if context is None:
+            output = self.varlen(query, key, value, row, scale=self.softmax_scale)
         else:
             output = context_parallel_attention(
                 query,
                 key,
                 value,
-                packed_seq_params.row.segment_lengths,
-                packed_seq_params.context,
+                row.segment_lengths,
+                context,
                 group=self.cp_group,
                 scale=self.softmax_scale,
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,7 @@ from vlmpack.backends.mcore.layout import LocalParameter, WeightLayout, local_pa
 from vlmpack.backends.mcore.optimizer import MegatronAdamW
 from vlmpack.backends.mcore.pretrained import PretrainedReader
 from vlmpack.backends.mcore.stage import build_stage, replicated
-from vlmpack.backends.mcore.trained import (
-    frozen_tensors,
-    mark_trained,
-    refuse_adapters,
-)
+from vlmpack.backends.mcore.trained import mark_trained, refuse_adapters
 from vlmpack.backends.mcore.weights import megatron_family
 from vlmpack.backends.mcore.weights.dims import LanguageDims
 from vlmpack.backends.policy import (
@@ -113,6 +110,7 @@ class MegatronEngine:
             self._check_coverage(parameters)
             mark_trained(parameters, policy, self.paths)
             self.ddp = replicated(self.model, distributed=split.distributed_optimizer)
+            self.module: nn.Module = self.ddp
             self.optimizer = MegatronAdamW(
                 self.ddp,
                 policy.optim,
@@ -127,7 +125,7 @@ class MegatronEngine:
         """What was chosen, for the log and the report."""
         ranks = self.ranks
         return {
-            "engine": f"mcore (megatron-core {_version()})",
+            "engine": f"mcore (megatron-core {version('megatron-core')})",
             "processes": f"{ranks.world_size} ({in_words(self.split)}, {ranks.dp_size} replicas)",
             "device": str(ranks.device),
             **compute.described(),
@@ -146,12 +144,6 @@ class MegatronEngine:
                 f"the mcore engine builds no place for {len(missing)} tensors of this model: "
                 f"{', '.join(missing[:3])} ...; use model.backend: hf"
             )
-
-    @property
-    def module(self) -> nn.Module:
-        """The stage as forward steps call it."""
-        module: nn.Module = self.ddp
-        return module
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Whole shapes of trained parameters under transformers' names."""
@@ -231,13 +223,15 @@ class MegatronEngine:
             for local in self.layout.parameters
         )
         gradients = ((name, part.weight.grad) for name, part in held if part is not None)
-        return norms_by_component(
-            self, ((name, part) for name, part in gradients if part is not None), self.ranks
-        )
+        return norms_by_component(self, ((name, g) for name, g in gradients if g is not None))
 
     def frozen_digests(self) -> tuple[list[str], Tensor]:
         """Names and digests of what this rank holds of frozen parameters."""
-        held = frozen_tensors(self.layout.parameters)
+        held = {
+            local.pieces[0].box.name: local.parameter
+            for local in self.layout.parameters
+            if not local.parameter.requires_grad
+        }
         return list(held), digests(held.values(), self.device)
 
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -290,9 +284,3 @@ class MegatronEngine:
         model.eval()
         with torch.no_grad():
             yield model
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("megatron-core")

@@ -6,7 +6,6 @@ and the norm stays a tensor, so that the trainer reads everything about a step a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -83,14 +82,11 @@ class MegatronAdamW:
             get_standard_config_overrides(megatron_config) | _learning_rates(ddp),
             use_gloo_process_groups=False,
         )
+        # Of one kind of parameter each; dense ones alone, without experts.
+        self.parts: list[Any] = list(self.chained.chained_optimizers)
         self.distributed = distributed
         for group in self.chained.param_groups:
             group["weight_decay"] = optim.weight_decay * group["wd_mult"]
-
-    @property
-    def parts(self) -> list[Any]:
-        """The optimizers of one kind of parameter each; dense ones alone, without experts."""
-        return list(self.chained.chained_optimizers)
 
     def zero_grad(self) -> None:
         """Drop the gradients of main weights; DDP's buffers are the engine's."""
@@ -107,7 +103,7 @@ class MegatronAdamW:
         for part in self.parts:
             part.prepare_grads()
             gradients = part.get_main_grads_for_grad_norm() if part.param_groups else []
-            total = torch.zeros((), dtype=torch.float32, device=self._device())
+            total = torch.zeros((), dtype=torch.float32, device=torch.cuda.current_device())
             if gradients:
                 total = torch.stack(torch._foreach_norm(gradients)).square().sum()
             dist.all_reduce(total, group=part.get_grad_stats_parallel_group())
@@ -115,8 +111,10 @@ class MegatronAdamW:
         norm = torch.stack(squares).sum().sqrt()
         if max_norm is not None:
             factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            for gradient in self._gradients():
-                gradient.mul_(factor)
+            for part in self.parts:
+                for parameter in part.get_parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(factor)
         return norm
 
     @torch.no_grad()
@@ -146,12 +144,3 @@ class MegatronAdamW:
         if not self.distributed:
             raise AssertionError("a parameter that no optimizer has")
         return None
-
-    def _gradients(self) -> Iterator[Tensor]:
-        for part in self.parts:
-            for parameter in part.get_parameters():
-                if parameter.grad is not None:
-                    yield parameter.grad
-
-    def _device(self) -> torch.device:
-        return torch.device(torch.cuda.current_device())

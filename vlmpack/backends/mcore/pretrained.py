@@ -13,7 +13,7 @@ from torch import Tensor
 from vlmpack.backends.boxes import Kind, TensorSlice
 from vlmpack.backends.mcore.weights import MegatronFamily
 from vlmpack.errors import ModelError
-from vlmpack.model_folder.weights import weight_files
+from vlmpack.model_folder.weights import raise_misfits, weight_files
 
 
 class PretrainedReader:
@@ -69,21 +69,11 @@ class PretrainedReader:
             and self._shape(there) != shape
             and not self._is_transposed(name, shape)
         ]
-        left = sorted(set(self._files) - {there for there in found.values() if there is not None})
-        problems = [
-            f"{what}: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
-            for what, names in (
-                ("missing keys", missing),
-                ("unexpected keys", left),
-                ("mismatched keys", odd),
-            )
-            if names
-        ]
-        if problems:
-            raise ModelError(
-                f"model.path: the weights in {self.folder} do not fit its config.json "
-                f"({'; '.join(problems)})"
-            )
+        left = set(self._files) - set(found.values())
+        raise_misfits(
+            self.folder,
+            {"missing_keys": missing, "unexpected_keys": left, "mismatched_keys": odd},
+        )
 
     def _shape(self, there: str) -> tuple[int, ...]:
         return tuple(self._files[there].get_slice(there).get_shape())

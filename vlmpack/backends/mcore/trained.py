@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import Tensor
-
 from vlmpack.backends.mcore.layout import LocalParameter
 from vlmpack.backends.mcore.optimizer import LR_SCALE
 from vlmpack.backends.policy import TrainingPolicy
@@ -37,12 +35,3 @@ def mark_trained(
         (only,) = said
         parameter.requires_grad_(only.trains)
         setattr(parameter, LR_SCALE, only.lr_scale)
-
-
-def frozen_tensors(parameters: Iterable[LocalParameter]) -> dict[str, Tensor]:
-    """What a stage holds of frozen parameters, by transformers' name of their first piece."""
-    return {
-        local.pieces[0].box.name: local.parameter.detach()
-        for local in parameters
-        if not local.parameter.requires_grad
-    }

@@ -17,7 +17,6 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from vlmpack.attention import apply_rope
 from vlmpack.backends.mcore.attention import RowParams
 from vlmpack.backends.mcore.router import with_packed_router
 from vlmpack.errors import CapabilityError
@@ -37,8 +36,7 @@ class RotatedTEAttention(TEDotProductAttention):
         **arguments: Any,
     ) -> Tensor:
         """(T', Hq, D), (T', Hkv, D), (T', Hkv, D) -> (T', Hq * D), T' = T / CP."""
-        assert packed_seq_params.cos is not None and packed_seq_params.sin is not None
-        query, key = apply_rope((query, key), packed_seq_params.cos, packed_seq_params.sin)
+        query, key = packed_seq_params.rotated(query, key)
         output: Tensor = super().forward(
             query, key, value, attention_mask, packed_seq_params=packed_seq_params, **arguments
         )

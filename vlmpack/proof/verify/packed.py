@@ -173,7 +173,7 @@ def transformers_model(engine: Engine) -> Any:
     from vlmpack.backends.hf.model import PackedLM
 
     found = [m for m in engine.module.modules() if isinstance(m, PackedLM)]
-    return found[0].inner if found else None
+    return found[0].model if found else None
 
 
 def _label_slots(batch: Batch) -> Tensor:

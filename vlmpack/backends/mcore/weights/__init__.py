@@ -41,7 +41,7 @@ _QWEN3_VL = MegatronFamily(
     transposed_in_files=("experts.gate_up_proj", "experts.down_proj"),
 )
 
-_FAMILIES: dict[str, MegatronFamily] = {
+FAMILIES: dict[str, MegatronFamily] = {
     "qwen2_vl": _QWEN2_VL,
     "qwen2_5_vl": _QWEN2_VL,
     "qwen3_vl": _QWEN3_VL,
@@ -50,11 +50,7 @@ _FAMILIES: dict[str, MegatronFamily] = {
     "qwen3": MegatronFamily(qkv_bias=False, qk_norm=True),
     "llama": MegatronFamily(qkv_bias=False, qk_norm=False),
 }
-
-
-def megatron_model_types() -> tuple[str, ...]:
-    """Every `model_type` that the mcore engine runs; `SERVED` says so too."""
-    return tuple(sorted(_FAMILIES))
+"""By `model_type`, every one that the mcore engine runs; `SERVED` says so too."""
 
 
 def megatron_family(model_type: str) -> MegatronFamily:
@@ -63,9 +59,9 @@ def megatron_family(model_type: str) -> MegatronFamily:
     Raises:
         CapabilityError: the mcore engine does not run it.
     """
-    if model_type not in _FAMILIES:
+    if model_type not in FAMILIES:
         raise CapabilityError(
             f"the mcore engine does not run model_type {model_type!r}, it runs "
-            f"{', '.join(sorted(_FAMILIES))}; use model.backend: hf"
+            f"{', '.join(sorted(FAMILIES))}; use model.backend: hf"
         )
-    return _FAMILIES[model_type]
+    return FAMILIES[model_type]
