@@ -33,7 +33,7 @@ MAY_GROW = ("training.max_steps", "training.num_epochs")
 """Fields of the identity that may be larger on resume."""
 
 _INCLUDE: Mapping[str, Any] = {
-    "model": {"path": True, "dtype": True, "router_aux_loss_coef": True},
+    "model": {"path", "dtype", "router_aux_loss_coef"},
     "data": {
         "train": {"__all__": {"path", "weight"}},
         "shuffle": True,
@@ -41,14 +41,11 @@ _INCLUDE: Mapping[str, Any] = {
         "epoch_size": True,
         "max_image_pixels": True,
     },
-    "training": {
-        "global_batch_size": True,
-        "seq_length": True,
-        "max_steps": True,
-        "num_epochs": True,
-        "seed": True,
-    },
+    "training": {"global_batch_size", "seq_length", "max_steps", "num_epochs", "seed"},
 }
+
+_DATA_IF_CHANGED = ("weights", "date", "learn")
+"""Fields of `data` that an identity has where they are not as by default."""
 
 _WHERE_THEY_APPLY = ("packing.", "trainable.lora.")
 """Fields that an identity lacks where they mean nothing, and not only where they are as by default.
@@ -59,14 +56,11 @@ def identity(recipe: Recipe) -> dict[str, object]:
     """The run's identity: dotted key -> JSON scalar (`data.train.0.path`, `optim.betas.1`)."""
     flat: dict[str, object] = {}
     include = {**_INCLUDE, "packing": set(recipe.packing.facts.identity)}
-    if recipe.images.set_values():
-        include["images"] = dict.fromkeys(recipe.images.set_values(), True)
-    if recipe.data.weights != "samples":
-        include["data"] = {**include["data"], "weights": True}
-    if recipe.data.date is not None:
-        include["data"] = {**include["data"], "date": True}
-    if recipe.data.learn != "all_turns":
-        include["data"] = {**include["data"], "learn": True}
+    changed = [
+        name for name in _DATA_IF_CHANGED if getattr(recipe.data, name) != _default(f"data.{name}")
+    ]
+    include["data"] = _INCLUDE["data"] | dict.fromkeys(changed, True)
+    include["images"] = set(recipe.images.set_values())
     if recipe.objective != ObjectiveSection():
         include["objective"] = True
     include["optim"] = {
