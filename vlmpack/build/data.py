@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from itertools import chain
 from pathlib import Path
 
 from vlmpack.addresses import is_remote
@@ -135,9 +136,7 @@ def build_fetcher(recipe: Recipe) -> Fetcher:
     """
     data = recipe.data
     stores = RoutingFetcher(data.storage)
-    sources = [
-        source for split in (data.train, data.validation, data.test) for source in split or ()
-    ]
+    sources = chain(*data.splits().values())
     if not data.cache.max_bytes or not any(is_remote(source.path) for source in sources):
         return stores
     # In any other order than `global` the samples of a shard are used close together.

@@ -102,8 +102,8 @@ def _all_splits(recipe: Recipe, fetcher: Fetcher) -> list[FoundShard]:
     from vlmpack.storage.sources import find_shards
 
     found: dict[str, FoundShard] = {}
-    for name in ("train", "validation", "test"):
-        for source in getattr(recipe.data, name) or ():
+    for name, sources in recipe.data.splits().items():
+        for source in sources:
             shards = find_shards([source.path], key=f"data.{name}", fetcher=fetcher)
             found.update((shard.path, shard) for shard in shards if shard.path not in found)
     return list(found.values())

@@ -27,9 +27,9 @@ def weights_are_for_training(data: DataSection) -> list[Problem]:
             f"{source.weight:g}, but weights blend data.train only; "
             f"data.{split} is read once, sample by sample",
         )
-        for split, sources in (("validation", data.validation), ("test", data.test))
-        for index, source in enumerate(sources or ())
-        if source.weight is not None
+        for split, sources in data.splits().items()
+        for index, source in enumerate(sources)
+        if split != "train" and source.weight is not None
     ]
 
 
@@ -58,12 +58,8 @@ def tokens_need_weights(data: DataSection) -> list[Problem]:
 def source_names_differ(data: DataSection) -> list[Problem]:
     """Metrics and reports tell the sources of a split apart by name."""
     problems = []
-    for split, sources in (
-        ("train", data.train),
-        ("validation", data.validation),
-        ("test", data.test),
-    ):
-        names = [source.name for source in sources or ()]
+    for split, sources in data.splits().items():
+        names = [source.name for source in sources]
         problems += [
             Problem(
                 ("data", split, index, "name"),

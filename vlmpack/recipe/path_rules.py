@@ -10,7 +10,9 @@ that a saved recipe has the reference.
 from __future__ import annotations
 
 import os
+from itertools import chain
 from pathlib import Path
+from typing import TypeVar
 
 from vlmpack.addresses import (
     SCHEMES,
@@ -23,10 +25,10 @@ from vlmpack.addresses import (
 )
 from vlmpack.recipe.problems import KeyPath, Problem
 from vlmpack.recipe.schema import DataSection, ModelSection, PackingSection, Recipe
-from vlmpack.recipe.sources import Source
+from vlmpack.recipe.sources import Section
 from vlmpack.recipe.storage import unsafe_storage
 
-_SPLITS = ("train", "validation", "test")
+AnySection = TypeVar("AnySection", bound=Section)
 
 
 def model_is_local(model: ModelSection) -> list[Problem]:
@@ -37,8 +39,8 @@ def model_is_local(model: ModelSection) -> list[Problem]:
 def sources_are_readable(data: DataSection) -> list[Problem]:
     """Shards are files on this machine, or addresses without a secret."""
     problems = []
-    for split, sources in zip(_SPLITS, (data.train, data.validation, data.test), strict=True):
-        for index, source in enumerate(sources or ()):
+    for split, sources in data.splits().items():
+        for index, source in enumerate(sources):
             key: KeyPath = ("data", split, index, "path")
             if not is_remote(source.path):
                 problems += _not_local(key, source.path)
@@ -56,10 +58,7 @@ def stores_are_safe(data: DataSection) -> list[Problem]:
     """No secret and no endpoint in the open, and one kind of store behind an endpoint."""
     problems = unsafe_storage(data.storage)
     if data.storage.endpoint is not None:
-        used = {
-            scheme_of(source.path)
-            for source in (*data.train, *(data.validation or ()), *(data.test or ()))
-        }
+        used = {scheme_of(source.path) for source in chain(*data.splits().values())}
         stores = [name for name in SCHEMES if SCHEMES[name].endpoint_variables and name in used]
         if len(stores) > 1:
             names = " and ".join(f"{scheme}://" for scheme in stores)
@@ -109,34 +108,21 @@ def _not_local(key: KeyPath, path: str) -> list[Problem]:
 def anchored(recipe: Recipe, base_dir: str | os.PathLike[str]) -> Recipe:
     """The recipe with its relative paths joined to `base_dir`."""
 
-    def join(path: str) -> str:
-        return str(Path(base_dir) / path)
+    def moved(section: AnySection, key: str) -> AnySection:
+        path = getattr(section, key)
+        local = path is not None and not is_remote(path)
+        return section.model_copy(update={key: str(Path(base_dir, path))}) if local else section
 
-    def moved(sources: tuple[Source, ...] | None) -> tuple[Source, ...] | None:
-        return sources and tuple(
-            source
-            if is_remote(source.path)
-            else source.model_copy(update={"path": join(source.path)})
-            for source in sources
-        )
-
-    model, data, cache, packs = recipe.model, recipe.data, recipe.data.cache, recipe.packing.path
-    places = {
-        "train": moved(data.train),
-        "validation": moved(data.validation),
-        "test": moved(data.test),
-        "index_dir": None if data.index_dir is None else join(data.index_dir),
-        "cache": cache.model_copy(
-            update={"directory": None if cache.directory is None else join(cache.directory)}
-        ),
+    data = moved(recipe.data, "index_dir")
+    places: dict[str, object] = {
+        split: tuple(moved(source, "path") for source in sources)
+        for split, sources in data.splits().items()
+        if sources
     }
-    return recipe.model_copy(
-        update={
-            "model": model.model_copy(update={"path": join(model.path)}),
-            "data": data.model_copy(update=places),
-            "packing": recipe.packing.model_copy(
-                update={"path": None if packs is None else join(packs)}
-            ),
-            "run_dir": join(recipe.run_dir),
-        }
-    )
+    places["cache"] = moved(data.cache, "directory")
+    parts = {
+        "model": moved(recipe.model, "path"),
+        "data": data.model_copy(update=places),
+        "packing": moved(recipe.packing, "path"),
+    }
+    return moved(recipe.model_copy(update=parts), "run_dir")

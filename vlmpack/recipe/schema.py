@@ -17,8 +17,8 @@ from vlmpack.errors import ErrorClass
 from vlmpack.recipe.images import MAX_IMAGE_PIXELS, ImagesSection
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.packing_modes import FACTS, ModeFacts, ModeName
-from vlmpack.recipe.sources import OptionalSources, Section, Sources, as_tuple
-from vlmpack.recipe.storage import StorageSection
+from vlmpack.recipe.sources import OptionalSources, Section, Source, Sources, as_tuple
+from vlmpack.recipe.storage import CacheSection, StorageSection
 from vlmpack.recipe.trainable import OptimSection, TrainableSection
 
 Count = Annotated[int, Field(ge=1)]
@@ -98,19 +98,6 @@ class OnErrorSection:
         return error_class != "too_long" and getattr(self, error_class) == "skip"
 
 
-class CacheSection(Section):
-    """Pieces of remote shards, kept on a local disk once they were fetched; checked on every use.
-    Local shards are never copied."""
-
-    directory: str | None = Field(default=None, min_length=1)
-    """Folder on a local disk; runs may share it. Null: `blocks` in `$VLMPACK_CACHE`, or in
-    `~/.cache/vlmpack`."""
-
-    max_bytes: CountOrZero = 16 << 30
-    """The most it may hold, in bytes; what was used longest ago goes first. 0: no cache, so that
-    a shard is fetched once for its index and again for its samples."""
-
-
 class DataSection(Section):
     """Which samples are read, in which order, and what happens to the bad ones."""
 
@@ -173,6 +160,10 @@ class DataSection(Section):
 
     storage: StorageSection = StorageSection()
     """How remote shards are reached."""
+
+    def splits(self) -> dict[str, tuple[Source, ...]]:
+        """Every split by name, with its sources: none where the recipe has no such split."""
+        return {"train": self.train, "validation": self.validation or (), "test": self.test or ()}
 
 
 class PackingSection(Section):

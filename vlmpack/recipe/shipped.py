@@ -53,9 +53,8 @@ def write_recipe(name: str, folder: str | os.PathLike[str]) -> Path:
 def absent_paths(recipe: Path) -> list[str]:
     """What a recipe reads and the working folder does not have, each with its key."""
     loaded = load_recipe(recipe)
-    splits = {"train": loaded.data.train, "validation": loaded.data.validation or ()}
     read = [(("model", "path"), loaded.model.path, Path(loaded.model.path))]
-    for split, sources in (splits | {"test": loaded.data.test or ()}).items():
+    for split, sources in loaded.data.splits().items():
         for source in sources:
             if not is_remote(source.path):
                 read.append((("data", split), source.path, Path(source.path).parent))

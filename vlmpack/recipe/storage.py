@@ -1,4 +1,4 @@
-"""How remote shards are reached: the recipe's `data.storage`."""
+"""How remote shards are reached, and what is kept of them: `data.storage` and `data.cache`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,19 @@ from vlmpack.recipe.sources import Section, as_tuple
 
 Host = Annotated[str, Field(min_length=1, max_length=253), AfterValidator(same_host)]
 """A name or an address, without scheme and port."""
+
+
+class CacheSection(Section):
+    """Pieces of remote shards, kept on a local disk once they were fetched; checked on every use.
+    Local shards are never copied."""
+
+    directory: str | None = Field(default=None, min_length=1)
+    """Folder on a local disk; runs may share it. Null: `blocks` in `$VLMPACK_CACHE`, or in
+    `~/.cache/vlmpack`."""
+
+    max_bytes: int = Field(default=16 << 30, ge=0)
+    """The most it may hold, in bytes; what was used longest ago goes first. 0: no cache, so that
+    a shard is fetched once for its index and again for its samples."""
 
 
 class CredentialsSection(Section):

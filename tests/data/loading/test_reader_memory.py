@@ -17,8 +17,7 @@ from support.shard_fakes import (
 
 from vlmpack.data.loading.loader import BinRequest, MicroBatch
 from vlmpack.data.pipeline import TrainData
-from vlmpack.recipe.schema import CacheSection
-from vlmpack.recipe.storage import StorageSection
+from vlmpack.recipe.storage import CacheSection, StorageSection
 from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.cache.cached import BlockUse, CachedFetcher
 

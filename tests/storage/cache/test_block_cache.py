@@ -19,7 +19,7 @@ import pytest
 
 from vlmpack.data.forkserver import worker_context
 from vlmpack.errors import DataError, RecipeError
-from vlmpack.recipe.schema import CacheSection
+from vlmpack.recipe.storage import CacheSection
 from vlmpack.storage.cache.background import BackgroundFetch
 from vlmpack.storage.cache.block_store import BlockStore
 from vlmpack.storage.cache.cached import BlockUse, CachedFetcher
