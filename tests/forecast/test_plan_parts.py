@@ -140,7 +140,7 @@ def test_parameters_are_counted_from_headers() -> None:
 @pytest.mark.parametrize("data", [b"", b"{}", struct.pack("<Q", 4) + b"nope"])
 def test_a_damaged_header_is_named(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(data)
-    with pytest.raises(ModelError, match=r"model\.safetensors is no safetensors file"):
+    with pytest.raises(ModelError, match=r"model\.safetensors is damaged or cut off"):
         read_shapes(tmp_path / "model.safetensors")
     assert read_sizes(tmp_path / "nowhere") is None
 

@@ -12,7 +12,7 @@ from support.shards import ROOT, TINY_MODEL
 from vlmpack.build.policy import policy_of
 from vlmpack.forecast.memory import NF4_BYTES, memory_figures
 from vlmpack.forecast.parameters import read_sizes
-from vlmpack.forecast.trained import trained_sizes
+from vlmpack.forecast.trained import EVERY_WEIGHT, trained_sizes
 from vlmpack.packing import PackCollator
 from vlmpack.recipe import Recipe, load_recipe
 
@@ -75,8 +75,8 @@ def test_bytes_are_those_that_an_engine_holds(
     moments = [state[k] for state in engine.optimizer.state.values() for k in state if k != "step"]
     assert found.optimizer == sum(moment.nbytes for moment in moments)
     assert found.rank_trained == sum(p.numel() for _, p in engine.parameters())
-    assert (trained is None) == (case == "all")
-    if trained is not None:
+    assert (trained == EVERY_WEIGHT) == (case == "all")
+    if trained != EVERY_WEIGHT:
         assert list(trained.counts) == list(engine.components)
 
 
@@ -113,7 +113,6 @@ def test_four_bits(encoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of({**LORA, "trainable.lora.quantize": "nf4"})
     packed = memory(recipe, encoder)
     trained = trained_sizes(policy_of(recipe), encoder)
-    assert trained is not None
     # Queries and outputs of 128, keys and values of 64, an MLP of 384, in four layers of 128.
     assert trained.packed == 4 * 128 * (2 * 128 + 2 * 64 + 3 * 384)
     assert packed.weights == plain.weights - 4 * trained.packed + round(NF4_BYTES * trained.packed)

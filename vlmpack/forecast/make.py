@@ -20,7 +20,7 @@ from vlmpack.forecast.parameters import ModelSizes
 from vlmpack.forecast.progress import Progress, counted, silent
 from vlmpack.forecast.sequences import sequence_figures
 from vlmpack.forecast.sources import left_out, source_figures
-from vlmpack.forecast.trained import TrainedSizes
+from vlmpack.forecast.trained import EVERY_WEIGHT, TrainedSizes
 from vlmpack.packing.budget import RowBudget
 from vlmpack.recipe import Recipe, derive
 
@@ -35,7 +35,7 @@ class PlanInputs:
         split: opened, every shard indexed.
         sizes: of the model; None where its folder does not say them.
         world_size: processes.
-        trained: what of the model is; None for every weight.
+        trained: what of the model is.
     """
 
     recipe: Recipe
@@ -43,7 +43,7 @@ class PlanInputs:
     split: Split
     sizes: ModelSizes | None
     world_size: int
-    trained: TrainedSizes | None = None
+    trained: TrainedSizes = EVERY_WEIGHT
 
     @property
     def copies(self) -> int:

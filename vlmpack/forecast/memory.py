@@ -36,7 +36,7 @@ from dataclasses import dataclass
 
 from vlmpack.forecast.figures import MemoryFigures, ModeFigures
 from vlmpack.forecast.parameters import ModelSizes
-from vlmpack.forecast.trained import TrainedSizes
+from vlmpack.forecast.trained import EVERY_WEIGHT, TrainedSizes
 from vlmpack.recipe.derived import data_parallel_size
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
@@ -84,7 +84,7 @@ def memory_figures(
     *,
     global_batch_size: int,
     world_size: int,
-    trained: TrainedSizes | None = None,
+    trained: TrainedSizes = EVERY_WEIGHT,
 ) -> MemoryFigures:
     """The fullest rank's.
 
@@ -92,7 +92,7 @@ def memory_figures(
         model: its dtype settled.
         mode: the recipe's; its largest micro-batch is what activations are counted for.
         global_batch_size: in what the mode counts.
-        trained: what is; None for every weight.
+        trained: what is.
     """
     accumulation = global_batch_size // mode.micro_batch_size
     accumulation //= data_parallel_size(split, world_size)
@@ -108,7 +108,7 @@ class _Estimate:
     mode: ModeFigures | LargestMicroBatch
     accumulation: int
     world_size: int
-    trained: TrainedSizes | None
+    trained: TrainedSizes
 
     @property
     def number(self) -> int:
@@ -171,8 +171,6 @@ class _Estimate:
             experts: those in experts alone.
         """
         trained = self.trained
-        if trained is None:
-            return rank.experts if experts else rank.parameters
         if experts:
             return rank.experts if trained.language else 0
         count = trained.adapters
@@ -182,8 +180,7 @@ class _Estimate:
 
     def _hf_state(self, rank: _Rank) -> tuple[int, int, int]:
         sizes, trained = self.sizes, self.trained
-        packed = trained.packed if trained is not None else 0
-        count = rank.parameters - packed + (trained.adapters if trained is not None else 0)
+        count = rank.parameters - trained.packed + trained.adapters
         shards = self.world_size if self.split.sharding == "fsdp" else 1
         held, updated = -(-count // shards), -(-self._trained(rank) // shards)
         copied = 0
@@ -191,8 +188,8 @@ class _Estimate:
             root = sizes.embedding + sizes.head
             copied = self.number * (root + 2 * sizes.largest_block)
         elif self.model.dtype == "bfloat16":
-            copied = 2 * (count - (trained.before_graph if trained is not None else 0))
-        return 4 * held + round(NF4_BYTES * packed) + copied, 4 * updated, 8 * updated
+            copied = 2 * (count - trained.before_graph)
+        return 4 * held + round(NF4_BYTES * trained.packed) + copied, 4 * updated, 8 * updated
 
     def _mcore_state(self, rank: _Rank) -> tuple[int, int, int]:
         split = self.split
@@ -216,7 +213,7 @@ class _Estimate:
         layer = norms + number * wide // split.tensor
         layer += 3 * number * sizes.choices * sizes.hidden
         block, blocks, patches = self._tower_block(rank)
-        keeps = self.trained is None or self.trained.tower_keeps
+        keeps = self.trained.tower_keeps
         if not recompute:
             return tokens * rank.layers * layer + patches * block * (blocks if keeps else 1)
         kept = tokens * rank.layers * number * sizes.hidden // narrow
@@ -262,7 +259,7 @@ class _Estimate:
             )
             copy = " + copies in bfloat16" if self.model.dtype == "bfloat16" else ""
             state = f"4 + 4 + 8 bytes a parameter{over}{copy}"
-        if self.trained is not None:
+        if self.trained != EVERY_WEIGHT:
             state += "; gradients and AdamW's numbers of trained parameters alone"
         norm, number = self._norm_bytes(), self.number
         layer = f"{norm} h + {number} (2 q + 2 k + 4 f) bytes a token and layer"

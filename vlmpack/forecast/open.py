@@ -15,7 +15,7 @@ from vlmpack.forecast.figures import RunPlan
 from vlmpack.forecast.make import PlanInputs, plan_figures
 from vlmpack.forecast.parameters import read_sizes
 from vlmpack.forecast.progress import Progress, silent
-from vlmpack.forecast.trained import trained_sizes
+from vlmpack.forecast.trained import EVERY_WEIGHT, trained_sizes
 from vlmpack.recipe import Recipe, check_world, derive, load_recipe
 
 
@@ -36,7 +36,7 @@ def plan_recipe(recipe: Recipe, *, world_size: int, progress: Progress = silent)
     check_world(recipe, world_size)
     encoder = build_encoder(recipe)
     sizes = read_sizes(encoder.folder)
-    trained = None if sizes is None else trained_sizes(policy_of(recipe), encoder)
+    trained = EVERY_WEIGHT if sizes is None else trained_sizes(policy_of(recipe), encoder)
     opened, packs = recipe, recipe.packing.path
     if recipe.packing.facts.reads_packs and not (packs and (Path(packs) / MANIFEST).is_file()):
         opened = load_recipe(recipe, {"packing.mode": "online"})

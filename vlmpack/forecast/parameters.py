@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,8 @@ from typing import Any
 
 from vlmpack.errors import ModelError
 from vlmpack.families.configs import whole_config
+from vlmpack.model_folder.safetensors_header import tensors_of
 from vlmpack.model_folder.weights import weight_files
-
-MAX_HEADER_BYTES = 100_000_000
-"""The limit of the safetensors library."""
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
@@ -110,16 +107,9 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         ModelError: a file that cannot be read, or is no safetensors file.
     """
     try:
-        with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            if size > MAX_HEADER_BYTES:
-                raise ValueError(f"its header would have {size} bytes")
-            header = json.loads(file.read(size))
-        return {
-            name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
-        }
-    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"model.path: {path} is no safetensors file: {error}") from error
+        return {tensor.name: tensor.shape for tensor in tensors_of(path, whole=False)}
+    except ValueError as error:
+        raise ModelError(f"model.path: {error}") from error
 
 
 def _sizes(

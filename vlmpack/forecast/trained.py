@@ -17,10 +17,12 @@ from vlmpack.recipe.trainable import COMPONENTS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedSizes:
-    """What memory depends on beside the model's sizes.
+    """What memory depends on beside the model's sizes; by default every weight is trained.
 
     Args:
-        counts: the components, adapters included; those that an engine would count.
+        counts: the components, adapters included; those that an engine would count. Nobody counts
+            where every weight is trained.
+        tower_keeps: whether the tower keeps activations for a backward pass.
         images: parameters of tower and projector, without adapters.
         trained_images: trained ones among them.
         language: whether the language model's own weights are trained.
@@ -30,29 +32,28 @@ class TrainedSizes:
             first trained one: no gradient passes them.
     """
 
-    counts: tuple[ComponentCount, ...]
-    images: int
-    trained_images: int
-    language: bool
-    adapters: int
-    packed: int
-    before_graph: int
-
-    @property
-    def tower_keeps(self) -> bool:
-        """Whether the tower keeps activations for a backward pass."""
-        return any(count.component == "vision" and count.trained for count in self.counts)
+    counts: tuple[ComponentCount, ...] = ()
+    tower_keeps: bool = True
+    images: int = 0
+    trained_images: int = 0
+    language: bool = True
+    adapters: int = 0
+    packed: int = 0
+    before_graph: int = 0
 
 
-def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes | None:
-    """None where every weight is trained. The model is built without storage.
+EVERY_WEIGHT = TrainedSizes()
+
+
+def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
+    """What a policy trains of a model, which is built without storage.
 
     Raises:
         CapabilityError: adapters without a layer to go to.
         ModelError: config.json is none that transformers can build.
     """
     if all(policy.mode(component) == "full" for component in COMPONENTS):
-        return None
+        return EVERY_WEIGHT
     from vlmpack.backends.hf.adapters import adapter_shapes, adapter_targets
     from vlmpack.backends.skeleton import model_skeleton
 
@@ -74,8 +75,10 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes | No
             break
         before += count.parameters
     images = [own[name] for name in ("vision", "projector") if name in own]
+    counts = tuple(count_components(chain(base, added), policy, paths))
     return TrainedSizes(
-        counts=tuple(count_components(chain(base, added), policy, paths)),
+        counts=counts,
+        tower_keeps=any(count.component == "vision" and count.trained for count in counts),
         images=sum(count.parameters for count in images),
         trained_images=sum(count.trained for count in images),
         language=policy.mode("language") == "full",

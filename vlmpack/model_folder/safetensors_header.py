@@ -37,8 +37,11 @@ class StoredTensor:
     stop: int
 
 
-def tensors_of(path: Path) -> list[StoredTensor]:
+def tensors_of(path: Path, *, whole: bool = True) -> list[StoredTensor]:
     """What a safetensors file holds.
+
+    Args:
+        whole: whether the tensors' bytes must be there too: shapes are known without them.
 
     Raises:
         ValueError: it is damaged, cut off, no such file, or cannot be read.
@@ -61,7 +64,7 @@ def tensors_of(path: Path) -> list[StoredTensor]:
             for name, said in header.items()
             if name != "__metadata__"
         ]
-        if any(not 8 + length <= tensor.start <= tensor.stop <= size for tensor in found):
+        if whole and any(not 8 + length <= tensor.start <= tensor.stop <= size for tensor in found):
             raise ValueError(f"its {size:,} bytes do not hold all of its tensors")
     except UNREADABLE as error:
         raise ValueError(f"{path} is damaged or cut off: {error}") from error
