@@ -55,7 +55,7 @@ FAULTS = {
     "header": ({"json": chat_json("q", "a", 1), "0.jpg": b"\xff\xd8no"}, "decode", "no readable"),
     "pickle": ({"json": chat_json("q", "a"), "pkl": b"x"}, "integrity", "may hold a pickle"),
     "nojson": ({"0.png": image_bytes(4, 4)}, "integrity", "no '.json' member"),
-    "schema": ({"json": b'{"text": 1}'}, "schema", "expected one of 'messages'"),
+    "schema": ({"json": b'{"text": 1}'}, "schema", "expected exactly one of 'messages'"),
     "count": ({"json": chat_json("q", "a", 2), "0.png": image_bytes(4, 4)}, "schema", "2 image"),
 }
 
