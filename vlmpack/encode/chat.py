@@ -21,12 +21,7 @@ from vlmpack.encode.image_text import Span, WrittenOut, write_out
 from vlmpack.encode.literals import hide_literals, put_back, renamed_tokenizer
 from vlmpack.encode.sample import ImagePart, Message, Role, TextPart
 from vlmpack.encode.template_bounds import bound_templates
-from vlmpack.encode.token_places import (
-    cuts_places,
-    with_whole_places,
-    without,
-    written_by,
-)
+from vlmpack.encode.token_places import with_whole_places, without, written_by
 from vlmpack.encode.turns import AssistantTurns, difference
 from vlmpack.errors import DataError, ModelError, VlmpackError, schema_error
 
@@ -152,13 +147,12 @@ class ChatEncoder:
     def _with_literals(self) -> Any:
         """The tokenizer for texts that spell the image marker."""
         renamed = renamed_tokenizer(self.tokenizer, self.marker)
-        return with_whole_places(renamed) if cuts_places(renamed) else renamed
+        return with_whole_places(renamed) or renamed
 
     @cached_property
     def _with_whole_places(self) -> Any:
         """The tokenizer for other texts, where its own places of tokens are cut; else None."""
-        backend = self.tokenizer.backend_tokenizer
-        return with_whole_places(backend) if cuts_places(backend) else None
+        return with_whole_places(self.tokenizer.backend_tokenizer)
 
     def render(self, messages: tuple[Message, ...], *, generation_prompt: bool = False) -> str:
         """The template's text for some turns.
@@ -285,7 +279,8 @@ class ChatEncoder:
 
         A mark of the template may hold more than its turn: white space before it.
         """
-        said, excluded = self._spans(messages, text), self._turns.excluded(messages, text)
+        said = self._spans(messages, text)
+        excluded = self._turns.spans(messages, text, only_excluded=True)
         dropped = [(a, b) for a, b in said if any(a < end and start < b for start, end in excluded)]
         return [span for span in said if span not in dropped], [*excluded, *dropped]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from vlmpack.encode.sample import ImagePart, Message, Role, TextPart
+from vlmpack.encode.sample import ImagePart, Message, Role, TextPart, said
 from vlmpack.errors import DataError, schema_error
 
 Form = Literal["parts", "string"]
@@ -23,8 +23,12 @@ Apply = Callable[[list[dict[str, Any]]], str]
 """Turns in transformers' spelling -> the template's text."""
 
 _WORD = "vlmpackword"
-_BEFORE: Mapping[Role, tuple[Role, ...]] = {"user": (), "assistant": ("user",), "system": ()}
-_AFTER: Mapping[Role, tuple[Role, ...]] = {"user": (), "assistant": (), "system": ("user",)}
+_ASKED_WITH: Mapping[Role, tuple[Role, ...]] = {
+    "user": ("user",),
+    "assistant": ("user", "assistant"),
+    "system": ("system", "user"),
+}
+"""Role -> a conversation that has one turn of it; those of a user are asked first."""
 
 
 def find_forms(apply: Apply, preferred: Form) -> dict[Role, Form]:
@@ -36,8 +40,7 @@ def find_forms(apply: Apply, preferred: Form) -> dict[Role, Form]:
     """
     other: Form = "string" if preferred == "parts" else "parts"
     forms: dict[Role, Form] = {}
-    roles: tuple[Role, ...] = ("user", "assistant", "system")
-    for role in roles:
+    for role in _ASKED_WITH:
         forms[role] = preferred
         if not _takes(apply, role, forms) and _takes(apply, role, forms | {role: other}):
             forms[role] = other
@@ -46,10 +49,7 @@ def find_forms(apply: Apply, preferred: Form) -> dict[Role, Form]:
 
 def _takes(apply: Apply, role: Role, forms: Mapping[Role, Form]) -> bool:
     """Whether the template writes the word of a turn, and nothing of the list that it stands in."""
-    turns = [
-        Message(each, (TextPart(_WORD if each == role else "x"),))
-        for each in (*_BEFORE[role], role, *_AFTER[role])
-    ]
+    turns = [said(each, _WORD if each == role else "x") for each in _ASKED_WITH[role]]
     try:
         text = apply(turn_dicts(turns, forms))
     except DataError:

@@ -43,6 +43,11 @@ class Message:
         return "".join(part.text for part in self.parts if isinstance(part, TextPart))
 
 
+def said(role: Role, text: str) -> Message:
+    """A turn of words alone."""
+    return Message(role, (TextPart(text),))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VLMSample:
     """One sample, cooked but not encoded.

@@ -28,13 +28,11 @@ from jinja2.runtime import Macro, markup_join, str_join
 from jinja2.utils import pass_environment
 from transformers.utils import chat_template_utils
 
-from vlmpack.encode import template_growth as growth
 from vlmpack.encode.template_growth import (
     TemplateLimit,
     check_arguments,
     check_operands,
-    checked,
-    too_large,
+    refuse_large,
 )
 from vlmpack.encode.template_sizes import NESTED, Sizes
 
@@ -84,8 +82,7 @@ def _compiled(chat_template: str) -> Template:
     def call_binop(context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "+":  # by far the most frequent: one look is enough, and no turn
             if isinstance(left, str) and isinstance(right, str):
-                if len(left) + len(right) > growth.MAX_CHARACTERS:
-                    raise too_large("text", len(left) + len(right))
+                refuse_large("text", len(left) + len(right))
                 return left + right
             return left + right if isinstance(left, _NUMBERS) else costs.added(left, right)
         turn()
@@ -119,8 +116,7 @@ def _compiled(chat_template: str) -> Template:
         try:
             for text in render(context, *args, **kwargs):
                 length += len(text)
-                if length > growth.MAX_CHARACTERS:
-                    raise too_large("text", length)
+                refuse_large("text", length)
                 yield text
         finally:
             costs.sizes.forget()
@@ -161,15 +157,14 @@ class _Costs(local):
     def check(self, *values: Any) -> int:
         """Refuses to put these together if they are too large by what is in them."""
         size = sum(map(self.sizes.of, values))
-        if size > growth.MAX_CHARACTERS:
-            raise too_large("value", size)
+        refuse_large("value", size)
         return size
 
     def made(self, value: Any) -> Any:
         """The value of an operation, if it is not too large by what is in it."""
         if isinstance(value, str):
-            return checked(value)
-        if isinstance(value, (list, tuple, dict)):
+            refuse_large("value", len(value))
+        elif isinstance(value, (list, tuple, dict)):
             self.check(value)
             if len(value) > _ITEMS_PER_LOOK:
                 self.look()
@@ -181,8 +176,7 @@ class _Costs(local):
         """A value that a block writes, if those of all blocks are not too large together: a block
         that writes itself twice doubles."""
         self.in_blocks += len(value) if isinstance(value, str) else self.sizes.of(value)
-        if self.in_blocks > growth.MAX_CHARACTERS:
-            raise too_large("text in blocks", self.in_blocks)
+        refuse_large("text in blocks", self.in_blocks)
         return value
 
     def added(self, left: Any, right: Any) -> Any:
@@ -194,8 +188,7 @@ class _Costs(local):
         if not isinstance(value, NESTED) or not isinstance(count, int):
             return self.made(left * right)
         size = self.sizes.of(value) * count
-        if size > growth.MAX_CHARACTERS:
-            raise too_large("repetition", size)
+        refuse_large("repetition", size)
         return self.keep(left * right, size)
 
     def keep(self, value: Any, size: int) -> Any:

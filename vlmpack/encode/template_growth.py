@@ -43,8 +43,7 @@ def check_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     named = [kwargs[key] for key in sorted(kwargs, key="new".__eq__)]  # what is new comes last
     given = (getattr(plain, "__self__", None), *args, *named)
     size = _GROWING[name]([value for value in given if isinstance(value, (*_SIZED, dict))])
-    if size > MAX_CHARACTERS:
-        raise too_large(f"text by {name}", size)
+    refuse_large(f"text by {name}", size)
 
 
 def _replaced(given: list[Any]) -> int:
@@ -66,10 +65,9 @@ def _joined(given: list[Any]) -> int:
 
 def _translated(given: list[Any]) -> int:
     """Characters of a text whose characters stand for texts."""
-    longest = [
-        len(v) for item in given if isinstance(item, dict) for v in item.values() if _is_sized(v)
-    ]
-    return max(longest, default=1) * max(map(len, given), default=0)
+    values = [value for item in given if isinstance(item, dict) for value in item.values()]
+    longest = max((len(value) for value in values if isinstance(value, _SIZED)), default=1)
+    return longest * max(map(len, given), default=0)
 
 
 def _formatted(given: list[Any]) -> int:
@@ -88,10 +86,6 @@ _GROWING: Mapping[str, Callable[[list[Any]], int]] = {
 """Function -> how much it makes of the texts that it is given, at most."""
 
 
-def _is_sized(value: Any) -> bool:
-    return isinstance(value, _SIZED)
-
-
 def _total(value: Any) -> int:
     """Characters of a text, or of the texts in a list."""
     if isinstance(value, str):
@@ -104,14 +98,12 @@ def check_operands(operator: str, left: Any, right: Any) -> None:
         numbers = right if isinstance(right, tuple) else (right,)
         if "*" in left and any(isinstance(n, int) and abs(n) > MAX_CHARACTERS for n in numbers):
             raise too_large("width", max(n for n in numbers if isinstance(n, int)))
-        widths = [int(digits[:9]) for digits in _DIGITS.findall(left)]
-        if widths and max(widths) > MAX_CHARACTERS:
-            raise too_large("width", max(widths))
+        refuse_large("width", max((int(d[:9]) for d in _DIGITS.findall(left)), default=0))
         return
     if operator == "*":
         for text, count in ((left, right), (right, left)):
-            if _is_sized(text) and isinstance(count, int) and len(text) * count > MAX_CHARACTERS:
-                raise too_large("repetition", len(text) * count)
+            if isinstance(text, _SIZED) and isinstance(count, int):
+                refuse_large("repetition", len(text) * count)
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() + right.bit_length()
         if operator == "**":
@@ -120,10 +112,9 @@ def check_operands(operator: str, left: Any, right: Any) -> None:
             raise TemplateLimit(f"it makes a number of {bits:,} bits; at most {_MAX_BITS:,}")
 
 
-def checked(value: Any) -> Any:
-    if type(value) in _SIZED and len(value) > MAX_CHARACTERS:
-        raise too_large("value", len(value))
-    return value
+def refuse_large(what: str, size: int) -> None:
+    if size > MAX_CHARACTERS:
+        raise too_large(what, size)
 
 
 def too_large(what: str, size: int) -> TemplateLimit:

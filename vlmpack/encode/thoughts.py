@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from vlmpack.encode.sample import Message, Role, TextPart
+from vlmpack.encode.sample import Message, said
 from vlmpack.errors import DataError
 
 Dropped = Literal["none", "earlier", "all"]
@@ -28,10 +28,10 @@ def dropped_thoughts(render: Callable[[tuple[Message, ...]], str]) -> Dropped:
     try:
         text = render(
             (
-                _say("user", "one?"),
-                _say("assistant", f"{OPEN}\nearlierthought\n{CLOSE}\n\nearlieranswer"),
-                _say("user", "two?"),
-                _say("assistant", f"{OPEN}\nlastthought\n{CLOSE}\n\nlastanswer"),
+                said("user", "one?"),
+                said("assistant", f"{OPEN}\nearlierthought\n{CLOSE}\n\nearlieranswer"),
+                said("user", "two?"),
+                said("assistant", f"{OPEN}\nlastthought\n{CLOSE}\n\nlastanswer"),
             )
         )
     except DataError:  # a template that wants other turns: nothing is known of it
@@ -50,7 +50,3 @@ def last_turn_alone(messages: tuple[Message, ...]) -> tuple[Message, ...]:
         replace(turn, learn=False) if at in answers[:-1] else turn
         for at, turn in enumerate(messages)
     )
-
-
-def _say(role: Role, text: str) -> Message:
-    return Message(role, (TextPart(text),))

@@ -52,17 +52,18 @@ def without(spans: Sequence[Span], cuts: Sequence[Span]) -> list[Span]:
     return left
 
 
-def cuts_places(backend: Any) -> bool:
-    """Whether the places of tokens lack the white space that they write (`trim_offsets`): that of
-    " Yes" is then that of "Yes", and a line break is nowhere."""
-    processor = backend.post_processor
-    return processor is not None and _untrim(json.loads(processor.__getstate__()))
-
-
 def with_whole_places(backend: Any) -> Any:
-    """A copy of a `tokenizers.Tokenizer` whose tokens' places hold all that they write."""
+    """A copy of a `tokenizers.Tokenizer` whose tokens' places hold all that they write; None where
+    its own do.
+
+    Others lack the white space (`trim_offsets`): that of " Yes" is that of "Yes", and a line break
+    is nowhere.
+    """
     from tokenizers import Tokenizer
 
+    processor = backend.post_processor
+    if processor is None or not _untrim(json.loads(processor.__getstate__())):
+        return None
     content = json.loads(backend.to_str())
     _untrim(content["post_processor"])
     content["truncation"] = content["padding"] = None

@@ -11,12 +11,12 @@ turn is what changes in the whole conversation when its content does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 from vlmpack.encode.image_text import Span
-from vlmpack.encode.sample import Message, TextPart
+from vlmpack.encode.sample import Message, said
 from vlmpack.errors import DataError, schema_error
 
 Render = Callable[[tuple[Message, ...], bool], str]
@@ -51,10 +51,10 @@ class AssistantTurns:
     @cached_property
     def shape(self) -> TurnShape:
         """What the template writes around the answer to a question."""
-        asked = (_say("user", "x"),)
+        asked = (said("user", "x"),)
         try:
             head, bare = self.render(asked, True), self.render(asked, False)
-            answered = [self.render((*asked, _say("assistant", word)), False) for word in "yz"]
+            answered = [self.render((*asked, said("assistant", word)), False) for word in "yz"]
         except DataError:  # a template that wants more turns: nothing is known of it beforehand
             return TurnShape()
         start, tail = difference(*answered)
@@ -65,32 +65,23 @@ class AssistantTurns:
             return TurnShape(header=before, close=close)
         return TurnShape(lead=before, close=close)
 
-    def spans(self, messages: tuple[Message, ...], text: str) -> list[Span]:
+    def spans(
+        self, messages: tuple[Message, ...], text: str, *, only_excluded: bool = False
+    ) -> list[Span]:
         """Character spans of the assistant's turns, end-of-turn token included.
 
         Args:
             messages: the conversation.
             text: what the template makes of it.
+            only_excluded: of those turns alone that the data excludes from the loss.
 
         Raises:
             DataError: (schema) a turn that cannot be found in the text.
         """
-        answers = [index for index, turn in enumerate(messages) if turn.role == "assistant"]
-        return self._find(answers, messages, text)
-
-    def excluded(self, messages: tuple[Message, ...], text: str) -> list[Span]:
-        """Character spans of the assistant's turns that the data excludes from the loss; arguments
-        and errors as of `spans`."""
-        answers = [
-            index
-            for index, turn in enumerate(messages)
-            if turn.role == "assistant" and not turn.learn
-        ]
-        return self._find(answers, messages, text)
-
-    def _find(self, answers: Sequence[int], messages: tuple[Message, ...], text: str) -> list[Span]:
         spans: list[Span] = []
-        for index in answers:
+        for index, turn in enumerate(messages):
+            if turn.role != "assistant" or (only_excluded and turn.learn):
+                continue
             span = self._by_prefix(messages, index, text) or self._by_change(messages, index, text)
             if span is None:
                 raise schema_error(
@@ -115,7 +106,7 @@ class AssistantTurns:
     def _by_change(self, messages: tuple[Message, ...], index: int, text: str) -> Span | None:
         """The turn as what changes in the whole conversation when its content does."""
         first, second = (
-            self.render((*messages[:index], _say("assistant", word), *messages[index + 1 :]), False)
+            self.render((*messages[:index], said("assistant", word), *messages[index + 1 :]), False)
             for word in "yz"
         )
         start, tail = difference(first, second)
@@ -130,10 +121,6 @@ class AssistantTurns:
         if not text.startswith(shape.close, end):
             return None  # nothing would say where the answer stops
         return start, end + len(shape.close)
-
-
-def _say(role: str, word: str) -> Message:
-    return Message("user" if role == "user" else "assistant", (TextPart(word),))
 
 
 def difference(first: str, second: str) -> tuple[int, int]:
