@@ -55,7 +55,7 @@ def test_percentiles_are_lengths_that_occur() -> None:
 @pytest.mark.parametrize("num_steps", [1, 2, 20])
 def test_loss_is_drawn_for_any_number_of_steps(tmp_path, num_steps: int) -> None:
     write_run(tmp_path, num_steps=num_steps, num_questions=4)
-    assert draw_loss(read_run(tmp_path), tmp_path / "loss.png")
+    assert draw_loss(read_run(tmp_path))
 
 
 def test_loss_of_zero_and_lost_values_are_drawn(tmp_path) -> None:
@@ -64,14 +64,14 @@ def test_loss_of_zero_and_lost_values_are_drawn(tmp_path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = read_run(tmp_path)
     assert run.series("loss") == ([2, 3], [0.0, 9.0])
-    assert draw_loss(run, tmp_path / "loss.png")
+    assert draw_loss(run)
 
 
 @pytest.mark.parametrize("batch", [[1], [50] * 16, [900, 20, 20, 20]])
 def test_lengths_of_any_shape_are_drawn(tmp_path, batch: list[int]) -> None:
     write_run(tmp_path, num_steps=1, num_questions=1)
     run = replace(read_run(tmp_path), data=summary([batch]))
-    assert draw_lengths(run, tmp_path / "lengths.png")
+    assert draw_lengths(run)
 
 
 def test_later_rows_of_a_step_win_and_validations_join_their_step(tmp_path) -> None:

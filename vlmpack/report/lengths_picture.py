@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from vlmpack.report.run_files import DataSummary, RunFiles
@@ -19,7 +18,7 @@ from vlmpack.report.style import (
     SMALL,
     figure,
     percent,
-    save_png,
+    png,
 )
 from vlmpack.words import counted
 
@@ -29,15 +28,11 @@ MAX_ROWS_DRAWN = 24
 """Micro-batches of more samples are drawn in part: thinner rows could not be told apart."""
 
 
-def draw_lengths(run: RunFiles, path: Path) -> bool:
-    """Draw the picture.
-
-    Returns:
-        False, and no file, where the run has no data summary or no lengths.
-    """
+def draw_lengths(run: RunFiles) -> bytes | None:
+    """The picture; None where the run has no data summary or no lengths."""
     data = run.data
     if data is None or not data.lengths:
-        return False
+        return None
     with figure(HEIGHT_INCHES) as drawing:
         left = drawing.add_axes((0.065, 0.13, 0.36, 0.64))
         _draw_histogram(left, data.lengths)
@@ -50,8 +45,7 @@ def draw_lengths(run: RunFiles, path: Path) -> bool:
         if data.micro_batches:
             right = drawing.add_axes((0.5, 0.13, 0.485, 0.69))
             _draw_to_scale(right, typical_batch(data))
-        save_png(drawing, path)
-    return True
+        return png(drawing)
 
 
 def padding_removed(data: DataSummary) -> float:
@@ -96,7 +90,6 @@ def _draw_histogram(axes: Any, lengths: Mapping[int, int]) -> None:
     axes.set_xlabel("tokens, image tokens included")
     axes.set_ylabel("samples")
     axes.grid(axis="y")
-    axes.set_axisbelow(True)
     axes.yaxis.get_major_locator().set_params(integer=True, nbins=5)
     axes.xaxis.get_major_locator().set_params(integer=True, nbins=6)
     _mark_percentiles(axes, lengths, longest)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from vlmpack.evaluation.metrics import written_metrics
@@ -18,7 +17,7 @@ from vlmpack.report.style import (
     SMALL,
     figure,
     percent,
-    save_png,
+    png,
 )
 
 HEIGHT_INCHES = 4.6
@@ -29,15 +28,11 @@ LABEL_GAP = 0.062
 """Smallest distance of two labels at the right edge, as a share of the axis' height."""
 
 
-def draw_loss(run: RunFiles, path: Path) -> bool:
-    """Draw the picture.
-
-    Returns:
-        False, and no file, where no step has a loss.
-    """
+def draw_loss(run: RunFiles) -> bytes | None:
+    """The picture; None where no step has a loss."""
     steps, losses = run.series("loss")
     if not steps:
-        return False
+        return None
     with figure(HEIGHT_INCHES) as drawing:
         grid = drawing.add_gridspec(
             2, 1, height_ratios=(4, 1), hspace=0.2, left=0.085, right=0.84, top=0.86, bottom=0.115
@@ -52,8 +47,7 @@ def draw_loss(run: RunFiles, path: Path) -> bool:
             bottom.set_xticks(steps)
         drawing.text(0.085, 0.935, "Training loss", fontsize=LARGE, weight="bold")
         drawing.text(0.84, 0.935, _headline(run), fontsize=NORMAL, ha="right")
-        save_png(drawing, path)
-    return True
+        return png(drawing)
 
 
 def smooth(values: Sequence[float], span: int) -> list[float]:
@@ -88,7 +82,6 @@ def _draw_losses(axes: Any, run: RunFiles, steps: list[int], losses: list[float]
         axes.set_ylabel("loss per label token")
         axes.set_ylim(bottom=min(0.0, *losses), top=1.05 * max(*losses, *checks, 1e-9))
     axes.grid(axis="y")
-    axes.set_axisbelow(True)
     axes.tick_params(labelbottom=False, bottom=False)
     _label_ends(axes, labels)
 

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
 
 from vlmpack.report.document import render
 from vlmpack.report.run_files import RunFiles
 from vlmpack.report.tables import facts, headline, metric_tables, spread_rows
 
-PICTURES = (
-    ("loss.png", "Loss of every step, smoothed, with validation and learning rate"),
-    ("samples.png", "Test questions with the finetuned model's answers"),
-    ("lengths.png", "Sample lengths, and one micro-batch padded and packed to scale"),
-)
-"""(file, what a reader who cannot see it is told), in the page's order."""
+PICTURES = {
+    "loss.png": "Loss of every step, smoothed, with validation and learning rate",
+    "samples.png": "Test questions with the finetuned model's answers",
+    "lengths.png": "Sample lengths, and one micro-batch padded and packed to scale",
+}
+"""File -> what a reader who cannot see it is told, in the page's order."""
 
 
-def render_page(run: RunFiles, folder: Path) -> str:
+def render_page(run: RunFiles, drawn: Mapping[str, bytes | None]) -> str:
     """The page as HTML.
 
     Args:
         run: the run's files.
-        folder: where the pictures lie; those that are missing are left out.
+        drawn: the pictures by file; those that the run has nothing for are left out.
     """
     model, finished = run.result.get("model"), run.result.get("finished")
     about = (
@@ -34,11 +34,7 @@ def render_page(run: RunFiles, folder: Path) -> str:
         run=run,
         about=[part for part in about if part],
         figures=headline(run),
-        pictures=[
-            ((folder / name).read_bytes(), text)
-            for name, text in PICTURES
-            if (folder / name).is_file()
-        ],
+        pictures=[(drawn[name], text) for name, text in PICTURES.items() if drawn[name]],
         tables=[
             *(
                 (

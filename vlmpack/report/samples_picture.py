@@ -6,8 +6,7 @@ import hashlib
 import io
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from PIL import Image
@@ -27,7 +26,7 @@ from vlmpack.report.style import (
     figure,
     one_line,
     percent,
-    save_png,
+    png,
     shorten,
 )
 
@@ -40,6 +39,7 @@ CELL_HEIGHT = 1.78
 IMAGE_HEIGHT = 0.74
 MARGIN = 0.2
 GAP = 0.12
+CELL_WIDTH = (WIDTH_INCHES - 2 * MARGIN) / COLUMNS - GAP
 HEAD = 0.62
 QUESTION_LINES = 3
 QUESTION_CHARACTERS = 29
@@ -65,34 +65,29 @@ def choose(predictions: Sequence[Prediction], count: int = MAX_CELLS) -> list[Pr
     return sorted(chosen, key=_lot)
 
 
-def draw_samples(predictions: Sequence[Prediction], images: Images, path: Path) -> bool:
-    """Draw the sheet.
+def draw_samples(predictions: Sequence[Prediction], images: Images) -> bytes | None:
+    """The sheet; None where there is no question with an image.
 
     Args:
         predictions: answers to the test questions, those without images are passed over.
         images: of at least the chosen ones; a question whose images are missing says so.
-        path: where to write.
-
-    Returns:
-        False, and no file, where there is no question with an image.
     """
     shown = [row for row in predictions if row.num_images]
     if not shown:
-        return False
+        return None
     cells = choose(shown)
     columns = min(COLUMNS, len(cells))
-    rows = -(-len(cells) // columns)
-    height = HEAD + rows * CELL_HEIGHT + 0.08
-    width = (WIDTH_INCHES - 2 * MARGIN) / COLUMNS
+    height = HEAD + -(-len(cells) // columns) * CELL_HEIGHT + 0.08
     with figure(height) as drawing:
         _draw_head(drawing, shown, cells, height)
         for place, row in enumerate(cells):
-            left = MARGIN + place % columns * width
-            top = height - HEAD - place // columns * CELL_HEIGHT
-            cell = _Cell(drawing, left, top, width - GAP, height)
-            cell.draw(row, images.get((row.shard, row.key), ()))
-        save_png(drawing, path)
-    return True
+            left = MARGIN + place % columns * (CELL_WIDTH + GAP)
+            bottom = height - HEAD - (place // columns + 1) * CELL_HEIGHT
+            inches = (left, bottom, CELL_WIDTH, CELL_HEIGHT)
+            sides = (WIDTH_INCHES, height, WIDTH_INCHES, height)
+            axes = drawing.add_axes([a / b for a, b in zip(inches, sides, strict=True)])
+            _draw_cell(axes, row, images.get((row.shard, row.key), ()))
+        return png(drawing)
 
 
 def _lot(row: Prediction) -> bytes:
@@ -125,94 +120,50 @@ def _draw_head(
     drawing.text(1 - x - GAP / WIDTH_INCHES, y, text, fontsize=SMALL, color=MUTED, ha="right")
 
 
-@dataclass(frozen=True, slots=True)
-class _Cell:
-    """One question. Positions are inches from the left and top of the figure."""
+def _draw_cell(axes: Any, row: Prediction, images: Sequence[bytes]) -> None:
+    """Rule, images, question, answer of one question. Positions are inches from the left and top of
+    its cell."""
+    axes.set(xlim=(0, CELL_WIDTH), ylim=(CELL_HEIGHT, 0))
+    axes.axis("off")
+    axes.axhline(0, color=FAINT, linewidth=0.8, clip_on=False)
+    write = partial(axes.text, fontsize=SMALL, clip_on=True)
+    decoded = [image for data in images if (image := _decode(data)) is not None]
+    if decoded and len(decoded) == len(images):
+        _draw_images(axes, decoded)
+    else:
+        write(0, 0.36, "(image not available)", color=MUTED)
+    question = textwrap.wrap(one_line(row.question), QUESTION_CHARACTERS) or [""]
+    if len(question) > QUESTION_LINES:
+        rest = " ".join(question[QUESTION_LINES - 1 :])
+        question[QUESTION_LINES - 1 :] = [shorten(rest, QUESTION_CHARACTERS)]
+    down = IMAGE_HEIGHT + 0.27
+    for line in question:
+        write(0, down, line, color=MUTED)
+        down += 0.16
+    down += 0.05
+    sign, colour = ("\u2713", GREEN) if row.correct else ("\u2717", RED)
+    answer = shorten(one_line(row.answer), ANSWER_CHARACTERS) or "(nothing)"
+    write(0, down, f"{sign} {answer}", color=colour, fontsize=NORMAL, weight="bold")
+    if not row.correct:
+        truth = shorten(one_line(row.truth), ANSWER_CHARACTERS)
+        write(0.15, down + 0.17, f"truth {truth}", color=INK)
 
-    drawing: Any
-    left: float
-    top: float
-    width: float
-    figure_height: float
 
-    def draw(self, row: Prediction, images: Sequence[bytes]) -> None:
-        """Rule, images, question, answer."""
-        from matplotlib.lines import Line2D
-
-        y = 1 - (self.top_offset(0.0)) / self.figure_height
-        ends = [self.left / WIDTH_INCHES, (self.left + self.width) / WIDTH_INCHES]
-        self.drawing.add_artist(Line2D(ends, [y, y], color=FAINT, linewidth=0.8))
-        decoded = [_decode(data) for data in images]
-        if row.num_images and decoded and all(decoded):
-            self.images([image for image in decoded if image is not None])
-        else:
-            self.text(0.36, "(image not available)", color=MUTED)
-        question = textwrap.wrap(one_line(row.question), QUESTION_CHARACTERS) or [""]
-        if len(question) > QUESTION_LINES:
-            rest = " ".join(question[QUESTION_LINES - 1 :])
-            question[QUESTION_LINES - 1 :] = [shorten(rest, QUESTION_CHARACTERS)]
-        for number, line in enumerate(question):
-            self.text(IMAGE_HEIGHT + 0.27 + 0.16 * number, line, color=MUTED)
-        at = IMAGE_HEIGHT + 0.27 + 0.16 * len(question) + 0.05
-        sign, colour = ("\u2713", GREEN) if row.correct else ("\u2717", RED)
-        answer = shorten(one_line(row.answer), ANSWER_CHARACTERS) or "(nothing)"
-        self.text(at, f"{sign} {answer}", color=colour, size=NORMAL, weight="bold")
-        if not row.correct:
-            truth = shorten(one_line(row.truth), ANSWER_CHARACTERS)
-            self.text(at + 0.17, f"truth {truth}", color=INK, size=SMALL, indent=0.15)
-
-    def top_offset(self, down: float) -> float:
-        """Inches from the figure's top."""
-        return self.figure_height - self.top + down
-
-    def text(
-        self,
-        down: float,
-        text: str,
-        *,
-        color: str,
-        size: float = SMALL,
-        weight: str = "normal",
-        indent: float = 0.0,
-    ) -> None:
-        """A line whose baseline lies `down` inches below the cell's top."""
-        x = (self.left + indent) / WIDTH_INCHES
-        y = 1 - self.top_offset(down) / self.figure_height
-        written = self.drawing.text(x, y, text, fontsize=size, color=color, weight=weight)
-        written.set_clip_box(self.clip_box())
-        written.set_clip_on(True)
-
-    def clip_box(self) -> Any:
-        """The cell, as matplotlib clips to it."""
-        from matplotlib.transforms import Bbox, TransformedBbox
-
-        left, width = self.left / WIDTH_INCHES, self.width / WIDTH_INCHES
-        bottom = 1 - self.top_offset(CELL_HEIGHT) / self.figure_height
-        inner = Bbox.from_bounds(left, bottom, width, CELL_HEIGHT / self.figure_height)
-        return TransformedBbox(inner, self.drawing.transFigure)
-
-    def images(self, images: Sequence[Image.Image]) -> None:
-        """All images of the question, one below the other, at one scale."""
-        gap = 0.05
-        room = IMAGE_HEIGHT - gap * (len(images) - 1)
-        tall = sum(image.height for image in images)
-        wide = max(image.width for image in images)
-        scale = min(room / tall, self.width / wide, MAX_ENLARGEMENT / 100)
-        down = 0.1 + (IMAGE_HEIGHT - scale * tall - gap * (len(images) - 1)) / 2
-        for image in images:
-            width, height = scale * image.width, scale * image.height
-            bottom = 1 - self.top_offset(down + height) / self.figure_height
-            axes = self.drawing.add_axes(
-                (
-                    self.left / WIDTH_INCHES,
-                    bottom,
-                    width / WIDTH_INCHES,
-                    height / self.figure_height,
-                )
-            )
-            axes.imshow(image, interpolation="bicubic" if scale > 0.01 else "antialiased")
-            axes.axis("off")
-            down += height + gap
+def _draw_images(axes: Any, images: Sequence[Image.Image]) -> None:
+    """All images of the question, one below the other, at one scale."""
+    gap = 0.05
+    room = IMAGE_HEIGHT - gap * (len(images) - 1)
+    tall = sum(image.height for image in images)
+    wide = max(image.width for image in images)
+    scale = min(room / tall, CELL_WIDTH / wide, MAX_ENLARGEMENT / 100)
+    down = 0.1 + (room - scale * tall) / 2
+    for image in images:
+        bottom = down + scale * image.height
+        axes.imshow(
+            image, extent=(0, scale * image.width, bottom, down), aspect="auto",
+            interpolation="bicubic" if scale > 0.01 else "antialiased",
+        )  # fmt: skip
+        down = bottom + gap
 
 
 def _decode(data: bytes) -> Image.Image | None:

@@ -6,11 +6,9 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 from vlmpack.errors import CapabilityError
-from vlmpack.whole_file import write_atomically
 
 WIDTH_INCHES = 9.0
 """100 pixels an inch at the 900 pixels that a README shows; 10 points are then 14 pixels."""
@@ -43,6 +41,7 @@ _STYLE: dict[str, Any] = {
     "axes.labelsize": SMALL,
     "axes.edgecolor": FAINT,
     "axes.linewidth": 1.0,
+    "axes.axisbelow": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titlelocation": "left",
@@ -82,8 +81,8 @@ def figure(height_inches: float, width_inches: float = WIDTH_INCHES) -> Iterator
         yield Figure(figsize=(width_inches, height_inches), dpi=DPI)
 
 
-def save_png(drawing: Any, path: Path) -> None:
-    """Write a figure; the file appears whole or not at all."""
+def png(drawing: Any) -> bytes:
+    """A figure as a file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     FigureCanvasAgg(drawing)
@@ -92,7 +91,7 @@ def save_png(drawing: Any, path: Path) -> None:
         # Text of the data may use a script that the font lacks: boxes, no failure.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         drawing.savefig(data, format="png", dpi=DPI, metadata={"Software": None})
-    write_atomically(path, data.getvalue())
+    return data.getvalue()
 
 
 def percent(share: float, digits: int = 1) -> str:

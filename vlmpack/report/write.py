@@ -50,14 +50,16 @@ def write_report(run_dir: Path, test_samples: Iterable[Question] | None = None) 
         folder.mkdir(exist_ok=True)
         images = _sheet_images(run, folder / "images", test_samples)
         drawn = {
-            "loss.png": draw_loss(run, folder / "loss.png"),
-            "lengths.png": draw_lengths(run, folder / "lengths.png"),
-            "samples.png": draw_samples(run.after or (), images, folder / "samples.png"),
+            "loss.png": draw_loss(run),
+            "lengths.png": draw_lengths(run),
+            "samples.png": draw_samples(run.after or (), images),
         }
-        for name, is_drawn in drawn.items():
-            if not is_drawn:
+        for name, data in drawn.items():
+            if data is None:
                 (folder / name).unlink(missing_ok=True)
-        write_atomically(folder / "index.html", render_page(run, folder))
+            else:
+                write_atomically(folder / name, data)
+        write_atomically(folder / "index.html", render_page(run, drawn))
     return folder
 
 

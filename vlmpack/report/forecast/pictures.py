@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from vlmpack.forecast.figures import RunPlan, SourceFigures
@@ -21,7 +19,7 @@ from vlmpack.report.style import (
     SMALL,
     figure,
     one_line,
-    save_png,
+    png,
     shorten,
 )
 
@@ -87,15 +85,9 @@ def draw_pictures(plan: RunPlan) -> list[Picture]:
 
 
 def _png(draw: Callable[[Any], None], *, left: float = 0.14) -> bytes:
-    with (
-        tempfile.TemporaryDirectory(prefix="vlmpack-plan-") as folder,
-        figure(HEIGHT_INCHES, WIDTH_INCHES) as drawing,
-    ):
-        axes = drawing.add_axes((left, 0.15, 0.97 - left, 0.8))
-        draw(axes)
-        path = Path(folder) / "picture.png"
-        save_png(drawing, path)
-        return path.read_bytes()
+    with figure(HEIGHT_INCHES, WIDTH_INCHES) as drawing:
+        draw(drawing.add_axes((left, 0.15, 0.97 - left, 0.8)))
+        return png(drawing)
 
 
 def _lengths(axes: Any, sources: Sequence[SourceFigures]) -> None:
@@ -123,7 +115,6 @@ def _lengths(axes: Any, sources: Sequence[SourceFigures]) -> None:
     _count_axis(axes.yaxis)
     _count_axis(axes.xaxis)
     axes.grid(axis="y")
-    axes.set_axisbelow(True)
     axes.set_xlim(left=0)
 
 
@@ -203,7 +194,6 @@ def _imbalance(axes: Any, plan: RunPlan) -> None:
     axes.margins(y=0.12)
     axes.legend(frameon=False, fontsize=SMALL, loc="upper left")
     axes.grid(axis="y")
-    axes.set_axisbelow(True)
 
 
 def _count_axis(axis: Any) -> None:
