@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from vlmpack.evaluation.metrics import (
@@ -110,32 +110,25 @@ class SpreadRow(NamedTuple):
 def spread_rows(run: RunFiles) -> list[SpreadRow]:
     """What packing did, step by step; figures that say nothing in this run are left out."""
     rows = []
-    for field, name, show in _SPREADS:
+    for field, name, form in _SPREADS:
         values = sorted(run.series(field)[1])
         if not values or (field == "imbalance" and values[-1] <= 1):
             continue
-        middle = values[len(values) // 2]
-        rows.append(SpreadRow(name, show(values[0]), show(middle), show(values[-1])))
+        ends_and_middle = (values[0], values[len(values) // 2], values[-1])
+        rows.append(SpreadRow(name, *(format(value, form) for value in ends_and_middle)))
     return rows
 
 
-def _whole(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-def _ratio(value: float) -> str:
-    return f"{value:.3f}"
-
-
-_SPREADS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("fill", "fill: real tokens per computed slot", percent),
-    ("padding", "padding", percent),
-    ("tokens_per_second", "real tokens per second", _whole),
-    ("num_samples", "samples per optimizer step", _whole),
-    ("num_rows", "rows per optimizer step", _whole),
-    ("imbalance", "imbalance: slowest replica's planned cost over the mean", _ratio),
-    ("data_wait_share", "share of a step spent waiting for data", percent),
+_SPREADS = (
+    ("fill", "fill: real tokens per computed slot", ".1%"),
+    ("padding", "padding", ".1%"),
+    ("tokens_per_second", "real tokens per second", ",.0f"),
+    ("num_samples", "samples per optimizer step", ",.0f"),
+    ("num_rows", "rows per optimizer step", ",.0f"),
+    ("imbalance", "imbalance: slowest replica's planned cost over the mean", ".3f"),
+    ("data_wait_share", "share of a step spent waiting for data", ".1%"),
 )
+"""(field of a step, its name, how its numbers are written)."""
 
 
 def facts(result: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
