@@ -7,6 +7,7 @@ import io
 import textwrap
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 from PIL import Image
@@ -101,9 +102,8 @@ def _mixed(rows: Sequence[Prediction]) -> list[Prediction]:
     groups: dict[str, list[Prediction]] = {}
     for row in sorted(rows, key=_lot):
         groups.setdefault(row.task or NO_TASK, []).append(row)
-    queues = [groups[name] for name in sorted(groups)]
-    longest = max(map(len, queues), default=0)
-    return [queue[turn] for turn in range(longest) for queue in queues if turn < len(queue)]
+    turns = zip_longest(*(groups[name] for name in sorted(groups)))
+    return [row for turn in turns for row in turn if row is not None]
 
 
 def _draw_head(

@@ -25,7 +25,7 @@ from vlmpack.proof.verify import Check, Verification, memory
 from vlmpack.proof.verify.compare import Compared, check_log_probabilities, loss_error
 from vlmpack.proof.verify.figures import bounded, relative_l2, with_noise, worst
 from vlmpack.proof.verify.layouts import group_samples, rows_in_words
-from vlmpack.proof.verify.leak import Perturbation, check_leaks
+from vlmpack.proof.verify.leak import check_leaks, ordinary_ids, perturbed
 from vlmpack.proof.verify.outputs import FEWEST_SLOTS, KEPT_NUMBERS, kept_slots
 from vlmpack.proof.verify.packed import Packed
 from vlmpack.proof.verify.record import as_json, conclusion
@@ -197,8 +197,8 @@ def leaks(run, samples, **options):
     encoder = Encoder(TINY_MODEL)
     collator = PackCollator(pad_token_id=0, num_position_axes=3)
     row = make_row(collator, samples, range(len(samples)), encoder, row_multiple=1)
-    change = Perturbation.of(samples, [encoder.placeholder_id])
-    return check_leaks(run, collator, [row], change, **options)
+    ordinary = ordinary_ids(samples, [encoder.placeholder_id])
+    return check_leaks(run, collator, [row], ordinary, **options)
 
 
 def test_a_sample_without_labels_shows_nothing_where_losses_alone_are_known(samples):
@@ -223,9 +223,9 @@ def test_experts_in_bfloat16_have_no_last_bit_to_keep(samples):
 def test_a_perturbed_sample_differs_in_ordinary_tokens_and_pixels_alone(samples):
     encoder = Encoder(TINY_MODEL)
     special = [*encoder.tokenizer.all_special_ids, encoder.placeholder_id]
-    perturbation = Perturbation.of(samples, special)
+    ordinary = ordinary_ids(samples, special)
     for sample in samples:
-        changed = perturbation.changed(sample)
+        changed = perturbed(sample, ordinary)
         differs = changed.input_ids != sample.input_ids
         assert differs.any()
         is_special = torch.isin(sample.input_ids, torch.tensor(special))

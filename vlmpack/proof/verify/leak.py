@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,43 +28,33 @@ blocked in another way, which changes the last bit."""
 NAME = "leak test"
 
 
-@dataclass(frozen=True, slots=True)
-class Perturbation:
-    """How a sample is changed.
+def ordinary_ids(samples: Sequence[EncodedSample], special: Sequence[int]) -> Tensor:
+    """(n,) int64 ids of the samples' ordinary tokens, ascending.
 
     Args:
-        pool: (n,) int64 ids of ordinary tokens, ascending.
+        special: ids that have a meaning of their own (turns, images) and stay.
     """
+    ids: Tensor = torch.cat([sample.input_ids for sample in samples]).unique()
+    return ids[~torch.isin(ids, torch.tensor(list(special), dtype=ids.dtype))]
 
-    pool: Tensor
 
-    @classmethod
-    def of(cls, samples: Sequence[EncodedSample], special: Sequence[int]) -> Perturbation:
-        """From the ordinary tokens of the samples.
-
-        Args:
-            special: ids that have a meaning of their own (turns, images) and stay.
-        """
-        ids = torch.cat([sample.input_ids for sample in samples]).unique()
-        return cls(ids[~torch.isin(ids, torch.tensor(list(special), dtype=ids.dtype))])
-
-    def changed(self, sample: EncodedSample) -> EncodedSample:
-        """Other ordinary tokens and other pixels; everything else is the same."""
-        ids = sample.input_ids.clone()
-        at = torch.isin(ids, self.pool)
-        places = torch.searchsorted(self.pool, ids[at])
-        ids[at] = self.pool[(places + 1) % len(self.pool)]
-        media = sample.media
-        if media is not None:
-            media = replace(media, pixel_values=0.5 - media.pixel_values.flip(0))
-        return replace(sample, input_ids=ids, media=media)
+def perturbed(sample: EncodedSample, ordinary: Tensor) -> EncodedSample:
+    """Other ordinary tokens and other pixels; everything else is the same."""
+    ids = sample.input_ids.clone()
+    at = torch.isin(ids, ordinary)
+    places = torch.searchsorted(ordinary, ids[at])
+    ids[at] = ordinary[(places + 1) % len(ordinary)]
+    media = sample.media
+    if media is not None:
+        media = replace(media, pixel_values=0.5 - media.pixel_values.flip(0))
+    return replace(sample, input_ids=ids, media=media)
 
 
 def check_leaks(
     run: PackedRun,
     collator: Collator,
     rows: Sequence[VerifiedRow],
-    perturbation: Perturbation,
+    ordinary: Tensor,
     *,
     shared_matmuls: bool,
     exact: bool = True,
@@ -75,7 +65,7 @@ def check_leaks(
         run: the engine.
         collator: that made the rows.
         rows: each with two samples or more.
-        perturbation: how.
+        ordinary: see `ordinary_ids`.
         shared_matmuls: whether samples share matmuls, so that the last bit may differ.
         exact: whether that last bit is one of float32; in bfloat16 it has no bound.
     """
@@ -88,7 +78,7 @@ def check_leaks(
         before = run.run([row], backward=False)
         for place, sample in enumerate(row.alone):
             samples = list(row.alone)
-            samples[place] = perturbation.changed(sample)
+            samples[place] = perturbed(sample, ordinary)
             after = run.run([replace(row, batch=collator(samples))], backward=False)
             tested += 1
             moved = _differences(row, before, after)

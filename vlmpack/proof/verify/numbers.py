@@ -31,7 +31,7 @@ from vlmpack.proof.verify.gradients import (
     part_of,
     with_missing,
 )
-from vlmpack.proof.verify.leak import Perturbation, check_leaks
+from vlmpack.proof.verify.leak import check_leaks, ordinary_ids
 from vlmpack.proof.verify.outputs import Point, has_experts, recurrent_modules
 from vlmpack.proof.verify.packed import Packed, PackedRun
 from vlmpack.proof.verify.reference import How, Reference, Unpacked
@@ -135,9 +135,9 @@ def verify_rows(
     engine: Engine,
     ranks: Ranks,
     rows: Sequence[VerifiedRow],
-    *,
     collator: Collator,
     reference: ReferenceRuns | None,
+    *,
     encoder: Encoder,
     optim: OptimSection,
 ) -> list[Check]:
@@ -168,7 +168,7 @@ def verify_rows(
         run,
         collator,
         shared_rows if exact else shared_rows[:1],  # bfloat16 has many
-        Perturbation.of(samples, sorted(special)),
+        ordinary_ids(samples, sorted(special)),
         shared_matmuls=shared,
         exact=exact,
     )

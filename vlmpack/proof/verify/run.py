@@ -41,12 +41,7 @@ from vlmpack.proof.verify.layouts import group_samples, layouts, rows_in_words
 from vlmpack.proof.verify.memory import on_every_rank, require_memory
 from vlmpack.proof.verify.numbers import ReferenceRuns, verify_rows
 from vlmpack.proof.verify.row import VerifiedRow, make_row
-from vlmpack.proof.verify.samples import (
-    LABELS_IN_BFLOAT16,
-    Chosen,
-    choose_samples,
-    labels_of,
-)
+from vlmpack.proof.verify.samples import LABELS_IN_BFLOAT16, Chosen, choose_samples
 from vlmpack.proof.verify.tiny import tiny_model
 from vlmpack.recipe import Recipe, derive
 from vlmpack.recipe.derived import multiples
@@ -159,7 +154,7 @@ def verify_split(setup: Setup, train: TrainData, options: VerifyOptions) -> Veri
         )
     )
     with as_it_was():
-        checks, engine_facts = _all_checks(setup, train, (chosen, dtype, options))
+        checks, engine_facts = _all_checks(setup, train, chosen, options.num_samples, dtype)
     facts = {
         "model": recipe.model.path,
         "tiny": options.tiny,
@@ -170,13 +165,13 @@ def verify_split(setup: Setup, train: TrainData, options: VerifyOptions) -> Veri
         "samples_wanted": options.num_samples,
         "samples": [
             {
-                "key": sample.key,
-                "shard": shard,
-                "tokens": sample.length,
-                "labels": labels_of(sample),
-                "images": sample.media.num_images if sample.media is not None else 0,
+                "key": each.sample.key,
+                "shard": each.ref.shard,
+                "tokens": each.sample.length,
+                "labels": each.num_labels,
+                "images": each.num_images,
             }
-            for sample, shard in zip(chosen.samples, chosen.shards, strict=True)
+            for each in chosen
         ],
         "versions": _versions(),
         "seconds": round(time.perf_counter() - started, 1),
@@ -185,20 +180,25 @@ def verify_split(setup: Setup, train: TrainData, options: VerifyOptions) -> Veri
 
 
 def _all_checks(
-    setup: Setup, train: TrainData, what: tuple[Chosen, torch.dtype, VerifyOptions]
+    setup: Setup, train: TrainData, chosen: Sequence[Chosen], num_samples: int, dtype: torch.dtype
 ) -> tuple[list[Check], dict[str, str]]:
-    """The checks of every way to lay the samples out, and the engine's description."""
-    chosen, dtype, options = what
+    """The checks of every way to lay the samples out, and the engine's description.
+
+    Args:
+        num_samples: of a row.
+        dtype: that the engine computes in.
+    """
+    samples = [each.sample for each in chosen]
     ranks, encoder, context = setup.ranks, setup.encoder, setup.recipe.parallelism.context
     changed = verified_setup(setup, dtype)
     held: list[ReferenceRuns] = []  # on the main rank alone: too large to send around
 
     def run_reference() -> None:
-        logger.info("%-14s %d samples, unpacked, one by one", "reference", len(chosen.samples))
+        logger.info("%-14s %d samples, unpacked, one by one", "reference", len(samples))
         held.append(
             ReferenceRuns.make(
                 encoder,
-                chosen.samples,
+                samples,
                 ranks.device,
                 dtype=dtype,
                 half_weights=setup.recipe.model.backend == "mcore",
@@ -207,21 +207,21 @@ def _all_checks(
 
     ranks.on_main(run_reference)
     gc.collect()  # models are cycles; memory is needed for the next one now
-    answers = ranks.on_main(lambda: check_answers(encoder, chosen.samples, chosen.messages))
+    answers = ranks.on_main(
+        lambda: check_answers(encoder, samples, [each.messages for each in chosen])
+    )
     checks = [answers] if answers is not None else []
     facts: dict[str, str] = {}
     wanted = multiples(setup.recipe.parallelism).row
     for prefix, collator in layouts(setup, train):
         groups = group_samples(
-            chosen.samples,
-            options.num_samples,
+            samples,
+            num_samples,
             collator,
             budget=train.config.mode.budget if train.config.mode.facts.plans_rows else None,
         )
         rows = [
-            make_row(
-                collator, chosen.samples, numbers, encoder, row_multiple=wanted, context=context
-            )
+            make_row(collator, samples, numbers, encoder, row_multiple=wanted, context=context)
             for numbers in groups
         ]
         logger.info("%-14s %s", "engine", rows_in_words(len(rows), padded=rows[0].is_padded))
@@ -261,13 +261,7 @@ def verify_layout(
     found = setup.ranks.on_main(without_model)
     engine = build_verified_engine(setup)
     found += verify_rows(
-        engine,
-        setup.ranks,
-        rows,
-        collator=collator,
-        reference=reference,
-        encoder=encoder,
-        optim=setup.recipe.optim,
+        engine, setup.ranks, rows, collator, reference, encoder=encoder, optim=setup.recipe.optim
     )
     return found, dict(engine.description)
 
