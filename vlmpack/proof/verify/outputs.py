@@ -7,8 +7,10 @@ are kept. The vision part's are kept whole: their rows are patches or features i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -108,47 +110,35 @@ def kept_slots(samples: Sequence[EncodedSample], numbers_per_slot: int) -> list[
     return found
 
 
-class Capture:
-    """Collects the outputs of points while it is `on`.
+@contextmanager
+def captured(
+    model: nn.Module, points: Sequence[Point], slots: Tensor | None = None
+) -> Iterator[dict[str, Tensor]]:
+    """While it is open, collects what points of a transformers model put out.
 
     Args:
-        model: a transformers model.
-        points: of it.
+        slots: (n,) int64 flat slots that are kept of the language model's outputs; None for all.
+
+    Yields:
+        (rows, D) of each point that was called, by its path, calls one after another.
     """
+    found: dict[str, Tensor] = {}
 
-    def __init__(self, model: nn.Module, points: Sequence[Point]) -> None:
-        self.on = False
-        self.slots: Tensor | None = None
-        self.found: dict[str, list[Tensor]] = {point.path: [] for point in points}
-        self._hooks = [
-            model.get_submodule(point.path).register_forward_hook(self._keep(point))
-            for point in points
-        ]
+    def keep(point: Point, _module: nn.Module, _args: Any, output: Any) -> None:
+        value = _tensor(output)
+        if value is None:
+            return
+        value = value.detach().flatten(0, -2)
+        if point.kind == "language model" and slots is not None:
+            value = value.index_select(0, slots.to(value.device))
+        before = [found[point.path]] if point.path in found else []
+        found[point.path] = torch.cat([*before, value.float().cpu()])
 
-    def _keep(self, point: Point) -> Any:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            value = _tensor(output) if self.on else None
-            if value is None:
-                return
-            value = value.detach().flatten(0, -2)
-            if point.kind == "language model":
-                assert self.slots is not None
-                value = value.index_select(0, self.slots.to(value.device))
-            self.found[point.path].append(value.float().cpu())
-
-        return hook
-
-    def take(self) -> dict[str, Tensor]:
-        """(rows, D) of each point that was called since the last time, calls one after another."""
-        taken = {path: torch.cat(values) for path, values in self.found.items() if values}
-        for values in self.found.values():
-            values.clear()
-        return taken
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
+    with ExitStack() as hooks:
+        for point in points:
+            module = model.get_submodule(point.path)
+            hooks.enter_context(module.register_forward_hook(partial(keep, point)))
+        yield found
 
 
 def _tensor(output: Any) -> Tensor | None:

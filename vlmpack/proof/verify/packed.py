@@ -22,7 +22,7 @@ from vlmpack.backends.boxes import TensorSlice
 from vlmpack.backends.engine import Engine, LossFunction
 from vlmpack.distributed import Ranks
 from vlmpack.packing import Batch, PackedBatch
-from vlmpack.proof.verify.outputs import Capture, Point
+from vlmpack.proof.verify.outputs import Point, captured
 from vlmpack.proof.verify.row import VerifiedRow
 from vlmpack.training.vlm_step import cross_entropy, forward_step
 
@@ -59,17 +59,14 @@ class PackedRun:
     def __init__(
         self, engine: Engine, ranks: Ranks, points: Sequence[Point], kept: Sequence[Tensor]
     ) -> None:
-        self.engine, self.ranks, self.kept = engine, ranks, kept
+        self.engine, self.ranks, self.points, self.kept = engine, ranks, points, kept
         self.model = transformers_model(engine)
-        self.points = tuple(points) if self.model is not None else ()
 
     def run(self, rows: Sequence[VerifiedRow], *, backward: bool) -> Packed:
         """All rows as the micro-batches of one optimizer step; gradients are accumulated."""
         losses: SlotLosses = {}
         outputs: list[dict[str, Tensor]] = []
         hidden: list[Tensor] = []
-        capture = Capture(self.model, self.points) if self.model is not None else None
-        decoder = _Decoder(self.model, self.points) if self.model is not None else None
         numbers = count()
 
         def recorded(number: int, values: Tensor, batch: Batch) -> Mapping[str, Tensor]:
@@ -79,26 +76,25 @@ class PackedRun:
 
         def step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[Tensor, LossFunction]:
             number = next(numbers)
-            if capture is not None:
-                capture.slots, capture.on = self.row_slots(rows[number]), True
-            output, function = forward_step(data_iterator, model, partial(recorded, number))
-            if capture is not None and decoder is not None:
-                capture.on = False
-                outputs.append(capture.take())
-                hidden.append(decoder.take())
-            return output, function
+            computed = partial(forward_step, data_iterator, model, partial(recorded, number))
+            if self.model is None:
+                return computed()
+            last = self.points[-1]
+            with (
+                captured(self.model, self.points, self.row_slots(rows[number])) as found,
+                captured(self.model, [last]) as whole,
+            ):
+                result = computed()
+            outputs.append(found)
+            hidden.append(whole[last.path])
+            return result
 
-        try:
-            self.engine.forward_backward(
-                step,
-                iter([row.batch for row in rows]),
-                num_microbatches=len(rows),
-                forward_only=not backward,
-            )
-        finally:
-            if capture is not None and decoder is not None:
-                capture.close()
-                decoder.close()
+        self.engine.forward_backward(
+            step,
+            iter([row.batch for row in rows]),
+            num_microbatches=len(rows),
+            forward_only=not backward,
+        )
         return Packed(self._gathered(losses), outputs, hidden)
 
     def row_slots(self, row: VerifiedRow) -> Tensor:
@@ -146,26 +142,6 @@ class PackedRun:
             weight = weight.full_tensor()
         logits: Tensor = (hidden.to(weight.device, weight.dtype) @ weight.T).float().cpu()
         return logits
-
-
-class _Decoder:
-    """Final hidden states of all slots."""
-
-    def __init__(self, model: nn.Module, points: Sequence[Point]) -> None:
-        self.latest: Tensor | None = None
-        self._hook = model.get_submodule(points[-1].path).register_forward_hook(self._keep)
-
-    def _keep(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        self.latest = output[0].detach().flatten(0, -2).float().cpu()
-
-    def take(self) -> Tensor:
-        """Those of the last call."""
-        assert self.latest is not None
-        return self.latest
-
-    def close(self) -> None:
-        """Remove the hook."""
-        self._hook.remove()
 
 
 def transformers_model(engine: Engine) -> Any:

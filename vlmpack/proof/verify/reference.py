@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ from vlmpack.encode import Encoder
 from vlmpack.families.base import stock_arguments
 from vlmpack.packing import IGNORE_INDEX, EncodedSample
 from vlmpack.packing.media import media_of
-from vlmpack.proof.verify.outputs import Capture, Point, kept_slots, points_of
+from vlmpack.proof.verify.outputs import Point, captured, kept_slots, points_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,17 +154,12 @@ class Reference:
         can_choose = "logits_to_keep" in self._parameters
         only = {"logits_to_keep": wanted.to(self.device)} if can_choose else {}
         width = max(sample.length for sample in samples)
-        capture = Capture(self.model, self.points)
-        capture.on = True
-        capture.slots = torch.cat(
-            [self.kept[number] + row * width for row, number in enumerate(numbers)]
-        )
-        cast = torch.autocast(self.device.type, torch.bfloat16) if how.autocast else nullcontext()
-        try:
-            with cast:
-                output = self.model(use_cache=False, **self.arguments(samples), **only)
-        finally:
-            capture.close()
+        slots = torch.cat([self.kept[number] + row * width for row, number in enumerate(numbers)])
+        with (
+            torch.autocast(self.device.type, torch.bfloat16, enabled=how.autocast),
+            captured(self.model, self.points, slots) as found,
+        ):
+            output = self.model(use_cache=False, **self.arguments(samples), **only)
         logits = output.logits if can_choose else output.logits[:, wanted.to(self.device)]
         losses = []
         for row, (sample, at) in enumerate(zip(samples, places, strict=True)):
@@ -173,7 +167,7 @@ class Reference:
             targets = sample.labels[at].to(self.device)
             losses.append(F.cross_entropy(picked.float(), targets, reduction="none"))
         (torch.cat(losses).sum() / self.num_labels).backward()
-        outputs = self._by_sample(capture.take(), numbers)
+        outputs = self._by_sample(found, numbers)
         done: list[_One] = []
         for row, number in enumerate(numbers):
             at = torch.searchsorted(wanted, self.kept[number]).to(self.device)
