@@ -21,7 +21,6 @@ DOORS = {
     "forecast/make.py",
     "forecast/open.py",
     "proof/rows/opening.py",
-    "proof/rows/shown.py",
     "proof/verify/run.py",
     "run/export.py",
     "run/launch.py",

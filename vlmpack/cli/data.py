@@ -146,13 +146,12 @@ def show(
         check_batch,
         last_state,
         open_recipe,
-        planned_batch,
         read_recipe,
         run_folder,
         trained_in,
     )
     from vlmpack.proof.rows.checks import check_row
-    from vlmpack.proof.rows.opening import find_samples
+    from vlmpack.proof.rows.opening import find_samples, rows_of_batch
     from vlmpack.proof.rows.shown import load_row
 
     number = row_number(row_, bin_)
@@ -165,25 +164,16 @@ def show(
     train, encoder = open_recipe(values, begun=last_state(run_dir))
     wanted: list[tuple[tuple[SampleRef, ...], str]]
     if key is not None:
-        found = find_samples(train, key, shard)
-        wanted = [((ref,), f"sample {key} alone") for ref in found]
+        refs = find_samples(train, key, shard)
+        wanted = [((ref,), f"sample {key} alone") for ref in refs]
     else:
         assert batch is not None
         check_batch(values, train, batch, run_dir)
-        planned = planned_batch(train, batch, run_dir)
-        rows = list(enumerate(planned.bins))
-        if number is not None and number >= len(rows):
-            raise VlmpackError(
-                f"--row {number}: batch {batch} has {len(rows)} rows, counted from 0"
-            )
-        where = f"of batch {batch}, epoch {planned.position.epoch}"
-        wanted = [
-            (train.split.refs(samples), f"row {place} {where}")
-            for place, samples in (rows if number is None else rows[number : number + 1])
-        ]
+        found = rows_of_batch(train, batch, number, run_dir)
+        wanted = [(one.samples, one.title) for one in found]
     failed = False
     for samples, title in wanted:
-        row = load_row(values, train, encoder, samples, title)
+        row = load_row(train, encoder, samples, title, values.parallelism.context)
         for line in row.shown.lines():
             say(line)
         for check in check_row(row):

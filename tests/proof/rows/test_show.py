@@ -122,11 +122,11 @@ def test_the_command_shows_rows_and_keys(recipe: Path, opened: tuple[TrainData, 
     assert len(keys) == 4
     lines = [line for line in result.output.splitlines() if line.startswith("segment")]
     assert [line.split()[2] for line in lines] == keys
-    assert result.output.startswith("row 1 of batch 1, epoch 0: 4 samples")
+    assert result.output.startswith("row 1 of global batch 1, epoch 0: 4 samples")
     alone = invoke(recipe, "--key", keys[2])
     assert alone.exit_code == 0 and f"segment 0  {keys[2]} " in alone.output
     both = invoke(recipe, "--batch", 1)
-    assert both.output.count("of batch 1") == 2
+    assert both.output.count("of global batch 1") == 2
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,7 @@ def test_the_former_name_of_a_flag_is_said_to_go(inspect_recipe: Path, tmp_path:
         found = CliRunner().invoke(app, asked)
         assert found.stderr == (said if flag == "--bin" else "")
         shown.append(found.stdout)
-    assert shown[0] == shown[1] and shown[0].startswith("row 1 of batch 0")
+    assert shown[0] == shown[1] and shown[0].startswith("row 1 of global batch 0")
     drawn = invoke(inspect_recipe, "--bin", 1, "-o", tmp_path)
     assert drawn.exit_code == 0 and drawn.stderr == said and (tmp_path / "row-1.html").is_file()
     both = invoke(inspect_recipe, "--bin", 1, "--row", 2)

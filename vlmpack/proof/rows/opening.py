@@ -96,7 +96,7 @@ def open_row(
         if wanted.batch is not None:
             check_batch(values, train, wanted.batch, run_dir)
         found = find_row(train, wanted, run_dir)
-        row = load_row(values, train, encoder, found.samples, found.title)
+        row = load_row(train, encoder, found.samples, found.title, values.parallelism.context)
     finally:
         train.split.close()
     return row, found, encoder
@@ -129,18 +129,37 @@ def find_row(train: TrainData, wanted: Wanted, run_dir: RunDir | None) -> FoundR
         found = _in_first_epoch(train, wanted)
         _check_planned(train, found, run_dir)
         return found
-    assert wanted.row is not None
-    planned = planned_batch(train, wanted.batch, run_dir)
-    if wanted.row >= len(planned.bins):
+    return rows_of_batch(train, wanted.batch, wanted.row, run_dir)[0]
+
+
+def rows_of_batch(
+    train: TrainData, batch: int, row: int | None, run_dir: RunDir | None
+) -> list[FoundRow]:
+    """The rows of a global batch.
+
+    Args:
+        batch: counted from 0 since the run's start.
+        row: the only one that is wanted; None for all.
+        run_dir: of the run, if there is one.
+
+    Raises:
+        VlmpackError: it has no such row, or the run did not plan the batch.
+    """
+    planned = planned_batch(train, batch, run_dir)
+    if row is not None and row >= len(planned.bins):
         raise VlmpackError(
-            f"--row {wanted.row}: batch {wanted.batch} has {len(planned.bins)} rows, counted from 0"
+            f"--row {row}: batch {batch} has {len(planned.bins)} rows, counted from 0"
         )
-    return FoundRow(
-        wanted.batch,
-        train.split.refs(planned.bins[wanted.row]),
-        f"row {wanted.row} of global batch {wanted.batch}, epoch {planned.position.epoch}",
-        f"batch-{wanted.batch}-row-{wanted.row}",
-    )
+    return [
+        FoundRow(
+            batch,
+            train.split.refs(samples),
+            f"row {number} of global batch {batch}, epoch {planned.position.epoch}",
+            f"batch-{batch}-row-{number}",
+        )
+        for number, samples in enumerate(planned.bins)
+        if row in (None, number)
+    ]
 
 
 def _check_planned(train: TrainData, found: FoundRow, run_dir: RunDir | None) -> None:
@@ -159,7 +178,7 @@ def _in_first_epoch(train: TrainData, wanted: Wanted) -> FoundRow:
     if wanted.key is not None:
         return _holding(train, wanted.key, wanted.shard)
     number = -1
-    for number, batch, samples in _first_rows(train):
+    for number, (batch, samples) in enumerate(_first_rows(train)):
         if number == wanted.row:
             return _of_first_epoch(train, number, batch, samples)
     raise VlmpackError(
@@ -167,11 +186,10 @@ def _in_first_epoch(train: TrainData, wanted: Wanted) -> FoundRow:
     )
 
 
-def _first_rows(train: TrainData) -> Iterator[tuple[int, int, Bin]]:
-    """(row over the first epoch, global batch, samples)."""
+def _first_rows(train: TrainData) -> Iterator[tuple[int, Bin]]:
+    """(global batch, samples) of every row."""
     planned = enumerate(first_epoch(train.split))
-    rows = ((batch, samples) for batch, step in planned for samples in step.bins)
-    yield from ((number, *row) for number, row in enumerate(rows))
+    return ((batch, samples) for batch, step in planned for samples in step.bins)
 
 
 def _of_first_epoch(train: TrainData, number: int, batch: int, samples: Bin) -> FoundRow:
@@ -188,8 +206,8 @@ def _holding(train: TrainData, key: str, shard: str | None) -> FoundRow:
             "--shard TEXT, a part of its path"
         )
     places = {(ref.shard, ref.offset) for ref in found}
-    for planned in _first_rows(train):
-        row = _of_first_epoch(train, *planned)
+    for number, (batch, samples) in enumerate(_first_rows(train)):
+        row = _of_first_epoch(train, number, batch, samples)
         if any((ref.shard, ref.offset) in places for ref in row.samples):
             return row
     numbers = {ref.number for ref in found}

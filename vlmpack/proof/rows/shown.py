@@ -20,7 +20,6 @@ from vlmpack.errors import DataError, ModelError
 from vlmpack.packing import CostModel, EncodedSample
 from vlmpack.proof.rows.row import Row, RowRules, cut_row
 from vlmpack.proof.rows.view import RowView, SampleView, view_samples
-from vlmpack.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,16 +127,16 @@ class ShownRow(Row):
 
 
 def load_row(
-    recipe: Recipe, train: TrainData, encoder: Encoder, samples: Sequence[SampleRef], title: str
+    train: TrainData, encoder: Encoder, samples: Sequence[SampleRef], title: str, context: int
 ) -> ShownRow:
     """Load a row as training does, and encode its samples again, each alone.
 
     Args:
-        recipe: that plans it.
-        train: its split.
+        train: the split.
         encoder: the split's encoder.
         samples: those of the row.
         title: for the reader.
+        context: CP.
 
     Raises:
         DataError: a bad sample whose class is not skipped.
@@ -146,7 +145,7 @@ def load_row(
     alone = [train.dataset.encode(*pair) for pair in zip(_refs(loaded, samples), read, strict=True)]
     mode = train.config.mode
     rules = RowRules(
-        context=recipe.parallelism.context,
+        context=context,
         multiples=mode.multiples,
         placeholder_id=encoder.placeholder_id,
         pad_token_id=encoder.pad_token_id,

@@ -1,6 +1,6 @@
 """What the model sees of a batch, as text: its samples as runs of tokens, what is learnt in [[ ]].
 
-    row 0 of batch 1, epoch 0: 4 samples, 241 tokens, 30 labels in 1 x 256 slots
+    row 0 of global batch 1, epoch 0: 4 samples, 241 tokens, 30 labels in 1 x 256 slots
     segment 0  00012 (train-0.tar)  slots 0 to 71: 68 tokens, 4 of padding; learnt 11 (16.2%)
       roles: user, assistant
       <|im_start|>user\\n
