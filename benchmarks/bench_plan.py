@@ -98,9 +98,9 @@ def write_index(folder: Path, *, shards: int = 100, samples: int = 10_000) -> No
         ),
     )
     builder = make_builder(config, encoder, fetcher)
-    rules = (builder.index.rule, builder.lengths.rule)
+    rules = (builder.rule, builder.lengths.rule)
     made = [part_for(index, fetcher.head(str(first)), rule) for rule in rules]
-    builder.index(made[0])
+    builder.lengths.index(made[0])
     builder.lengths(made[1])
     for number in range(1, shards):
         path = folder / f"train-{number:04d}.tar"

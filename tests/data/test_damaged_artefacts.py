@@ -61,7 +61,7 @@ def rows_of(pattern: str, folder: Path) -> tuple[Any, Any]:
     """Index rows and lengths."""
     settings = BuildSettings(directory=folder)
     index = IndexBuilder(FETCHER)
-    lengths = LengthsBuilder(FETCHER, index, folder, PackEncoder())
+    lengths = LengthsBuilder(index, folder, PackEncoder())
     found = open_index(expand_shards([pattern], key="k"), index, settings)
     return found[0].table.to_pylist(), open_lengths(found, lengths, settings)[0].to_pylist()
 

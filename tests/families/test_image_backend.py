@@ -87,7 +87,7 @@ def test_lengths_are_kept_by_the_version_that_made_them(
     index: Any = SimpleNamespace(rule="index-1")
 
     def rule() -> str:
-        return LengthsBuilder(None, index, Path(), encoder).rule  # type: ignore[arg-type]
+        return LengthsBuilder(index, Path(), encoder).rule  # type: ignore[arg-type]
 
     before, fingerprint = rule(), encoder.fingerprint
     assert before == rule()

@@ -24,7 +24,7 @@ from vlmpack.data.index.parts import Progress
 from vlmpack.data.index.table import Int64s, SampleRef
 from vlmpack.data.loading.global_step import GlobalStep
 from vlmpack.data.loading.ledger import Ledger
-from vlmpack.data.loading.loader import BinDataset, BinRequest, MicroBatch, begin_bins, load_bins
+from vlmpack.data.loading.loader import BinDataset, BinRequest, MicroBatch, begin_bins
 from vlmpack.data.loading.read import SampleReader, SkippedSample
 from vlmpack.data.packs.open import open_packed, survey_data
 from vlmpack.data.packs.restore import SavedBins
@@ -306,7 +306,9 @@ class TrainData:
             BinRequest(tuple(fitted.table.ref(number) for number in samples))
             for samples in assign(bins, dp)[rank]
         )
-        for micro_batch in load_bins(self.dataset, requests, self.config.data, self.config.workers):
+        for micro_batch in begin_bins(
+            self.dataset, requests, self.config.data, self.config.workers
+        ):
             self.ledger.record(micro_batch.skipped, epoch=None, batch=None)
             yield micro_batch
 

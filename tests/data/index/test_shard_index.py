@@ -214,6 +214,6 @@ def test_every_sample_that_is_indexed_or_measured_is_progress(tmp_path: Path) ->
     assert found.num_samples == 12
     assert ACTIVITY.beats - begun >= 12
     begun = ACTIVITY.beats
-    lengths = LengthsBuilder(LocalFetcher(), BUILDER, tmp_path / "i", FakeEncoder())
+    lengths = LengthsBuilder(BUILDER, tmp_path / "i", FakeEncoder())
     open_lengths([found], lengths, BuildSettings(directory=tmp_path / "i"))
     assert ACTIVITY.beats - begun >= 12

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +97,11 @@ class LengthsBuilder:
     """Makes the lengths part of one shard; picklable.
 
     Args:
-        fetcher: reads JSON members.
-        index: where the shard's index lies, or how to make it again.
+        index: how the shard is read, and its index made again.
         index_dir: the cache folder.
         encoder: the family's encoder.
     """
 
-    fetcher: Fetcher
     index: IndexBuilder
     index_dir: Path
     encoder: Encoder
@@ -140,7 +138,7 @@ class LengthsBuilder:
             some = rows[start : start + TEXTS_AT_ONCE]
             good = [row for row in some if row["reason"] is None]
             ranges = [(row["json_offset"], row["json_length"]) for row in good]
-            documents = iter(self.fetcher.read_ranges(stamp, ranges) if ranges else [])
+            documents = iter(self.index.fetcher.read_ranges(stamp, ranges) if ranges else [])
             for row in some:
                 if row["reason"] is not None:
                     found.append(_bad_row(row["error_class"], row["reason"]))
@@ -167,25 +165,19 @@ class LengthsBuilder:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardBuilder:
+class ShardBuilder(IndexBuilder):
     """Makes the index part of one shard and, in the same pass, its lengths part; picklable.
 
     Args:
-        index, lengths: whose parts are made.
+        lengths: makes the lengths.
     """
 
-    index: IndexBuilder
-    lengths: LengthsBuilder
+    lengths: LengthsBuilder = field(kw_only=True)
 
-    @property
-    def fetcher(self) -> Fetcher:
-        """What shards are read with."""
-        return self.index.fetcher
-
-    @property
-    def rule(self) -> str:
-        """What names the rule that an index is made by."""
-        return self.index.rule
+    @classmethod
+    def of(cls, lengths: LengthsBuilder) -> ShardBuilder:
+        """The one that reads shards as the lengths' own index does."""
+        return cls(lengths.index.fetcher, lengths.index.caps, lengths=lengths)
 
     def __call__(self, part: Part) -> None:
         """Reads the shard of an index part once; the lengths are there before the index is.
@@ -201,7 +193,7 @@ class ShardBuilder:
                 None if sample is None else self.lengths.measure(SampleText(sample, sizes))
             )
 
-        rows = self.index.scan(part.stamp, note)
+        rows = self.scan(part.stamp, note)
         lengths = [
             length
             if row.reason is None and length is not None
@@ -209,7 +201,7 @@ class ShardBuilder:
             for row, length in zip(rows, measured, strict=True)
         ]
         self.lengths.write(part_for(self.lengths.index_dir, part.stamp, self.lengths.rule), lengths)
-        self.index.write(part, rows)
+        self.write(part, rows)
 
 
 def open_lengths(

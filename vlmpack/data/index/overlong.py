@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from vlmpack.data.index.lengths import COUNTS, SampleText
-from vlmpack.data.index.table import Bools, Int64s, SampleTable
+from vlmpack.data.index.table import Bools, SampleTable
 from vlmpack.data.protocols import ImageSize
 from vlmpack.encode import Encoder, SampleLength
 from vlmpack.errors import DataError
@@ -81,15 +82,12 @@ class SampleLimits:
             f"more than packing.max_vision_patches {self.max_patches}",
         )
 
-    def allow(self, num_tokens: int, num_patches: int) -> bool:
-        """Whether a sample fits."""
-        patches = num_patches if self.max_patches is not None else 0
-        return num_tokens <= self.seq_length and patches <= (self.max_patches or 0)
-
-    def fit(self, num_tokens: Int64s, num_patches: Int64s) -> Bools:
-        """(n,) bool: the samples that fit, by their (n,) tokens and patches."""
-        fits: Bools = num_tokens <= self.seq_length
-        return fits if self.max_patches is None else fits & (num_patches <= self.max_patches)
+    def fit(self, num_tokens: npt.ArrayLike, num_patches: npt.ArrayLike) -> Bools:
+        """(n,) bool: the samples that fit, by their (n,) tokens and patches; one bool of one."""
+        fits: Bools = np.less_equal(num_tokens, self.seq_length)
+        if self.max_patches is not None:
+            fits = fits & np.less_equal(num_patches, self.max_patches)
+        return fits
 
 
 def shrink_to_fit(
@@ -110,7 +108,7 @@ def shrink_to_fit(
         except DataError:  # images too small, or too narrow, for the family
             low = step + 1
             continue
-        if limits.allow(length.num_tokens, length.num_patches):
+        if limits.fit(length.num_tokens, length.num_patches):
             best, low = (sizes, length), step + 1
         else:
             high = step - 1

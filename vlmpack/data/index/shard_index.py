@@ -11,9 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import pyarrow as pa
 
@@ -119,11 +119,8 @@ class IndexBuilder:
         """
         self.write(part, self.scan(part.stamp))
 
-    def scan(self, stamp: ShardStamp, note: NoteRow | None = None) -> list[IndexRow]:
-        """Reads the shard once.
-
-        Args:
-            note: told about each sample as it is read.
+    def samples(self, stamp: ShardStamp) -> Iterator[RawSample]:
+        """The samples of a shard, in its order.
 
         Raises:
             DataError: as above.
@@ -135,11 +132,21 @@ class IndexBuilder:
                 shard=stamp.path,
                 max_member_bytes=self.caps.max_member_bytes,
             )
-            samples = group_members(members, shard=stamp.path, caps=self.caps)
-            rows = []
-            for raw in samples:
-                rows.append(index_row(raw, self.caps, note))
-                ACTIVITY.moved()
+            yield from group_members(members, shard=stamp.path, caps=self.caps)
+
+    def scan(self, stamp: ShardStamp, note: NoteRow | None = None) -> list[IndexRow]:
+        """Reads the shard once.
+
+        Args:
+            note: told about each sample as it is read.
+
+        Raises:
+            DataError: as above.
+        """
+        rows = []
+        for raw in self.samples(stamp):
+            rows.append(index_row(raw, self.caps, note))
+            ACTIVITY.moved()
         if self.fetcher.head(stamp.path) != stamp:
             raise DataError(
                 "the shard changed while it was indexed", error_class="integrity", shard=stamp.path
@@ -239,24 +246,9 @@ class ShardIndex:
         return int(self.table.num_rows)
 
 
-class BuildIndex(Protocol):
-    """Makes index parts: an IndexBuilder, or one that makes the lengths in the same pass."""
-
-    @property
-    def fetcher(self) -> Fetcher:
-        """What shards are read with."""
-
-    @property
-    def rule(self) -> str:
-        """What names the rule that an index is made by."""
-
-    def __call__(self, part: Part) -> None:
-        """See BuildPart."""
-
-
 def open_index(
     shards: Sequence[str | ShardStamp],
-    builder: BuildIndex,
+    builder: IndexBuilder,
     settings: BuildSettings,
 ) -> list[ShardIndex]:
     """The index of every shard in order, made where it is missing or outdated.
@@ -274,7 +266,7 @@ def open_index(
     return [_shard_index(part, table) for part, table in zip(parts, tables, strict=True)]
 
 
-def load_index(part: Part, builder: BuildIndex) -> ShardIndex:
+def load_index(part: Part, builder: IndexBuilder) -> ShardIndex:
     """One shard's index from its part, which is made again where it is damaged."""
     return _shard_index(part, load_part(part, builder, _is_index))
 
@@ -293,16 +285,5 @@ def _to_table(rows: Sequence[IndexRow]) -> Any:
     columns: dict[str, list[Any]] = {
         name: [getattr(row, name) for row in rows] for name in INDEX_SCHEMA.names
     }
-    columns["images"] = [
-        [
-            {
-                "width": image.width,
-                "height": image.height,
-                "format": image.format,
-                "orientation": image.orientation,
-            }
-            for image in row.images
-        ]
-        for row in rows
-    ]
+    columns["images"] = [[asdict(image) for image in row.images] for row in rows]
     return pa.table(columns, schema=INDEX_SCHEMA)

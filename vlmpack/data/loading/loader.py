@@ -204,22 +204,16 @@ class _Requests(Sampler[BinRequest]):
         )
 
 
-def load_bins(
+def begin_bins(
     dataset: BinDataset, requests: Iterable[BinRequest], data: DataSection, settings: WorkerSettings
 ) -> Iterator[MicroBatch]:
-    """The batches of the requests, in their order; workers start with the first that is asked for.
+    """The batches of the requests, in their order. Workers are at work when this returns; closing
+    ends them.
 
     Raises:
         DataError: a sample whose error class is not skipped, no bin within the timeout, or a worker
             has died.
     """
-    yield from begin_bins(dataset, requests, data, settings)
-
-
-def begin_bins(
-    dataset: BinDataset, requests: Iterable[BinRequest], data: DataSection, settings: WorkerSettings
-) -> Iterator[MicroBatch]:
-    """As `load_bins`, with workers that are at work when this returns. Closing ends them."""
     bins = _bins(dataset, requests, data, settings)
     next(bins)
     return cast(Iterator[MicroBatch], bins)

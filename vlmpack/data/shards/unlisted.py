@@ -10,7 +10,8 @@ look between the index's samples and behind the last: in most shards at the arch
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from itertools import groupby
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -60,17 +61,8 @@ def unlisted_samples(
             base=begin,
             is_end=place == last,
         )
-        found += _keys(member.key for member in members)
+        found += [key for key, _ in groupby(members, attrgetter("key"))]
     return found
-
-
-def _keys(keys: Iterator[str]) -> Iterator[str]:
-    """Once for an unbroken run."""
-    before: str | None = None
-    for key in keys:
-        if key != before:
-            yield key
-        before = key
 
 
 class _Stretch(io.RawIOBase):

@@ -16,7 +16,7 @@ from vlmpack.storage.folders import default_cache_dir
 def make_builder(config: DataConfig, encoder: Encoder, fetcher: Fetcher) -> ShardBuilder:
     """What indexes and measures the split's shards."""
     index = IndexBuilder(fetcher, config.caps)
-    return ShardBuilder(index, LengthsBuilder(fetcher, index, index_folder(config), encoder))
+    return ShardBuilder.of(LengthsBuilder(index, index_folder(config), encoder))
 
 
 def index_folder(config: DataConfig) -> Path:

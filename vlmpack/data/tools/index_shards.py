@@ -7,16 +7,14 @@ can be stopped at any time and goes on where it was.
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from vlmpack.data.index.lengths import LengthsBuilder, ShardBuilder, load_lengths
 from vlmpack.data.index.parts import Part, part_for
-from vlmpack.data.index.shard_index import IndexBuilder, ShardIndex, load_index
+from vlmpack.data.index.shard_index import IndexBuilder, load_index
 from vlmpack.data.index.shard_pool import each_shard
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.encode import Encoder
@@ -27,15 +25,14 @@ from vlmpack.storage.sources import FoundShard
 PRELOAD = ("vlmpack.data.tools.index_shards",)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ShardReport:
-    """One shard.
+    """One shard, as far as it could be read.
 
     Args:
         path: of the shard.
         num_bytes: its size; 0 where it cannot be reached.
         was_read: whether a part of it was made now.
-        seconds: that it took.
         samples: in it, bad ones included.
         bad: error class -> samples with a reason.
         first_bad: error class -> key and reason of the first of them.
@@ -46,7 +43,6 @@ class ShardReport:
     path: str
     num_bytes: int = 0
     was_read: bool = False
-    seconds: float = 0.0
     samples: int = 0
     bad: dict[str, int] = field(default_factory=dict)
     first_bad: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -54,72 +50,51 @@ class ShardReport:
     fault: VlmpackError | None = None
 
 
-Builder = IndexBuilder | ShardBuilder
-
-
 def parts_builder(
     fetcher: Fetcher, caps: SampleCaps, directory: Path, encoder: Encoder | None
-) -> Builder:
+) -> IndexBuilder:
     """What makes the parts of a shard: the index, and with an encoder the lengths too."""
     index = IndexBuilder(fetcher, caps)
     if encoder is None:
         return index
-    return ShardBuilder(index, LengthsBuilder(fetcher, index, directory, encoder))
+    return ShardBuilder.of(LengthsBuilder(index, directory, encoder))
 
 
 @dataclass(frozen=True, slots=True)
 class IndexOne:
     """Indexes one shard; picklable."""
 
-    builder: Builder
+    builder: IndexBuilder
     directory: Path
 
     def __call__(self, shard: FoundShard) -> ShardReport:
         """The report; a damaged shard is a report with a fault, no exception."""
-        begin = time.perf_counter()
-        path, size, samples, was_read, bad = shard.path, 0, 0, False, dict[str, int]()
-        first: dict[str, tuple[str, str]] = {}
-        unknown: Mapping[str, int] = {}
-        fault = None
+        report = ShardReport(shard.path)
         try:
-            stamp = shard.stamp or self.builder.fetcher.head(path)
-            size = stamp.size
-            part = part_for(self.directory, stamp, self.builder.rule)
-            before = _version(part)
-            was_read = before is None
-            index = load_index(part, self.builder)
-            was_read = _version(part) != before
-            samples, rows, unknown = index.num_samples, index.table, index.unknown_keys
-            if isinstance(self.builder, ShardBuilder):
-                rows, measured = self._lengths(index, self.builder.lengths)
-                was_read = was_read or measured
-            classes = rows.column("error_class").to_pylist()
-            bad = dict(sorted(Counter(filter(None, classes)).items()))
-            for name in bad:
-                place = classes.index(name)
-                key, reason = index.table.column("key")[place], rows.column("reason")[place]
-                first[name] = (key.as_py(), reason.as_py())
+            self._fill(report, shard)
         except DataError as error:
-            fault = error
-        seconds = time.perf_counter() - begin
-        return ShardReport(
-            path=path,
-            num_bytes=size,
-            was_read=was_read,
-            seconds=seconds,
-            samples=samples,
-            bad=bad,
-            first_bad=first,
-            unknown_keys=unknown,
-            fault=fault,
-        )
+            report.fault = error
+        return report
 
-    def _lengths(self, index: ShardIndex, builder: LengthsBuilder) -> tuple[Any, bool]:
-        """The lengths of an indexed shard, and whether they were made now."""
-        part = part_for(builder.index_dir, index.stamp, builder.rule)
-        before = _version(part)
-        table = load_lengths(part, index, builder)
-        return table, _version(part) != before
+    def _fill(self, report: ShardReport, shard: FoundShard) -> None:
+        stamp = shard.stamp or self.builder.fetcher.head(shard.path)
+        report.num_bytes = stamp.size
+        lengths = self.builder.lengths if isinstance(self.builder, ShardBuilder) else None
+        parts = [part_for(self.directory, stamp, self.builder.rule)]
+        if lengths is not None:
+            parts.append(part_for(lengths.index_dir, stamp, lengths.rule))
+        before = [_version(part) for part in parts]
+        report.was_read = before[0] is None
+        index = load_index(parts[0], self.builder)
+        report.samples, report.unknown_keys = index.num_samples, index.unknown_keys
+        rows = index.table if lengths is None else load_lengths(parts[1], index, lengths)
+        report.was_read = [_version(part) for part in parts] != before
+        classes = rows.column("error_class").to_pylist()
+        report.bad = dict(sorted(Counter(filter(None, classes)).items()))
+        for name in report.bad:
+            place = classes.index(name)
+            key, reason = index.table.column("key")[place], rows.column("reason")[place]
+            report.first_bad[name] = (key.as_py(), reason.as_py())
 
 
 def _version(part: Part) -> tuple[int, int] | None:
@@ -133,7 +108,7 @@ def _version(part: Part) -> tuple[int, int] | None:
 
 def index_shards(
     shards: Sequence[FoundShard],
-    builder: Builder,
+    builder: IndexBuilder,
     directory: Path,
     *,
     processes: int,

@@ -28,9 +28,8 @@ from vlmpack.data.index.shard_pool import each_shard
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.images import oriented_size
 from vlmpack.data.shards.keys import count_keys
-from vlmpack.data.shards.raw import REINDEX, RawSample, changed_since_indexed, group_members
+from vlmpack.data.shards.raw import REINDEX, RawSample, changed_since_indexed
 from vlmpack.data.shards.schemas import cook
-from vlmpack.data.shards.tar import read_members
 from vlmpack.encode import Encoder, decode_image
 from vlmpack.encode.decode import which_image
 from vlmpack.errors import DataError, schema_error
@@ -112,7 +111,7 @@ class LintOne:
         try:
             stamp = shard.stamp or self.fetcher.head(path)
             size = stamp.size
-            for raw in self._samples(stamp):
+            for raw in self._index.samples(stamp):
                 row = index_row(raw, self.caps)
                 if row.reason is None:
                     images += self._check_content(raw, row)
@@ -132,12 +131,9 @@ class LintOne:
         unknown = unknown_keys_of(rows)
         return LintReport(path, len(rows), images, size, tuple(findings), unknown)
 
-    def _samples(self, stamp: ShardStamp) -> Iterator[RawSample]:
-        with self.fetcher.open(stamp) as stream:
-            members = read_members(
-                stream, stamp.size, shard=stamp.path, max_member_bytes=self.caps.max_member_bytes
-            )
-            yield from group_members(members, shard=stamp.path, caps=self.caps)
+    @property
+    def _index(self) -> IndexBuilder:
+        return IndexBuilder(self.fetcher, self.caps)
 
     def _compare_with_index(self, stamp: ShardStamp, rows: Sequence[IndexRow]) -> None:
         """Notes in the rows what training would refuse: other bytes than those that were indexed.
@@ -149,7 +145,7 @@ class LintOne:
         """
         if self.index_dir is None:
             return
-        part = part_for(self.index_dir, stamp, IndexBuilder(self.fetcher, self.caps).rule)
+        part = part_for(self.index_dir, stamp, self._index.rule)
         table = read_part(part.path)
         if table is None:
             return
