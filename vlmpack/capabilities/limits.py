@@ -54,22 +54,16 @@ MCORE_FEATURES: tuple[Feature, ...] = ("CP", "TP", "SP", "PP", "EP")
 """What megatron-core alone can do."""
 
 _NEEDS_MCORE = Limit("needs model.backend: mcore")
-_NO_DPO = Limit("no preference loss is built yet")
-_NO_GRAPHS = Limit(
-    "no graph is captured yet",
-    "rows of one fixed shape, which a graph needs, are there: packing.pad_to_max_length",
-)
+_NOT_BUILT: Mapping[Feature, Limit] = {
+    "DPO": Limit("no preference loss is built yet"),
+    "CUDA graphs": Limit(
+        "no graph is captured yet",
+        "rows of one fixed shape, which a graph needs, are there: packing.pad_to_max_length",
+    ),
+}
 
 ENGINE_LIMITS: Mapping[Engine, Mapping[Feature, Limit]] = {
-    "hf": {
-        **dict.fromkeys(MCORE_FEATURES, _NEEDS_MCORE),
-        "DPO": _NO_DPO,
-        "CUDA graphs": _NO_GRAPHS,
-    },
-    "mcore": {
-        "LoRA": Limit("needs model.backend: hf"),
-        "DPO": _NO_DPO,
-        "CUDA graphs": _NO_GRAPHS,
-    },
+    "hf": {**dict.fromkeys(MCORE_FEATURES, _NEEDS_MCORE), **_NOT_BUILT},
+    "mcore": {"LoRA": Limit("needs model.backend: hf"), **_NOT_BUILT},
 }
 """What an engine cannot do with any model."""

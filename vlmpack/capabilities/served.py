@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from vlmpack.capabilities.limits import Engine, Feature, Limit, OnlyAttention
 
@@ -49,70 +50,34 @@ class ServedModel:
 
 _BOTH_WAYS = "an image's tokens attend in both directions, which only segments does"
 _BOTH: tuple[Engine, ...] = ("hf", "mcore")
-_AREA = ("min_pixels", "max_pixels")
+
+_text = partial(ServedModel, family="text_lm", engines=_BOTH)
+_qwen_vl = partial(ServedModel, engines=_BOTH, pixel_knobs=("min_pixels", "max_pixels"))
+_tiled = partial(ServedModel, whole_tiles=True, pixel_knobs=("max_tiles",))
+_pixtral = partial(ServedModel, towers=("pixtral",), pixel_knobs=("max_pixels",))
 
 SERVED: Mapping[str, ServedModel] = {
-    "llama": ServedModel(title="Llama", family="text_lm", engines=_BOTH),
-    "qwen2": ServedModel(title="Qwen2", family="text_lm", engines=_BOTH),
-    "qwen3": ServedModel(title="Qwen3", family="text_lm", engines=_BOTH),
-    "qwen2_vl": ServedModel(title="Qwen2-VL", family="qwen2_vl", engines=_BOTH, pixel_knobs=_AREA),
-    "qwen2_5_vl": ServedModel(
-        title="Qwen2.5-VL", family="qwen2_5_vl", engines=_BOTH, pixel_knobs=_AREA
-    ),
-    "qwen3_vl": ServedModel(title="Qwen3-VL", family="qwen3_vl", engines=_BOTH, pixel_knobs=_AREA),
-    "qwen3_vl_moe": ServedModel(
-        title="Qwen3-VL-MoE",
-        family="qwen3_vl",
-        engines=_BOTH,
-        has_experts=True,
-        pixel_knobs=_AREA,
-    ),
-    "internvl": ServedModel(
-        title="InternVL",
-        family="internvl",
-        decoders=("qwen2", "qwen3", "llama"),
-        whole_tiles=True,
-        pixel_knobs=("max_tiles",),
-    ),
+    "llama": _text(title="Llama"),
+    "qwen2": _text(title="Qwen2"),
+    "qwen3": _text(title="Qwen3"),
+    "qwen2_vl": _qwen_vl(title="Qwen2-VL", family="qwen2_vl"),
+    "qwen2_5_vl": _qwen_vl(title="Qwen2.5-VL", family="qwen2_5_vl"),
+    "qwen3_vl": _qwen_vl(title="Qwen3-VL", family="qwen3_vl"),
+    "qwen3_vl_moe": _qwen_vl(title="Qwen3-VL-MoE", family="qwen3_vl", has_experts=True),
+    "internvl": _tiled(title="InternVL", family="internvl", decoders=("qwen2", "qwen3", "llama")),
     "llava_onevision": ServedModel(
         title="LLaVA-OneVision", family="llava_onevision", decoders=("qwen2",)
     ),
-    "idefics3": ServedModel(
-        title="Idefics3",
-        family="idefics3",
-        decoders=("llama",),
-        whole_tiles=True,
-        pixel_knobs=("max_tiles",),
-    ),
-    "smolvlm": ServedModel(
-        title="SmolVLM",
-        family="idefics3",
-        decoders=("llama",),
-        whole_tiles=True,
-        pixel_knobs=("max_tiles",),
-    ),
-    "mistral3": ServedModel(
-        title="Mistral 3",
-        family="mistral3",
-        decoders=("mistral", "ministral3"),
-        towers=("pixtral",),
-        pixel_knobs=("max_pixels",),
-    ),
-    "llava": ServedModel(
-        title="Pixtral",
-        family="llava",
-        decoders=("mistral",),
-        towers=("pixtral",),
-        pixel_knobs=("max_pixels",),
-    ),
-    "gemma3": ServedModel(
+    "idefics3": _tiled(title="Idefics3", family="idefics3", decoders=("llama",)),
+    "smolvlm": _tiled(title="SmolVLM", family="idefics3", decoders=("llama",)),
+    "mistral3": _pixtral(title="Mistral 3", family="mistral3", decoders=("mistral", "ministral3")),
+    "llava": _pixtral(title="Pixtral", family="llava", decoders=("mistral",)),
+    "gemma3": _tiled(
         title="Gemma 3",
         family="gemma3",
         decoders=("gemma3_text",),
         attention=OnlyAttention(("segments",), _BOTH_WAYS),
         limits={"CP": Limit(_BOTH_WAYS)},
-        whole_tiles=True,
-        pixel_knobs=("max_tiles",),
     ),
     "gemma3_text": ServedModel(title="Gemma 3 (text)", family="gemma3_text"),
 }
