@@ -33,11 +33,14 @@ from vlmpack.evaluation.predictions import Question
 from vlmpack.packing import Media
 from vlmpack.packing.media import concatenate_media
 
-Progress = Callable[[int, int], None]
-"""Called with the number of questions answered so far and their total."""
-
 OnBadSample = Callable[[DataError], None]
 """Told about a question that cannot be asked; whether it goes on is its decision."""
+
+
+def raised(error: DataError) -> None:
+    """It does not."""
+    raise error
+
 
 NARROW_MODEL = 512
 """Hidden size up to which a CPU generates with one thread. The operations of one token are then so
@@ -63,8 +66,7 @@ def answer_questions(
     *,
     batch_size: int,
     max_new_tokens: int,
-    progress: Progress | None = None,
-    on_bad_sample: OnBadSample | None = None,
+    on_bad_sample: OnBadSample = raised,
 ) -> list[str | None]:
     """Greedy answers, in the order of the questions.
 
@@ -74,15 +76,13 @@ def answer_questions(
         questions: what to ask.
         batch_size: questions per forward pass; similar lengths share a batch, the longest first.
         max_new_tokens: longest answer, in tokens; an answer also stops at the end of its turn.
-        progress: called after every batch.
         on_bad_sample: called with each question that cannot be asked (an unreadable image, say).
-            Without it such a question raises.
 
     Returns:
         One answer per question, stripped, without special tokens; None for a bad question.
 
     Raises:
-        DataError: a bad question, where `on_bad_sample` is None.
+        DataError: a bad question, as `on_bad_sample` decides.
     """
     prompts: list[_Prompt] = []
     for index, question in enumerate(questions):
@@ -90,21 +90,16 @@ def answer_questions(
             prompts.append(_tokenise(index, question, encoder))
     prompts.sort(key=lambda prompt: -prompt.num_tokens)
     answers: list[str | None] = [None] * len(questions)
-    done = len(questions) - len(prompts)
     with _greedy(model, encoder, max_new_tokens), _few_threads(model):
         for start in range(0, len(prompts), batch_size):
             ACTIVITY.enter_alone("answering questions")
-            batch = prompts[start : start + batch_size]
             ready: list[tuple[_Prompt, Media | None]] = []
-            for prompt in batch:
+            for prompt in prompts[start : start + batch_size]:
                 with _placed(questions[prompt.index], on_bad_sample):
                     ready.append((prompt, _media(questions[prompt.index], encoder)))
             texts = _generate(model, encoder, ready) if ready else []
             for (prompt, _), text in zip(ready, texts, strict=True):
                 answers[prompt.index] = text
-            done += len(batch)
-            if progress is not None:
-                progress(done, len(questions))
     return answers
 
 
@@ -116,8 +111,7 @@ def answer_over_ranks(
     ranks: Ranks,
     batch_size: int,
     max_new_tokens: int,
-    progress: Progress | None = None,
-    on_bad_sample: OnBadSample | None = None,
+    on_bad_sample: OnBadSample = raised,
 ) -> list[str | None]:
     """Deal the questions over the ranks and gather all answers on every rank. Collective.
 
@@ -132,14 +126,13 @@ def answer_over_ranks(
         ranks: who this process is.
         batch_size: questions per forward pass and process.
         max_new_tokens: longest answer, in tokens.
-        progress: called on this rank with this rank's share.
         on_bad_sample: called on every rank with the bad questions of all ranks, at the end.
 
     Returns:
         As `answer_questions`.
 
     Raises:
-        DataError: on every rank, for a bad question where `on_bad_sample` is None.
+        DataError: on every rank, as `on_bad_sample` decides.
     """
     bad: list[DataError] = []
     with engine.generation() as model:
@@ -149,14 +142,11 @@ def answer_over_ranks(
             questions[ranks.rank :: ranks.world_size],
             batch_size=batch_size,
             max_new_tokens=max_new_tokens,
-            progress=progress,
             on_bad_sample=bad.append,
         )
     gathered = ranks.gather_objects((answers, bad))
     for _, errors in gathered:
         for error in errors:
-            if on_bad_sample is None:
-                raise error
             on_bad_sample(error)
     merged: list[str | None] = [None] * len(questions)
     for rank, (part, _) in enumerate(gathered):
@@ -181,15 +171,12 @@ def load_for_generation(folder: Path) -> tuple[Any, Encoder]:
 
 
 @contextmanager
-def _placed(question: Question, on_bad_sample: OnBadSample | None) -> Iterator[None]:
-    """Fill in the place of a bad question's error, and pass it on or raise it."""
+def _placed(question: Question, on_bad_sample: OnBadSample) -> Iterator[None]:
+    """Fill in the place of a bad question's error, and pass it on."""
     try:
         yield
     except DataError as error:
-        placed = error.located(key=question.key, shard=question.shard)
-        if on_bad_sample is None:
-            raise placed from error
-        on_bad_sample(placed)
+        on_bad_sample(error.located(key=question.key, shard=question.shard))
 
 
 def _tokenise(index: int, question: Question, encoder: Encoder) -> _Prompt:
