@@ -103,7 +103,7 @@ def _small_files(root: Path) -> Go:
         listing = folder / "model.safetensors.index.json"
         listing.write_bytes(_damaged_json(json_bytes(index), draw))
         generation_content(folder)
-        processor_content(folder)
+        processor_content(folder, {}, {})
         weight_files(folder)
 
     return go

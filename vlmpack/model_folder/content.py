@@ -44,13 +44,13 @@ def generation_content(folder: Path) -> Content:
 
 
 def processor_content(
-    folder: Path, before: Content | None = None, digests: Mapping[str, str] | None = None
+    folder: Path, before: Mapping[str, Any], digests: Mapping[str, str]
 ) -> tuple[Content, dict[str, str]]:
     """Tokenizer, chat template and image processor, and a digest of each file's bytes.
 
     Args:
         folder: model folder.
-        before: what was found earlier, perhaps in another folder.
+        before: what was found earlier, perhaps in another folder; empty for nothing.
         digests: of the files then. Those that are still the same are not taken apart again, which
             for a tokenizer of 10 MB takes half a second.
     """
@@ -61,7 +61,7 @@ def processor_content(
         if not path.is_file():
             continue
         now[name] = _digest(path.read_bytes())
-        if before is not None and digests is not None and digests.get(name) == now[name]:
+        if digests.get(name) == now[name]:
             found |= {key: said for key, said in before.items() if key.startswith(name)}
         else:
             found |= _content(path)

@@ -13,7 +13,7 @@ makes it raise instead.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,14 @@ from vlmpack.model_folder.images import IMAGE_BACKEND
 from vlmpack.model_folder.weights import first
 
 _AS_DATA: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+
+_WEIGHTS: Mapping[str, Any] = {
+    "dtype": torch.float32,
+    "use_safetensors": True,
+    "output_loading_info": True,
+    "ignore_mismatched_sizes": True,
+}
+"""How weights are loaded, or what would be said of them."""
 
 _CONFIGS = (
     "config.json",
@@ -111,12 +119,7 @@ def load_model_class(auto_class: Any, folder: Path) -> tuple[Any, Mapping[str, A
     with _as_data(folder):
         _refuse_other_weights(folder)
         loaded: tuple[Any, Mapping[str, Any]] = auto_class.from_pretrained(
-            str(folder),
-            dtype=torch.float32,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            **_AS_DATA,
+            str(folder), **_WEIGHTS, **_AS_DATA
         )
     return loaded
 
@@ -129,18 +132,9 @@ def load_shapes(
     with _as_data(folder):
         _refuse_other_weights(folder)
         config = load_config(folder)
-        loaded: tuple[Any, Mapping[str, Any]] = auto_class._model_mapping[
-            type(config)
-        ].from_pretrained(
-            None,
-            config=config,
-            state_dict=dict(state),
-            device_map="meta",
-            dtype=torch.float32,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            **_AS_DATA,
+        model_class = auto_class._model_mapping[type(config)]
+        loaded: tuple[Any, Mapping[str, Any]] = model_class.from_pretrained(
+            None, config=config, state_dict=dict(state), device_map="meta", **_WEIGHTS, **_AS_DATA
         )
     return loaded[1]
 
@@ -190,40 +184,30 @@ def _named_code(folder: Path) -> str:
             content = json.loads((folder / name).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             continue
-        found += [f"{name}: {code}" for code in _auto_maps(content)]
+        found += [f"{name}: {code}" for _, code in _named(content, ("auto_map",)) if code]
     return first(found) if found else "no auto_map names it"
 
 
-def _auto_maps(content: Any) -> Iterator[str]:
-    """What the `auto_map` of a file and of its sections say."""
-    if not isinstance(content, dict):
+def _named(content: object, keys: Sequence[str]) -> Iterator[tuple[str, object]]:
+    """What such entries of a file and of its sections name, each with its key."""
+    if not isinstance(content, Mapping):
         return
     for key, value in content.items():
-        if key == "auto_map":
-            entries = value.values() if isinstance(value, dict) else [value]
-            for entry in entries:
-                listed = entry if isinstance(entry, list) else [entry]
-                yield from (str(code) for code in listed if code is not None)
-        else:
-            yield from _auto_maps(value)
+        if key not in keys:
+            yield from _named(value, keys)
+            continue
+        for entry in value.values() if isinstance(value, Mapping) else [value]:
+            yield from ((key, name) for name in (entry if isinstance(entry, list) else [entry]))
 
 
 def _refuse_kernels(folder: Path) -> None:
-    found = sorted(_hub_kernels(read_config(folder)))
+    named = _named(read_config(folder), _KERNELS)
+    found = sorted(f"{key}: {name}" for key, name in named if "/" in str(name))
     if found:
         raise ModelError(
             f"model.path: {folder / 'config.json'} names kernels of the Hub, whose code would run "
             f"({first(found)}); leave these entries out"
         )
-
-
-def _hub_kernels(section: Mapping[str, object]) -> Iterator[str]:
-    for key, value in section.items():
-        if key in _KERNELS:
-            named = value.values() if isinstance(value, Mapping) else [value]
-            yield from (f"{key}: {name}" for name in named if isinstance(name, str) and "/" in name)
-        elif isinstance(value, Mapping):
-            yield from _hub_kernels(value)
 
 
 def _refuse_other_weights(folder: Path) -> None:

@@ -65,11 +65,8 @@ class ModelRecord:
             ModelError: it has no config.json.
         """
         read_config(folder)  # a folder that is gone is named as such
-        processor, files = (
-            processor_content(folder)
-            if before is None
-            else processor_content(folder, dict(before.processor), before.files)
-        )
+        before = before or cls()
+        processor, files = processor_content(folder, before.processor, before.files)
         return cls(
             weights=weights,
             files=files,
@@ -141,18 +138,6 @@ class ModelRecord:
                 for line in numbers
             ),
         ]
-
-
-def differing_parts(saved: object, now: Mapping[str, str]) -> list[str]:
-    """The parts that a checkpoint was trained from another one of.
-
-    Args:
-        saved: `ModelRecord.digests` in the checkpoint; anything else where it holds none.
-        now: those of this launch.
-    """
-    if not isinstance(saved, Mapping):
-        return []
-    return [name for name, digest in now.items() if saved.get(name, digest) != digest]
 
 
 def _changes(prefix: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

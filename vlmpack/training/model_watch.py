@@ -15,7 +15,7 @@ from vlmpack.model_folder.hashing import WeightHashing, hashing_weights
 from vlmpack.model_folder.images import IMAGE_BACKEND
 from vlmpack.model_folder.remembered import RememberedDigests
 from vlmpack.storage.folders import default_cache_dir
-from vlmpack.training.model_record import ModelRecord, differing_parts
+from vlmpack.training.model_record import ModelRecord
 from vlmpack.training.run_dir import RunDir
 from vlmpack.whole_file import write_atomically
 
@@ -145,18 +145,21 @@ def check_model_again(folder: Path, run_dir: RunDir) -> dict[str, str]:
     return now.digests()
 
 
-def check_trained_from(checkpoint: Path, saved: object, now: Mapping[str, str]) -> None:
+def check_trained_from(
+    checkpoint: Path, saved: Mapping[str, str] | None, now: Mapping[str, str]
+) -> None:
     """See that a checkpoint was trained from the model of this launch.
 
     Args:
         checkpoint: its folder.
         saved: the digests that it holds; None in those of older versions.
-        now: this launch's.
+        now: this launch's `ModelRecord.digests`.
 
     Raises:
         RunIdentityError: it was not.
     """
-    parts = differing_parts(saved, now)
+    saved = saved or {}
+    parts = [name for name, digest in now.items() if saved.get(name, digest) != digest]
     if parts:
         raise RunIdentityError(
             f"{checkpoint} was trained from another model than model.json of its run says now: "
