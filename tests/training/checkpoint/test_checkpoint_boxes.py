@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import textwrap
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -274,11 +275,11 @@ def test_a_dtype_that_is_not_safetensors_is_refused(tmp_path):
 def test_a_writer_holds_to_its_header(tmp_path):
     entries = [TensorEntry(key=key, dtype="F32", shape=(2,)) for key in "ab"]
     with (
-        TensorWriter(tmp_path / "x", entries) as writer,
+        closing(TensorWriter(tmp_path / "x", entries)) as writer,
         pytest.raises(ValueError, match="not what the header"),
     ):
         writer.write("b", torch.zeros(2))
-    with TensorWriter(tmp_path / "y", entries) as writer:
+    with closing(TensorWriter(tmp_path / "y", entries)) as writer:
         writer.write("a", torch.zeros(2))
         with pytest.raises(ValueError, match="key='b'"):
             writer.finish()

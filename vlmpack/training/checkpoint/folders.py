@@ -13,7 +13,7 @@ from typing import Any
 
 from vlmpack.errors import UNREADABLE
 from vlmpack.training.checkpoint.index import TensorIndex
-from vlmpack.training.checkpoint.safetensors_file import CHUNK_BYTES, FileDigest
+from vlmpack.training.checkpoint.safetensors_file import FileDigest
 
 FORMAT_VERSION = 2
 COMPLETE = "COMPLETE"
@@ -173,11 +173,8 @@ def _json_object(data: bytes, name: str) -> dict[str, Any]:
 
 def sha256(path: Path) -> str:
     """Hash of a file's content, in hex."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_synced(path: Path, text: str) -> FileDigest:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from vlmpack.backends.boxes import KINDS, Kind, TensorSlice, whole
@@ -51,9 +51,7 @@ class TensorIndex:
         tensors: by kind and name, the boxes of a tensor.
     """
 
-    tensors: Mapping[Kind, Mapping[str, list[StoredBox]]] = field(
-        default_factory=lambda: {kind: {} for kind in KINDS}
-    )
+    tensors: Mapping[Kind, Mapping[str, list[StoredBox]]]
 
     @classmethod
     def of(cls, boxes: Iterable[StoredBox]) -> TensorIndex:

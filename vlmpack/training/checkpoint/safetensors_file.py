@@ -11,9 +11,9 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -140,15 +140,8 @@ class TensorWriter:
         os.fsync(self._file.fileno())
         return FileDigest(num_bytes=self._num_bytes, sha256=self._digest.hexdigest())
 
-    def __enter__(self) -> TensorWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close the file, finished or not."""
         self._file.close()
 
 
@@ -197,7 +190,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
         TensorEntry(key=key, dtype=dtype_name(value.dtype), shape=tuple(value.shape))
         for key, value in tensors.items()
     ]
-    with TensorWriter(path, entries) as writer:
+    with closing(TensorWriter(path, entries)) as writer:
         for key, value in tensors.items():
             writer.write(key, value)
         return writer.finish()

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.backends.boxes import Kind, TensorSlice
 from vlmpack.distributed import Ranks
 from vlmpack.errors import CheckpointError
 from vlmpack.training.checkpoint.folders import (
@@ -111,20 +110,15 @@ class Saver:
         """
         self.finish()
         folder = self._begin(content.step)
-        copies: list[tuple[Kind, TensorSlice, Tensor]] = []
-        problem: Share | None = None
-        try:
-            for kind, box, value in slices():
-                copies.append((kind, box, _host_copy(value)))
-        except Exception as error:  # out of memory, say: told to all ranks by `finish`
-            problem, copies = self._failure(error), []
-
-        def write() -> Share:
-            return problem or self._attempt(folder, lambda: copies)
-
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending = _Pending(folder, content, executor.submit(write))
+        try:
+            copies = [(kind, box, _host_copy(value)) for kind, box, value in slices()]
+        except Exception as error:  # out of memory, say: told to all ranks by `finish`
+            share = executor.submit(self._failure, error)
+        else:
+            share = executor.submit(self._attempt, folder, lambda: copies)
         executor.shutdown(wait=False)  # the thread ends with its one task
+        self._pending = _Pending(folder, content, share)
 
     def finish(self) -> None:
         """Wait for the background save, if there is one, and publish it. Collective.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,7 +69,7 @@ def write_share(folder: Path, slices: OwnedSlices, *, rank: int, world_size: int
         del value  # before the engine makes the next one
     with ExitStack() as stack:
         writers = {
-            name: stack.enter_context(TensorWriter(folder / name, listed))
+            name: stack.enter_context(closing(TensorWriter(folder / name, listed)))
             for name, listed in entries.items()
         }
         for stored, (_, _, value) in zip(boxes, slices(), strict=True):
