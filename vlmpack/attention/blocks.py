@@ -18,7 +18,7 @@ transformers' Gemma 3.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -92,7 +92,7 @@ def _by_segment(lengths: Sequence[int], blocks: Sequence[Span]) -> tuple[tuple[S
     """The blocks of each segment, counted from its start."""
     found: list[tuple[Span, ...]] = []
     place = 0
-    for start, end in zip((0, *accumulate(lengths)), accumulate(lengths), strict=False):
+    for start, end in pairwise(accumulate(lengths, initial=0)):
         inside: list[Span] = []
         while place < len(blocks) and blocks[place][0] < end:
             first, stop = blocks[place]

@@ -30,10 +30,8 @@ class CollectiveTimeouts:
     @contextmanager
     def of_step(self, *, is_first: bool) -> Iterator[None]:
         """A step of this launch."""
-        if is_first or not dist.is_initialized():
-            yield
-            return
-        set_timeout(self.later)
+        if not is_first:
+            set_timeout(self.later)
         try:
             yield
         finally:
@@ -41,9 +39,7 @@ class CollectiveTimeouts:
 
 
 def set_timeout(seconds: float) -> None:
-    """Set the timeout of every group that this process is in."""
-    if not dist.is_initialized():
-        return
+    """Set the timeout of every group that this process is in, if it is in any."""
     timeout = timedelta(seconds=seconds)
     c10d = dist.distributed_c10d
     for group in list(c10d._world.pg_map):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 
 from vlmpack.packing.batch import GridTHW, Media, MediaShare, PackedBatch
+
+Key = TypeVar("Key", int, str)
 
 
 def assign_images(grid_thw: Sequence[GridTHW], size: int) -> list[list[int]]:
@@ -16,13 +19,22 @@ def assign_images(grid_thw: Sequence[GridTHW], size: int) -> list[list[int]]:
 
     A pure function of the grids, so that every rank finds the same answer without asking.
     """
-    patches = [t * h * w for t, h, w in grid_thw]
-    loads, images = [0] * size, [[] for _ in range(size)]  # type: tuple[list[int], list[list[int]]]
-    for number in sorted(range(len(patches)), key=lambda n: (-patches[n], n)):
-        rank = loads.index(min(loads))
-        loads[rank] += patches[number]
-        images[rank].append(number)
-    return [sorted(mine) for mine in images]
+    owners = spread_by_size({n: t * h * w for n, (t, h, w) in enumerate(grid_thw)}, size)
+    return [[n for n in range(len(grid_thw)) if owners[n] == rank] for rank in range(size)]
+
+
+def spread_by_size(sizes: Mapping[Key, int], count: int) -> dict[Key, int]:
+    """Deal sized things out to `count` ranks, the largest first, each to the rank with least.
+
+    Returns:
+        The rank of each; the same on every rank.
+    """
+    loads = [0] * count
+    owners: dict[Key, int] = {}
+    for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
+        owners[key] = loads.index(min(loads))
+        loads[owners[key]] += sizes[key]
+    return owners
 
 
 def share_media(batch: PackedBatch, *, rank: int, size: int) -> PackedBatch:

@@ -50,7 +50,7 @@ def test_boxes_cover_a_flat_range_once_and_in_order():
         start = draw.randint(0, offset + local.size)
         stop = draw.randint(start, offset + local.size + 3)
         found, expected_start = [], max(start, offset)
-        for part in flat_boxes(piece, row_elements, start, stop):
+        for part in flat_boxes(piece, start, stop):
             assert part.start == expected_start, "a gap, an overlap, or another order"
             assert part.stop - part.start == prod(part.box.lengths) > 0
             assert (part.box.name, part.box.shape) == (box.name, box.shape)
@@ -69,9 +69,9 @@ def test_a_range_is_few_boxes(shape):
     total = prod(shape)
     for start in range(total):
         for stop in range(start + 1, total + 1):
-            boxes = list(flat_boxes(piece, prod(shape[1:]), start, stop))
+            boxes = list(flat_boxes(piece, start, stop))
             assert len(boxes) <= 2 * len(shape) - 1
-    assert len(list(flat_boxes(piece, prod(shape[1:]), 0, total))) == 1
+    assert len(list(flat_boxes(piece, 0, total))) == 1
 
 
 def language_map(tp_rank, tp_size, vocabulary=VOCABULARY):

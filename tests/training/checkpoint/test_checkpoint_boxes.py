@@ -21,10 +21,10 @@ from support.checkpoints import MemoryEngine, content_of, save_engine, stored_te
 from support.engines import single_rank
 
 from vlmpack.backends.boxes import TensorSlice, whole
-from vlmpack.backends.hf.sharding import spread_by_size
 from vlmpack.distributed import Ranks
 from vlmpack.errors import CheckpointError
 from vlmpack.model_folder.safetensors_header import tensors_of
+from vlmpack.packing.sharing import spread_by_size
 from vlmpack.training.checkpoint import CheckpointReader, Saver, load_checkpoint, step_folder
 from vlmpack.training.checkpoint.index import StoredBox, TensorIndex, box_key
 from vlmpack.training.checkpoint.safetensors_file import (

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from vlmpack.backends.boxes import MOMENTS, Kind, ReadSlice, TensorSlice
-from vlmpack.backends.hf.sharding import local_slice, spread_by_size
+from vlmpack.backends.hf.sharding import local_slice
 from vlmpack.distributed import Ranks
+from vlmpack.packing.sharing import spread_by_size
 
 Named = Sequence[tuple[str, nn.Parameter]]
 

@@ -7,6 +7,7 @@ was unpacked again is what training saw, so that is what an adapter is merged in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib import util
 from typing import Any
 
@@ -68,15 +69,12 @@ def unpacked_weights(model: Any) -> dict[str, Callable[[], Tensor]]:
         return {}
     import bitsandbytes as bnb
 
-    def unpack(weight: Any) -> Callable[[], Tensor]:
-        def make() -> Tensor:
-            whole: Tensor = bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
-            return whole.float()
-
-        return make
+    def unpack(weight: Any) -> Tensor:
+        whole: Tensor = bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
+        return whole.float()
 
     return {
-        f"{name}.weight": unpack(module.weight)
+        f"{name}.weight": partial(unpack, module.weight)
         for name, module in model.named_modules()
         if isinstance(module, bnb.nn.Linear4bit)
     }

@@ -5,8 +5,6 @@ And which part of each parameter a rank holds, for checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -54,17 +52,3 @@ def local_slice(name: str, value: Tensor) -> TensorSlice:
     )
     stop = tuple(a + n for a, n in zip(start, lengths, strict=True))
     return TensorSlice(name=name, shape=shape, start=tuple(start), stop=stop)
-
-
-def spread_by_size(sizes: Mapping[str, int], count: int) -> dict[str, int]:
-    """Deal named sizes out to `count` ranks, the largest first, each to the rank with least.
-
-    Returns:
-        The rank of each name; the same on every rank.
-    """
-    loads = [0] * count
-    owners: dict[str, int] = {}
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        owners[name] = loads.index(min(loads))
-        loads[owners[name]] += sizes[name]
-    return owners

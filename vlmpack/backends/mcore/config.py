@@ -7,7 +7,6 @@ What packing and per-token losses need is set here and nowhere else: `variable_s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +26,7 @@ from vlmpack.alignment import round_up
 from vlmpack.attention import VarlenAttention
 from vlmpack.backends.mcore.attention import PackedCoreAttention
 from vlmpack.backends.mcore.norm import RMSNorm
-from vlmpack.backends.mcore.router import with_packed_router
+from vlmpack.backends.mcore.router import PackedRouter, with_parts
 from vlmpack.backends.mcore.weights.dims import ExpertDims, LanguageDims
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
@@ -152,21 +151,15 @@ def _local_layer(varlen: VarlenAttention, *, num_experts: int | None, qk_norm: b
         normalization="RMSNorm",
     )
     layer = spec.submodules
-    attention = layer.self_attention
     core = ModuleSpec(module=PackedCoreAttention, params={"varlen": varlen})
     head_norms = {"q_layernorm": RMSNorm, "k_layernorm": RMSNorm} if qk_norm else {}
-    return replace(
+    dense = num_experts is None
+    return with_parts(
         spec,
-        submodules=replace(
-            layer,
-            input_layernorm=RMSNorm,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=with_packed_router(layer.mlp) if num_experts is not None else layer.mlp,
-            self_attention=replace(
-                attention,
-                submodules=replace(attention.submodules, core_attention=core, **head_norms),
-            ),
-        ),
+        input_layernorm=RMSNorm,
+        pre_mlp_layernorm=RMSNorm,
+        mlp=layer.mlp if dense else with_parts(layer.mlp, router=PackedRouter),
+        self_attention=with_parts(layer.self_attention, core_attention=core, **head_norms),
     )
 
 

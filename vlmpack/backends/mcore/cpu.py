@@ -23,10 +23,6 @@ from torch.overrides import TorchFunctionMode
 CPU = torch.device("cpu")
 
 
-def _is_cuda(device: Any) -> bool:
-    return device is not None and str(device).startswith("cuda")
-
-
 class _CudaMeansCpu(TorchFunctionMode):
     """Maps what names CUDA in calls of torch functions to the CPU."""
 
@@ -42,7 +38,7 @@ class _CudaMeansCpu(TorchFunctionMode):
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(args[0]).replace("torch.", "torch.cuda.")
-        if "device" in kwargs and _is_cuda(kwargs["device"]):
+        if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = CPU
         return func(*args, **kwargs)
 

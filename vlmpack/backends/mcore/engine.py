@@ -12,18 +12,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor, nn
 
 from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice, whole
 from vlmpack.backends.digests import digests
 from vlmpack.backends.engine import Compute, ForwardStep, norms_by_component, or_one
 from vlmpack.backends.export import save_model_folder
+from vlmpack.backends.mcore.config import transformer_config
 from vlmpack.backends.mcore.cpu import megatron_on_cpu
 from vlmpack.backends.mcore.groups import in_words, start_model_parallel
 from vlmpack.backends.mcore.layout import LocalParameter, WeightLayout, local_parameters
+from vlmpack.backends.mcore.model import MegatronVLM
 from vlmpack.backends.mcore.optimizer import MegatronAdamW
 from vlmpack.backends.mcore.pretrained import PretrainedReader
-from vlmpack.backends.mcore.stage import build_stage, replicated
+from vlmpack.backends.mcore.stage import replicated, vision_tower
 from vlmpack.backends.mcore.trained import mark_trained, refuse_adapters
 from vlmpack.backends.mcore.weights import megatron_family
 from vlmpack.backends.mcore.weights.dims import LanguageDims
@@ -88,23 +91,22 @@ class MegatronEngine:
         self.components: Sequence[ComponentCount] = count_components(
             self.shapes.items(), policy, self.paths
         )
-        self.known = known = megatron_family(self.skeleton.config.model_type)
-        dims = LanguageDims.from_transformers(self.skeleton.config, known)
+        self.known = megatron_family(self.skeleton.config.model_type)
+        dims = LanguageDims.from_transformers(self.skeleton.config, self.known)
         dims.check(split)
-        reader = PretrainedReader(folder, known)
-        with reader, megatron_on_cpu():
+        with PretrainedReader(folder, self.known) as reader, megatron_on_cpu():
             reader.check(self.shapes)
-            self.groups = groups = start_model_parallel(split)
-            self.model = build_stage(
-                model,
-                split,
+            self.groups = start_model_parallel(split)
+            config = transformer_config(dims, model, split, dtype=compute.dtype)
+            model_parallel_cuda_manual_seed(0)  # recomputation wants generators; dropout is 0
+            self.model: MegatronVLM = MegatronVLM(
+                config,
                 dims,
-                groups,
-                skeleton=self.skeleton,
-                encoder=encoder,
-                device=self.device,
-                compute=compute,
-            )
+                split,
+                self.groups,
+                varlen=None if compute.attention is None else compute.attention.function,
+                tower=vision_tower(config, self.skeleton, encoder),
+            ).to(self.device)
             self.first, self.last = self.model.pre_process, self.model.post_process
             parameters = local_parameters(self.model, family, self.shapes)
             self._check_coverage(parameters)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -35,11 +34,6 @@ class LocalParameter:
     pieces: list[Piece]
     owned: bool
     copies: dist.ProcessGroup
-
-    @property
-    def row_elements(self) -> int:
-        """Elements of one row."""
-        return prod(self.parameter.shape[1:])
 
 
 def local_parameters(
@@ -119,7 +113,7 @@ class WeightLayout:
             for kind, values, offset in self._tensors(local, moments=moments):
                 start, stop = self._share(local, values.numel(), offset)
                 for piece in local.pieces:
-                    for part in flat_boxes(piece, local.row_elements, start, stop):
+                    for part in flat_boxes(piece, start, stop):
                         view = values[part.start - offset : part.stop - offset]
                         yield kind, part.box, view.view(part.box.lengths)
 
@@ -148,7 +142,7 @@ class WeightLayout:
             if kind == "model" and main.dtype is local.parameter.dtype:
                 continue  # the main weight is the parameter itself, or a view of it
             for piece in local.pieces:
-                for part in flat_boxes(piece, local.row_elements, offset, offset + values.numel()):
+                for part in flat_boxes(piece, offset, offset + values.numel()):
                     value = read(kind, part.box)
                     assert value is not None
                     values[part.start - offset : part.stop - offset].copy_(value.flatten())

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
@@ -73,12 +74,10 @@ class MegatronVLM(MegatronModule):
         config: Megatron's configuration.
         dims: the language model's sizes.
         sizes: how the model is spread.
+        groups: Megatron's process groups, of that spread.
         varlen: attention over whole rows; None for Transformer Engine.
         tower: on the first stage of a vision-language model; None on the others, and where the
             model is a language model alone.
-        groups: process groups.
-        pre_process: first stage.
-        post_process: last stage.
     """
 
     def __init__(
@@ -86,16 +85,15 @@ class MegatronVLM(MegatronModule):
         config: TransformerConfig,
         dims: LanguageDims,
         sizes: ParallelismSection,
+        groups: ProcessGroupCollection,
         *,
         varlen: VarlenAttention | None,
         tower: VisionTower | None,
-        groups: ProcessGroupCollection,
-        pre_process: bool,
-        post_process: bool,
     ) -> None:
         super().__init__(config=config)
         self.dims, self.sizes, self.groups = dims, sizes, groups
-        self.pre_process, self.post_process = pre_process, post_process
+        self.pre_process = parallel_state.is_pipeline_first_stage()
+        self.post_process = parallel_state.is_pipeline_last_stage()
         self.model_type = ModelType.encoder_or_decoder
         self.share_embeddings_and_output_weights = dims.tied
         self.blank = tower.blank if tower is not None else None
@@ -105,14 +103,14 @@ class MegatronVLM(MegatronModule):
             decoder_spec(config, dims, varlen),
             vocab_size=padded_vocabulary(dims, sizes),
             max_sequence_length=0,  # positions are data; Megatron builds none
-            pre_process=pre_process,
-            post_process=post_process,
+            pre_process=self.pre_process,
+            post_process=self.post_process,
             share_embeddings_and_output_weights=dims.tied,
             position_embedding_type="none",
             scatter_embedding_sequence_parallel=False,  # images are merged before the scatter
             pg_collection=groups,
         )
-        if pre_process:
+        if self.pre_process:
             add_after(self.gpt.decoder.layers[: dims.deep_features])
         self.register_buffer("inv_freq", dims.inv_freq, persistent=False)
 

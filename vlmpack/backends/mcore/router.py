@@ -9,6 +9,7 @@ the loss is the same however a row is spread over ranks.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import (
@@ -49,6 +50,6 @@ class PackedRouter(TopKRouter):
         return output
 
 
-def with_packed_router(experts: ModuleSpec) -> ModuleSpec:
-    """Megatron's mixture-of-experts layer with this router."""
-    return replace(experts, submodules=replace(experts.submodules, router=PackedRouter))
+def with_parts(spec: ModuleSpec, **parts: Any) -> ModuleSpec:
+    """A spec of Megatron's with some of its submodules replaced."""
+    return replace(spec, submodules=replace(spec.submodules, **parts))

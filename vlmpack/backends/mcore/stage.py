@@ -1,4 +1,4 @@
-"""One rank's stage of the model: its layers without their weights, and its copies' gradients."""
+"""Beside Megatron's layers of a stage: the vision tower, and its copies' gradients."""
 
 from __future__ import annotations
 
@@ -13,64 +13,28 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from vlmpack.backends.engine import Compute
-from vlmpack.backends.mcore.config import transformer_config
 from vlmpack.backends.mcore.model import MegatronVLM, VisionTower
-from vlmpack.backends.mcore.weights.dims import LanguageDims
 from vlmpack.backends.recompute import recompute_layers
 from vlmpack.encode import Encoder
 from vlmpack.model_folder.load import build_part
-from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
 
-def build_stage(
-    model: ModelSection,
-    split: ParallelismSection,
-    dims: LanguageDims,
-    groups: ProcessGroupCollection,
-    *,
-    skeleton: nn.Module,
-    encoder: Encoder,
-    device: torch.device,
-    compute: Compute,
-) -> MegatronVLM:
-    """The part of the model that this rank computes, weights still to be read.
+def vision_tower(
+    config: TransformerConfig, skeleton: nn.Module, encoder: Encoder
+) -> VisionTower | None:
+    """The vision tower with its projector, weights still to be read; None where the model has none,
+    and on all stages but the first.
 
     Args:
-        model: what the recipe says of it.
-        split: how it is spread.
-        dims: the language model's sizes.
-        groups: Megatron's, of that split.
+        config: Megatron's configuration.
         skeleton: the transformers model without weights.
         encoder: the model folder's processor.
-        device: where it computes.
-        compute: and with what.
     """
-    config = transformer_config(dims, model, split, dtype=compute.dtype)
-    model_parallel_cuda_manual_seed(0)  # recomputation wants generators; dropout is 0
-    first = parallel_state.is_pipeline_first_stage()
-    stage: MegatronVLM = MegatronVLM(
-        config,
-        dims,
-        split,
-        varlen=None if compute.attention is None else compute.attention.function,
-        tower=_tower(config, skeleton, encoder) if first else None,
-        groups=groups,
-        pre_process=first,
-        post_process=parallel_state.is_pipeline_last_stage(),
-    ).to(device)
-    return stage
-
-
-def _tower(config: TransformerConfig, skeleton: nn.Module, encoder: Encoder) -> VisionTower | None:
-    """The vision tower with its projector; None where the model has none."""
     path = encoder.family.modules.vision
-    if path is None:
+    if path is None or not parallel_state.is_pipeline_first_stage():
         return None
     tower: Any = build_part(skeleton.get_submodule(path))
     for parameter in tower.parameters():  # buffers stay float32: rotary frequencies

@@ -8,7 +8,6 @@ they differ. Under context parallelism it cuts each sequence zigzag by the padde
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from vlmpack.backends.mcore.attention import RowParams
-from vlmpack.backends.mcore.router import with_packed_router
+from vlmpack.backends.mcore.router import PackedRouter, with_parts
 from vlmpack.errors import CapabilityError
 
 
@@ -63,15 +62,11 @@ def transformer_engine_layer(*, num_experts: int | None, qk_norm: bool) -> Modul
     """A decoder layer's spec."""
     spec = get_gpt_layer_with_transformer_engine_spec(num_experts=num_experts, qk_layernorm=qk_norm)
     layer = spec.submodules
-    attention = layer.self_attention
-    core = replace(attention.submodules, core_attention=RotatedTEAttention)
-    return replace(
+    dense = num_experts is None
+    return with_parts(
         spec,
-        submodules=replace(
-            layer,
-            self_attention=replace(attention, submodules=core),
-            mlp=with_packed_router(layer.mlp) if num_experts is not None else layer.mlp,
-        ),
+        mlp=layer.mlp if dense else with_parts(layer.mlp, router=PackedRouter),
+        self_attention=with_parts(layer.self_attention, core_attention=RotatedTEAttention),
     )
 
 

@@ -69,7 +69,7 @@ class FlatBox:
         return self.start + prod(self.box.lengths)
 
 
-def flat_boxes(piece: Piece, row_elements: int, start: int, stop: int) -> Iterator[FlatBox]:
+def flat_boxes(piece: Piece, start: int, stop: int) -> Iterator[FlatBox]:
     """The boxes that make up the part of a piece inside a flat range of the local parameter.
 
     Megatron's DistributedOptimizer gives each rank a range of the flattened parameter; cut at row
@@ -77,9 +77,9 @@ def flat_boxes(piece: Piece, row_elements: int, start: int, stop: int) -> Iterat
 
     Args:
         piece: of the local parameter.
-        row_elements: elements of one row of the local parameter.
         start, stop: the range, in elements.
     """
+    row_elements = prod(piece.box.lengths) // (piece.stop - piece.start)
     offset = piece.start * row_elements
     first = max(start, offset) - offset
     last = min(stop, piece.stop * row_elements) - offset
