@@ -71,8 +71,8 @@ def test_spans_that_lack_a_character_fail(monkeypatch, side):
     find = turns.AssistantTurns.spans
     cut = (1, 0) if side == "first" else (0, -len("<|im_end|>") - 1)
 
-    def shorter(self, messages, text):
-        return [(a + cut[0], b + cut[1]) for a, b in find(self, messages, text)]
+    def shorter(self, messages, text, **options):
+        return [(a + cut[0], b + cut[1]) for a, b in find(self, messages, text, **options)]
 
     monkeypatch.setattr(turns.AssistantTurns, "spans", shorter)
     found = checked(TINY_MODEL, said("7 8 9"))
@@ -84,7 +84,12 @@ def test_an_excluded_answer_that_is_learnt_fails(monkeypatch):
     messages = tuple(replace(turn, learn=turn.text != "seven") for turn in sample.messages)
     excluding = replace(sample, messages=messages)
     assert checked(TINY_MODEL, excluding).detail.startswith("2 of 2")
-    monkeypatch.setattr(turns.AssistantTurns, "excluded", lambda *_: [])
+    find = turns.AssistantTurns.spans
+
+    def all_learnt(self, messages, text, *, only_excluded=False):
+        return [] if only_excluded else find(self, messages, text)
+
+    monkeypatch.setattr(turns.AssistantTurns, "spans", all_learnt)
     found = checked(TINY_MODEL, excluding)
     assert found.fails and "the data excludes the turn" in found.detail
 
