@@ -14,6 +14,7 @@ import numpy as np
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.modes import RowShape
 from vlmpack.data.plan.packers import Bin, Sizes
+from vlmpack.data.plan.packs import PackArrays
 
 
 @dataclass(frozen=True)
@@ -64,21 +65,8 @@ def layout_of(windows: Iterable[Sequence[tuple[Bin, ...]]], sizes: Sizes) -> Lay
         windows: the global batches of each window, as a packer makes them.
         sizes: tokens and patches of samples.
     """
-    samples: list[Int64s] = []
-    bins: list[Int64s] = []
-    steps: list[Int64s] = []
-    for batches in windows:
-        flat = [one for batch in batches for one in batch]
-        steps.append(np.fromiter(map(len, batches), np.int64, len(batches)))
-        bins.append(np.fromiter(map(len, flat), np.int64, len(flat)))
-        count = int(bins[-1].sum())
-        samples.append(np.fromiter((n for one in flat for n in one), np.int64, count))
-    numbers = _joined(samples)
-    return Layout(numbers, *sizes(numbers), _joined(bins), _joined(steps))
-
-
-def _joined(pieces: Sequence[Int64s]) -> Int64s:
-    return np.concatenate([np.empty(0, np.int64), *pieces])
+    rows = PackArrays.of(windows)
+    return Layout(rows.numbers, *sizes(rows.numbers), rows.sizes, np.diff(rows.batches))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,9 +69,8 @@ class PackedSplit(KnownSplit):
         """(N,) a pack of each sample, -1 for none, and its (N,) place in it."""
         arrays, count = self.plan.arrays, self.fitted.table.num_samples
         packs, places = np.full(count, -1, np.int64), np.zeros(count, np.int64)
-        sizes = np.diff(arrays.starts)
-        packs[arrays.numbers] = np.repeat(np.arange(arrays.num_packs), sizes)
-        within = np.arange(arrays.numbers.shape[0]) - np.repeat(arrays.starts[:-1], sizes)
+        packs[arrays.numbers] = np.repeat(np.arange(arrays.num_packs), arrays.sizes)
+        within = np.arange(arrays.numbers.shape[0]) - np.repeat(arrays.starts[:-1], arrays.sizes)
         places[arrays.numbers] = within
         return packs, places
 

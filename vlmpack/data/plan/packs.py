@@ -8,9 +8,9 @@ which samples share one stays. A window is a stretch of packs.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -30,7 +30,7 @@ PACK_RULE = "packs-1"
 
 @dataclass(frozen=True, slots=True)
 class PackArrays:
-    """The packs of an epoch.
+    """The packs of an epoch, or rows that are planned and not saved.
 
     Args:
         numbers: (n,) sample numbers, pack after pack.
@@ -48,6 +48,11 @@ class PackArrays:
     def num_packs(self) -> int:
         """P, the number of packs."""
         return int(self.starts.shape[0]) - 1
+
+    @property
+    def sizes(self) -> Int64s:
+        """(P,) samples in each."""
+        return np.diff(self.starts)
 
     def members(self, pack: int) -> Bin:
         """The samples of a pack, in row order."""
@@ -68,16 +73,21 @@ class PackArrays:
         return found.hexdigest()
 
     @classmethod
-    def of(cls, windows: Sequence[Sequence[Sequence[Bin]]]) -> PackArrays:
-        """From the packs of the global batches of each window."""
-        batches = [batch for window in windows for batch in window]
-        packs = [pack for batch in batches for pack in batch]
-        return cls(
-            numbers=np.fromiter((n for pack in packs for n in pack), np.int64),
-            starts=_starts([len(pack) for pack in packs]),
-            batches=_starts([len(batch) for batch in batches]),
-            windows=_starts([len(window) for window in windows]),
-        )
+    def of(cls, windows: Iterable[Sequence[Sequence[Bin]]]) -> PackArrays:
+        """From the packs of the global batches of each window; a window is let go when the next is
+        asked for."""
+        numbers = [np.empty(0, np.int64)]
+        packs: list[int] = []
+        batches: list[int] = []
+        steps: list[int] = []
+        for window in windows:
+            members = chain.from_iterable(chain.from_iterable(window))
+            numbers.append(np.fromiter(members, np.int64))
+            packs += (len(pack) for batch in window for pack in batch)
+            batches += map(len, window)
+            steps.append(len(window))
+        joined = np.concatenate(numbers)
+        return cls(joined, _starts(packs), _starts(batches), _starts(steps))
 
     @classmethod
     def unordered(cls, packs: Sequence[Int64s]) -> PackArrays:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Protocol
-
-import numpy as np
 
 from vlmpack.data.config import DataConfig
 from vlmpack.data.index.overlong import Fitted
@@ -15,7 +12,7 @@ from vlmpack.data.index.table import Int64s, SampleRef
 from vlmpack.data.loading.read import SkippedSample
 from vlmpack.data.plan.batches import Cursors, Plan, PlannedBatch, Position
 from vlmpack.data.plan.packers import Bin
-from vlmpack.data.plan.packs import PackPlan
+from vlmpack.data.plan.packs import PackArrays, PackPlan
 from vlmpack.data.plan.state import DataState, Identity
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.length_probe import probed_samples
@@ -150,19 +147,19 @@ class KnownSplit:
         plan = self.plan
         packs = self.config.mode.facts.plans_rows and not self.config.mode.facts.reads_packs
         whole = plan.epoch_size <= SUMMARY_SAMPLES or not packs
-        order, bins = planned_rows(plan.first_epoch(None if whole else 1))
+        rows = PackArrays.of(plan.first_epoch(None if whole else 1))
         if whole or plan.packer.num_batches(1) is not None:
             epoch = self.epoch_length()
         else:
-            rows = plan.epoch_size * bins.size / order.size
-            steps = max(1, round(rows / self.config.training.global_batch_size))
+            num_rows = plan.epoch_size * rows.num_packs / rows.numbers.size
+            steps = max(1, round(num_rows / self.config.training.global_batch_size))
             epoch = EpochLength(plan.epoch_size, steps, exact=False)
         return summarise(
             [self.fitted],
             num_shards=len(self.fitted.table.shards),
             epoch=epoch,
-            tokens=self.fitted.table.num_tokens[order],
-            bins=bins,
+            tokens=self.fitted.table.num_tokens[rows.numbers],
+            bins=rows.sizes,
         )
 
     def close(self) -> None:
@@ -177,18 +174,3 @@ def first_epoch(split: Split) -> Iterator[PlannedBatch]:
         yield batch
         if batch.following.epoch:
             return
-
-
-def planned_rows(windows: Iterable[Sequence[tuple[Bin, ...]]]) -> tuple[Int64s, Int64s]:
-    """Planned global batches, flat.
-
-    Args:
-        windows: the global batches of each.
-
-    Returns:
-        (n,) sample numbers in the order of their bins, and the (b,) samples in each bin.
-    """
-    bins = [samples for batches in windows for batch in batches for samples in batch]
-    sizes = np.fromiter(map(len, bins), dtype=np.int64, count=len(bins))
-    numbers = np.fromiter(chain.from_iterable(bins), dtype=np.int64, count=int(sizes.sum()))
-    return numbers, sizes

@@ -17,6 +17,7 @@ from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.table import Int64s, SampleRef
 from vlmpack.data.plan.batches import Cursors, Position
 from vlmpack.data.plan.packers import Bin
+from vlmpack.data.plan.packs import PackArrays
 from vlmpack.data.plan.state import DataState, Identity
 from vlmpack.data.plan.streams import StreamSource
 from vlmpack.data.plan.windows import WINDOW_RULE, WindowPlan
@@ -26,7 +27,7 @@ from vlmpack.data.splits.growing_index import HELPER_MIN_BYTES, GrowingIndex
 from vlmpack.data.splits.identity import short_digest, split_identity
 from vlmpack.data.splits.indexed import prepare_split
 from vlmpack.data.splits.length_probe import MIN_PROBED
-from vlmpack.data.splits.split import OnDropped, planned_rows
+from vlmpack.data.splits.split import OnDropped
 from vlmpack.data.splits.summary import DataSummary, EpochLength, summarise
 from vlmpack.data.splits.survey import DataLaunch, Survey
 from vlmpack.errors import RecipeError
@@ -179,15 +180,14 @@ class StreamedSplit:
 
     def summary(self) -> DataSummary:
         """See Split."""
-        order = self._first_order()
-        order, bins = planned_rows([self.plan.packer(order)])
-        tokens, _ = self.index.sizes(order)
+        rows = PackArrays.of([self.plan.packer(self._first_order())])
+        tokens, _ = self.index.sizes(rows.numbers)
         found = summarise(
             self.index.kept(),
             num_shards=len(self.index.stamps),
             epoch=self.epoch_length(),
             tokens=tokens,
-            bins=bins,
+            bins=rows.sizes,
         )
         self.index.name_keys_from_now(found.unknown_keys)
         return found
