@@ -1,6 +1,8 @@
-"""Numbers and their nouns, for messages."""
+"""Numbers and their nouns, and lists, for messages."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 def counted(count: int, one: str, many: str | None = None) -> str:
@@ -12,3 +14,8 @@ def counted(count: int, one: str, many: str | None = None) -> str:
         many: its plural; None: with an s.
     """
     return f"{count:,} {one if count == 1 else many or f'{one}s'}"
+
+
+def indented(lines: Iterable[str]) -> str:
+    """The middle of a message that goes on below it: a line each, set in."""
+    return "\n".join(f"  {line}" for line in lines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,12 @@ from vlmpack.data.packs.manifest import MANIFEST, Manifest
 from vlmpack.data.plan.state import Identity, IdentityValue
 from vlmpack.encode import Encoder
 from vlmpack.errors import PacksError
+from vlmpack.words import indented
 
 logger = logging.getLogger("vlmpack")
+
+Setting = tuple[str, object, object]
+"""(key, its value in the packs, its value in the recipe)."""
 
 _PARTS = {
     "rules": "how this version encodes",
@@ -46,14 +50,20 @@ def check_packs(manifest: Manifest, folder: Path, config: DataConfig, encoder: E
     Raises:
         PacksError: with every difference.
     """
-    _refuse(
-        folder,
-        [
-            *encoder_differences(manifest, encoder),
-            *budget_differences(manifest, config),
-            *source_differences(manifest, config),
-        ],
-    )
+    settings = [*_budget_settings(manifest, config), *_source_settings(manifest, config)]
+    lines = encoder_differences(manifest, encoder)
+    lines += [
+        f"{name}: {shown(before)} in the packs, {shown(now)} in the recipe"
+        for name, before, now in settings
+        if before != now
+    ]
+    alignment, multiple = manifest.budget.alignment, config.mode.multiples.sequence
+    if alignment % multiple:
+        lines.append(
+            f"packing.alignment: {alignment} in the packs, but parallelism.context needs a "
+            f"multiple of {multiple}"
+        )
+    _refuse(folder, lines)
 
 
 def check_index(manifest: Manifest, folder: Path, identity: Identity, key: str) -> None:
@@ -96,52 +106,28 @@ def note_makers(manifest: Manifest, encoder: Encoder) -> None:
         )
 
 
-def budget_differences(manifest: Manifest, config: DataConfig) -> list[str]:
-    """One line for each length or bound that the recipe has otherwise."""
-    packing, multiple = config.mode.packing, config.mode.multiples.sequence
-    lines = []
-    pairs: list[tuple[str, object, object]] = [
-        ("training.seq_length", manifest.seq_length, config.training.seq_length)
-    ]
+def _budget_settings(manifest: Manifest, config: DataConfig) -> Iterator[Setting]:
+    """Lengths and bounds that the recipe may have otherwise."""
+    yield "training.seq_length", manifest.seq_length, config.training.seq_length
     for key, before in manifest.budget.knobs.items():
-        now = getattr(packing, key.removeprefix("packing."))
+        now = getattr(config.mode.packing, key.removeprefix("packing."))
         # Left open, a knob is as the packs have it; but no bound on patches is a choice.
         if now not in (None, "auto") or key == "packing.max_vision_patches":
-            pairs.append((key, before, now))
+            yield key, before, now
     if manifest.planner == "stream" and config.data.shuffle != "auto":
-        pairs.append(("data.shuffle", manifest.shuffle, config.data.shuffle))
-    lines += [
-        f"{name}: {shown(before)} in the packs, {shown(now)} in the recipe"
-        for name, before, now in pairs
-        if before != now
-    ]
-    if manifest.budget.alignment % multiple:
-        lines.append(
-            f"packing.alignment: {manifest.budget.alignment} in the packs, but "
-            f"parallelism.context needs a multiple of {multiple}"
-        )
-    return lines
+        yield "data.shuffle", manifest.shuffle, config.data.shuffle
 
 
-def source_differences(manifest: Manifest, config: DataConfig) -> list[str]:
-    """One line for each setting of the sources that packs have built in. Paths may change."""
-    pairs: list[tuple[str, object, object]] = [
-        ("data.over_long", manifest.data["data.over_long"], config.data.over_long),
-        ("data.epoch_size", manifest.data["data.epoch_size"], config.epoch_size),
-        (f"sources of {config.key}", len(manifest.sources), len(config.sources)),
-    ]
+def _source_settings(manifest: Manifest, config: DataConfig) -> Iterator[Setting]:
+    """Settings of the sources that packs have built in. Paths may change."""
+    yield "data.over_long", manifest.data["data.over_long"], config.data.over_long
+    yield "data.epoch_size", manifest.data["data.epoch_size"], config.epoch_size
+    yield f"sources of {config.key}", len(manifest.sources), len(config.sources)
     if manifest.weights is not None:
-        pairs.append(("data.weights", manifest.weights, config.weights))
+        yield "data.weights", manifest.weights, config.weights
     if len(manifest.sources) == len(config.sources):
-        pairs += [
-            (f"{config.key}.{source.name}.weight", weight, source.weight)
-            for (_, weight), source in zip(manifest.sources, config.sources, strict=True)
-        ]
-    return [
-        f"{name}: {shown(before)} in the packs, {shown(now)} in the recipe"
-        for name, before, now in pairs
-        if before != now
-    ]
+        for (_, weight), source in zip(manifest.sources, config.sources, strict=True):
+            yield f"{config.key}.{source.name}.weight", weight, source.weight
 
 
 def flat_differences(
@@ -170,12 +156,6 @@ def shown(value: object) -> str:
 def _refuse(folder: Path, lines: list[str]) -> None:
     if lines:
         raise PacksError(
-            "\n".join(
-                [
-                    f"packing.path: the packs in {folder} were made from something else "
-                    f"({MANIFEST}):",
-                    *(f"  {line}" for line in lines),
-                    "Restore these, or pack again.",
-                ]
-            )
+            f"packing.path: the packs in {folder} were made from something else ({MANIFEST}):\n"
+            f"{indented(lines)}\nRestore these, or pack again."
         )

@@ -31,6 +31,7 @@ from vlmpack.data.splits.survey import Survey, list_shards, survey_split
 from vlmpack.encode import Encoder
 from vlmpack.errors import PacksError
 from vlmpack.storage.fetch import Fetcher, ShardStamp
+from vlmpack.words import indented
 
 
 def survey_data(
@@ -176,12 +177,10 @@ def check_files(
 
 
 def _not_as_written(folder: Path, faults: Sequence[str]) -> PacksError:
-    lines = [
-        f"packing.path: {folder} is not as {MANIFEST} describes it:",
-        *(f"  {line}" for line in faults),
-        "Copy it again, or pack again.",
-    ]
-    return PacksError("\n".join(lines))
+    return PacksError(
+        f"packing.path: {folder} is not as {MANIFEST} describes it:\n{indented(faults)}\n"
+        "Copy it again, or pack again."
+    )
 
 
 def _read_holes(data: bytes) -> dict[int, tuple[str, str]]:

@@ -43,6 +43,7 @@ from vlmpack.data.splits.split import Split
 from vlmpack.data.splits.survey import Survey, list_shards
 from vlmpack.errors import UNREADABLE, PacksError
 from vlmpack.whole_file import write_atomically
+from vlmpack.words import indented
 
 HOLES = "holes.json"
 PRELOAD = ("vlmpack.data.packs.parts",)
@@ -197,13 +198,8 @@ def _begin(folder: Path, manifest: Manifest, part_packs: int) -> None:
             raise PacksError(f"-o {folder}: {path.name} cannot be read: {error!r}") from error
         if lines := flat_differences(begun, making):
             raise PacksError(
-                "\n".join(
-                    [
-                        f"-o {folder}: holds unfinished packs that were begun with other settings:",
-                        *(f"  {line}" for line in lines),
-                        "Choose another folder, or delete this one.",
-                    ]
-                )
+                f"-o {folder}: holds unfinished packs that were begun with other settings:\n"
+                f"{indented(lines)}\nChoose another folder, or delete this one."
             )
     else:
         write_atomically(path, json.dumps(making).encode())

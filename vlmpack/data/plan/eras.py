@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from vlmpack.data.plan.batches import Cursors
 from vlmpack.data.plan.state import DataState, Era, Identity, identity_differences
 from vlmpack.errors import RunIdentityError
+from vlmpack.words import indented
 
 MAX_STATE_BYTES = 2048
 """Old eras are folded together where they would make the state larger."""
@@ -47,14 +48,8 @@ def check_identity(state: DataState, current: Identity, *, key: str) -> None:
     lines = identity_differences(state.identity, current)
     if lines:
         raise RunIdentityError(
-            "\n".join(
-                [
-                    f"the data of this run differs from what its first {state.batches} global "
-                    "batches were planned from:",
-                    *(f"  {line}" for line in lines),
-                    f"Restore these, or start a new run folder{hint}.",
-                ]
-            )
+            f"the data of this run differs from what its first {state.batches} global batches "
+            f"were planned from:\n{indented(lines)}\nRestore these, or start a new run folder{hint}."
         )
 
 
