@@ -49,7 +49,8 @@ def check_identity(state: DataState, current: Identity, *, key: str) -> None:
     if lines:
         raise RunIdentityError(
             f"the data of this run differs from what its first {state.batches} global batches "
-            f"were planned from:\n{indented(lines)}\nRestore these, or start a new run folder{hint}."
+            f"were planned from:\n{indented(lines)}\n"
+            f"Restore these, or start a new run folder{hint}."
         )
 
 
