@@ -89,7 +89,8 @@ class InternVLImageRule(ProcessorRule):
     def layout(self, width: int, height: int, num_images: int = 1) -> ImageLayout:
         """One run between <img> and </img>."""
         columns, rows = self.canvas(width, height)
-        return self._layout(_with_thumbnail(columns * rows))
+        tiles = columns * rows
+        return self._layout(tiles if tiles == 1 else tiles + 1)  # one is the whole image itself
 
     def _layout(self, tiles: int) -> ImageLayout:
         side = self.tile // self.patch
@@ -123,11 +124,6 @@ class InternVLImageRule(ProcessorRule):
             columns, rows = self.canvas(*size)
             shown.append(self.shown(canvas_of(image[: columns * rows], rows, columns)))
         return shown
-
-
-def _with_thumbnail(tiles: int) -> int:
-    """Several tiles come with a thumbnail, one is the whole image itself."""
-    return tiles if tiles == 1 else tiles + 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -218,12 +218,8 @@ class LocalFetcher:
             self._descriptors.move_to_end(path)
         return descriptor
 
-    def __getstate__(self) -> int:
-        return self.max_open_files
-
-    def __setstate__(self, state: int) -> None:
-        self.max_open_files = state
-        self._descriptors = OrderedDict()
+    def __reduce__(self) -> tuple[type[LocalFetcher], tuple[int]]:
+        return LocalFetcher, (self.max_open_files,)
 
     def __del__(self) -> None:
         self.close()

@@ -48,10 +48,12 @@ class RemoteFetcher:
         config: how stores are reached.
     """
 
-    _live: tuple[int, Transport] | None
-
     def __init__(self, make: MakeTransport, config: StorageSection) -> None:
-        self._set(make, config)
+        self._make = make
+        self.config = config
+        self._live: tuple[int, Transport] | None = None
+        self._notice = SlowNotice()
+        self._slots = threading.BoundedSemaphore(MAX_CONCURRENT_READS)
 
     def head(self, path: str) -> ShardStamp:
         """See Fetcher."""
@@ -155,18 +157,8 @@ class RemoteFetcher:
             )
         return self._live[1]
 
-    def __getstate__(self) -> tuple[MakeTransport, StorageSection]:
-        return self._make, self.config
-
-    def __setstate__(self, state: tuple[MakeTransport, StorageSection]) -> None:
-        self._set(*state)
-
-    def _set(self, make: MakeTransport, config: StorageSection) -> None:
-        self._make = make
-        self.config = config
-        self._live = None
-        self._notice = SlowNotice()
-        self._slots = threading.BoundedSemaphore(MAX_CONCURRENT_READS)
+    def __reduce__(self) -> tuple[type[RemoteFetcher], tuple[MakeTransport, StorageSection]]:
+        return RemoteFetcher, (self._make, self.config)
 
 
 def stretches_of(ranges: Sequence[Range]) -> list[Range]:

@@ -230,11 +230,8 @@ class BlockStore:
         with _locked(path, time.monotonic() + SIZE_LOCK_SECONDS, self._mode) as descriptor:
             yield _Total(descriptor)
 
-    def __getstate__(self) -> tuple[Path, int]:
-        return self.directory, self.max_bytes
-
-    def __setstate__(self, state: tuple[Path, int]) -> None:
-        BlockStore.__init__(self, *state)
+    def __reduce__(self) -> tuple[type[BlockStore], tuple[Path, int]]:
+        return BlockStore, (self.directory, self.max_bytes)
 
 
 @dataclass(frozen=True, slots=True)
