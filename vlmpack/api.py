@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +18,6 @@ from vlmpack.recipe import Recipe, load_recipe
 
 if TYPE_CHECKING:
     from vlmpack.training.run_dir import RunDir
-
-_FIGURES = (
-    "steps",
-    "train_seconds",
-    "real_tokens",
-    "padded_tokens",
-    "tokens_per_second",
-)
-"""Fields of FinetuneResult that result.json holds under the same name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +109,7 @@ def _result(run_dir: RunDir) -> FinetuneResult:
 
     figures = json.loads(run_dir.result.read_text(encoding="utf-8"))
     report = run_dir.path / "report"
+    own = {field.name for field in fields(FinetuneResult)} - {"metrics_before", "metrics_after"}
     return FinetuneResult(
         run_dir=run_dir.path,
         export=run_dir.export if run_dir.export.is_dir() else None,
@@ -125,5 +117,5 @@ def _result(run_dir: RunDir) -> FinetuneResult:
         metrics_before=written_metrics(figures, "before"),
         metrics_after=written_metrics(figures, "after"),
         figures=figures,
-        **{name: figures[name] for name in _FIGURES},
+        **{name: figures[name] for name in own & figures.keys()},
     )
