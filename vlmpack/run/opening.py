@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from vlmpack.activity import ACTIVITY
@@ -22,7 +21,7 @@ from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.data.splits.checks import name_unknown_keys
 from vlmpack.data.splits.summary import DataSummary
-from vlmpack.distributed import Ranks, share_iterator
+from vlmpack.distributed import share_iterator
 from vlmpack.distributed.timeouts import CollectiveTimeouts, set_timeout
 from vlmpack.packing import Batch
 from vlmpack.proof.verify.at_start import verify_at_start
@@ -86,7 +85,7 @@ def _open(setup: Setup, place: Place, model: ModelWatch, begun: BegunSteps) -> S
         timeouts=CollectiveTimeouts(split.timeout_seconds, split.step_timeout_seconds),
         run_dir=run_dir,
         stop=place.stop,
-        validation=splits.validation_batches(setup),
+        validation=_validation_batches(setup, splits.validation),
         on_skips=skips,
         model=fingerprint,
     )
@@ -134,24 +133,6 @@ def _go_on(trainer: Trainer, train: TrainData, place: Place, skips: SkipNotes) -
     return state
 
 
-@dataclass(frozen=True, slots=True)
-class _ValidationBatches:
-    """Called once per validation; every rank takes the same number of steps."""
-
-    data: TrainData
-    ranks: Ranks
-    max_samples: int | None
-
-    def __call__(self) -> Iterator[Batch]:
-        return share_iterator(self.ranks, self._read)
-
-    def _read(self) -> Iterator[Batch]:
-        for micro_batch in self.data.eval_batches(
-            rank=self.ranks.dp_rank, dp=self.ranks.dp_size, max_samples=self.max_samples
-        ):
-            yield micro_batch.batch
-
-
 class _Splits(NamedTuple):
     """The recipe's data, and what was found of the training split."""
 
@@ -160,12 +141,21 @@ class _Splits(NamedTuple):
     test: TrainData | None
     summary: DataSummary
 
-    def validation_batches(self, setup: Setup) -> _ValidationBatches | None:
-        """None without a validation split."""
-        if self.validation is None:
-            return None
-        most = setup.recipe.evaluation.max_samples
-        return _ValidationBatches(self.validation, setup.ranks, most)
+
+def _validation_batches(
+    setup: Setup, split: TrainData | None
+) -> Callable[[], Iterator[Batch]] | None:
+    """Called once per validation; every rank takes the same number of steps. None without a
+    split."""
+    if split is None:
+        return None
+    ranks, most = setup.ranks, setup.recipe.evaluation.max_samples
+
+    def read() -> Iterator[Batch]:
+        for micro in split.eval_batches(rank=ranks.dp_rank, dp=ranks.dp_size, max_samples=most):
+            yield micro.batch
+
+    return lambda: share_iterator(ranks, read)
 
 
 def _open_splits(setup: Setup, place: Place, ledger: Ledger, saved: DataState | None) -> _Splits:

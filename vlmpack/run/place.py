@@ -92,34 +92,18 @@ def watched(ranks: Ranks, seconds: float) -> Iterator[None]:
     process = f"process {os.getpid()} on {socket.gethostname()}"
     who = f"rank {ranks.rank} ({process})" if ranks.world_size > 1 else process
     with ExitStack() as stack:
-        pulse = _pulse(ranks, seconds)
-        if pulse is None:
-            watchdog = Watchdog(ACTIVITY, seconds, who=who, say=_say_as_error, last_resort=True)
-        else:
+        watchdog = Watchdog(ACTIVITY, seconds, who=who, say=_say_as_error, last_resort=True)
+        store = pulse_store() if ranks.world_size > 1 else None
+        if store is not None:
+            rank, size = ranks.rank, ranks.world_size
+            pulse = Pulse(ACTIVITY, rank=rank, world_size=size, seconds=seconds, store=store)
             stack.enter_context(pulse)
-            watchdog = Watchdog(
-                ACTIVITY,
-                seconds,
-                who=who,
-                say=_say_as_error,
-                others=pulse.lines,
-                speaks=pulse.speaks,
-                last_resort=True,
-            )
+            watchdog.others, watchdog.speaks = pulse.lines, pulse.speaks
         stack.enter_context(watchdog)
         try:
             yield
         finally:
             ACTIVITY.enter(IDLE)
-
-
-def _pulse(ranks: Ranks, seconds: float) -> Pulse | None:
-    store = pulse_store() if ranks.world_size > 1 else None
-    if store is None:
-        return None
-    return Pulse(
-        ACTIVITY, rank=ranks.rank, world_size=ranks.world_size, seconds=seconds, store=store
-    )
 
 
 def _say_as_error(text: str) -> None:

@@ -194,7 +194,7 @@ def written_as(dtype: torch.dtype, knob: str = "export.dtype: float32") -> str:
     return f"in {name}; it was trained in float32, and {knob} keeps all of it"
 
 
-def write_result(session: Session, before: Scores | None, after: Scores | None) -> dict[str, Any]:
+def write_result(session: Session, before: Scores | None, after: Scores | None) -> None:
     """Write result.json: the run's figures, and what they were measured on."""
     totals = session.trainer.totals
     figures: dict[str, Any] = {
@@ -232,4 +232,3 @@ def write_result(session: Session, before: Scores | None, after: Scores | None) 
             else None
         )
     write_atomically(session.place.run_dir.result, json.dumps(figures, indent=2) + "\n")
-    return figures
