@@ -17,7 +17,7 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.distributed import Ranks
-from vlmpack.recipe import derive, dump_recipe, load_recipe
+from vlmpack.recipe import dump_recipe, load_recipe
 from vlmpack.training.record import open_record
 from vlmpack.training.run_dir import RunDir
 
@@ -80,9 +80,7 @@ def test_a_run_that_inherits_its_rows_is_shown(run: RunDir, first: TrainData) ->
 
 def resumed(settings: dict[str, Any], state: DataState | None) -> TrainData:
     recipe = load_recipe(settings)
-    setup = Setup(
-        recipe=recipe, ranks=ONE, encoder=build_encoder(recipe), derived=derive(recipe, 1)
-    )
+    setup = Setup(recipe=recipe, ranks=ONE, encoder=build_encoder(recipe))
     train = open_split(setup, "data.train", Ledger(None), resume=state)
     assert train is not None
     return train

@@ -20,7 +20,7 @@ from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.shares import token_cost
 from vlmpack.distributed import Ranks
 from vlmpack.packing.cost import CostModel
-from vlmpack.recipe import derive, load_recipe
+from vlmpack.recipe import load_recipe
 
 
 class TwoReplicas(Ranks):
@@ -63,9 +63,7 @@ def opened(settings: dict[str, Any], key: str = "data.train", *, rank: int = 0) 
         dp_size=2,
         device=torch.device("cpu"),
     )
-    setup = Setup(
-        recipe=recipe, ranks=ranks, encoder=build_encoder(recipe), derived=derive(recipe, 2)
-    )
+    setup = Setup(recipe=recipe, ranks=ranks, encoder=build_encoder(recipe))
     train = open_split(setup, key, Ledger(None))
     assert train is not None
     return train

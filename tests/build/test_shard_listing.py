@@ -19,7 +19,6 @@ from vlmpack.data.plan.state import DataState
 from vlmpack.encode import Encoder
 from vlmpack.errors import RunIdentityError
 from vlmpack.recipe import load_recipe
-from vlmpack.recipe.derived import derive
 
 SOURCE = ROOT / "assets/digits/train-000000.tar"
 
@@ -34,7 +33,7 @@ def shards(tmp_path: Path) -> list[Path]:
 
 def opened(root: Path, encoder: Encoder, resume: DataState | None = None) -> TrainData:
     recipe = load_recipe(small_settings(root, data__train=str(root / "s-*.tar")))
-    setup = Setup(recipe=recipe, ranks=single_rank(), encoder=encoder, derived=derive(recipe, 1))
+    setup = Setup(recipe=recipe, ranks=single_rank(), encoder=encoder)
     listing = ShardListing(root / LISTING_NAME)
     data = open_split(setup, "data.train", Ledger(None), resume=resume, listing=listing)
     assert data is not None

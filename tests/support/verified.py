@@ -19,7 +19,7 @@ from vlmpack.proof.verify.engine import as_it_was, verified_setup
 from vlmpack.proof.verify.numbers import ReferenceRuns
 from vlmpack.proof.verify.row import make_row
 from vlmpack.proof.verify.run import verify_layout
-from vlmpack.recipe import Recipe, derive, load_recipe
+from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.recipe.derived import multiples
 
 
@@ -87,7 +87,7 @@ class Subject:
         collator = collator if collator is not None else self.collator()
         recipe = recipe_for(self.recipe_folder or self.folder, **overrides)
         ranks = single_rank()
-        setup = Setup(recipe=recipe, ranks=ranks, encoder=self.encoder, derived=derive(recipe, 1))
+        setup = Setup(recipe=recipe, ranks=ranks, encoder=self.encoder)
         setup = verified_setup(setup, self.dtype)
         wanted = multiples(recipe.parallelism).row
         row = make_row(

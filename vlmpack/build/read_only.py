@@ -18,7 +18,7 @@ from vlmpack.data.plan.state import DataState, identity_differences
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.errors import VlmpackError
-from vlmpack.recipe import Recipe, derive, load_recipe
+from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.training.record import read_launches
 from vlmpack.training.record_history import standing_batches
 from vlmpack.training.run_dir import RunDir
@@ -84,9 +84,7 @@ def open_recipe(
         VlmpackError: what is wrong with model folder or data.
     """
     recipe = keep_alignment(recipe, begun)
-    split = recipe.parallelism
-    derived = derive(recipe, split.tensor * split.pipeline * split.context)
-    setup = Setup(recipe=recipe, ranks=Ranks(), encoder=build_encoder(recipe), derived=derived)
+    setup = Setup(recipe=recipe, ranks=Ranks(), encoder=build_encoder(recipe))
     train = open_split(setup, "data.train", Ledger(None), progress=progress)
     assert train is not None  # data.train is required
     return train, setup.encoder

@@ -8,7 +8,7 @@ from vlmpack.backends.policy import TrainingPolicy
 from vlmpack.build.policy import policy_of
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
-from vlmpack.recipe import Derived, Recipe
+from vlmpack.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,13 +19,11 @@ class Setup:
         recipe: resolved, its date settled.
         ranks: who this process is.
         encoder: the processor of the recipe's model folder, by `build_encoder`.
-        derived: the run's sizes.
     """
 
     recipe: Recipe
     ranks: Ranks
     encoder: Encoder
-    derived: Derived
 
     @property
     def policy(self) -> TrainingPolicy:

@@ -16,7 +16,7 @@ from vlmpack.forecast.make import PlanInputs, plan_figures
 from vlmpack.forecast.parameters import read_sizes
 from vlmpack.forecast.progress import Progress, silent
 from vlmpack.forecast.trained import EVERY_WEIGHT, trained_sizes
-from vlmpack.recipe import Recipe, check_world, derive, load_recipe
+from vlmpack.recipe import Recipe, check_world, load_recipe
 
 
 def plan_recipe(recipe: Recipe, *, world_size: int, progress: Progress = silent) -> RunPlan:
@@ -40,7 +40,7 @@ def plan_recipe(recipe: Recipe, *, world_size: int, progress: Progress = silent)
     opened, packs = recipe, recipe.packing.path
     if recipe.packing.facts.reads_packs and not (packs and (Path(packs) / MANIFEST).is_file()):
         opened = load_recipe(recipe, {"packing.mode": "online"})
-    setup = Setup(recipe=opened, ranks=Ranks(), encoder=encoder, derived=derive(recipe, world_size))
+    setup = Setup(recipe=opened, ranks=Ranks(), encoder=encoder)
     train = open_split(setup, "data.train", Ledger(None), progress=progress)
     assert train is not None  # data.train is required
     try:

@@ -11,7 +11,7 @@ from vlmpack.build.data import build_encoder
 from vlmpack.build.setup import Setup
 from vlmpack.errors import VlmpackError
 from vlmpack.evaluation.predictions import Question
-from vlmpack.recipe import Recipe, derive
+from vlmpack.recipe import Recipe
 from vlmpack.run.opening import open_session
 from vlmpack.run.place import Place, begin, joined
 from vlmpack.run.result import (
@@ -54,12 +54,7 @@ def _train(recipe: Recipe, place: Place, report: Report) -> None:
     """Train, with evaluation by generation around it, and leave result, export and report."""
     ACTIVITY.enter("launch: opening the data")
     check_small_files(Path(recipe.model.path), place.ranks, place.run_dir)
-    setup = Setup(
-        recipe=recipe,
-        ranks=place.ranks,
-        encoder=build_encoder(recipe),
-        derived=derive(recipe, place.ranks.world_size),
-    )
+    setup = Setup(recipe=recipe, ranks=place.ranks, encoder=build_encoder(recipe))
     session = open_session(setup, place)
     questions = test_questions(session)
     before = evaluate_by_generation(session, "before", questions)

@@ -11,6 +11,7 @@ from vlmpack.data.pipeline import TrainData
 from vlmpack.data.protocols import Collator
 from vlmpack.packing import EncodedSample, PackCollator
 from vlmpack.packing.budget import RowBudget
+from vlmpack.recipe.derived import multiples
 
 
 def layouts(setup: Setup, train: TrainData) -> list[tuple[str, Collator]]:
@@ -22,12 +23,12 @@ def layouts(setup: Setup, train: TrainData) -> list[tuple[str, Collator]]:
     own = train.dataset.collator
     if not setup.recipe.packing.facts.pads:
         return [("", own)]
-    encoder, derived = setup.encoder, setup.derived
+    encoder, wanted = setup.encoder, multiples(setup.recipe.parallelism)
     packed = PackCollator(
         pad_token_id=encoder.pad_token_id,
         num_position_axes=encoder.num_position_axes,
-        pad_to_multiple_of=derived.sequence_multiple,
-        total_multiple_of=derived.row_multiple,
+        pad_to_multiple_of=wanted.sequence,
+        total_multiple_of=wanted.row,
     )
     return [("padded: ", own), ("packed: ", packed)]
 

@@ -43,7 +43,7 @@ from vlmpack.proof.verify.numbers import ReferenceRuns, verify_rows
 from vlmpack.proof.verify.row import VerifiedRow, make_row
 from vlmpack.proof.verify.samples import LABELS_IN_BFLOAT16, Chosen, choose_samples
 from vlmpack.proof.verify.tiny import tiny_model
-from vlmpack.recipe import Recipe, derive
+from vlmpack.recipe import Recipe
 from vlmpack.recipe.derived import multiples
 from vlmpack.version import __version__
 
@@ -112,12 +112,7 @@ def verify_recipe(recipe: Recipe, ranks: Ranks, options: VerifyOptions) -> Verif
 
 def _verify_opened(recipe: Recipe, ranks: Ranks, options: VerifyOptions) -> Verification:
     """Open encoder and data, and verify. Collective."""
-    setup = Setup(
-        recipe=recipe,
-        ranks=ranks,
-        encoder=build_encoder(recipe),
-        derived=derive(recipe, ranks.world_size),
-    )
+    setup = Setup(recipe=recipe, ranks=ranks, encoder=build_encoder(recipe))
     train = open_split(setup, "data.train", Ledger(None))
     assert train is not None  # data.train is required
     try:
