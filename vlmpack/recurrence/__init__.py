@@ -1,13 +1,19 @@
 """Layers that carry state from token to token, over the segments of packed rows. torch only."""
 
+from vlmpack.recurrence.choose import KINDS, Chosen, Kind, RecurrenceChoice, choose_recurrence
 from vlmpack.recurrence.convolution import segment_convolution
 from vlmpack.recurrence.delta_rule import fixed_delta_rule, segment_delta_rule
 from vlmpack.recurrence.rows import RowSegments
 from vlmpack.recurrence.scan import StepSize, fixed_scan, segment_scan
 
 __all__ = [
+    "KINDS",
+    "Chosen",
+    "Kind",
+    "RecurrenceChoice",
     "RowSegments",
     "StepSize",
+    "choose_recurrence",
     "fixed_delta_rule",
     "fixed_scan",
     "segment_convolution",

@@ -86,6 +86,26 @@ class RowSegments:
             lambda: torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32),
         )
 
+    def chunk_indices(self, size: int) -> Tensor:
+        """(ceil(T / size) + N, 2) int32: of every chunk of every segment, in order, the segment's
+        number and the chunk's in it.
+
+        The shape follows from T and N alone. Rows that no chunk fills say a chunk behind the last
+        segment's end, where a kernel that masks by lengths reads and writes nothing.
+        """
+        return self.once(("chunk_indices", size), lambda: self._chunk_indices(size))
+
+    def _chunk_indices(self, size: int) -> Tensor:
+        device, segments = self.cu_seqlens.device, len(self.lengths)
+        counts = (self.cu_seqlens.diff() + (size - 1)) // size
+        ends = counts.cumsum(0, dtype=torch.int32)
+        most = -(-self.width // size) + segments
+        number = torch.arange(most, dtype=torch.int32, device=device)
+        segment = torch.searchsorted(ends, number, right=True, out_int32=True)
+        segment = segment.clamp(max=segments - 1)
+        inside = number - (ends - counts).index_select(0, segment)
+        return torch.stack((segment, inside), dim=1)
+
     def check(self, slots: int) -> None:
         """Raise ValueError where a tensor of `slots` slots is not this row."""
         if slots != self.width:

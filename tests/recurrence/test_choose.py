@@ -1,0 +1,138 @@
+"""What runs is chosen once, with a reason; nothing falls back in silence."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vlmpack.recurrence import (
+    choose,
+    choose_recurrence,
+    fixed_delta_rule,
+    fixed_scan,
+    kernels,
+    segment_convolution,
+    segment_delta_rule,
+    segment_scan,
+)
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
+
+
+def chosen(requested="auto", device=CUDA, dtype=torch.bfloat16, **options):
+    return choose_recurrence(requested, device=device, dtype=dtype, **options)
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Stand-ins for packages: functions with the arguments that ours pass."""
+
+    def functions(*, seq_idx=None, cu_seqlens_cpu=None, chunk_indices=None):
+        raise AssertionError("never called")
+
+    def install(*packages, function=functions):
+        def import_module(name):
+            if name.split(".")[0] not in packages:
+                raise ImportError(f"No module named {name!r}")
+            return SimpleNamespace(
+                causal_conv1d_fn=function,
+                causal_conv1d=function,
+                chunk_gated_delta_rule=function,
+                mamba_chunk_scan_combined=function,
+            )
+
+        monkeypatch.setattr(choose.importlib, "import_module", import_module)
+
+    return install
+
+
+def names(choice):
+    return choice.convolution.name, choice.delta_rule.name, choice.scan.name
+
+
+def test_on_cpu_the_torch_forms_run_and_say_why():
+    choice = chosen(device=CPU, dtype=torch.float32)
+    functions = (choice.convolution.function, choice.delta_rule.function, choice.scan.function)
+    assert functions == (segment_convolution, segment_delta_rule, segment_scan)
+    assert "fla needs a CUDA device, this one is cpu" in choice.delta_rule.reason
+    assert "mamba_ssm needs a CUDA device" in choice.scan.reason
+    assert choice.described().startswith(
+        "convolution: segments, delta rule: segments, scan: segments (causal_conv1d needs"
+    )
+
+
+def test_rows_that_a_graph_captures_take_the_fixed_forms():
+    choice = chosen(device=CPU, fixed_shape=True)
+    assert choice.delta_rule.function is fixed_delta_rule
+    assert choice.scan.function is fixed_scan
+    assert choice.convolution.function is segment_convolution
+    assert names(choice) == ("fixed",) * 3
+
+
+@pytest.mark.parametrize(
+    ("packages", "expected"),
+    [
+        (("causal_conv1d", "fla", "mamba_ssm"), ("causal_conv1d", "fla", "mamba_ssm")),
+        (("fla",), ("fla", "fla", "segments")),
+        (("mamba_ssm",), ("segments", "segments", "mamba_ssm")),
+        ((), ("segments", "segments", "segments")),
+    ],
+    ids=str,
+)
+def test_on_cuda_each_kind_takes_the_first_package_that_is_installed(install, packages, expected):
+    install(*packages)
+    choice = chosen()
+    assert names(choice) == expected
+    if "mamba_ssm" not in packages:
+        assert "mamba_ssm 2.2" not in choice.scan.reason
+        assert "cannot be imported" in choice.scan.reason
+        assert "wanted: mamba-ssm 2.2 or newer" in choice.scan.reason
+
+
+def test_each_name_stands_for_its_function(install):
+    install("causal_conv1d", "fla", "mamba_ssm")
+    choice = chosen()
+    assert choice.convolution.function is kernels.conv1d_convolution
+    assert choice.delta_rule.function is kernels.fla_delta_rule
+    assert choice.scan.function is kernels.mamba_scan
+    assert choice.convolution.reason == "first choice"
+
+
+def test_the_torch_forms_can_be_asked_for(install):
+    install("causal_conv1d", "fla", "mamba_ssm")
+    choice = chosen("torch")
+    assert names(choice) == ("segments",) * 3
+    assert (
+        choice.described()
+        == "convolution: segments, delta rule: segments, scan: segments (as asked)"
+    )
+
+
+def test_float32_is_not_for_the_delta_rules_kernel(install):
+    install("fla")
+    choice = chosen(dtype=torch.float32)
+    assert choice.delta_rule.function is segment_delta_rule
+    assert "fla needs bfloat16 or float16, the model computes in torch.float32" in (
+        choice.delta_rule.reason
+    )
+    assert choice.convolution.name == "fla"
+
+
+def test_a_kernel_that_counts_on_the_host_is_not_for_captured_rows(install):
+    install("fla")
+    choice = chosen(fixed_shape=True)
+    assert choice.convolution.name == "fixed"
+    assert "fla counts chunks on the host" in choice.convolution.reason
+    assert choice.delta_rule.name == "fla"
+
+
+def test_a_package_that_is_too_old_is_named(install):
+    install("causal_conv1d", "fla", "mamba_ssm", function=lambda x, cu_seqlens=None: x)
+    choice = chosen()
+    assert names(choice) == ("segments",) * 3
+    assert "chunk_gated_delta_rule has no chunk_indices; wanted: flash-linear-attention 0.5.2" in (
+        choice.delta_rule.reason
+    )

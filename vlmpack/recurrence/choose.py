@@ -1,0 +1,245 @@
+"""Which implementation of each recurrence runs: chosen once, at build time, and reported."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from inspect import signature
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from vlmpack.recurrence.convolution import segment_convolution
+from vlmpack.recurrence.delta_rule import fixed_delta_rule, segment_delta_rule
+from vlmpack.recurrence.kernels import (
+    conv1d_convolution,
+    fla_convolution,
+    fla_delta_rule,
+    mamba_scan,
+)
+from vlmpack.recurrence.rows import RowSegments
+from vlmpack.recurrence.scan import PLAIN, StepSize, fixed_scan, segment_scan
+
+Kind = Literal["convolution", "delta_rule", "scan"]
+"""What a recurrent layer is made of; a field of `RecurrenceChoice`."""
+
+KINDS: tuple[Kind, ...] = ("convolution", "delta_rule", "scan")
+"""All kinds, in the order of a report."""
+
+
+class Convolution(Protocol):
+    """A convolution inside the segments of a row; see `segment_convolution`."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        row: RowSegments,
+        *,
+        activation: str | None = None,
+    ) -> Tensor: ...
+
+
+class DeltaRule(Protocol):
+    """The gated delta rule inside the segments of a row; see `segment_delta_rule`."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        row: RowSegments,
+        *,
+        normalize: bool = False,
+    ) -> Tensor: ...
+
+
+class Scan(Protocol):
+    """Mamba-2's scan inside the segments of a row; see `segment_scan`."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        row: RowSegments,
+        *,
+        skip: Tensor | None = None,
+        step_size: StepSize = PLAIN,
+    ) -> Tensor: ...
+
+
+FunctionT = TypeVar("FunctionT")
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen(Generic[FunctionT]):
+    """One implementation, and why it is this one.
+
+    Args:
+        name: of the package, or of the torch form.
+        function: the implementation.
+        reason: one phrase for the log.
+    """
+
+    name: str
+    function: FunctionT
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrenceChoice:
+    """What runs of each kind of recurrence.
+
+    Args:
+        convolution: short causal convolutions.
+        delta_rule: gated delta rules.
+        scan: Mamba-2's scans.
+    """
+
+    convolution: Chosen[Convolution]
+    delta_rule: Chosen[DeltaRule]
+    scan: Chosen[Scan]
+
+    def described(self, kinds: Collection[Kind] = KINDS) -> str:
+        """One line for the log: what runs of these kinds, and why."""
+        chosen: dict[str, Chosen[Any]] = {
+            kind.replace("_", " "): getattr(self, kind) for kind in KINDS if kind in kinds
+        }
+        names = ", ".join(f"{kind}: {each.name}" for kind, each in chosen.items())
+        reasons = dict.fromkeys(each.reason for each in chosen.values())
+        return f"{names} ({'; '.join(reasons)})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Where:
+    """Where a recurrence has to run."""
+
+    device: torch.device
+    dtype: torch.dtype
+    fixed_shape: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernel(Generic[FunctionT]):
+    """A function of a package that may not be there, or too old: its newest argument that we pass
+    is `argument`."""
+
+    name: str
+    function: FunctionT
+    module: str
+    attribute: str
+    argument: str
+    wanted: str
+    low_precision: bool = False
+    captures: bool = True
+
+    def why_unavailable(self, where: _Where) -> str | None:
+        device, dtype = where.device, where.dtype
+        if where.fixed_shape and not self.captures:
+            return f"{self.name} counts chunks on the host, which no captured graph can"
+        if device.type != "cuda":
+            return f"{self.name} needs a CUDA device, this one is {device.type}"
+        if self.low_precision and dtype not in (torch.bfloat16, torch.float16):
+            return f"{self.name} needs bfloat16 or float16, the model computes in {dtype}"
+        try:  # for real: a package that is there may be broken, or built for another torch
+            function = getattr(importlib.import_module(self.module), self.attribute)
+        except (ImportError, AttributeError, OSError) as error:
+            place = f"{self.module}.{self.attribute}"
+            return f"{place} cannot be imported ({error}); wanted: {self.wanted}"
+        if self.argument not in signature(function).parameters:
+            return f"{self.module}.{self.attribute} has no {self.argument}; wanted: {self.wanted}"
+        return None
+
+
+_CONVOLUTIONS: tuple[_Kernel[Convolution], ...] = (
+    _Kernel(
+        "causal_conv1d",
+        conv1d_convolution,
+        "causal_conv1d",
+        "causal_conv1d_fn",
+        "seq_idx",
+        "causal-conv1d 1.4 or newer",
+    ),
+    _Kernel(
+        "fla",
+        fla_convolution,
+        "fla.modules.convolution",
+        "causal_conv1d",
+        "cu_seqlens_cpu",
+        "flash-linear-attention 0.5.2 or newer",
+        captures=False,
+    ),
+)
+_DELTA_RULES: tuple[_Kernel[DeltaRule], ...] = (
+    _Kernel(
+        "fla",
+        fla_delta_rule,
+        "fla.ops.gated_delta_rule",
+        "chunk_gated_delta_rule",
+        "chunk_indices",
+        "flash-linear-attention 0.5.2 or newer",
+        low_precision=True,
+    ),
+)
+_SCANS: tuple[_Kernel[Scan], ...] = (
+    _Kernel(
+        "mamba_ssm",
+        mamba_scan,
+        "mamba_ssm.ops.triton.ssd_combined",
+        "mamba_chunk_scan_combined",
+        "seq_idx",
+        "mamba-ssm 2.2 or newer",
+    ),
+)
+
+
+def choose_recurrence(
+    requested: Literal["auto", "torch"],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    fixed_shape: bool = False,
+) -> RecurrenceChoice:
+    """Choose the implementations once, at build time.
+
+    Args:
+        requested: `auto` takes a package's kernel where one can run, and a torch form elsewhere;
+            `torch` takes the torch forms.
+        device: where the model is.
+        dtype: what its layers compute in.
+        fixed_shape: whether a graph will capture the rows, so that nothing may follow segments.
+    """
+    where = _Where(device, dtype, fixed_shape)
+    name = "fixed" if fixed_shape else "segments"
+    rule: Chosen[DeltaRule] = Chosen(
+        name, fixed_delta_rule if fixed_shape else segment_delta_rule, ""
+    )
+    scan: Chosen[Scan] = Chosen(name, fixed_scan if fixed_shape else segment_scan, "")
+    convolution: Chosen[Convolution] = Chosen(name, segment_convolution, "")
+    packages = requested == "auto"
+    return RecurrenceChoice(
+        convolution=_first(_CONVOLUTIONS if packages else (), convolution, where),
+        delta_rule=_first(_DELTA_RULES if packages else (), rule, where),
+        scan=_first(_SCANS if packages else (), scan, where),
+    )
+
+
+def _first(
+    kernels: tuple[_Kernel[FunctionT], ...], torch_form: Chosen[FunctionT], where: _Where
+) -> Chosen[FunctionT]:
+    """The first kernel that can run, or the torch form, which always can."""
+    refused: list[str] = []
+    for kernel in kernels:
+        why = kernel.why_unavailable(where)
+        if why is None:
+            return Chosen(kernel.name, kernel.function, "; ".join(refused) or "first choice")
+        refused.append(why)
+    return replace(torch_form, reason="; ".join(refused) or "as asked")
