@@ -1,0 +1,273 @@
+"""Our recurrences in the place of the kernels that transformers' layers call.
+
+Every modeling module of transformers decorates its own copy of a handful of functions with the name
+of the kernel that they stand for, and its layers call them by their global names. One replacement
+a kernel name is put into each such module that a model comes from:
+
+    layer -> causal_conv1d_fn(x, weight, bias, **kwargs)
+                 row_segments in kwargs    -> our convolution, segment by segment
+                 none, in a packed row     -> an error
+                 none, elsewhere           -> what was there before
+
+So a model beside it, which nobody packs, is not touched. `row_segments` is an argument of the
+model's forward, and transformers hands arguments down to its layers, through gradient checkpoints
+too; a family that does not hand them on is found in the first forward pass.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from vlmpack.errors import CapabilityError
+from vlmpack.recurrence import Kind, RecurrenceChoice, RowSegments, StepSize
+
+DECORATOR = "use_kernel_func_from_hub_with_fallback"
+"""What transformers decorates its copies with; the first argument is the kernel's name."""
+
+ARGUMENT = "row_segments"
+"""What the forward of a model takes a row's `RowSegments` as."""
+
+_PACKED_ROW: ContextVar[bool] = ContextVar("packed_row", default=False)
+
+
+@contextmanager
+def packed_row() -> Iterator[None]:
+    """A stretch in which every recurrence must be told the segments of its row.
+
+    Meant for the forward pass. What is computed again in a backward pass lies outside of it, and
+    has the arguments of the forward pass.
+    """
+    token = _PACKED_ROW.set(True)
+    try:
+        yield
+    finally:
+        _PACKED_ROW.reset(token)
+
+
+def decorated_kernels(source: str) -> dict[str, str]:
+    """Function name -> kernel name, for what the source of a modeling module decorates."""
+    found: dict[str, str] = {}
+    if DECORATOR not in source:
+        return found
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        for mark in node.decorator_list:
+            match mark:
+                case ast.Call(func=ast.Name(id=name), args=[ast.Constant(value=str(kernel)), *_]):
+                    if name == DECORATOR:
+                        found[node.name] = kernel
+    return found
+
+
+def modeling_modules(model: nn.Module) -> list[ModuleType]:
+    """The modules of transformers that the classes of a model's layers come from, by name."""
+    names = {type(part).__module__ for part in model.modules()}
+    return [sys.modules[name] for name in sorted(names) if name.startswith("transformers.models.")]
+
+
+Ours = Callable[..., Any]
+"""A recurrence as transformers calls it, behind the choice and the row."""
+
+
+def _convolution(
+    choice: RecurrenceChoice,
+    row: RowSegments,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Tensor:
+    return choice.convolution.function(x, weight, bias, row, activation=activation)
+
+
+def _delta_rule(
+    choice: RecurrenceChoice,
+    row: RowSegments,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    _no_state(options, "initial_state", "output_final_state")
+    normalize = bool(options.get("use_qk_l2norm_in_kernel"))
+    rule = choice.delta_rule.function
+    return rule(query, key, value, g, beta, row, normalize=normalize), None
+
+
+def _scan(
+    choice: RecurrenceChoice,
+    row: RowSegments,
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    **options: Any,
+) -> Tensor:
+    _no_state(options, "initial_states", "return_final_states")
+    if options.get("z") is not None:  # stock's torch form does not apply it, the kernel does
+        raise CapabilityError("a gate inside Mamba-2's scan is not supported in packed rows")
+    step_size = StepSize(
+        bias=options.get("dt_bias"),
+        softplus=bool(options.get("dt_softplus")),
+        limits=options.get("dt_limit", (0.0, float("inf"))),
+    )
+    skip = options.get("D")
+    return choice.scan.function(x, dt, a, b, c, row, skip=skip, step_size=step_size)
+
+
+def _switched_off(choice: RecurrenceChoice, row: RowSegments, *args: Any, **_: Any) -> None:
+    """A fused path, which its layer goes around where it gets None: by the parts above."""
+    del choice, row, args
+
+
+def _no_state(options: Mapping[str, Any], given: str, asked: str) -> None:
+    if options.get(given) is not None or options.get(asked):
+        raise CapabilityError("a packed row has no cache: its segments start from nothing")
+
+
+def _refused(why: str) -> Ours:
+    def refuse(choice: RecurrenceChoice, row: RowSegments, *args: Any, **_: Any) -> None:
+        del choice, row, args
+        raise CapabilityError(f"packed rows cannot run here: {why}")
+
+    return refuse
+
+
+_ONE_TOKEN = "a step of one token goes on from a cache, and a packed row has none"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelName:
+    """What a packed row does where transformers names a kernel.
+
+    Args:
+        ours: called with the choice, the row, and transformers' arguments.
+        kind: what of the choice runs, or None.
+    """
+
+    ours: Ours
+    kind: Kind | None = None
+
+
+KERNELS: Mapping[str, KernelName] = {
+    "causal_conv1d_fn": KernelName(_convolution, "convolution"),
+    "chunk_gated_delta_rule": KernelName(_delta_rule, "delta_rule"),
+    "mamba_chunk_scan_combined": KernelName(_scan, "scan"),
+    "mamba_split_conv1d_scan_combined": KernelName(_switched_off),
+    "mamba_inner_fn": KernelName(_switched_off),
+    "selective_scan_fn": KernelName(
+        _refused("the scan of the first Mamba (selective_scan) has no form that resets at segments")
+    ),
+    "chunk_kda": KernelName(
+        _refused("Kimi's delta attention (KDA) has no form that resets at segments")
+    ),
+    "causal_conv1d_update": KernelName(_refused(_ONE_TOKEN)),
+    "selective_state_update": KernelName(_refused(_ONE_TOKEN)),
+    "fused_recurrent_gated_delta_rule": KernelName(_refused(_ONE_TOKEN)),
+    "fused_recurrent_kda": KernelName(_refused(_ONE_TOKEN)),
+}
+"""Every kernel name of transformers that we know."""
+
+
+class _Replacement:
+    """What stands in a modeling module.
+
+    Args:
+        name: of the kernel.
+        choice: what runs.
+        before: what stood there.
+    """
+
+    def __init__(self, name: str, choice: RecurrenceChoice, before: Callable[..., Any]) -> None:
+        self.name, self.choice, self.before = name, choice, before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        row = kwargs.pop(ARGUMENT, None)
+        if row is not None:
+            return KERNELS[self.name].ours(self.choice, row, *args, **kwargs)
+        if _PACKED_ROW.get():
+            raise CapabilityError(
+                f"{self.name} was called in a packed row without {ARGUMENT}: the layer that calls "
+                f"it does not hand its arguments on, and state would run from sample to sample"
+            )
+        return self.before(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplacedKernels:
+    """What was replaced for one model; nothing, where it carries no state.
+
+    Args:
+        choice: what runs.
+        names: kernel names, in order.
+        places: module, function name, and what stood there.
+    """
+
+    choice: RecurrenceChoice
+    names: tuple[str, ...]
+    places: tuple[tuple[ModuleType, str, Callable[..., Any]], ...]
+
+    @property
+    def description(self) -> str | None:
+        """One line for the log, of the kinds that the model has; None for none."""
+        kinds = [kind for name in self.names if (kind := KERNELS[name].kind) is not None]
+        return self.choice.described(kinds) if kinds else None
+
+    def undo(self) -> None:
+        """Put back what stood there."""
+        for module, name, before in reversed(self.places):
+            setattr(module, name, before)
+
+
+def replace_kernels(model: nn.Module, choice: RecurrenceChoice) -> ReplacedKernels:
+    """Replace every kernel in the modeling modules that a model comes from.
+
+    Args:
+        model: of transformers; nothing of it is changed, its modules' functions are.
+        choice: what runs from now on where a row's segments are given.
+
+    Raises:
+        CapabilityError: transformers decorates a kernel name that is not known here, so that
+            nobody can say whether it carries state.
+    """
+    places: list[tuple[ModuleType, str, str]] = []
+    for module in modeling_modules(model):
+        for function, kernel in decorated_kernels(inspect.getsource(module)).items():
+            if kernel not in KERNELS:
+                raise CapabilityError(
+                    f"{module.__name__} calls a kernel that this version does not know, {kernel} "
+                    f"({function}); known are {', '.join(sorted(KERNELS))}"
+                )
+            places.append((module, function, kernel))
+    replaced = []
+    for module, function, kernel in places:
+        before = getattr(module, function)
+        replaced.append((module, function, before))
+        setattr(module, function, _Replacement(kernel, choice, before))
+    names = tuple(sorted({kernel for _, _, kernel in places}))
+    return ReplacedKernels(choice, names, tuple(replaced))
+
+
+@contextmanager
+def replaced_kernels(model: nn.Module, choice: RecurrenceChoice) -> Iterator[ReplacedKernels]:
+    """`replace_kernels` for the length of a block."""
+    replaced = replace_kernels(model, choice)
+    try:
+        yield replaced
+    finally:
+        replaced.undo()
