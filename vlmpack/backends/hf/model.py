@@ -14,6 +14,7 @@ Shapes: T slots of the batch, M placeholder tokens, D width, L label tokens, A p
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,11 +23,13 @@ from torch import Tensor, nn
 
 from vlmpack.attention import BlockMasks
 from vlmpack.backends.cross_entropy import linear_cross_entropy
+from vlmpack.backends.hf.recurrence import ROW_ARGUMENT, packed_row
 from vlmpack.capabilities.refused import refusal
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.families.base import Family, ImageFeatures
 from vlmpack.packing import Batch, Media, PackedSeqParams, PaddedBatch
+from vlmpack.recurrence import RowSegments
 
 ROPE_OF_THE_LONGEST = ("dynamic", "longrope")
 """Rotary rules of transformers that look at the largest position of the whole batch."""
@@ -64,7 +67,7 @@ def _rope_types(text: Mapping[str, Any]) -> set[str]:
 
 
 def _boundaries(batch: Batch, params: PackedSeqParams | None) -> dict[str, Any]:
-    """Keyword arguments that tell our attention where samples end."""
+    """Keyword arguments that tell our attention and our recurrences where samples end."""
     if isinstance(batch, PaddedBatch):
         if params is not None:
             raise CapabilityError(
@@ -75,7 +78,11 @@ def _boundaries(batch: Batch, params: PackedSeqParams | None) -> dict[str, Any]:
         raise CapabilityError(
             "a packed row needs packed_seq_params; without them samples would mix"
         )
-    return {"packed_seq_params": params, **transformers_spelling(params)}
+    return {
+        "packed_seq_params": params,
+        ROW_ARGUMENT: RowSegments.of(params),
+        **transformers_spelling(params),
+    }
 
 
 def _image_masks(batch: Batch, params: PackedSeqParams | None) -> dict[str, Any]:
@@ -179,14 +186,18 @@ class PackedLM(nn.Module):
     ) -> Tensor:
         """(T, D) hidden states from merged inputs; raises as `hidden_states`."""
         axes, rows, slots = batch.position_ids.shape
-        output = self.language(
-            inputs_embeds=merged.embeds.view(rows, slots, -1),
-            position_ids=batch.position_ids if axes > 1 else batch.position_ids[0],
-            use_cache=False,
+        arguments = {
             **_deep_arguments(batch, merged),
             **_boundaries(batch, packed_seq_params),
             **(_image_masks(batch, packed_seq_params) if self.paths.image_blocks else {}),
-        )
+        }
+        with packed_row() if packed_seq_params is not None else nullcontext():
+            output = self.language(
+                inputs_embeds=merged.embeds.view(rows, slots, -1),
+                position_ids=batch.position_ids if axes > 1 else batch.position_ids[0],
+                use_cache=False,
+                **arguments,
+            )
         hidden: Tensor = output.last_hidden_state
         return hidden.flatten(0, 1)
 

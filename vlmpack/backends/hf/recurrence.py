@@ -34,7 +34,7 @@ from vlmpack.recurrence import Kind, RecurrenceChoice, RowSegments, StepSize
 DECORATOR = "use_kernel_func_from_hub_with_fallback"
 """What transformers decorates its copies with; the first argument is the kernel's name."""
 
-ARGUMENT = "row_segments"
+ROW_ARGUMENT = "row_segments"
 """What the forward of a model takes a row's `RowSegments` as."""
 
 _PACKED_ROW: ContextVar[bool] = ContextVar("packed_row", default=False)
@@ -197,13 +197,14 @@ class _Replacement:
         self.name, self.choice, self.before = name, choice, before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        row = kwargs.pop(ARGUMENT, None)
+        row = kwargs.pop(ROW_ARGUMENT, None)
         if row is not None:
             return KERNELS[self.name].ours(self.choice, row, *args, **kwargs)
         if _PACKED_ROW.get():
             raise CapabilityError(
-                f"{self.name} was called in a packed row without {ARGUMENT}: the layer that calls "
-                f"it does not hand its arguments on, and state would run from sample to sample"
+                f"{self.name} was called in a packed row without {ROW_ARGUMENT}: the layer that "
+                f"calls it does not hand its arguments on, and state would run from sample to "
+                f"sample"
             )
         return self.before(*args, **kwargs)
 
