@@ -19,6 +19,7 @@ DECIDERS = {
     "families/pixtral_tower.py": "its tower takes the fastest kernel whatever the recipe says",
     "own_loop.py": "a public default, for whoever has no recipe",
     "proof/verify/engine.py": "a kernel without float32 gives way before the engine is built",
+    "recurrence/choose.py": "the fastest kernels, from device and dtype alone",
     "run/result.py": "export.dtype, from the folder that was pretrained",
     "training/metrics.py": "logging.progress, from the terminal that it opens",
 }
