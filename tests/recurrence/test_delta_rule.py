@@ -64,6 +64,15 @@ def test_queries_and_keys_can_be_normalized_inside(form):
 
 
 @forms
+@pytest.mark.parametrize("size", [1, 16, 64, 500])
+def test_any_size_of_chunks_gives_the_same(form, size, monkeypatch):
+    monkeypatch.setattr("vlmpack.recurrence.delta_rule.chunk_size", lambda device: size)
+    lengths = LAYOUTS["unequal"]
+    got, want = compared(form, lengths, inputs(sum(lengths)))
+    assert worst(got, want) < 1e-12
+
+
+@forms
 @pytest.mark.parametrize(
     ("told", "what"),
     [

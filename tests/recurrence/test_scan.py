@@ -73,6 +73,15 @@ def test_steps_are_clamped_and_nothing_is_skipped_where_nothing_is_asked(form):
 
 
 @forms
+@pytest.mark.parametrize("size", [1, 16, 64, 500])
+def test_any_size_of_chunks_gives_the_same(form, size, monkeypatch):
+    monkeypatch.setattr("vlmpack.recurrence.scan.chunk_size", lambda device: size)
+    lengths = LAYOUTS["unequal"]
+    got, want = compared(form, lengths, inputs(sum(lengths)))
+    assert worst(got, want) < 1e-12
+
+
+@forms
 @pytest.mark.parametrize(
     ("told", "what"),
     [

@@ -21,11 +21,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vlmpack.recurrence.chunks import Chunks, decays, entry_decays, row_chunks, segment_chunks
+from vlmpack.recurrence.chunks import (
+    Chunks,
+    chunk_size,
+    decays,
+    entry_decays,
+    row_chunks,
+    segment_chunks,
+)
 from vlmpack.recurrence.rows import RowSegments
-
-CHUNK = 64
-"""Slots of a chunk: what flash-linear-attention and transformers take."""
 
 L2_EPSILON = 1e-6
 """Added to the squared norm of queries and keys, as flash-linear-attention does."""
@@ -61,7 +65,7 @@ def _delta_rule(
         ValueError: tensors that are not this row.
     """
     row.check(query.shape[1])
-    chunks = cut(row, CHUNK)
+    chunks = cut(row, chunk_size(query.device))
     with torch.autocast(query.device.type, enabled=False):
         dtype = torch.promote_types(query.dtype, torch.float32)
         q, k, v, decay, rate = (x[0].to(dtype) for x in (query, key, value, g, beta))

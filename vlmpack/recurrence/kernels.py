@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from vlmpack.recurrence.convolution import segment_convolution
-from vlmpack.recurrence.delta_rule import CHUNK
 from vlmpack.recurrence.rows import RowSegments
 from vlmpack.recurrence.scan import PLAIN, StepSize
+
+RULE_CHUNK = 64
+"""Slots of a chunk of flash-linear-attention's rule, where nothing else is asked."""
 
 SCAN_CHUNK = 256
 """Slots of a chunk of mamba-ssm's scan: what its own layers take."""
@@ -95,7 +97,7 @@ def fla_delta_rule(
         g=g,
         beta=beta,
         cu_seqlens=_own(row),
-        chunk_indices=row.chunk_indices(CHUNK),
+        chunk_indices=row.chunk_indices(RULE_CHUNK),
         use_qk_l2norm_in_kernel=normalize,
     )
     found: Tensor = out.to(query.dtype)

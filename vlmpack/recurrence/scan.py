@@ -21,12 +21,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from vlmpack.recurrence.chunks import Chunks, decays, entry_decays, row_chunks, segment_chunks
+from vlmpack.recurrence.chunks import (
+    Chunks,
+    chunk_size,
+    decays,
+    entry_decays,
+    row_chunks,
+    segment_chunks,
+)
 from vlmpack.recurrence.rows import RowSegments
-
-CHUNK = 64
-"""Slots of a chunk. A model's own `chunk_size` (128, 256) is its kernels' choice: results are the
-same, and the memory of one chunk grows with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +91,7 @@ def _ssd_scan(
         ValueError: tensors that are not this row.
     """
     row.check(x.shape[1])
-    chunks = cut(row, CHUNK)
+    chunks = cut(row, chunk_size(x.device))
     with torch.autocast(x.device.type, enabled=False):
         dtype = torch.promote_types(x.dtype, torch.float32)
         whole, write, read, raw = (part[0].to(dtype) for part in (x, b, c, dt))
