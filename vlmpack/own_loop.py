@@ -22,9 +22,11 @@ from vlmpack.backends.engine import LossFunction
 from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.hf.model import PackedLM
 from vlmpack.backends.hf.model import packed_model as wrapped
+from vlmpack.backends.hf.recurrence import replace_kernels
 from vlmpack.data.shards.schemas import cook_text
 from vlmpack.encode import Encoder
 from vlmpack.packing import Batch, EncodedSample
+from vlmpack.recurrence import choose_recurrence
 from vlmpack.training.vlm_step import forward_step
 
 
@@ -68,7 +70,8 @@ def packed_model(
     """A transformers model as a module that takes packed rows; its weights are the same tensors.
 
     The decoder's attention is set to one that knows where samples end. For `generate`, set it back
-    by `model.set_attn_implementation("sdpa")`; `save_pretrained` needs nothing.
+    by `model.set_attn_implementation("sdpa")`; `save_pretrained` needs nothing. So are layers that
+    carry state; they go on as they were wherever no row says its segments.
 
     Args:
         model: of the encoder's folder, as `from_pretrained` gives it.
@@ -84,14 +87,13 @@ def packed_model(
         CapabilityError: a model that cannot be packed, or an attention that cannot run there.
     """
     weight = next(model.parameters())
-    choice = choose_attention(
-        attention,
-        device=weight.device if device is None else device,
-        dtype=weight.dtype if dtype is None else dtype,
-        image_blocks=encoder.family.modules.image_blocks,
-    )
+    device = weight.device if device is None else device
+    dtype = weight.dtype if dtype is None else dtype
+    blocks = encoder.family.modules.image_blocks
+    choice = choose_attention(attention, device=device, dtype=dtype, image_blocks=blocks)
     packed = wrapped(model, encoder)
     packed.language.set_attn_implementation(register_attention(choice))
+    replace_kernels(packed.language, choose_recurrence(device=device, dtype=dtype))
     return packed
 
 

@@ -1,7 +1,6 @@
-"""A hybrid decoder for the tests alone: LFM2, whose short convolutions run over a whole packed row.
+"""A hybrid decoder for the tests alone: LFM2, whose short convolutions have to be reset.
 
-No family of vlmpack serves it, since nothing resets its convolutions; here one does, so that
-`vlmpack verify` has something to find.
+No family of vlmpack serves it; here one does, so that `vlmpack verify` has something to find.
 """
 
 from __future__ import annotations
@@ -61,18 +60,3 @@ def hybrid_folder(tmp: Path) -> Path:
         torch.manual_seed(0)
         Lfm2ForCausalLM(config).save_pretrained(str(tmp))
     return tmp
-
-
-def reset_convolutions(monkeypatch: Any) -> None:
-    """What a right implementation does: each segment is convolved alone."""
-    from transformers.models.lfm2 import modeling_lfm2
-
-    whole = modeling_lfm2.causal_conv1d_fn
-
-    def by_segment(hidden: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
-        if packed_seq_params is None:
-            return whole(hidden, *args, **kwargs)
-        parts = hidden.split(list(packed_seq_params.segment_lengths), dim=-1)
-        return torch.cat([whole(part, *args, **kwargs) for part in parts], dim=-1)
-
-    monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", by_segment)

@@ -202,7 +202,7 @@ _SCANS: tuple[_Kernel[Scan], ...] = (
 
 
 def choose_recurrence(
-    requested: Literal["auto", "torch"],
+    requested: Literal["auto", "torch"] = "auto",
     *,
     device: torch.device,
     dtype: torch.dtype,

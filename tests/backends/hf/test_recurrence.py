@@ -231,6 +231,21 @@ def test_a_model_that_is_not_packed_is_not_touched():
     assert stock == {module: dict(vars(module)) for module in modules}
 
 
+def test_a_second_replacement_takes_the_place_of_the_first():
+    model = hybrid("lfm2")
+    modeling = recurrence.modeling_modules(model)[0]
+    stock = modeling.causal_conv1d_fn
+    first = replace_kernels(model, choice())
+    held = modeling.causal_conv1d_fn
+    second = replace_kernels(model, choice(fixed=True))
+    assert modeling.causal_conv1d_fn.before is stock
+    assert modeling.causal_conv1d_fn.choice is second.choice
+    second.undo()
+    assert modeling.causal_conv1d_fn is held
+    first.undo()
+    assert modeling.causal_conv1d_fn is stock
+
+
 def test_the_fused_path_of_training_is_left_alone_in_packed_rows(monkeypatch):
     from transformers.models.nemotron_h import modeling_nemotron_h
 
@@ -293,11 +308,11 @@ def test_a_kernel_that_nobody_knows_is_refused(monkeypatch):
 def test_what_runs_is_reported_for_the_layers_that_are_there():
     with replaced_kernels(hybrid("lfm2"), choice()) as replaced:
         assert replaced.names == ("causal_conv1d_fn", "causal_conv1d_update")
-        assert replaced.description is not None
-        assert replaced.description.startswith("convolution: segments (causal_conv1d needs a CUDA")
-        assert "scan" not in replaced.description
+        said = replaced.described()["recurrence"]
+        assert said.startswith("convolution: segments (causal_conv1d needs a CUDA")
+        assert "scan" not in said
     with replaced_kernels(torch.nn.Linear(2, 2), choice()) as nothing:
-        assert nothing.description is None
+        assert nothing.described() == {}
 
 
 @pytest.mark.slow

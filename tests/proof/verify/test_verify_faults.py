@@ -10,11 +10,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.hybrid import hybrid_folder, reset_convolutions, serve_hybrid
+from support.hybrid import hybrid_folder, serve_hybrid
 from support.shards import TINY_MODEL, mixed_samples, same_size_pair, text_samples, with_answer
 from support.verified import Subject, failed
 
 from vlmpack.packing import IGNORE_INDEX
+from vlmpack.recurrence import RowSegments
 
 NUMBERS = {
     "language model: each layer's output",
@@ -323,6 +324,27 @@ def hybrid(tmp_path, monkeypatch):
     return Subject(hybrid_folder(tmp_path), text_samples()[:3], recipe_folder=TINY_MODEL)
 
 
+@pytest.fixture
+def without_reset(monkeypatch):
+    """Convolutions that are told of one segment over the row."""
+    from vlmpack.backends.hf import engine
+
+    choose = engine.choose_recurrence
+
+    def choose_broken(**where):
+        right = choose(**where)
+
+        def whole(x, weight, bias, row, **options):
+            cu_seqlens = torch.tensor([0, row.width], dtype=torch.int32)
+            row = RowSegments((row.width,), cu_seqlens)
+            return right.convolution.function(x, weight, bias, row, **options)
+
+        return replace(right, convolution=replace(right.convolution, function=whole))
+
+    monkeypatch.setattr(engine, "choose_recurrence", choose_broken)
+
+
+@pytest.mark.usefixtures("without_reset")
 def test_a_recurrent_layer_without_reset(hybrid):
     checks = hybrid.checks(hybrid.collator(alignment=1))
     assert failed(checks) == {*NUMBERS, "gradients: recurrent layers", "leak test"}
@@ -332,6 +354,7 @@ def test_a_recurrent_layer_without_reset(hybrid):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_reset")
 def test_a_recurrent_layer_without_reset_behind_alignment_gaps(hybrid):
     """The gaps keep it from the label tokens: losses and gradients alone would say all is well."""
     checks = hybrid.checks(hybrid.collator(alignment=8))
@@ -343,8 +366,7 @@ def test_a_recurrent_layer_without_reset_behind_alignment_gaps(hybrid):
 
 
 @pytest.mark.slow
-def test_a_recurrent_layer_with_reset(hybrid, monkeypatch):
-    reset_convolutions(monkeypatch)
+def test_a_recurrent_layer_with_reset(hybrid):
     checks = hybrid.checks(hybrid.collator(alignment=1))
     assert failed(checks) == set()
     assert checks["gradients: recurrent layers"].measured > 0

@@ -28,6 +28,7 @@ from vlmpack.backends.hf.parameter_boxes import (
     whole_state,
 )
 from vlmpack.backends.hf.quantize import check_quantization
+from vlmpack.backends.hf.recurrence import replace_kernels
 from vlmpack.backends.hf.sharding import shard_model
 from vlmpack.backends.policy import (
     ComponentCount,
@@ -40,6 +41,7 @@ from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.packing import Batch
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
+from vlmpack.recurrence import choose_recurrence
 
 
 class HFEngine:
@@ -78,6 +80,9 @@ class HFEngine:
         loaded = load_model(Path(model.path))
         language = loaded.get_submodule(self.paths.language)
         language.set_attn_implementation(register_attention(compute.attention))
+        recurrences = replace_kernels(
+            language, choose_recurrence(device=ranks.device, dtype=compute.dtype)
+        )
         if model.activation_checkpointing:
             recompute_layers(loaded)
         apply_policy(
@@ -107,6 +112,7 @@ class HFEngine:
             "processes": f"{ranks.world_size} ({_replicas(ranks, sharded=self.sharded)})",
             "device": str(ranks.device),
             **compute.described(),
+            **recurrences.described(),
             "parameters": f"{sum(count.parameters for count in self.components):,}",
             "trained": describe_counts(self.components),
         }

@@ -190,11 +190,14 @@ class _Replacement:
     Args:
         name: of the kernel.
         choice: what runs.
-        before: what stood there.
+        before: what stood there; of another replacement, what that one stands for.
     """
 
     def __init__(self, name: str, choice: RecurrenceChoice, before: Callable[..., Any]) -> None:
-        self.name, self.choice, self.before = name, choice, before
+        self.name, self.choice = name, choice
+        self.before: Callable[..., Any] = before
+        if isinstance(before, _Replacement):
+            self.before = before.before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         row = kwargs.pop(ROW_ARGUMENT, None)
@@ -223,14 +226,13 @@ class ReplacedKernels:
     names: tuple[str, ...]
     places: tuple[tuple[ModuleType, str, Callable[..., Any]], ...]
 
-    @property
-    def description(self) -> str | None:
-        """One line for the log, of the kinds that the model has; None for none."""
+    def described(self) -> dict[str, str]:
+        """What was chosen of the kinds that the model has, for the log; empty for none."""
         kinds = [kind for name in self.names if (kind := KERNELS[name].kind) is not None]
-        return self.choice.described(kinds) if kinds else None
+        return {"recurrence": self.choice.described(kinds)} if kinds else {}
 
     def undo(self) -> None:
-        """Put back what stood there."""
+        """Put back what stood there; of several replacements the last one first."""
         for module, name, before in reversed(self.places):
             setattr(module, name, before)
 
