@@ -79,6 +79,16 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "block_auto_adjust_ff_dim": False,
         "rope_parameters": PLAIN_ROPE,
     },
+    "lfm2_moe": {
+        **TEXT,
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "conv_L_cache": 3,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "num_dense_layers": 1,
+    },
     "bamba": {**TEXT, **_MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]},
     "granitemoehybrid": {
         **TEXT,
@@ -90,6 +100,19 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "num_experts_per_tok": 2,
     },
     "falcon_h1": {**TEXT, **_MAMBA, "mamba_d_ssm": 128, "num_hidden_layers": 2},
+    "zamba2": {
+        **TEXT,
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "mamba", "hybrid", "mamba"],
+        "mamba_d_state": 12,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_ngroups": 2,
+        "n_mamba_heads": 8,
+        "mamba_headdim": 16,
+        "chunk_size": 16,
+        "num_mem_blocks": 1,
+    },
     "mamba2": {
         "vocab_size": TEXT["vocab_size"],
         "hidden_size": 64,
@@ -104,7 +127,22 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "eos_token_id": 570,
     },
 }
-"""By `model_type`."""
+"""Those whose rows are right, by `model_type`."""
+
+_OLD = {"vocab_size": TEXT["vocab_size"], "hidden_size": 64, "state_size": 8}
+UNPACKABLE: Mapping[str, Mapping[str, Any]] = {
+    "mamba": {**_OLD, "num_hidden_layers": 2},
+    "falcon_mamba": {**_OLD, "num_hidden_layers": 2},
+    "jamba": {
+        **TEXT,
+        "num_hidden_layers": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 2,
+        "mamba_d_state": 8,
+    },
+}
+"""Those that cannot be packed, and must say so."""
 
 
 MILD = (0.02, 0.5)
@@ -118,13 +156,14 @@ def hybrid(model_type: str, decays: tuple[float, float] = MILD, **changes: Any) 
     """A tiny causal language model in train mode, in float32.
 
     Args:
-        model_type: a key of `CONFIGS`.
+        model_type: a key of `CONFIGS` or `UNPACKABLE`.
         decays: the smallest and the largest A of layers with a delta rule.
         changes: values of its config.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(model_type, **{**CONFIGS[model_type], **changes})
+    sizes = {**CONFIGS, **UNPACKABLE}[model_type]
+    config = AutoConfig.for_model(model_type, **{**sizes, **changes})
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
