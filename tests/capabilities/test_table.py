@@ -188,7 +188,7 @@ def test_a_refused_family_is_named_with_its_reason(row):
 
 def test_the_named_ones_have_lines_of_their_own():
     alone = {row.title for row in REFUSED if row.alone}
-    assert alone == {"Qwen3-Next", "Qwen3.5, Qwen3.5-VL", "GLM-4.5", "GLM-4.5V"}
+    assert alone == {"Qwen3-Next", "Qwen3.5, Qwen3.5-VL"}
     lines = dict(text_table(capabilities(TESTED)).refused)
     assert alone < set(lines)
 
@@ -197,8 +197,6 @@ def test_the_named_ones_have_lines_of_their_own():
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"num_nextn_predict_layers": 1}, "multi-token prediction (num_nextn_predict_layers 1)"),
-        ({"num_mtp_layers": 2}, "multi-token prediction (num_mtp_layers 2)"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "of kind linear_attention"),
         ({"layer_types": ["conv", "full_attention"]}, "of kind conv"),
         ({"layers_block_type": ["attention", "mamba"]}, "of kind mamba"),
@@ -216,7 +214,8 @@ def test_layers_are_refused_by_rule_in_a_served_model(where, values, reason):
     "values",
     [
         {},
-        {"num_nextn_predict_layers": 0},
+        {"num_nextn_predict_layers": 1},
+        {"text_config": {"mtp_num_hidden_layers": 2}},
         {"layer_types": ["full_attention", "sliding_attention"]},
         {"vision_config": {"layer_types": ["window_attention"], "num_mtp_layers": 1}},
     ],
@@ -238,34 +237,31 @@ def test_a_class_that_takes_any_language_model_passes_the_tested_ones(monkeypatc
     )
 
 
-def test_what_is_said_to_be_left_out_on_load_is():
+@pytest.mark.parametrize("model_type", [name for name in SERVED if SERVED[name].prediction])
+def test_what_is_said_to_be_kept_is_passed_over_on_load(model_type):
     """By the patterns in the sources of transformers' classes."""
-    checked = 0
-    for row in REFUSED:
-        said = re.search(r"multi-token prediction .*?\((.*?)\)", row.limit.reason)
-        named = [name for name in row.model_types if not name.endswith("_text")]
-        if said is None:
-            continue
-        source = "".join(
-            path.read_text(encoding="utf-8")
-            for name in named
-            for path in (MODELS / name).glob("modeling_*.py")
-        )
-        if row.title == "Kimi K2.5":  # a vision tower around DeepSeek-V3
-            source = (MODELS / "deepseek_v3" / "modeling_deepseek_v3.py").read_text()
-        patterns = re.findall(r"_keys_to_ignore_on_load_unexpected = \[(.*?)\]", source)
-        for part in said[1].split(" or "):
-            names = [f"{part}.weight", f"{part}.0.weight"]
-            found = re.findall(r'r?"(.*?)"', ",".join(patterns))
-            assert any(re.search(p, name) for p in found for name in names), (row.title, part)
-            checked += 1
-    assert checked >= 12
+    source = "".join(
+        path.read_text(encoding="utf-8") for path in (MODELS / model_type).glob("modeling_*.py")
+    )
+    lists = re.findall(r"_keys_to_ignore_on_load_unexpected = \[(.*?)\]", source)
+    patterns = re.findall(r'r?"(.*?)"', ",".join(lists))
+    for part in SERVED[model_type].prediction.split(" or "):
+        assert any(re.search(pattern, f"{part}.norm.weight") for pattern in patterns), part
 
 
-def test_glm_4_5v_has_no_prediction_layers_in_transformers():
-    source = (MODELS / "glm4v_moe" / "modeling_glm4v_moe.py").read_text()
-    assert r'[r"model\.layers\.92.*", r"model\.layers\.46.*"]' in source
-    assert "num_mtp_layers" not in (MODELS / "glm4v_moe" / "configuration_glm4v_moe.py").read_text()
+def test_models_with_prediction_layers_are_said_to_keep_them(tiny_folder, tmp_path):
+    kept = [model for model in SERVED.values() if model.prediction]
+    assert len(kept) >= 3
+    words = " ".join(CliRunner().invoke(app, ["families"]).stdout.split())
+    assert "multi-token prediction is kept, not trained" in words
+    for model in kept:
+        assert f"{model.title} ({model.prediction})" in words
+    config = json.loads((tiny_folder / "config.json").read_text(encoding="utf-8"))
+    for count in (0, 1):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "mtp_num_layers": count}))
+        shown = CliRunner().invoke(app, ["families", str(tmp_path)]).stdout
+        said = "multi-token prediction (mtp_num_layers 1): kept, not trained"
+        assert (said in shown) is (count > 0)
 
 
 @pytest.mark.parametrize("name", ["mamba", "falcon_mamba", "jamba", "zamba", "minimax"])

@@ -114,11 +114,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], int, tuple[str, ...]]] = {
         2,
         ("Qwen3-Next (model_type 'qwen3_next') cannot be trained: its GatedDeltaNet layers",),
     ),
-    "prediction layers": (
-        lambda f: config_with(f, num_nextn_predict_layers=1),
-        2,
-        ("cannot be trained", "multi-token prediction (num_nextn_predict_layers 1)"),
-    ),
     "no chat template": (without_template, 1, ("chat template",)),
     "no tokenizer": (
         lambda f: (f / "tokenizer.json").unlink(),

@@ -142,6 +142,63 @@ def _llama() -> Any:
     )
 
 
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_shared_experts": 1}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 18,
+}
+
+
+def _glm4_moe() -> Any:
+    """GLM-4.5: rotary over half of a head, a first layer without experts."""
+    from transformers import Glm4MoeConfig
+
+    return Glm4MoeConfig(
+        **TEXT,
+        **_EXPERTS,
+        n_routed_experts=4,
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        head_dim=24,
+        use_qk_norm=True,
+        rope_parameters={**PLAIN_ROPE, "partial_rotary_factor": 0.5},
+        num_nextn_predict_layers=1,
+    )
+
+
+def _glm4_moe_lite() -> Any:
+    """GLM-4.7-Flash: latent attention."""
+    from transformers import Glm4MoeLiteConfig
+
+    return Glm4MoeLiteConfig(
+        **{**TEXT, **_EXPERTS, **_LATENT},
+        n_routed_experts=4,
+        num_hidden_layers=2,
+        mlp_layer_types=["dense", "sparse"],
+        rope_parameters=PLAIN_ROPE,
+    )
+
+
+def _deepseek_v3() -> Any:
+    """Latent attention; experts in groups, of which some are chosen from."""
+    from transformers import DeepseekV3Config
+
+    return DeepseekV3Config(
+        **{**TEXT, **_EXPERTS, **_LATENT},
+        n_routed_experts=4,
+        n_group=2,
+        topk_group=1,
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        rope_parameters=PLAIN_ROPE,
+        num_nextn_predict_layers=1,
+    )
+
+
 TEXT_TEMPLATE = """\
 {%- for message in messages -%}
 {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' -}}
@@ -191,6 +248,9 @@ TEXT_FAMILIES = {
         "qwen2": _qwen2,
         "qwen3": _qwen3,
         "gemma3_text": text_config,
+        "glm4_moe": _glm4_moe,
+        "glm4_moe_lite": _glm4_moe_lite,
+        "deepseek_v3": _deepseek_v3,
     }.items()
 }
 """Language models without a vision tower."""
@@ -217,13 +277,13 @@ COMMITTED = "qwen2_5_vl"
 FAMILIES = (COMMITTED, *TINY)
 """Every `model_type` that can be trained."""
 
-SLOW_FAMILIES = {"qwen2", "gemma3_text", "smolvlm", "llava"}
-"""Tested among the slow tests alone: the decoder is that of qwen2_vl and qwen2_5_vl, or gemma3; the
-tower and the layout are those of idefics3, or mistral3."""
+SLOW_FAMILIES = {"qwen2", "gemma3_text", "smolvlm", "llava", "glm4_moe_lite"}
+"""Tested among the slow tests alone: the decoder is that of qwen2_vl and qwen2_5_vl, gemma3 or
+deepseek_v3; the tower and the layout are those of idefics3, or mistral3."""
 
 VISION_FAMILIES = tuple(name for name in FAMILIES if name not in TEXT_FAMILIES)
 
-ROUTED = {"qwen3_vl_moe"}
+ROUTED = {"qwen3_vl_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3"}
 """Mixtures of experts: a matmul of an expert has as many rows as tokens chose it, so another sample
 changes how it is blocked, and with that the last bit of a row."""
 

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vlmpack.backends.unread import load_by_headers
+from vlmpack.capabilities.folder import read_config
+from vlmpack.capabilities.prediction import prediction_entries
 from vlmpack.model_folder.content import PROCESSOR_FILES
+from vlmpack.model_folder.extra_shards import add_tensors
+
+logger = logging.getLogger("vlmpack")
 
 
 def save_model_folder(
@@ -23,12 +31,18 @@ def save_model_folder(
 ) -> None:
     """Write config, weights and processor files. Called on one rank.
 
+    Tensors of the pretrained folder that training does not read, multi-token prediction for one,
+    follow as they are there, in files of their own.
+
     Args:
         model: the transformers model; its own weights are not read.
         state: whole tensors under transformers' names.
         folder: where to.
-        processor_from: folder with the processor's files.
+        processor_from: the pretrained folder, with the processor's files.
         dtype: of the saved weights; None to keep that of `state`.
+
+    Raises:
+        ModelError: a tensor that training does not read cannot be copied.
     """
     if dtype is not None:
         state = {
@@ -39,18 +53,27 @@ def save_model_folder(
         state.pop(tied, None)  # saved once, under the name it is tied to
     saved_dtype = next(iter(state.values())).dtype
     model.save_pretrained(str(folder), state_dict=state, max_shard_size="5GB")
-    _set_config_dtype(folder / "config.json", saved_dtype)
+    _settle_config(folder / "config.json", saved_dtype, read_config(processor_from))
+    loaded = load_by_headers(processor_from)
+    add_tensors(folder, loaded.unread)
+    if loaded.unread:
+        logger.info("%s are in the export as in %s", loaded.unread_words, processor_from)
     for name in PROCESSOR_FILES:
         if (processor_from / name).is_file():
             shutil.copyfile(processor_from / name, folder / name)
 
 
-def _set_config_dtype(config: Path, dtype: torch.dtype) -> None:
-    """Say in config.json what dtype the saved weights have."""
+def _settle_config(config: Path, dtype: torch.dtype, source: Mapping[str, Any]) -> None:
+    """Say in config.json what dtype the saved weights have, and of multi-token prediction what the
+    pretrained folder says: some classes of transformers leave its entries out."""
     content = json.loads(config.read_text(encoding="utf-8"))
     name = str(dtype).removeprefix("torch.")
-    content["dtype"] = name
-    for section in ("text_config", "vision_config"):
-        if isinstance(content.get(section), dict) and "dtype" in content[section]:
-            content[section]["dtype"] = name
+    content |= prediction_entries(source) | {"dtype": name}
+    for key, section in content.items():
+        if not isinstance(section, dict):
+            continue
+        if key in ("text_config", "vision_config") and "dtype" in section:
+            section["dtype"] = name
+        before = source.get(key)
+        section |= prediction_entries(before) if isinstance(before, Mapping) else {}
     config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

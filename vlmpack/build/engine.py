@@ -14,16 +14,19 @@ from vlmpack.training.optim import Schedule
 from vlmpack.training.step import Stepper
 
 
-def check_model(folder: Path, ranks: Ranks) -> None:
+def check_model(folder: Path, ranks: Ranks) -> str:
     """See that the model folder's weights fit its config.json, before any data is read; only the
-    headers of its files are.
+    headers of its files are. Collective.
+
+    Returns:
+        The tensors that training does not read, in words; empty where it reads all.
 
     Raises:
         ModelError: they do not.
     """
     from vlmpack.backends.hf.weight_headers import check_weights
 
-    ranks.on_main(lambda: check_weights(folder))
+    return ranks.on_main(lambda: check_weights(folder).unread_words)
 
 
 def build_engine(setup: Setup) -> Engine:

@@ -9,18 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vlmpack.capabilities.limits import Limit
+from vlmpack.capabilities.prediction import language_config
 from vlmpack.capabilities.served import SERVED, nearest
-
-LANGUAGE_SECTIONS = ("text_config", "llm_config", "language_config")
-"""Where the config.json of a vision-language model keeps its language model's."""
-
-PREDICTION_LAYERS = (
-    "num_nextn_predict_layers",
-    "num_mtp_layers",
-    "mtp_num_layers",
-    "mtp_num_hidden_layers",
-)
-"""Keys that count the layers of multi-token prediction."""
 
 SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 """Keys of a tanh on the scores of attention or of the head."""
@@ -83,47 +73,24 @@ _CROSS_ATTENTION = Limit(
 )
 
 
-def _dropped(what: str) -> Limit:
-    return Limit(
-        f"transformers leaves its multi-token prediction ({what}) out on load, so an export would "
-        "lack it; packed, its targets would cross the ends of samples",
-        _NONE,
-    )
-
-
-def _dropped_too(limit: Limit, what: str) -> Limit:
-    return Limit(
-        f"{limit.reason}; its multi-token prediction ({what}) is left out on load", limit.would_do
-    )
-
-
-_GLM_4_5 = "model.layers.46 or model.layers.92"
-_GLM_4_5V = Limit(
-    f"transformers has no multi-token prediction for it and leaves {_GLM_4_5} out on load, so an "
-    "export would lack what a checkpoint has there",
-    _NONE,
+_SINKS = Limit("its attention has sinks, which vlmpack's does not", _NONE)
+_INDEXER = Limit(
+    "its sparse attention picks keys from the whole row, the samples beside one's own too", _NONE
 )
 
 REFUSED: tuple[Refused, ...] = (
-    Refused("Qwen3-Next", ("qwen3_next",), _dropped_too(_GATED_DELTA_NET, "mtp"), alone=True),
+    Refused("Qwen3-Next", ("qwen3_next",), _GATED_DELTA_NET, alone=True),
     Refused(
         "Qwen3.5, Qwen3.5-VL",
         ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
-        _dropped_too(_GATED_DELTA_NET, "mtp"),
+        _GATED_DELTA_NET,
         alone=True,
     ),
-    Refused("Olmo Hybrid", ("olmo_hybrid",), _dropped_too(_GATED_DELTA_NET, "mtp")),
-    Refused("GLM-4.5", ("glm4_moe",), _dropped(_GLM_4_5), alone=True),
-    Refused("GLM-4.5V", ("glm4v_moe", "glm4v_moe_text"), _GLM_4_5V, alone=True),
-    Refused("GLM-4.7-Flash", ("glm4_moe_lite",), _dropped("model.layers.47")),
-    Refused("DeepSeek-V3", ("deepseek_v3",), _dropped("model.layers.61")),
-    Refused("DeepSeek-V3.2", ("deepseek_v32",), _dropped("model.layers.61")),
-    Refused("Kimi K2.5", ("kimi_k25",), _dropped("model.layers.61")),
-    Refused("MiMo-V2-Flash", ("mimo_v2_flash",), _dropped("model.mtp")),
-    Refused("LongCat-Flash", ("longcat_flash",), _dropped("model.mtp")),
-    Refused("ERNIE 4.5 MoE", ("ernie4_5_moe",), _dropped("mtp")),
+    Refused("Olmo Hybrid", ("olmo_hybrid",), _GATED_DELTA_NET),
+    Refused("DeepSeek-V3.2", ("deepseek_v32",), _INDEXER),
+    Refused("MiMo-V2-Flash", ("mimo_v2_flash",), _SINKS),
     Refused("Kimi Linear", ("kimi_linear",), _KIMI_DELTA),
-    Refused("Ling 2.5 (hybrid)", ("bailing_hybrid",), _dropped_too(_KIMI_DELTA, "model.layers.42")),
+    Refused("Ling 2.5 (hybrid)", ("bailing_hybrid",), _KIMI_DELTA),
     Refused("Mamba", ("mamba",), _MAMBA),
     Refused("Falcon Mamba", ("falcon_mamba",), _MAMBA),
     Refused("Jamba", ("jamba",), _MAMBA),
@@ -132,7 +99,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused("Zamba2", ("zamba2",), _MAMBA_2),
     Refused("Bamba", ("bamba",), _MAMBA_2),
     Refused("Falcon-H1", ("falcon_h1",), _MAMBA_2),
-    Refused("Nemotron-H", ("nemotron_h", "nemotron_h_omni"), _dropped_too(_MAMBA_2, "mtp")),
+    Refused("Nemotron-H", ("nemotron_h", "nemotron_h_omni"), _MAMBA_2),
     Refused("Granite 4 (hybrid)", ("granitemoehybrid",), _MAMBA_2),
     Refused("LFM2", ("lfm2", "lfm2_moe"), _SHORT_CONVOLUTION),
     Refused("LFM2-VL", ("lfm2_vl",), _SHORT_CONVOLUTION),
@@ -176,12 +143,6 @@ def refusal(config: Mapping[str, object]) -> str | None:
     return _other_decoder(model_type, language) or _other_tower(model_type, config)
 
 
-def language_config(config: Mapping[str, object]) -> Mapping[str, object]:
-    """The section of the language model; empty where it has none."""
-    sections = (config.get(key) for key in LANGUAGE_SECTIONS)
-    return next((part for part in sections if isinstance(part, Mapping)), {})
-
-
 def _refused_by_rule(values: Mapping[str, object]) -> Limit | None:
     """By what its layers are, whatever the model is called."""
     for key in SOFTCAPS:
@@ -193,10 +154,6 @@ def _refused_by_rule(values: Mapping[str, object]) -> Limit | None:
             "next token",
             _NONE,
         )
-    for key in PREDICTION_LAYERS:
-        count = values.get(key)
-        if isinstance(count, int) and count > 0:
-            return _dropped(f"{key} {count}")
     for key in LAYER_KINDS:
         kinds = values.get(key)
         if not isinstance(kinds, (list, tuple)):

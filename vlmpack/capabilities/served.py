@@ -34,6 +34,8 @@ class ServedModel:
         whole_tiles: whether an image is enlarged to fill whole tiles, whatever its size: resizing
             it beforehand takes away what it shows, but no tokens.
         pixel_knobs: the keys of `images` in a recipe that the family's images can be bounded by.
+        prediction: where published files have layers of multi-token prediction, which transformers
+            passes over; empty: nowhere.
     """
 
     title: str
@@ -46,12 +48,15 @@ class ServedModel:
     limits: Mapping[Feature, Limit] = field(default_factory=dict)
     whole_tiles: bool = False
     pixel_knobs: tuple[str, ...] = ()
+    prediction: str = ""
 
 
 _BOTH_WAYS = "an image's tokens attend in both directions, which only segments does"
 _BOTH: tuple[Engine, ...] = ("hf", "mcore")
 
 _text = partial(ServedModel, family="text_lm", engines=_BOTH)
+_NO_LORA = Limit("peft takes its shared experts for routed ones and moves their adapters")
+_experts = partial(ServedModel, family="text_lm", has_experts=True, limits={"LoRA": _NO_LORA})
 _qwen_vl = partial(ServedModel, engines=_BOTH, pixel_knobs=("min_pixels", "max_pixels"))
 _tiled = partial(ServedModel, whole_tiles=True, pixel_knobs=("max_tiles",))
 _pixtral = partial(ServedModel, towers=("pixtral",), pixel_knobs=("max_pixels",))
@@ -80,6 +85,9 @@ SERVED: Mapping[str, ServedModel] = {
         limits={"CP": Limit(_BOTH_WAYS)},
     ),
     "gemma3_text": ServedModel(title="Gemma 3 (text)", family="gemma3_text"),
+    "glm4_moe": _experts(title="GLM-4.5", prediction="model.layers.46 or model.layers.92"),
+    "glm4_moe_lite": _experts(title="GLM-4.7-Flash", prediction="model.layers.47"),
+    "deepseek_v3": _experts(title="DeepSeek-V3", prediction="model.layers.61"),
 }
 """model_type of a config.json -> its line, in the order of the table."""
 

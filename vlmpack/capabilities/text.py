@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vlmpack.capabilities.limits import ENGINES, FEATURES, NO_EXPERTS, Engine, Feature, Limit
+from vlmpack.capabilities.prediction import PREDICTION_LAYERS
 from vlmpack.capabilities.refused import REFUSED
 from vlmpack.capabilities.table import Row
 
@@ -45,7 +46,20 @@ def text_table(rows: Sequence[Row]) -> TextTable:
         for row in rows
         if (only := row.model.attention) is not None
     ]
+    notes.append(prediction_note(rows))
     return TextTable(("family", "model_type", *FEATURES), lines, tuple(notes), refused_lines())
+
+
+def prediction_note(rows: Sequence[Row]) -> str:
+    """What becomes of multi-token prediction."""
+    where = ", ".join(
+        f"{row.model.title} ({row.model.prediction})" for row in rows if row.model.prediction
+    )
+    return (
+        f"multi-token prediction is kept, not trained: an export has its tensors as the source has "
+        f"them, bit for bit, in any model whose config.json counts its layers "
+        f"({', '.join(PREDICTION_LAYERS)}), and in {where}"
+    )
 
 
 def refused_lines() -> tuple[tuple[str, str], ...]:

@@ -94,8 +94,9 @@ def _print_table(versions: Mapping[str, str | None]) -> None:
 def _print_model(folder: Path, versions: Mapping[str, str | None]) -> None:
     from rich.table import Table
 
-    from vlmpack.capabilities.folder import served_model_type
+    from vlmpack.capabilities.folder import read_config, served_model_type
     from vlmpack.capabilities.limits import ENGINES
+    from vlmpack.capabilities.prediction import prediction_layers
     from vlmpack.capabilities.table import capabilities
     from vlmpack.capabilities.text import model_table, versions_text
 
@@ -112,6 +113,10 @@ def _print_model(folder: Path, versions: Mapping[str, str | None]) -> None:
     only = row.model.attention
     if only is not None:
         console.print(f"model.attention: {' or '.join(only.names)} alone, since {only.reason}")
+    counted = prediction_layers(read_config(folder))
+    if counted is not None:
+        key, count = counted
+        console.print(f"multi-token prediction ({key} {count}): kept, not trained", soft_wrap=True)
     console.print(f"with {versions_text(versions)}")
 
 

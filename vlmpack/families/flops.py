@@ -58,7 +58,7 @@ def cost_model(config: Config, tower: Tower | None = None) -> CostModel:
     text = config.get("text_config", config)
     layers, width = size(text, "num_hidden_layers"), size(text, "hidden_size")
     heads = size(text, "num_attention_heads")
-    inner = heads * (text.get("head_dim") or width // heads)
+    inner = heads * _head_dim(text, width, heads)
     head = width * size(text, "vocab_size")
     language = CostModel(
         per_token=STEP * 2.0 * _decoder_weights(text),
@@ -124,32 +124,71 @@ def size(config: Config, key: str) -> int:
 
 
 def _decoder_weights(text: Config) -> int:
-    """Weights of linear layers that one token passes through; of the experts those it chooses."""
-    width, heads = size(text, "hidden_size"), size(text, "num_attention_heads")
-    head_dim = text.get("head_dim") or width // heads
-    groups = text.get("num_key_value_heads") or heads
-    attention = 2 * width * head_dim * (heads + groups)
-    layers = size(text, "num_hidden_layers")
+    """Weights of linear layers that one token passes through; of the experts those it chooses, and
+    those that all share."""
+    width, layers = size(text, "hidden_size"), size(text, "num_hidden_layers")
     routed = _routed_layers(text, layers)
     mlps = 0
     if routed < layers:
         mlps += (layers - routed) * 3 * width * size(text, "intermediate_size")
     if routed:
         expert = 3 * width * size(text, "moe_intermediate_size")
-        router = width * _experts(text)
-        mlps += routed * (size(text, "num_experts_per_tok") * expert + router)
-    return layers * attention + mlps
+        chosen = size(text, "num_experts_per_tok") + (text.get("n_shared_experts") or 0)
+        mlps += routed * (chosen * expert + width * _experts(text))
+    return layers * _attention_weights(text) + mlps
+
+
+def _head_dim(text: Config, width: int, heads: int) -> float:
+    """Channels of a head; the mean of a key's and a value's where they differ."""
+    if text.get("kv_lora_rank"):
+        query = size(text, "qk_nope_head_dim") + size(text, "qk_rope_head_dim")
+        return (query + size(text, "v_head_dim")) / 2
+    return text.get("head_dim") or width // heads
+
+
+def _attention_weights(text: Config) -> int:
+    """The weights of one layer's projections around attention."""
+    width, heads = size(text, "hidden_size"), size(text, "num_attention_heads")
+    if text.get("kv_lora_rank"):
+        return _latent_weights(text, width, heads)
+    head_dim = text.get("head_dim") or width // heads
+    groups = text.get("num_key_value_heads") or heads
+    return 2 * width * head_dim * (heads + groups)
+
+
+def _latent_weights(text: Config, width: int, heads: int) -> int:
+    """The weights of latent attention, where all pass narrow layers (2405.04434, section 2.1)."""
+    nope, rope = size(text, "qk_nope_head_dim"), size(text, "qk_rope_head_dim")
+    values, narrow = size(text, "v_head_dim"), size(text, "kv_lora_rank")
+    queries = heads * (nope + rope)
+    rank = text.get("q_lora_rank")
+    return (
+        (rank * (width + queries) if rank else width * queries)
+        + width * (narrow + rope)
+        + narrow * heads * (nope + values)
+        + heads * values * width
+    )
 
 
 def _experts(text: Config) -> int:
     """0 in a dense decoder. Published files say `num_experts`, what transformers 5 saves the other
-    name."""
-    return text.get("num_experts") or text.get("num_local_experts") or 0
+    name; families have names of their own."""
+    return _first(text, "num_experts", "num_local_experts", "n_routed_experts")
+
+
+def _first(text: Config, *keys: str) -> int:
+    """The first of these that is there and not 0; 0 where none is."""
+    return next((int(text[key]) for key in keys if text.get(key)), 0)
 
 
 def _routed_layers(text: Config, layers: int) -> int:
-    """Layers with experts: every `decoder_sparse_step`-th, but for those named as dense."""
+    """Layers with experts: those that are listed as such; or every `decoder_sparse_step`-th, but
+    for the first and those named as dense."""
     if not _experts(text):
         return 0
+    kinds = text.get("mlp_layer_types")
+    if kinds:
+        return sum(kind == "sparse" for kind in kinds)
     step, dense = text.get("decoder_sparse_step") or 1, text.get("mlp_only_layers") or ()
-    return sum((layer + 1) % step == 0 and layer not in dense for layer in range(layers))
+    first = text.get("first_k_dense_replace") or 0
+    return sum((layer + 1) % step == 0 and layer not in dense for layer in range(first, layers))

@@ -1,4 +1,4 @@
-"""Language models without a vision tower: Qwen2, Qwen3 and Llama, dense."""
+"""Language models without a vision tower: decoders with attention, dense or with experts."""
 
 from __future__ import annotations
 
@@ -53,4 +53,10 @@ class TextLM(Family):
         return flops.cost_model(config)
 
 
-FAMILY = TextLM(name="text_lm", model_types=("llama", "qwen2", "qwen3"))
+FAMILY = TextLM(
+    name="text_lm",
+    model_types=(
+        *("llama", "qwen2", "qwen3"),
+        *("glm4_moe", "glm4_moe_lite", "deepseek_v3"),
+    ),
+)

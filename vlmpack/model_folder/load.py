@@ -124,11 +124,9 @@ def load_model_class(auto_class: Any, folder: Path) -> tuple[Any, Mapping[str, A
     return loaded
 
 
-def load_shapes(
-    auto_class: Any, folder: Path, state: Mapping[str, torch.Tensor]
-) -> Mapping[str, Any]:
+def load_shapes(auto_class: Any, folder: Path, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """What `load_model_class` would say of these tensors, which may be without values (on the meta
-    device); raises as it does, and KeyError."""
+    device), or slices that give one on being asked; raises as it does, and KeyError."""
     with _as_data(folder):
         _refuse_other_weights(folder)
         config = load_config(folder)

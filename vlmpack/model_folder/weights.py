@@ -7,12 +7,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from vlmpack.capabilities.folder import read_config
+from vlmpack.capabilities.prediction import is_prediction
 from vlmpack.errors import UNREADABLE, ModelError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
 """Formats that are refused by name; the first four are pickles, which run code when opened."""
+
+
+_MISFITS = ("missing_keys", "unexpected_keys", "mismatched_keys")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -53,11 +58,15 @@ def first(names: Iterable[str]) -> str:
 
 
 def raise_misfits(folder: Path, info: Mapping[str, Any]) -> None:
-    """Raise ModelError for what transformers says was missing, left over or of another shape."""
+    """Raise ModelError for what transformers says was missing, left over or of another shape; what
+    is left over of multi-token prediction stays as it is."""
+    config = read_config(folder)
+    found = {kind: sorted(map(str, info.get(kind, ()))) for kind in _MISFITS}
+    found["unexpected_keys"] = [
+        name for name in found["unexpected_keys"] if not is_prediction(name, config)
+    ]
     problems = [
-        f"{kind.replace('_', ' ')}: {first(sorted(map(str, info[kind])))}"
-        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
-        if info.get(kind)
+        f"{kind.replace('_', ' ')}: {first(names)}" for kind, names in found.items() if names
     ]
     if problems:
         raise ModelError(

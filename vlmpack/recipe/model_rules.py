@@ -14,7 +14,7 @@ from math import gcd
 from pathlib import Path
 
 from vlmpack.capabilities.limits import NO_EXPERTS
-from vlmpack.capabilities.refused import language_config
+from vlmpack.capabilities.prediction import language_config
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 

@@ -51,14 +51,14 @@ def open_session(setup: Setup, place: Place) -> Session:
         VlmpackError: whatever is wrong, by its class.
     """
     ranks, folder = place.ranks, setup.encoder.folder
-    check_model(folder, ranks)
+    unread = check_model(folder, ranks)
     check_policy(setup.policy, setup.encoder, ranks.device)
     begun = BegunSteps(ranks)
     with watched_model(folder, ranks, place.run_dir) as model, begun.ended_on_error():
-        return _open(setup, place, model, begun)
+        return _open(setup, place, model, begun, unread)
 
 
-def _open(setup: Setup, place: Place, model: ModelWatch, begun: BegunSteps) -> Session:
+def _open(setup: Setup, place: Place, model: ModelWatch, begun: BegunSteps, unread: str) -> Session:
     recipe, ranks, run_dir = setup.recipe, place.ranks, place.run_dir
     ledger, split = Ledger(run_dir.data_errors), recipe.parallelism
     saved = ranks.on_main(lambda: saved_state(recipe.checkpoint, run_dir))
@@ -72,6 +72,8 @@ def _open(setup: Setup, place: Place, model: ModelWatch, begun: BegunSteps) -> S
     begun.begin(train, checkpoint.state, max_steps=steps)
     ACTIVITY.enter("launch: loading the model")
     engine = build_engine(setup)
+    if unread:
+        engine.description["kept"] = f"{unread}: not trained, in the export as they are"
     set_timeout(split.timeout_seconds)  # of the engine's own groups too
     fingerprint = model.settle()
     trained = _describe(setup, engine)

@@ -56,6 +56,7 @@ def test_a_box_and_no_moments(parameters):
 
 def folder_with(tmp_path, tensors):
     save_file(tensors, str(tmp_path / "model.safetensors"))
+    (tmp_path / "config.json").write_text("{}")
     return tmp_path
 
 
@@ -69,6 +70,7 @@ def test_names_of_transformers_own_and_several_files(tmp_path, parameters, shape
         listed |= dict.fromkeys(part, file)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
     save_file({"x": torch.zeros(1)}, str(tmp_path / "beside.safetensors"))  # no index lists it
+    (tmp_path / "config.json").write_text("{}")
     with PretrainedReader(tmp_path, FAMILY) as reader:
         reader.check(shapes)
         assert torch.equal(reader("model", whole(PATCHES, shapes[PATCHES])), tensors[PATCHES])

@@ -35,7 +35,7 @@ def _attend(
         module: the calling attention module.
         query: (B, Hq, S, D); B is 1 and S is T for a packed row.
         key: (B, Hkv, S, D).
-        value: (B, Hkv, S, D).
+        value: (B, Hkv, S, Dv); Dv differs from D in latent attention.
         attention_mask: always None here; anything else means that a caller built a mask that
             this function would ignore.
         options: scaling, dropout, sliding_window, and what the model's forward was given:
@@ -43,7 +43,7 @@ def _attend(
             where an image's tokens attend in both directions.
 
     Returns:
-        (B, S, Hq, D) and no weights.
+        (B, S, Hq, Dv) and no weights.
     """
     if attention_mask is not None:
         raise CapabilityError("vlmpack attention takes boundaries, not an attention mask")
@@ -55,6 +55,12 @@ def _attend(
     if options.get("softcap") is not None or options.get("s_aux") is not None:
         raise CapabilityError("attention softcap and sinks are not supported by vlmpack yet")
     scale: float | None = options.get("scaling")
+    own, width = value.shape[-1], max(query.shape[-1], value.shape[-1])
+    if own != query.shape[-1]:  # zeros change no score; kernels want one width
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        query, key, value = (
+            nn.functional.pad(part, (0, width - part.shape[-1])) for part in (query, key, value)
+        )
     window: int | None = options.get("sliding_window")
     params: PackedSeqParams | None = options.get("packed_seq_params")
     masks: BlockMasks | None = options.get("image_masks")
@@ -75,14 +81,15 @@ def _attend(
             window=window,
             masks=masks,
         )
-        return output[None], None
+        return output[None, ..., :own], None
     if not options.get("padded_rows"):
         raise CapabilityError(
             f"{type(module).__name__} called vlmpack attention without boundaries: neither "
             f"packed_seq_params nor padded_rows reached it; attending over the whole row "
             f"would mix samples"
         )
-    return _padded_rows(query, key, value, scale=scale, window=window, masks=masks), None
+    padded = _padded_rows(query, key, value, scale=scale, window=window, masks=masks)
+    return padded[..., :own], None
 
 
 def _padded_rows(

@@ -37,6 +37,7 @@ from vlmpack.backends.policy import (
     describe_counts,
 )
 from vlmpack.backends.skeleton import model_skeleton
+from vlmpack.backends.unread import passed_over
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
@@ -95,7 +96,7 @@ class MegatronEngine:
         dims = LanguageDims.from_transformers(self.skeleton.config, self.known)
         dims.check(split)
         with PretrainedReader(folder, self.known) as reader, megatron_on_cpu():
-            reader.check(self.shapes)
+            reader.check(self.shapes, passed_over(self.skeleton))
             self.groups = start_model_parallel(split)
             config = transformer_config(dims, model, split, dtype=compute.dtype)
             model_parallel_cuda_manual_seed(0)  # recomputation wants generators; dropout is 0

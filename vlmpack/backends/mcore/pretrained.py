@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from vlmpack.backends.boxes import Kind, TensorSlice
 from vlmpack.backends.mcore.weights import MegatronFamily
 from vlmpack.errors import ModelError
 from vlmpack.model_folder.weights import raise_misfits, weight_files
+
+_NO_NAME = re.compile("(?!)")
 
 
 class PretrainedReader:
@@ -58,8 +61,11 @@ class PretrainedReader:
                 return renamed
         return None
 
-    def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Raise ModelError unless the files hold exactly these tensors."""
+    def check(
+        self, shapes: dict[str, tuple[int, ...]], passed_over: re.Pattern[str] = _NO_NAME
+    ) -> None:
+        """Raise ModelError unless the files hold exactly these tensors, and no others but those of
+        multi-token prediction and of names that are passed over."""
         found = {name: self.name_in_files(name) for name in shapes}
         missing = [name for name, there in found.items() if there is None]
         odd = [
@@ -69,7 +75,8 @@ class PretrainedReader:
             and self._shape(there) != shape
             and not self._is_transposed(name, shape)
         ]
-        left = set(self._files) - set(found.values())
+        extra = set(self._files) - set(found.values())
+        left = {name for name in extra if not passed_over.search(name)}
         raise_misfits(
             self.folder,
             {"missing_keys": missing, "unexpected_keys": left, "mismatched_keys": odd},

@@ -1,0 +1,151 @@
+"""Tensors of a model folder that training does not read, found by the headers of its files.
+
+transformers itself loads tensors without values (on the meta device) and is watched: what it asks
+for is read, whatever its name becomes on the way; the rest is not. Most of that is multi-token
+prediction, which transformers passes over, and which servers want back in an export.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmpack.capabilities.folder import read_config
+from vlmpack.capabilities.prediction import is_prediction
+from vlmpack.errors import ModelError
+from vlmpack.families.registry import family_of
+from vlmpack.model_folder.load import load_shapes
+from vlmpack.model_folder.safetensors_header import StoredTensor, tensors_of
+from vlmpack.model_folder.weights import weight_files
+from vlmpack.words import counted
+
+
+@dataclass(slots=True)
+class Header:
+    """A tensor without values that knows whether anybody asked for them, as transformers asks a
+    slice of a safetensors file.
+
+    Args:
+        tensor: on the meta device.
+        asked: whether its values were wanted.
+    """
+
+    tensor: Tensor
+    asked: bool = False
+
+    def __getitem__(self, index: Any) -> Tensor:
+        self.asked = True
+        return self.tensor[index]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What loading a folder would come to.
+
+    Args:
+        info: what transformers says was missing, left over or of another shape; empty where a
+            conversion needs values, so that the load itself has to tell.
+        unread: the tensors that nobody asks for, in the order of the files.
+    """
+
+    info: Mapping[str, Any]
+    unread: tuple[StoredTensor, ...]
+
+    @property
+    def unread_words(self) -> str:
+        """`mtp.* (15 tensors, 0.2 MB)`; empty where everything is read."""
+        if not self.unread:
+            return ""
+        size = sum(tensor.stop - tensor.start for tensor in self.unread) / 1e6
+        number = counted(len(self.unread), "tensor")
+        return (
+            f"{', '.join(stems(tensor.name for tensor in self.unread))} ({number}, {size:,.1f} MB)"
+        )
+
+
+def load_by_headers(folder: Path) -> Loaded:
+    """What loading a folder would find.
+
+    Raises:
+        ModelError: no weights, or a damaged or missing file.
+        CapabilityError: no family serves its model_type.
+    """
+    stored = [tensor for path in weight_files(folder) for tensor in _tensors(path)]
+    headers = {tensor.name: Header(torch.empty(tensor.shape, device="meta")) for tensor in stored}
+    auto_class = family_of(folder).auto_class()
+    try:
+        with _quiet():
+            info = load_shapes(auto_class, folder, headers)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"model.path: {folder} cannot be loaded: {error}") from error
+    except (NotImplementedError, RuntimeError):  # the rest was not asked for any more
+        config = read_config(folder)
+        return Loaded({}, tuple(tensor for tensor in stored if is_prediction(tensor.name, config)))
+    return Loaded(info, tuple(tensor for tensor in stored if not headers[tensor.name].asked))
+
+
+def passed_over(model: nn.Module) -> re.Pattern[str]:
+    """The names that transformers passes over where a model has no place for them.
+
+    Args:
+        model: transformers', with or without storage.
+    """
+    known: Any = model
+    patterns = [*(known._keys_to_ignore_on_load_unexpected or ())]
+    buffers = [name for name, _ in model.named_buffers()]
+    patterns += [  # as `PreTrainedModel` has it of buffers that files used to hold
+        pattern
+        for end, pattern in (
+            ("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"),
+            ("position_ids", r"(^|\.)position_ids$"),
+        )
+        if any(name.endswith(end) for name in buffers)
+    ]
+    return re.compile("|".join(f"({pattern})" for pattern in patterns) or "(?!)")
+
+
+def stems(names: Iterable[str]) -> list[str]:
+    """What names have in common: mtp.*, model.layers.61.*, one for each first word."""
+    groups: dict[str, list[list[str]]] = {}
+    for name in sorted(names):
+        parts = name.split(".")
+        groups.setdefault(parts[0], []).append(parts)
+    return [
+        f"{'.'.join(_common(group))}{'.*' if len(group) > 1 else ''}" for group in groups.values()
+    ]
+
+
+def _common(names: list[list[str]]) -> list[str]:
+    """The words with which all of them begin; all words of a single one."""
+    same = [len(set(words)) == 1 for words in zip(*names, strict=False)]
+    return names[0][: same.index(False) if False in same else len(same)]
+
+
+def _tensors(path: Path) -> list[StoredTensor]:
+    try:
+        return tensors_of(path)
+    except ValueError as error:
+        raise ModelError(f"model.path: {error}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' bar, and its report that missing weights were made up."""
+    from transformers.utils import logging
+
+    verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bar:
+            logging.enable_progress_bar()

@@ -1,0 +1,76 @@
+"""Multi-token prediction: layers of a model folder that guess further tokens, for faster answers.
+
+Training never reads them: the loss is that of the next token, and packed, their targets would cross
+the ends of samples. An export takes them from the model folder as they are, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+PREDICTION_LAYERS = (
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "mtp_num_layers",
+    "mtp_num_hidden_layers",
+)
+"""Keys of config.json that count such layers."""
+
+LANGUAGE_SECTIONS = ("text_config", "llm_config", "language_config")
+"""Where the config.json of a vision-language model keeps its language model's."""
+
+_BEFORE_LAYERS = {"model", "language_model", "decoder"}
+
+
+def language_config(config: Mapping[str, object]) -> Mapping[str, object]:
+    """The section of the language model; empty where it has none."""
+    sections = (config.get(key) for key in LANGUAGE_SECTIONS)
+    return next((part for part in sections if isinstance(part, Mapping)), {})
+
+
+def prediction_layers(config: Mapping[str, object]) -> tuple[str, int] | None:
+    """The key that counts a model's prediction layers and their number; None without any.
+
+    Args:
+        config: the content of its config.json.
+    """
+    for values in (config, language_config(config)):
+        for key in PREDICTION_LAYERS:
+            count = values.get(key)
+            if isinstance(count, int) and count > 0:
+                return key, count
+    return None
+
+
+def is_prediction(name: str, config: Mapping[str, object]) -> bool:
+    """Whether a tensor belongs to prediction layers that config.json counts: it lies under `mtp...`
+    or `nextn...`, or in a layer behind the last one (DeepSeek-V3's model.layers.61 of 61).
+
+    Args:
+        name: of the tensor, in the files or in transformers' model.
+        config: the content of config.json.
+    """
+    counted = prediction_layers(config)
+    if counted is None:
+        return False
+    parts = name.split(".")
+    if any(part.startswith(("mtp", "nextn")) for part in parts):
+        return True
+    depth = {**config, **language_config(config)}.get("num_hidden_layers")
+    if not isinstance(depth, int) or "layers" not in parts[:-1]:
+        return False
+    place = parts.index("layers")
+    number = parts[place + 1]
+    if not set(parts[:place]) <= _BEFORE_LAYERS or not number.isdigit():
+        return False
+    return depth <= int(number) < depth + counted[1]
+
+
+def prediction_entries(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json, or a section of it, says of prediction layers by itself."""
+    return {
+        key: value
+        for key, value in values.items()
+        if key in PREDICTION_LAYERS or key.startswith("mtp_")
+    }
