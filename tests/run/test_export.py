@@ -1,0 +1,84 @@
+"""Exports of a run whose model folder has layers of multi-token prediction."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from support.recipes import changed, run_settings
+from support.shards import TINY_MODEL
+
+from vlmpack.api import resolve, run_recipe
+from vlmpack.errors import ModelError, RunIdentityError
+from vlmpack.model_folder.weights import weight_files
+from vlmpack.run.export import export_run
+
+PREDICTION = {
+    "mtp.fc.weight": torch.linspace(-1, 1, 512).view(4, 128).bfloat16(),
+    "mtp.norm.weight": torch.linspace(0, 1, 128),
+}
+
+
+def with_prediction(folder):
+    """The committed model, with two tensors more."""
+    shutil.copytree(TINY_MODEL, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["mtp_num_hidden_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    write(folder, PREDICTION)
+    return folder
+
+
+def write(folder, tensors):
+    path = folder / "model.safetensors"
+    save_file({**load_file(str(path)), **tensors}, str(path), metadata={"format": "pt"})
+
+
+def kept(folder):
+    """Name -> tensor of what lies under mtp."""
+    found = {}
+    for path in weight_files(folder):
+        with safe_open(str(path), framework="pt") as file:
+            found |= {n: file.get_tensor(n) for n in file.keys() if n.startswith("mtp")}  # noqa: SIM118
+    return found
+
+
+def test_a_run_keeps_them_and_refuses_to_take_others(tmp_path, caplog):
+    folder = with_prediction(tmp_path / "model")
+    lora = {
+        "trainable__vision": "frozen",
+        "trainable__language": "lora",
+        "trainable__lora__rank": 2,
+    }
+    dtype = {"export__enabled": True, "export__dtype": "bfloat16"}
+    settings = run_settings(tmp_path, model__path=str(folder), training__max_steps=1, **lora)
+    with caplog.at_level(logging.INFO, "vlmpack"):
+        run = run_recipe(resolve(changed(settings, **dtype), {})).run_dir
+    said = "mtp.* (2 tensors, 0.0 MB): not trained, in the export as they are"
+    assert f"kept           {said}" in caplog.text
+    assert json.loads((run / "result.json").read_text())["engine"]["kept"] == said
+    again = export_run(run, merge=True, dtype="float32").folder
+    for written in (run / "export", again):
+        assert json.loads((written / "config.json").read_text())["mtp_num_hidden_layers"] == 1
+        assert kept(written).keys() == PREDICTION.keys()
+        for name, value in kept(written).items():
+            assert value.dtype == PREDICTION[name].dtype
+            assert torch.equal(value, PREDICTION[name]), name
+    adapter = load_file(str(run / "adapter" / "adapter_model.safetensors"))
+    assert not any("mtp" in name for name in adapter)
+
+    out = tmp_path / "out"
+    write(folder, {"mtp.norm.weight": PREDICTION["mtp.norm.weight"] + 1})
+    with pytest.raises(RunIdentityError, match=r"weight mtp\.norm\.weight: "):
+        export_run(run, merge=True, out=out)
+    shutil.rmtree(folder)
+    with pytest.raises(
+        ModelError, match="is not a folder; expected a model in transformers format"
+    ):
+        export_run(run, merge=True, out=out)
+    assert not out.exists()
