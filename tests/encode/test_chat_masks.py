@@ -345,4 +345,4 @@ def test_a_language_model_whose_template_takes_parts_alone_gets_them():
 @EVERY
 def test_a_template_that_takes_both_gets_what_it_always_got(template):
     form = "parts" if template.takes_parts else "string"
-    assert set(chat_encoder(template)._forms.values()) == {form}
+    assert set(chat_encoder(template).template._forms.values()) == {form}

@@ -128,7 +128,7 @@ def test_other_templates_have_no_date():
     assert plain.date is asked.date is None
     assert plain.fingerprint == asked.fingerprint
     assert "date" not in asked.fingerprint_parts
-    assert plain.chat.template == plain.tokenizer.chat_template
+    assert plain.chat.template.text() == plain.tokenizer.chat_template
 
 
 def test_an_export_says_its_date_and_is_asked_with_it(dated):

@@ -132,7 +132,7 @@ def with_whole_characters(found: Any, *, end: int | None) -> list[bool]:
 def begins_inside_a_token(encoder: ChatEncoder, messages: Any, found: Any) -> bool:
     """Whether an answer begins behind the first character of a token that is learnt."""
     _, spans = render_jinja_template(
-        [encoder._as_dicts(messages)],
+        [encoder.template._as_dicts(messages)],
         chat_template=encoder.tokenizer.chat_template,
         return_assistant_tokens_mask=True,
         **encoder.tokenizer.special_tokens_map,

@@ -16,7 +16,7 @@ from transformers.utils import chat_template_utils
 
 from vlmpack.encode import template_bounds, template_growth
 from vlmpack.encode.chat import ChatEncoder
-from vlmpack.encode.sample import Message, TextPart
+from vlmpack.encode.sample import NOTHING_BESIDE, Message, TextPart
 from vlmpack.errors import DataError, ModelError
 
 TALK = tuple(
@@ -277,5 +277,5 @@ def test_marks_of_the_assistant_are_kept() -> None:
         "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %};{% endfor %}"
     )
     encoder = ChatEncoder(FakeTokenizer(text), takes_images=False)
-    (span,) = encoder._spans(TALK, encoder.render(TALK))
+    (span,) = encoder.template.spans(TALK, NOTHING_BESIDE, encoder.render(TALK))
     assert encoder.render(TALK)[slice(*span)].startswith("A cat.")

@@ -20,7 +20,7 @@ class FakeTokenizer:
     def __init__(self, text: str) -> None:
         self.chat_template = text
 
-    def get_chat_template(self) -> str:
+    def get_chat_template(self, tools: list[Any] | None = None) -> str:
         return self.chat_template
 
     def apply_chat_template(self, messages: list[Any], **options: Any) -> str:

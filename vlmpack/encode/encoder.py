@@ -17,11 +17,12 @@ from PIL import Image
 
 from vlmpack.encode.assemble import Tokens, assemble
 from vlmpack.encode.budget import refuse_budget, write_settings
-from vlmpack.encode.chat import ChatEncoder, no_vision_tower
+from vlmpack.encode.chat import ChatEncoder
 from vlmpack.encode.clock import noted_date, reads_clock, today
 from vlmpack.encode.decode import decode_image, which_image
 from vlmpack.encode.fingerprint import EncoderFacts
 from vlmpack.encode.sample import Message, VLMSample
+from vlmpack.encode.template import no_vision_tower
 from vlmpack.encode.thoughts import last_turn_alone
 from vlmpack.encode.tokenizer import open_tokenizer
 from vlmpack.errors import CapabilityError, DataError, ModelError, schema_error
@@ -309,7 +310,8 @@ class Encoder:
     ) -> tuple[list[int], list[bool]]:
         """Ids with one placeholder for each run of an image, and which of them are targets."""
         messages = self.taught(sample.messages)
-        tokens = self.chat.encode(messages, [layout.text for layout in layouts])
+        texts = [layout.text for layout in layouts]
+        tokens = self.chat.encode(messages, texts, sample.beside)
         ids = tokens.input_ids
         found, wanted = ids.count(self.placeholder_id), sum(len(each.runs) for each in layouts)
         if found != wanted:

@@ -12,14 +12,17 @@ is never changed, so threads may share it.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from vlmpack.encode.sample import Message, TextPart
+from vlmpack.encode.sample import Beside, Message, TextPart, strings
 from vlmpack.errors import schema_error
 
 _HIDDEN, _RENAMED = "\U000f1e00", "\U000f1e01"
 """Private-use characters: no text that is meant to be read has them."""
+_ESCAPED = ("\\u000f1e00", "\\udb87\\ude00")
+"""The first as Python and as JSON write it in ASCII, in small letters."""
 
 
 def hide_literals(messages: tuple[Message, ...], marker: str) -> tuple[tuple[Message, ...], bool]:
@@ -29,13 +32,10 @@ def hide_literals(messages: tuple[Message, ...], marker: str) -> tuple[tuple[Mes
         DataError: (schema) a text that spells the marker and has one of our characters too.
     """
     texts = [part.text for m in messages for part in m.parts if isinstance(part, TextPart)]
+    texts += [text for message in messages for text in strings(message.fields)]
     if not marker or not any(marker in text for text in texts):
         return messages, False
-    if any(mark in text for text in texts for mark in (_HIDDEN, _RENAMED)):
-        raise schema_error(
-            f"the text spells {marker!r} and holds a character (U+F1E00 or U+F1E01) that is used "
-            f"to tell it from the places of images; remove one of them",
-        )
+    _refuse_marks(texts, marker)
     hidden = _HIDDEN * len(marker)
     return tuple(
         replace(
@@ -44,9 +44,52 @@ def hide_literals(messages: tuple[Message, ...], marker: str) -> tuple[tuple[Mes
                 TextPart(part.text.replace(marker, hidden)) if isinstance(part, TextPart) else part
                 for part in message.parts
             ),
+            fields=_hidden(message.fields, marker),
         )
         for message in messages
     ), True
+
+
+def hide_beside(beside: Beside, marker: str) -> tuple[Beside, bool]:
+    """What stands beside the turns, as `hide_literals` has it.
+
+    Raises:
+        DataError: (schema) as there.
+    """
+    texts = [*strings(beside.tools), *strings(beside.variables)]
+    if not marker or not any(marker in text for text in texts):
+        return beside, False
+    _refuse_marks(texts, marker)
+    return Beside(_hidden(beside.tools, marker), _hidden(beside.variables, marker)), True
+
+
+def refuse_escaped(text: str) -> None:
+    """Raise DataError (schema) where a template wrote a hidden marker as an escape, which nobody
+    could tell from other text again: as Python writes a list out, or JSON in ASCII."""
+    if any(escape in text.lower() for escape in _ESCAPED):
+        raise schema_error(
+            "the text of a tool, a call or a thought spells the image marker, and the chat "
+            "template writes it escaped; remove the marker from there"
+        )
+
+
+def _refuse_marks(texts: Sequence[str], marker: str) -> None:
+    if any(mark in text for text in texts for mark in (_HIDDEN, _RENAMED)):
+        raise schema_error(
+            f"the text spells {marker!r} and holds a character (U+F1E00 or U+F1E01) that is used "
+            f"to tell it from the places of images; remove one of them",
+        )
+
+
+def _hidden(value: Any, marker: str) -> Any:
+    """A JSON value with the marker hidden in all of its strings."""
+    if isinstance(value, str):
+        return value.replace(marker, _HIDDEN * len(marker))
+    if isinstance(value, Mapping):
+        return {_hidden(key, marker): _hidden(item, marker) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_hidden(item, marker) for item in value)
+    return value
 
 
 def put_back(text: str, marker: str) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +32,49 @@ class Message:
         parts: what it says and shows, in order.
         learn: False where the data excludes an assistant's turn from the loss. The turns of others
             are never learnt.
+        fields: what the chat template gets of the turn beside its content, under transformers'
+            names: an assistant's `tool_calls` and thoughts (`reasoning_content`), a tool's `name`
+            and `tool_call_id`. JSON values, which nobody changes.
     """
 
     role: Role
     parts: tuple[TextPart | ImagePart, ...]
     learn: bool = True
+    fields: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def text(self) -> str:
         """The message's text parts, concatenated."""
         return "".join(part.text for part in self.parts if isinstance(part, TextPart))
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What the chat template gets beside the turns.
+
+    Args:
+        tools: JSON schemas of the tools that the assistant may call.
+        variables: further variables of the template by name (`chat_template_kwargs`).
+    """
+
+    tools: Sequence[Mapping[str, Any]] = field(default=(), hash=False)
+    variables: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+
+NOTHING_BESIDE = Beside()
+
+
+def strings(value: object) -> Iterator[str]:
+    """Every string of a JSON value, the keys of objects too."""
+    left = [value]  # no recursion: a record may be nested as deeply as JSON is read
+    while left:
+        item = left.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, Mapping):
+            left += [*item.keys(), *item.values()]
+        elif isinstance(item, list | tuple):
+            left += item
 
 
 def said(role: Role, text: str) -> Message:
@@ -60,6 +94,7 @@ class VLMSample:
             text and image sizes are needed (lengths).
         image_names: what messages call the images: their members, or the files that they come from.
         task: a label that evaluation groups its figures by, if the data has one.
+        beside: what the chat template gets beside the turns.
     """
 
     key: str
@@ -68,6 +103,7 @@ class VLMSample:
     images: tuple[bytes, ...] = ()
     task: str | None = None
     image_names: tuple[str, ...] = field(default=(), compare=False)
+    beside: Beside = NOTHING_BESIDE
 
     @property
     def num_images(self) -> int:

@@ -54,6 +54,11 @@ def bound_templates() -> None:
         chat_template_utils._compile_jinja_template = _compiled
 
 
+def environment_of(chat_template: str) -> Any:
+    """The jinja2 environment in which a chat template is compiled."""
+    return _compiled(chat_template).environment
+
+
 @lru_cache
 def _compiled(chat_template: str) -> Template:
     """The template as transformers compiles it, in a bounded environment of its own."""

@@ -25,13 +25,32 @@ def dropped_thoughts(render: Callable[[tuple[Message, ...]], str]) -> Dropped:
     Args:
         render: the template.
     """
+    inline = _dropped(render, lambda thought, words: said("assistant", _inline(thought, words)))
+    if inline != "none":
+        return inline
+    apart = _dropped(
+        render,
+        lambda thought, words: replace(
+            said("assistant", words), fields={"reasoning_content": thought}
+        ),
+    )
+    return "none" if apart == "all" else apart  # one that does not know the key refuses it
+
+
+def _inline(thought: str, words: str) -> str:
+    return f"{OPEN}\n{thought}\n{CLOSE}\n\n{words}"
+
+
+def _dropped(
+    render: Callable[[tuple[Message, ...]], str], answer: Callable[[str, str], Message]
+) -> Dropped:
     try:
         text = render(
             (
                 said("user", "one?"),
-                said("assistant", f"{OPEN}\nearlierthought\n{CLOSE}\n\nearlieranswer"),
+                answer("earlierthought", "earlieranswer"),
                 said("user", "two?"),
-                said("assistant", f"{OPEN}\nlastthought\n{CLOSE}\n\nlastanswer"),
+                answer("lastthought", "lastanswer"),
             )
         )
     except DataError:  # a template that wants other turns: nothing is known of it
@@ -44,9 +63,19 @@ def dropped_thoughts(render: Callable[[tuple[Message, ...]], str]) -> Dropped:
 
 
 def last_turn_alone(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The turns, all answers but the last excluded from the loss."""
-    answers = [at for at, turn in enumerate(messages) if turn.role == "assistant"]
+    """The turns, all answers but the last excluded from the loss.
+
+    An answer that took tools is one with its calls: the assistant's turns before it count as far
+    back as results of tools stand between them.
+    """
+    first = len(messages)
+    for at in range(len(messages) - 1, -1, -1):
+        role = messages[at].role
+        if role == "assistant" and (first == len(messages) or messages[first - 1].role == "tool"):
+            first = at
+        elif role != "tool" and first < len(messages):
+            break
     return tuple(
-        replace(turn, learn=False) if at in answers[:-1] else turn
+        replace(turn, learn=False) if turn.role == "assistant" and at < first else turn
         for at, turn in enumerate(messages)
     )

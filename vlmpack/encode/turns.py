@@ -6,15 +6,17 @@
 The template itself says so: the text up to turn i with a generation prompt, and the text with turn
 i, differ by exactly that turn, its end-of-turn token included. Where a template renders a turn
 differently once others follow (Qwen3 drops earlier thoughts; Mistral moves the system prompt), the
-turn is what changes in the whole conversation when its content does.
+turn is what changes in the whole conversation when its content does. One that calls tools or thinks
+is what changes with its thoughts, its words and the arguments of its calls, and what the template
+writes before, between and behind them (`changes.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 
+from vlmpack.encode.changes import CALLS, THOUGHTS, Changed, changed, difference
 from vlmpack.encode.image_text import Span
 from vlmpack.encode.sample import Message, said
 from vlmpack.errors import DataError, schema_error
@@ -38,32 +40,34 @@ class TurnShape:
     close: str = ""
 
 
-@dataclass(frozen=True)
+def shape_of(render: Render) -> TurnShape:
+    """What a template writes around the answer to a question."""
+    asked = (said("user", "x"),)
+    try:
+        head, bare = render(asked, True), render(asked, False)
+        answered = [render((*asked, said("assistant", word)), False) for word in "yz"]
+    except DataError:  # a template that wants more turns: nothing is known of it beforehand
+        return TurnShape()
+    start, tail = difference(*answered)
+    text = answered[0]
+    before = text[len(head) : start] if text.startswith(head) else ""
+    close = text[len(text) - tail :].rstrip()
+    if head == bare and before.strip():
+        return TurnShape(header=before, close=close)
+    return TurnShape(lead=before, close=close)
+
+
+@dataclass(frozen=True, slots=True)
 class AssistantTurns:
     """The assistant's turns in one template's texts.
 
     Args:
-        render: the template.
+        render: the template, with what it is given beside the turns.
+        shape: what it writes around an answer.
     """
 
     render: Render
-
-    @cached_property
-    def shape(self) -> TurnShape:
-        """What the template writes around the answer to a question."""
-        asked = (said("user", "x"),)
-        try:
-            head, bare = self.render(asked, True), self.render(asked, False)
-            answered = [self.render((*asked, said("assistant", word)), False) for word in "yz"]
-        except DataError:  # a template that wants more turns: nothing is known of it beforehand
-            return TurnShape()
-        start, tail = difference(*answered)
-        text = answered[0]
-        before = text[len(head) : start] if text.startswith(head) else ""
-        close = text[len(text) - tail :].rstrip()
-        if head == bare and before.strip():
-            return TurnShape(header=before, close=close)
-        return TurnShape(lead=before, close=close)
+    shape: TurnShape
 
     def spans(
         self, messages: tuple[Message, ...], text: str, *, only_excluded: bool = False
@@ -82,26 +86,82 @@ class AssistantTurns:
         for index, turn in enumerate(messages):
             if turn.role != "assistant" or (only_excluded and turn.learn):
                 continue
-            span = self._by_prefix(messages, index, text) or self._by_change(messages, index, text)
+            span = self._span(messages, index, text)
             if span is None:
+                beside = "; it may write the words of a turn with calls behind the results"
                 raise schema_error(
                     f"the chat template renders turn {index} differently when later turns follow, "
-                    f"so the assistant's tokens cannot be told apart",
+                    f"so the assistant's tokens cannot be told apart"
+                    + (beside if CALLS in turn.fields and turn.text.strip() else ""),
                 )
             spans.append(span)
         return spans
 
-    def _by_prefix(self, messages: tuple[Message, ...], index: int, text: str) -> Span | None:
-        """The turn as what a conversation that ends with it has more than the question alone."""
+    def _span(self, messages: tuple[Message, ...], index: int, text: str) -> Span | None:
+        """One turn: what a conversation that ends with it has more than the question alone, or what
+        changes with it."""
         head = self.render(messages[:index], True)
         is_last = index == len(messages) - 1
         turn = text if is_last else self.render(messages[: index + 1], False)
-        if not (turn.startswith(head) and text.startswith(turn)):
+        if turn.startswith(head) and text.startswith(turn):
+            start, header = len(head), self.shape.header
+            if header and text.startswith(header, start):
+                start += len(header)
+            return start, max(start, len(turn.rstrip()))
+        if not messages[index].fields:
+            return self._by_change(messages, index, text)
+        return self._by_fields(messages, index, text, head)
+
+    def _by_fields(
+        self, messages: tuple[Message, ...], index: int, text: str, head: str
+    ) -> Span | None:
+        """A turn that calls tools or thinks, as what changes with it; what stands around that is
+        taken from the conversation that ends with it, with its thoughts or without: a template may
+        drop them.
+
+        Args:
+            messages: the conversation.
+            index: the turn's.
+            text: what the template makes of it.
+            head: of the turns before, with a generation prompt.
+        """
+        before, message, after = messages[:index], messages[index], messages[index + 1 :]
+        whole = changed(text, message, lambda one: self.render((*before, one, *after), False))
+        if whole is None:
             return None
-        start, header = len(head), self.shape.header
-        if header and text.startswith(header, start):
-            start += len(header)
-        return start, max(start, len(turn.rstrip()))
+        silent = {key: value for key, value in message.fields.items() if key not in THOUGHTS}
+        for turn in (message, replace(message, fields=silent)):
+            alone = self.render((*before, turn), False)
+            place = changed(alone, turn, lambda one: self.render((*before, one), False))
+            if place is None or place.start < len(head) or not alone.startswith(head):
+                continue
+            alone = alone.rstrip()
+            lead, close = alone[len(head) : place.start], alone[place.end :]
+            span = self._around(text, whole, lead, close)
+            # The end of what the model would say there: all of it, or what thoughts leave.
+            if span is not None and alone[len(head) :].endswith(text[slice(*span)]):
+                return span
+        return None
+
+    def _around(self, text: str, found: Changed, lead: str, close: str) -> Span | None:
+        """A turn with what the template writes before and behind what changes with it.
+
+        Args:
+            text: the template's.
+            found: what changes with the turn.
+            lead: before it, where the conversation ends with the turn.
+            close: behind it there.
+        """
+        start = found.start
+        if not text.startswith(close, found.end):
+            return None
+        if text.endswith(lead, 0, start):
+            start -= len(lead)
+        elif found.by_call:
+            return None  # nothing says where that begins which is written before the arguments
+        elif self.shape.lead and text.endswith(self.shape.lead, 0, start):
+            start -= len(self.shape.lead)
+        return start, found.end + len(close)
 
     def _by_change(self, messages: tuple[Message, ...], index: int, text: str) -> Span | None:
         """The turn as what changes in the whole conversation when its content does."""
@@ -121,14 +181,3 @@ class AssistantTurns:
         if not text.startswith(shape.close, end):
             return None  # nothing would say where the answer stops
         return start, end + len(shape.close)
-
-
-def difference(first: str, second: str) -> tuple[int, int]:
-    """How many characters two texts share at the start, and how many after that at the end."""
-    start = _shared(first, second)
-    return start, _shared(first[start:][::-1], second[start:][::-1])
-
-
-def _shared(first: str, second: str) -> int:
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))

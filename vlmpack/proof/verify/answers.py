@@ -4,7 +4,7 @@ token, not by what the encoder made its labels with.
     messages    user "Is it?"   assistant "\\nYes."
     rendered    ...assistant \\nYes.<|im_end|>     the answer lies between two marks put round it
     char_to_token of its first and its last character: both tokens must be labels, and neither
-    where the data excludes the turn
+    where the data excludes the turn, or a tool wrote it
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Place:
 def check_answers(
     encoder: Encoder, samples: Sequence[EncodedSample], cooked: Sequence[VLMSample | None]
 ) -> Check | None:
-    """The first and the last character of every answer lie in tokens that are labels.
+    """The first and the last character of every answer lie in tokens that are labels, those of
+    results of tools do not.
 
     Args:
         encoder: template and tokenizer.
@@ -56,12 +57,14 @@ def check_answers(
         if messages is None:
             continue
         for turn, message in enumerate(encoder.taught(messages.messages)):
-            if message.role != "assistant" or not message.text.strip():
+            is_result = message.role == "tool" and encoder.loss_on == "assistant"
+            if not (message.role == "assistant" or is_result) or not message.text.strip():
                 continue
-            looked_at += 1
             tokens = _tokens_of(encoder, sample, messages, turn)
-            found += bool(tokens)
-            wrong = [at for at in tokens if _is_label(sample, at) != message.learn]
+            looked_at += not is_result
+            found += bool(tokens) and not is_result
+            wanted = message.learn and not is_result
+            wrong = [at for at in tokens if _is_label(sample, at) != wanted]
             if wrong:
                 return _broken(encoder, sample, turn, message, wrong[0])
     if not looked_at:
@@ -76,10 +79,13 @@ def _broken(encoder: Encoder, sample: EncodedSample, turn: int, message: Message
         message.text if len(message.text) <= 40 else message.text[:18] + "..." + message.text[-18:]
     )
     what = "is no label" if message.learn else "is a label, though the data excludes the turn"
+    says = "answers"
+    if message.role == "tool":
+        what, says = "is a label, though a tool wrote it", "is the result"
     return Check(
         name=ANSWERS,
         status="fail",
-        detail=f"{sample.key}: turn {turn} answers {text!r}; its token {at}, {written!r}, {what}",
+        detail=f"{sample.key}: turn {turn} {says} {text!r}; its token {at}, {written!r}, {what}",
         look_at="the turns that the chat template writes (vlmpack/encode/turns.py)",
     )
 
@@ -95,15 +101,17 @@ def _tokens_of(encoder: Encoder, sample: EncodedSample, cooked: VLMSample, turn:
     chat = encoder.chat
     if chat.marker and any(chat.marker in message.text for message in cooked.messages):
         return []  # as text it is tokenised otherwise
-    text = chat.render(cooked.messages)
-    place = find_answer(encoder, cooked.messages, turn, text)
+    text = chat.render(cooked.messages, cooked.beside)
+    place = find_answer(encoder, cooked, turn, text)
     if place is None:
         return []
     found: Any = encoder.tokenizer(text, add_special_tokens=False)
     characters = [at for at in (place.first, place.last) if at is not None]
     tokens = [found.char_to_token(at) for at in characters]
     moved = align(found["input_ids"], sample, encoder.tokenizer.convert_tokens_to_ids(chat.marker))
-    marked = chat.mask_of_transformers(cooked.messages)
+    marked = None
+    if cooked.messages[turn].role == "assistant":
+        marked = chat.template.mask_of_transformers(cooked.messages, cooked.beside)
     return [
         moved[token]
         for token in tokens
@@ -111,10 +119,8 @@ def _tokens_of(encoder: Encoder, sample: EncodedSample, cooked: VLMSample, turn:
     ]
 
 
-def find_answer(
-    encoder: Encoder, messages: tuple[Message, ...], turn: int, text: str
-) -> Place | None:
-    """Where the template writes an answer, by marks put round it.
+def find_answer(encoder: Encoder, cooked: VLMSample, turn: int, text: str) -> Place | None:
+    """Where the template writes an answer, or the result of a tool, by marks put round it.
 
     Round all of it, white space included; where the template then writes something else, as one
     that strips white space does, round what is left without.
@@ -123,10 +129,10 @@ def find_answer(
         None where neither leaves the rest of the text as it is.
     """
     for stripped in (False, True):
-        marked = list(messages)
-        marked[turn] = _marked(messages[turn], stripped=stripped)
+        marked = list(cooked.messages)
+        marked[turn] = _marked(marked[turn], stripped=stripped)
         try:
-            found = encoder.chat.render(tuple(marked))
+            found = encoder.chat.render(tuple(marked), cooked.beside)
         except DataError:
             return None
         if found.replace(_OPEN, "").replace(_CLOSE, "") != text or found.count(_CLOSE) != 1:

@@ -1,0 +1,199 @@
+"""Whether a chat template writes what a conversation gives it; transformers says nothing.
+
+    tools                 the text differs without them, and names each of them
+    results of tools,     each is replaced by a word of its own; the words must be in the text, or
+    calls, thoughts,      in that of the conversation that ends with their turn: what a template
+    words beside a call   drops once other turns follow, as thoughts, it was written to drop
+    variables             the template reads a variable of that name
+
+Asked of conversations that have any of these; others cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from vlmpack.encode.changes import CALLS, THOUGHTS, with_arguments, with_field
+from vlmpack.encode.sample import Beside, Message, TextPart
+from vlmpack.encode.template_bounds import environment_of
+from vlmpack.errors import DataError, schema_error
+
+_WITH_TOOLS = "use a template that knows tools, such as the model's own of a later release"
+
+
+class RenderBeside(Protocol):
+    """The template's text."""
+
+    def __call__(self, messages: tuple[Message, ...], beside: Beside) -> str:
+        """What the template makes of some turns and of what it is given beside them."""
+
+
+def variables_of(template: str) -> frozenset[str]:
+    """The variables that a template reads and does not set, but for jinja's own functions.
+
+    Args:
+        template: Jinja, as transformers renders it.
+    """
+    from jinja2 import meta
+
+    environment = environment_of(template)
+    parsed = environment.parse(template)
+    own = {name for name, is_set in _first_uses(parsed).items() if is_set}
+    return frozenset(meta.find_undeclared_variables(parsed)) - own - frozenset(environment.globals)
+
+
+def _first_uses(template: Any) -> dict[str, bool]:
+    """Name -> whether the template sets it before it reads it: jinja takes what is set in a branch
+    alone for one that may come from outside."""
+    from jinja2 import nodes
+
+    found: dict[str, bool] = {}
+    left = [template]
+    while left:
+        node = left.pop()
+        if isinstance(node, nodes.Name) and node.ctx != "param":
+            found.setdefault(node.name, node.ctx == "store")
+        inner = list(node.iter_child_nodes())
+        if isinstance(node, nodes.Assign):
+            inner.reverse()  # what is assigned is read first
+        left += reversed(inner)
+    return found
+
+
+def refuse_unread(variables: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise DataError (schema) where the template does not read a variable that it is given.
+
+    Args:
+        variables: given.
+        known: those that it reads.
+    """
+    for name in variables:
+        if name not in known:
+            own = sorted(set(known) - _ALWAYS)
+            reads = ", ".join(map(repr, own)) or "none but the turns and tools"
+            raise schema_error(
+                f"chat_template_kwargs has {name[:60]!r}, which the chat template does not read "
+                f"(it reads {reads}): remove it from the record, or use another template"
+            )
+
+
+_ALWAYS = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"}
+)
+
+
+def refuse_lost(
+    messages: tuple[Message, ...], beside: Beside, text: str, render: RenderBeside
+) -> None:
+    """Raise DataError (schema) where the template leaves out a tool, a result, a call or a thought.
+
+    Args:
+        messages: the conversation.
+        beside: what the template is given beside it.
+        text: what the template makes of both.
+        render: the template.
+    """
+    if beside.tools:
+        _refuse_without_tools(messages, beside, text, render)
+    given = [each for at, turn in enumerate(messages) for each in _given(at, turn)]
+    if not given:
+        return
+    changed = list(messages)
+    for each in given:
+        changed[each.turn] = each.put(changed[each.turn])
+    try:
+        written = render(tuple(changed), beside)
+    except DataError:  # a template that wants something of the words
+        written = ""
+    for each in given:
+        if each.word not in written and not _is_written(each, messages, beside, render):
+            raise schema_error(
+                f"the chat template leaves out {each.what} of turn {each.turn} "
+                f"({messages[each.turn].role}), so it would not be trained: {each.instead}"
+            )
+
+
+def _refuse_without_tools(
+    messages: tuple[Message, ...], beside: Beside, text: str, render: RenderBeside
+) -> None:
+    names = [name for tool in beside.tools if (name := tool_name(tool)) and name not in text]
+    try:
+        same = render(messages, replace(beside, tools=())) == text
+    except DataError:
+        same = False
+    if same or names:
+        which = "tools" if same else f"the tool {names[0][:60]!r}"
+        raise schema_error(
+            f"the record has tools, and the chat template writes no {which}, so the assistant "
+            f"would be taught without knowing them: {_WITH_TOOLS}"
+            if same
+            else f"the chat template leaves out {which} of the record: {_WITH_TOOLS}"
+        )
+
+
+def tool_name(tool: Mapping[str, Any]) -> str:
+    """The name of a tool by its schema; empty where it has none."""
+    function = tool.get("function")
+    named = function if isinstance(function, Mapping) else tool
+    name = named.get("name")
+    return name if isinstance(name, str) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """Something of a turn that the template must write.
+
+    Args:
+        turn: its place.
+        kind: `text`, `calls`, or the name of its thoughts.
+        what: in words.
+        instead: what a user can do.
+    """
+
+    turn: int
+    kind: str
+    what: str
+    instead: str
+
+    @property
+    def word(self) -> str:
+        """What stands in its place."""
+        return f"vlmpackword{self.turn}{self.kind.replace('_', '')}q"
+
+    def put(self, turn: Message) -> Message:
+        """The turn with the word in its place."""
+        if self.kind == "calls":
+            return with_arguments(turn, {self.word: self.word})
+        if self.kind != "text":
+            return with_field(turn, self.kind, self.word)
+        parts = [part for part in turn.parts if not isinstance(part, TextPart)]
+        return replace(turn, parts=(*parts, TextPart(self.word)))
+
+
+def _given(at: int, turn: Message) -> Iterator[_Given]:
+    if turn.role == "tool" and turn.text.strip():
+        yield _Given(at, "text", "the result", _WITH_TOOLS)
+    if CALLS in turn.fields:
+        yield _Given(at, "calls", "the calls", _WITH_TOOLS)
+        if turn.text.strip():
+            yield _Given(at, "text", "the words beside the calls", "leave them out of the record")
+    for name in THOUGHTS:
+        if name in turn.fields:
+            instead = (
+                "write them into the content as the model writes them, such as "
+                "<think>...</think>, or use a template that reads that key"
+            )
+            yield _Given(at, name, f"the thoughts ({name!r})", instead)
+
+
+def _is_written(
+    each: _Given, messages: tuple[Message, ...], beside: Beside, render: RenderBeside
+) -> bool:
+    """Whether the template writes it where the conversation ends with its turn."""
+    try:
+        alone = (*messages[: each.turn], each.put(messages[each.turn]))
+        return each.word in render(alone, beside)
+    except DataError:
+        return False

@@ -1,0 +1,216 @@
+"""The chat template of a model folder: what it is given, and the text that it makes of it.
+
+turns                 in transformers' spelling (`content.py`), with calls and thoughts
+tools, variables      of one record, as `apply_chat_template` takes them
+generation prompt     where an answer is asked for
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from vlmpack.encode.clock import with_date
+from vlmpack.encode.content import Form, find_forms, turn_dicts
+from vlmpack.encode.expressed import variables_of
+from vlmpack.encode.image_text import Span
+from vlmpack.encode.sample import NOTHING_BESIDE, Beside, ImagePart, Message, Role
+from vlmpack.encode.template_bounds import bound_templates
+from vlmpack.encode.turns import AssistantTurns, TurnShape, shape_of
+from vlmpack.errors import DataError, ModelError, VlmpackError, schema_error
+
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""A template that marks what the assistant writes."""
+
+MAX_SHAPES = 64
+"""Settings of a template's variables whose turn shape is kept."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The chat template of a tokenizer.
+
+    Args:
+        tokenizer: a fast tokenizer of transformers with a chat template.
+        takes_images: whether the model has a vision tower.
+        date: what a template that reads the clock writes as today's; None for others.
+    """
+
+    tokenizer: Any
+    takes_images: bool = True
+    date: datetime.date | None = None
+
+    def refuse_bad_syntax(self) -> None:
+        """Raise ModelError where the template cannot be compiled."""
+        from jinja2 import TemplateSyntaxError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        bound_templates()
+        try:
+            text = self.tokenizer.get_chat_template()
+            render_jinja_template([], chat_template=text)
+        except TemplateSyntaxError as error:
+            folder = Path(self.tokenizer.name_or_path)
+            file = folder / "chat_template.jinja"
+            own = file.is_file() and file.read_text(encoding="utf-8") == text
+            name = f"{file}" if own else f"the chat template of {folder}"
+            raise ModelError(f"model.path: {name}, line {error.lineno}: {error.message}") from error
+        except Exception as error:  # compiling a hostile one may raise anything
+            raise ModelError(
+                f"model.path: the chat template of {self.tokenizer.name_or_path} cannot be "
+                f"compiled ({type(error).__name__}: {error})"
+            ) from error
+
+    def text(self, beside: Beside = NOTHING_BESIDE) -> str:
+        """The chat template, with the date: a folder may have one of its own for tools."""
+        text = str(self.tokenizer.get_chat_template(tools=_tools(beside)))
+        return text if self.date is None else with_date(text, self.date)
+
+    def render(
+        self,
+        messages: tuple[Message, ...],
+        beside: Beside = NOTHING_BESIDE,
+        *,
+        generation_prompt: bool = False,
+    ) -> str:
+        """The template's text for some turns.
+
+        Raises:
+            DataError: (schema) the template refuses them, or an image for a model without tower.
+        """
+        return self._apply(self._as_dicts(messages), beside, generation_prompt=generation_prompt)
+
+    def _as_dicts(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        if not self.takes_images and any(
+            isinstance(part, ImagePart) for message in messages for part in message.parts
+        ):
+            raise no_vision_tower()
+        return turn_dicts(messages, self._forms)
+
+    @cached_property
+    def _forms(self) -> dict[Role, Form]:
+        return find_forms(self._apply, "parts" if self.takes_images else "string")
+
+    def _apply(
+        self,
+        turns: list[dict[str, Any]],
+        beside: Beside = NOTHING_BESIDE,
+        *,
+        generation_prompt: bool = False,
+    ) -> str:
+        with template_faults():
+            return str(
+                self.tokenizer.apply_chat_template(
+                    turns,
+                    tools=_tools(beside),
+                    chat_template=self.text(beside),
+                    tokenize=False,
+                    add_generation_prompt=generation_prompt,
+                    **beside.variables,
+                )
+            )
+
+    def turns(self, beside: Beside) -> AssistantTurns:
+        """The assistant's turns in the texts of one record."""
+
+        def render(turns: tuple[Message, ...], prompt: bool) -> str:
+            return self.render(turns, beside=beside, generation_prompt=prompt)
+
+        return AssistantTurns(render, self.shape(beside))
+
+    def shape(self, beside: Beside) -> TurnShape:
+        """What the template writes around an answer, under a record's variables."""
+        variables = json.dumps(beside.variables, sort_keys=True)
+        if variables not in self._shapes:
+            if len(self._shapes) >= MAX_SHAPES:
+                self._shapes.clear()
+            given = Beside(variables=beside.variables)
+            self._shapes[variables] = shape_of(
+                lambda turns, prompt: self.render(turns, beside=given, generation_prompt=prompt)
+            )
+        return self._shapes[variables]
+
+    @cached_property
+    def _shapes(self) -> dict[str, TurnShape]:
+        return {}
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Those that the template reads, or the one for tools where a folder has two."""
+        tool = {"type": "function", "function": {"name": "f"}}
+        templates = {self.text(), self.text(Beside(tools=(tool,)))}
+        return frozenset().union(*map(variables_of, templates))
+
+    def spans(self, messages: tuple[Message, ...], beside: Beside, text: str) -> list[Span]:
+        """Character spans that the assistant wrote: by the template's own `{% generation %}` marks,
+        an end-of-turn token right behind one included; else by its turns."""
+        if not _MARKS.search(self.text(beside)):
+            return self.turns(beside).spans(messages, text)
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        with template_faults():
+            found: Any = render_jinja_template(  # annotated as a string, returns a pair
+                [self._as_dicts(messages)],
+                tools=_tools(beside),
+                chat_template=self.text(beside),
+                return_assistant_tokens_mask=True,
+                **{**self.tokenizer.special_tokens_map, **beside.variables},
+            )
+        texts, spans = found
+        assert texts == [text]
+        close = self.shape(beside).close
+        return [(a, b + len(close) if text.startswith(close, b) else b) for a, b in spans[0]]
+
+    def mask_of_transformers(
+        self, messages: tuple[Message, ...], beside: Beside = NOTHING_BESIDE
+    ) -> list[bool] | None:
+        """Which tokens of a rendered conversation transformers itself takes for the assistant's;
+        None for a template without marks. What is learnt does not come from here: see `verify`."""
+        if not _MARKS.search(self.text(beside)):
+            return None
+        with template_faults():
+            found = self.tokenizer.apply_chat_template(
+                self._as_dicts(messages),
+                tools=_tools(beside),
+                chat_template=self.text(beside),
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+                **beside.variables,
+            )
+        return [bool(flag) for flag in found["assistant_masks"]]
+
+
+def _tools(beside: Beside) -> list[Any] | None:
+    return list(beside.tools) or None
+
+
+@contextmanager
+def template_faults() -> Iterator[None]:
+    """A template that refuses a conversation, cannot take its parts or takes too long is a fault of
+    the data. It is a program of the model folder, so it may raise anything."""
+    from jinja2 import TemplateError
+
+    bound_templates()
+    try:
+        yield
+    except VlmpackError:
+        raise
+    except Exception as error:
+        is_plain = isinstance(error, TemplateError | TypeError | ValueError)
+        said = f"{error}" if is_plain else f"{type(error).__name__}: {error}"
+        raise schema_error(f"the chat template refuses the conversation: {said}") from error
+
+
+def no_vision_tower() -> DataError:
+    """Images for a language model alone."""
+    return schema_error(
+        "the sample has images, but the model has no vision tower; use a vision-language model, or "
+        "leave such samples out",
+    )
