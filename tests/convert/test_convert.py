@@ -359,7 +359,7 @@ def test_images_that_are_refused(tmp_path: Path, images: Path, name: str, reason
         ("[1]", "is a list; expected an object"),
         ({"text": "x"}, "expected exactly one of 'messages' and 'conversations', found 'text'"),
         ({"messages": []}, "'messages' is an empty list"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "has the role 'tool'"),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "has the role 'critic'"),
         (
             {"messages": [{"role": "user", "content": "x"}]},
             "none of the 1 turns is the assistant's",

@@ -340,15 +340,23 @@ def keys() -> Iterator[Key]:
         yield _beside(name, True if name == "label" else [{"ZEBRA": 1}], f"has '{name}'")
         for value in EMPTY:
             yield _beside(name, value)
-    for name, value in (("source", "ZEBRA"), ("label", 3), ("Tools", 0), ("meta", {"a": [False]})):
+    for name, value in (("source", "ZEBRA"), ("label", 3), ("Notes", 0), ("meta", {"a": [False]})):
         yield _beside(name, value, unknown=True)
+    yield _beside("Tools", 0, "did you mean 'tools'")
+    yield _beside("tools", 7, "'tools' is a int; expected a list")
+    yield _beside("tools", ["ZEBRA"], r"tools\[0\] is a str; expected an object")
+    yield _beside("chat_template_kwargs", [7], "'chat_template_kwargs' is a list; expected an obj")
+    yield _beside("chat_template_kwargs", {"tools": [7]}, "'tools', which is no variable")
     yield _beside("id", "ZEBRA")
     yield _beside("task", 7, "'task' is a int")
     yield _beside("meta", {"a": None, "b": [{}][:0]})
     unread = ("reasoning_content", "tool_calls", "name", "images", "losss", "x", "tool_call_id")
     for place in (0, 1):
         for name in unread:
-            yield _in_turn(place, {name: ["ZEBRA"]}, f"has the key '{name}', which would be lost")
+            reason = f"has the key '{name}', which would be lost"
+            if place == 1 and name in ("reasoning_content", "tool_calls"):
+                reason = f"{name}.* is a (list|str); expected (a text|an object)"
+            yield _in_turn(place, {name: ["ZEBRA"]}, reason)
             for value in EMPTY:
                 yield _in_turn(place, {name: value})
         for name in ("loss", "train", "weight"):

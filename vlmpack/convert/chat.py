@@ -23,7 +23,8 @@ from vlmpack.data.shards.turns import (
     conversation,
     kind_of,
 )
-from vlmpack.encode.sample import ImagePart, Message
+from vlmpack.encode.changes import CALLS
+from vlmpack.encode.sample import NOTHING_BESIDE, Beside, ImagePart, Message
 from vlmpack.errors import schema_error
 from vlmpack.words import counted
 
@@ -48,17 +49,28 @@ class ChatTurns:
         turns: in order.
         images: where each image part's bytes are, in order.
         unknown_keys: those of the record that are not read.
+        beside: what the chat template gets beside the turns.
     """
 
     turns: tuple[Message, ...]
     images: tuple[ImageSource, ...]
     unknown_keys: tuple[str, ...] = ()
+    beside: Beside = NOTHING_BESIDE
+
+    def document(self, names: Sequence[str]) -> dict[str, Any]:
+        """A shard's JSON, its images under these member names."""
+        document: dict[str, Any] = {"messages": self.messages(names)}
+        if self.beside.tools:
+            document["tools"] = list(self.beside.tools)
+        if self.beside.variables:
+            document["chat_template_kwargs"] = dict(self.beside.variables)
+        return document
 
     def messages(self, names: Sequence[str]) -> list[dict[str, Any]]:
         """The `messages` of a shard's JSON, its images under these member names."""
         messages: list[dict[str, Any]] = []
         for turn in self.turns:
-            content: list[dict[str, str]] | str = [
+            content: list[dict[str, str]] | str | None = [
                 {"type": "image", "image": names[part.index]}
                 if isinstance(part, ImagePart)
                 else {"type": "text", "text": part.text}
@@ -66,8 +78,10 @@ class ChatTurns:
             ]
             if len(turn.parts) < 2 and not any(isinstance(p, ImagePart) for p in turn.parts):
                 content = turn.text
+            if not turn.parts and CALLS in turn.fields:
+                content = None
             flag = {} if turn.learn else {"loss": False}
-            messages.append({"role": turn.role, "content": content, **flag})
+            messages.append({"role": turn.role, "content": content, **turn.fields, **flag})
         return messages
 
 
@@ -84,7 +98,7 @@ def chat_turns(record: dict[str, Any]) -> ChatTurns:
             f"{counted(unnamed, 'place')} for images in the turns ({IMAGE_MARKER} or image parts) "
             "without a name, nor does the record name any ('image' or 'images')"
         )
-    return ChatTurns(said.messages, images, said.unknown_keys)
+    return ChatTurns(said.messages, images, said.unknown_keys, said.beside)
 
 
 def _parsed(record: dict[str, Any]) -> dict[str, Any]:

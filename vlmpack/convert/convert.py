@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from vlmpack.convert.chat import chat_turns
 from vlmpack.convert.images import ImageRoot
@@ -137,7 +136,7 @@ def sample_fields(
     if len(loaded) > images.caps.max_images:
         raise schema_error(f"{len(loaded)} images; at most {images.caps.max_images} are allowed")
     names = tuple(f"{place}.{image.suffix}" for place, image in enumerate(loaded))
-    document: dict[str, Any] = {"messages": turns.messages(names)}
+    document = turns.document(names)
     if isinstance(record.value.get("id"), (str, int)):
         document["id"] = record.value["id"]
     if record.value.get("task") is not None:

@@ -33,7 +33,7 @@ _FORM_OF_SUFFIX = {
 
 CHAT_COLUMNS = ("messages", "conversations")
 IMAGE_COLUMNS = ("images", "image")
-KEPT_COLUMNS = ("id", "task", "system")
+KEPT_COLUMNS = ("id", "task", "system", "tools", "chat_template_kwargs")
 BATCH_ROWS = 32
 
 _SHARD_NUMBER = re.compile(r"[-_]?\d+(-of-\d+)?$")

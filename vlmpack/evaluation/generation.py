@@ -184,7 +184,8 @@ def _tokenise(index: int, question: Question, encoder: Encoder) -> _Prompt:
     caps = SampleCaps(max_image_pixels=encoder.max_image_pixels)
     sizes = [image_facts(data, str(n), caps).size for n, data in enumerate(question.images)]
     layouts = encoder.layouts(sizes)
-    ids = encoder.chat.encode_prompt(question.messages, [layout.text for layout in layouts])
+    texts = [layout.text for layout in layouts]
+    ids = encoder.chat.encode_prompt(question.messages, texts, question.beside)
     runs = tuple(run for layout in layouts for run in layout.runs)
     return _Prompt(index, ids, runs, len(ids) - len(runs) + sum(runs))
 

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from vlmpack.encode import ImagePart, Message, VLMSample
+from vlmpack.encode.changes import CALLS
+from vlmpack.encode.sample import NOTHING_BESIDE, Beside
 from vlmpack.errors import DataError, RunDirError, writing
 from vlmpack.whole_file import write_atomically
 
@@ -33,6 +35,7 @@ class Question:
         images: encoded image files of those turns, in token order.
         truth: the text of the sample's last assistant turn; "" where it is unknown.
         task: label that figures are grouped by, if the data has one.
+        beside: what the chat template gets beside the turns.
     """
 
     key: str
@@ -41,10 +44,11 @@ class Question:
     images: tuple[bytes, ...]
     truth: str
     task: str | None = None
+    beside: Beside = NOTHING_BESIDE
 
     @classmethod
     def from_sample(cls, sample: VLMSample) -> Question:
-        """The last thing that the sample's assistant was asked.
+        """The last thing that the sample's assistant was asked and answered in words.
 
         Raises:
             DataError: (schema) no assistant turn, or images that do not match the placeholders.
@@ -60,12 +64,12 @@ class Question:
         turns = [
             place
             for place, message in enumerate(sample.messages)
-            if message.role == "assistant" and message.learn
+            if message.role == "assistant" and message.learn and CALLS not in message.fields
         ]
         if not turns:
             raise DataError(
-                "no assistant turn, or none that the data does not exclude, so there is no true "
-                "answer to compare with",
+                "no assistant turn, or none that the data does not exclude and that calls no tool, "
+                "so there is no true answer to compare with",
                 error_class="schema",
                 key=sample.key,
                 shard=sample.url,
@@ -78,6 +82,7 @@ class Question:
             images=sample.images[: _num_images(messages)],
             truth=sample.messages[turns[-1]].text,
             task=sample.task,
+            beside=sample.beside,
         )
 
     @property

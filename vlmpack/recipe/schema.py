@@ -139,7 +139,8 @@ class DataSection(Section):
 
     learn: Literal["all_turns", "last_turn"] = "all_turns"
     """Which of the assistant's turns are learnt, beside what the data exclude: all, or the last of
-    each conversation alone, for templates that drop the thoughts of earlier ones."""
+    each conversation alone (with the calls of tools that led to it), for templates that drop the
+    thoughts of earlier ones."""
 
     date: IsoDate | None = Field(default=None, examples=["2026-11-22"])
     """What a chat template that writes the current date (`strftime_now`: Llama 3.2, Mistral Small

@@ -320,7 +320,7 @@ def test_lint_finds_what_is_refused_and_nothing_else(
     found = {str(item.key): item.reason for item in report.findings}
     expected = {f"{n:05d}": seen.reason for n, seen in enumerate(direct) if seen.sample is None}
     assert found == expected and report.samples == len(every_case)
-    assert set(report.unknown_keys) >= {"source", "label", "Tools", "meta"}
+    assert set(report.unknown_keys) >= {"source", "label", "Notes", "meta"}
 
 
 @pytest.mark.parametrize("broken", ["turn", "part", "record", "flag", "order"])

@@ -236,6 +236,8 @@ MISSPELT = {
     "messages": ("mesages", "message", "messagse"),
     "conversations": ("conversation", "converations", "Conversations"),
     "system": ("systm", "sytem", "systems"),
+    "tools": ("tool", "Tools", "tolls"),
+    "chat_template_kwargs": ("chat_template_kwarg", "chat_templte_kwargs"),
 }
 HARMLESS = (
     *("image_id", "image_size", "image_path", "imageid", "image_w", "img_width", "img_height"),

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.data.index.gathered import open_parts
-from vlmpack.data.index.part_file import write_part
+from vlmpack.data.index.part_file import is_outdated, write_part
 from vlmpack.data.index.parts import (
     BuildSettings,
     Part,
@@ -220,14 +220,18 @@ def open_lengths(
         parts,
         builder,
         settings,
-        lambda place, table: bool(table.num_rows == indexes[place].num_samples),
+        lambda place, table: _is_of(indexes[place], table),
         what="lengths",
     )
 
 
 def load_lengths(part: Part, index: ShardIndex, builder: LengthsBuilder) -> Any:
     """One shard's lengths from their part, which is made again where it is damaged."""
-    return load_part(part, builder, lambda table: bool(table.num_rows == index.num_samples))
+    return load_part(part, builder, lambda table: _is_of(index, table))
+
+
+def _is_of(index: ShardIndex, table: Any) -> bool:
+    return bool(table.num_rows == index.num_samples) and not is_outdated(table)
 
 
 def lengths_digest(tables: Sequence[Any]) -> str:

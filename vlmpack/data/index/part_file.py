@@ -28,6 +28,22 @@ SUFFIX = ".part"
 """No parquet reader takes such a file as it is, so it is not called one."""
 SEAL_BYTES = 16
 
+_READS = b"vlmpack.reads"
+_READ_NOW = b"tools"
+"""What this version reads of records that earlier ones called bad: raise it with the readers."""
+
+
+def is_outdated(table: Any) -> bool:
+    """Whether a part has samples that its version could not read, and this one may: those of a part
+    without such samples are the same.
+
+    Args:
+        table: with a column `error_class`.
+    """
+    if (table.schema.metadata or {}).get(_READS) == _READ_NOW:
+        return False
+    return "schema" in table.column("error_class").unique().to_pylist()
+
 
 def write_part(path: str, table: Any, metadata: dict[bytes, bytes]) -> None:
     """Writes a part atomically: temporary file, fsync, rename, fsync of the folder.
@@ -36,7 +52,8 @@ def write_part(path: str, table: Any, metadata: dict[bytes, bytes]) -> None:
         DataError: class `transport`, where the folder cannot be written.
     """
     content = io.BytesIO()
-    pq.write_table(table.replace_schema_metadata(metadata), content, compression="zstd")
+    facts = {_READS: _READ_NOW, **metadata}
+    pq.write_table(table.replace_schema_metadata(facts), content, compression="zstd")
     data = content.getvalue()
     try:
         write_atomically(Path(path), data + _seal(path, data))

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.data.index.gathered import open_parts
-from vlmpack.data.index.part_file import write_part
+from vlmpack.data.index.part_file import is_outdated, write_part
 from vlmpack.data.index.parts import (
     BuildSettings,
     Part,
@@ -272,7 +272,8 @@ def load_index(part: Part, builder: IndexBuilder) -> ShardIndex:
 
 
 def _is_index(table: Any) -> bool:
-    return {_CONTENT, _UNKNOWN_KEYS} <= set(table.schema.metadata or {})
+    facts = set(table.schema.metadata or {})
+    return {_CONTENT, _UNKNOWN_KEYS} <= facts and not is_outdated(table)
 
 
 def _shard_index(part: Part, table: Any) -> ShardIndex:

@@ -23,28 +23,23 @@ MAX_SHOWN = 12
 OTHER_KEYS = "..."
 SIMILAR = 0.8
 
-RECORD_KEYS = frozenset(
-    {"messages", "conversations", "system", "image", "images", "task", "id", "__key__"}
+_CONTENT_KEYS = frozenset(
+    {"messages", "conversations", "system", "image", "images", "tools", "chat_template_kwargs"}
 )
-"""Keys of a record that are read, or name it."""
-
-_CONTENT_KEYS = frozenset({"messages", "conversations", "system", "image", "images"})
 """Those without which a sample would be another one: `imgae` would leave its text alone."""
 
+RECORD_KEYS = _CONTENT_KEYS | {"task", "id", "__key__"}
+"""Keys of a record that are read, or name it."""
+
 _ONE_ANSWER = "preferences and rewards are not trained here: keep the answer to learn in the turns"
-_TOOLS = "this version trains no tool calls"
-_KWARGS = (
-    "this version passes no arguments to the chat template: a template that is to render otherwise "
-    "goes into the model folder"
-)
+_TOOLS = "tools are 'tools' here, calls the 'tool_calls' of an assistant's turn"
+_KWARGS = "it goes into 'chat_template_kwargs', as {{'{}': ...}}"
 _FLAG = "it is a key of a turn here: put it into the assistant's turn that it is meant for"
 _TOKENS = "tokens and masks are made here, from the turns: leave such columns out"
 _IN_ORDER = "turns are written out in one list: put them before the others"
 
 MEANT_ELSEWHERE: Mapping[str, str] = {
-    "tools": _TOOLS,
     "functions": _TOOLS,
-    "parallel_tool_calls": _TOOLS,
     "objects": "boxes are not written into the text here: write them out, as the model has them",
     "rejected_response": _ONE_ANSWER,
     "rejected_messages": _ONE_ANSWER,
@@ -53,10 +48,9 @@ MEANT_ELSEWHERE: Mapping[str, str] = {
     "chosen": _ONE_ANSWER,
     "kto_tag": _ONE_ANSWER,
     "margin": _ONE_ANSWER,
-    "chat_template_kwargs": _KWARGS,
-    "enable_thinking": _KWARGS,
-    "reasoning_effort": _KWARGS,
-    "chat_template": _KWARGS,
+    "enable_thinking": _KWARGS.format("enable_thinking"),
+    "reasoning_effort": _KWARGS.format("reasoning_effort"),
+    "chat_template": "a template of another kind goes into the model folder",
     "system_prompt": "did you mean 'system'?",
     "history": _IN_ORDER,
     "loss": _FLAG,
@@ -71,24 +65,14 @@ MEANT_ELSEWHERE: Mapping[str, str] = {
 """Keys of a record that others read (ms-swift, LLaMA-Factory, TRL, OpenAI's files), and why they
 are refused here."""
 
-_THOUGHTS = (
-    "thoughts are part of the text here: write them into the answer as the model writes them, such "
-    "as <think>...</think>"
-)
 _SHOWN = "an image is a part of the content, {'type': 'image'}, or <image> where it marks one"
 
 _MEANT_IN_TURNS: Mapping[str, str] = {
-    "tool_calls": _TOOLS,
-    "tool_call_id": _TOOLS,
-    "function_call": _TOOLS,
-    "tool_plan": _TOOLS,
-    "reasoning_content": _THOUGHTS,
-    "reasoning": _THOUGHTS,
-    "thinking": _THOUGHTS,
+    "function_call": "calls are a list here, 'tool_calls'",
+    "tool_plan": "thoughts are 'reasoning_content' here",
     "loss_scale": "the parts of an answer have no weights here",
     "image": _SHOWN,
     "images": _SHOWN,
-    "name": "no template gets it: write it into the text",
     "mask": "did you mean 'loss' (false: not learnt)?",
     "learn": "did you mean 'loss'?",
     "min_pixels": "images.min_pixels of the recipe bounds images",

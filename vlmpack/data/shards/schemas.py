@@ -11,7 +11,8 @@ The JSON's own keys choose the schema. In `messages` a literal `<image>` is text
 assistant's too, before, between and after its text. Those without a name take the sample's image
 members in order: by number where they are numbered, else as they lie in the file. Videos and sounds
 are refused. A "system" beside the turns is the system's turn, a turn's "loss", "train" or "weight"
-says whether it is learnt (turns.py), an optional "task" groups evaluation figures.
+says whether it is learnt (turns.py), tools, calls and thoughts go to the template (tools.py), an
+optional "task" groups evaluation figures.
 """
 
 from __future__ import annotations
@@ -63,7 +64,12 @@ def _named_member(part: Mapping[str, Any], where: str) -> str | None:
 _MEMBERS = Dialect(
     roles={
         "messages": CHAT_ROLES,
-        "conversations": {"system": "system", "human": "user", "gpt": "assistant"},
+        "conversations": {
+            "system": "system",
+            "human": "user",
+            "gpt": "assistant",
+            "tool": "tool",
+        },
     },
     part_keys={
         "messages": {
@@ -125,7 +131,14 @@ def cook_text(key: str, shard: str, document: bytes, fields: Sequence[str]) -> C
             raise schema_error(f"'task' is {kind_of(task)}; expected a string")
     except DataError as fault:
         raise fault.located(key=key, shard=shard) from None
-    sample = VLMSample(key=key, url=shard, messages=messages, task=task, image_names=image_fields)
+    sample = VLMSample(
+        key=key,
+        url=shard,
+        messages=messages,
+        task=task,
+        image_names=image_fields,
+        beside=said.beside,
+    )
     return CookedText(sample, image_fields, said.unknown_keys)
 
 

@@ -5,7 +5,7 @@
 
 Records are read here alike, in shards and by `vlmpack data convert`; a `Dialect` says in what the
 two differ. A `system` beside the turns is put before them, and a turn's flags say whether it is
-learnt.
+learnt. Tools, calls and thoughts are read by `tools.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from vlmpack.data.shards.keys import is_absent, refuse_unknown, unknown_record_keys
-from vlmpack.encode.sample import ImagePart, Message, Role, TextPart
+from vlmpack.data.shards.tools import FIELD_NAMES, beside_of, fields_of
+from vlmpack.encode.changes import CALLS
+from vlmpack.encode.sample import Beside, ImagePart, Message, Role, TextPart
 from vlmpack.errors import schema_error
 from vlmpack.words import counted
 
@@ -24,7 +26,12 @@ VIDEO_MARKER = "<video>"
 
 OTHER_MEDIA = ("video", "videos", "audio", "audios")
 
-CHAT_ROLES: Mapping[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
+CHAT_ROLES: Mapping[str, Role] = {
+    "system": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 
 SYSTEM = "system"
 """The key beside the turns, and the role that it becomes."""
@@ -39,7 +46,7 @@ LEARN_FLAGS = ("loss", "train", "weight")
 """Keys of a turn that say whether it is learnt."""
 
 TURN_KEYS: Mapping[str, frozenset[str]] = {
-    schema: frozenset((*names, *LEARN_FLAGS)) for schema, names in TURN_FIELDS.items()
+    schema: frozenset((*names, *LEARN_FLAGS, *FIELD_NAMES)) for schema, names in TURN_FIELDS.items()
 }
 """Schema -> the keys of a turn that are read."""
 
@@ -78,11 +85,13 @@ class Conversation(Generic[Source]):
         messages: its turns.
         images: what each image part shows, in order; None for one that nothing names.
         unknown_keys: those of the record that are not read.
+        beside: what the chat template gets beside the turns.
     """
 
     messages: tuple[Message, ...]
     images: tuple[Source | None, ...]
     unknown_keys: tuple[str, ...]
+    beside: Beside
 
 
 def conversation(record: Mapping[str, Any], dialect: Dialect[Source]) -> Conversation[Source]:
@@ -119,7 +128,7 @@ def conversation(record: Mapping[str, Any], dialect: Dialect[Source]) -> Convers
         )
     if named and any(one not in (None, name) for one, name in zip(own, named, strict=True)):
         raise schema_error("images are named by the parts and by the record, and not the same ones")
-    return Conversation(tuple(messages), tuple(named or own), unknown)
+    return Conversation(tuple(messages), tuple(named or own), unknown, beside_of(record))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +158,14 @@ class _TurnReader(Generic[Source]):
             expected = ", ".join(map(repr, roles))
             raise schema_error(f"{where} has the {key} {name!r}; expected one of {expected}")
         learn = is_learnt(turn, roles[name], where)
+        fields = fields_of(turn, roles[name], where)
         if isinstance(turn.get(content), str):
             parts = tuple(self._text(turn[content], where))
+        elif CALLS in fields and turn.get(content) in (None, []):
+            parts = ()  # it calls, and says nothing
         else:
             parts = tuple(self._parts(turn.get(content), f"{where}.{content}"))
-        return Message(roles[name], parts, learn)
+        return Message(roles[name], parts, learn, fields)
 
     def _parts(self, content: object, where: str) -> Iterator[TextPart | ImagePart]:
         known = self.dialect.part_keys[self.schema]

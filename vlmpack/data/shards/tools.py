@@ -1,0 +1,199 @@
+"""Tools, calls, thoughts and variables of the chat template in a record, as its author wrote them.
+
+    {"tools": [{"type": "function", "function": {"name": "get_weather", "parameters": {...}}}],
+     "chat_template_kwargs": {"enable_thinking": true},
+     "messages": [{"role": "user", "content": "Oslo?"},
+                  {"role": "assistant", "reasoning_content": "I must look.", "content": null,
+                   "tool_calls": [{"id": "1", "type": "function", "function":
+                                   {"name": "get_weather", "arguments": {"city": "Oslo"}}}]},
+                  {"role": "tool", "tool_call_id": "1", "content": "4 degrees"},
+                  {"role": "assistant", "content": "It has 4 degrees."}]}
+
+They go to the template as `apply_chat_template` takes them. JSON in a text (tools, the arguments of
+a call) is parsed first: templates write a text as a text, quotes and all, where the model is to
+learn the object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vlmpack.data.shards.json_text import parse_json
+from vlmpack.data.shards.keys import is_absent, refuse_unknown
+from vlmpack.encode.changes import CALLS, THOUGHTS
+from vlmpack.encode.sample import Beside, strings
+from vlmpack.errors import schema_error
+
+FIELDS: Mapping[str, frozenset[str]] = {
+    "assistant": frozenset((CALLS, *THOUGHTS)),
+    "tool": frozenset(("tool_call_id", "name")),
+}
+"""Role -> the keys of its turns that go to the template beside the content."""
+
+FIELD_NAMES = frozenset().union(*FIELDS.values())
+
+MAX_DEPTH = 64
+"""Objects and lists in one another; a template writes them by recursion."""
+
+_CALL_KEYS = frozenset(("id", "type", "function", "name", "arguments", "index"))
+_FUNCTION_KEYS = frozenset(("name", "arguments"))
+
+_TAKEN = frozenset(
+    {
+        *("conversation", "messages", "tools", "chat_template", "add_generation_prompt"),
+        *("continue_final_message", "tokenize", "padding", "truncation", "max_length"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+        *("sanitize_control_tokens", "documents"),
+    }
+)
+"""Arguments of `apply_chat_template` that are no variables of the template's."""
+
+
+def beside_of(record: Mapping[str, Any]) -> Beside:
+    """Tools and variables of a record.
+
+    Raises:
+        DataError: (schema) neither is what the template takes.
+    """
+    tools = _tools(record.get("tools"))
+    given = record.get("chat_template_kwargs")
+    if is_absent(given):
+        return Beside(tools)
+    if isinstance(given, str):
+        given = _parsed(given, "'chat_template_kwargs'")
+    if not isinstance(given, dict):
+        raise schema_error(
+            f"'chat_template_kwargs' is a {type(given).__name__}; expected an object"
+        )
+    for name in given:
+        if name in _TAKEN or not name.isidentifier():
+            raise schema_error(
+                f"chat_template_kwargs has {name[:60]!r}, which is no variable of a template: "
+                "expected such as enable_thinking or reasoning_effort"
+            )
+    _check_values(given, "chat_template_kwargs")
+    return Beside(tools, {name: value for name, value in given.items() if value is not None})
+
+
+def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
+    if is_absent(value):
+        return ()
+    tools = _parsed(value, "'tools'") if isinstance(value, str) else value
+    if not isinstance(tools, list):
+        raise schema_error(f"'tools' is a {type(tools).__name__}; expected a list of tools")
+    for place, tool in enumerate(tools):
+        if not isinstance(tool, dict) or not tool:
+            raise schema_error(
+                f"tools[{place}] is a {type(tool).__name__}; expected an object with its JSON "
+                "schema: {'type': 'function', 'function': {'name': ..., 'parameters': ...}}"
+            )
+    _check_values(tools, "tools")
+    return tuple(tools)
+
+
+def fields_of(turn: Mapping[str, Any], role: str, where: str) -> dict[str, Any]:
+    """What the template gets of a turn beside its content.
+
+    Args:
+        turn: with its keys.
+        role: `system`, `user`, `assistant` or `tool`.
+        where: its place, for messages.
+
+    Raises:
+        DataError: (schema) a key that is another role's, or a value that no template takes.
+    """
+    given = {key: turn[key] for key in turn if key in FIELD_NAMES and not is_absent(turn[key])}
+    if not given:
+        return {}
+    for key in given:
+        if key not in FIELDS.get(role, frozenset()):
+            owner = next(name for name, keys in FIELDS.items() if key in keys)
+            raise schema_error(
+                f"{where} has the key {key!r}, which would be lost: it is a turn of the {role}, "
+                f"and only the {owner}'s have one"
+            )
+    named = [key for key in given if key in THOUGHTS]
+    if len(named) > 1:
+        raise schema_error(f"{where} has {' and '.join(map(repr, named))}; expected one of them")
+    fields: dict[str, Any] = {}
+    for key, value in given.items():
+        if key == CALLS:
+            fields[key] = _calls(value, f"{where}.{key}")
+        elif isinstance(value, str):
+            fields[key] = value
+        else:
+            raise schema_error(f"{where}.{key} is a {type(value).__name__}; expected a text")
+    _check_values(fields, where)
+    return fields
+
+
+def _calls(value: object, where: str) -> list[dict[str, Any]]:
+    if isinstance(value, str):
+        value = _parsed(value, where)
+    if not isinstance(value, list):
+        raise schema_error(f"{where} is a {type(value).__name__}; expected a list of calls")
+    return [_call(call, f"{where}[{place}]") for place, call in enumerate(value)]
+
+
+def _call(call: object, where: str) -> dict[str, Any]:
+    if not isinstance(call, dict):
+        raise schema_error(f"{where} is a {type(call).__name__}; expected an object")
+    refuse_unknown(call, _CALL_KEYS, where)
+    kept = {key: item for key, item in call.items() if key == "arguments" or not is_absent(item)}
+    function = kept.get("function", kept)
+    if not isinstance(function, dict):
+        raise schema_error(f"{where}.function is a {type(function).__name__}; expected an object")
+    if function is not kept:
+        refuse_unknown(function, _FUNCTION_KEYS, f"{where}.function")
+        if "name" in kept or not is_absent(kept.pop("arguments", None)):
+            raise schema_error(
+                f"{where} has a name or arguments beside its 'function'; expected them in it"
+            )
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise schema_error(f"{where} names no function; expected {{'function': {{'name': ...}}}}")
+    function = {**function, "arguments": _arguments(function.get("arguments"), where)}
+    return {**kept, "function": function} if "function" in kept else function
+
+
+def _arguments(value: object, where: str) -> dict[str, Any]:
+    """The arguments of a call, those of a text parsed: none where there is nothing."""
+    if value is None or value == "":
+        return {}
+    arguments = _parsed(value, f"{where}: its arguments") if isinstance(value, str) else value
+    if not isinstance(arguments, dict):
+        raise schema_error(
+            f"{where} has arguments that are a {type(arguments).__name__}; expected an object, or "
+            "its JSON"
+        )
+    return arguments
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return parse_json(text)
+    except (ValueError, RecursionError) as error:
+        raise schema_error(f"{where} is text that is no JSON: {error}") from None
+
+
+def _check_values(value: object, where: str) -> None:
+    """Raise DataError (schema) where a value is nested too deeply, or a text is none."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner: list[object] = []
+        for item in level:
+            if isinstance(item, dict):
+                inner += item.values()
+            elif isinstance(item, list):
+                inner += item
+        if not inner:
+            break
+        level = inner
+    else:
+        raise schema_error(f"{where} is nested more than {MAX_DEPTH} levels deep")
+    try:
+        for text in strings(value):
+            text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise schema_error(f"{where} has half of a surrogate pair, which is no text") from None
