@@ -4,7 +4,8 @@ Two shapes are known. `messages`: role and content, where content is text or a l
 ({"type": "text"}, {"type": "image", "image": ...}, {"type": "image_url", ...}). `conversations`:
 from and value, LLaVA's. The images of a record are named by its parts, or by `image` or `images`;
 in the second case `<image>` in the text marks the places, unless parts without a name do; in
-`conversations` it always does.
+`conversations` it always does. Calls and results of tools may have other trainers' roles
+(spellings.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vlmpack.convert.spellings import respelt
 from vlmpack.data.shards.json_text import parse_json
 from vlmpack.data.shards.keys import is_absent, refuse_unknown
 from vlmpack.data.shards.turns import (
@@ -102,14 +104,16 @@ def chat_turns(record: dict[str, Any]) -> ChatTurns:
 
 
 def _parsed(record: dict[str, Any]) -> dict[str, Any]:
-    """The record, with its turns parsed where a parquet column holds them as JSON text."""
+    """The record, with its turns parsed where a parquet column holds them as JSON text, and those
+    of tools as other trainers spell them in our own words."""
     texts = {name: record[name] for name in TURN_FIELDS if isinstance(record.get(name), str)}
     for schema, text in texts.items():
         try:
             record = record | {schema: parse_json(text)}
         except (ValueError, RecursionError) as error:
             raise schema_error(f"{schema!r} is text that is no JSON: {error}") from None
-    return record
+    lists = {name: record[name] for name in TURN_FIELDS if isinstance(record.get(name), list)}
+    return record | {schema: respelt(turns, schema) for schema, turns in lists.items()}
 
 
 def _part_image(part: Mapping[str, Any], where: str) -> ImageSource | None:
