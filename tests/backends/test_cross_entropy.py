@@ -37,6 +37,27 @@ def test_values_and_both_gradients(rows_per_chunk):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows_per_chunk", [1, 7, None])
+@pytest.mark.parametrize("cap", [0.5, 3.0, 30.0])
+def test_capped_logits_values_and_both_gradients(cap, rows_per_chunk):
+    """As transformers' Gemma caps them, in double; logits are about 4, so 0.5 bends all of them."""
+    hidden, weight, targets = inputs(21)
+    mixing = torch.linspace(-1, 2, 21)
+    ours = linear_cross_entropy(hidden, weight, targets, rows_per_chunk=rows_per_chunk, cap=cap)
+    logits = torch.tanh(hidden.double() @ weight.double().T / cap) * cap
+    theirs = F.cross_entropy(logits, targets, reduction="none").float()
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    uncapped = linear_cross_entropy(hidden, weight, targets)
+    assert (uncapped - ours).abs().max() > 0.01, "the cap had no effect"
+    for mine, other in zip(
+        torch.autograd.grad((ours * mixing).sum(), (hidden, weight)),
+        torch.autograd.grad((theirs * mixing).sum(), (hidden, weight)),
+        strict=True,
+    ):
+        assert other.norm() > 0.01
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
 def test_no_label_gives_zero_gradients_not_none():
     hidden, weight, targets = inputs(0)
     losses = linear_cross_entropy(hidden, weight, targets)

@@ -2,6 +2,8 @@
 
 A full (T, vocabulary) float32 tensor never exists: the logits of one chunk are made, reduced to a
 loss and dropped; the backward pass makes them again. Costs one more head matmul than keeping them.
+
+A cap c bends logits z to c tanh(z / c) (Gemma 2, 2408.00118, 2); their slope is 1 - tanh(z / c)^2.
 """
 
 from __future__ import annotations
@@ -48,6 +50,11 @@ def _local_targets(
     return local.clamp(0, rows - 1), inside
 
 
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Logits within (-cap, cap), of any shape, in place; as they are without a cap."""
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -57,6 +64,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         rows: int,
         shard: VocabularyShard | None,
+        cap: float | None,
     ) -> Tensor:
         losses = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
         # Kept apart: added up, the logits' magnitude would round the small differences away.
@@ -64,7 +72,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         local, inside = _local_targets(targets, weight.shape[0], shard)
         for start in range(0, hidden.shape[0], rows):
             chunk = slice(start, start + rows)
-            logits = (hidden[chunk] @ weight.T).float()
+            logits = capped((hidden[chunk] @ weight.T).float(), cap)
             peak = logits.amax(dim=-1)
             if shard is not None:
                 peak = shard.all_max(peak)
@@ -77,27 +85,31 @@ class _LinearCrossEntropy(torch.autograd.Function):
             peaks[chunk], log_sums[chunk] = peak, total.log()
             losses[chunk] = log_sums[chunk] - picked
         ctx.save_for_backward(hidden, weight, local, inside, peaks, log_sums)
-        ctx.rows = rows
+        ctx.rows, ctx.cap = rows, cap
         return losses
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None, None, None]:
         hidden, weight, local, inside, peaks, log_sums = ctx.saved_tensors
         grad_losses: Tensor = grads[0]
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, hidden.shape[0], ctx.rows):
             chunk = slice(start, start + ctx.rows)
-            logits = (hidden[chunk] @ weight.T).float()
+            logits = capped((hidden[chunk] @ weight.T).float(), ctx.cap)
+            slope = None if ctx.cap is None else (logits / ctx.cap).square_().neg_().add_(1)
             probabilities = logits.sub_(peaks[chunk, None]).sub_(log_sums[chunk, None]).exp_()
             hit = probabilities.new_ones(probabilities.shape[0])
             if inside is not None:
                 hit = hit * inside[chunk]
             probabilities.scatter_add_(1, local[chunk, None], -hit[:, None])
-            grad_logits = probabilities.mul_(grad_losses[chunk, None]).to(hidden.dtype)
+            grad_logits = probabilities.mul_(grad_losses[chunk, None])
+            if slope is not None:
+                grad_logits = grad_logits.mul_(slope)
+            grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[chunk] = grad_logits @ weight
             grad_weight += (grad_logits.T @ hidden[chunk]).float()
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
 def linear_cross_entropy(
@@ -107,6 +119,7 @@ def linear_cross_entropy(
     *,
     rows_per_chunk: int | None = None,
     shard: VocabularyShard | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Cross entropy of a bias-free linear head, one loss a label token.
 
@@ -118,15 +131,16 @@ def linear_cross_entropy(
         shard: where the head is split over tensor-parallel ranks: each rank calls with the same
             hidden states and gets the same losses; the gradient of `hidden` is this rank's part of
             a sum over the group, as Megatron's column-parallel layers have it.
+        cap: bound of the logits, above 0; None where the model has none.
 
     Returns:
-        (L,) float32 losses: -log softmax(hidden @ weight.T)[target].
+        (L,) float32 losses: -log softmax(capped(hidden @ weight.T))[target].
     """
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):  # cast here: backward runs outside autocast
         hidden = hidden.to(torch.get_autocast_dtype(kind))
     rows = rows_per_chunk if rows_per_chunk is not None else chunk_rows(weight.shape[0])
     losses: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight.to(hidden.dtype), targets, rows, shard
+        hidden, weight.to(hidden.dtype), targets, rows, shard, cap
     )
     return losses
