@@ -89,8 +89,14 @@ def packed_model(
     weight = next(model.parameters())
     device = weight.device if device is None else device
     dtype = weight.dtype if dtype is None else dtype
-    blocks = encoder.family.modules.image_blocks
-    choice = choose_attention(attention, device=device, dtype=dtype, image_blocks=blocks)
+    family = encoder.family
+    choice = choose_attention(
+        attention,
+        device=device,
+        dtype=dtype,
+        image_blocks=family.modules.image_blocks,
+        largest_head=family.largest_head,
+    )
     packed = wrapped(model, encoder)
     packed.language.set_attn_implementation(register_attention(choice))
     replace_kernels(packed.language, choose_recurrence(device=device, dtype=dtype))

@@ -147,3 +147,16 @@ def test_masks_of_padded_rows(window):
                 expected &= window is None or key > query - window
                 assert bool(masks[row, 0, query, key]) == expected
     assert BlockMasks((6, 6), (), CPU).rows(None) is None
+
+
+def test_blocks_that_only_windows_have():
+    """A layer without a window is causal throughout, one with a window as if nothing were said."""
+    tensors = inputs()
+    masks = BlockMasks(LENGTHS, BLOCKS, CPU, in_windows_alone=True)
+    whole = segment_attention(*tensors, params_of(LENGTHS), masks=masks)
+    assert torch.equal(whole, attend(tensors, blocks=()))
+    assert not torch.allclose(whole, attend(tensors))
+    for window in (3, 40):  # the second reaches over every segment
+        inside = segment_attention(*tensors, params_of(LENGTHS), window=window, masks=masks)
+        assert torch.equal(inside, attend(tensors, window=window))
+        assert not torch.allclose(inside, attend(tensors, window=window, blocks=()))

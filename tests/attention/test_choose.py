@@ -91,3 +91,15 @@ def test_image_blocks_take_segments_wherever_they_run(name):
     choice = choose_attention("auto", **options)
     assert choice.function is segment_attention
     assert "attend in both directions" in choice.reason
+
+
+@pytest.mark.parametrize("name", ["torch_varlen", "flash_attn"])
+def test_wide_heads_take_segments_wherever_they_run(name):
+    options = {"device": CUDA, "dtype": torch.bfloat16, "largest_head": 512}
+    with pytest.raises(CapabilityError, match=rf"{name} takes heads of at most 256 channels"):
+        choose_attention(name, **options)
+    choice = choose_attention("auto", **options)
+    assert choice.name == "segments"
+    assert "the model has 512" in choice.reason
+    why = varlen.why_unavailable(name, CUDA, torch.bfloat16, largest_head=256)
+    assert why is None or "channels" not in why

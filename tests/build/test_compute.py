@@ -12,7 +12,9 @@ from vlmpack.build.compute import settled_compute
 from vlmpack.errors import CapabilityError
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
-ENCODER: Any = SimpleNamespace(family=SimpleNamespace(modules=SimpleNamespace(image_blocks=False)))
+ENCODER: Any = SimpleNamespace(
+    family=SimpleNamespace(modules=SimpleNamespace(image_blocks=False), largest_head=0)
+)
 
 
 def settled(device: str = "cpu", context: int = 1, **model: Any) -> Any:

@@ -12,7 +12,7 @@ One segment with a block of three tokens; a row is a query, 1 what it sees:
 
 A window takes away what lies that many tokens back or more, inside a block too, and nothing that
 lies ahead: window AND (causal OR same block), the rule of `create_masks_for_vision_model` in
-transformers' Gemma 3.
+transformers' Gemma 3. Gemma 4 has it in layers with a window; its others are causal throughout.
 """
 
 from __future__ import annotations
@@ -33,17 +33,24 @@ class BlockMasks:
         segment_lengths: physical lengths of the row's segments, or the widths of padded rows.
         blocks: where blocks lie in the flattened row, in order.
         device: of the queries. Masks are made there from host integers; nothing is read back.
+        in_windows_alone: whether a layer without a sliding window is causal inside blocks too.
 
     Raises:
         ValueError: a block that is not inside one segment.
     """
 
     def __init__(
-        self, segment_lengths: Sequence[int], blocks: Sequence[Span], device: torch.device
+        self,
+        segment_lengths: Sequence[int],
+        blocks: Sequence[Span],
+        device: torch.device,
+        *,
+        in_windows_alone: bool = False,
     ) -> None:
         self.lengths = tuple(segment_lengths)
         self.of_segment = _by_segment(self.lengths, blocks)
         self._device = device
+        self._in_windows_alone = in_windows_alone
         self._made: dict[tuple[int, tuple[Span, ...], int | None], Tensor] = {}
         self._rows: dict[int | None, Tensor | None] = {}
 
@@ -56,6 +63,8 @@ class BlockMasks:
             blocks: an entry of `of_segment`, counted from the segment's start.
             window: sliding window in tokens, the token itself included; None for none.
         """
+        if window is None and self._in_windows_alone:
+            blocks = ()
         if window is not None and window >= length:
             window = None
         if not blocks and window is None:

@@ -63,14 +63,27 @@ _FUNCTIONS: dict[AttentionName, VarlenAttention] = {
 }
 
 
+LARGEST_HEAD = 256
+"""Channels of a head that flash-attn 2 and torch's varlen kernel, which is made of it, can have."""
+
+
 def why_unavailable(
-    name: AttentionName, device: torch.device, dtype: torch.dtype, *, image_blocks: bool = False
+    name: AttentionName,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    image_blocks: bool = False,
+    largest_head: int = 0,
 ) -> str | None:
     """Why an implementation cannot run here, or None if it can."""
     if name == "segments":
         return None
     if image_blocks:
         return BLOCKS_NEED_MASKS
+    if largest_head > LARGEST_HEAD:
+        return (
+            f"{name} takes heads of at most {LARGEST_HEAD} channels, the model has {largest_head}"
+        )
     if device.type != "cuda":
         return f"{name} needs a CUDA device, this one is {device.type}"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -97,6 +110,7 @@ def choose_attention(
     device: torch.device,
     dtype: torch.dtype,
     image_blocks: bool = False,
+    largest_head: int = 0,
 ) -> AttentionChoice:
     """Choose the varlen implementation once, at build time.
 
@@ -106,6 +120,7 @@ def choose_attention(
         device: where the model is.
         dtype: what attention computes in.
         image_blocks: whether the tokens of an image attend in both directions.
+        largest_head: channels of the widest head, where kernels may have less; 0 where not.
 
     Raises:
         CapabilityError: the requested one cannot run here; the message says why.
@@ -115,7 +130,9 @@ def choose_attention(
         candidates = (requested,)
     refused: list[str] = []
     for name in candidates:
-        why = why_unavailable(name, device, dtype, image_blocks=image_blocks)
+        why = why_unavailable(
+            name, device, dtype, image_blocks=image_blocks, largest_head=largest_head
+        )
         if why is None:
             first = "as the recipe asks" if name == requested else "first choice"
             reason = "; ".join(refused) or first

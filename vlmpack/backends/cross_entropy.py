@@ -51,7 +51,13 @@ def _local_targets(
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """Logits within (-cap, cap), of any shape, in place; as they are without a cap."""
+    """Logits within (-cap, cap), of any shape; as they are without a cap."""
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _chunk_logits(hidden: Tensor, weight: Tensor, cap: float | None) -> Tensor:
+    """(l, V) float32 logits of some rows, in one buffer."""
+    logits: Tensor = (hidden @ weight.T).float()
     return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
@@ -72,7 +78,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         local, inside = _local_targets(targets, weight.shape[0], shard)
         for start in range(0, hidden.shape[0], rows):
             chunk = slice(start, start + rows)
-            logits = capped((hidden[chunk] @ weight.T).float(), cap)
+            logits = _chunk_logits(hidden[chunk], weight, cap)
             peak = logits.amax(dim=-1)
             if shard is not None:
                 peak = shard.all_max(peak)
@@ -96,7 +102,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, hidden.shape[0], ctx.rows):
             chunk = slice(start, start + ctx.rows)
-            logits = capped((hidden[chunk] @ weight.T).float(), ctx.cap)
+            logits = _chunk_logits(hidden[chunk], weight, ctx.cap)
             slope = None if ctx.cap is None else (logits / ctx.cap).square_().neg_().add_(1)
             probabilities = logits.sub_(peaks[chunk, None]).sub_(log_sums[chunk, None]).exp_()
             hit = probabilities.new_ones(probabilities.shape[0])

@@ -2,6 +2,8 @@
 
 A model has three components. The projector may lie inside the vision tower's module, so its paths
 are looked at first; input embeddings, head and whatever else is neither are the language model's.
+What the class loads and no sample reaches (`ModulePaths.untouched`) is counted there and never
+trained.
 
 An engine asks for every parameter by its name and number of dimensions. A parameter of a component
 that gets adapters (`lora`) is trained where it is an adapter's own, and frozen otherwise.
@@ -44,6 +46,11 @@ def component_of(name: str, paths: ModulePaths) -> Component:
     if paths.vision is not None and _is_under(name, paths.vision):
         return "vision"
     return "language"
+
+
+def is_untouched(name: str, paths: ModulePaths) -> bool:
+    """Whether a parameter (or module) is none that samples reach; it is never trained."""
+    return any(_is_under(name, path) for path in paths.untouched)
 
 
 def _is_under(name: str, path: str) -> bool:
@@ -116,7 +123,7 @@ class TrainingPolicy:
         wanted: Mode = "lora" if is_adapter(name) else "full"
         return ParameterPolicy(
             component=component,
-            trains=self.mode(component) == wanted,
+            trains=self.mode(component) == wanted and not is_untouched(name, paths),
             decays=ndim >= 2 and ".lora_magnitude_vector." not in name,
             lr_scale=self.lr_scale(component),
         )

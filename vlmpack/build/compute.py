@@ -29,7 +29,7 @@ def settled_compute(
     Raises:
         CapabilityError: that attention cannot run here, or knows no context parallelism.
     """
-    dtype, blocks = compute_dtype(model, device), encoder.family.modules.image_blocks
+    dtype, family = compute_dtype(model, device), encoder.family
     if model.attention == "transformer_engine":
         from vlmpack.backends.mcore.transformer_engine import require_transformer_engine
 
@@ -38,7 +38,13 @@ def settled_compute(
     if split.context > 1 and model.attention == "auto":
         why = "with context parallelism; or transformer_engine"
         return Compute(dtype, AttentionChoice("segments", segment_attention, why))
-    choice = choose_attention(model.attention, device=device, dtype=dtype, image_blocks=blocks)
+    choice = choose_attention(
+        model.attention,
+        device=device,
+        dtype=dtype,
+        image_blocks=family.modules.image_blocks,
+        largest_head=family.largest_head,
+    )
     if split.context > 1 and choice.name != "segments":
         raise CapabilityError(
             f"model.attention: {choice.name} knows no context parallelism (parallelism.context is "

@@ -36,6 +36,9 @@ class ModulePaths:
             `deepstack_visual_embeds` beside `visual_pos_masks`.
         image_blocks: True where the tokens of an image's run attend to one another in both
             directions; the rule then says so in `Media.blocks`.
+        blocks_in_windows: True where they do so in layers with a sliding window alone.
+        untouched: what the class loads and our samples never reach (an audio tower): it stays as
+            it is, whatever is trained.
     """
 
     vision: str | None
@@ -43,6 +46,8 @@ class ModulePaths:
     language: str
     deep_features: bool = False
     image_blocks: bool = False
+    blocks_in_windows: bool = False
+    untouched: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +133,40 @@ class Family(ABC):
     """Raise it when a length or a position changes: it enters the fingerprint of lengths."""
     pixel_knobs: tuple[str, ...] = ()
     """Fields of `ImagesSection` that the family has; the encoder refuses the others."""
+    largest_head: int = 0
+    """Channels of the decoder's widest attention head, where kernels may have less; 0 where all
+    kernels have them."""
+
+    def configured(self, config: Mapping[str, Any]) -> Family:
+        """The family as one config.json has it, where that decides more than sizes.
+
+        Args:
+            config: its content.
+
+        Raises:
+            CapabilityError: a model of the family that cannot be trained.
+        """
+        return self
+
+    def logit_cap(self, config: Mapping[str, Any]) -> float | None:
+        """c where the class bends its logits z to c tanh(z / c); None where it leaves them.
+
+        Args:
+            config: the content of config.json.
+        """
+        return None
+
+    def decoder_arguments(
+        self, model: Any, input_ids: Tensor, media_positions: Tensor
+    ) -> dict[str, Any]:
+        """What the decoder takes beside embeddings, positions and boundaries.
+
+        Args:
+            model: the transformers model with its head.
+            input_ids: (B, S) int64.
+            media_positions: (M,) int64, the placeholders among the flattened slots.
+        """
+        return {}
 
     @abstractmethod
     def marker(self, tokenizer: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 
-from vlmpack.capabilities.folder import served_model_type
+from vlmpack.capabilities.folder import read_config, served_model_type
 from vlmpack.capabilities.served import SERVED
 from vlmpack.families.base import Family
 
@@ -22,4 +22,4 @@ def family_of(folder: Path) -> Family:
     """
     home = SERVED[served_model_type(folder)].family
     family: Family = import_module(f"vlmpack.families.{home}").FAMILY
-    return family
+    return family.configured(read_config(folder))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlmpack.backends.policy import TrainingPolicy, component_of
+from vlmpack.backends.policy import TrainingPolicy, component_of, is_untouched
 from vlmpack.errors import CapabilityError
 from vlmpack.families.base import ModulePaths
 from vlmpack.recipe.trainable import COMPONENTS, LoraSection
@@ -116,7 +116,7 @@ def adapter_targets(model: Any, paths: ModulePaths, policy: TrainingPolicy) -> l
         name
         for name, module in model.named_modules()
         if type(module) is nn.Linear and module is not head
-        if policy.mode(component_of(name, paths)) == "lora"
+        if policy.mode(component_of(name, paths)) == "lora" and not is_untouched(name, paths)
     ]
     ends = None if lora.targets == "all-linear" else lora.targets
     chosen = [name for name in linear if ends is None or _ends_in(name, ends)]

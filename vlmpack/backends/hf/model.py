@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmpack.attention import BlockMasks
-from vlmpack.backends.cross_entropy import linear_cross_entropy
+from vlmpack.backends.cross_entropy import capped, linear_cross_entropy
 from vlmpack.backends.hf.recurrence import ROW_ARGUMENT, packed_row
 from vlmpack.capabilities.refused import refusal
 from vlmpack.encode import Encoder
@@ -85,7 +85,9 @@ def _boundaries(batch: Batch, params: PackedSeqParams | None) -> dict[str, Any]:
     }
 
 
-def _image_masks(batch: Batch, params: PackedSeqParams | None) -> dict[str, Any]:
+def _image_masks(
+    batch: Batch, params: PackedSeqParams | None, *, in_windows_alone: bool = False
+) -> dict[str, Any]:
     """Keyword argument that tells our attention which tokens attend in both directions.
 
     Made from host integers: neither ids nor masks are read.
@@ -99,7 +101,8 @@ def _image_masks(batch: Batch, params: PackedSeqParams | None) -> dict[str, Any]
         )
     rows, slots = batch.input_ids.shape
     lengths = params.segment_lengths if params is not None else (slots,) * rows
-    return {"image_masks": BlockMasks(lengths, batch.image_blocks, batch.input_ids.device)}
+    device, blocks = batch.input_ids.device, batch.image_blocks
+    return {"image_masks": BlockMasks(lengths, blocks, device, in_windows_alone=in_windows_alone)}
 
 
 def _deep_arguments(batch: Batch, merged: MergedInputs) -> dict[str, Any]:
@@ -132,6 +135,8 @@ class PackedLM(nn.Module):
         head: Any = self.model.get_output_embeddings()
         if head.bias is not None:
             raise CapabilityError("a language-model head with a bias is not supported")
+        config: dict[str, Any] = self.model.config.to_dict()
+        self.logit_cap = family.logit_cap(config)
         text: dict[str, Any] = self.model.config.get_text_config().to_dict()
         if text.get("output_router_logits"):
             raise CapabilityError(
@@ -144,7 +149,7 @@ class PackedLM(nn.Module):
                 f"config.json has rope_type {odd[0]!r}, whose frequencies follow the longest "
                 f"sequence of a batch: a sample's loss would depend on the samples beside it"
             )
-        why = refusal(self.model.config.to_dict())  # with the class's defaults
+        why = refusal(config)  # with the class's defaults
         if why is not None:
             raise CapabilityError(why)
 
@@ -171,7 +176,12 @@ class PackedLM(nn.Module):
         hidden = self.hidden_states(batch, packed_seq_params)
         picked = hidden.index_select(0, batch.label_positions)
         targets = batch.labels.flatten().index_select(0, batch.label_positions)
-        return linear_cross_entropy(picked, self.model.get_output_embeddings().weight, targets)
+        head = self.model.get_output_embeddings().weight
+        return linear_cross_entropy(picked, head, targets, cap=self.logit_cap)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(n, V) logits of (n, D) final hidden states, as the class's own forward has them."""
+        return capped(hidden @ self.model.get_output_embeddings().weight.T, self.logit_cap)
 
     def hidden_states(self, batch: Batch, packed_seq_params: PackedSeqParams | None) -> Tensor:
         """(T, D) final hidden states of every slot of a batch (T = B * S where it is padded).
@@ -189,7 +199,8 @@ class PackedLM(nn.Module):
         arguments = {
             **_deep_arguments(batch, merged),
             **_boundaries(batch, packed_seq_params),
-            **(_image_masks(batch, packed_seq_params) if self.paths.image_blocks else {}),
+            **self._image_masks(batch, packed_seq_params),
+            **self.family.decoder_arguments(self.model, batch.input_ids, batch.media_positions),
         }
         with packed_row() if packed_seq_params is not None else nullcontext():
             output = self.language(
@@ -200,6 +211,11 @@ class PackedLM(nn.Module):
             )
         hidden: Tensor = output.last_hidden_state
         return hidden.flatten(0, 1)
+
+    def _image_masks(self, batch: Batch, params: PackedSeqParams | None) -> dict[str, Any]:
+        if not self.paths.image_blocks:
+            return {}
+        return _image_masks(batch, params, in_windows_alone=self.paths.blocks_in_windows)
 
     def merge(self, batch: Batch) -> MergedInputs:
         """Token embeddings.

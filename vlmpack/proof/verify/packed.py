@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from vlmpack.backends.boxes import TensorSlice
+from vlmpack.backends.cross_entropy import capped
 from vlmpack.backends.engine import Engine, LossFunction
 from vlmpack.distributed import Ranks
 from vlmpack.packing import Batch, PackedBatch
 from vlmpack.proof.verify.outputs import Point, captured
 from vlmpack.proof.verify.row import VerifiedRow
 from vlmpack.training.vlm_step import cross_entropy, forward_step
+
+if TYPE_CHECKING:
+    from vlmpack.backends.hf.model import PackedLM
 
 SlotLosses = dict[int, dict[int, float]]
 """Row -> flat slot -> loss of the label token there."""
@@ -60,7 +64,9 @@ class PackedRun:
         self, engine: Engine, ranks: Ranks, points: Sequence[Point], kept: Sequence[Tensor]
     ) -> None:
         self.engine, self.ranks, self.points, self.kept = engine, ranks, points, kept
-        self.model = transformers_model(engine)
+        found = packed_module(engine)
+        self.model = None if found is None else found.model
+        self.logit_cap = None if found is None else found.logit_cap
 
     def run(self, rows: Sequence[VerifiedRow], *, backward: bool) -> Packed:
         """All rows as the micro-batches of one optimizer step; gradients are accumulated."""
@@ -140,16 +146,16 @@ class PackedRun:
         weight = head.weight.detach()
         if isinstance(weight, DTensor):
             weight = weight.full_tensor()
-        logits: Tensor = (hidden.to(weight.device, weight.dtype) @ weight.T).float().cpu()
-        return logits
+        logits: Tensor = (hidden.to(weight.device, weight.dtype) @ weight.T).float()
+        return capped(logits, self.logit_cap).cpu()
 
 
-def transformers_model(engine: Engine) -> Any:
-    """The transformers model inside an engine's module; None where the engine has its own."""
+def packed_module(engine: Engine) -> PackedLM | None:
+    """What an engine's module wraps a transformers model in; None where it has a model of its
+    own."""
     from vlmpack.backends.hf.model import PackedLM
 
-    found = [m for m in engine.module.modules() if isinstance(m, PackedLM)]
-    return found[0].model if found else None
+    return next((m for m in engine.module.modules() if isinstance(m, PackedLM)), None)
 
 
 def _label_slots(batch: Batch) -> Tensor:
