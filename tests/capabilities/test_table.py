@@ -11,7 +11,7 @@ from importlib import import_module, metadata, util
 from pathlib import Path
 
 import pytest
-from support.families import VISION_FAMILIES, tiny_family_folder
+from support.families import VISION_FAMILIES, model_type_of, tiny_family_folder
 from typer.testing import CliRunner
 
 from vlmpack.capabilities.folder import read_config
@@ -42,13 +42,13 @@ def test_a_line_names_the_file_that_serves_its_model_type_and_its_bounds_on_imag
     assert SERVED[model_type].pixel_knobs == family.pixel_knobs
 
 
-@pytest.mark.parametrize("model_type", VISION_FAMILIES)
-def test_smaller_images_cost_less_unless_the_line_says_whole_tiles(model_type, tmp_path):
+@pytest.mark.parametrize("name", VISION_FAMILIES)
+def test_smaller_images_cost_less_unless_the_line_says_whole_tiles(name, tmp_path):
     """A recipe may shrink images until a sample fits only where that takes tokens away."""
-    encoder = Encoder(tiny_family_folder(model_type, tmp_path))
+    encoder = Encoder(tiny_family_folder(name, tmp_path))
     sizes = [(600, 400), (150, 100), (30, 20), (15, 10)]
     counts = [encoder.layouts([size])[0].num_tokens for size in sizes]
-    if SERVED[model_type].whole_tiles:
+    if SERVED[model_type_of(name)].whole_tiles:
         assert max(counts) <= 2 * min(counts), "counts follow from the size after all"
     else:
         assert counts[0] > 2 * counts[-1]

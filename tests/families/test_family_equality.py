@@ -22,6 +22,7 @@ from support.families import (
     TEXT_FAMILIES,
     TINY,
     VISION_FAMILIES,
+    model_type_of,
     stock_rules,
     tiny_family_folder,
 )
@@ -63,6 +64,7 @@ SHARED_MATMUL_TOLERANCE = 1e-5
 class Case:
     """One family: its model twice, ours and transformers', and the mixed samples."""
 
+    name: str
     folder: Path
     mixed: list[RawSample]
 
@@ -104,7 +106,7 @@ class Case:
 
     def is_used(self, name: str) -> bool:
         """Whether anything that the class returns depends on a parameter."""
-        tiny = TINY.get(self.stock.config.model_type)
+        tiny = TINY.get(self.name)
         return tiny is None or not any(part in name for part in tiny.unused)
 
 
@@ -115,7 +117,7 @@ def case_of(tmp_path_factory, mixed):
     @cache
     def make(name):
         samples = text_samples() if name in TEXT_FAMILIES else mixed
-        return Case(tiny_family_folder(name, tmp_path_factory.mktemp(name)), samples)
+        return Case(name, tiny_family_folder(name, tmp_path_factory.mktemp(name)), samples)
 
     return make
 
@@ -154,24 +156,20 @@ def table():
 def check(table, case, name, run):
     """Record the errors of a run and find no difference."""
     errors = (loss_errors(run, case.reference), gradient_errors(run, case.reference))
-    table[f"{family_type(case)}: {name}"] = tuple(max(values.values()) for values in errors)
+    table[f"{case.name}: {name}"] = tuple(max(values.values()) for values in errors)
     assert find_differences(run, case.reference) == []
 
 
-def family_type(case):
-    """model_type of the case's config.json."""
-    return case.stock.config.model_type
-
-
 def test_every_registered_family_is_tested():
-    assert set(FAMILIES) == set(model_types())
+    assert set(map(model_type_of, FAMILIES)) == set(model_types())
 
 
 def test_the_family_knows_its_model(case):
     family = family_of(case.folder)
-    assert family_type(case) in family.model_types
+    assert case.stock.config.model_type == model_type_of(case.name)
+    assert model_type_of(case.name) in family.model_types
     modules = family.modules
-    assert (modules.vision is None) == (family_type(case) in TEXT_FAMILIES)
+    assert (modules.vision is None) == (case.name in TEXT_FAMILIES)
     for path in filter(None, (modules.vision, *modules.projectors, modules.language)):
         named = [name for name, _ in case.stock.named_parameters()]
         assert any(f"{name}.".startswith(f"{path}.") for name in named), path
@@ -239,7 +237,7 @@ def logits_by_sample(vlm, batch):
     """Each sample's (s, V) logits in a packed row."""
     with torch.no_grad():
         hidden = vlm.hidden_states(batch, batch.packed_seq_params())
-        logits = hidden @ vlm.model.get_output_embeddings().weight.T
+        logits = vlm.logits(hidden)
     spans = zip(batch.keys, starts_of(batch), batch.lengths, strict=True)
     return {key: logits[start : start + length] for key, start, length in spans}
 
@@ -265,7 +263,7 @@ def test_other_samples_logits_stay(case, index):
     after = logits_by_sample(case.vlm, pack(row, alignment=8))
     assert relative_l2(after[sample.key], before[sample.key]) > 0.1, "the change had no effect"
     for key in before.keys() - {sample.key}:
-        if family_type(case) in ROUTED:
+        if case.name in ROUTED:
             assert relative_l2(after[key], before[key]) < SHARED_MATMUL_TOLERANCE, key
         else:
             assert torch.equal(after[key], before[key]), key
@@ -366,7 +364,7 @@ def test_the_predicted_length_is_the_actual_one_for_200_image_sizes(vision_case)
         assert predicted.num_label_tokens == int((actual.labels != IGNORE_INDEX).sum())
         assert predicted.num_patches == actual.media.pixel_values.shape[0], some
         token_counts.update(actual.media.num_tokens)
-    tiny = TINY.get(family_type(vision_case))
+    tiny = TINY.get(vision_case.name)
     least = tiny.token_counts if tiny is not None else 20
     assert len(token_counts) > least, "the sizes were all alike"
 

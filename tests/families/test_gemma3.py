@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.engines import EVERYTHING, engine_of, make_engine
-from support.families import FAMILIES, TINY, tiny_family_folder
+from support.families import TINY, model_type_of, tiny_family_folder
 from support.recorders import HostReads
 from support.runs import find_differences, pack, run_batch, starts_of
 from support.shards import text_samples
@@ -95,7 +95,7 @@ def test_causal_attention_alone_is_found(gemma, monkeypatch, mode):
         batch = pad_batch_sequences(gemma.encoded, pad_token_id=gemma.encoder.pad_token_id)
     assert gemma.differences(batch) == []
     monkeypatch.setattr(
-        hf_model, "BlockMasks", lambda lengths, blocks, device: BlockMasks(lengths, (), device)
+        hf_model, "BlockMasks", lambda lengths, _, device, **how: BlockMasks(lengths, (), device)
     )
     found = gemma.differences(batch)
     assert losses_found(found) == gemma.with_images
@@ -111,7 +111,7 @@ def test_blocks_that_swallow_the_text_between_two_images_are_found(gemma, monkey
     assert losses_found(gemma.differences(wrong)) == {batch.keys[0]}
 
 
-def unchecked(batch, params):
+def unchecked(batch, params, **_):
     """The masks of a batch whose blocks do not sum to its image tokens."""
     lengths, device = params.segment_lengths, batch.input_ids.device
     return {"image_masks": BlockMasks(lengths, batch.image_blocks, device)}
@@ -186,8 +186,8 @@ def test_masks_are_shared_by_layers_and_nothing_is_read_back(gemma, monkeypatch)
     made = []
 
     class Recorded(BlockMasks):
-        def __init__(self, *args):
-            super().__init__(*args)
+        def __init__(self, *args, **how):
+            super().__init__(*args, **how)
             made.append(self)
 
     monkeypatch.setattr(hf_model, "BlockMasks", Recorded)
@@ -232,28 +232,19 @@ def test_auto_is_segments(gemma, one_rank, monkeypatch):
     assert built.vlm.vision.config._attn_implementation == "sdpa"
 
 
-def test_the_table_and_the_families_agree_on_who_needs_masks():
-    found = {
-        name
-        for name in FAMILIES
-        if SERVED[name].attention is not None or "CP" in SERVED[name].limits
-    }
-    homes = {SERVED[name].family for name in FAMILIES}
-    modules = {
-        model_type
-        for home in homes
-        for model_type in FAMILIES
-        if SERVED[model_type].family == home and _family(home).modules.image_blocks
-    }
-    assert found == modules == {"gemma3"}
-    assert SERVED["gemma3"].attention.names == ("segments",)
-    assert SERVED["gemma3"].engines == ("hf",)
-
-
-def _family(home):
-    from importlib import import_module
-
-    return import_module(f"vlmpack.families.{home}").FAMILY
+def test_the_table_and_the_families_agree_on_who_needs_masks(tmp_path):
+    """Those whose image tokens attend in both directions, in some of their shapes at least."""
+    with_blocks = set()
+    for name, tiny in TINY.items():
+        tiny.config().save_pretrained(str(tmp_path / name))
+        if family_of(tmp_path / name).modules.image_blocks:
+            with_blocks.add(name)
+    assert with_blocks == {"gemma3", "gemma4-dense", "gemma4-mixture"}
+    for served in (SERVED[model_type_of(name)] for name in with_blocks):
+        assert served.attention.names == ("segments",)
+        assert served.engines == ("hf",)
+    alone = {name for name, served in SERVED.items() if served.attention is not None}
+    assert alone == {"gemma3", "gemma4", "gemma4_text"}
 
 
 def test_a_batch_that_says_nothing_of_its_blocks_is_refused(gemma):

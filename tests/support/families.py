@@ -16,6 +16,8 @@ from support.shards import TINY_MODEL
 from support.stock import StockRules, rope_index
 from support.tiny_family import FIRST_NEW_ID, PLAIN_ROPE, TEXT, TinyFamily
 from support.tiny_gemma3 import GEMMA3, text_config
+from support.tiny_gemma4 import GEMMA4, GEMMA4_DENSE, GEMMA4_MIXTURE, HEAD_NORMS
+from support.tiny_gemma4 import text_config as gemma4_text_config
 from support.tiny_idefics3 import IDEFICS3, SMOL
 from support.tiny_internvl import INTERNVL
 from support.tiny_llava_onevision import LLAVA_ONEVISION
@@ -242,16 +244,17 @@ _QWEN3_IMAGES = _qwen_images(
 )
 
 TEXT_FAMILIES = {
-    name: TinyFamily(config=config, stock=StockRules(), template=TEXT_TEMPLATE)
-    for name, config in {
-        "llama": _llama,
-        "qwen2": _qwen2,
-        "qwen3": _qwen3,
-        "gemma3_text": text_config,
-        "glm4_moe": _glm4_moe,
-        "glm4_moe_lite": _glm4_moe_lite,
-        "deepseek_v3": _deepseek_v3,
-    }.items()
+    name: TinyFamily(config=config, stock=StockRules(), template=TEXT_TEMPLATE, scaled=scaled)
+    for name, config, scaled in (
+        ("llama", _llama, {}),
+        ("qwen2", _qwen2, {}),
+        ("qwen3", _qwen3, {}),
+        ("gemma3_text", text_config, {}),
+        ("glm4_moe", _glm4_moe, {}),
+        ("glm4_moe_lite", _glm4_moe_lite, {}),
+        ("deepseek_v3", _deepseek_v3, {}),
+        ("gemma4_text", gemma4_text_config, HEAD_NORMS),
+    )
 }
 """Language models without a vision tower."""
 
@@ -268,24 +271,41 @@ TINY: dict[str, TinyFamily] = {
     "mistral3": MISTRAL3,
     "llava": LLAVA,
     "gemma3": GEMMA3,
+    "gemma4": GEMMA4,
+    "gemma4-dense": GEMMA4_DENSE,
+    "gemma4-mixture": GEMMA4_MIXTURE,
     **TEXT_FAMILIES,
 }
+"""By `model_type`; what follows a dash tells another shape of one apart."""
 
 COMMITTED = "qwen2_5_vl"
 """The family of the committed model."""
 
 FAMILIES = (COMMITTED, *TINY)
-"""Every `model_type` that can be trained."""
+"""Every `model_type` that can be trained, some in several shapes."""
 
-SLOW_FAMILIES = {"qwen2", "gemma3_text", "smolvlm", "llava", "glm4_moe_lite"}
-"""Tested among the slow tests alone: the decoder is that of qwen2_vl and qwen2_5_vl, gemma3 or
-deepseek_v3; the tower and the layout are those of idefics3, or mistral3."""
+SLOW_FAMILIES = {
+    "qwen2",
+    "gemma3_text",
+    "gemma4_text",
+    "gemma4-mixture",
+    "smolvlm",
+    "llava",
+    "glm4_moe_lite",
+}
+"""Tested among the slow tests alone: the decoder is that of qwen2_vl and qwen2_5_vl, gemma3, gemma4
+or deepseek_v3; the tower and the layout are those of idefics3, mistral3, or gemma4-dense."""
 
 VISION_FAMILIES = tuple(name for name in FAMILIES if name not in TEXT_FAMILIES)
 
-ROUTED = {"qwen3_vl_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3"}
+ROUTED = {"qwen3_vl_moe", "gemma4-mixture", "glm4_moe", "glm4_moe_lite", "deepseek_v3"}
 """Mixtures of experts: a matmul of an expert has as many rows as tokens chose it, so another sample
 changes how it is blocked, and with that the last bit of a row."""
+
+
+def model_type_of(name: str) -> str:
+    """The `model_type` of one of `FAMILIES`."""
+    return name.partition("-")[0]
 
 
 def tiny_family_folder(name: str, tmp: Path) -> Path:
@@ -345,7 +365,9 @@ def _tiny_model(tiny: TinyFamily) -> Any:
         torch.manual_seed(0)
         model = auto.from_config(config, dtype=torch.float32)
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 1 or not parameter.any():
+            for name, parameter in model.named_parameters():
+                if parameter.ndim == 1 or parameter.min() == parameter.max():
                     parameter.add_(0.2 * torch.randn_like(parameter))
+                for part, factor in tiny.scaled.items():
+                    parameter.mul_(factor if part in name else 1.0)
     return model

@@ -48,6 +48,7 @@ class TinyFamily:
         token_counts: 200 image sizes give more token counts than this; few where images are cut
             into tiles.
         unused: parts of the names of parameters whose results the class throws away.
+        scaled: parts of the names of parameters that fresh ones are too large for, and a factor.
     """
 
     config: Callable[[], Any]
@@ -59,6 +60,7 @@ class TinyFamily:
     files: Mapping[str, str] = field(default_factory=dict)
     token_counts: int = 20
     unused: tuple[str, ...] = ()
+    scaled: Mapping[str, float] = field(default_factory=dict)
 
 
 FIRST_NEW_ID = 576

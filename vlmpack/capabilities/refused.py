@@ -12,8 +12,11 @@ from vlmpack.capabilities.limits import Limit
 from vlmpack.capabilities.prediction import language_config
 from vlmpack.capabilities.served import SERVED, nearest
 
-SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-"""Keys of a tanh on the scores of attention or of the head."""
+SCORES_CAP, LOGITS_CAP = "attn_logit_softcapping", "final_logit_softcapping"
+"""Keys of a tanh on the scores of attention, and on those of the head."""
+
+IN_IMAGES = "vision"
+"""The value of `use_bidirectional_attention` that leaves text causal."""
 
 LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")
 """Keys that list what each layer of the decoder is."""
@@ -127,7 +130,9 @@ def refusal(config: Mapping[str, object]) -> str | None:
         if isinstance(name, str) and name in _BY_TYPE:
             row = _BY_TYPE[name]
             return f"{row.title} (model_type {name!r}) cannot be trained: {row.limit}"
-    rule = _refused_by_rule(config) or _refused_by_rule(language)
+    served = SERVED.get(model_type) if isinstance(model_type, str) else None
+    bent = served is not None and served.bent_logits
+    rule = _refused_by_rule(config, bent) or _refused_by_rule(language, bent)
     if rule is not None:
         return f"the model (model_type {model_type!r}) cannot be trained: {rule}"
     if not isinstance(model_type, str):
@@ -143,12 +148,15 @@ def refusal(config: Mapping[str, object]) -> str | None:
     return _other_decoder(model_type, language) or _other_tower(model_type, config)
 
 
-def _refused_by_rule(values: Mapping[str, object]) -> Limit | None:
-    """By what its layers are, whatever the model is called."""
-    for key in SOFTCAPS:
+def _refused_by_rule(values: Mapping[str, object], bent_logits: bool) -> Limit | None:
+    """By what its layers are; what is said of logits depends on the class alone."""
+    for key in (SCORES_CAP,) if bent_logits else (SCORES_CAP, LOGITS_CAP):
         if values.get(key) is not None:
-            return Limit(f"it caps logits ({key} {values[key]}), which vlmpack does not", _NONE)
-    if values.get("use_bidirectional_attention"):
+            of_whom = " for this model_type" if key == LOGITS_CAP else ""
+            return Limit(
+                f"it caps logits ({key} {values[key]}), which vlmpack does not{of_whom}", _NONE
+            )
+    if values.get("use_bidirectional_attention") not in (None, False, IN_IMAGES):
         return Limit(
             "its text attends in both directions (use_bidirectional_attention), so it predicts no "
             "next token",

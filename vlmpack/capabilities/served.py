@@ -31,11 +31,12 @@ class ServedModel:
             tower; empty: not looked at.
         attention: which attention can run it; None: any.
         limits: features that it cannot have, on any engine.
-        whole_tiles: whether an image is enlarged to fill whole tiles, whatever its size: resizing
-            it beforehand takes away what it shows, but no tokens.
+        whole_tiles: whether an image is enlarged to fill whole tiles, or a budget, whatever its
+            size: resizing it beforehand takes away what it shows, but no tokens.
         pixel_knobs: the keys of `images` in a recipe that the family's images can be bounded by.
         prediction: where published files have layers of multi-token prediction, which transformers
             passes over; empty: nowhere.
+        bent_logits: whether its class bends logits by `final_logit_softcapping`, and we do.
     """
 
     title: str
@@ -49,9 +50,11 @@ class ServedModel:
     whole_tiles: bool = False
     pixel_knobs: tuple[str, ...] = ()
     prediction: str = ""
+    bent_logits: bool = False
 
 
 _BOTH_WAYS = "an image's tokens attend in both directions, which only segments does"
+_WIDE_HEADS = "its layers with full attention have heads of 512 channels, kernels take 256"
 _BOTH: tuple[Engine, ...] = ("hf", "mcore")
 
 _text = partial(ServedModel, family="text_lm", engines=_BOTH)
@@ -60,6 +63,12 @@ _experts = partial(ServedModel, family="text_lm", has_experts=True, limits={"LoR
 _qwen_vl = partial(ServedModel, engines=_BOTH, pixel_knobs=("min_pixels", "max_pixels"))
 _tiled = partial(ServedModel, whole_tiles=True, pixel_knobs=("max_tiles",))
 _pixtral = partial(ServedModel, towers=("pixtral",), pixel_knobs=("max_pixels",))
+_gemma4 = partial(
+    ServedModel,
+    has_experts=True,
+    attention=OnlyAttention(("segments",), _WIDE_HEADS),
+    bent_logits=True,
+)
 
 SERVED: Mapping[str, ServedModel] = {
     "llama": _text(title="Llama"),
@@ -84,7 +93,16 @@ SERVED: Mapping[str, ServedModel] = {
         attention=OnlyAttention(("segments",), _BOTH_WAYS),
         limits={"CP": Limit(_BOTH_WAYS)},
     ),
-    "gemma3_text": ServedModel(title="Gemma 3 (text)", family="gemma3_text"),
+    "gemma3_text": ServedModel(title="Gemma 3 (text)", family="gemma3_text", bent_logits=True),
+    "gemma4": _gemma4(
+        title="Gemma 4",
+        family="gemma4",
+        decoders=("gemma4_text",),
+        towers=("gemma4_vision",),
+        whole_tiles=True,
+        pixel_knobs=("max_pixels",),
+    ),
+    "gemma4_text": _gemma4(title="Gemma 4 (text)", family="gemma4_text"),
     "glm4_moe": _experts(title="GLM-4.5", prediction="model.layers.46 or model.layers.92"),
     "glm4_moe_lite": _experts(title="GLM-4.7-Flash", prediction="model.layers.47"),
     "deepseek_v3": _experts(title="DeepSeek-V3", prediction="model.layers.61"),

@@ -35,6 +35,16 @@ def whole_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return content
 
 
+def final_logit_cap(config: Mapping[str, Any]) -> float | None:
+    """`final_logit_softcapping` of a class that bends its logits by it; None where it is unset.
+
+    Args:
+        config: the content of a config.json.
+    """
+    cap = (config.get("text_config") or config).get("final_logit_softcapping")
+    return None if cap is None else float(cap)
+
+
 def whole_config_of(folder: Path) -> dict[str, Any]:
     """That of a model folder.
 

@@ -39,12 +39,13 @@ def image_processor(folder: Path, **settings: Any) -> Any:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
-def family_processor(folder: Path, *kinds: str) -> Any:
+def family_processor(folder: Path, *kinds: str, sized: bool = True) -> Any:
     """The processor, if it is one that a family's rule follows.
 
     Args:
         folder: model folder.
         kinds: names of its class, without what says how it is built (Pil, Fast).
+        sized: whether it resizes to its `size`.
 
     Raises:
         OSError, ValueError: as `image_processor`; another class, one that leaves images at their
@@ -54,11 +55,10 @@ def family_processor(folder: Path, *kinds: str) -> Any:
     name = type(processor).__name__
     if name.removesuffix("Pil").removesuffix("Fast") not in kinds:
         raise ValueError(f"it is a {name}, expected {' or '.join(kinds)}")
-    if not processor.do_resize or processor.size is None:
+    if not processor.do_resize or (sized and processor.size is None):
         size = None if processor.size is None else dict(processor.size)
-        raise ValueError(
-            f"do_resize is {processor.do_resize} and size {size}, expected true and a size"
-        )
+        found = f"do_resize is {processor.do_resize}" + (f" and size {size}" if sized else "")
+        raise ValueError(f"{found}, expected true{' and a size' if sized else ''}")
     if processor.do_center_crop:
         raise ValueError("do_center_crop is true, expected false")
     return processor
@@ -88,7 +88,10 @@ class ProcessorRule:
         mean, std = (
             torch.tensor(each) for each in (self.processor.image_mean, self.processor.image_std)
         )
-        levels = (pixels.permute(1, 2, 0) * std + mean) / self.processor.rescale_factor
+        levels = pixels.permute(1, 2, 0)
+        if self.processor.do_normalize:
+            levels = levels * std + mean
+        levels = levels / self.processor.rescale_factor
         return fromarray(levels.round().clamp(0, 255).numpy().astype(np.uint8))
 
 

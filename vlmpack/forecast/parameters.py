@@ -36,8 +36,8 @@ class ModelSizes:
     """What memory depends on.
 
     Args:
-        tower, embedding, head: parameters outside the decoder layers; the head's are 0 where it
-            shares the embedding.
+        tower, embedding, head: parameters outside the decoder layers; an audio tower counts with
+            the vision tower, the head's are 0 where it shares the embedding.
         layers: parameters of all decoder layers that every expert-parallel rank holds, matrices.
         vectors: those of the layers that are no matrices (norms, biases), and the final norm.
         experts: parameters of all experts of all layers.
@@ -126,10 +126,9 @@ def _sizes(
     text: Mapping[str, Any] = config.get("text_config") or config
     heads, hidden = text["num_attention_heads"], text["hidden_size"]
     width = text.get("head_dim") or hidden // heads
-    choices = text.get("num_experts_per_tok") or 0
+    choices = text.get("num_experts_per_tok") or text.get("top_k_experts") or 0
     if not groups["experts"]:
         choices = 0
-    columns = choices * text["moe_intermediate_size"] if choices else text["intermediate_size"]
     return ModelSizes(
         **groups,
         largest_block=max(blocks.values(), default=0),
@@ -137,7 +136,7 @@ def _sizes(
         hidden=hidden,
         query=heads * width,
         key=(text.get("num_key_value_heads") or heads) * width,
-        intermediate=columns,
+        intermediate=_columns(text, choices),
         choices=choices,
         vocabulary=text["vocab_size"],
         vision=_tower(config.get("vision_config")) if groups["tower"] else None,
@@ -145,8 +144,19 @@ def _sizes(
     )
 
 
+def _columns(text: Mapping[str, Any], choices: int) -> int:
+    """Columns of the MLP that a token passes through in a layer, on average over the layers."""
+    dense: int = text["intermediate_size"]
+    if text.get("use_double_wide_mlp"):  # in layers that reuse keys and values
+        dense += dense * (text.get("num_kv_shared_layers") or 0) // text["num_hidden_layers"]
+    if not choices:
+        return dense
+    beside = dense if text.get("enable_moe_block") else 0  # an MLP that every token passes through
+    return beside + choices * int(text["moe_intermediate_size"])
+
+
 def _group(name: str, shape: tuple[int, ...]) -> str:
-    if re.search(r"(^|\.)(visual|vision_tower|vision_model)\.", name):
+    if re.search(r"(^|\.)(visual|vision_tower|vision_model|audio_tower)\.", name):
         return "tower"
     if "embed_tokens" in name:
         return "embedding"

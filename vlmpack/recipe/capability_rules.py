@@ -69,8 +69,9 @@ def images_cost_less_when_shrunk(data: DataSection, served: ServedModel) -> list
     if data.over_long != "shrink_images" or not served.whole_tiles:
         return []
     message = (
-        f"'shrink_images', but {served.title} enlarges images to whole tiles, so smaller ones have "
-        f"as many tokens; use drop or error, and images.max_tiles where the model cuts images"
+        f"'shrink_images', but {served.title} enlarges images to whole tiles or to a budget, so "
+        f"smaller ones have as many tokens; use drop or error, and images.max_tiles where the "
+        f"model cuts images, or images.max_pixels where it has a budget"
     )
     return [Problem(("data", "over_long"), message)]
 
