@@ -50,7 +50,10 @@ def test_the_cost_of_the_published_models(tmp_path, name):
     )
     projector = sum(p.numel() for p in model.model.embed_vision.parameters())
     assert cost.per_patch == 6 * (tower + projector / 9)
-    assert cost.per_squared_patches == 12 * vision.hidden_size * vision.num_hidden_layers
+    attention, averages = 4 * vision.num_hidden_layers, 2 / 9
+    assert cost.per_squared_patches == pytest.approx(
+        3 * vision.hidden_size * (attention + averages), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize(

@@ -51,20 +51,24 @@ def test_a_pack_costs_what_its_samples_do():
 
 
 def shown(rule, *, any_grid):
-    """Images by name: one of 8 x 16 patches and two of 8 x 8; of families that cut images into
-    tiles, an image as it is cut."""
+    """Images by name: one of 8 x 16 patches and two of 8 x 8, or of 12 where tokens are of 3 x 3;
+    of families that cut images into tiles, an image as it is cut."""
     if not any_grid:
         return {"one image": rule.preprocess([picture(120, 60)])}
     smallest = rule.smallest()
     per_token = smallest.pixel_values.shape[0] // sum(smallest.num_tokens)
-    pixels = torch.randn(128, smallest.pixel_values.shape[1])
+    side = 12 if per_token == 9 else 8
+    pixels = torch.randn(2 * side**2, smallest.pixel_values.shape[1])
     return {
         name: Media(
             pixel_values=pixels,
             grid_thw=grids,
             num_tokens=tuple(t * h * w // per_token for t, h, w in grids),
         )
-        for name, grids in (("one image", ((1, 8, 16),)), ("two images", ((1, 8, 8),) * 2))
+        for name, grids in (
+            ("one image", ((1, side, 2 * side),)),
+            ("two images", ((1, side, side),) * 2),
+        )
     }
 
 
@@ -95,9 +99,10 @@ def counted(folder, *, any_grid):
             run()
         return counter.get_total_flops()
 
-    embeds = torch.randn(1, 64, width)
+    embeds, ids = torch.randn(1, 64, width), torch.zeros(1, 64, dtype=torch.int64)
+    others = family.decoder_arguments(model, ids, ids[0, :0])
     figures = {
-        "decoder": measure(lambda: language(inputs_embeds=embeds, use_cache=False)),
+        "decoder": measure(lambda: language(inputs_embeds=embeds, use_cache=False, **others)),
         "head": measure(lambda: model.lm_head(embeds[0, :1])),
     }
     images = {}

@@ -118,7 +118,12 @@ class Gemma4(ImageFamily):
     def cost_model(self, config: Mapping[str, Any]) -> CostModel:
         """The decoder's and the tower's; published files leave sizes out."""
         whole = whole_config(config)
-        return decoder_cost(whole, self.tower(whole))
+        cost = decoder_cost(whole, self.tower(whole))
+        # Patches are averaged by a matrix product of each token with all patches of its image.
+        vision = whole["vision_config"]
+        averaged = 2.0 * flops.size(vision, "hidden_size") / vision["pooling_kernel_size"] ** 2
+        squares = cost.per_squared_patches + flops.STEP * averaged
+        return replace(cost, per_squared_patches=squares)
 
     def tower(self, config: Mapping[str, Any]) -> flops.Tower:
         """A tower whose attention spans a whole image; its MLPs have a gate."""

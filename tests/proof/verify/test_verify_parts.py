@@ -26,7 +26,7 @@ from vlmpack.proof.verify.compare import Compared, check_log_probabilities, loss
 from vlmpack.proof.verify.figures import bounded, relative_l2, with_noise, worst
 from vlmpack.proof.verify.layouts import group_samples, rows_in_words
 from vlmpack.proof.verify.leak import check_leaks, ordinary_ids, perturbed
-from vlmpack.proof.verify.outputs import FEWEST_SLOTS, KEPT_NUMBERS, kept_slots
+from vlmpack.proof.verify.outputs import FEWEST_SLOTS, KEPT_NUMBERS, _own_rows, kept_slots
 from vlmpack.proof.verify.packed import Packed
 from vlmpack.proof.verify.record import as_json, conclusion
 from vlmpack.proof.verify.reference import Unpacked
@@ -134,6 +134,24 @@ def test_kinds_without_a_period_are_all_kept():
     assert cut["layer_types"] == kinds[:3]
     kinds = ["a", "a", "b", "a", "b", "b"]
     assert cut_layers({"num_hidden_layers": 6, "layer_types": kinds})["layer_types"] == kinds[:3]
+
+
+def test_layers_that_reuse_keys_are_cut_with_those_that_they_reuse():
+    kinds = ["sliding", "sliding", "full"] * 4
+    own = {str(layer): {"head_dim": 512} for layer in (2, 5, 8, 11)}
+    config = {"num_hidden_layers": 12, "layer_types": kinds, "num_kv_shared_layers": 7}
+    cut = cut_layers(config | {"per_layer_config": own, "rope": {"full": {}, "sliding": {}}})
+    assert (cut["num_hidden_layers"], cut["num_kv_shared_layers"]) == (6, 3)
+    assert set(cut["layer_types"][:3]) == set(kinds), "each kind is there to be reused"
+    assert set(cut["per_layer_config"]) == {"2", "5"}
+    assert set(cut["rope"]) == {"full", "sliding"}
+
+
+def test_rows_that_pad_images_are_not_compared():
+    value = torch.arange(12.0).view(2, 3, 2)
+    assert torch.equal(_own_rows(value, [1, 3]), torch.cat([value[0, :1], value[1]]))
+    for patches in ([3, 3], [2, 4], [1, 3, 3], []):  # alike, no such padding, other images, none
+        assert torch.equal(_own_rows(value, patches), value.flatten(0, 1))
 
 
 def test_a_model_that_is_small_already_stays(tmp_path):

@@ -7,6 +7,7 @@ are kept. The vision part's are kept whole: their rows are patches or features i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmpack.families.base import ModulePaths
-from vlmpack.packing import EncodedSample
+from vlmpack.packing import EncodedSample, Media
 
 Kind = Literal["tower", "projector", "language model"]
 
@@ -112,12 +113,17 @@ def kept_slots(samples: Sequence[EncodedSample], numbers_per_slot: int) -> list[
 
 @contextmanager
 def captured(
-    model: nn.Module, points: Sequence[Point], slots: Tensor | None = None
+    model: nn.Module,
+    points: Sequence[Point],
+    slots: Tensor | None = None,
+    patches: Sequence[int] = (),
 ) -> Iterator[dict[str, Tensor]]:
     """While it is open, collects what points of a transformers model put out.
 
     Args:
         slots: (n,) int64 flat slots that are kept of the language model's outputs; None for all.
+        patches: of each image of the call. Where a tower pads images to the largest, rows behind
+            an image's own patches are left out.
 
     Yields:
         (rows, D) of each point that was called, by its path, calls one after another.
@@ -128,7 +134,7 @@ def captured(
         value = _tensor(output)
         if value is None:
             return
-        value = value.detach().flatten(0, -2)
+        value = _own_rows(value.detach(), patches if point.kind == "tower" else ())
         if point.kind == "language model" and slots is not None:
             value = value.index_select(0, slots.to(value.device))
         before = [found[point.path]] if point.path in found else []
@@ -139,6 +145,19 @@ def captured(
             module = model.get_submodule(point.path)
             hooks.enter_context(module.register_forward_hook(partial(keep, point)))
         yield found
+
+
+def _own_rows(value: Tensor, patches: Sequence[int]) -> Tensor:
+    """(rows, D) of (..., D), without those that pad images."""
+    padded = len(set(patches)) > 1 and value.shape[:-1] == (len(patches), max(patches))
+    if not padded:
+        return value.flatten(0, -2)
+    return torch.cat([image[:count] for image, count in zip(value, patches, strict=True)])
+
+
+def patches_of(media: Sequence[Media | None]) -> list[int]:
+    """How many patches each image of some samples has."""
+    return [math.prod(grid) for one in media if one is not None for grid in one.grid_thw]
 
 
 def _tensor(output: Any) -> Tensor | None:

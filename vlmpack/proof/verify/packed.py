@@ -23,7 +23,7 @@ from vlmpack.backends.cross_entropy import capped
 from vlmpack.backends.engine import Engine, LossFunction
 from vlmpack.distributed import Ranks
 from vlmpack.packing import Batch, PackedBatch
-from vlmpack.proof.verify.outputs import Point, captured
+from vlmpack.proof.verify.outputs import Point, captured, patches_of
 from vlmpack.proof.verify.row import VerifiedRow
 from vlmpack.training.vlm_step import cross_entropy, forward_step
 
@@ -85,9 +85,10 @@ class PackedRun:
             computed = partial(forward_step, data_iterator, model, partial(recorded, number))
             if self.model is None:
                 return computed()
-            last = self.points[-1]
+            last, row = self.points[-1], rows[number]
+            patches = patches_of([row.batch.media])
             with (
-                captured(self.model, self.points, self.row_slots(rows[number])) as found,
+                captured(self.model, self.points, self.row_slots(row), patches) as found,
                 captured(self.model, [last]) as whole,
             ):
                 result = computed()

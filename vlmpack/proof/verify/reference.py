@@ -22,7 +22,7 @@ from vlmpack.encode import Encoder
 from vlmpack.families.base import stock_arguments
 from vlmpack.packing import IGNORE_INDEX, EncodedSample
 from vlmpack.packing.media import media_of
-from vlmpack.proof.verify.outputs import Point, captured, kept_slots, points_of
+from vlmpack.proof.verify.outputs import Point, captured, kept_slots, patches_of, points_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +155,10 @@ class Reference:
         only = {"logits_to_keep": wanted.to(self.device)} if can_choose else {}
         width = max(sample.length for sample in samples)
         slots = torch.cat([self.kept[number] + row * width for row, number in enumerate(numbers)])
+        patches = patches_of([sample.media for sample in samples])
         with (
             torch.autocast(self.device.type, torch.bfloat16, enabled=how.autocast),
-            captured(self.model, self.points, slots) as found,
+            captured(self.model, self.points, slots, patches) as found,
         ):
             output = self.model(use_cache=False, **self.arguments(samples), **only)
         logits = output.logits if can_choose else output.logits[:, wanted.to(self.device)]

@@ -35,6 +35,9 @@ PERIODS = (
 )
 """Entries by which one kind of layer comes back every so many."""
 
+SHARED = "num_kv_shared_layers"
+"""Counts the last layers, which reuse keys and values of earlier ones of their kind."""
+
 FEWEST_LAYERS = 2
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth", "*.gguf")
@@ -128,6 +131,10 @@ def _cut_section(section: dict[str, Any], name: str, depth: int) -> None:
     for key, value in section.items():
         if isinstance(value, list) and value:
             section[key] = _cut_list(key, value, depth, keep)
+        elif isinstance(value, Mapping) and value and all(_is_index(each) for each in value):
+            section[key] = {each: said for each, said in value.items() if int(each) < keep}
+    if section.get(SHARED):
+        section[SHARED] = min(section[SHARED], keep // 2)
     for key in ("max_window_layers", "first_k_dense_replace"):
         if isinstance(section.get(key), int):
             section[key] = min(section[key], keep - 1)
@@ -145,7 +152,11 @@ def _layers_kept(section: Mapping[str, Any], depth: int) -> int:
     for key, value in section.items():  # a kind that is named by its layers: room for one of each
         if _names_layers(key, value, depth):
             kept = max(kept, FEWEST_LAYERS + 1)
-    return kept
+    return 2 * kept if section.get(SHARED) else kept  # a period that shares, of one that is shared
+
+
+def _is_index(key: object) -> bool:
+    return isinstance(key, int) or (isinstance(key, str) and key.isdecimal())
 
 
 def _period(kinds: list[Any]) -> int:
