@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import partial
-from threading import Event
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ from vlmpack.recipe.schema import CheckpointSection
 from vlmpack.training.metrics import MetricsLog, Progress, Trackers, read_rows
 from vlmpack.training.objective import Objective
 from vlmpack.training.run_dir import RunDir
+from vlmpack.training.stop import StopFlag
 from vlmpack.training.trainer import Reporting, Trainer
 from vlmpack.training.vlm_step import forward_step
 
@@ -138,7 +138,7 @@ def test_validation_and_steps_report_what_the_objective_does(
         log_interval=1,
         timeouts=CollectiveTimeouts(first=60, later=60),
         run_dir=RunDir(tmp_path),
-        stop=Event(),
+        stop=StopFlag(),
         validation=lambda: [COLLATE(encoded[:2]), COLLATE(encoded[2:])],
     )
     log = MetricsLog(tmp_path / "metrics.jsonl", resume_step=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -47,6 +48,29 @@ def test_other_threads_cannot_take_signals_and_do_not_fail():
     thread.start()
     thread.join(timeout=30)
     assert seen == [False]
+
+
+def test_a_signal_that_comes_while_one_is_handled_does_not_wait_for_itself():
+    """Signals nest: a second one may come at any call inside the handler of the first."""
+    with stop_on_sigterm() as flag:
+        handle = signal.getsignal(signal.SIGTERM)
+        assert callable(handle)
+        nested = []
+
+        def again(frame, event, _argument):
+            nested.append(event)
+            handle(signal.SIGTERM, frame)
+
+        def work():
+            sys.setprofile(again)
+            handle(signal.SIGTERM, None)
+            sys.setprofile(None)
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join(timeout=20)
+        assert nested and not thread.is_alive(), "the handler waits for a lock that it holds"
+        assert flag.is_set()
 
 
 def test_being_preempted_has_an_exit_code_of_its_own():

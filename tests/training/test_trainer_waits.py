@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +16,7 @@ from vlmpack.distributed.timeouts import CollectiveTimeouts
 from vlmpack.recipe.schema import CheckpointSection
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.step import StepSums
+from vlmpack.training.stop import StopFlag
 from vlmpack.training.trainer import Trainer
 
 STEPS = 4
@@ -60,7 +60,7 @@ def test_a_checkpoint_is_published_outside_of_the_steps_timeout(tmp_path: Path) 
         log_interval=1,
         timeouts=_Steps(first=60, later=60),
         run_dir=RunDir(tmp_path),
-        stop=Event(),
+        stop=StopFlag(),
     )
     saver: Any = _Saver()
     trainer._saver = saver

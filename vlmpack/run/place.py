@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import Event
 
 from vlmpack.activity import ACTIVITY, IDLE
 from vlmpack.build.date import settle_date
@@ -33,7 +32,7 @@ from vlmpack.recipe import (
 from vlmpack.terminal import say_printable
 from vlmpack.training.metrics import require_trackers
 from vlmpack.training.run_dir import RunDir
-from vlmpack.training.stop import stop_on_sigterm
+from vlmpack.training.stop import StopFlag, stop_on_sigterm
 from vlmpack.watchdog import Watchdog
 from vlmpack.whole_file import write_atomically
 
@@ -52,7 +51,7 @@ class Place:
 
     ranks: Ranks
     run_dir: RunDir
-    stop: Event
+    stop: StopFlag
 
 
 @contextmanager

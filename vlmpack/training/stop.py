@@ -18,10 +18,29 @@ from vlmpack.training.run_dir import RunDir
 logger = logging.getLogger("vlmpack")
 
 
+class StopFlag:
+    """Whether this process has been asked to stop.
+
+    No threading.Event: its `set` takes a lock, for which a second signal that comes meanwhile would
+    wait for ever, in the thread that holds it.
+    """
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def set(self) -> None:
+        """Ask for a stop at the next step boundary."""
+        self._asked = True
+
+    def is_set(self) -> bool:
+        """Whether a stop was asked for."""
+        return self._asked
+
+
 @contextmanager
-def stop_on_sigterm() -> Iterator[threading.Event]:
+def stop_on_sigterm() -> Iterator[StopFlag]:
     """A flag that SIGTERM sets for the duration; nobody sets it outside the main thread."""
-    flag = threading.Event()
+    flag = StopFlag()
     if threading.current_thread() is not threading.main_thread():
         yield flag
         return

@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 from vlmpack.activity import ACTIVITY
@@ -35,6 +34,7 @@ from vlmpack.training.model_watch import check_trained_from
 from vlmpack.training.record import SampleRecord, StepSamples
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.step import Stepper, StepSums
+from vlmpack.training.stop import StopFlag
 
 logger = logging.getLogger("vlmpack")
 
@@ -124,7 +124,7 @@ class Trainer:
     log_interval: int
     timeouts: CollectiveTimeouts
     run_dir: RunDir
-    stop: Event
+    stop: StopFlag
     validation: Callable[[], Iterable[Batch]] | None = None
     on_skips: Callable[[int, int], None] | None = None
     record: SampleRecord | None = None
