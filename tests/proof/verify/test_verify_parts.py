@@ -6,6 +6,8 @@ import json
 import math
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from vlmpack.packing import FixedShape, PackCollator
 from vlmpack.packing.budget import RowBudget
 from vlmpack.proof.rows.checks import check_row
 from vlmpack.proof.verify import Check, Verification, memory
+from vlmpack.proof.verify import samples as chosen
 from vlmpack.proof.verify.compare import Compared, check_log_probabilities, loss_error
 from vlmpack.proof.verify.figures import bounded, relative_l2, with_noise, worst
 from vlmpack.proof.verify.layouts import group_samples, rows_in_words
@@ -272,6 +275,22 @@ def test_samples_are_grouped_by_count_and_by_room(samples):
         [2, 3],
         [4, 5],
     ]
+
+
+def test_more_labels_come_from_other_samples_and_a_drawn_twice_stays(samples, monkeypatch):
+    """A blend may draw a sample twice in an epoch."""
+    texts = [replace(sample, media=None) for sample in samples]
+    places: list[Any] = [SimpleNamespace(shard="a.tar", offset=place) for place in range(4)]
+    order = [chosen.Chosen(places[at], texts[at], None) for at in (0, 0, 0, 1, 1, 2, 3)]
+    monkeypatch.setattr(chosen, "_in_order", lambda train: iter(order))
+    split: Any = None
+    first = chosen.choose_samples(split, 2)
+    assert len(first) == 2 and first[0].ref == first[1].ref
+    labels = sum(each.num_labels for each in (*first, order[3]))
+    assert order[3].num_labels and order[5].num_labels
+    more = chosen.choose_samples(split, 2, min_labels=labels)
+    assert more == [*first, order[3]]
+    assert chosen.choose_samples(split, 2, min_labels=labels + 1) == [*more, order[5]]
 
 
 def test_few_slots_are_kept_of_a_large_model(samples):

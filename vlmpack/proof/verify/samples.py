@@ -87,12 +87,18 @@ def choose_samples(train: TrainData, count: int, *, min_labels: int = 0) -> list
 
 def _with_labels(train: TrainData, picked: Sequence[Chosen], min_labels: int) -> list[Chosen]:
     """Those, and the next ones of the order until there are enough label tokens."""
-    found = {(each.ref.shard, each.ref.offset): each for each in picked}
+    found = list(picked)
+    there = {(each.ref.shard, each.ref.offset) for each in picked}
+    labels = sum(each.num_labels for each in picked)
     for each in _in_order(train):
-        if sum(one.num_labels for one in found.values()) >= min_labels:
+        if labels >= min_labels:
             break
-        found.setdefault((each.ref.shard, each.ref.offset), each)
-    return list(found.values())
+        place = (each.ref.shard, each.ref.offset)
+        if place not in there:
+            there.add(place)
+            found.append(each)
+            labels += each.num_labels
+    return found
 
 
 def _in_order(train: TrainData) -> Iterator[Chosen]:
