@@ -15,9 +15,8 @@ from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
 
 from vlmpack.backends.hf.load import load_model
-from vlmpack.backends.hf.model import ImageFeatures, PackedVLM
+from vlmpack.backends.hf.model import ImageFeatures
 from vlmpack.encode import Encoder
-from vlmpack.errors import CapabilityError
 
 
 @pytest.fixture(scope="module")
@@ -156,9 +155,13 @@ def test_experts_stored_as_published_load_the_same(folders, tmp_path):
         assert torch.equal(theirs[name], value), name
 
 
-def test_an_auxiliary_loss_that_the_config_asks_for_is_refused(folders):
-    model = load_model(folders["qwen3_vl_moe"])
-    model.config.text_config.output_router_logits = True
+def test_a_config_that_asks_for_router_logits_changes_no_loss(folders, mixed):
+    """The recipe says whether there is a load-balancing loss."""
     encoder = Encoder(folders["qwen3_vl_moe"])
-    with pytest.raises(CapabilityError, match="output_router_logits to false"):
-        PackedVLM(model, encoder.family, encoder.image_rule.smallest())
+    batch = pack([encoder.encode(sample.cooked()) for sample in mixed], alignment=8)
+    losses = []
+    for asked in (False, True):
+        vlm = make_engine(folders["qwen3_vl_moe"], encoder).vlm
+        vlm.language.config.output_router_logits = asked
+        losses.append(vlm(batch, batch.packed_seq_params()))
+    assert torch.equal(*losses)

@@ -92,6 +92,9 @@ def test_experts_need_a_mixture_of_experts(problems_of, model):
         assert "num_experts, num_local_experts, n_routed_experts" in problem
     assert problems_of(model(SIZES) | {"parallelism.expert": 1}) == []
     assert problems_of(model(SIZES | {"num_experts": 8}) | asked) == []
+    asked = {"model.backend": "hf", "model.router_aux_loss_coef": 0.01}
+    assert problems_of(model(SIZES) | asked) == [loss]
+    assert problems_of(model(SIZES | {"num_experts": 8}) | asked) == []
 
 
 def test_experts_split_evenly(problems_of, model):

@@ -163,12 +163,6 @@ CASES = [
         {"training.global_batch_size": 20},
     ),
     (
-        "aux_loss_needs_mcore",
-        {"model.router_aux_loss_coef": 0.01},
-        "model.router_aux_loss_coef: 0.01 needs model.backend: mcore",
-        {"model.router_aux_loss_coef": 0},
-    ),
-    (
         "hf_is_data_parallel_only",
         {"parallelism.tensor": 2},
         "parallelism.tensor: 2 needs model.backend: mcore",

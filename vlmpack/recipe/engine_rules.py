@@ -50,17 +50,6 @@ def transformer_engine_needs_mcore(model: ModelSection) -> list[Problem]:
     return [Problem(("model", "attention"), message)]
 
 
-def aux_loss_needs_mcore(model: ModelSection) -> list[Problem]:
-    """The hf engine trains experts without a load-balancing loss."""
-    if model.router_aux_loss_coef == 0 or model.backend == "mcore":
-        return []
-    message = (
-        f"{model.router_aux_loss_coef} needs model.backend: mcore; with 'hf' experts are trained "
-        "without a load-balancing loss: leave it out"
-    )
-    return [Problem(("model", "router_aux_loss_coef"), message)]
-
-
 def fsdp_needs_hf(model: ModelSection, parallelism: ParallelismSection) -> list[Problem]:
     """Megatron shares out a model's memory in its own ways."""
     if parallelism.sharding != "fsdp" or model.backend == "hf":

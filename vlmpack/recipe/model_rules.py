@@ -98,10 +98,9 @@ def experts_are_there(
 ) -> list[Problem]:
     """What is about experts needs a mixture of experts; tensor parallelism with experts needs
     sequence parallelism, as Megatron asks."""
-    if model.backend != "mcore":
-        return []
+    on_mcore = model.backend == "mcore"
     if config.size(*_EXPERTS):
-        if parallelism.tensor == 1 or parallelism.sequence:
+        if not on_mcore or parallelism.tensor == 1 or parallelism.sequence:
             return []
         message = (
             f"false, but {config.folder} has experts and parallelism.tensor is "
@@ -110,7 +109,7 @@ def experts_are_there(
         return [Problem(("parallelism", "sequence"), message)]
     none = f"{config.folder} {NO_EXPERTS} (its config.json has none of {', '.join(_EXPERTS)})"
     problems = []
-    if parallelism.expert > 1:
+    if on_mcore and parallelism.expert > 1:
         problems.append(
             Problem(("parallelism", "expert"), f"{parallelism.expert}, but {none}; use 1")
         )

@@ -64,9 +64,9 @@ class ModelSection(Section):
     """Recompute activations in the backward pass: less memory, about a third more compute."""
 
     router_aux_loss_coef: float = Field(default=0.0, ge=0)
-    """mcore engine, mixtures of experts: weight of the load-balancing loss, which is a mean over
-    all tokens of a row; beside the mean loss of label tokens it counts tokens / label tokens
-    times."""
+    """Mixtures of experts: weight of the load-balancing loss, which is a mean over all tokens of a
+    row; beside the mean loss of label tokens it counts tokens / label tokens times. It takes the
+    place of `output_router_logits` and `router_aux_loss_coef` in config.json."""
 
     def settled(self, auto: Literal["float32", "bfloat16"]) -> ModelSection:
         """With what `dtype: auto` is on the device at hand."""

@@ -29,6 +29,7 @@ from vlmpack.backends.hf.parameter_boxes import (
 )
 from vlmpack.backends.hf.quantize import check_quantization
 from vlmpack.backends.hf.recurrence import replace_kernels
+from vlmpack.backends.hf.router_loss import described, router_loss
 from vlmpack.backends.hf.sharding import shard_model
 from vlmpack.backends.policy import (
     ComponentCount,
@@ -92,6 +93,7 @@ class HFEngine:
             whole_shapes(loaded), policy, self.paths
         )
         self.vlm = packed_model(loaded, encoder)
+        self.vlm.router_loss = router_loss(language, model.router_aux_loss_coef)
         self.sharded = split.sharding == "fsdp" and ranks.world_size > 1
         self.module: nn.Module = self.vlm
         # Autocast is ours: accelerate keeps its mixed precision per process, not per model.
@@ -112,6 +114,7 @@ class HFEngine:
             "processes": f"{ranks.world_size} ({_replicas(ranks, sharded=self.sharded)})",
             "device": str(ranks.device),
             **compute.described(),
+            **described(language, model.router_aux_loss_coef),
             **recurrences.described(),
             "parameters": f"{sum(count.parameters for count in self.components):,}",
             "trained": describe_counts(self.components),

@@ -4,9 +4,8 @@
     -> decoder with varlen attention -> label tokens only -> head and cross entropy in chunks
 
 The parts are called one by one instead of through the model's own forward, so that nothing is
-derived again from ids or masks and the text's boundaries never reach the vision tower. The loss is
-the cross entropy alone: the auxiliary loss of a mixture of experts, which transformers computes in
-that forward on request, is not added.
+derived again from ids or masks and the text's boundaries never reach the vision tower. The losses
+are the cross entropy alone: that of a mixture's router is added to the gradients (`router_loss`).
 
 Shapes: T slots of the batch, M placeholder tokens, D width, L label tokens, A position axes.
 """
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from vlmpack.attention import BlockMasks
 from vlmpack.backends.cross_entropy import capped, linear_cross_entropy
 from vlmpack.backends.hf.recurrence import ROW_ARGUMENT, packed_row
+from vlmpack.backends.hf.router_loss import RouterLoss
 from vlmpack.capabilities.refused import refusal
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
@@ -126,6 +126,8 @@ class PackedLM(nn.Module):
     """
 
     model: Any
+    router_loss: RouterLoss | None = None
+    """What a mixture of experts is trained with beside the losses."""
 
     def __init__(self, model: nn.Module, family: Family) -> None:
         super().__init__()
@@ -138,11 +140,6 @@ class PackedLM(nn.Module):
         config: dict[str, Any] = self.model.config.to_dict()
         self.logit_cap = family.logit_cap(config)
         text: dict[str, Any] = self.model.config.get_text_config().to_dict()
-        if text.get("output_router_logits"):
-            raise CapabilityError(
-                "config.json asks for the auxiliary loss of a mixture of experts, which the hf "
-                "engine does not add; set output_router_logits to false in its text_config"
-            )
         odd = sorted(_rope_types(text) & set(ROPE_OF_THE_LONGEST))
         if odd:
             raise CapabilityError(
@@ -202,6 +199,9 @@ class PackedLM(nn.Module):
             **self._image_masks(batch, packed_seq_params),
             **self.family.decoder_arguments(self.model, batch.input_ids, batch.media_positions),
         }
+        beside = self.router_loss if torch.is_grad_enabled() else None
+        if beside is not None:
+            arguments["output_router_logits"] = True
         with packed_row() if packed_seq_params is not None else nullcontext():
             output = self.language(
                 inputs_embeds=merged.embeds.view(rows, slots, -1),
@@ -209,8 +209,8 @@ class PackedLM(nn.Module):
                 use_cache=False,
                 **arguments,
             )
-        hidden: Tensor = output.last_hidden_state
-        return hidden.flatten(0, 1)
+        hidden: Tensor = output.last_hidden_state.flatten(0, 1)
+        return hidden if beside is None else beside.beside(hidden, output.router_logits, batch)
 
     def _image_masks(self, batch: Batch, params: PackedSeqParams | None) -> dict[str, Any]:
         if not self.paths.image_blocks:

@@ -1,0 +1,212 @@
+"""The load-balancing loss on the hf engine: over real tokens, as transformers and mcore have it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from support import layouts
+from support.engines import make_engine
+from support.families import tiny_family_folder
+from support.runs import relative_l2
+from support.stock import load_stock
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
+
+from vlmpack.backends.hf import router_loss as module
+from vlmpack.backends.hf.router_loss import RouterLoss, described, layer_loss, router_loss
+from vlmpack.distributed import start_process_group
+from vlmpack.encode import Encoder
+from vlmpack.errors import CapabilityError
+from vlmpack.packing import FixedShape, PackCollator, pad_batch_sequences
+from vlmpack.training.vlm_step import forward_step
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.distributed.*is deprecated:FutureWarning",
+    r"ignore:The \.grad attribute of a Tensor that is not a leaf",
+)
+
+WEIGHT = 0.01
+TOLERANCE = 1e-5
+"""Relative L2 of every gradient: the stated bound of the project."""
+FOUND = 1e-3
+"""What a wrong gradient is beyond."""
+
+COLLATE = {
+    "tight": PackCollator(pad_token_id=layouts.PAD, num_position_axes=3),
+    "gaps and a tail": PackCollator(
+        pad_token_id=layouts.PAD, num_position_axes=3, pad_to_multiple_of=16, total_multiple_of=64
+    ),
+}
+EXPERTS, TOP_K = 4, 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_family_folder("qwen3_vl_moe", tmp_path_factory.mktemp("moe"))
+
+
+@pytest.fixture(scope="module")
+def samples(folder):
+    return layouts.samples(folder)
+
+
+@pytest.fixture(scope="module")
+def engines(folder):
+    """With and without the loss."""
+    encoder = Encoder(folder)
+    plain, balanced = make_engine(folder, encoder), make_engine(folder, encoder)
+    balanced.vlm.router_loss = router_loss(balanced.vlm.language, WEIGHT)
+    return {0.0: plain, WEIGHT: balanced}
+
+
+def rows_of(samples, how="tight"):
+    """The micro-batches, in one of several forms."""
+    chosen = [[samples[index] for index in bin_] for bin_ in layouts.BINS]
+    if how == "padded":
+        return [
+            pad_batch_sequences(bin_, pad_token_id=layouts.PAD, pad_to_multiple_of=8)
+            for bin_ in chosen
+        ]
+    return [COLLATE[how](bin_) for bin_ in chosen]
+
+
+def gradients(engine, rows):
+    """Gradients of sums, by transformers' names."""
+    engine.zero_gradients()
+    engine.forward_backward(forward_step, iter(rows), num_microbatches=len(rows))
+    return {name: parameter.grad.clone() for name, parameter in engine.parameters()}
+
+
+def worst(found, expected):
+    assert found.keys() == expected.keys()
+    return max(relative_l2(found[name], value) for name, value in expected.items())
+
+
+@pytest.fixture(scope="module")
+def reference(folder, samples):
+    """transformers' own loss and its own sum: a bin is one padded batch, with its mask."""
+    model = load_stock(folder).train()
+    total = torch.zeros(())
+    for bin_ in layouts.BINS:
+        rows = pad_batch_sequences([samples[index] for index in bin_], pad_token_id=layouts.PAD)
+        media = {}
+        if rows.media is not None:
+            media = {
+                "pixel_values": rows.media.pixel_values,
+                "image_grid_thw": torch.tensor(rows.media.grid_thw),
+            }
+        slots = torch.arange(rows.input_ids.shape[1])
+        mask = (slots < torch.tensor(rows.lengths)[:, None]).long()
+        output = model(
+            input_ids=rows.input_ids,
+            position_ids=rows.position_ids,
+            attention_mask=mask,
+            output_router_logits=True,
+            **media,
+        )
+        assert len(output.router_logits) == 3
+        losses = torch.nn.functional.cross_entropy(
+            output.logits.flatten(0, 1), rows.labels.flatten(), reduction="sum"
+        )
+        layers = [
+            load_balancing_loss_func((logits,), EXPERTS, TOP_K, mask)
+            for logits in output.router_logits
+        ]
+        total = total + losses + WEIGHT * int(mask.sum()) * sum(layers) / TOP_K
+    total.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("how", [*COLLATE, "padded"])
+def test_gradients_are_those_of_transformers_own_loss(engines, samples, reference, how):
+    rows = rows_of(samples, how)
+    if how != "tight":
+        assert all(row.num_slots > row.num_tokens for row in rows)
+    found = gradients(engines[WEIGHT], rows)
+    assert worst(found, reference) < TOLERANCE
+    without = gradients(engines[0.0], rows)
+    gates = [name for name in found if name.endswith("mlp.gate.weight")]
+    assert len(gates) == 3
+    assert min(relative_l2(without[name], reference[name]) for name in gates) > FOUND
+
+
+def test_the_losses_that_are_reported_are_without_it(engines, samples):
+    row = rows_of(samples)[0]
+    with_it, without = (
+        engines[weight].vlm(row, row.packed_seq_params()) for weight in (WEIGHT, 0.0)
+    )
+    assert torch.equal(with_it, without)
+
+
+def test_gradients_are_those_of_the_mcore_engine(folder, engines, samples):
+    """The same knob, the same numbers, on either engine."""
+    rows = rows_of(samples, "gaps and a tail")
+    theirs = layouts.make_megatron(layouts.Layout(), start_process_group(), folder, aux_loss=WEIGHT)
+    theirs.zero_gradients()
+    theirs.forward_backward(forward_step, iter(rows), num_microbatches=len(rows))
+    ours = gradients(engines[WEIGHT], rows)
+    compared = 0
+    for local in theirs.layout.parameters:
+        name = local.pieces[0].box.name
+        if name.endswith(("mlp.gate.weight", "embed_tokens.weight")):
+            assert relative_l2(ours[name], local.parameter.main_grad) < TOLERANCE, name
+            compared += 1
+    assert compared == 4
+
+
+def test_padding_that_counts_is_found(engines, samples, reference):
+    """The negative control: gaps and the tail segment count as tokens."""
+    rows = rows_of(samples, "gaps and a tail")
+    with patch.object(
+        module, "padding_mask", lambda row: torch.zeros_like(row.input_ids, dtype=torch.bool)
+    ):
+        assert worst(gradients(engines[WEIGHT], rows), reference) > FOUND
+        tight = gradients(engines[WEIGHT], rows_of(samples))
+    assert worst(tight, reference) < TOLERANCE, "without padding there is nothing to mask"
+
+
+def test_ghost_segments_and_empty_rows_add_nothing(engines, samples):
+    """Rows of one shape, whose last segments hold no sample."""
+    shape = FixedShape(row_tokens=512, max_sequences=8)
+    collate = replace(COLLATE["gaps and a tail"], fixed=shape)
+    chosen = [samples[index] for index in layouts.BINS[0]]
+    row, empty = collate(chosen), collate([])
+    assert (row.num_slots, empty.num_tokens) == (512, 0)
+    tight = gradients(engines[WEIGHT], [COLLATE["tight"](chosen)])
+    assert worst(gradients(engines[WEIGHT], [row, empty]), tight) < TOLERANCE
+    nothing = gradients(engines[WEIGHT], [empty])
+    assert all(not bool(gradient.any()) for gradient in nothing.values())
+
+
+def test_layers_that_are_recomputed_count_once(folder, samples, engines):
+    encoder = Encoder(folder)
+    again = make_engine(folder, encoder, activation_checkpointing=True)
+    again.vlm.router_loss = RouterLoss(WEIGHT, TOP_K)
+    rows = rows_of(samples)
+    found, plain = (gradients(engine, rows) for engine in (again, engines[WEIGHT]))
+    assert worst(found, plain) < 1e-6
+
+
+def test_a_layer_whose_experts_are_chosen_alike_has_a_loss_of_one():
+    logits = torch.eye(4).repeat(6, 1) * 1e-4
+    logits += logits.roll(1, dims=1)
+    assert float(layer_loss(logits, torch.ones(24, dtype=torch.bool), 2)) == pytest.approx(1.0)
+    one_sided = torch.tensor([[9.0, 8.0, 0.0, 0.0]]).repeat(24, 1)
+    found = float(layer_loss(one_sided, torch.ones(24, dtype=torch.bool), 2))
+    assert found == pytest.approx(2.0, rel=1e-3)
+    assert float(layer_loss(one_sided, torch.zeros(24, dtype=torch.bool), 2)) == 0.0
+
+
+def test_who_has_such_a_loss_and_what_is_said(folder, tiny_folder, engines):
+    moe = engines[0.0].vlm.language
+    assert router_loss(moe, 0.0) is None
+    assert router_loss(moe, 0.5) == RouterLoss(0.5, TOP_K)
+    dense = make_engine(tiny_folder, Encoder(tiny_folder)).vlm.language
+    with pytest.raises(CapabilityError, match=r"model\.router_aux_loss_coef: 0\.5, but Qwen2"):
+        router_loss(dense, 0.5)
+    assert described(moe, 0.0) == {}
+    assert described(moe, 0.01)["router loss"].startswith("0.01 x load balancing")
+    with patch.object(moe.config, "output_router_logits", True):
+        assert described(moe, 0.0)["router loss"].startswith("none: model.router_aux_loss_coef")
