@@ -120,7 +120,7 @@ def test_the_experts_implementation_is_exact(folders, mixed):
     folder = folders["qwen3_vl_moe"]
     encoder = Encoder(folder)
     engine = make_engine(folder, encoder)
-    assert engine.vlm.language.config._experts_implementation == "grouped_mm"
+    assert engine.description["experts"].startswith("grouped_mm")
     batch = pack([encoder.encode(sample.cooked()) for sample in mixed], alignment=8)
     run = run_batch(engine.vlm.train(), batch)
     reference = stock_run(folder, mixed, experts_implementation="eager")

@@ -55,6 +55,7 @@ def make_engine(
     ranks: Ranks | None = None,
     policy: TrainingPolicy = EVERYTHING,
     activation_checkpointing: bool = False,
+    aux_loss: float = 0.0,
     **split: Any,
 ) -> HFEngine:
     """A float32 engine with the per-segment attention and the defaults of a recipe's AdamW."""
@@ -63,6 +64,7 @@ def make_engine(
         dtype="float32",
         attention="segments",
         activation_checkpointing=activation_checkpointing,
+        router_aux_loss_coef=aux_loss,
     )
     ranks = ranks if ranks is not None else single_rank()
     return engine_of(model, ParallelismSection(**split), encoder, ranks, policy)

@@ -7,9 +7,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support import layouts
+from safetensors.torch import load_file
+from support import layouts, router_loss_worker
 from support.engines import make_engine
 from support.families import tiny_family_folder
+from support.forked import check_ranks
 from support.runs import relative_l2
 from support.stock import load_stock
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
@@ -27,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings(
     r"ignore:The \.grad attribute of a Tensor that is not a leaf",
 )
 
-WEIGHT = 0.01
+WEIGHT = router_loss_worker.AUX_LOSS
 TOLERANCE = 1e-5
 """Relative L2 of every gradient: the stated bound of the project."""
 FOUND = 1e-3
@@ -56,9 +58,7 @@ def samples(folder):
 def engines(folder):
     """With and without the loss."""
     encoder = Encoder(folder)
-    plain, balanced = make_engine(folder, encoder), make_engine(folder, encoder)
-    balanced.vlm.router_loss = router_loss(balanced.vlm.language, WEIGHT)
-    return {0.0: plain, WEIGHT: balanced}
+    return {weight: make_engine(folder, encoder, aux_loss=weight) for weight in (0.0, WEIGHT)}
 
 
 def rows_of(samples, how="tight"):
@@ -180,10 +180,28 @@ def test_ghost_segments_and_empty_rows_add_nothing(engines, samples):
     assert all(not bool(gradient.any()) for gradient in nothing.values())
 
 
+@pytest.fixture(scope="module")
+def on_two_replicas(folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("replicas")
+    check_ranks([router_loss_worker.__file__, folder, out], 2)
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", "fsdp"])
+def test_two_replicas_have_the_gradients_of_one_process(folder, engines, on_two_replicas, sharding):
+    """DDP and FSDP2, two micro-batches each."""
+    found = load_file(str(on_two_replicas / f"{sharding}.safetensors"))
+    rows = router_loss_worker.rows(folder)
+    expected = {name: value / 7.0 for name, value in gradients(engines[WEIGHT], rows).items()}
+    assert worst(found, expected) < TOLERANCE
+    without = {name: value / 7.0 for name, value in gradients(engines[0.0], rows).items()}
+    assert worst(found, without) > FOUND
+
+
 def test_layers_that_are_recomputed_count_once(folder, samples, engines):
     encoder = Encoder(folder)
-    again = make_engine(folder, encoder, activation_checkpointing=True)
-    again.vlm.router_loss = RouterLoss(WEIGHT, TOP_K)
+    again = make_engine(folder, encoder, activation_checkpointing=True, aux_loss=WEIGHT)
     rows = rows_of(samples)
     found, plain = (gradients(engine, rows) for engine in (again, engines[WEIGHT]))
     assert worst(found, plain) < 1e-6

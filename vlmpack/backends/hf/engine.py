@@ -18,6 +18,7 @@ from vlmpack.backends.engine import Compute, ForwardStep, norms_by_component, or
 from vlmpack.backends.export import save_model_folder
 from vlmpack.backends.hf.adapters import apply_policy, merged_state, modules_in_full, save_adapter
 from vlmpack.backends.hf.attention import register_attention
+from vlmpack.backends.hf.experts import settle_experts
 from vlmpack.backends.hf.load import load_model
 from vlmpack.backends.hf.model import packed_model
 from vlmpack.backends.hf.parameter_boxes import (
@@ -81,6 +82,7 @@ class HFEngine:
         loaded = load_model(Path(model.path))
         language = loaded.get_submodule(self.paths.language)
         language.set_attn_implementation(register_attention(compute.attention))
+        experts = settle_experts(language)
         recurrences = replace_kernels(
             language, choose_recurrence(device=ranks.device, dtype=compute.dtype)
         )
@@ -114,6 +116,7 @@ class HFEngine:
             "processes": f"{ranks.world_size} ({_replicas(ranks, sharded=self.sharded)})",
             "device": str(ranks.device),
             **compute.described(),
+            **experts,
             **described(language, model.router_aux_loss_coef),
             **recurrences.described(),
             "parameters": f"{sum(count.parameters for count in self.components):,}",
