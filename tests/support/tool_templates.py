@@ -41,10 +41,14 @@ QWEN3 = """\
     {%- endif -%}
     {{- '<|im_start|>assistant\\n' -}}
     {%- set bare = enable_thinking is defined and enable_thinking is false -%}
-    {%- if bare and loop.last and not thought -%}{{- '<think>\\n\\n</think>\\n\\n' -}}{%- endif -%}
+    {%- set thinks = loop.index0 > last.query and (thought or (loop.last and not bare)) -%}
+    {%- if bare and thinks -%}{{- '<think>\\n' -}}
+    {%- elif bare and loop.last -%}{{- '<think>\\n\\n</think>\\n\\n' -}}
+    {%- endif -%}
     {%- generation -%}
-    {%- if loop.index0 > last.query and (thought or (loop.last and not bare)) -%}
-      {{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') -}}
+    {%- if thinks -%}
+      {{- '' if bare else '<think>\\n' -}}
+      {{- thought.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') -}}
     {%- else -%}
       {{- content -}}
     {%- endif -%}
@@ -248,6 +252,47 @@ MISTRAL = """\
 """
 """No generation prompt; the tools stand before the last question, so they move."""
 
+NEMOTRON = """\
+{%- set last = namespace(query=-1) -%}
+{%- for message in messages -%}
+  {%- if message.role == 'user' -%}{%- set last.query = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
+{{- '<|im_start|>system\\n' -}}
+{%- if messages[0].role == 'system' -%}{{- messages[0].content -}}{%- endif -%}
+{%- for tool in tools or [] -%}
+  {{- '\\n<function>\\n<name>' + tool.function.name + '</name>\\n<description>' -}}
+  {{- tool.function.description + '</description>\\n</function>' -}}
+{%- endfor -%}
+{{- '<|im_end|>\\n' -}}
+{%- for message in messages -%}
+  {%- set content = message.content or '' -%}
+  {%- if message.role == 'user' -%}
+    {{- '<|im_start|>user\\n' + content + '<|im_end|>\\n' -}}
+  {%- elif message.role == 'assistant' -%}
+    {%- set thought = message.reasoning_content or '' -%}
+    {%- set thinks = thought and loop.index0 > last.query -%}
+    {{- '<|im_start|>assistant\\n<think>' + ('\\n' if thinks else '</think>') -}}
+    {%- generation -%}
+    {{- (thought + '\\n</think>\\n' if thinks else '') + content -}}
+    {%- for call in message.tool_calls or [] -%}
+      {{- '\\n<tool_call>\\n<function=' + call.function.name + '>\\n' -}}
+      {%- for name, value in call.function.arguments | items -%}
+        {{- '<parameter=' + name + '>\\n' + value | string + '\\n</parameter>\\n' -}}
+      {%- endfor -%}
+      {{- '</function>\\n</tool_call>\\n' -}}
+    {%- endfor -%}
+    {{- '<|im_end|>' -}}
+    {%- endgeneration -%}
+    {{- '\\n' -}}
+  {%- elif message.role == 'tool' -%}
+    {{- '<|im_start|>user\\n<tool_response>\\n' + content + '\\n</tool_response>\\n' -}}
+    {{- '<|im_end|>\\n' -}}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n<think>\\n' -}}{%- endif -%}
+"""
+"""The prompt opens a thought; a turn without one begins otherwise than the prompt ends."""
+
 GEMMA_4 = """\
 {{- bos_token -}}
 {%- set now = namespace(open=false, query=-1) -%}
@@ -325,6 +370,7 @@ TOOL_TEMPLATES = {
         marker="<|image_pad|>",
     ),
     "hermes": Template(HERMES, "", _CHATML),
+    "nemotron": Template(NEMOTRON, "", _CHATML),
     "llama-3": Template(
         LLAMA_3,
         "",
@@ -350,7 +396,7 @@ TOOL_TEMPLATES = {
 }
 """With marks."""
 
-THINKING = ("qwen3", "qwen3.5", "gemma-4")
+THINKING = ("qwen3", "qwen3.5", "nemotron", "gemma-4")
 """Those that write thoughts."""
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from vlmpack.encode.changes import CALLS, THOUGHTS, Changed, changed, difference
+from vlmpack.encode.changes import CALLS, THOUGHTS, Changed, changed, difference, shared
 from vlmpack.encode.image_text import Span
 from vlmpack.encode.sample import Message, said
 from vlmpack.errors import DataError, schema_error
@@ -133,13 +133,15 @@ class AssistantTurns:
         for turn in (message, replace(message, fields=silent)):
             alone = self.render((*before, turn), False)
             place = changed(alone, turn, lambda one: self.render((*before, one), False))
-            if place is None or place.start < len(head) or not alone.startswith(head):
+            asked = shared(head, alone)  # less than the head where the prompt opens a thought
+            is_asked = asked == len(head)
+            if place is None or place.start < asked or (whole.by_call and not is_asked):
                 continue
             alone = alone.rstrip()
-            lead, close = alone[len(head) : place.start], alone[place.end :]
-            span = self._around(text, whole, lead, close)
+            lead = alone[asked : place.start] if is_asked else ""
+            span = self._around(text, whole, lead, alone[place.end :])
             # The end of what the model would say there: all of it, or what thoughts leave.
-            if span is not None and alone[len(head) :].endswith(text[slice(*span)]):
+            if span is not None and alone[asked:].endswith(text[slice(*span)]):
                 return span
         return None
 
