@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.joining_tokenizers import TOKENIZERS, encoder_of, with_whole_characters
 from support.templates import Template, chat_encoder
 from support.tool_templates import THINKING, TOOL_TEMPLATES, without_marks
 
@@ -52,10 +53,7 @@ class Spoken:
         self.tools = list(TOOLS)
         self.variables: dict[str, Any] = {}
         if name.startswith("qwen3"):
-            thought = any("reasoning_content" in turn for turn in self.turns)
-            self.variables = draw.choice(
-                [{}, {"enable_thinking": True}, *([] if thought else [{"enable_thinking": False}])]
-            )
+            self.variables = draw.choice([{}, *({"enable_thinking": on} for on in (True, False))])
         if name == "llama-3":
             self.variables = draw.choice([{}, {"date_string": "1 May 2026"}])
 
@@ -68,7 +66,7 @@ class Spoken:
             call = {"type": "function", "id": f"{len(calls)}{draw.randrange(10**7):08}"}
             calls.append(call | {"function": function})
         turn: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": calls}
-        if self.name in ("qwen3", "qwen3.5", "hermes") and draw.random() < 0.4:
+        if self.name in ("qwen3", "qwen3.5", "hermes", "nemotron") and draw.random() < 0.4:
             turn["content"] = words(draw)
         self.turns.append(self._thinking(turn))
         for call in calls:
@@ -144,6 +142,31 @@ def test_ids_and_masks_are_those_of_transformers(name: str, count: int) -> None:
         changes += bool(spoken.variables)
     assert calls > count // 3 and (thoughts > count // 4 or name not in THINKING)
     assert changes > count // 5 or name not in ("qwen3", "qwen3.5", "llama-3")
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "mistral", "gemma-4"])
+def test_a_token_that_straddles_the_start_of_an_answer_belongs_to_it(name: str, kind: str) -> None:
+    """Such as a break of the prompt's `<think>` joined with one of the thought's end."""
+    draw = random.Random(f"{name} {kind}")
+    template = TOOL_TEMPLATES[name]
+    marked, bare = (encoder_of(kind, one) for one in (template, without_marks(template)))
+    straddle = 0
+    for _ in range(12):
+        spoken = Spoken(draw, name)
+        theirs = by_transformers(marked, spoken, tokenizer_kwargs={"return_offsets_mapping": True})
+        expected = with_whole_characters(theirs, end=None)
+        for encoder in (marked, bare):
+            ours = encoder.encode(spoken.messages, (), spoken.beside)
+            assert ours.input_ids == theirs["input_ids"]
+            assert ours.from_assistant == expected
+        spans = marked.template.spans(
+            spoken.messages, spoken.beside, marked.render(spoken.messages, spoken.beside)
+        )
+        places = zip(theirs["offset_mapping"], expected, strict=True)
+        joined = [place for place, flag in places if flag]
+        straddle += any(start < a < end for a, _ in spans for start, end in joined)
+    assert straddle or name != "qwen3.5" or kind == "sentencepiece", "the tokenizer joins nothing"
 
 
 def learnt(encoder: ChatEncoder, tokens: ChatTokens) -> str:
