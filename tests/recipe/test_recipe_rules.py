@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from importlib import metadata, util
+from importlib import import_module, metadata, util
 from inspect import signature
+from pathlib import Path
 
 import pytest
 
 from vlmpack.errors import RecipeError
-from vlmpack.recipe import check_world, engine_rules, load_recipe
+from vlmpack.recipe import check_world, engine_rules, load_recipe, rules
 from vlmpack.recipe.engine_rules import mcore_version
 from vlmpack.recipe.load import SECTIONS
 from vlmpack.recipe.rules import RULES
@@ -391,6 +392,21 @@ def test_every_rule_names_what_is_known():
     """A parameter that nobody fills would leave its rule out for ever."""
     needed = {name for rule in RULES for name in signature(rule).parameters}
     assert needed <= {*SECTIONS, "run_dir"} | KNOWN
+
+
+def test_whatever_looks_for_problems_is_run():
+    """A new module of rules, or a rule that says otherwise what it returns, is not left out."""
+    folder = Path(rules.__file__).parent
+    modules = [import_module(f"vlmpack.recipe.{path.stem}") for path in folder.glob("*_rules.py")]
+    found = [
+        value
+        for module in modules
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
+        if "Problem" in str(getattr(value, "__annotations__", {}).get("return"))
+    ]
+    assert len(modules) >= 9
+    assert {*found} == {*RULES} and len(found) == len(RULES)
 
 
 def rule(name):
