@@ -39,19 +39,19 @@ def save_model_folder(
         state: whole tensors under transformers' names.
         folder: where to.
         processor_from: the pretrained folder, with the processor's files.
-        dtype: of the saved weights; None to keep that of `state`.
+        dtype: of the saved weights, but for those that transformers keeps in float32; None to keep
+            that of `state`.
 
     Raises:
         ModelError: a tensor that training does not read cannot be copied.
     """
-    if dtype is not None:
-        state = {
-            name: value.to(dtype) if value.is_floating_point() else value
-            for name, value in state.items()
-        }
+    saved_dtype = next(iter(state.values())).dtype if dtype is None else dtype
+    state = {
+        name: value.to(saved_dtype) if _is_cast(model, name, value) and dtype is not None else value
+        for name, value in state.items()
+    }
     for tied in getattr(model, "all_tied_weights_keys", {}):
         state.pop(tied, None)  # saved once, under the name it is tied to
-    saved_dtype = next(iter(state.values())).dtype
     model.save_pretrained(str(folder), state_dict=state, max_shard_size="5GB")
     _settle_config(folder / "config.json", saved_dtype, read_config(processor_from))
     loaded = load_by_headers(processor_from)
@@ -61,6 +61,14 @@ def save_model_folder(
     for name in PROCESSOR_FILES:
         if (processor_from / name).is_file():
             shutil.copyfile(processor_from / name, folder / name)
+
+
+def _is_cast(model: Any, name: str, value: Tensor) -> bool:
+    """Whether a tensor is saved in the model's dtype: not where transformers keeps it in float32
+    whatever that is, such as the bias by which DeepSeek-V3 chooses experts."""
+    strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    kept = any(f".{part}." in f".{name}." for part in strict)
+    return value.is_floating_point() and not kept
 
 
 def _settle_config(config: Path, dtype: torch.dtype, source: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.engines import make_engine
+from support.families import tiny_family_folder
 from support.runs import pack
 from support.stock import StockProcessor, load_stock
 
@@ -168,6 +169,29 @@ def test_config_and_file_agree_about_the_dtype(exported, tmp_path, tiny_folder, 
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     assert config["dtype"] == str(dtype).removeprefix("torch.")
     assert "vlmpack" not in json.dumps(config), "our attention's name must not leave the process"
+
+
+def test_what_transformers_keeps_in_float32_is_saved_in_it(tmp_path):
+    """The bias by which DeepSeek-V3 chooses experts: rounded, it would choose others."""
+    folder = tiny_family_folder("deepseek_v3", tmp_path / "model")
+    edit_weights(
+        folder,
+        lambda tensors: tensors.update(
+            {n: torch.linspace(0, 1, 4) / 3 for n in tensors if n.endswith("correction_bias")}
+        ),
+    )
+    before = load_file(str(folder / "model.safetensors"))
+    target = tmp_path / "export"
+    make_engine(folder, Encoder(folder)).export(target, processor_from=folder, dtype=torch.bfloat16)
+    after = load_file(str(target / "model.safetensors"))
+    biases = [name for name in after if name.endswith("correction_bias")]
+    assert len(biases) == 2
+    for name, value in after.items():
+        assert value.dtype == (torch.float32 if name in biases else torch.bfloat16), name
+    for name in biases:
+        assert torch.equal(after[name], before[name])
+        assert not torch.equal(before[name], before[name].bfloat16().float())
+    assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_generation_has_stock_attention_and_gives_ours_back(vlm, session_engine):
