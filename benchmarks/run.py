@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from bench_attention import bench_attention, bench_collator
 from bench_data import bench_data
+from bench_experts import bench_experts
 from bench_fewest import bench_fewest
 from bench_launch import bench_launch
 from bench_memory import bench_context_memory
@@ -54,6 +55,7 @@ def _benchmarks(rounds: int) -> dict[str, Callable[[], dict[str, object]]]:
         "collator": lambda: bench_collator(rounds),
         "attention": lambda: bench_attention(rounds),
         "segments": lambda: bench_segments(rounds),
+        "experts": lambda: bench_experts(rounds),
         "data": lambda: bench_data(rounds),
         "launch": lambda: bench_launch(rounds),
         "plan": bench_plan,
