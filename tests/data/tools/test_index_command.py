@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.fault_server import FaultServer
-from support.shard_fakes import key_of, sample_fields, write_shard, write_shards
+from support.shard_fakes import FakeEncoder, key_of, sample_fields, write_shard, write_shards
 from typer.testing import CliRunner, Result
 
 from vlmpack.cli.app import app
 from vlmpack.data.index.shard_index import IndexBuilder
-from vlmpack.data.tools.index_shards import index_shards
+from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.tools.index_shards import IndexOne, index_shards, parts_builder
+from vlmpack.errors import DataError
 from vlmpack.storage.fetch import LocalFetcher
 from vlmpack.storage.sources import FoundShard
 
@@ -53,6 +56,25 @@ def test_damaged_shards_are_named_and_the_others_are_kept(tmp_path: Path) -> Non
     assert "5 (5 read now, 2 faulty)" in result.output
     assert "bad samples  1 schema" in result.output
     assert len(list((tmp_path / "i").iterdir())) == 3
+
+
+def test_an_index_made_again_counts_as_read_where_lengths_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_shards(tmp_path, 3, per_shard=3)
+    assert index(tmp_path).exit_code == 0
+    (part,) = (tmp_path / "i").iterdir()
+    part.write_bytes(b"damaged")
+
+    def fail(*_: object) -> None:
+        raise DataError("gone", error_class="transport")
+
+    monkeypatch.setattr("vlmpack.data.tools.index_shards.load_lengths", fail)
+    encoder: Any = FakeEncoder()
+    builder = parts_builder(LocalFetcher(), SampleCaps(), tmp_path / "i", encoder)
+    report = IndexOne(builder, tmp_path / "i")(FoundShard(str(tmp_path / "s-0000.tar")))
+    assert report.fault is not None and report.samples == 3
+    assert report.was_read
 
 
 @pytest.mark.parametrize("num_good", [0, 1])

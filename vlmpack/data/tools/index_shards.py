@@ -86,6 +86,7 @@ class IndexOne:
         before = [_version(part) for part in parts]
         report.was_read = before[0] is None
         index = load_index(parts[0], self.builder)
+        report.was_read = _version(parts[0]) != before[0]  # lengths may fail yet
         report.samples, report.unknown_keys = index.num_samples, index.unknown_keys
         rows = index.table if lengths is None else load_lengths(parts[1], index, lengths)
         report.was_read = [_version(part) for part in parts] != before
