@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.joining_tokenizers import TOKENIZERS, encoder_of, with_whole_characters
-from support.templates import Template, chat_encoder
+from support.templates import NO_PROMPT, QWEN2_5, Template, chat_encoder
 from support.tool_templates import THINKING, TOOL_TEMPLATES, without_marks
 
 from vlmpack.encode import turns as turns_module
@@ -309,8 +310,6 @@ def test_what_a_template_leaves_out_is_an_error_that_names_it(lost: str) -> None
 
 
 def test_templates_that_know_no_tools_are_errors() -> None:
-    from support.templates import NO_PROMPT, QWEN2_5
-
     asked, called, result, *_ = ASKED.messages
     answer = Message("assistant", (TextPart("Rain."),))
     encoder = chat_encoder(QWEN2_5)
@@ -327,6 +326,26 @@ def test_templates_that_know_no_tools_are_errors() -> None:
     # One that writes any role writes results.
     tokens = chat_encoder(NO_PROMPT).encode((asked, result, answer))
     assert learnt(chat_encoder(NO_PROMPT), tokens) == "Rain.<|im_end|>"
+
+
+def test_a_template_of_its_own_for_tools_is_used_for_records_with_tools() -> None:
+    """As transformers chooses it among the named templates of a folder."""
+    encoder = encoders("hermes")[1]
+    tokenizer = copy.deepcopy(encoder.tokenizer)
+    both = {"default": NO_PROMPT.text, "tool_use": tokenizer.chat_template}
+    tokenizer.chat_template = both
+    chooses = ChatEncoder(tokenizer, takes_images=False)
+    asked = (Message("user", (TextPart("Q"),)), Message("assistant", (TextPart("A"),)))
+    for beside, template in ((Beside(TOOLS), "tool_use"), (Beside(), "default")):
+        theirs = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}],
+            tools=list(beside.tools) or None,
+            return_dict=True,
+        )
+        ours = chooses.encode(asked, (), beside)
+        assert ours.input_ids == theirs["input_ids"]
+        assert chooses.template.text(beside) == both[template]
+        assert learnt(chooses, ours) == "A<|im_end|>"
 
 
 def test_words_beside_calls_that_a_template_drops_are_an_error() -> None:

@@ -13,7 +13,7 @@ plan        batches (all known), windows on streams (known as the run goes on), 
             blend; state and eras (where a run stands)
 index       shard_index, lengths, parts (one a shard), gathered (many), shard_pool; table (all rows
             at once), overlong
-shards      tar, tar_header, naming, raw, schemas, images, caps
+shards      tar, tar_header, naming, raw, schemas (turns, tools, keys), images, caps
 
 Imports go down this list only; forkserver and protocols lie under all of it. The bytes come from
 `vlmpack.storage`.

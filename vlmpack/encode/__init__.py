@@ -4,9 +4,10 @@ encoder        Encoder: a model folder's tokenizer, chat template and image rule
                decoding a pixel; `assemble` puts a sample together
 sample         VLMSample: messages of text and images, as the data layer cooks them
 tokenizer      a folder's tokenizer, with the chat template of its processor
-chat           the chat template rendered and tokenized, with what is learnt of it (`turns`,
-               `token_places`, `content`, `literals`, `image_text`); `template_bounds`,
-               `template_growth` and `template_sizes` keep a template from taking the machine;
+chat           the chat template rendered (`template`, `content`) and tokenized, with what is learnt
+               of it (`turns`, `changes`, `token_places`, `literals`, `image_text`); `expressed`:
+               what a template leaves out is refused; `template_bounds`, `template_growth` and
+               `template_sizes` keep a template from taking the machine;
                `clock`: a template that writes the day; `thoughts`: one that leaves thoughts out
 decode         image bytes -> pixels
 fingerprint    what an encoder's output depends on, for caches and the run's identity
