@@ -106,19 +106,23 @@ def test_the_last_answer_is_learnt_with_its_calls(folder: Path) -> None:
     assert dropped_thoughts(encoder.chat.render) == "earlier"
 
 
-def test_verify_looks_at_results_too(folder: Path) -> None:
+def test_verify_looks_at_results_and_thoughts_too(folder: Path) -> None:
     encoder, sample = Encoder(folder), sample_of(RECORD)
     right = encoder.encode(sample)
     found = check_answers(encoder, [right], [sample])
     assert found is not None and found.status == "pass" and "2 of 2" in found.detail
-    at = encoder.tokenizer.decode(right.input_ids).index("sunny")
     text = encoder.tokenizer.decode(right.input_ids)
-    prefix = len(encoder.tokenizer(text[:at], add_special_tokens=False)["input_ids"])
-    labels = right.labels.clone()
-    labels[prefix - 1] = right.input_ids[prefix]
-    wrong = check_answers(encoder, [replace(right, labels=labels)], [sample])
-    assert wrong is not None and wrong.status == "fail"
-    assert "turn 6 is the result 'sunny'" in wrong.detail and "a tool wrote it" in wrong.detail
+    for word, learnt, reasons in (
+        ("sunny", True, ("turn 6 is the result 'sunny'", "a tool wrote it")),
+        ("last", False, ("turn 5 thinks 'last'", "is no label")),
+    ):
+        at = text.index(word)
+        place = len(encoder.tokenizer(text[:at], add_special_tokens=False)["input_ids"])
+        labels = right.labels.clone()
+        labels[place - 1] = right.input_ids[place] if learnt else IGNORE_INDEX
+        wrong = check_answers(encoder, [replace(right, labels=labels)], [sample])
+        assert wrong is not None and wrong.status == "fail"
+        assert all(reason in wrong.detail for reason in reasons), wrong.detail
 
 
 def test_a_question_has_the_tools_of_its_record(folder: Path) -> None:

@@ -9,12 +9,14 @@ token, not by what the encoder made its labels with.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from typing import Any
 
 from vlmpack.encode import Encoder, Message, TextPart, VLMSample
+from vlmpack.encode.changes import THOUGHTS, with_field
+from vlmpack.encode.sample import said, strings
 from vlmpack.errors import DataError
 from vlmpack.packing import IGNORE_INDEX, EncodedSample
 from vlmpack.proof.check import Check
@@ -41,8 +43,8 @@ class Place:
 def check_answers(
     encoder: Encoder, samples: Sequence[EncodedSample], cooked: Sequence[VLMSample | None]
 ) -> Check | None:
-    """The first and the last character of every answer lie in tokens that are labels, those of
-    results of tools do not.
+    """The first and the last character of every answer and thought lie in tokens that are labels,
+    those of results of tools do not.
 
     Args:
         encoder: template and tokenizer.
@@ -56,31 +58,70 @@ def check_answers(
     for sample, messages in zip(samples, cooked, strict=True):
         if messages is None:
             continue
-        for turn, message in enumerate(encoder.taught(messages.messages)):
-            is_result = message.role == "tool" and encoder.loss_on == "assistant"
-            if not (message.role == "assistant" or is_result) or not message.text.strip():
+        for each in _said(encoder.taught(messages.messages)):
+            is_result = each.message.role == "tool"
+            if is_result and encoder.loss_on == "all":
                 continue
-            tokens = _tokens_of(encoder, sample, messages, turn)
-            looked_at += not is_result
-            found += bool(tokens) and not is_result
-            wanted = message.learn and not is_result
+            tokens = _tokens_of(encoder, sample, messages, each)
+            if not (is_result or each.thoughts):
+                looked_at += 1
+                found += bool(tokens)
+            wanted = each.message.learn and not is_result
             wrong = [at for at in tokens if _is_label(sample, at) != wanted]
             if wrong:
-                return _broken(encoder, sample, turn, message, wrong[0])
+                return _broken(encoder, sample, each, wrong[0])
     if not looked_at:
         return None
     detail = f"{found} of {looked_at}, by the tokens of their first and last characters"
     return Check(name=ANSWERS, status="pass" if found else "too few", detail=detail)
 
 
-def _broken(encoder: Encoder, sample: EncodedSample, turn: int, message: Message, at: int) -> Check:
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Something that a turn says.
+
+    Args:
+        turn: its place.
+        message: the turn.
+        thoughts: the name of its thoughts; empty where its words are meant.
+    """
+
+    turn: int
+    message: Message
+    thoughts: str = ""
+
+    @property
+    def text(self) -> str:
+        """What it says."""
+        return str(self.message.fields[self.thoughts]) if self.thoughts else self.message.text
+
+    def marked(self, *, stripped: bool) -> Message:
+        """The turn with marks round what it says, white space left outside where `stripped`."""
+        if not self.thoughts:
+            return _marked(self.message, stripped=stripped)
+        [part] = _marked(said("assistant", self.text), stripped=stripped).parts
+        assert isinstance(part, TextPart)
+        return with_field(self.message, self.thoughts, part.text)
+
+
+def _said(messages: Sequence[Message]) -> Iterator[Said]:
+    """The words and thoughts of the assistant, and the results of tools."""
+    for turn, message in enumerate(messages):
+        if message.role not in ("assistant", "tool"):
+            continue
+        names = [name for name in THOUGHTS if name in message.fields]
+        for each in (Said(turn, message), *(Said(turn, message, name) for name in names)):
+            if each.text.strip():
+                yield each
+
+
+def _broken(encoder: Encoder, sample: EncodedSample, each: Said, at: int) -> Check:
     written = encoder.tokenizer.decode(sample.input_ids[at : at + 1])
-    text = (
-        message.text if len(message.text) <= 40 else message.text[:18] + "..." + message.text[-18:]
-    )
-    what = "is no label" if message.learn else "is a label, though the data excludes the turn"
-    says = "answers"
-    if message.role == "tool":
+    text, turn = each.text, each.turn
+    text = text if len(text) <= 40 else text[:18] + "..." + text[-18:]
+    what = "is no label" if each.message.learn else "is a label, though the data excludes the turn"
+    says = "thinks" if each.thoughts else "answers"
+    if each.message.role == "tool":
         what, says = "is a label, though a tool wrote it", "is the result"
     return Check(
         name=ANSWERS,
@@ -95,14 +136,14 @@ def _is_label(sample: EncodedSample, token: int) -> bool:
     return token > 0 and int(sample.labels[token - 1]) != IGNORE_INDEX
 
 
-def _tokens_of(encoder: Encoder, sample: EncodedSample, cooked: VLMSample, turn: int) -> list[int]:
+def _tokens_of(encoder: Encoder, sample: EncodedSample, cooked: VLMSample, each: Said) -> list[int]:
     """The sample's tokens that hold the first and the last character of an answer, as far as they
     can be told and a template that has marks of its own marks them."""
     chat = encoder.chat
-    if chat.marker and any(chat.marker in message.text for message in cooked.messages):
+    if chat.marker and any(chat.marker in text for text in _texts(cooked)):
         return []  # as text it is tokenised otherwise
     text = chat.render(cooked.messages, cooked.beside)
-    place = find_answer(encoder, cooked, turn, text)
+    place = find_answer(encoder, cooked, each, text)
     if place is None:
         return []
     found: Any = encoder.tokenizer(text, add_special_tokens=False)
@@ -110,7 +151,7 @@ def _tokens_of(encoder: Encoder, sample: EncodedSample, cooked: VLMSample, turn:
     tokens = [found.char_to_token(at) for at in characters]
     moved = align(found["input_ids"], sample, encoder.tokenizer.convert_tokens_to_ids(chat.marker))
     marked = None
-    if cooked.messages[turn].role == "assistant":
+    if each.message.role == "assistant":
         marked = chat.template.mask_of_transformers(cooked.messages, cooked.beside)
     return [
         moved[token]
@@ -119,8 +160,16 @@ def _tokens_of(encoder: Encoder, sample: EncodedSample, cooked: VLMSample, turn:
     ]
 
 
-def find_answer(encoder: Encoder, cooked: VLMSample, turn: int, text: str) -> Place | None:
-    """Where the template writes an answer, or the result of a tool, by marks put round it.
+def _texts(cooked: VLMSample) -> Iterator[str]:
+    """Every text that the template gets."""
+    for message in cooked.messages:
+        yield message.text
+        yield from strings(message.fields)
+    yield from strings([list(cooked.beside.tools), dict(cooked.beside.variables)])
+
+
+def find_answer(encoder: Encoder, cooked: VLMSample, each: Said, text: str) -> Place | None:
+    """Where the template writes an answer, thought or result of a tool, by marks put round it.
 
     Round all of it, white space included; where the template then writes something else, as one
     that strips white space does, round what is left without.
@@ -130,7 +179,7 @@ def find_answer(encoder: Encoder, cooked: VLMSample, turn: int, text: str) -> Pl
     """
     for stripped in (False, True):
         marked = list(cooked.messages)
-        marked[turn] = _marked(marked[turn], stripped=stripped)
+        marked[each.turn] = each.marked(stripped=stripped)
         try:
             found = encoder.chat.render(tuple(marked), cooked.beside)
         except DataError:
