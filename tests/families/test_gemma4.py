@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.engines import EVERYTHING, engine_of, make_engine, make_stepper, policy
 from support.families import TINY, tiny_family_folder, write_tiny
 from support.recorders import HostReads
@@ -27,6 +27,7 @@ from vlmpack.attention import BlockMasks
 from vlmpack.backends.hf import attention as hf_attention
 from vlmpack.backends.hf import model as hf_model
 from vlmpack.backends.hf.adapters import adapter_targets
+from vlmpack.backends.hf.weight_headers import check_weights
 from vlmpack.backends.skeleton import model_skeleton
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
@@ -282,6 +283,24 @@ def test_an_audio_tower_gets_no_adapters(with_audio):
     assert {n for n, _ in model.named_parameters()} - trained == {
         n for n, _ in model.named_parameters() if "audio" in n
     }
+
+
+def test_keys_that_published_files_hold_for_layers_without_any_are_kept(series_e, tmp_path):
+    """transformers passes over them on load; an export has them as the source has."""
+    folder, out = tmp_path / "model", tmp_path / "export"
+    shutil.copytree(series_e.folder, folder)
+    path = folder / "model.safetensors"
+    layers = "model.language_model.layers"
+    unread = {f"{layers}.{n}.self_attn.k_proj.weight": torch.randn(48, 64) for n in (3, 4, 5)}
+    unread |= {f"{layers}.{n}.self_attn.k_norm.weight": torch.randn(24) for n in (3, 4, 5)}
+    save_file(load_file(path) | unread, path, metadata={"format": "pt"})
+    check_weights(folder)
+    engine = make_engine(folder, Encoder(folder))
+    engine.export(out, processor_from=folder, dtype=None)
+    exported = {k: v for file in out.glob("*.safetensors") for k, v in load_file(file).items()}
+    for name, tensor in unread.items():
+        assert torch.equal(exported[name], tensor), name
+    assert load_stock(out).state_dict().keys() == load_stock(series_e.folder).state_dict().keys()
 
 
 # Host reads, attention, refusals
