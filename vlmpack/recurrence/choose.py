@@ -185,7 +185,7 @@ _DELTA_RULES: tuple[_Kernel[DeltaRule], ...] = (
         "fla.ops.gated_delta_rule",
         "chunk_gated_delta_rule",
         "chunk_indices",
-        "flash-linear-attention 0.5.2 or newer",
+        "flash-linear-attention 0.6 or newer",
         low_precision=True,
     ),
 )

@@ -1,8 +1,9 @@
 """Kernels for CUDA, behind the signatures of the torch forms: causal-conv1d, flash-linear-attention
 and mamba-ssm.
 
-Each is imported when it is called; `choose` has then imported it before. None has been run on a GPU
-by this version's tests unless the README says so.
+Each is imported when it is called; `choose` has then imported it before. Those that are written in
+Triton are tested by its interpreter on a CPU; none has been run on a GPU by this version's tests
+unless the README says so.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ def conv1d_convolution(
     """causal-conv1d's kernel; arguments and result as `segment_convolution`.
 
     It knows boundaries only where channels are the fastest dimension, in strides of 8; a row of
-    another layout is copied once, one with another number of channels takes the torch form.
+    another layout is copied once. Channels that 8 does not divide, and filters of fewer than 2 or
+    more than 4 taps, which it refuses, take the torch form.
     """
     from causal_conv1d import causal_conv1d_fn
 
     row.check(x.shape[2])
-    if x.shape[1] % 8:
+    if x.shape[1] % 8 or not 2 <= weight.shape[1] <= 4:
         return segment_convolution(x, weight, bias, row, activation=activation)
     if x.stride(1) != 1 or x.stride(2) % 8 or x.stride(0) % 8:
         x = x.transpose(1, 2).contiguous().transpose(1, 2)
