@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+KERNELS := .kernels/.installed
 TWO_AT_A_TIME := $(BIN)/python -m pytest -n 2 --dist loadfile --durations 25 --durations-min 3
 export OMP_NUM_THREADS ?= 2
 # Large temporaries otherwise time the kernel's page faults on CPU.
@@ -11,7 +12,7 @@ export MALLOC_MMAP_THRESHOLD_ ?= 1073741824
 export MALLOC_TRIM_THRESHOLD_ ?= 1073741824
 
 
-.PHONY: demo test test-rest test-all test-map soak lint format families bench assets clean help
+.PHONY: demo test test-rest test-all kernels test-map soak lint format families bench assets clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -30,11 +31,22 @@ test: $(STAMP)  ## the quick tests, under 5 minutes on two cores
 	$(TWO_AT_A_TIME)
 
 test-rest: $(STAMP)  ## the tests that `make test` leaves out
+	-$(MAKE) --no-print-directory kernels
 	$(TWO_AT_A_TIME) -m 'slow and not soak'
 
 test-all: lint test test-rest  ## linters and every test that CI runs
 
+kernels: $(KERNELS)  ## Triton and kernels for CUDA that tests run on a CPU, into .kernels (0.2 GB)
+
+# Beside the environment, never in it; setup.py of the last two would compile, or download what was compiled.
+$(KERNELS): tests/support/kernel_packages.txt | $(STAMP)
+	rm -rf $(@D)
+	MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE CAUSAL_CONV1D_FORCE_BUILD=TRUE \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --no-build-isolation --target $(@D) -r $<
+	@cp $< $@
+
 soak: $(STAMP)  ## repetitions and further layouts, before a release
+	-$(MAKE) --no-print-directory kernels
 	$(TWO_AT_A_TIME) -m soak --timeout 3600
 
 test-map: $(STAMP)  ## which test files are about which module; OF=packing.offline for some alone
@@ -60,4 +72,4 @@ assets: $(STAMP)  ## rebuild the tiny model and the digit shards
 	$(BIN)/python -m assets.build
 
 clean:  ## remove the environment and caches, keep runs
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(dir $(KERNELS)) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache *.egg-info

@@ -1,17 +1,21 @@
 """What we hand to kernels for CUDA, read back by stand-ins that have the published signatures.
 
 A stand-in computes what the recurrence says from the boundaries that it was given, and checks what
-its package asks of layouts and types. Signatures are those of causal-conv1d 1.6.1,
-flash-linear-attention 0.5.2 and mamba-ssm 2.3.2.
+its package asks of layouts and types. Signatures are those of the versions in
+`support/kernel_packages.txt`, compared with the packages' own sources where `make kernels` has
+installed them; what is written in Triton runs for real in `test_interpreted.py`.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 import sys
 from types import ModuleType
 
 import pytest
 import torch
+from support.interpreted import FOLDER, why_not_installed
 from support.recurrences import by_segment, convolution, delta_rule, segments, ssd, worst
 
 from vlmpack.recurrence import (
@@ -27,6 +31,7 @@ from vlmpack.recurrence.kernels import (
     mamba_scan,
 )
 
+MISSING = why_not_installed()
 LENGTHS = (5, 70, 0, 64, 1)
 TOTAL = sum(LENGTHS)
 
@@ -64,6 +69,7 @@ def causal_conv1d_fn(
     """causal_conv1d_interface.py; the checks are those of causal_conv1d.cpp."""
     assert x.stride(1) == 1 and x.stride(2) > 1  # seq_idx is for channel last alone
     assert x.stride(2) % 8 == 0 and x.stride(0) % 8 == 0
+    assert x.shape[1] % 8 == 0 and 2 <= weight.shape[1] <= 4
     lengths = lengths_of(seq_idx)
     out = by_segment(
         lambda part: convolution(part, weight, bias, activate=activation is not None),
@@ -88,9 +94,10 @@ def test_causal_conv1d_is_told_of_segments_in_a_layout_that_it_takes(monkeypatch
     assert worst([got], [want]) < 1e-13
 
 
-def test_causal_conv1d_is_not_called_for_channels_that_it_refuses(monkeypatch):
+@pytest.mark.parametrize(("channels", "taps"), [(6, 4), (8, 1), (8, 5)])
+def test_causal_conv1d_is_not_called_for_what_it_refuses(monkeypatch, channels, taps):
     provide(monkeypatch, "causal_conv1d", causal_conv1d_fn=None)
-    x, weight, row = random(1, 6, TOTAL), random(6, 4), segments(LENGTHS)
+    x, weight, row = random(1, channels, TOTAL), random(channels, taps), segments(LENGTHS)
     got = conv1d_convolution(x, weight, None, row)
     assert torch.equal(got, segment_convolution(x, weight, None, row))
 
@@ -110,7 +117,7 @@ def causal_conv1d(
     cp_context=None,
     **kwargs,
 ):
-    """fla/modules/conv/causal_conv1d.py; x is (1, T, D)."""
+    """fla/modules/causal_conv1d/ops.py; x is (1, T, D)."""
     assert not kwargs
     assert cu_seqlens.tolist() == cu_seqlens_cpu.tolist()
     lengths = cu_seqlens.diff().tolist()
@@ -202,23 +209,29 @@ def test_boundaries_go_to_flash_linear_attention_in_a_tensor_of_the_rows_own(mon
     assert seen[0] is seen[1] and seen[2] is seen[3] and seen[0] is not seen[2]
 
 
-SCAN_ARGUMENTS = [
-    *("x", "dt", "A", "B", "C", "chunk_size", "D", "z", "dt_bias", "initial_states", "seq_idx"),
-    *("cu_seqlens", "dt_softplus", "dt_limit", "return_final_states", "return_varlen_states"),
-    "state_dtype",
-]
-"""mamba_ssm/ops/triton/ssd_combined.py, in order."""
-
-
-def mamba_chunk_scan_combined(*args, **options):
-    """The scan with those arguments."""
-    given = dict(zip(SCAN_ARGUMENTS, args, strict=False)) | options
-    assert set(given) <= set(SCAN_ARGUMENTS)
-    assert given["dt_softplus"] and given["chunk_size"] == 256
-    tail = [given[name] for name in ("A", "D", "dt_bias", "dt_limit")]
-    lengths = lengths_of(given["seq_idx"])
-    parts = [given[name][0] for name in ("x", "dt", "B", "C")]
-    return by_segment(lambda *part: ssd(*part, *tail), lengths, parts)[None]
+def mamba_chunk_scan_combined(
+    x,
+    dt,
+    A,  # noqa: N803
+    B,  # noqa: N803
+    C,  # noqa: N803
+    chunk_size,
+    D=None,  # noqa: N803
+    z=None,
+    dt_bias=None,
+    initial_states=None,
+    seq_idx=None,
+    cu_seqlens=None,
+    dt_softplus=False,
+    dt_limit=(0.0, float("inf")),
+    return_final_states=False,
+    return_varlen_states=False,
+):
+    """mamba_ssm/ops/triton/ssd_combined.py."""
+    assert dt_softplus and chunk_size == 256
+    tail = (A, D, dt_bias, dt_limit)
+    parts = [each[0] for each in (x, dt, B, C)]
+    return by_segment(lambda *part: ssd(*part, *tail), lengths_of(seq_idx), parts)[None]
 
 
 def test_mamba_ssm_is_told_of_segments(monkeypatch):
@@ -231,3 +244,28 @@ def test_mamba_ssm_is_told_of_segments(monkeypatch):
     got = mamba_scan(x, dt, a, b, c, row, skip=skip, step_size=step_size)
     want = segment_scan(x, dt, a, b, c, row, skip=skip, step_size=step_size)
     assert worst([got], [want]) < 1e-12
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.parametrize(
+    ("stand_in", "file"),
+    [
+        (causal_conv1d_fn, "causal_conv1d/causal_conv1d_interface.py"),
+        (causal_conv1d, "fla/modules/causal_conv1d/ops.py"),
+        (chunk_gated_delta_rule, "fla/ops/gated_delta_rule/chunk.py"),
+        (mamba_chunk_scan_combined, "mamba_ssm/ops/triton/ssd_combined.py"),
+    ],
+)
+def test_stand_ins_have_the_signatures_that_are_published(stand_in, file):
+    def signature(source):
+        (found,) = (
+            node
+            for node in ast.parse(source).body
+            if isinstance(node, ast.FunctionDef) and node.name == stand_in.__name__
+        )
+        arguments = found.args
+        names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+        assert not arguments.kwonlyargs and not arguments.vararg
+        return names, [ast.unparse(value) for value in arguments.defaults], bool(arguments.kwarg)
+
+    assert signature(inspect.getsource(stand_in)) == signature((FOLDER / file).read_text())

@@ -1,0 +1,167 @@
+"""Run by `support.interpreted`: kernels of other packages, interpreted on a CPU by Triton.
+
+    TRITON_INTERPRET=1 python -m support.interpreted_worker FOLDER
+
+FOLDER is on the module search path and holds Triton and the packages. Pickled requests come in on
+stdin, (name of a function of this module, its arguments), and pickled answers leave on stdout:
+(True, result) or (False, traceback).
+
+Kernels and their packages think that they are on a GPU; what they ask of one is answered here.
+Memory that they do not initialise is filled with NaN, so that a slot which nobody writes is seen.
+"""
+
+from __future__ import annotations
+
+import builtins
+import pickle
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import wraps
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from support.interpreted import Case, applied
+from support.recurrences import segments, with_gradients
+from torch import Tensor
+from triton.runtime import driver
+
+from vlmpack.recurrence import KINDS, choose_recurrence, kernels
+
+
+class _Driver:
+    """What fla, mamba-ssm and Triton's autotuner ask of a device."""
+
+    def get_current_target(self) -> Any:
+        return SimpleNamespace(backend="cpu", arch=0, warp_size=1)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_device_interface(self) -> Any:
+        return torch.cpu
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, *_: Any) -> int:
+        return 0
+
+    def get_benchmarker(self) -> Callable[..., list[float]]:
+        return lambda *_, **__: [0.0, 0.0, 0.0]  # all configurations are as fast: take the first
+
+    def get_empty_cache_for_benchmark(self) -> Tensor:
+        return torch.empty(1)
+
+    def clear_cache(self, *_: Any) -> None:
+        pass
+
+
+class _Counter(int):
+    """A loop's counter: a plain int for the interpreter, where kernels convert a tensor's type."""
+
+    def to(self, _: Any) -> _Counter:
+        return self
+
+
+def _counted(*bounds: Any) -> Iterator[_Counter]:
+    return map(_Counter, builtins.range(*bounds))
+
+
+def _filled(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(allocate)
+    def filled(*args: Any, **options: Any) -> Tensor:
+        made = allocate(*args, **options)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    return filled
+
+
+def prepare(folder: Path) -> None:
+    """Stand in for a GPU, and import the packages."""
+    driver.set_active(_Driver())
+    torch.cuda.device = lambda _: nullcontext()  # type: ignore[misc,assignment]
+    torch.cuda.get_device_properties = (  # type: ignore[assignment]
+        lambda _: SimpleNamespace(multi_processor_count=1)
+    )
+    # Its own __init__ imports the CUDA extension, which nobody built.
+    sys.modules["mamba_ssm"] = package = ModuleType("mamba_ssm")
+    package.__path__ = [str(folder / "mamba_ssm")]
+    for name in PACKAGES:
+        import_module(name)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fla."):
+            module.range = _counted  # type: ignore[attr-defined]
+    torch.empty = _filled(torch.empty)
+    torch.empty_like = _filled(torch.empty_like)
+    torch.Tensor.new_empty = _filled(torch.Tensor.new_empty)  # type: ignore[method-assign]
+
+
+PACKAGES = (
+    "fla.modules.convolution",
+    "fla.ops.gated_delta_rule",
+    "mamba_ssm.ops.triton.ssd_combined",
+)
+KERNELS: dict[str, Callable[..., Tensor]] = {
+    "convolution": kernels.fla_convolution,
+    "delta_rule": kernels.fla_delta_rule,
+    "scan": kernels.mamba_scan,
+}
+
+
+def compute(case: Case, tensors: list[Tensor], scan_chunk: int) -> list[Tensor]:
+    """Output and gradients of a kernel of ours for this row."""
+    kernels.SCAN_CHUNK = scan_chunk
+    leaves = [x.requires_grad_() for x in tensors]
+    row = segments(case.lengths)
+    return with_gradients(applied(KERNELS[case.kind], case.kind, leaves, row), leaves)
+
+
+def two_rows_of_one_buffer(case: Case, tensors: list[Tensor], other: tuple[int, ...]) -> Tensor:
+    """The kernel's output for this row after one of `other` lengths whose boundaries lay there."""
+    buffer, function = segments(other).cu_seqlens, KERNELS[case.kind]
+    for lengths in (other, case.lengths):
+        buffer.copy_(segments(lengths).cu_seqlens)
+        row = type(segments((1,)))(lengths, buffer)
+        with torch.no_grad():
+            out = applied(function, case.kind, tensors, row)
+    return out
+
+
+def of_given_chunks(case: Case, tensors: list[Tensor], chunks: Tensor | None) -> list[Tensor]:
+    """The rule's output and gradients with these chunk indices; None: those that fla makes."""
+    leaves = [x.requires_grad_() for x in tensors]
+    row = segments(case.lengths)
+    row.once(("chunk_indices", kernels.RULE_CHUNK), lambda: chunks)
+    return with_gradients(applied(kernels.fla_delta_rule, case.kind, leaves, row), leaves)
+
+
+def chosen() -> dict[str, tuple[str, str]]:
+    """What is chosen for a model in bfloat16 on CUDA: name and reason."""
+    choice = choose_recurrence(device=torch.device("cuda", 0), dtype=torch.bfloat16)
+    return {kind: (getattr(choice, kind).name, getattr(choice, kind).reason) for kind in KINDS}
+
+
+def main() -> None:
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    sys.stdout = sys.stderr  # what a package prints is no answer
+    prepare(Path(sys.argv[1]))
+    while True:
+        try:
+            name, arguments = pickle.load(requests)
+        except EOFError:
+            return
+        try:
+            answer = True, globals()[name](*arguments)
+        except Exception:
+            answer = False, traceback.format_exc()
+        pickle.dump(answer, answers)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
