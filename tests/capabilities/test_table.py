@@ -76,7 +76,7 @@ def test_every_model_type_is_one_of_transformers():
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     refused = [name for row in REFUSED for name in row.model_types]
-    assert len(refused) > 30
+    assert len(refused) > 25
     assert len(set(refused)) == len(refused)
     assert not set(refused) & set(SERVED)
     assert set(refused) | set(SERVED) <= set(CONFIG_MAPPING_NAMES)
@@ -188,7 +188,7 @@ def test_a_refused_family_is_named_with_its_reason(row):
 
 def test_the_named_ones_have_lines_of_their_own():
     alone = {row.title for row in REFUSED if row.alone}
-    assert alone == {"Qwen3-Next", "Qwen3.5, Qwen3.5-VL"}
+    assert alone == {"Qwen3-Next"}
     lines = dict(text_table(capabilities(TESTED)).refused)
     assert alone < set(lines)
 
@@ -241,7 +241,8 @@ def test_a_class_that_takes_any_language_model_passes_the_tested_ones(monkeypatc
 def test_what_is_said_to_be_kept_is_passed_over_on_load(model_type):
     """By the patterns in the sources of transformers' classes."""
     source = "".join(
-        path.read_text(encoding="utf-8") for path in (MODELS / model_type).glob("modeling_*.py")
+        path.read_text(encoding="utf-8")
+        for path in (MODELS / model_type.removesuffix("_text")).glob("modeling_*.py")
     )
     lists = re.findall(r"_keys_to_ignore_on_load_unexpected = \[(.*?)\]", source)
     patterns = re.findall(r'r?"(.*?)"', ",".join(lists))

@@ -8,27 +8,29 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from support.shards import TINY_MODEL
 from support.stock import StockRules, rope_index
-from support.tiny_family import FIRST_NEW_ID, PLAIN_ROPE, TEXT, TinyFamily
+from support.tiny_family import FIRST_NEW_ID, PLAIN_ROPE, TEXT, VISION_TOKENS, TinyFamily
 from support.tiny_gemma3 import GEMMA3, text_config
 from support.tiny_gemma4 import GEMMA4, GEMMA4_DENSE, GEMMA4_MIXTURE, HEAD_NORMS
 from support.tiny_gemma4 import text_config as gemma4_text_config
 from support.tiny_idefics3 import IDEFICS3, SMOL
 from support.tiny_internvl import INTERNVL
 from support.tiny_llava_onevision import LLAVA_ONEVISION
+from support.tiny_nemotron_h import long_steps, nemotron_h
 from support.tiny_pixtral import LLAVA, MISTRAL3
-
-TOKENS = {
-    "image_token_id": 574,
-    "video_token_id": 575,
-    "vision_start_token_id": 571,
-    "vision_end_token_id": 572,
-}
+from support.tiny_qwen3_5 import (
+    mild_decays,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_5_moe_text,
+    qwen3_5_text,
+)
 
 
 def _rope(*sections: int) -> dict[str, Any]:
@@ -50,7 +52,7 @@ def _qwen2_vl() -> Any:
             "initializer_range": 0.1,
         },
         tie_word_embeddings=True,
-        **TOKENS,
+        **VISION_TOKENS,
     )
 
 
@@ -84,7 +86,7 @@ def _qwen3_vl() -> Any:
         text_config=_qwen3_text(),
         vision_config=_qwen3_vision(),
         tie_word_embeddings=True,
-        **TOKENS,
+        **VISION_TOKENS,
     )
 
 
@@ -101,7 +103,7 @@ def _qwen3_vl_moe() -> Any:
         text_config={**_qwen3_text(), **experts, "tie_word_embeddings": False},
         vision_config=_qwen3_vision(),
         tie_word_embeddings=False,
-        **TOKENS,
+        **VISION_TOKENS,
     )
 
 
@@ -243,18 +245,23 @@ _QWEN3_IMAGES = _qwen_images(
     image_std=[0.5, 0.5, 0.5],
 )
 
+
+def _text_family(config: Callable[[], Any], **others: Any) -> TinyFamily:
+    return TinyFamily(config=config, stock=StockRules(), template=TEXT_TEMPLATE, **others)
+
+
 TEXT_FAMILIES = {
-    name: TinyFamily(config=config, stock=StockRules(), template=TEXT_TEMPLATE, scaled=scaled)
-    for name, config, scaled in (
-        ("llama", _llama, {}),
-        ("qwen2", _qwen2, {}),
-        ("qwen3", _qwen3, {}),
-        ("gemma3_text", text_config, {}),
-        ("glm4_moe", _glm4_moe, {}),
-        ("glm4_moe_lite", _glm4_moe_lite, {}),
-        ("deepseek_v3", _deepseek_v3, {}),
-        ("gemma4_text", gemma4_text_config, HEAD_NORMS),
-    )
+    "llama": _text_family(_llama),
+    "qwen2": _text_family(_qwen2),
+    "qwen3": _text_family(_qwen3),
+    "gemma3_text": _text_family(text_config),
+    "qwen3_5_text": _text_family(qwen3_5_text, settle=mild_decays),
+    "qwen3_5_moe_text": _text_family(qwen3_5_moe_text, settle=mild_decays),
+    "nemotron_h": _text_family(nemotron_h, settle=long_steps),
+    "glm4_moe": _text_family(_glm4_moe),
+    "glm4_moe_lite": _text_family(_glm4_moe_lite),
+    "deepseek_v3": _text_family(_deepseek_v3),
+    "gemma4_text": _text_family(gemma4_text_config, scaled=HEAD_NORMS),
 }
 """Language models without a vision tower."""
 
@@ -264,6 +271,12 @@ TINY: dict[str, TinyFamily] = {
     ),
     "qwen3_vl": TinyFamily(config=_qwen3_vl, stock=QWEN_STOCK, images=_QWEN3_IMAGES),
     "qwen3_vl_moe": TinyFamily(config=_qwen3_vl_moe, stock=QWEN_STOCK, images=_QWEN3_IMAGES),
+    "qwen3_5": TinyFamily(
+        config=qwen3_5, stock=QWEN_STOCK, images=_QWEN3_IMAGES, settle=mild_decays
+    ),
+    "qwen3_5_moe": TinyFamily(
+        config=qwen3_5_moe, stock=QWEN_STOCK, images=_QWEN3_IMAGES, settle=mild_decays
+    ),
     "internvl": INTERNVL,
     "llava_onevision": LLAVA_ONEVISION,
     "idefics3": IDEFICS3,
@@ -292,13 +305,25 @@ SLOW_FAMILIES = {
     "smolvlm",
     "llava",
     "glm4_moe_lite",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
 }
-"""Tested among the slow tests alone: the decoder is that of qwen2_vl and qwen2_5_vl, gemma3, gemma4
-or deepseek_v3; the tower and the layout are those of idefics3, mistral3, or gemma4-dense."""
+"""Tested among the slow tests alone: the decoder is that of qwen2_vl and qwen2_5_vl, gemma3,
+gemma4, deepseek_v3 or qwen3_5; the tower and the layout are those of idefics3, mistral3, or
+gemma4-dense."""
 
 VISION_FAMILIES = tuple(name for name in FAMILIES if name not in TEXT_FAMILIES)
 
-ROUTED = {"qwen3_vl_moe", "gemma4-mixture", "glm4_moe", "glm4_moe_lite", "deepseek_v3"}
+ROUTED = {
+    "qwen3_vl_moe",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "nemotron_h",
+    "gemma4-mixture",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "deepseek_v3",
+}
 """Mixtures of experts: a matmul of an expert has as many rows as tokens chose it, so another sample
 changes how it is blocked, and with that the last bit of a row."""
 
@@ -370,4 +395,6 @@ def _tiny_model(tiny: TinyFamily) -> Any:
                     parameter.add_(0.2 * torch.randn_like(parameter))
                 for part, factor in tiny.scaled.items():
                     parameter.mul_(factor if part in name else 1.0)
+                if tiny.settle is not None:
+                    tiny.settle(name, parameter)
     return model

@@ -29,6 +29,13 @@ TEXT = {
 """Ids are those of the committed tokenizer. 0.1 is about the square root of 1 / hidden_size: every
 layer changes its input as much as it carries it, so gradients are no sums of tiny numbers."""
 
+VISION_TOKENS = {
+    "image_token_id": 574,
+    "video_token_id": 575,
+    "vision_start_token_id": 571,
+    "vision_end_token_id": 572,
+}
+"""Of the committed tokenizer, as configs of Qwen-VL models name them."""
 
 PLAIN_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1000.0}
 
@@ -49,6 +56,7 @@ class TinyFamily:
             into tiles.
         unused: parts of the names of parameters whose results the class throws away.
         scaled: parts of the names of parameters that fresh ones are too large for, and a factor.
+        settle: (name, parameter) -> sets values that random ones would not do for.
     """
 
     config: Callable[[], Any]
@@ -61,6 +69,7 @@ class TinyFamily:
     token_counts: int = 20
     unused: tuple[str, ...] = ()
     scaled: Mapping[str, float] = field(default_factory=dict)
+    settle: Callable[[str, Any], None] | None = None
 
 
 FIRST_NEW_ID = 576

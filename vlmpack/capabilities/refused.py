@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from vlmpack.capabilities.limits import Limit
 from vlmpack.capabilities.prediction import language_config
-from vlmpack.capabilities.served import SERVED, nearest
+from vlmpack.capabilities.served import SERVED, ServedModel, nearest
 
 SCORES_CAP, LOGITS_CAP = "attn_logit_softcapping", "final_logit_softcapping"
 """Keys of a tanh on the scores of attention, and on those of the head."""
@@ -22,7 +22,7 @@ LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")
 """Keys that list what each layer of the decoder is."""
 
 PACKABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
-"""Kinds of layers that stop at the ends of packed samples."""
+"""Kinds of layers that stop at the ends of packed samples in every family."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,30 +43,19 @@ class Refused:
 
 
 _STATE = "layers carry state over the ends of packed samples"
-_TORCH = "which the torch code of transformers 5.23 cannot reset"
+_UNSERVED = "no family of vlmpack serves this model_type yet"
 _UNTOLD = "and transformers 5.23 does not tell them where samples end"
 _NONE = "no version that would do is known"
+_A_FAMILY = "would do: a family of its own, as Qwen3.5 and Nemotron-H have, whose layers are reset"
 
-_DELTA_KERNELS = (
-    "would do: the CUDA kernels of flash-linear-attention (cu_seqlens) and causal-conv1d (seq_idx)"
-)
-_GATED_DELTA_NET = Limit(
-    f"its GatedDeltaNet {_STATE}, {_TORCH}",
-    f"{_DELTA_KERNELS}, or megatron-core 0.18; vlmpack uses neither yet",
-)
+_GATED_DELTA_NET = Limit(f"its GatedDeltaNet {_STATE}, and {_UNSERVED}", _A_FAMILY)
 _KIMI_DELTA = Limit(
-    f"its Kimi Delta Attention {_STATE}, {_TORCH}",
-    f"{_DELTA_KERNELS}; vlmpack does not use them yet",
+    f"its Kimi Delta Attention {_STATE}, and vlmpack has no form of it that is reset there", _NONE
 )
 _MAMBA = Limit(f"its Mamba {_STATE}, {_UNTOLD}", _NONE)
-_MAMBA_2 = Limit(
-    f"its Mamba-2 {_STATE}, {_TORCH}",
-    "would do: the CUDA kernels of mamba-ssm and causal-conv1d (seq_idx); vlmpack does not use "
-    "them yet",
-)
+_MAMBA_2 = Limit(f"its Mamba-2 {_STATE}, and {_UNSERVED}", _A_FAMILY)
 _SHORT_CONVOLUTION = Limit(
-    f"its short convolutions reach over the ends of packed samples, {_TORCH}",
-    "would do: the CUDA kernel of causal-conv1d (seq_idx); vlmpack does not use it yet",
+    f"its short convolutions reach over the ends of packed samples, and {_UNSERVED}", _A_FAMILY
 )
 _RECURRENT = Limit(f"its recurrent {_STATE}, {_UNTOLD}", _NONE)
 _CROSS_ATTENTION = Limit(
@@ -83,12 +72,6 @@ _INDEXER = Limit(
 
 REFUSED: tuple[Refused, ...] = (
     Refused("Qwen3-Next", ("qwen3_next",), _GATED_DELTA_NET, alone=True),
-    Refused(
-        "Qwen3.5, Qwen3.5-VL",
-        ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
-        _GATED_DELTA_NET,
-        alone=True,
-    ),
     Refused("Olmo Hybrid", ("olmo_hybrid",), _GATED_DELTA_NET),
     Refused("DeepSeek-V3.2", ("deepseek_v32",), _INDEXER),
     Refused("MiMo-V2-Flash", ("mimo_v2_flash",), _SINKS),
@@ -102,7 +85,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused("Zamba2", ("zamba2",), _MAMBA_2),
     Refused("Bamba", ("bamba",), _MAMBA_2),
     Refused("Falcon-H1", ("falcon_h1",), _MAMBA_2),
-    Refused("Nemotron-H", ("nemotron_h", "nemotron_h_omni"), _MAMBA_2),
+    Refused("Nemotron Omni", ("nemotron_h_omni",), _MAMBA_2),
     Refused("Granite 4 (hybrid)", ("granitemoehybrid",), _MAMBA_2),
     Refused("LFM2", ("lfm2", "lfm2_moe"), _SHORT_CONVOLUTION),
     Refused("LFM2-VL", ("lfm2_vl",), _SHORT_CONVOLUTION),
@@ -131,8 +114,7 @@ def refusal(config: Mapping[str, object]) -> str | None:
             row = _BY_TYPE[name]
             return f"{row.title} (model_type {name!r}) cannot be trained: {row.limit}"
     served = SERVED.get(model_type) if isinstance(model_type, str) else None
-    bent = served is not None and served.bent_logits
-    rule = _refused_by_rule(config, bent) or _refused_by_rule(language, bent)
+    rule = _refused_by_rule(config, served) or _refused_by_rule(language, served)
     if rule is not None:
         return f"the model (model_type {model_type!r}) cannot be trained: {rule}"
     if not isinstance(model_type, str):
@@ -148,9 +130,14 @@ def refusal(config: Mapping[str, object]) -> str | None:
     return _other_decoder(model_type, language) or _other_tower(model_type, config)
 
 
-def _refused_by_rule(values: Mapping[str, object], bent_logits: bool) -> Limit | None:
-    """By what its layers are; what is said of logits depends on the class alone."""
-    for key in (SCORES_CAP,) if bent_logits else (SCORES_CAP, LOGITS_CAP):
+def _refused_by_rule(values: Mapping[str, object], served: ServedModel | None) -> Limit | None:
+    """By what its layers are; what is said of logits and of other layers depends on the class.
+
+    Args:
+        values: of config.json, or of its language model's section.
+        served: the line of its model_type; None without one.
+    """
+    for key in (SCORES_CAP,) if served and served.bent_logits else (SCORES_CAP, LOGITS_CAP):
         if values.get(key) is not None:
             of_whom = " for this model_type" if key == LOGITS_CAP else ""
             return Limit(
@@ -166,7 +153,8 @@ def _refused_by_rule(values: Mapping[str, object], bent_logits: bool) -> Limit |
         kinds = values.get(key)
         if not isinstance(kinds, (list, tuple)):
             continue
-        odd = sorted({str(kind) for kind in kinds} - PACKABLE_LAYERS)
+        tested = PACKABLE_LAYERS.union(served.layers if served else ())
+        odd = sorted({str(kind) for kind in kinds} - tested)
         if odd:
             return Limit(
                 f"it has layers of kind {', '.join(odd)} ({key}), and vlmpack cannot tell them "

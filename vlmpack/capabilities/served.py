@@ -37,6 +37,7 @@ class ServedModel:
         prediction: where published files have layers of multi-token prediction, which transformers
             passes over; empty: nowhere.
         bent_logits: whether its class bends logits by `final_logit_softcapping`, and we do.
+        layers: kinds of layers, as config.json calls them, that are tested beside attention.
     """
 
     title: str
@@ -51,6 +52,7 @@ class ServedModel:
     pixel_knobs: tuple[str, ...] = ()
     prediction: str = ""
     bent_logits: bool = False
+    layers: tuple[str, ...] = ()
 
 
 _BOTH_WAYS = "an image's tokens attend in both directions, which only segments does"
@@ -62,6 +64,7 @@ _NO_LORA = Limit("peft takes its shared experts for routed ones and moves their 
 _experts = partial(ServedModel, family="text_lm", has_experts=True, limits={"LoRA": _NO_LORA})
 _qwen_vl = partial(ServedModel, engines=_BOTH, pixel_knobs=("min_pixels", "max_pixels"))
 _tiled = partial(ServedModel, whole_tiles=True, pixel_knobs=("max_tiles",))
+_qwen3_5 = partial(ServedModel, layers=("linear_attention",), prediction="mtp")
 _pixtral = partial(ServedModel, towers=("pixtral",), pixel_knobs=("max_pixels",))
 _gemma4 = partial(
     ServedModel,
@@ -78,6 +81,26 @@ SERVED: Mapping[str, ServedModel] = {
     "qwen2_5_vl": _qwen_vl(title="Qwen2.5-VL", family="qwen2_5_vl"),
     "qwen3_vl": _qwen_vl(title="Qwen3-VL", family="qwen3_vl"),
     "qwen3_vl_moe": _qwen_vl(title="Qwen3-VL-MoE", family="qwen3_vl", has_experts=True),
+    "qwen3_5": _qwen3_5(
+        title="Qwen3.5", family="qwen3_5", pixel_knobs=("min_pixels", "max_pixels")
+    ),
+    "qwen3_5_moe": _qwen3_5(
+        title="Qwen3.5-MoE",
+        family="qwen3_5",
+        has_experts=True,
+        pixel_knobs=("min_pixels", "max_pixels"),
+    ),
+    "qwen3_5_text": _qwen3_5(title="Qwen3.5 (text)", family="qwen3_5_text"),
+    "qwen3_5_moe_text": _qwen3_5(
+        title="Qwen3.5-MoE (text)", family="qwen3_5_text", has_experts=True
+    ),
+    "nemotron_h": ServedModel(
+        title="Nemotron-H",
+        family="nemotron_h",
+        has_experts=True,
+        layers=("linear_attention", "mamba", "mlp", "moe"),
+        prediction="mtp",
+    ),
     "internvl": _tiled(title="InternVL", family="internvl", decoders=("qwen2", "qwen3", "llama")),
     "llava_onevision": ServedModel(
         title="LLaVA-OneVision", family="llava_onevision", decoders=("qwen2",)
@@ -118,4 +141,6 @@ def model_types() -> tuple[str, ...]:
 def nearest(model_type: str) -> str | None:
     """The served model_type that is spelled most like it; None where none is like it."""
     wanted = model_type.lower().replace("-", "_").replace(".", "_")
+    if wanted.removesuffix("_text") in SERVED:  # its language model alone
+        return wanted.removesuffix("_text")
     return next(iter(difflib.get_close_matches(wanted, SERVED, n=1, cutoff=0.5)), None)

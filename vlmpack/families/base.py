@@ -39,6 +39,8 @@ class ModulePaths:
         blocks_in_windows: True where they do so in layers with a sliding window alone.
         untouched: what the class loads and our samples never reach (an audio tower): it stays as
             it is, whatever is trained.
+        uncalled: how the names of linear layers end whose weights a kernel reads without a call of
+            the layer (Mamba-2's fused one): an adapter beside them would never be asked.
     """
 
     vision: str | None
@@ -48,6 +50,7 @@ class ModulePaths:
     image_blocks: bool = False
     blocks_in_windows: bool = False
     untouched: tuple[str, ...] = ()
+    uncalled: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,25 +44,41 @@ class Tower:
     patches_per_token: int = 1
 
 
-def cost_model(config: Config, tower: Tower | None = None) -> CostModel:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """A decoder's shape; its head is not part of it.
+
+    Args:
+        weights: that a token passes through in all layers, of the experts those it chooses; what a
+            recurrence multiplies a token with counts as one.
+        attention_width: channels of the heads of all layers with attention; of a head whose keys
+            and values have other widths the mean.
+    """
+
+    weights: int
+    attention_width: float
+
+
+def cost_model(
+    config: Config, tower: Tower | None = None, decoder: Decoder | None = None
+) -> CostModel:
     """The cost of a decoder, with or without a vision tower.
 
     Args:
         config: config.json's content. What describes the decoder lies under `text_config`, or in
             older files at the top.
         tower: the family's vision tower.
+        decoder: None for attention and an MLP, or experts, in every layer.
 
     Raises:
         ModelError: a size is missing from `config`.
     """
     text = config.get("text_config", config)
-    layers, width = size(text, "num_hidden_layers"), size(text, "hidden_size")
-    heads = size(text, "num_attention_heads")
-    inner = heads * _head_dim(text, width, heads)
-    head = width * size(text, "vocab_size")
+    decoder = decoder or _attention_decoder(text)
+    head = size(text, "hidden_size") * size(text, "vocab_size")
     language = CostModel(
-        per_token=STEP * 2.0 * _decoder_weights(text),
-        per_squared_length=STEP * 2.0 * layers * inner,
+        per_token=STEP * 2.0 * decoder.weights,
+        per_squared_length=STEP * 2.0 * decoder.attention_width,
         per_label_token=STEP * 2.0 * head,
     )
     if tower is None:
@@ -123,10 +139,11 @@ def size(config: Config, key: str) -> int:
     return value
 
 
-def _decoder_weights(text: Config) -> int:
-    """Weights of linear layers that one token passes through; of the experts those it chooses, and
+def _attention_decoder(text: Config) -> Decoder:
+    """One with attention in every layer; of the experts a token passes those that it chooses, and
     those that all share."""
-    width, layers = size(text, "hidden_size"), size(text, "num_hidden_layers")
+    width, heads = size(text, "hidden_size"), size(text, "num_attention_heads")
+    layers = size(text, "num_hidden_layers")
     routed = _routed_layers(text, layers)
     mlps = 0
     if routed < layers:
@@ -135,7 +152,10 @@ def _decoder_weights(text: Config) -> int:
         expert = 3 * width * size(text, "moe_intermediate_size")
         chosen = size(text, "num_experts_per_tok") + (text.get("n_shared_experts") or 0)
         mlps += routed * (chosen * expert + width * _experts(text))
-    return layers * _attention_weights(text) + mlps
+    return Decoder(
+        weights=layers * _attention_weights(text) + mlps,
+        attention_width=layers * heads * _head_dim(text, width, heads),
+    )
 
 
 def _head_dim(text: Config, width: int, heads: int) -> float:

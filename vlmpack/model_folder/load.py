@@ -70,7 +70,19 @@ def config_of(values: Mapping[str, Any]) -> Any:
     """
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(**values)
+    return AutoConfig.for_model(**{name: _with_floats(value) for name, value in values.items()})
+
+
+def _with_floats(value: Any) -> Any:
+    """A value of a config.json with floats where transformers saves infinities as objects."""
+    match value:
+        case {"__float__": str(name), **others} if not others:
+            return float(name)
+        case Mapping():
+            return {name: _with_floats(part) for name, part in value.items()}
+        case list():
+            return [_with_floats(part) for part in value]
+    return value
 
 
 def load_tokenizer(folder: Path) -> Any:

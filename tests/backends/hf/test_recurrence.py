@@ -237,7 +237,8 @@ def test_a_model_that_is_not_packed_is_not_touched():
 def test_a_second_replacement_takes_the_place_of_the_first():
     model = hybrid("lfm2")
     modeling = recurrence.modeling_modules(model)[0]
-    stock = modeling.causal_conv1d_fn
+    there = modeling.causal_conv1d_fn  # engines of other tests put theirs there and leave it
+    stock = getattr(there, "before", there)
     first = replace_kernels(model, choice())
     held = modeling.causal_conv1d_fn
     second = replace_kernels(model, choice(fixed=True))
@@ -246,7 +247,7 @@ def test_a_second_replacement_takes_the_place_of_the_first():
     second.undo()
     assert modeling.causal_conv1d_fn is held
     first.undo()
-    assert modeling.causal_conv1d_fn is stock
+    assert modeling.causal_conv1d_fn is there
 
 
 def test_the_fused_path_of_training_is_left_alone_in_packed_rows(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
 
@@ -45,11 +46,13 @@ def test_a_good_model_of_every_family_passes_and_every_missing_weight_does_not(n
     check_weights(folder)
     tensors = load_file(str(folder / "model.safetensors"))
     assert len(tensors) > 10
-    for stem in ("down_proj", "norm.weight", "embed_tokens.weight"):
-        lost = next(key for key in tensors if stem in key)
+    for stems in (("down_proj",), ("norm.weight",), ("embed_tokens.weight", "embeddings.weight")):
+        lost = next(key for key in tensors if any(stem in key for stem in stems))
         rest = {key: value for key, value in tensors.items() if key != lost}
         save_file(rest, str(folder / "model.safetensors"), metadata={"format": "pt"})
-        assert "missing keys: " in message_of(check_weights, folder), lost
+        # Experts that are stored one by one are stacked on load: one less is another shape.
+        said = "mismatched keys: " if re.search(r"experts\.\d", lost) else "missing keys: "
+        assert said in message_of(check_weights, folder), lost
 
 
 @pytest.mark.slow

@@ -116,7 +116,8 @@ def adapter_targets(model: Any, paths: ModulePaths, policy: TrainingPolicy) -> l
         name
         for name, module in model.named_modules()
         if type(module) is nn.Linear and module is not head
-        if policy.mode(component_of(name, paths)) == "lora" and not is_untouched(name, paths)
+        if policy.mode(component_of(name, paths)) == "lora"
+        if not is_untouched(name, paths) and not name.endswith(paths.uncalled)
     ]
     ends = None if lora.targets == "all-linear" else lora.targets
     chosen = [name for name in linear if ends is None or _ends_in(name, ends)]

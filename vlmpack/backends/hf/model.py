@@ -22,7 +22,12 @@ from torch import Tensor, nn
 
 from vlmpack.attention import BlockMasks
 from vlmpack.backends.cross_entropy import capped, linear_cross_entropy
-from vlmpack.backends.hf.recurrence import ROW_ARGUMENT, packed_row
+from vlmpack.backends.hf.recurrence import (
+    ROW_ARGUMENT,
+    packed_row,
+    require_replaced,
+    stateful_modules,
+)
 from vlmpack.backends.hf.router_loss import RouterLoss
 from vlmpack.capabilities.refused import refusal
 from vlmpack.encode import Encoder
@@ -149,6 +154,7 @@ class PackedLM(nn.Module):
         why = refusal(config)  # with the class's defaults
         if why is not None:
             raise CapabilityError(why)
+        self.stateful = stateful_modules(self.language)
 
     @property
     def language(self) -> Any:
@@ -202,6 +208,7 @@ class PackedLM(nn.Module):
         beside = self.router_loss if torch.is_grad_enabled() else None
         if beside is not None:
             arguments["output_router_logits"] = True
+        require_replaced(self.stateful if packed_seq_params is not None else ())
         with packed_row() if packed_seq_params is not None else nullcontext():
             output = self.language(
                 inputs_embeds=merged.embeds.view(rows, slots, -1),

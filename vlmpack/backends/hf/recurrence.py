@@ -19,7 +19,7 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -74,6 +74,20 @@ def modeling_modules(model: nn.Module) -> list[ModuleType]:
     """The modules of transformers that the classes of a model's layers come from, by name."""
     names = {type(part).__module__ for part in model.modules()}
     return [sys.modules[name] for name in sorted(names) if name.startswith("transformers.models.")]
+
+
+def recurrent_modules(module: nn.Module) -> list[str]:
+    """Names of the submodules that carry a state from token to token.
+
+    Known by what they hold, not by the model's name: a convolution along the sequence (short
+    convolutions, Mamba, GatedDeltaNet) or the logarithm of a decay (Mamba, GatedDeltaNet).
+    """
+    return [
+        name
+        for name, part in module.named_modules()
+        if any(isinstance(child, nn.Conv1d) for child in part.children())
+        or "A_log" in dict(part.named_parameters(recurse=False))
+    ]
 
 
 Ours = Callable[..., Any]
@@ -274,3 +288,24 @@ def replaced_kernels(model: nn.Module, choice: RecurrenceChoice) -> Iterator[Rep
         yield replaced
     finally:
         replaced.undo()
+
+
+def stateful_modules(decoder: nn.Module) -> tuple[ModuleType, ...]:
+    """The modeling modules that a decoder's layers with a state come from; none without such."""
+    kinds = [type(decoder.get_submodule(name)) for name in recurrent_modules(decoder)]
+    return tuple(sys.modules[name] for name in sorted({kind.__module__ for kind in kinds}))
+
+
+def require_replaced(stateful: Iterable[ModuleType]) -> None:
+    """Raise unless something stands in every modeling module that knows where samples end.
+
+    Raises:
+        CapabilityError: nothing does in one of them.
+    """
+    for module in stateful:
+        if not any(isinstance(value, _Replacement) for value in vars(module).values()):
+            raise CapabilityError(
+                f"layers of {module.__name__} carry state from token to token, and no kernel of "
+                f"theirs was replaced by one that knows where samples end: the engine replaces "
+                f"those that transformers 5.23 decorates, and vlmpack.packed_model does"
+            )

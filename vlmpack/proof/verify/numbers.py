@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vlmpack.backends.engine import Engine
+from vlmpack.backends.hf.recurrence import recurrent_modules
 from vlmpack.backends.policy import TrainingPolicy
 from vlmpack.data.protocols import Collator
 from vlmpack.distributed import Ranks
@@ -32,7 +33,7 @@ from vlmpack.proof.verify.gradients import (
     with_missing,
 )
 from vlmpack.proof.verify.leak import check_leaks, ordinary_ids
-from vlmpack.proof.verify.outputs import Point, has_experts, recurrent_modules
+from vlmpack.proof.verify.outputs import Point, has_experts
 from vlmpack.proof.verify.packed import Packed, PackedRun
 from vlmpack.proof.verify.reference import How, Reference, Unpacked
 from vlmpack.proof.verify.row import VerifiedRow

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from vlmpack.backends.hf.recurrence import recurrent_modules
 from vlmpack.families.base import ModulePaths
 from vlmpack.packing import EncodedSample, Media
 
@@ -78,20 +79,6 @@ def _layers(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
         return []
     name, layers = max(stacks, key=lambda item: len(item[1]))
     return [(f"{path}.{name}.{number}", layer) for number, layer in enumerate(layers)]
-
-
-def recurrent_modules(module: nn.Module) -> list[str]:
-    """Names of the submodules that carry a state from token to token.
-
-    Known by what they hold, not by the model's name: a convolution along the sequence (short
-    convolutions, Mamba, GatedDeltaNet) or the logarithm of a decay (Mamba, GatedDeltaNet).
-    """
-    return [
-        name
-        for name, part in module.named_modules()
-        if any(isinstance(child, nn.Conv1d) for child in part.children())
-        or "A_log" in dict(part.named_parameters(recurse=False))
-    ]
 
 
 def has_experts(module: nn.Module) -> bool:
