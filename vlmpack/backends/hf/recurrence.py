@@ -198,6 +198,40 @@ KERNELS: Mapping[str, KernelName] = {
 """Every kernel name of transformers that we know."""
 
 
+@dataclass(frozen=True, slots=True)
+class HeardCall:
+    """A recurrence that a layer of a packed row asked for.
+
+    Args:
+        kernel: its name.
+        row: the segments that it was told.
+        args, kwargs: transformers' arguments, without the row.
+        output: what the layer got.
+    """
+
+    kernel: str
+    row: RowSegments
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    output: Any
+
+
+Listener = Callable[[HeardCall], None]
+"""What is called behind every recurrence of a packed row."""
+
+_LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
+
+
+@contextmanager
+def listening(heard: Listener) -> Iterator[None]:
+    """A stretch in which every recurrence of a packed row is heard, in the order of the calls."""
+    token = _LISTENER.set(heard)
+    try:
+        yield
+    finally:
+        _LISTENER.reset(token)
+
+
 class _Replacement:
     """What stands in a modeling module.
 
@@ -216,7 +250,11 @@ class _Replacement:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         row = kwargs.pop(ROW_ARGUMENT, None)
         if row is not None:
-            return KERNELS[self.name].ours(self.choice, row, *args, **kwargs)
+            output = KERNELS[self.name].ours(self.choice, row, *args, **kwargs)
+            heard = _LISTENER.get()
+            if heard is not None:
+                heard(HeardCall(self.name, row, args, kwargs, output))
+            return output
         if _PACKED_ROW.get():
             raise CapabilityError(
                 f"{self.name} was called in a packed row without {ROW_ARGUMENT}: the layer that "
