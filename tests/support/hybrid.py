@@ -1,6 +1,7 @@
-"""A hybrid decoder for the tests alone: LFM2, whose short convolutions have to be reset.
+"""Hybrid decoders in model folders, for the tests alone: layers whose state has to be reset.
 
-No family of vlmpack serves it; here one does, so that `vlmpack verify` has something to find.
+Where no family of vlmpack serves one, one does here, so that `vlmpack verify` has something to
+find.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 from support.families import tiny_family_folder
-from support.tiny_family import PLAIN_ROPE, TEXT
+from support.hybrids import MILD, hybrid
 
 from vlmpack.backends.hf import model as packed
 from vlmpack.capabilities.served import ServedModel
@@ -23,40 +24,45 @@ from vlmpack.families.text_lm import TextLM
 NAME = "hybrid_of_the_tests"
 
 
-def serve_hybrid(monkeypatch: Any) -> None:
-    """Put the family into the registry, and silence what refuses it elsewhere."""
+def serve_hybrid(monkeypatch: Any, model_type: str = "lfm2") -> None:
+    """Put a family into the registry where there is none, and silence what refuses it elsewhere."""
+    if model_type in registry.SERVED:
+        return
     home = ModuleType(f"vlmpack.families.{NAME}")
     home.FAMILY = TextLM(
         name=NAME,
-        model_types=("lfm2",),
+        model_types=(model_type,),
         modules=ModulePaths(vision=None, projectors=(), language="model"),
     )
     monkeypatch.setitem(sys.modules, home.__name__, home)
-    monkeypatch.setitem(registry.SERVED, "lfm2", ServedModel(title="LFM2", family=NAME))
+    line = ServedModel(title=model_type, family=NAME)
+    monkeypatch.setitem(registry.SERVED, model_type, line)
     refusing = registry.served_model_type
 
     def served(folder: Path) -> str:
-        is_hybrid = '"lfm2"' in (folder / "config.json").read_text(encoding="utf-8")
-        return "lfm2" if is_hybrid else refusing(folder)
+        config = (folder / "config.json").read_text(encoding="utf-8")
+        return model_type if f'"{model_type}"' in config else refusing(folder)
 
     monkeypatch.setattr(registry, "served_model_type", served)
     monkeypatch.setattr(packed, "refusal", lambda config: None)
 
 
-def hybrid_folder(tmp: Path) -> Path:
-    """Two convolutions around one attention layer, seeded random weights."""
-    from transformers import Lfm2Config, Lfm2ForCausalLM
+def hybrid_folder(
+    tmp: Path,
+    model_type: str = "lfm2",
+    *,
+    decays: tuple[float, float] = MILD,
+    padding: float = 0.05,
+) -> Path:
+    """A tiny model of `support.hybrids`, seeded random weights, beside a tokenizer.
 
-    config = Lfm2Config(
-        **TEXT,
-        num_hidden_layers=3,
-        layer_types=["conv", "full_attention", "conv"],
-        conv_L_cache=3,
-        block_auto_adjust_ff_dim=False,
-        rope_parameters=PLAIN_ROPE,
-    )
+    Args:
+        padding: every number of the padding token's embedding. It is zero where a model is fresh,
+            and so is then all that the token asks of a state.
+    """
     tiny_family_folder("qwen3", tmp)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        Lfm2ForCausalLM(config).save_pretrained(str(tmp))
+    model = hybrid(model_type, decays)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[model.config.pad_token_id].fill_(padding)
+    model.save_pretrained(str(tmp))
     return tmp

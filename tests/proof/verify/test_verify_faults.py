@@ -10,12 +10,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.hybrid import hybrid_folder, serve_hybrid
 from support.shards import TINY_MODEL, mixed_samples, same_size_pair, text_samples, with_answer
 from support.verified import Subject, failed
 
 from vlmpack.packing import IGNORE_INDEX
-from vlmpack.recurrence import RowSegments
 
 NUMBERS = {
     "language model: each layer's output",
@@ -315,58 +313,3 @@ def test_adapters_whose_update_is_scaled_by_one_percent_too_much(subject, monkey
     checks = subject.checks(**adapted)
     assert failed(checks) == {"gradients: adapters"}
     assert checks["gradients: adapters"].measured == pytest.approx(0.01, rel=0.1)
-
-
-@pytest.fixture
-def hybrid(tmp_path, monkeypatch):
-    """LFM2, short convolutions and attention in turn."""
-    serve_hybrid(monkeypatch)
-    return Subject(hybrid_folder(tmp_path), text_samples()[:3], recipe_folder=TINY_MODEL)
-
-
-@pytest.fixture
-def without_reset(monkeypatch):
-    """Convolutions that are told of one segment over the row."""
-    from vlmpack.backends.hf import engine
-
-    choose = engine.choose_recurrence
-
-    def choose_broken(**where):
-        right = choose(**where)
-
-        def whole(x, weight, bias, row, **options):
-            cu_seqlens = torch.tensor([0, row.width], dtype=torch.int32)
-            row = RowSegments((row.width,), cu_seqlens)
-            return right.convolution.function(x, weight, bias, row, **options)
-
-        return replace(right, convolution=replace(right.convolution, function=whole))
-
-    monkeypatch.setattr(engine, "choose_recurrence", choose_broken)
-
-
-@pytest.mark.usefixtures("without_reset")
-def test_a_recurrent_layer_without_reset(hybrid):
-    checks = hybrid.checks(hybrid.collator(alignment=1))
-    assert failed(checks) == {*NUMBERS, "gradients: recurrent layers", "leak test"}
-    first = checks["language model: each layer's output"]
-    assert "model.layers.0 (recurrent)" in first.detail
-    assert "recurrent layers" in first.look_at
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_reset")
-def test_a_recurrent_layer_without_reset_behind_alignment_gaps(hybrid):
-    """The gaps keep it from the label tokens: losses and gradients alone would say all is well."""
-    checks = hybrid.checks(hybrid.collator(alignment=8))
-    assert failed(checks) == {
-        "language model: each layer's output",
-        "logits of each sample",
-        "leak test",
-    }
-
-
-@pytest.mark.slow
-def test_a_recurrent_layer_with_reset(hybrid):
-    checks = hybrid.checks(hybrid.collator(alignment=1))
-    assert failed(checks) == set()
-    assert checks["gradients: recurrent layers"].measured > 0

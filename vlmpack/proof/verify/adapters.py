@@ -117,4 +117,4 @@ def check_adapters(
         )
         for name, error in errors.items()
     }
-    return check_gradients(compared, errors, noise, dict.fromkeys(errors, "adapters"))
+    return check_gradients(compared, errors, noise, dict.fromkeys(errors, "adapters"), {})

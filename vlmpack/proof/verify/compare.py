@@ -36,6 +36,8 @@ BFLOAT16_RATIO = 1.1
 FEWEST_LABELS = 1000
 """Label tokens below which that ratio is mostly chance."""
 
+RESETS = "recurrent layers: their state must be reset at every boundary, and nowhere else"
+
 ISOLATION = "attention isolation: boundaries must reach every attention layer"
 
 
@@ -244,7 +246,7 @@ def _check_points(
         return check
     look_at = "the order of images in the row" if points[0].kind != "language model" else ISOLATION
     if "(recurrent)" in first:
-        look_at = "recurrent layers: their state must be reset at every boundary"
+        look_at = RESETS
     return replace(check, status="fail", bound=first_bound, look_at=look_at)
 
 

@@ -1,5 +1,5 @@
 """Gradients against the unpacked reference's, by part: tower, projector, language model, recurrent
-layers, adapters."""
+layers and their scalars, adapters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlmpack.backends.policy import component_of
 from vlmpack.families.base import ModulePaths
 from vlmpack.proof.check import Check
 from vlmpack.proof.verify.compare import Compared
-from vlmpack.proof.verify.figures import GRADIENT_BOUND, bounded, quotient
+from vlmpack.proof.verify.figures import GRADIENT_BOUND, NOISE_CEILING, bounded, quotient
 
 UNDETERMINED = 1e-3
 """A gradient that differs by this much between two unpacked runs is rounding alone (that of the
@@ -21,6 +21,21 @@ bias of keys, which softmax does not see): it counts in its part and is not look
 
 NEGLIGIBLE = 1e-6
 """So is one this small beside its part's: float32 keeps seven digits of what it was summed from."""
+
+
+PARTS = (
+    "tower",
+    "projector",
+    "language model",
+    "recurrent layers",
+    "recurrent scalars",
+    "adapters",
+)
+"""The parts of a model, in the order of the table."""
+
+SCALARS = ("A_log", "dt_bias")
+"""Names of a recurrent layer's own parameters that hold one number a head and decide what is left
+of its state: every token of a sample adds to their gradients, and much of it cancels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +87,9 @@ def part_of(name: str, paths: ModulePaths, recurrent: Sequence[str]) -> str:
     Args:
         recurrent: paths of modules that carry a state along the row.
     """
+    path, _, own = name.rpartition(".")
+    if path in recurrent and own in SCALARS:
+        return "recurrent scalars"
     if any(name.startswith(path + ".") for path in recurrent):
         return "recurrent layers"
     component = component_of(name, paths)
@@ -83,6 +101,7 @@ def check_gradients(
     found: Mapping[str, GradientError],
     own: Mapping[str, GradientError],
     parts: Mapping[str, str],
+    own_rule: Mapping[str, GradientError],
 ) -> list[Check]:
     """The gradients of each part of the model.
 
@@ -90,12 +109,35 @@ def check_gradients(
         found: errors of the packed run.
         own: errors of the unpacked run against itself.
         parts: of each parameter.
+        own_rule: errors of the unpacked run's own recurrences, of parameters whose reference has
+            them in float64.
     """
     names: dict[str, list[str]] = {}
     for name in found:
         names.setdefault(parts[name], []).append(name)
-    order = ("tower", "projector", "language model", "recurrent layers", "adapters")
-    return [_check_part(compared, part, names[part], found, own) for part in order if part in names]
+    checks = []
+    for part in (part for part in PARTS if part in names):
+        check = _check_part(compared, part, names[part], found, own)
+        checks.append(_beside_the_rule(check, [own_rule[n] for n in names[part] if n in own_rule]))
+    return checks
+
+
+def _beside_the_rule(check: Check, own_rule: Sequence[GradientError]) -> Check:
+    """A part whose reference has its recurrences in float64: the two have to be the same rule."""
+    if not own_rule:
+        return check
+    off = _together(own_rule)
+    detail = f"{check.detail}; against float64, where stock's own is off by {off:.1e}"
+    if check.fails or off <= NOISE_CEILING * GRADIENT_BOUND:
+        return replace(check, detail=detail)
+    look_at = "the recurrences: transformers' rule and vlmpack's in float64 are not the same"
+    return replace(check, status="fail", detail=detail, look_at=look_at)
+
+
+def _together(errors: Sequence[GradientError]) -> float:
+    """The relative L2 error of several parameters."""
+    total = sum(each.error for each in errors)
+    return quotient(math.sqrt(total), math.sqrt(sum(each.scale for each in errors)))
 
 
 def _check_part(
@@ -105,11 +147,6 @@ def _check_part(
     found: Mapping[str, GradientError],
     own: Mapping[str, GradientError],
 ) -> Check:
-    def together(errors: Mapping[str, GradientError]) -> float:
-        total = sum(errors[name].error for name in names)
-        scale = sum(errors[name].scale for name in names)
-        return quotient(math.sqrt(total), math.sqrt(scale))
-
     if not any(found[name].error or found[name].scale for name in names):
         return Check(
             name=f"gradients: {part}",
@@ -117,7 +154,7 @@ def _check_part(
             detail=f"{len(names)} parameters, all zero alone and in the row: no label depends on "
             f"them",
         )
-    noise = together(own)
+    noise = _together([own[name] for name in names])
     bound = compared.bound(GRADIENT_BOUND, noise)
     least = NEGLIGIBLE**2 * sum(found[name].scale for name in names)
     alone = [n for n in names if own[n].relative < UNDETERMINED and found[n].scale > least]
@@ -132,7 +169,13 @@ def _check_part(
     detail = f"{len(names)} parameters, worst {name} {found[name].relative:.1e}"
     if beyond:
         detail += f", {len(beyond)} beyond their bound"
-    check = bounded(f"gradients: {part}", together(found), bound, noise=noise, detail=detail)
+    check = bounded(
+        f"gradients: {part}",
+        _together([found[name] for name in names]),
+        bound,
+        noise=noise,
+        detail=detail,
+    )
     if not beyond and not check.fails:
         return check
     look_at = "the rows above; if they pass, the backward pass of this part"

@@ -1,8 +1,12 @@
-"""Leak test: change one sample at unchanged lengths; nothing of the others may move.
+"""Leak tests: change one sample at unchanged lengths, and nothing else of the row may move; learn
+from one sample alone, and nothing else of the row may get a gradient.
 
-Ids and pixels of one sample are replaced, the row is packed and run again, and the final hidden
-states of all slots that are not the sample's own are compared bit by bit (losses of label tokens
-where the engine's model is its own). Logits are a function of a slot's final hidden state alone.
+Forward: ids and pixels of one sample are replaced, the row is packed and run again, and the final
+hidden states of all slots that are not the sample's own, the tail's among them, are compared bit by
+bit (losses of label tokens where the engine's model is its own). Logits are a function of a slot's
+final hidden state alone. Backward, for models whose layers carry state: kernels have a backward
+pass of their own, which may forget boundaries that the forward pass knows. The loss of one sample
+has a gradient in the decoder's inputs at its own slots, and zeros at all others.
 """
 
 from __future__ import annotations
@@ -15,9 +19,9 @@ import torch
 from torch import Tensor
 
 from vlmpack.data.protocols import Collator
-from vlmpack.packing import EncodedSample
+from vlmpack.packing import IGNORE_INDEX, EncodedSample
 from vlmpack.proof.check import Check
-from vlmpack.proof.verify.figures import names_of, relative_l2, worst
+from vlmpack.proof.verify.figures import names_of, quotient, relative_l2, worst
 from vlmpack.proof.verify.packed import Packed, PackedRun
 from vlmpack.proof.verify.row import VerifiedRow
 
@@ -26,6 +30,7 @@ SHARED_MATMUL_BOUND = 1e-5
 blocked in another way, which changes the last bit."""
 
 NAME = "leak test"
+GRADIENTS = "leak test of gradients"
 
 
 def ordinary_ids(samples: Sequence[EncodedSample], special: Sequence[int]) -> Tensor:
@@ -88,7 +93,8 @@ def check_leaks(
                 if other != place:
                     largest = worst([largest, error])
                     if not error <= bound:
-                        leaks.append(f"{sample.key} moves {row.alone[other].key}")
+                        moving = row.alone[other].key if other < len(samples) else "the tail"
+                        leaks.append(f"{sample.key} moves {moving}")
     if not tested:
         return Check(
             name=NAME, status="too few", detail="no row has room for two samples: nothing can leak"
@@ -119,9 +125,11 @@ def _shows(row: VerifiedRow, place: int, before: Packed) -> bool:
 
 
 def _differences(row: VerifiedRow, before: Packed, after: Packed) -> list[float]:
-    """Relative L2 of what each sample's slots compute, padding included."""
+    """Relative L2 of what each sample's slots compute, padding included; behind them the tail's,
+    where the row has one."""
     found = []
-    for start, end in zip(row.starts, row.ends, strict=True):
+    tail = [(row.ends[-1], row.num_slots)] * (row.num_slots > row.ends[-1])
+    for start, end in [*zip(row.starts, row.ends, strict=True), *tail]:
         if before.hidden:
             found.append(relative_l2(after.hidden[0][start:end], before.hidden[0][start:end]))
             continue
@@ -134,3 +142,40 @@ def _differences(row: VerifiedRow, before: Packed, after: Packed) -> list[float]
             )
         )
     return found
+
+
+def check_gradient_leaks(run: PackedRun, rows: Sequence[VerifiedRow]) -> Check:
+    """Learn from every sample of every row in turn. Collective; gradients are left behind.
+
+    Args:
+        run: the engine, whose model is transformers' own.
+        rows: each with two samples or more.
+    """
+    leaks: list[str] = []
+    largest = 0.0
+    tested = 0
+    for row in rows:
+        names = [*(sample.key for sample in row.alone), "the tail"]
+        spans = [*zip(row.starts, row.ends, strict=True), (row.ends[-1], row.num_slots)]
+        for place, sample in enumerate(row.alone):
+            if not bool((sample.labels != IGNORE_INDEX).any()):
+                continue
+            gradient = run.input_gradient(row, *spans[place])
+            tested += 1
+            scale = float(gradient.double().norm())
+            parts = [float(gradient[start:end].double().norm()) for start, end in spans]
+            for other, part in enumerate(parts):
+                if other != place and part != 0.0:
+                    largest = worst([largest, quotient(part, scale)])
+                    leaks.append(f"the loss of {sample.key} has a gradient in {names[other]}")
+            if not parts[place] > 0.0:
+                leaks.append(f"the loss of {sample.key} has no gradient of its own")
+    if not tested:
+        detail = "no row has labels beside another sample: nothing can leak"
+        return Check(name=GRADIENTS, status="too few", detail=detail)
+    found = Check(name=GRADIENTS, status="fail", measured=largest, bound=0.0)
+    if leaks:
+        look_at = "the backward pass of what mixes slots: recurrent layers, attention"
+        return replace(found, detail=names_of(leaks, 2), look_at=look_at)
+    detail = f"{tested} losses in turn, zero in every other segment"
+    return replace(found, status="pass", detail=detail)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ from vlmpack.proof.verify.gradients import (
 from vlmpack.proof.verify.leak import check_leaks, ordinary_ids
 from vlmpack.proof.verify.outputs import Point, has_experts
 from vlmpack.proof.verify.packed import Packed, PackedRun
+from vlmpack.proof.verify.recurrent import check_stateful
+from vlmpack.proof.verify.recurrent_gradients import RECURRENT_PARTS, in_double
 from vlmpack.proof.verify.reference import How, Reference, Unpacked
 from vlmpack.proof.verify.row import VerifiedRow
 from vlmpack.proof.verify.trained import BeforeStep, check_trained
@@ -60,6 +62,9 @@ class ReferenceRuns:
         shared_matmuls: whether samples share the experts' matmuls.
         stock: the class and its attention.
         exact: whether the packed run computes in float32.
+        recurrent: paths of the modules that carry a state.
+        own_rule: of their parameters, the errors of the stock model's own gradients, where
+            `unpacked` has those of its recurrences in float64; see `recurrences_alone`.
     """
 
     samples: tuple[EncodedSample, ...]
@@ -74,6 +79,8 @@ class ReferenceRuns:
     shared_matmuls: bool
     stock: str
     exact: bool
+    recurrent: tuple[str, ...] = ()
+    own_rule: Mapping[str, GradientError] = field(default_factory=dict)
 
     @classmethod
     def make(
@@ -108,16 +115,26 @@ class ReferenceRuns:
         positions, source = reference.positions()
         paths = encoder.family.modules
         attention = reference.model.config._attn_implementation
-        recurrent = [
+        recurrent = tuple(
             f"{paths.language}.{name}"
             for name in recurrent_modules(reference.model.get_submodule(paths.language))
-        ]
+        )
+        parts = {name: part_of(name, paths, recurrent) for name in unpacked.gradients}
+        own = gradient_errors(unpacked.gradients, noise.gradients.items())
+        own_rule: dict[str, GradientError] = {}
+        if recurrent and exact:
+            names = [name for name, part in parts.items() if part in RECURRENT_PARTS]
+            better, own_errors, own_rule = in_double(reference, unpacked.gradients, names)
+            unpacked = replace(unpacked, gradients=unpacked.gradients | better)
+            own |= own_errors
         return cls(
             samples=tuple(samples),
             unpacked=unpacked,
             noise=replace(noise, gradients={}),
-            noise_gradients=gradient_errors(unpacked.gradients, noise.gradients.items()),
-            parts={name: part_of(name, paths, recurrent) for name in unpacked.gradients},
+            noise_gradients=own,
+            parts=parts,
+            recurrent=recurrent,
+            own_rule=own_rule,
             positions=positions,
             positions_of=source,
             points=reference.points,
@@ -156,8 +173,14 @@ def verify_rows(
     Returns:
         On every rank the same.
     """
-    points, kept, shared, exact = ranks.broadcast_object(
-        (reference.points, reference.kept, reference.shared_matmuls, reference.exact)
+    points, kept, shared, exact, recurrent = ranks.broadcast_object(
+        (
+            reference.points,
+            reference.kept,
+            reference.shared_matmuls,
+            reference.exact,
+            reference.recurrent,
+        )
         if reference is not None
         else None
     )
@@ -173,6 +196,7 @@ def verify_rows(
         shared_matmuls=shared,
         exact=exact,
     )
+    stateful = check_stateful(run, rows, recurrent, exact=exact) if recurrent else []
     stepped = _one_step(run, rows, reference, optim)
     seen = count_seen_images([row.batch for row in rows])
     trained = check_trained(engine, ranks, stepped.before, num_seen_images=seen)
@@ -181,7 +205,7 @@ def verify_rows(
         assert reference is not None
         return stepped.compared_with(reference, rows, engine.policy, encoder.family.modules)
 
-    return [*ranks.on_main(numeric), leak, *trained]
+    return [*ranks.on_main(numeric), *stateful, leak, *trained]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +246,7 @@ class _Stepped:
             checks.append(check_logits(compared, self.logits))
         expected = [n for n, g in theirs.items() if policy.of_parameter(n, g.ndim, paths).trains]
         errors = with_missing(self.errors, theirs, expected)
-        checks += check_gradients(compared, errors, own, reference.parts)
+        checks += check_gradients(compared, errors, own, reference.parts, reference.own_rule)
         return [*checks, *check_adapters(compared, self.adapters, policy.lora, own)]
 
 

@@ -104,6 +104,34 @@ class PackedRun:
         )
         return Packed(self._gathered(losses), outputs, hidden)
 
+    def input_gradient(self, row: VerifiedRow, start: int, end: int) -> Tensor:
+        """(T, D) of what enters the decoder, of the losses at slots `start` to `end` alone.
+        Collective; only where the engine's model is transformers' own."""
+        found: list[Tensor] = []
+
+        def keep(_module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+            embeds: Tensor = given["inputs_embeds"]
+            if not embeds.requires_grad:  # nothing below is trained
+                embeds = embeds.detach().requires_grad_()
+            embeds.register_hook(lambda gradient: found.append(gradient.detach()))
+            return args, {**given, "inputs_embeds": embeds}
+
+        def own(values: Tensor, batch: Batch) -> Mapping[str, Tensor]:
+            slots = _label_slots(batch)
+            counts = (slots >= start) & (slots < end)
+            return cross_entropy(torch.where(counts, values, 0.0), batch)
+
+        def step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[Tensor, LossFunction]:
+            return forward_step(data_iterator, model, own)
+
+        assert self.model is not None
+        decoder = self.model.get_submodule(self.points[-1].path)
+        with decoder.register_forward_pre_hook(keep, with_kwargs=True):
+            self.engine.forward_backward(
+                step, iter([row.batch]), num_microbatches=1, forward_only=False
+            )
+        return found[0].flatten(0, -2).float().cpu()
+
     def row_slots(self, row: VerifiedRow) -> Tensor:
         """(n,) flat slots of a row: those that are kept of its samples, in their order."""
         return torch.cat(

@@ -103,13 +103,14 @@ def write_tiny_model(folder: Path, target: Path) -> Path:
 
 def _stir(model: Any) -> None:
     """Weights that a fresh model starts with as zeros or ones get values of their own: a projection
-    of zeros would hide the whole tower behind it."""
+    of zeros would hide the whole tower behind it, and a padding token of zeros what reaches it."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim < 2:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-            elif not bool(parameter.any()):
-                parameter.normal_(std=0.02)
+                continue
+            empty = ~parameter.flatten(1).any(dim=1)
+            parameter[empty] = torch.randn_like(parameter[empty]).mul_(0.02)
 
 
 def cut_layers(config: Mapping[str, Any]) -> dict[str, Any]:

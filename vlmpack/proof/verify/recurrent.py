@@ -1,0 +1,189 @@
+"""Recurrent layers looked at alone, at their own inputs: what segments each call of a recurrence is
+told, and whether it gives every sample what it gives that sample alone.
+
+The losses of a row say that something is wrong; these rows of the table say in which layer, and
+whether it is its convolution, its delta rule or its scan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmpack.backends.hf.recurrence import KERNELS, HeardCall, listening
+from vlmpack.proof.check import Check
+from vlmpack.proof.verify.compare import RESETS
+from vlmpack.proof.verify.figures import OUTPUT_BOUND, bounded, relative_l2, worst
+from vlmpack.proof.verify.leak import check_gradient_leaks
+from vlmpack.proof.verify.packed import PackedRun
+from vlmpack.proof.verify.recurrences_alone import (
+    TOKEN_DIMS,
+    named_arguments,
+    one_segment,
+    torch_forms,
+)
+from vlmpack.proof.verify.row import VerifiedRow
+
+SEGMENTS = "segments of recurrent layers"
+ALONE = "recurrences at their own inputs"
+
+
+@dataclass(slots=True)
+class _Heard:
+    """What was found of the calls of some rows.
+
+    Args:
+        calls: of recurrences.
+        by_layer: how many of them each layer made.
+        told: those that were told other segments than their row's.
+        largest: the largest relative L2 error of a sample or a tail.
+        first: where the first one beyond the bound is.
+    """
+
+    calls: int = 0
+    by_layer: dict[str, int] = field(default_factory=dict)
+    told: list[str] = field(default_factory=list)
+    largest: float = 0.0
+    first: str = ""
+
+
+def check_stateful(
+    run: PackedRun, rows: Sequence[VerifiedRow], layers: Sequence[str], *, exact: bool
+) -> list[Check]:
+    """What is checked of layers that carry state alone. Collective; gradients are left behind.
+
+    Padded rows have no boundaries inside, and the mcore engine no layers of transformers'.
+
+    Args:
+        run: the engine.
+        rows: the micro-batches.
+        layers: paths of the modules that carry a state.
+        exact: whether the bound of float32 applies.
+    """
+    packed = [row for row in rows if not row.is_padded]
+    if run.model is None or not packed:
+        return []
+    found = check_recurrent(run, packed, layers, exact=exact)
+    shared = [row for row in packed if len(row.alone) > 1]
+    return [*found, check_gradient_leaks(run, shared if exact else shared[:1])]
+
+
+def check_recurrent(
+    run: PackedRun, rows: Sequence[VerifiedRow], layers: Sequence[str], *, exact: bool
+) -> list[Check]:
+    """Run packed rows forward, and look at every call of a recurrence. Collective.
+
+    Args:
+        run: the engine, whose model is transformers' own.
+        rows: packed ones.
+        layers: paths of the modules that carry a state.
+        exact: whether the bound of float32 applies.
+    """
+    heard = _Heard(by_layer=dict.fromkeys(layers, 0))
+    for row in rows:
+        _listen_to(run, row, layers, heard)
+    return [_segments(heard), _alone(heard, exact=exact)]
+
+
+def _listen_to(run: PackedRun, row: VerifiedRow, layers: Sequence[str], heard: _Heard) -> None:
+    """One row's calls."""
+    assert run.model is not None
+    now = [""]
+
+    def enter(layer: str, _module: nn.Module, _args: Any) -> None:
+        now[0] = layer
+
+    with ExitStack() as hooks:
+        for layer in layers:
+            module = run.model.get_submodule(layer)
+            hooks.enter_context(module.register_forward_pre_hook(partial(enter, layer)))
+        hooks.enter_context(listening(lambda call: _hear(call, row, now[0], heard)))
+        run.run([row], backward=False)
+
+
+def _hear(call: HeardCall, row: VerifiedRow, layer: str, heard: _Heard) -> None:
+    kind = KERNELS[call.kernel].kind
+    if kind is None:  # a fused path that was switched off
+        return
+    heard.calls += 1
+    heard.by_layer[layer] = heard.by_layer.get(layer, 0) + 1
+    place = f"{kind.replace('_', ' ')} of {layer}"
+    ends = {0, *row.ends, row.num_slots}
+    told = {0, *accumulate(call.row.lengths)}
+    on_device = set(call.row.cu_seqlens.tolist())
+    if told != ends or on_device != ends:
+        other = told if told != ends else on_device
+        at = min(other ^ ends)
+        which = "a boundary at slot" if at in other else "no boundary at slot"
+        heard.told.append(f"the {place} was told {which} {at}")
+    errors = _errors(call, row)
+    heard.largest = worst([heard.largest, *errors.values()])
+    beyond = [key for key, error in errors.items() if not error <= OUTPUT_BOUND]
+    if beyond and not heard.first:
+        heard.first = f"first differs: {place}, in {len(beyond)} segments, e.g. {beyond[0]}"
+
+
+@torch.no_grad()
+def _errors(call: HeardCall, row: VerifiedRow) -> dict[str, float]:
+    """Relative L2 of each sample's slots, and of the tail's, against the torch form in float64 on
+    these slots of the inputs alone."""
+    kernel = KERNELS[call.kernel]
+    assert kernel.kind is not None
+    dims = TOKEN_DIMS[kernel.kind]
+    given = named_arguments(call.kernel, call.args, dict(call.kwargs))
+    choice = torch_forms(torch.float64)
+    name, dim = next(iter(dims.items()))
+    if given[name].shape[dim] != row.num_slots:
+        return {"the whole row": float("inf")}
+    whole = _output(call.output)
+    keys = [*(sample.key for sample in row.alone), "the tail"]
+    starts, ends = (*row.starts, row.ends[-1]), (*row.ends, row.num_slots)
+    found = {}
+    for key, start, end in zip(keys, starts, ends, strict=True):
+        if start == end:
+            continue
+        cut = {
+            other: value.narrow(dims[other], start, end - start) if other in dims else value
+            for other, value in given.items()
+        }
+        alone = kernel.ours(choice, one_segment(end - start, whole.device), **cut)
+        ours = whole.narrow(dim, start, end - start)
+        found[key] = relative_l2(ours.float().cpu(), _output(alone).float().cpu())
+    return found
+
+
+def _output(output: Any) -> Tensor:
+    found: Tensor = output[0] if isinstance(output, tuple) else output
+    return found
+
+
+def _segments(heard: _Heard) -> Check:
+    silent = [layer for layer, calls in heard.by_layer.items() if not calls]
+    if heard.told or silent:
+        said = heard.told or [
+            f"{layer} asked no recurrence that knows of segments" for layer in silent
+        ]
+        more = f", and {len(said) - 1} more" if len(said) > 1 else ""
+        return Check(
+            name=SEGMENTS,
+            status="fail",
+            detail=said[0] + more,
+            look_at="what hands the row's segments down to its layers",
+        )
+    layers = len(heard.by_layer)
+    detail = f"those of the row in {heard.calls} calls of {layers} layers"
+    return Check(name=SEGMENTS, status="pass", detail=detail)
+
+
+def _alone(heard: _Heard, *, exact: bool) -> Check:
+    detail = f"{heard.calls} calls, each segment against itself alone in float64"
+    bound = OUTPUT_BOUND if exact else None
+    first = heard.first if exact else ""
+    return bounded(ALONE, heard.largest, bound, detail=first or detail, look_at=RESETS)
