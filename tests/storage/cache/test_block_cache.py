@@ -76,8 +76,12 @@ class FolderStore:
 
     def requests(self) -> list[tuple[str, int, int]]:
         assert self.log is not None
+        # A line over the end of a page is written in two parts: a reader may see the first alone,
+        # and a killed writer leaves no more than that.
         lines = [line.split() for line in self.log.read_text().splitlines()]
-        return [(url, int(offset), int(length)) for url, offset, length in lines]
+        whole = [line for line in lines if len(line) == 3]
+        assert len(lines) - len(whole) <= 1 + len(lines) // 100
+        return [(url, int(offset), int(length)) for url, offset, length in whole]
 
 
 @pytest.fixture
