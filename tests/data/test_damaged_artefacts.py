@@ -77,7 +77,8 @@ def test_index_files(tmp_path: Path, kind: str, share: float) -> None:
         return Noticed if table is None else table.to_pylist()
 
     found = try_damage(part, read, share=share)
-    assert found["noticed"] > 0.9 * share * 9 * TAIL_BYTES and not found["harmless"]
+    drawn = sum(1 for _ in damaged_copies(part.read_bytes(), share=share))
+    assert found["noticed"] == drawn > 0.75 * share * 9 * TAIL_BYTES and not found["harmless"]
     for _, damaged in damaged_copies(part.read_bytes(), share=share / 100):
         part.write_bytes(damaged)
         assert rows_of(pattern, tmp_path / "i") == truth, "made again"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from shutil import copyfile
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -42,6 +44,7 @@ def rewritten(folder, to, change):
     }
     assert sum(name.endswith(ENDS) for name in tensors) == 6
     save_file(changed, str(to / "model.safetensors"))
+    copyfile(folder / "config.json", to / "config.json")
     return to
 
 
@@ -91,6 +94,7 @@ def test_only_experts_may_be_swapped(folder, shapes, tmp_path):
     name = "model.language_model.layers.0.mlp.gate.weight"
     tensors[name] = tensors[name].T.contiguous()
     save_file(tensors, str(tmp_path / "model.safetensors"))
+    copyfile(folder / "config.json", tmp_path / "config.json")
     with (
         PretrainedReader(tmp_path, FAMILY) as reader,
         pytest.raises(ModelError, match=r"mlp\.gate\.weight \(64, 4\) instead of \(4, 64\)"),
