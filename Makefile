@@ -36,7 +36,7 @@ test-rest: $(STAMP)  ## the tests that `make test` leaves out
 
 test-all: lint test test-rest  ## linters and every test that CI runs
 
-kernels: $(KERNELS)  ## Triton and kernels for CUDA that tests run on a CPU, into .kernels (0.2 GB)
+kernels: $(KERNELS)  ## Triton and kernels for CUDA that tests run on a CPU, into .kernels (0.7 GB)
 
 # Beside the environment, never in it; setup.py of the last two would compile, or download what was compiled.
 $(KERNELS): tests/support/kernel_packages.txt | $(STAMP)

@@ -107,7 +107,7 @@ def test_blocks_that_swallow_the_text_between_two_images_are_found(gemma, monkey
     (first, end), (second, stop), *others = batch.image_blocks
     assert (first, second) < (end, starts_of(batch)[1]), "of the first sample, which has two"
     wrong = replace(batch, image_blocks=((first, stop), *others))
-    monkeypatch.setattr(hf_model, "_image_masks", unchecked)
+    monkeypatch.setattr(hf_model, "block_masks", unchecked)
     assert losses_found(gemma.differences(wrong)) == {batch.keys[0]}
 
 

@@ -22,8 +22,8 @@ from vlmpack.capabilities.prediction import is_prediction
 from vlmpack.errors import ModelError
 from vlmpack.families.registry import family_of
 from vlmpack.model_folder.load import load_shapes
-from vlmpack.model_folder.safetensors_header import StoredTensor, tensors_of
-from vlmpack.model_folder.weights import weight_files
+from vlmpack.model_folder.safetensors_header import StoredTensor
+from vlmpack.model_folder.weights import stored_tensors, weight_files
 from vlmpack.words import counted
 
 
@@ -77,7 +77,7 @@ def load_by_headers(folder: Path) -> Loaded:
         ModelError: no weights, or a damaged or missing file.
         CapabilityError: no family serves its model_type.
     """
-    stored = [tensor for path in weight_files(folder) for tensor in _tensors(path)]
+    stored = [tensor for path in weight_files(folder) for tensor in stored_tensors(path)]
     headers = {tensor.name: Header(torch.empty(tensor.shape, device="meta")) for tensor in stored}
     auto_class = family_of(folder).auto_class()
     try:
@@ -126,13 +126,6 @@ def _common(names: list[list[str]]) -> list[str]:
     """The words with which all of them begin; all words of a single one."""
     same = [len(set(words)) == 1 for words in zip(*names, strict=False)]
     return names[0][: same.index(False) if False in same else len(same)]
-
-
-def _tensors(path: Path) -> list[StoredTensor]:
-    try:
-        return tensors_of(path)
-    except ValueError as error:
-        raise ModelError(f"model.path: {error}") from error
 
 
 @contextmanager

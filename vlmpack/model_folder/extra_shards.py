@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from vlmpack.errors import ModelError
-from vlmpack.model_folder.safetensors_header import StoredTensor, tensors_of
-from vlmpack.model_folder.weights import INDEX, weight_files
+from vlmpack.model_folder.safetensors_header import StoredTensor
+from vlmpack.model_folder.weights import INDEX, stored_tensors, weight_files
 
 MAX_SHARD_BYTES = 5_000_000_000
 """The size up to which one file is filled; a larger tensor has a file to itself."""
@@ -41,7 +41,7 @@ def add_tensors(
     if not tensors:
         return
     there = weight_files(folder)
-    names = {tensor.name for path in there for tensor in _read(path)}
+    names = {tensor.name for path in there for tensor in stored_tensors(path)}
     twice = sorted(names & {tensor.name for tensor in tensors})
     if twice:
         raise ModelError(f"{folder} has {twice[0]} already, so it cannot be added unread")
@@ -116,7 +116,7 @@ def _groups(tensors: Iterable[StoredTensor], most: int) -> list[list[StoredTenso
 
 def _write_index(path: Path, files: Sequence[Path]) -> None:
     """The index of these files, with the counts that transformers writes."""
-    stored = [tensor for file in files for tensor in _read(file)]
+    stored = [tensor for file in files for tensor in stored_tensors(file)]
     content = {
         "metadata": {
             "total_parameters": sum(math.prod(tensor.shape) for tensor in stored),
@@ -125,10 +125,3 @@ def _write_index(path: Path, files: Sequence[Path]) -> None:
         "weight_map": {tensor.name: tensor.file.name for tensor in stored},
     }
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _read(path: Path) -> list[StoredTensor]:
-    try:
-        return tensors_of(path)
-    except ValueError as error:
-        raise ModelError(f"model.path: {error}") from error

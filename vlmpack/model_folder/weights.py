@@ -10,6 +10,7 @@ from typing import Any
 from vlmpack.capabilities.folder import read_config
 from vlmpack.capabilities.prediction import is_prediction
 from vlmpack.errors import UNREADABLE, ModelError
+from vlmpack.model_folder.safetensors_header import StoredTensor, tensors_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -49,6 +50,18 @@ def weight_files(folder: Path) -> list[Path]:
             f"{INDEX} lists: {first(absent)}"
         )
     return sorted(folder / name for name in names)
+
+
+def stored_tensors(path: Path) -> list[StoredTensor]:
+    """Where the tensors of one of a folder's weight files lie.
+
+    Raises:
+        ModelError: no safetensors file, or a damaged one.
+    """
+    try:
+        return tensors_of(path)
+    except ValueError as error:
+        raise ModelError(f"model.path: {error}") from error
 
 
 def first(names: Iterable[str]) -> str:

@@ -17,7 +17,12 @@ from support.stock import load_stock
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
 from vlmpack.backends.hf import router_loss as module
-from vlmpack.backends.hf.router_loss import RouterLoss, described, layer_loss, router_loss
+from vlmpack.backends.hf.router_loss import (
+    RouterLoss,
+    describe_router_loss,
+    layer_loss,
+    router_loss,
+)
 from vlmpack.distributed import start_process_group
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
@@ -224,7 +229,9 @@ def test_who_has_such_a_loss_and_what_is_said(folder, tiny_folder, engines):
     dense = make_engine(tiny_folder, Encoder(tiny_folder)).vlm.language
     with pytest.raises(CapabilityError, match=r"model\.router_aux_loss_coef: 0\.5, but Qwen2"):
         router_loss(dense, 0.5)
-    assert described(moe, 0.0) == {}
-    assert described(moe, 0.01)["router loss"].startswith("0.01 x load balancing")
+    assert describe_router_loss(moe, 0.0) == {}
+    assert describe_router_loss(moe, 0.01)["router loss"].startswith("0.01 x load balancing")
     with patch.object(moe.config, "output_router_logits", True):
-        assert described(moe, 0.0)["router loss"].startswith("none: model.router_aux_loss_coef")
+        assert describe_router_loss(moe, 0.0)["router loss"].startswith(
+            "none: model.router_aux_loss_coef"
+        )

@@ -30,7 +30,7 @@ from vlmpack.backends.hf.parameter_boxes import (
 )
 from vlmpack.backends.hf.quantize import check_quantization
 from vlmpack.backends.hf.recurrence import replace_kernels
-from vlmpack.backends.hf.router_loss import described, router_loss
+from vlmpack.backends.hf.router_loss import describe_router_loss, router_loss
 from vlmpack.backends.hf.sharding import shard_model
 from vlmpack.backends.policy import (
     ComponentCount,
@@ -117,7 +117,7 @@ class HFEngine:
             "device": str(ranks.device),
             **compute.described(),
             **experts,
-            **described(language, model.router_aux_loss_coef),
+            **describe_router_loss(language, model.router_aux_loss_coef),
             **recurrences.described(),
             "parameters": f"{sum(count.parameters for count in self.components):,}",
             "trained": describe_counts(self.components),

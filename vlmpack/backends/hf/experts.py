@@ -5,7 +5,7 @@
 
 The others are left out: batched_mm copies an expert's weights for every token that chose it (slower
 than the loop, and out of memory at real sizes); deepgemm and sonicmoe fetch kernels from the Hub,
-which is code, and no machine here has compared them.
+which is code, and nothing has compared them with the loop yet.
 """
 
 from __future__ import annotations

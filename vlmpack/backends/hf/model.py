@@ -90,7 +90,7 @@ def _boundaries(batch: Batch, params: PackedSeqParams | None) -> dict[str, Any]:
     }
 
 
-def _image_masks(
+def block_masks(
     batch: Batch, params: PackedSeqParams | None, *, in_windows_alone: bool = False
 ) -> dict[str, Any]:
     """Keyword argument that tells our attention which tokens attend in both directions.
@@ -222,7 +222,7 @@ class PackedLM(nn.Module):
     def _image_masks(self, batch: Batch, params: PackedSeqParams | None) -> dict[str, Any]:
         if not self.paths.image_blocks:
             return {}
-        return _image_masks(batch, params, in_windows_alone=self.paths.blocks_in_windows)
+        return block_masks(batch, params, in_windows_alone=self.paths.blocks_in_windows)
 
     def merge(self, batch: Batch) -> MergedInputs:
         """Token embeddings.

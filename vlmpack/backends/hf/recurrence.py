@@ -76,6 +76,15 @@ def modeling_modules(model: nn.Module) -> list[ModuleType]:
     return [sys.modules[name] for name in sorted(names) if name.startswith("transformers.models.")]
 
 
+def kernel_places(model: nn.Module) -> list[tuple[ModuleType, str, str]]:
+    """Module, function and kernel name, wherever the modules that a model comes from decorate."""
+    return [
+        (module, function, kernel)
+        for module in modeling_modules(model)
+        for function, kernel in decorated_kernels(inspect.getsource(module)).items()
+    ]
+
+
 def recurrent_modules(module: nn.Module) -> list[str]:
     """Names of the submodules that carry a state from token to token.
 
@@ -300,15 +309,13 @@ def replace_kernels(model: nn.Module, choice: RecurrenceChoice) -> ReplacedKerne
         CapabilityError: transformers decorates a kernel name that is not known here, so that
             nobody can say whether it carries state.
     """
-    places: list[tuple[ModuleType, str, str]] = []
-    for module in modeling_modules(model):
-        for function, kernel in decorated_kernels(inspect.getsource(module)).items():
-            if kernel not in KERNELS:
-                raise CapabilityError(
-                    f"{module.__name__} calls a kernel that this version does not know, {kernel} "
-                    f"({function}); known are {', '.join(sorted(KERNELS))}"
-                )
-            places.append((module, function, kernel))
+    places = kernel_places(model)
+    for module, function, kernel in places:
+        if kernel not in KERNELS:
+            raise CapabilityError(
+                f"{module.__name__} calls a kernel that this version does not know, {kernel} "
+                f"({function}); known are {', '.join(sorted(KERNELS))}"
+            )
     replaced = []
     for module, function, kernel in places:
         before = getattr(module, function)
@@ -345,5 +352,5 @@ def require_replaced(stateful: Iterable[ModuleType]) -> None:
             raise CapabilityError(
                 f"layers of {module.__name__} carry state from token to token, and no kernel of "
                 f"theirs was replaced by one that knows where samples end: the engine replaces "
-                f"those that transformers 5.23 decorates, and vlmpack.packed_model does"
+                f"those that transformers decorates, and vlmpack.packed_model does"
             )

@@ -91,7 +91,7 @@ def router_loss(language: Any, coefficient: float) -> RouterLoss | None:
     return RouterLoss(coefficient, int(config["num_experts_per_tok"]))
 
 
-def described(language: Any, coefficient: float) -> dict[str, str]:
+def describe_router_loss(language: Any, coefficient: float) -> dict[str, str]:
     """What was chosen, for the log and the report; empty where nobody asks for it."""
     if coefficient:
         return {"router loss": f"{coefficient:g} x load balancing, over each row's real tokens"}

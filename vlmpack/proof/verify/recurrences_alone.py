@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlmpack.backends.hf.recurrence import KERNELS, decorated_kernels, modeling_modules
+from vlmpack.backends.hf.recurrence import KERNELS, kernel_places
 from vlmpack.recurrence import (
     Chosen,
     RecurrenceChoice,
@@ -97,10 +97,9 @@ def recurrences_alone(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """
     choice = torch_forms(dtype)
     before = []
-    for module in modeling_modules(model):
-        for function, kernel in decorated_kernels(inspect.getsource(module)).items():
-            before.append((module, function, getattr(module, function)))
-            setattr(module, function, partial(_alone, kernel, choice))
+    for module, function, kernel in kernel_places(model):
+        before.append((module, function, getattr(module, function)))
+        setattr(module, function, partial(_alone, kernel, choice))
     try:
         yield
     finally:
