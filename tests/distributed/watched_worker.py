@@ -55,7 +55,7 @@ def main() -> None:
             time.sleep(seconds / 20)
         say(f"worked {time.monotonic() - begun:.1f}")
         if ranks.rank == 1:
-            hangs(2 * seconds)
+            hangs(5 * seconds)
         step(ranks, 40)
         say("hung")
         if ranks.rank == 1:
@@ -69,7 +69,7 @@ def main() -> None:
     begun = time.monotonic()
     try:
         with timeouts.of_step(is_first=False):
-            time.sleep(4 * LATER * ranks.rank)
+            time.sleep(8 * LATER * ranks.rank)
             step(ranks, 43)
     except RuntimeError:
         say(f"too late {time.monotonic() - begun:.1f}")

@@ -103,7 +103,7 @@ def test_no_process_and_no_thread_stays(tmp_path: Path) -> None:
     assert [t for t in threading.enumerate() if t.name == "vlmpack-workers"]
     begin = time.monotonic()
     steps.close()  # type: ignore[attr-defined]  # a generator: the run ends in the middle
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 15
     assert not multiprocessing.active_children()
     assert not [t for t in threading.enumerate() if t.name == "vlmpack-workers"]
 

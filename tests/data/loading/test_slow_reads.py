@@ -24,7 +24,7 @@ from vlmpack.terminal import say_printable
 from vlmpack.watchdog import Watchdog
 
 WATCH = 1.0
-LATE = 1.5
+LATE = 8.0
 """What a loaded machine adds."""
 
 

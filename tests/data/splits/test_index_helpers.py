@@ -38,7 +38,7 @@ def test_a_helper_that_does_not_hear_is_killed(monkeypatch: pytest.MonkeyPatch) 
         assert event.wait(30)
     begin = time.monotonic()
     helpers.close()
-    assert 0.2 < time.monotonic() - begin < 5, "all together have the time of one"
+    assert 0.2 < time.monotonic() - begin < 15, "all together have the time of one"
     assert [process.exitcode for process in started] == [-signal.SIGKILL] * 2
     helpers.close()
 
