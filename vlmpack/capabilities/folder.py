@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from vlmpack.capabilities.refused import refusal
-from vlmpack.capabilities.served import SERVED
 from vlmpack.errors import CapabilityError, ModelError
 
 
 def served_model_type(folder: Path) -> str:
-    """The model_type of a folder, a key of `SERVED`.
+    """The model_type of a folder that can be trained: a key of `SERVED`, or the generic family's.
 
     Raises:
         ModelError: the folder or its config.json is missing or unreadable.
@@ -23,7 +22,7 @@ def served_model_type(folder: Path) -> str:
     if why is not None:
         raise CapabilityError(f"model.path: {folder}: {why}")
     model_type = config["model_type"]
-    assert isinstance(model_type, str) and model_type in SERVED
+    assert isinstance(model_type, str)
     return model_type
 
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from vlmpack.capabilities.limits import Limit
 from vlmpack.capabilities.prediction import language_config
+from vlmpack.capabilities.registered import kind_of
 from vlmpack.capabilities.served import SERVED, ServedModel, nearest
+from vlmpack.capabilities.swept import SWEPT
 
 SCORES_CAP, LOGITS_CAP = "attn_logit_softcapping", "final_logit_softcapping"
 """Keys of a tanh on the scores of attention, and on those of the head."""
@@ -58,13 +60,6 @@ _SHORT_CONVOLUTION = Limit(
     f"its short convolutions reach over the ends of packed samples, and {_UNSERVED}", _A_FAMILY
 )
 _RECURRENT = Limit(f"its recurrent {_STATE}, {_UNTOLD}", _NONE)
-_CROSS_ATTENTION = Limit(
-    "its text attends to images by cross attention, where vlmpack does not tell the images of one "
-    "packed sample from those of the next",
-    _NONE,
-)
-
-
 _SINKS = Limit("its attention has sinks, which vlmpack's does not", _NONE)
 _INDEXER = Limit(
     "its sparse attention picks keys from the whole row, the samples beside one's own too", _NONE
@@ -88,13 +83,11 @@ REFUSED: tuple[Refused, ...] = (
     Refused("Nemotron Omni", ("nemotron_h_omni",), _MAMBA_2),
     Refused("Granite 4 (hybrid)", ("granitemoehybrid",), _MAMBA_2),
     Refused("LFM2", ("lfm2", "lfm2_moe"), _SHORT_CONVOLUTION),
-    Refused("LFM2-VL", ("lfm2_vl",), _SHORT_CONVOLUTION),
-    Refused("LFM3, LFM3-VL", ("lfm3", "lfm3_vl"), _SHORT_CONVOLUTION),
+    Refused("LFM3", ("lfm3",), _SHORT_CONVOLUTION),
     Refused("MiniMax-01", ("minimax",), _RECURRENT),
     Refused("RecurrentGemma", ("recurrent_gemma",), _RECURRENT),
     Refused("RWKV", ("rwkv",), _RECURRENT),
     Refused("xLSTM", ("xlstm",), _RECURRENT),
-    Refused("Llama 3.2 Vision", ("mllama", "mllama_text_model"), _CROSS_ATTENTION),
 )
 """In the order of the page."""
 
@@ -109,6 +102,8 @@ def refusal(config: Mapping[str, object]) -> str | None:
     """
     language = language_config(config)
     model_type = config.get("model_type")
+    if isinstance(model_type, str) and not {model_type} & (SERVED.keys() | _BY_TYPE.keys()):
+        return _by_the_sweep(model_type)
     for name in (model_type, language.get("model_type")):
         if isinstance(name, str) and name in _BY_TYPE:
             row = _BY_TYPE[name]
@@ -120,14 +115,23 @@ def refusal(config: Mapping[str, object]) -> str | None:
     if not isinstance(model_type, str):
         found = "has no model_type" if model_type is None else f"has model_type {model_type!r}"
         return f"config.json {found}; `vlmpack families` lists those that can be trained"
-    if model_type not in SERVED:
-        near = nearest(model_type)
-        meant = f"did you mean {near!r}? " if near else ""
-        return (
-            f"no family of this version serves model_type {model_type!r}; {meant}"
-            f"`vlmpack families` lists what can be trained"
-        )
     return _other_decoder(model_type, language) or _other_tower(model_type, config)
+
+
+def _by_the_sweep(model_type: str) -> str | None:
+    """Why the generic family cannot train a class; None where it can, or where the class is newer
+    than the sweep: `verify` decides then, before the first step."""
+    found = SWEPT.get(model_type)
+    if found is not None and found.word == "refused":
+        return f"model_type {model_type!r} cannot be trained: {found.reason}"
+    if found is not None or kind_of(model_type) is not None:
+        return None
+    near = nearest(model_type)
+    meant = f"did you mean {near!r}? " if near else ""
+    return (
+        f"no family of this version serves model_type {model_type!r}, and transformers registers "
+        f"no class for it; {meant}`vlmpack families` lists what can be trained"
+    )
 
 
 def _refused_by_rule(values: Mapping[str, object], served: ServedModel | None) -> Limit | None:

@@ -133,6 +133,11 @@ SERVED: Mapping[str, ServedModel] = {
 """model_type of a config.json -> its line, in the order of the table."""
 
 
+def generic_line(model_type: str) -> ServedModel:
+    """The line of a class that the generic family trains."""
+    return ServedModel(title=model_type, family="generic")
+
+
 def model_types() -> tuple[str, ...]:
     """Every `model_type` of a config.json that some family serves."""
     return tuple(sorted(SERVED))

@@ -41,6 +41,8 @@ class ModulePaths:
             it is, whatever is trained.
         uncalled: how the names of linear layers end whose weights a kernel reads without a call of
             the layer (Mamba-2's fused one): an adapter beside them would never be asked.
+        whole: the model without its head, where its own forward pass is run on a whole row, ids and
+            images together; None where the parts are called one by one.
     """
 
     vision: str | None
@@ -51,6 +53,7 @@ class ModulePaths:
     blocks_in_windows: bool = False
     untouched: tuple[str, ...] = ()
     uncalled: tuple[str, ...] = ()
+    whole: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +139,8 @@ class Family(ABC):
     """Raise it when a length or a position changes: it enters the fingerprint of lengths."""
     pixel_knobs: tuple[str, ...] = ()
     """Fields of `ImagesSection` that the family has; the encoder refuses the others."""
+    proven_by_verify: bool = False
+    """True where nobody wrote the family down: a model trains only where `verify` passed on it."""
     largest_head: int = 0
     """Channels of the decoder's widest attention head, where kernels may have less; 0 where all
     kernels have them."""

@@ -1,6 +1,7 @@
 """Model folder -> family, resolved lazily.
 
 The registry is `vlmpack.capabilities.served`, a literal table: a line names the family's file here.
+A model_type without a line is the generic family's.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ def family_of(folder: Path) -> Family:
         ModelError: the folder or its config.json is missing or unreadable.
         CapabilityError: no family serves it; the message says why.
     """
-    home = SERVED[served_model_type(folder)].family
-    family: Family = import_module(f"vlmpack.families.{home}").FAMILY
+    model_type = served_model_type(folder)
+    if model_type not in SERVED:
+        from vlmpack.families.generic import generic_family
+
+        return generic_family(folder, model_type)
+    family: Family = import_module(f"vlmpack.families.{SERVED[model_type].family}").FAMILY
     return family.configured(read_config(folder))

@@ -109,9 +109,10 @@ def load_image_processor(folder: Path, **settings: Any) -> Any:
         processor: Any = AutoImageProcessor.from_pretrained(
             str(folder), backend=IMAGE_BACKEND, **_AS_DATA, **settings
         )
-    if processor.backend != IMAGE_BACKEND:
+    backend = getattr(processor, "backend", IMAGE_BACKEND)  # classes without one know PIL alone
+    if backend != IMAGE_BACKEND:
         raise ValueError(
-            f"transformers has {type(processor).__name__} for the backend {processor.backend} "
+            f"transformers has {type(processor).__name__} for the backend {backend} "
             f"alone, expected one for {IMAGE_BACKEND}"
         )
     return processor

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator, Mapping
 from inspect import isfunction, signature
 from types import ModuleType
 
-from vlmpack.capabilities.served import SERVED
+from vlmpack.capabilities.refused import refusal
+from vlmpack.capabilities.served import SERVED, generic_line
 from vlmpack.errors import RecipeError
 from vlmpack.recipe import (
     capability_rules,
@@ -84,6 +85,8 @@ def broken_rules(
         model_type = config.content.get("model_type")
         if isinstance(model_type, str) and model_type in SERVED:
             known["served"] = SERVED[model_type]
+        elif isinstance(model_type, str) and refusal(config.content) is None:
+            known["served"] = generic_line(model_type)
     if world_size is not None:
         known["world_size"] = world_size
     return [

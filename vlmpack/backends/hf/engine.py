@@ -20,7 +20,6 @@ from vlmpack.backends.hf.adapters import apply_policy, merged_state, modules_in_
 from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.hf.experts import settle_experts
 from vlmpack.backends.hf.load import load_model
-from vlmpack.backends.hf.model import packed_model
 from vlmpack.backends.hf.parameter_boxes import (
     load_slices,
     local_part,
@@ -32,6 +31,7 @@ from vlmpack.backends.hf.quantize import check_quantization
 from vlmpack.backends.hf.recurrence import replace_kernels
 from vlmpack.backends.hf.router_loss import describe_router_loss, router_loss
 from vlmpack.backends.hf.sharding import shard_model
+from vlmpack.backends.hf.whole_model import packed_model
 from vlmpack.backends.policy import (
     ComponentCount,
     TrainingPolicy,

@@ -30,7 +30,6 @@ from vlmpack.backends.hf.recurrence import (
 )
 from vlmpack.backends.hf.router_loss import RouterLoss
 from vlmpack.capabilities.refused import refusal
-from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.families.base import Family, ImageFeatures
 from vlmpack.packing import Batch, Media, PackedSeqParams, PaddedBatch
@@ -177,7 +176,7 @@ class PackedLM(nn.Module):
             (L,) float32, in the order of `batch.label_positions`.
         """
         hidden = self.hidden_states(batch, packed_seq_params)
-        picked = hidden.index_select(0, batch.label_positions)
+        picked = self.before_head(hidden.index_select(0, batch.label_positions))
         targets = batch.labels.flatten().index_select(0, batch.label_positions)
         head = self.model.get_output_embeddings().weight
         return linear_cross_entropy(picked, head, targets, cap=self.logit_cap)
@@ -185,6 +184,10 @@ class PackedLM(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """(n, V) logits of (n, D) final hidden states, as the class's own forward has them."""
         return capped(hidden @ self.model.get_output_embeddings().weight.T, self.logit_cap)
+
+    def before_head(self, hidden: Tensor) -> Tensor:
+        """(n, D) final hidden states as the head takes them: scaled, where logits are."""
+        return hidden
 
     def hidden_states(self, batch: Batch, packed_seq_params: PackedSeqParams | None) -> Tensor:
         """(T, D) final hidden states of every slot of a batch (T = B * S where it is padded).
@@ -284,10 +287,3 @@ class PackedVLM(PackedLM):
         """Features of all images; one call of the tower."""
         pixels = media.pixel_values.to(device=device, dtype=self.vision.dtype, non_blocking=True)
         return self.family.image_features(self.model, replace(media, pixel_values=pixels))
-
-
-def packed_model(model: nn.Module, encoder: Encoder) -> PackedLM:
-    """The transformers model of the encoder's folder, with or without a vision tower."""
-    if not encoder.takes_images:
-        return PackedLM(model, encoder.family)
-    return PackedVLM(model, encoder.family, encoder.image_rule.smallest())

@@ -1,0 +1,149 @@
+"""A model whose own forward pass runs on a whole row: ids, images and positions together.
+
+    batch -> input_ids, position_ids, images as the class takes them, boundaries for attention
+    -> the class without its head -> hidden states -> head and cross entropy as in `PackedLM`
+
+Merging features, adding deep ones, embeddings of each layer: all of that is the class's own. The
+boundaries travel in the keyword arguments that it hands down; they are taken away again where it
+calls the tower or a projector, which must not see them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmpack.backends.hf.model import PackedLM, PackedVLM, _boundaries
+from vlmpack.backends.hf.recurrence import ROW_ARGUMENT, packed_row
+from vlmpack.encode import Encoder
+from vlmpack.errors import CapabilityError
+from vlmpack.packing import Batch, PackedSeqParams
+
+BOUNDARIES = (
+    "packed_seq_params",
+    "padded_rows",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "image_masks",
+    ROW_ARGUMENT,
+)
+"""Keyword arguments that say where samples end."""
+
+
+def logit_scale(model: Any) -> float:
+    """What a class multiplies its logits with, by the words of its own forward pass.
+
+    IBM's classes divide by `logits_scaling`, Cohere's multiply by `logit_scale`. A class whose
+    config has the entry and whose forward does not name it leaves its logits alone.
+    """
+    source = inspect.getsource(inspect.unwrap(type(model).forward))
+    text = model.config.get_text_config()
+    scale = 1.0
+    if "logits_scaling" in source:
+        scale /= float(text.logits_scaling)
+    if "logit_scale" in source:
+        scale *= float(text.logit_scale)
+    return scale
+
+
+class WholeVLM(PackedVLM):
+    """A vision-language model that is run whole; see `PackedVLM`."""
+
+    def __init__(self, model: nn.Module, encoder: Encoder) -> None:
+        super().__init__(model, encoder.family, encoder.image_rule.smallest())
+        self.scale = logit_scale(model)
+        for path in (self.paths.vision, *self.paths.projectors):
+            part = _module(model, path)
+            if part is not None:
+                part.register_forward_pre_hook(_without_boundaries, with_kwargs=True)
+
+    def hidden_states(self, batch: Batch, packed_seq_params: PackedSeqParams | None) -> Tensor:
+        """(T, D) final hidden states of every slot; raises as `PackedLM.hidden_states`."""
+        assert self.paths.whole is not None
+        whole = self.model.get_submodule(self.paths.whole)
+        is_image = torch.zeros_like(batch.input_ids, dtype=torch.bool)
+        is_image.view(-1).index_fill_(0, batch.media_positions, True)
+        images: dict[str, Any] = {}
+        if batch.media is not None:
+            images = self.family.image_arguments(
+                self._on_device(batch.media, batch.input_ids.device)
+            )
+        axes = batch.position_ids.shape[0]
+        arguments = {
+            **images,
+            **self.family.token_arguments(is_image),
+            **_boundaries(batch, packed_seq_params),
+        }
+        with packed_row() if packed_seq_params is not None else nullcontext():
+            output = whole(
+                input_ids=batch.input_ids,
+                position_ids=batch.position_ids if axes > 1 else batch.position_ids[0],
+                use_cache=False,
+                **arguments,
+            )
+        hidden: Tensor = output.last_hidden_state.flatten(0, 1)
+        if batch.media is None:  # the blank image keeps every part of the tower in the graph
+            features = self.image_features(self.blank, hidden.device).features
+            hidden = hidden + 0.0 * features.sum().to(hidden.dtype)
+        return hidden
+
+    def before_head(self, hidden: Tensor) -> Tensor:
+        """See `PackedLM.before_head`."""
+        return hidden if self.scale == 1.0 else hidden * self.scale
+
+    def _on_device(self, media: Any, device: torch.device) -> Any:
+        pixels = media.pixel_values.to(device=device, dtype=self.vision.dtype, non_blocking=True)
+        return replace(media, pixel_values=pixels)
+
+
+class WholeLM(PackedLM):
+    """A language model that is given its ids, for classes that embed them more than once."""
+
+    def __init__(self, model: nn.Module, encoder: Encoder) -> None:
+        super().__init__(model, encoder.family)
+        self.scale = logit_scale(model)
+
+    def before_head(self, hidden: Tensor) -> Tensor:
+        """See `PackedLM.before_head`."""
+        return hidden if self.scale == 1.0 else hidden * self.scale
+
+    def hidden_states(self, batch: Batch, packed_seq_params: PackedSeqParams | None) -> Tensor:
+        """(T, D) final hidden states of every slot; raises as `PackedLM.hidden_states`."""
+        if batch.media is not None:
+            raise CapabilityError("the batch has images, but the model has no vision tower")
+        with packed_row() if packed_seq_params is not None else nullcontext():
+            output = self.language(
+                input_ids=batch.input_ids,
+                position_ids=batch.position_ids[0],
+                use_cache=False,
+                **_boundaries(batch, packed_seq_params),
+            )
+        hidden: Tensor = output.last_hidden_state
+        return hidden.flatten(0, 1)
+
+
+def packed_model(model: nn.Module, encoder: Encoder) -> PackedLM:
+    """The transformers model of the encoder's folder: run whole where its family says so, else part
+    by part; with or without a vision tower."""
+    if encoder.family.modules.whole is not None:
+        return WholeVLM(model, encoder) if encoder.takes_images else WholeLM(model, encoder)
+    if not encoder.takes_images:
+        return PackedLM(model, encoder.family)
+    return PackedVLM(model, encoder.family, encoder.image_rule.smallest())
+
+
+def _module(model: nn.Module, path: str | None) -> nn.Module | None:
+    return dict(model.named_modules()).get(path) if path is not None else None
+
+
+def _without_boundaries(
+    module: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    return args, {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
