@@ -183,7 +183,8 @@ class PackedLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(n, V) logits of (n, D) final hidden states, as the class's own forward has them."""
-        return capped(hidden @ self.model.get_output_embeddings().weight.T, self.logit_cap)
+        head = self.model.get_output_embeddings().weight
+        return capped(self.before_head(hidden) @ head.T, self.logit_cap)
 
     def before_head(self, hidden: Tensor) -> Tensor:
         """(n, D) final hidden states as the head takes them: scaled, where logits are."""

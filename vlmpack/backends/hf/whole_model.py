@@ -67,6 +67,11 @@ class WholeVLM(PackedVLM):
     def hidden_states(self, batch: Batch, packed_seq_params: PackedSeqParams | None) -> Tensor:
         """(T, D) final hidden states of every slot; raises as `PackedLM.hidden_states`."""
         assert self.paths.whole is not None
+        if self.router_loss is not None:
+            raise CapabilityError(
+                "model.router_aux_loss_coef: a class that no family of ours serves is trained "
+                "without the loss of its router; set it to 0"
+            )
         whole = self.model.get_submodule(self.paths.whole)
         is_image = torch.zeros_like(batch.input_ids, dtype=torch.bool)
         is_image.view(-1).index_fill_(0, batch.media_positions, True)

@@ -65,6 +65,7 @@ class PackedRun:
     ) -> None:
         self.engine, self.ranks, self.points, self.kept = engine, ranks, points, kept
         found = packed_module(engine)
+        self.packed = found
         self.model = None if found is None else found.model
         self.logit_cap = None if found is None else found.logit_cap
 
@@ -170,9 +171,10 @@ class PackedRun:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(n, V) of (n, D) final hidden states, by the head of the engine's own model."""
-        assert self.model is not None
+        assert self.model is not None and self.packed is not None
         head: Any = self.model.get_output_embeddings()
         weight = head.weight.detach()
+        hidden = self.packed.before_head(hidden)
         if isinstance(weight, DTensor):
             weight = weight.full_tensor()
         logits: Tensor = (hidden.to(weight.device, weight.dtype) @ weight.T).float()

@@ -86,6 +86,7 @@ class Reference:
         self.kept = kept_slots(samples, text.vocab_size + layers * text.hidden_size)
         self._parameters = inspect.signature(self.model.forward).parameters
         self._rows: dict[int, dict[str, int]] = {}
+        self._shared: set[str] = set()
 
     @property
     def num_labels(self) -> int:
@@ -143,6 +144,8 @@ class Reference:
             for one in self._run_group(group, how)
         ]
         done.sort(key=lambda one: one[0])
+        # A table that is looked up once for all images has rows that are no sample's.
+        self.points = [point for point in self.points if point.path not in self._shared]
         _, losses, logits, outputs = map(list, zip(*done, strict=True))
         return Unpacked(losses, logits, outputs, self._take_gradients())
 
@@ -186,6 +189,9 @@ class Reference:
         found: list[dict[str, Tensor]] = [{} for _ in numbers]
         for path, value in outputs.items():
             counts = [self._rows[number].get(path, 0) for number in numbers]
+            if sum(counts) != len(value):
+                self._shared.add(path)
+                continue
             for own, part, count in zip(found, value.split(counts), counts, strict=True):
                 if count:
                     own[path] = part

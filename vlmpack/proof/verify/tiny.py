@@ -91,7 +91,7 @@ def write_tiny_model(folder: Path, target: Path) -> Path:
         with torch.random.fork_rng():
             torch.manual_seed(SEED)
             model = build_model(auto_class, load_config(target))
-            _stir(model)
+            stir(model)
         model.save_pretrained(str(target))
     except (ValueError, TypeError, IndexError, RuntimeError, OSError) as error:
         raise ModelError(
@@ -101,7 +101,7 @@ def write_tiny_model(folder: Path, target: Path) -> Path:
     return target
 
 
-def _stir(model: Any) -> None:
+def stir(model: Any) -> None:
     """Weights that a fresh model starts with as zeros or ones get values of their own: a projection
     of zeros would hide the whole tower behind it, and a padding token of zeros what reaches it."""
     with torch.no_grad():

@@ -1,0 +1,310 @@
+"""A tiny model folder of any class of transformers, written from nothing but the class.
+
+tokenizer.json              bytes, and every special token that the processor's sources name
+preprocessor_config.json    the image processor's defaults, with small sizes
+config.json, weights        see `tiny_config`; seeded
+chat_template.jinja         ChatML, an image by the processor's own token
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlmpack.errors import CapabilityError
+from vlmpack.model_folder.images import IMAGE_BACKEND
+from vlmpack.model_folder.load import build_model, config_of
+from vlmpack.proof.sweep.classes import CLASSES, ClassFacts
+from vlmpack.proof.sweep.tiny_config import TILE, tiny_config
+from vlmpack.proof.verify.tiny import stir
+
+SEED = 0
+
+TURNS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+SPARE = 40
+"""Special tokens for ids that config.json names and nobody writes."""
+
+ENCODER_DECODERS = ("vision-encoder-decoder", "mllama", "idefics", "evolla", "blip")
+"""Those whose config does not say so."""
+
+_LITERAL = re.compile(r"[\"'](<[^\"'<>\s]+>|\[[A-Z_]+\])[\"']")
+_ASKED = re.compile(r"tokenizer\.(\w+_token)\b")
+
+_SIDES: Mapping[str, int] = {"height": TILE, "width": TILE}
+
+
+def write_folder(model_type: str, target: Path) -> Path:
+    """The folder of a class.
+
+    Args:
+        model_type: that transformers registers for images and text.
+        target: an empty folder.
+
+    Raises:
+        CapabilityError: a processor or a model of the class cannot be made; the message says what
+            is missing.
+    """
+    facts = CLASSES.get(model_type, ClassFacts())
+    _refuse_encoder_decoders(model_type)
+    kind, images = _processor_classes(model_type, facts)
+    processor = _image_processor(images, facts)
+    tokens, named = _tokens_of(kind, facts)
+    size = _write_tokenizer(target, tokens, named)
+    _write_json(target / "config.json", {"model_type": model_type})
+    _write_json(target / "preprocessor_config.json", processor)
+    _write_json(
+        target / "processor_config.json", {"processor_class": kind.__name__, **facts.processor}
+    )
+    marker, placeholder = _image_tokens(target, facts)
+    (target / "chat_template.jinja").write_text(
+        _template(marker.join(facts.around)), encoding="utf-8"
+    )
+    config = _config(model_type, facts, size, placeholder, target)
+    _write_json(target / "config.json", config)
+    write_model(config, target)
+    return target
+
+
+def _refuse_encoder_decoders(model_type: str) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[model_type]
+    if model_type in ENCODER_DECODERS or getattr(kind(), "is_encoder_decoder", False):
+        raise CapabilityError(
+            "its text attends to what an encoder made by cross attention, where nothing tells the "
+            "images of one packed sample from those of the next"
+        )
+
+
+def _processor_classes(model_type: str, facts: ClassFacts) -> tuple[Any, Any]:
+    """The classes of the processor and of its image processor on PIL."""
+    import transformers
+    from transformers.models.auto import image_processing_auto, processing_auto
+
+    processors: Mapping[str, Any] = vars(processing_auto)["PROCESSOR_MAPPING_NAMES"]
+    image_processors: Mapping[str, Any] = vars(image_processing_auto)[
+        "IMAGE_PROCESSOR_MAPPING_NAMES"
+    ]
+    name = facts.processor_class or processors.get(model_type)
+    if name is None:
+        raise CapabilityError("transformers registers no processor for it")
+    images = facts.image_processor_class or image_processors.get(model_type)
+    if isinstance(images, Mapping):
+        found = images.get(IMAGE_BACKEND)
+        if found is None:
+            raise CapabilityError(
+                f"transformers has its image processor ({images.get('torchvision')}) for "
+                f"torchvision alone, none on PIL"
+            )
+        images = found
+    if images is None:
+        raise CapabilityError("transformers registers no image processor for it")
+    return getattr(transformers, name), getattr(transformers, images)
+
+
+GRIDS = [[TILE, 2 * TILE], [2 * TILE, TILE], [2 * TILE, 2 * TILE]]
+"""(height, width) of the grids of tiles that an image may become."""
+
+
+def _image_processor(kind: Any, facts: ClassFacts) -> dict[str, Any]:
+    """The content of preprocessor_config.json."""
+    try:
+        content: dict[str, Any] = json.loads(kind().to_json_string())
+    except ImportError as error:
+        raise CapabilityError(
+            f"its image processor wants a package: {_first_line(error)}"
+        ) from error
+    if content.get("crop_size"):
+        content["crop_size"] = dict(_SIDES)
+    size = content.get("size")
+    if isinstance(size, Mapping) and set(size) == {"height", "width"}:
+        content["size"] = dict(_SIDES)
+    elif isinstance(size, Mapping) and set(size) == {"shortest_edge"}:
+        content["size"] = {"shortest_edge": TILE}
+    if isinstance(content.get("image_grid_pinpoints"), list):
+        content["image_grid_pinpoints"] = GRIDS
+    return {**content, **facts.images}
+
+
+def _tokens_of(kind: Any, facts: ClassFacts) -> tuple[list[str], dict[str, str]]:
+    """Special tokens that the processor's sources write or ask the tokenizer for, by name."""
+    try:
+        source = inspect.getsource(import_module(kind.__module__))
+    except ImportError as error:
+        raise CapabilityError(f"its processor wants a package: {_first_line(error)}") from error
+    tokens = [*dict.fromkeys([*_LITERAL.findall(source), *facts.tokens.values(), *facts.words])]
+    asked = {
+        name
+        for name in _ASKED.findall(source)
+        if name not in ("pad_token", "eos_token", "bos_token")
+    }
+    named = {name: f"<|{name}|>" for name in sorted(asked)} | dict(facts.tokens)
+    return tokens, named
+
+
+def _write_tokenizer(target: Path, tokens: Sequence[str], named: Mapping[str, str]) -> int:
+    """A byte-level tokenizer; returns its vocabulary's size."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    whole = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(letters)}, merges=[]))
+    whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    whole.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=whole,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        bos_token="<|endoftext|>",
+        extra_special_tokens=dict(named),
+    )
+    extra = [*TURNS, *tokens, *named.values(), *(f"<|spare_{n}|>" for n in range(SPARE))]
+    tokenizer.add_special_tokens({"additional_special_tokens": list(dict.fromkeys(extra))})
+    tokenizer.save_pretrained(str(target))
+    return len(tokenizer)
+
+
+def _image_tokens(target: Path, facts: ClassFacts) -> tuple[str, str]:
+    """What the template writes for an image, and the token that its features replace: the one that
+    the processor repeats."""
+    from PIL.Image import new
+
+    from vlmpack.families.generic_images import open_processor, written_by_call
+
+    open_processor.cache_clear()
+    try:
+        processor = open_processor(target)
+    except ValueError as error:
+        raise CapabilityError(str(error)) from error
+    marker = getattr(processor, "image_token", None)
+    marker = getattr(marker, "content", marker)
+    if not isinstance(marker, str):
+        raise CapabilityError(f"{type(processor).__name__} names no image_token")
+    merged = processor._merge_kwargs(
+        tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="pt"
+    )
+    image = new("RGB", (90, 60))
+    try:
+        _, texts = processor._process_images([[image]], **merged["images_kwargs"])
+    except NotImplementedError:
+        _, texts = written_by_call(processor, image)
+    special = processor.tokenizer.get_added_vocab()
+    ids = [t for t in processor.tokenizer.tokenize(texts[0]) if t in special]
+    if facts.placeholder:
+        return marker, facts.placeholder
+    if not ids:
+        raise CapabilityError(f"{type(processor).__name__} writes no special token for an image")
+    return marker, max(dict.fromkeys(ids), key=ids.count)
+
+
+def _config(
+    model_type: str, facts: ClassFacts, vocab_size: int, placeholder: str, target: Path
+) -> dict[str, Any]:
+    """The content of config.json: small sizes, and ids of this tokenizer."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from vlmpack.families.generic_images import open_processor
+
+    tokenizer = open_processor(target).tokenizer
+    whole = json.loads(json.dumps(CONFIG_MAPPING[model_type]().to_dict(), default=str))
+    tiny = tiny_config(whole, vocab_size)
+    images = open_processor(target).image_processor
+    _fit_tower(tiny, images)
+    config = _merged(tiny, facts.config)
+    spare = iter([f"<|spare_{n}|>" for n in range(SPARE)])
+    given: dict[str, int] = {}
+
+    def renumber(section: dict[str, Any]) -> None:
+        for name, value in section.items():
+            if isinstance(value, dict):
+                renumber(value)
+            elif isinstance(value, int) and not isinstance(value, bool):
+                if name in ("image_token_id", "image_token_index"):
+                    section[name] = tokenizer.convert_tokens_to_ids(placeholder)
+                elif name in ("pad_token_id", "bos_token_id", "eos_token_id", "_pad_token_id"):
+                    section[name] = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+                elif name.endswith(("_token_id", "_token_index", "_id")):
+                    if name not in given:
+                        token = facts.tokens.get(name.removesuffix("_id")) or next(spare)
+                        given[name] = tokenizer.convert_tokens_to_ids(token)
+                    section[name] = given[name]
+
+    renumber(config)
+    return config
+
+
+def _fit_tower(config: dict[str, Any], images: Any) -> None:
+    """The tower's patches are those of the image processor."""
+    if "image_grid_pinpoints" in config:
+        config["image_grid_pinpoints"] = GRIDS
+    vision = config.get("vision_config")
+    if not isinstance(vision, dict):
+        return
+    patch = getattr(images, "patch_size", None)
+    patch = patch["height"] if isinstance(patch, Mapping) else patch
+    said = {
+        "patch_size": patch if isinstance(patch, int) else PATCH,
+        "spatial_merge_size": getattr(images, "merge_size", None),
+        "temporal_patch_size": getattr(images, "temporal_patch_size", None),
+    }
+    vision |= {name: value for name, value in said.items() if name in vision and value is not None}
+
+
+PATCH = 14
+"""Side of a patch where the image processor has none."""
+
+
+def _merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(config)
+    for name, value in changes.items():
+        mine = found.get(name)
+        if isinstance(mine, Mapping) and isinstance(value, Mapping):
+            value = _merged(mine, value)
+        found[name] = value
+    return found
+
+
+def write_model(config: Mapping[str, Any], target: Path) -> None:
+    """Seeded random weights.
+
+    Raises:
+        CapabilityError: transformers builds no model of it.
+    """
+    from transformers import AutoModelForImageTextToText
+
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(SEED)
+            model = build_model(AutoModelForImageTextToText, config_of(config))
+            stir(model)
+        model.save_pretrained(str(target))
+    except ImportError as error:
+        raise CapabilityError(f"its model wants a package: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _template(marker: str) -> str:
+    return (
+        "{%- for message in messages -%}{{- '<|im_start|>' + message['role'] + '\\n' -}}"
+        "{%- if message['content'] is string -%}{{- message['content'] -}}{%- else -%}"
+        "{%- for part in message['content'] -%}"
+        "{%- if part['type'] == 'image' -%}{{- '" + marker + "' -}}"
+        "{%- else -%}{{- part['text'] -}}{%- endif -%}{%- endfor -%}{%- endif -%}"
+        "{{- '<|im_end|>\\n' -}}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}\n"
+    )
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")

@@ -1,0 +1,107 @@
+"""One class: is there a word for it, and which.
+
+a tiny folder of the class, a shard -> `vlmpack verify`     packed equals stock one by one
+200 image sizes -> `_get_num_multimodal_tokens`             what the processor counts
+samples of several images -> the processor on all at once   pixels and text
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from vlmpack.capabilities import refused
+from vlmpack.capabilities.swept import Swept
+from vlmpack.distributed import process_group
+from vlmpack.errors import VlmpackError
+from vlmpack.families.generic import GenericVLM
+from vlmpack.families.registry import family_of
+from vlmpack.proof.sweep.folder import write_folder
+from vlmpack.proof.sweep.samples import SIDES, write_shard
+from vlmpack.proof.verify import VerifyOptions, verify_recipe
+from vlmpack.recipe import Recipe, load_recipe
+
+NUM_SIZES = 200
+
+
+def try_class(model_type: str) -> Swept:
+    """The word of a class, by trying."""
+    vars(refused)["SWEPT"] = {}  # what an earlier sweep said
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        try:
+            return _tried(model_type, root)
+        except VlmpackError as error:
+            return Swept("refused", _said(error, root))
+
+
+def _tried(model_type: str, root: Path) -> Swept:
+    (root / "model").mkdir()
+    folder = write_folder(model_type, root / "model")
+    write_shard(root / "train.tar", images=True)
+    family = family_of(folder)
+    if isinstance(family, GenericVLM):
+        wrong = wrong_counts(family)
+        if wrong:
+            return Swept("refused", wrong)
+    with process_group(tensor=1, context=1, pipeline=1, timeout_seconds=600) as ranks:
+        found = verify_recipe(_recipe(root), ranks, VerifyOptions(scratch=root / "verify"))
+    if not found.passes:
+        first = found.failed[0]
+        return Swept("refused", f"verify: {first.name}: {first.sentence}")
+    return Swept("proven")
+
+
+def wrong_counts(family: GenericVLM) -> str:
+    """What is wrong with the numbers of placeholders of 200 image sizes; empty where nothing is, or
+    where the processor does not count."""
+    from vlmpack.families.generic_images import open_processor
+
+    processor = open_processor(family.folder)
+    tokenizer = processor.tokenizer
+    if not hasattr(processor, "_get_num_multimodal_tokens"):
+        return ""
+    draw = random.Random(1)
+    sizes = [(draw.randint(*SIDES), draw.randint(*SIDES)) for _ in range(NUM_SIZES)]
+    counted: Any = processor._get_num_multimodal_tokens(
+        [(height, width) for width, height in sizes]
+    )
+    for size, count in zip(sizes, counted["num_image_tokens"], strict=True):
+        written = family.rule.layout(*size).num_tokens
+        with_others = len(tokenizer.tokenize(family.rule.facts(*size).replacement))
+        if count not in (written, with_others):
+            return (
+                f"its processor writes {written} placeholders for an image of {size[0]} x "
+                f"{size[1]} pixels, {with_others} tokens in all, and counts {count}"
+            )
+    return ""
+
+
+def _recipe(root: Path) -> Recipe:
+    return load_recipe(
+        {
+            "model": {"path": str(root / "model"), "attention": "segments", "dtype": "float32"},
+            "data": {
+                "train": str(root / "train.tar"),
+                "num_workers": 0,
+                "index_dir": str(root / "index"),
+            },
+            "packing": {"mode": "in_batch"},
+            "training": {
+                "micro_batch_size": 8,
+                "global_batch_size": 8,
+                "seq_length": 16384,
+                "max_steps": 1,
+            },
+            "optim": {"lr": 1e-4},
+            "run_dir": str(root / "run"),
+        }
+    )
+
+
+def _said(error: Exception, root: Path) -> str:
+    """A message without what is true of this run alone."""
+    text = " ".join(str(error).replace(str(root / "model"), "its folder").split())
+    return text.removeprefix("model.path: ")
