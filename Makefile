@@ -12,7 +12,7 @@ export MALLOC_MMAP_THRESHOLD_ ?= 1073741824
 export MALLOC_TRIM_THRESHOLD_ ?= 1073741824
 
 
-.PHONY: demo test test-rest test-all kernels test-map soak lint format families bench assets clean help
+.PHONY: demo test test-rest test-all kernels test-map soak lint format families families-sweep bench assets clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -63,6 +63,10 @@ format: $(STAMP)  ## format and fix
 	$(BIN)/ruff check --fix .
 
 families: $(STAMP)  ## write the table of model families into docs/families.md
+	$(BIN)/python -m vlmpack families --into docs/families.md
+
+families-sweep: $(STAMP)  ## try every class of transformers anew, then write the table
+	$(BIN)/python -m vlmpack.proof.sweep.run
 	$(BIN)/python -m vlmpack families --into docs/families.md
 
 bench: $(STAMP)  ## packed against padded, attention, collator

@@ -25,6 +25,7 @@ from vlmpack.backends.hf.recurrence import replace_kernels
 from vlmpack.backends.hf.whole_model import packed_model as wrapped
 from vlmpack.data.shards.schemas import cook_text
 from vlmpack.encode import Encoder
+from vlmpack.errors import CapabilityError
 from vlmpack.packing import Batch, EncodedSample
 from vlmpack.recurrence import choose_recurrence
 from vlmpack.training.vlm_step import forward_step
@@ -86,6 +87,12 @@ def packed_model(
     Raises:
         CapabilityError: a model that cannot be packed, or an attention that cannot run there.
     """
+    if encoder.family.proven_by_verify:
+        raise CapabilityError(
+            f"{encoder.family.name} is a class that no family of ours serves: it trains where "
+            f"`vlmpack verify` has passed on it, which `vlmpack finetune` sees to before the first "
+            f"step and a loop of one's own does not"
+        )
     weight = next(model.parameters())
     device = weight.device if device is None else device
     dtype = weight.dtype if dtype is None else dtype

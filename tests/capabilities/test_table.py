@@ -76,7 +76,7 @@ def test_every_model_type_is_one_of_transformers():
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     refused = [name for row in REFUSED for name in row.model_types]
-    assert len(refused) > 25
+    assert len(refused) >= 25
     assert len(set(refused)) == len(refused)
     assert not set(refused) & set(SERVED)
     assert set(refused) | set(SERVED) <= set(CONFIG_MAPPING_NAMES)
@@ -356,7 +356,7 @@ def test_the_command_shows_one_model(tiny_folder, tmp_path):
     assert "Qwen3-Next" not in text
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "lfm2_vl"}))
     result = CliRunner().invoke(app, ["families", str(tmp_path)])
-    assert "LFM2-VL (model_type 'lfm2_vl') cannot be trained" in str(result.exception)
+    assert "model_type 'lfm2_vl' cannot be trained: transformers has" in str(result.exception)
 
 
 def test_a_run_folder_that_is_taken_for_a_model_names_its_export(tmp_path):

@@ -21,6 +21,7 @@ DOORS = {
     "forecast/make.py",
     "forecast/open.py",
     "proof/rows/opening.py",
+    "proof/sweep/one.py",
     "proof/verify/run.py",
     "run/export.py",
     "run/launch.py",

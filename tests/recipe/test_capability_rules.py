@@ -172,7 +172,8 @@ def test_refused_models_are_problems_of_the_recipe(problems_of, model, backend):
     assert "GatedDeltaNet layers carry state" in problem
     assert problems_of(model("qwen2", num_mtp_layers=1) | {"model.backend": backend}) == []
     (problem,) = problems_of(model("qwen9") | {"model.backend": backend})
-    assert "no family of this version serves model_type 'qwen9'; did you mean 'qwen" in problem
+    assert "no family of this version serves model_type 'qwen9', and transformers " in problem
+    assert "; did you mean 'qwen" in problem
 
 
 def test_adapters_need_peft(problems_of, model, monkeypatch):

@@ -133,9 +133,13 @@ SERVED: Mapping[str, ServedModel] = {
 """model_type of a config.json -> its line, in the order of the table."""
 
 
+GENERIC = "generic"
+"""The file in `vlmpack/families` of the family that takes what the others do not."""
+
+
 def generic_line(model_type: str) -> ServedModel:
     """The line of a class that the generic family trains."""
-    return ServedModel(title=model_type, family="generic")
+    return ServedModel(title=model_type, family=GENERIC)
 
 
 def model_types() -> tuple[str, ...]:

@@ -6,8 +6,10 @@ served   a family of ours; proven   the generic family trains it; refused   and 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 Word = Literal["served", "proven", "refused"]
@@ -26,5 +28,10 @@ class Swept:
     reason: str = ""
 
 
-SWEPT: Mapping[str, Swept] = {}
-"""By model_type, in the order of transformers."""
+def _table() -> Mapping[str, Swept]:
+    content = json.loads(Path(__file__).with_name("swept.json").read_text(encoding="ascii"))
+    return {name: Swept(**word) for name, word in content.items()}
+
+
+SWEPT: Mapping[str, Swept] = _table()
+"""By model_type, as swept.json has them."""

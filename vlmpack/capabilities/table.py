@@ -17,7 +17,7 @@ from vlmpack.capabilities.limits import (
     Feature,
     Limit,
 )
-from vlmpack.capabilities.served import SERVED, ServedModel
+from vlmpack.capabilities.served import SERVED, ServedModel, generic_line
 from vlmpack.capabilities.versions import version_limit
 
 
@@ -42,17 +42,17 @@ def capabilities(versions: Mapping[str, str | None]) -> tuple[Row, ...]:
     Args:
         versions: of `transformers`, `megatron-core` and `peft`; None where not installed.
     """
-    return tuple(
-        Row(
-            model_type,
-            model,
-            {
-                engine: {feature: why_not(model, engine, feature, versions) for feature in FEATURES}
-                for engine in ENGINES
-            },
-        )
-        for model_type, model in SERVED.items()
-    )
+    return tuple(row_of(model_type, versions) for model_type in SERVED)
+
+
+def row_of(model_type: str, versions: Mapping[str, str | None]) -> Row:
+    """The row of a model_type; that of the generic family where no family of ours serves it."""
+    model = SERVED.get(model_type) or generic_line(model_type)
+    cells = {
+        engine: {feature: why_not(model, engine, feature, versions) for feature in FEATURES}
+        for engine in ENGINES
+    }
+    return Row(model_type, model, cells)
 
 
 def why_not(

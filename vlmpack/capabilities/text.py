@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vlmpack.capabilities.limits import ENGINES, FEATURES, NO_EXPERTS, Engine, Feature, Limit
 from vlmpack.capabilities.prediction import PREDICTION_LAYERS
 from vlmpack.capabilities.refused import REFUSED
+from vlmpack.capabilities.swept import SWEPT
 from vlmpack.capabilities.table import Row
 
 _SUPERSCRIPTS = str.maketrans(
@@ -62,12 +64,31 @@ def prediction_note(rows: Sequence[Row]) -> str:
     )
 
 
+_TITLED = {name for row in REFUSED for name in row.model_types}
+
+
+def _generalised(reason: str) -> str:
+    """A reason of the sweep without the name of the class that it was met in."""
+    return _NAMED.sub("", reason)
+
+
+_NAMED = re.compile(r" \(\w+ImageProcessor\)(?= for torchvision)")
+
+
+def proven_names() -> tuple[str, ...]:
+    """The model_types that the generic family trains, by the sweep."""
+    return tuple(name for name, word in SWEPT.items() if word.word == "proven")
+
+
 def refused_lines() -> tuple[tuple[str, str], ...]:
     """(families, reason) of those that are refused by name; one line where a reason is shared."""
     lines: dict[tuple[str, str], list[str]] = {}
     for row in REFUSED:
         shared = row.title if row.alone else ""
         lines.setdefault((str(row.limit), shared), []).append(row.title)
+    for name, word in SWEPT.items():
+        if word.word == "refused" and name not in _TITLED:
+            lines.setdefault((_generalised(word.reason), ""), []).append(name)
     return tuple((", ".join(titles), reason) for (reason, _), titles in lines.items())
 
 
@@ -78,12 +99,16 @@ def markdown(table: TextTable, versions: Mapping[str, str | None]) -> str:
     lines += [f"| {' | '.join(row)} |" for row in table.rows]
     lines += ["", f"With {versions_text(versions)}. `both`: the engines `hf` and `mcore`."]
     lines += ["", *(f"- {note}" for note in table.notes)]
-    lines += ["", "Refused by name:", ""]
-    lines += [f"- {row.title}: {row.limit}." for row in REFUSED if row.alone]
-    others = ", ".join(row.title for row in REFUSED if not row.alone)
-    lines += [f"- {others}: for like reasons; `vlmpack families` gives each."]
+    lines += ["", PROVEN, "", ", ".join(f"`{name}`" for name in proven_names()) + "."]
+    lines += ["", "Refused:", ""]
+    lines += [f"- {names}: {reason}." for names, reason in table.refused]
     return "\n".join(lines) + "\n"
 
+
+PROVEN = (
+    "Proven by the generic family, on the engine `hf` (each on a tiny random model of its class; "
+    "yours is verified before its first step):"
+)
 
 BEGIN, END = "<!-- families -->", "<!-- /families -->"
 """What stands around the table in a Markdown file."""

@@ -69,7 +69,7 @@ def _print_table(versions: Mapping[str, str | None]) -> None:
     from rich.table import Table
 
     from vlmpack.capabilities.table import capabilities
-    from vlmpack.capabilities.text import text_table, versions_text
+    from vlmpack.capabilities.text import PROVEN, proven_names, text_table, versions_text
 
     console = _console()
     text = text_table(capabilities(versions))
@@ -82,8 +82,11 @@ def _print_table(versions: Mapping[str, str | None]) -> None:
     console.print(f"\nboth: the engines hf and mcore; here with {versions_text(versions)}")
     for note in text.notes:
         console.print(note)
+    console.print()
+    console.print(PROVEN)
+    console.print(", ".join(proven_names()))
     refused = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    refused.add_column("refused by name", max_width=28)
+    refused.add_column("refused", max_width=28)
     refused.add_column("why, and what would do")
     for families_, reason in text.refused:
         refused.add_row(families_, reason)
@@ -97,13 +100,20 @@ def _print_model(folder: Path, versions: Mapping[str, str | None]) -> None:
     from vlmpack.capabilities.folder import read_config, served_model_type
     from vlmpack.capabilities.limits import ENGINES
     from vlmpack.capabilities.prediction import prediction_layers
-    from vlmpack.capabilities.table import capabilities
+    from vlmpack.capabilities.served import GENERIC
+    from vlmpack.capabilities.table import row_of
     from vlmpack.capabilities.text import model_table, versions_text
 
     model_type = served_model_type(folder)
-    (row,) = (row for row in capabilities(versions) if row.model_type == model_type)
+    row = row_of(model_type, versions)
     console = _console()
     console.print(f"{folder}: {row.model.title} (model_type {model_type})", soft_wrap=True)
+    if row.model.family == GENERIC:
+        console.print(
+            "no family of ours serves it: the generic one does where `vlmpack verify` passes on "
+            "it, which is seen to before the first step",
+            soft_wrap=True,
+        )
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("", *(f"model.backend: {engine}" for engine in ENGINES)):
         table.add_column(name)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from vlmpack.capabilities.folder import read_config
 from vlmpack.capabilities.registered import kind_of
-from vlmpack.errors import CapabilityError, ModelError
+from vlmpack.errors import CapabilityError, ModelError, schema_error
 from vlmpack.families import flops
 from vlmpack.families.base import Family, ImageFeatures, ModulePaths
 from vlmpack.families.generic_images import GenericImageRule, generic_image_rule, open_processor
@@ -163,7 +163,13 @@ class GenericVLM(Family):
             **{name: is_image.int() for name in KINDS},
         }
         takes = inspect.signature(counter.get_rope_index).parameters
-        found, _ = counter.get_rope_index(**{n: v for n, v in given.items() if n in takes})
+        try:
+            found, _ = counter.get_rope_index(**{n: v for n, v in given.items() if n in takes})
+        except (RuntimeError, StopIteration, TypeError) as error:
+            raise schema_error(
+                f"get_rope_index of {type(counter).__name__} counts no positions for its "
+                f"{len(media)} images in {num_tokens} tokens: {error}; expected text between images"
+            ) from error
         positions: Tensor = found[:, 0].long()
         return positions
 

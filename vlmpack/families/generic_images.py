@@ -104,7 +104,40 @@ def generic_image_rule(folder: Path, token: str) -> GenericImageRule:
     processor = open_processor(folder)
     settings = json.dumps(processor.image_processor.to_dict(), sort_keys=True, default=str)
     digest = hashlib.sha256(settings.encode()).hexdigest()[:16]
-    return GenericImageRule(folder=folder, token=token, digest=digest)
+    rule = GenericImageRule(folder=folder, token=token, digest=digest)
+    _refuse_other_texts(processor, rule)
+    return rule
+
+
+PROBE = (56, 42)
+"""(width, height) of the images of `_refuse_other_texts`."""
+
+
+def _refuse_other_texts(processor: Any, rule: GenericImageRule) -> None:
+    """See that the processor, called on a text with two images, writes what it says of each.
+
+    Raises:
+        CapabilityError: what stands for an image depends on the text beside it.
+    """
+    marker = getattr(processor, "image_token", None)
+    marker = getattr(marker, "content", marker)
+    if not isinstance(marker, str):
+        return  # whoever asks for the marker is told
+    image, written = new("RGB", PROBE), rule.facts(*PROBE).replacement
+    try:
+        found = processor(
+            images=[[image, image]], text=[f"a{marker}b {marker} c"], add_special_tokens=False
+        )
+    except Exception:  # some want more than that; what verify compares does not depend on it
+        return
+    ids = torch.as_tensor(found["input_ids"][0]).tolist()
+    ours = processor.tokenizer(f"a{written}b {written} c", add_special_tokens=False)["input_ids"]
+    if ids != ours:
+        raise CapabilityError(
+            f"{type(processor).__name__} writes an image otherwise where text stands beside it: "
+            f"{processor.tokenizer.decode(ids)!r}, expected "
+            f"{processor.tokenizer.decode(ours)!r}"[:400]
+        )
 
 
 @dataclass(frozen=True)
@@ -125,7 +158,7 @@ class GenericImageRule:
     )
 
     def facts(self, width: int, height: int) -> SizeFacts:
-        """Of an image of that size, from a blank one.
+        """What an image of that size becomes, by a blank one.
 
         Raises:
             ValueError: the processor refuses it.

@@ -24,8 +24,8 @@ from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.families.base import ModulePaths
 from vlmpack.model_folder.load import build_model, config_of
 
-UNUSED = "audio"
-"""Part of the names of modules that only sound reaches."""
+UNUSED = ("audio", "generation", "vqmodel")
+"""Parts of the names of modules that no image on its way to text passes."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def paths_of(model: Any) -> ModulePaths:
         for path in beside
         if not any(f"{one}.".startswith(f"{path}.") for one in taken) and path != "lm_head"
     ]
-    unused = tuple(path for path in beside if UNUSED in path)
+    unused = tuple(path for path in beside if any(part in path for part in UNUSED))
     return ModulePaths(
         vision=vision,
         projectors=tuple(path for path in beside if path not in unused),

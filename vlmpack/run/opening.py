@@ -25,6 +25,7 @@ from vlmpack.distributed import share_iterator
 from vlmpack.distributed.timeouts import CollectiveTimeouts, set_timeout
 from vlmpack.packing import Batch
 from vlmpack.proof.verify.at_start import verify_at_start
+from vlmpack.proof.verify.gate import require_proof
 from vlmpack.run.begun_steps import BegunSteps
 from vlmpack.run.data_summary import data_summary, log_data
 from vlmpack.run.launch_memory import say_memory
@@ -65,7 +66,9 @@ def _open(setup: Setup, place: Place, model: ModelWatch, begun: BegunSteps, unre
     splits = _open_splits(setup, place, ledger, saved)
     train = splits.train
     ranks.on_main(lambda: say_memory(setup, train))
-    if recipe.training.verify and saved is None:
+    if setup.encoder.family.proven_by_verify:
+        require_proof(setup, run_dir.path / "verify", train)
+    elif recipe.training.verify and saved is None:
         verify_at_start(setup, run_dir.path / "verify", train)
     checkpoint = ranks.on_main(lambda: choose_checkpoint(recipe.checkpoint, run_dir))
     steps = total_steps(recipe.training, train, checkpoint.state)

@@ -47,9 +47,9 @@ def logit_scale(model: Any) -> float:
     text = model.config.get_text_config()
     scale = 1.0
     if "logits_scaling" in source:
-        scale /= float(text.logits_scaling)
+        scale /= float(getattr(text, "logits_scaling", None) or 1.0)
     if "logit_scale" in source:
-        scale *= float(text.logit_scale)
+        scale *= float(getattr(text, "logit_scale", None) or 1.0)
     return scale
 
 

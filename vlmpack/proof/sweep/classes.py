@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassFacts:
-    """Of one model_type.
+    """What one model_type wants.
 
     Args:
         config: put into its config.json.
@@ -39,7 +39,7 @@ _TILED = {
     "vision_feature_select_strategy": "default",
     "num_additional_image_tokens": 1,
 }
-"""Of processors that count a tower's patches and its class token."""
+"""Settings of processors that count a tower's patches and its class token."""
 
 _AROUND = ("<|vision_start|>", "<|vision_end|>")
 
@@ -204,3 +204,27 @@ CLASSES: Mapping[str, ClassFacts] = {
     "video_llava": ClassFacts(processor=_TILED),
     "vipllava": ClassFacts(processor=_TILED, config={"vision_feature_layers": [-2, -1]}),
 }
+
+_CODES = "its images become discrete codes (a VQ-VAE), through which no gradient reaches a tower"
+
+_INDEXER = "its sparse attention picks keys from the whole row, the samples beside one's own too"
+_TIMM = "its tower is one of the package timm, which is no dependency"
+
+REASONS: Mapping[str, str] = {
+    "chameleon": _CODES,
+    "dots3_note": _INDEXER,
+    "emu3": _CODES,
+    "fast_vlm": _TIMM,
+    "gemma3n": _TIMM,
+    "glm5_next": _INDEXER,
+    "got_ocr2": (
+        "its processor writes 256 placeholders for every tile, which only a tower of 4,096 patches "
+        "fills: too large for a tiny model"
+    ),
+    "mistral_large4": _INDEXER,
+    "mistral4": "transformers registers it with images, but its class is a language model alone",
+    "paligemma": "its prompt attends in both directions, the answer does not",
+    "perception_lm": _TIMM,
+    "shieldgemma2": "it is a classifier: its class answers with two probabilities, not with text",
+}
+"""Classes that are not tried, and the fact that is missing."""

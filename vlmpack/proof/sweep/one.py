@@ -7,8 +7,14 @@ samples of several images -> the processor on all at once   pixels and text
 
 from __future__ import annotations
 
+import json
+import logging
 import random
+import sys
 import tempfile
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +23,7 @@ from vlmpack.capabilities.swept import Swept
 from vlmpack.distributed import process_group
 from vlmpack.errors import VlmpackError
 from vlmpack.families.generic import GenericVLM
+from vlmpack.families.generic_images import open_processor
 from vlmpack.families.registry import family_of
 from vlmpack.proof.sweep.folder import write_folder
 from vlmpack.proof.sweep.samples import SIDES, write_shard
@@ -25,19 +32,28 @@ from vlmpack.recipe import Recipe, load_recipe
 
 NUM_SIZES = 200
 
+LONGEST = 300
+"""Characters of a reason."""
+
 
 def try_class(model_type: str) -> Swept:
     """The word of a class, by trying."""
-    vars(refused)["SWEPT"] = {}  # what an earlier sweep said
+    vars(refused).update(SWEPT={}, _BY_TYPE={})  # what an earlier sweep or a person said
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         try:
             return _tried(model_type, root)
         except VlmpackError as error:
             return Swept("refused", _said(error, root))
+        except Exception as error:  # a class may fail anywhere
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(place.filename).name}, line {place.lineno}"
+            said = f"{type(error).__name__}: {_said(error, root)}"
+            return Swept("refused", f"a tiny model of it fails in {where}: {said}"[:LONGEST])
 
 
 def _tried(model_type: str, root: Path) -> Swept:
+    open_processor.cache_clear()
     (root / "model").mkdir()
     folder = write_folder(model_type, root / "model")
     write_shard(root / "train.tar", images=True)
@@ -57,8 +73,6 @@ def _tried(model_type: str, root: Path) -> Swept:
 def wrong_counts(family: GenericVLM) -> str:
     """What is wrong with the numbers of placeholders of 200 image sizes; empty where nothing is, or
     where the processor does not count."""
-    from vlmpack.families.generic_images import open_processor
-
     processor = open_processor(family.folder)
     tokenizer = processor.tokenizer
     if not hasattr(processor, "_get_num_multimodal_tokens"):
@@ -104,4 +118,21 @@ def _recipe(root: Path) -> Recipe:
 def _said(error: Exception, root: Path) -> str:
     """A message without what is true of this run alone."""
     text = " ".join(str(error).replace(str(root / "model"), "its folder").split())
-    return text.removeprefix("model.path: ")
+    for start in ("model.path: ", "its folder: "):
+        text = text.removeprefix(start)
+    return text.encode("ascii", "replace").decode("ascii")[:LONGEST]
+
+
+def main(names: Sequence[str]) -> None:
+    """A line of JSON for each class, as soon as it is known."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.disable(logging.WARNING)
+    for name in names:
+        print(json.dumps(asdict(try_class(name))), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -58,7 +58,7 @@ TEXT: Mapping[str, int] = {
     "laurel_rank": 8,
     "query_pre_attn_scalar": 24,
 }
-"""Of the language model."""
+"""Sizes of the language model."""
 
 VISION: Mapping[str, int] = {
     "hidden_size": 48,
@@ -87,7 +87,7 @@ VISION: Mapping[str, int] = {
     "patch_embed_hidden_size": 48,
     "encoder_hidden_size": 48,
 }
-"""Of the tower, and of what lies between the two."""
+"""Sizes of the tower, and of what lies between the two."""
 
 FORGOTTEN = (
     "id2label",

@@ -27,6 +27,10 @@ KEPT_BYTES = 4
 """Gradient of a parameter: those of the reference wait in host memory."""
 
 
+class TooLarge(CapabilityError):
+    """A model that does not fit a comparison in float32."""
+
+
 def require_memory(
     folder: Path,
     paths: ModulePaths,
@@ -45,7 +49,7 @@ def require_memory(
         split: processes that share one engine's weights.
 
     Raises:
-        CapabilityError: with both numbers, and what to do.
+        TooLarge: with both numbers, and what to do.
     """
     sizes = {
         name: shape
@@ -70,7 +74,7 @@ def require_memory(
 
 def _require(parameters: int, needed: int, where: str, free: int | None) -> None:
     if free is not None and needed > free:
-        raise CapabilityError(
+        raise TooLarge(
             f"verify compares {parameters:,} parameters in float32, which takes about "
             f"{_gib(needed)} beside activations; {where} has {_gib(free)} free. "
             f"`vlmpack verify --tiny` takes a model of the same architecture with a few layers and "

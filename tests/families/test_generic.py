@@ -1,0 +1,164 @@
+"""The generic family: what it asks of a class of transformers, against the class's own processor
+and against the stock model, one sample at a time."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from vlmpack.backends.hf import whole_model
+from vlmpack.capabilities import refused
+from vlmpack.encode import Encoder, ImagePart, Message, TextPart, VLMSample
+from vlmpack.errors import CapabilityError
+from vlmpack.families import generic, generic_images, generic_model
+from vlmpack.families.registry import family_of
+from vlmpack.model_folder.processor import compose_processor
+from vlmpack.proof.sweep.folder import write_folder
+from vlmpack.proof.sweep.one import try_class
+
+SLOW = pytest.mark.slow
+
+PARTS = {
+    "glm4v": ("model.visual", (), "model.language_model"),
+    "llava_next": (
+        "model.vision_tower",
+        ("model.multi_modal_projector", "model.image_newline"),
+        "model.language_model",
+    ),
+    "janus": ("model.vision_model", ("model.aligner",), "model.language_model"),
+}
+"""Tower, projectors and decoder of classes whose names differ."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny folder of a class, made once."""
+    made: dict[str, Path] = {}
+
+    def make(model_type: str) -> Path:
+        if model_type not in made:
+            made[model_type] = write_folder(model_type, tmp_path_factory.mktemp(model_type))
+        return made[model_type]
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def no_words(monkeypatch):
+    """Whatever an earlier sweep said."""
+    monkeypatch.setattr(refused, "SWEPT", {})
+
+
+def picture(draw: random.Random) -> Image.Image:
+    """Noise of a random size."""
+    width, height = draw.randint(32, 140), draw.randint(32, 140)
+    return Image.frombytes("RGB", (width, height), draw.randbytes(3 * width * height))
+
+
+@pytest.mark.parametrize("model_type", PARTS)
+def test_parts_are_those_that_the_class_names(folder, model_type):
+    paths = family_of(folder(model_type)).modules
+    assert (paths.vision, paths.projectors, paths.language) == PARTS[model_type]
+    assert paths.whole == "model"
+    assert ("model.vqmodel" in paths.unused) == (model_type == "janus")
+
+
+@pytest.mark.filterwarnings("ignore:__array__:DeprecationWarning")
+@pytest.mark.parametrize("model_type", PARTS)
+def test_three_images_are_what_the_stock_processor_makes_of_all_at_once(
+    folder, model_type, tmp_path
+):
+    draw = random.Random(2)
+    images = [picture(draw) for _ in range(3)]
+    family = family_of(folder(model_type))
+    assert isinstance(family, generic.GenericVLM)
+    processor = generic_images.open_processor(folder(model_type))
+    marker = family.marker(None)
+    theirs = processor(
+        images=[images],
+        text=[f"a{marker}b {marker}d{marker} c"],
+        return_tensors="pt",
+        add_special_tokens=False,
+    )
+    files = []
+    for number, image in enumerate(images):
+        image.save(tmp_path / f"{number}.png")
+        files.append((tmp_path / f"{number}.png").read_bytes())
+    texts = [TextPart(text) for text in ("a", "b ", "d", " c")]
+    parts = (*(part for n in range(3) for part in (texts[n], ImagePart(n))), texts[3])
+    messages = (Message("user", parts), Message("assistant", (TextPart("yes"),)))
+    ours = Encoder(folder(model_type)).encode(
+        VLMSample(key="k", url="u", messages=messages, images=tuple(files))
+    )
+    ids = theirs["input_ids"][0]
+    found = ours.input_ids.unfold(0, len(ids), 1)
+    assert (found == ids).all(1).any(), "the processor's ids stand in ours as they are"
+    mine = family.rule.arguments(ours.media)
+    assert torch.equal(mine["pixel_values"], theirs["pixel_values"])
+    for name in ("image_grid_thw", "image_sizes"):
+        if name in theirs:
+            assert torch.equal(mine[name], torch.as_tensor(theirs[name]))
+
+
+@pytest.mark.parametrize("model_type", ["llava_next", pytest.param("glm4v", marks=SLOW)])
+def test_packed_equals_stock_one_by_one(model_type):
+    assert try_class(model_type).word == "proven"
+
+
+@SLOW
+def test_positions_of_one_axis_do_not_pass_for_three(monkeypatch):
+    def one_axis(self, num_tokens, media_starts, media):
+        return torch.arange(num_tokens)[None].expand(3, -1)
+
+    monkeypatch.setattr(generic.GenericVLM, "positions", one_axis)
+    found = try_class("glm4v")
+    assert found.word == "refused" and found.reason.startswith("verify: positions: ")
+
+
+@SLOW
+def test_images_of_another_order_do_not_pass(monkeypatch):
+    stock = generic_images.joined
+
+    def swapped(values):
+        return stock(values if len(values) < 5 else values[::-1])  # in rows, not in one sample
+
+    monkeypatch.setattr(generic_images, "joined", swapped)
+    found = try_class("llava_next")
+    assert found.word == "refused" and found.reason.startswith("verify: ")
+
+
+@SLOW
+def test_logits_that_a_class_scales_are_scaled(monkeypatch):
+    assert try_class("granite_docling").word == "proven"
+    monkeypatch.setattr(whole_model, "logit_scale", lambda model: 1.0)
+    found = try_class("granite_docling")
+    assert found.word == "refused" and "loss of each sample" in found.reason
+
+
+def test_a_processor_that_writes_images_by_the_text_beside_them_is_refused(folder):
+    family = family_of(folder("idefics2"))  # it puts a space before a letter
+    with pytest.raises(CapabilityError, match="Idefics2Processor writes an image otherwise"):
+        family.image_rule(folder("idefics2"), None)
+
+
+def test_a_class_without_a_tower_is_named():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    small = LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9
+    )
+    paths = generic_model.paths_of(LlamaForCausalLM(small))
+    assert paths.vision is None and paths.language == paths.whole == "model"
+    with pytest.raises(CapabilityError, match="torchvision alone"):
+        write_folder("llama4", Path("unused"))
+
+
+def test_a_processor_that_nobody_knows_is_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "glm4v"}')
+    (tmp_path / "processor_config.json").write_text('{"processor_class": "Nobody"}')
+    with pytest.raises(ValueError, match="names Nobody, which transformers has not"):
+        compose_processor(tmp_path, None, None)

@@ -1,0 +1,50 @@
+"""The sweep's parts: small configs, samples with every number of images, words and reasons."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+
+from vlmpack.capabilities.registered import kind_of, registered
+from vlmpack.proof.sweep.classes import CLASSES
+from vlmpack.proof.sweep.one import try_class
+from vlmpack.proof.sweep.samples import COUNTS, write_shard
+from vlmpack.proof.sweep.tiny_config import LAYERS, tiny_config
+
+
+def test_sizes_of_every_section_are_small():
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    whole = CONFIG_MAPPING["glm4v"]().to_dict()
+    tiny = tiny_config(whole, 300)
+    text, vision = tiny["text_config"], tiny["vision_config"]
+    assert (text["num_hidden_layers"], vision["depth"]) == (LAYERS, LAYERS)
+    assert text["vocab_size"] == 300 < whole["text_config"]["vocab_size"]
+    assert vision["out_hidden_size"] == text["hidden_size"] != vision["hidden_size"]
+    half = text["hidden_size"] // text["num_attention_heads"] // 2
+    assert sum(text["rope_parameters"]["mrope_section"]) == half
+
+
+def test_a_shard_has_samples_with_every_number_of_images(tmp_path):
+    assert set(COUNTS) == {0, 1, 2, 3}
+    write_shard(tmp_path / "a.tar", images=True)
+    write_shard(tmp_path / "b.tar", images=False)
+    with tarfile.open(tmp_path / "a.tar") as tar:
+        names = tar.getnames()
+        messages = json.load(tar.extractfile("000000.json"))["messages"]
+    assert sum(name.endswith(".png") for name in names) == sum(COUNTS)
+    assert [part["type"] for part in messages[0]["content"]].count("image") == COUNTS[0]
+    with tarfile.open(tmp_path / "b.tar") as tar:
+        assert len(tar.getnames()) == len(COUNTS)
+
+
+def test_classes_are_registered_ones():
+    assert set(CLASSES) <= registered("image-text-to-text")
+    assert kind_of("aria") == "image-text-to-text" and kind_of("llama") == "text"
+    assert kind_of("zebra") is None
+
+
+def test_what_cannot_be_made_is_refused_with_the_fact_that_is_missing():
+    assert "for torchvision alone" in try_class("llama4").reason
+    assert "cross attention" in try_class("t5gemma2").reason
+    assert "names no image_token" in try_class("git").reason

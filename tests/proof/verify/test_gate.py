@@ -1,0 +1,121 @@
+"""A class that no family of ours serves trains only where `verify` has passed on it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vlmpack
+from vlmpack.backends.hf import whole_model
+from vlmpack.capabilities import refused
+from vlmpack.errors import CapabilityError, VerificationError
+from vlmpack.proof.sweep.folder import write_folder
+from vlmpack.proof.sweep.samples import write_shard
+from vlmpack.proof.verify import gate, memory, one_sample, run
+
+CLASS = "granite_docling"
+"""Its logits are scaled: a run that leaves this out is wrong in its loss alone."""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A tiny model folder and a shard."""
+    root = tmp_path_factory.mktemp("gate")
+    (root / "model").mkdir()
+    write_folder(CLASS, root / "model")
+    write_shard(root / "train.tar", images=True)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    """No record of anybody's, and no word of a sweep."""
+    monkeypatch.setenv("VLMPACK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(refused, "SWEPT", {})
+
+
+def settings(made: Path, run_dir: Path) -> dict[str, Any]:
+    """A run of one step."""
+    return {
+        "model": {"path": str(made / "model")},
+        "data": {"train": str(made / "train.tar"), "num_workers": 0},
+        "packing": {"mode": "in_batch"},
+        "training": {
+            "micro_batch_size": 8,
+            "global_batch_size": 8,
+            "seq_length": 8192,
+            "max_steps": 1,
+        },
+        "optim": {"lr": 1e-4},
+        "logging": {"trackers": [], "progress": "none"},
+        "export": {"enabled": False},
+        "run_dir": str(run_dir),
+    }
+
+
+def record(run_dir: Path) -> dict[str, Any]:
+    """What verify wrote beside the run."""
+    found: dict[str, Any] = json.loads((run_dir / "verify" / "verify.json").read_text())
+    return found
+
+
+def test_the_first_launch_verifies_and_later_ones_find_its_record(made, tmp_path, monkeypatch):
+    vlmpack.finetune(settings(made, tmp_path / "first"))
+    assert (tmp_path / "first" / "metrics.jsonl").is_file()
+    found = record(tmp_path / "first")
+    assert found["passes"] and len(found["checks"]) >= 10
+    (kept,) = (tmp_path / "cache" / "proofs").iterdir()
+
+    def never(*args: Any) -> None:
+        raise AssertionError("verified again")
+
+    monkeypatch.setattr(gate, "verify_split", never)
+    vlmpack.finetune(settings(made, tmp_path / "second"))
+    assert record(tmp_path / "second") == json.loads(kept.read_text()) == found
+    changed = settings(made, tmp_path / "third")
+    changed["packing"]["alignment"] = 8  # other rows are another matter
+    with pytest.raises(AssertionError, match="verified again"):
+        vlmpack.finetune(changed)
+
+
+@pytest.mark.slow
+def test_a_model_that_fails_trains_nothing_and_the_check_is_named(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(whole_model, "logit_scale", lambda model: 1.0)
+    with pytest.raises(VerificationError, match="loss of each sample"):
+        vlmpack.finetune(settings(made, tmp_path / "run"))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert not (tmp_path / "cache" / "proofs").exists()
+    assert record(tmp_path / "run")["passes"] is False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_model_too_large_is_verified_tiny_and_by_one_sample(made, tmp_path, monkeypatch, broken):
+    read = memory.require_memory
+
+    def small(folder: Path, *args: Any, **options: Any) -> None:
+        if folder == made / "model":  # the tiny one fits
+            raise memory.TooLarge("verify compares 7 parameters")
+        read(folder, *args, **options)
+
+    monkeypatch.setattr(run, "require_memory", small)
+    if broken:
+        stock = one_sample._packed_losses
+        monkeypatch.setattr(one_sample, "_packed_losses", lambda *given: stock(*given) * (1 + 1e-4))
+        with pytest.raises(VerificationError, match=one_sample.NAME):
+            vlmpack.finetune(settings(made, tmp_path / "run"))
+    else:
+        vlmpack.finetune(settings(made, tmp_path / "run"))
+    found = record(tmp_path / "run")
+    assert found["checks"][-1]["name"] == one_sample.NAME
+    assert found["forward_on"] == "the folder's weights" and len(found["checks"]) >= 10
+    assert "random weights" in found["weights"]
+
+
+def test_a_loop_of_ones_own_has_no_proof(made):
+    encoder = vlmpack.Encoder(made / "model")
+    with pytest.raises(CapabilityError, match="a loop of one's own does not"):
+        vlmpack.packed_model(None, encoder)

@@ -1,0 +1,127 @@
+"""A model whose class no family of ours serves trains only where `verify` passed on it.
+
+    first launch   verify on the folder's weights and the recipe's samples
+                   too large for float32: the same on a tiny model of the class (`--tiny`) in full,
+                   and one sample on the folder's weights, forward alone
+    later          the record of the same model, processor, layout and versions
+
+The record lies in the run's folder, and by its fingerprint in `$VLMPACK_CACHE/proofs`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlmpack.build.setup import Setup
+from vlmpack.capabilities.versions import installed_versions
+from vlmpack.data.pipeline import TrainData
+from vlmpack.errors import VerificationError
+from vlmpack.proof.check import Check
+from vlmpack.proof.verify.memory import TooLarge
+from vlmpack.proof.verify.one_sample import check_one_sample
+from vlmpack.proof.verify.record import as_json, conclusion, write_verification
+from vlmpack.proof.verify.run import Verification, VerifyOptions, verify_recipe, verify_split
+from vlmpack.storage.folders import default_cache_dir
+from vlmpack.version import __version__
+from vlmpack.whole_file import write_atomically
+
+logger = logging.getLogger("vlmpack")
+
+
+def require_proof(setup: Setup, folder: Path, train: TrainData) -> None:
+    """Verify a model of the generic family, or find that it was verified. Collective.
+
+    Args:
+        setup: of the run.
+        folder: where the record is written.
+        train: its samples.
+
+    Raises:
+        VerificationError: packed differs from unpacked, with the checks that failed.
+        CapabilityError: nothing of it can be compared here.
+    """
+    path = default_cache_dir().parent / "proofs" / f"{proof_key(setup)}.json"
+    kept = setup.ranks.on_main(lambda: _kept(path, folder))
+    if kept is not None:
+        logger.info("%-14s %s (found in %s)", "verify", kept, path)
+        return
+    found = _proven(setup, folder, train)
+    written = setup.ranks.on_main(lambda: write_verification(found, folder))
+    if not found.passes:
+        raise VerificationError(
+            f"no family of ours serves {setup.encoder.family.name}, so it trains only where verify "
+            f"passes, and {conclusion(found)}. All figures are in {written}; nothing was trained"
+        )
+
+    def keep() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(as_json(found), indent=1) + "\n")
+
+    setup.ranks.on_main(keep)
+    logger.info("%-14s %s (%d checks, %s)", "verify", conclusion(found), len(found.checks), written)
+
+
+def proof_key(setup: Setup) -> str:
+    """A digest of all that what was verified depends on, but for the samples."""
+    folder, recipe = setup.encoder.folder, setup.recipe
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors"))
+    parts: dict[str, Any] = {
+        "files": [_file(path) for path in files],
+        "encoder": setup.encoder.fingerprint,
+        "model": recipe.model.model_dump(mode="json", exclude={"path"}),
+        "packing": recipe.packing.model_dump(mode="json"),
+        "parallelism": recipe.parallelism.model_dump(mode="json"),
+        "trainable": recipe.trainable.model_dump(mode="json"),
+        "device": setup.ranks.device.type,
+        "versions": [__version__, torch.__version__, dict(installed_versions())],
+    }
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _file(path: Path) -> list[Any]:
+    """A file by its content, or by its size and time where it is large."""
+    found = path.stat()
+    if path.suffix == ".json":
+        return [path.name, hashlib.sha256(path.read_bytes()).hexdigest()]
+    return [path.name, found.st_size, found.st_mtime_ns]
+
+
+def _kept(path: Path, folder: Path) -> str | None:
+    """What an earlier record concludes, which is then put beside the run too; None without one."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text)
+    except (OSError, ValueError):
+        return None
+    if not isinstance(found, dict) or found.get("passes") is not True:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "verify.json", text)
+    return str(found.get("conclusion"))
+
+
+def _proven(setup: Setup, folder: Path, train: TrainData) -> Verification:
+    """The checks on the folder's weights; where they are too large, on tiny ones. Collective."""
+    try:
+        return verify_split(setup, train, VerifyOptions(scratch=folder))
+    except TooLarge as error:
+        logger.info("%-14s %s", "verify", error)
+    tiny = verify_recipe(setup.recipe, setup.ranks, VerifyOptions(scratch=folder, tiny=True))
+    if not tiny.passes:
+        return tiny
+
+    def forward() -> Check:
+        return check_one_sample(setup, train)
+
+    one = setup.ranks.on_main(forward)
+    facts = tiny.facts | {"forward_on": "the folder's weights", "tiny": False}
+    facts["weights"] = f"{tiny.facts['weights']}, but for the last check"
+    return replace(tiny, checks=(*tiny.checks, one), facts=facts)

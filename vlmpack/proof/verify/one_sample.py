@@ -1,0 +1,89 @@
+"""One sample on the folder's own weights, forward alone: stock, then packed beside another sample.
+
+For a model that is too large for all of `verify`: its weights are there once, without gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vlmpack.attention import choose_attention
+from vlmpack.backends.hf.attention import register_attention
+from vlmpack.backends.hf.load import load_model
+from vlmpack.backends.hf.recurrence import replace_kernels
+from vlmpack.backends.hf.whole_model import packed_model
+from vlmpack.build.setup import Setup
+from vlmpack.data.pipeline import TrainData
+from vlmpack.encode import Encoder
+from vlmpack.families.base import stock_arguments
+from vlmpack.packing import IGNORE_INDEX, EncodedSample, PackCollator
+from vlmpack.proof.check import Check
+from vlmpack.proof.verify.compare import loss_error
+from vlmpack.proof.verify.figures import LOSS_BOUND, bounded, with_noise
+from vlmpack.proof.verify.samples import choose_samples
+from vlmpack.recurrence import choose_recurrence
+
+NAME = "loss of one sample on the folder's weights"
+
+
+def check_one_sample(setup: Setup, train: TrainData) -> Check:
+    """The first of some samples, alone and packed behind another, in float32 on the host.
+
+    Args:
+        setup: of the run.
+        train: its samples.
+
+    Raises:
+        ModelError: the folder's weights cannot be loaded.
+    """
+    chosen = [each.sample for each in choose_samples(train, 2, min_labels=0)]
+    sample, other = chosen[0], chosen[-1]
+    encoder = setup.encoder
+    model = load_model(encoder.folder).eval()
+    with torch.no_grad():
+        alone = _stock_losses(model, encoder, sample)
+        again = _stock_losses(model, encoder, sample, padding=7)
+        packed = _packed_losses(model, encoder, sample, other)
+    return bounded(
+        NAME,
+        loss_error(packed, alone),
+        with_noise(LOSS_BOUND, loss_error(again, alone)),
+        noise=loss_error(again, alone),
+        detail=f"{sample.key}, {len(alone)} label tokens, float32, no gradients",
+        look_at="`vlmpack verify --tiny`, which says more",
+    )
+
+
+def _stock_losses(model: Any, encoder: Encoder, sample: EncodedSample, padding: int = 0) -> Tensor:
+    """(l,) of the stock model, with so many slots of padding at the right."""
+    given = stock_arguments(encoder.family, sample, placeholder_id=encoder.placeholder_id)
+    fill = {"input_ids": encoder.pad_token_id, "attention_mask": 0}
+    fill |= dict.fromkeys(encoder.family.token_arguments(given["input_ids"] < 0), 0)
+    padded = {
+        name: F.pad(value, (0, padding), value=fill[name]) if name in fill else value
+        for name, value in given.items()
+    }
+    logits = model(use_cache=False, **padded).logits[0]
+    places = (sample.labels != IGNORE_INDEX).nonzero()[:, 0]
+    return F.cross_entropy(logits[places].float(), sample.labels[places], reduction="none")
+
+
+def _packed_losses(
+    model: Any, encoder: Encoder, sample: EncodedSample, other: EncodedSample
+) -> Tensor:
+    """(l,) of the sample behind another one in a row."""
+    cpu, dtype = torch.device("cpu"), torch.float32
+    packed = packed_model(model, encoder)
+    choice = choose_attention("auto", device=cpu, dtype=dtype, image_blocks=False)
+    packed.language.set_attn_implementation(register_attention(choice))
+    replace_kernels(packed.language, choose_recurrence(device=cpu, dtype=dtype))
+    collator = PackCollator(
+        pad_token_id=encoder.pad_token_id, num_position_axes=encoder.num_position_axes
+    )
+    batch = collator([other, sample])
+    losses: Tensor = packed(batch, batch.packed_seq_params())
+    return losses[batch.label_positions >= other.length]
