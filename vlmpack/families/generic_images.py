@@ -134,9 +134,8 @@ def _refuse_other_texts(processor: Any, rule: GenericImageRule) -> None:
     ours = processor.tokenizer(f"a{written}b {written} c", add_special_tokens=False)["input_ids"]
     if ids != ours:
         raise CapabilityError(
-            f"{type(processor).__name__} writes an image otherwise where text stands beside it: "
-            f"{processor.tokenizer.decode(ids)!r}, expected "
-            f"{processor.tokenizer.decode(ours)!r}"[:400]
+            f"{type(processor).__name__} writes an image otherwise where text stands beside it, "
+            f"so what stands for an image does not follow from its size"
         )
 
 
