@@ -156,6 +156,7 @@ def test_the_installed_versions_are_looked_up():
         ("Qwen2.5-VL", "qwen2_5_vl"),
         ("qwen3_vl_moe_text", "qwen3_vl_moe"),
         ("zebra", None),
+        ("mixtral", "mistral3"),
     ],
 )
 def test_the_nearest_model_type(model_type, near):

@@ -124,13 +124,15 @@ def _by_the_sweep(model_type: str) -> str | None:
     found = SWEPT.get(model_type)
     if found is not None and found.word == "refused":
         return f"model_type {model_type!r} cannot be trained: {found.reason}"
-    if found is not None or kind_of(model_type) is not None:
+    kind = kind_of(model_type)
+    if found is not None or kind == "image-text-to-text":
         return None
     near = nearest(model_type)
     meant = f"did you mean {near!r}? " if near else ""
+    unknown = "" if kind == "text" else ", and transformers registers no class for it"
     return (
-        f"no family of this version serves model_type {model_type!r}, and transformers registers "
-        f"no class for it; {meant}`vlmpack families` lists what can be trained"
+        f"no family of this version serves model_type {model_type!r}{unknown}; {meant}"
+        f"`vlmpack families` lists what can be trained"
     )
 
 
