@@ -76,7 +76,7 @@ def test_every_model_type_is_one_of_transformers():
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     refused = [name for row in REFUSED for name in row.model_types]
-    assert len(refused) >= 25
+    assert len(refused) >= 20
     assert len(set(refused)) == len(refused)
     assert not set(refused) & set(SERVED)
     assert set(refused) | set(SERVED) <= set(CONFIG_MAPPING_NAMES)
@@ -312,7 +312,7 @@ def test_the_table_is_written_between_the_marks(tmp_path):
     text = file.read_text()
     assert text.startswith(f"before\n{BEGIN}\n| family | model_type | in_batch |")
     assert text.endswith(f"{END}\nafter\n")
-    assert "old" not in text
+    assert "\nold\n" not in text
     assert with_block("no marks", "table") is None
     file.write_text("no marks")
     result = CliRunner().invoke(app, ["families", "--into", str(file)])

@@ -64,7 +64,7 @@ def test_parts_are_those_that_the_class_names(folder, model_type):
     paths = family_of(folder(model_type)).modules
     assert (paths.vision, paths.projectors, paths.language) == PARTS[model_type]
     assert paths.whole == "model"
-    assert ("model.vqmodel" in paths.unused) == (model_type == "janus")
+    assert ("model.vqmodel" in paths.untouched) == (model_type == "janus")
 
 
 @pytest.mark.filterwarnings("ignore:__array__:DeprecationWarning")
@@ -132,8 +132,7 @@ def test_images_of_another_order_do_not_pass(monkeypatch):
 
 
 @SLOW
-def test_logits_that_a_class_scales_are_scaled(monkeypatch):
-    assert try_class("granite_docling").word == "proven"
+def test_logits_that_are_not_scaled_as_the_class_does_do_not_pass(monkeypatch):
     monkeypatch.setattr(whole_model, "logit_scale", lambda model: 1.0)
     found = try_class("granite_docling")
     assert found.word == "refused" and "loss of each sample" in found.reason

@@ -8,6 +8,7 @@ import tarfile
 from vlmpack.capabilities.registered import kind_of, registered
 from vlmpack.proof.sweep.classes import CLASSES
 from vlmpack.proof.sweep.one import try_class
+from vlmpack.proof.sweep.run import sweep
 from vlmpack.proof.sweep.samples import COUNTS, write_shard
 from vlmpack.proof.sweep.tiny_config import LAYERS, tiny_config
 
@@ -42,6 +43,12 @@ def test_classes_are_registered_ones():
     assert set(CLASSES) <= registered("image-text-to-text")
     assert kind_of("aria") == "image-text-to-text" and kind_of("llama") == "text"
     assert kind_of("zebra") is None
+
+
+def test_classes_of_ours_and_those_with_a_reason_are_not_tried():
+    found = sweep(["qwen2_vl", "chameleon"])
+    assert found["qwen2_vl"].word == "served" and not found["qwen2_vl"].reason
+    assert found["chameleon"].word == "refused" and "VQ-VAE" in found["chameleon"].reason
 
 
 def test_what_cannot_be_made_is_refused_with_the_fact_that_is_missing():

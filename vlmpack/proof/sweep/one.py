@@ -13,7 +13,8 @@ import random
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,7 @@ LONGEST = 300
 
 def try_class(model_type: str) -> Swept:
     """The word of a class, by trying."""
-    vars(refused).update(SWEPT={}, _BY_TYPE={})  # what an earlier sweep or a person said
-    with tempfile.TemporaryDirectory() as scratch:
+    with _no_word_of_any_class(), tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         try:
             return _tried(model_type, root)
@@ -50,6 +50,17 @@ def try_class(model_type: str) -> Swept:
             where = f"{Path(place.filename).name}, line {place.lineno}"
             said = f"{type(error).__name__}: {_said(error, root)}"
             return Swept("refused", f"a tiny model of it fails in {where}: {said}"[:LONGEST])
+
+
+@contextmanager
+def _no_word_of_any_class() -> Iterator[None]:
+    """Without what an earlier sweep found, and what is refused by name."""
+    said = {name: vars(refused)[name] for name in ("SWEPT", "_BY_TYPE")}
+    vars(refused).update(SWEPT={}, _BY_TYPE={})
+    try:
+        yield
+    finally:
+        vars(refused).update(said)
 
 
 def _tried(model_type: str, root: Path) -> Swept:

@@ -78,7 +78,7 @@ def _packed_losses(
     """(l,) of the sample behind another one in a row."""
     cpu, dtype = torch.device("cpu"), torch.float32
     packed = packed_model(model, encoder)
-    choice = choose_attention("auto", device=cpu, dtype=dtype, image_blocks=False)
+    choice = choose_attention("segments", device=cpu, dtype=dtype, image_blocks=False)
     packed.language.set_attn_implementation(register_attention(choice))
     replace_kernels(packed.language, choose_recurrence(device=cpu, dtype=dtype))
     collator = PackCollator(
