@@ -106,6 +106,7 @@ class FakeLength:
     num_image_tokens: int
     num_label_tokens: int
     num_patches: int
+    num_chosen_tokens: int = 0
 
 
 def image_tokens(width: int, height: int) -> int:
@@ -126,6 +127,7 @@ class FakeEncoder:
 
     pad_token_id: ClassVar[int] = 0
     num_position_axes: ClassVar[int] = 1
+    pairs: ClassVar[bool] = False
     fingerprint: str = "fake-1"
     former_fingerprints: tuple[str, ...] = ()
     former_rules: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ from typing import Any
 
 from vlmpack.convert.spellings import respelt
 from vlmpack.data.shards.json_text import parse_json
-from vlmpack.data.shards.keys import is_absent, refuse_unknown
+from vlmpack.data.shards.keys import PAIR_KEYS, is_absent, refuse_unknown
 from vlmpack.data.shards.turns import (
     CHAT_ROLES,
     IMAGE_MARKER,
@@ -52,16 +52,20 @@ class ChatTurns:
         images: where each image part's bytes are, in order.
         unknown_keys: those of the record that are not read.
         beside: what the chat template gets beside the turns.
+        answers: of a pair, the chosen one and the rejected one; else empty.
     """
 
     turns: tuple[Message, ...]
     images: tuple[ImageSource, ...]
     unknown_keys: tuple[str, ...] = ()
     beside: Beside = NOTHING_BESIDE
+    answers: tuple[tuple[Message, ...], ...] = ()
 
     def document(self, names: Sequence[str]) -> dict[str, Any]:
         """A shard's JSON, its images under these member names."""
         document: dict[str, Any] = {"messages": self.messages(names)}
+        for name, turns in zip(PAIR_KEYS, self.answers, strict=False):
+            document[name] = _written(turns, names)
         if self.beside.tools:
             document["tools"] = list(self.beside.tools)
         if self.beside.variables:
@@ -70,21 +74,26 @@ class ChatTurns:
 
     def messages(self, names: Sequence[str]) -> list[dict[str, Any]]:
         """The `messages` of a shard's JSON, its images under these member names."""
-        messages: list[dict[str, Any]] = []
-        for turn in self.turns:
-            content: list[dict[str, str]] | str | None = [
-                {"type": "image", "image": names[part.index]}
-                if isinstance(part, ImagePart)
-                else {"type": "text", "text": part.text}
-                for part in turn.parts
-            ]
-            if len(turn.parts) < 2 and not any(isinstance(p, ImagePart) for p in turn.parts):
-                content = turn.text
-            if not turn.parts and CALLS in turn.fields:
-                content = None
-            flag = {} if turn.learn else {"loss": False}
-            messages.append({"role": turn.role, "content": content, **turn.fields, **flag})
-        return messages
+        return _written(self.turns, names)
+
+
+def _written(turns: Sequence[Message], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Turns as a shard's JSON has them."""
+    messages: list[dict[str, Any]] = []
+    for turn in turns:
+        content: list[dict[str, str]] | str | None = [
+            {"type": "image", "image": names[part.index]}
+            if isinstance(part, ImagePart)
+            else {"type": "text", "text": part.text}
+            for part in turn.parts
+        ]
+        if len(turn.parts) < 2 and not any(isinstance(p, ImagePart) for p in turn.parts):
+            content = turn.text
+        if not turn.parts and CALLS in turn.fields:
+            content = None
+        flag = {} if turn.learn else {"loss": False}
+        messages.append({"role": turn.role, "content": content, **turn.fields, **flag})
+    return messages
 
 
 def chat_turns(record: dict[str, Any]) -> ChatTurns:
@@ -100,7 +109,7 @@ def chat_turns(record: dict[str, Any]) -> ChatTurns:
             f"{counted(unnamed, 'place')} for images in the turns ({IMAGE_MARKER} or image parts) "
             "without a name, nor does the record name any ('image' or 'images')"
         )
-    return ChatTurns(said.messages, images, said.unknown_keys, said.beside)
+    return ChatTurns(said.messages, images, said.unknown_keys, said.beside, said.answers)
 
 
 def _parsed(record: dict[str, Any]) -> dict[str, Any]:

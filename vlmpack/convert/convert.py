@@ -153,7 +153,7 @@ def sample_fields(
             s if isinstance(s, str) else n for s, n in zip(turns.images, names, strict=True)
         )
         sample = replace(cooked.sample, image_names=paths)
-        encoder.length(sample, [image.size for image in loaded])
+        encoder.measure(sample, [image.size for image in loaded])
     members = {name: image.data for name, image in zip(names, loaded, strict=True)}
     return {JSON_FIELD: data} | members, (*turns.unknown_keys, *record.unread)
 

@@ -21,7 +21,8 @@ from vlmpack.encode.chat import ChatEncoder
 from vlmpack.encode.clock import noted_date, reads_clock, today
 from vlmpack.encode.decode import decode_image, which_image
 from vlmpack.encode.fingerprint import EncoderFacts
-from vlmpack.encode.sample import Message, VLMSample
+from vlmpack.encode.pair_form import PAIR_NAMES, refuse_other_form
+from vlmpack.encode.sample import Beside, Message, VLMSample
 from vlmpack.encode.template import no_vision_tower
 from vlmpack.encode.thoughts import last_turn_alone
 from vlmpack.encode.tokenizer import open_tokenizer
@@ -30,6 +31,7 @@ from vlmpack.families.base import Family, ImageLayout, ImageRule
 from vlmpack.families.registry import family_of
 from vlmpack.model_folder.images import made_with
 from vlmpack.packing import EncodedSample, Media
+from vlmpack.packing.pairs import join_pair
 from vlmpack.recipe.images import MAX_IMAGE_PIXELS, ImagesSection
 
 ENCODER_VERSION = 4
@@ -44,12 +46,18 @@ Learn = Literal["all_turns", "last_turn"]
 
 @dataclass(frozen=True, slots=True)
 class SampleLength:
-    """What a sample costs, in tokens of the packed row and patches of the tower."""
+    """What a sample costs, in tokens of the packed row and patches of the tower. Of a pair, tokens
+    are those of both sequences, and patches those of its images, which are encoded once.
+
+    Args:
+        num_chosen_tokens: of a pair's first sequence alone; 0 where there is no pair.
+    """
 
     num_tokens: int
     num_image_tokens: int
     num_label_tokens: int
     num_patches: int
+    num_chosen_tokens: int = 0
 
 
 class Encoder:
@@ -63,6 +71,8 @@ class Encoder:
         date: what a chat template that reads the clock writes as today's; None: that of an
             export's note, or the clock's. Other templates have none.
         learn: which answers are targets: those of all turns, or a conversation's last alone.
+        pairs: whether samples are pairs of answers to one prompt; others are refused, as pairs are
+            without it.
     """
 
     def __init__(
@@ -74,19 +84,21 @@ class Encoder:
         budget: ImagesSection | None = None,
         date: datetime.date | None = None,
         learn: Learn = "all_turns",
+        pairs: bool = False,
     ) -> None:
         self.folder = Path(folder)
         self.loss_on = loss_on
         self.max_image_pixels = max_image_pixels
         self.budget = ImagesSection() if budget is None else budget
         self.learn = learn
+        self.pairs = pairs
         self.family: Family = family_of(self.folder)
         self.date: datetime.date | None = None
         if reads_clock(self.folder):
             self.date = date or noted_date(self.folder) or today()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        names = ("loss_on", "max_image_pixels", "budget", "date", "learn")
+        names = ("loss_on", "max_image_pixels", "budget", "date", "learn", "pairs")
         settings = {name: getattr(self, name) for name in names}
         return partial(Encoder, **settings), (self.folder,)
 
@@ -198,6 +210,7 @@ class Encoder:
             budget=self.budget,
             date=self.date,
             learn=self.learn,
+            pairs=self.pairs,
             image_sizes=self._image_sizes,
         )
 
@@ -225,16 +238,23 @@ class Encoder:
         Raises:
             DataError: (schema) as `encode`.
         """
+        refuse_other_form(sample, pairs=self.pairs)
+        return self.measure(sample, sizes)
+
+    def measure(self, sample: VLMSample, sizes: Sequence[tuple[int, int]]) -> SampleLength:
+        """As `length`, of a pair as of another sample."""
         self._refuse_images(max(sample.num_images, len(sizes)))
         layouts = self.layouts(sizes, sample.image_names)
-        ids, supervised = self._tokens(sample, layouts)
         num_image_tokens = sum(layout.num_tokens for layout in layouts)
-        num_runs = sum(len(layout.runs) for layout in layouts)
+        grown = num_image_tokens - sum(len(layout.runs) for layout in layouts)
+        tokens = self._tokens(sample, layouts)
+        lengths = [len(each.ids) + grown for each in tokens]
         return SampleLength(
-            num_tokens=len(ids) - num_runs + num_image_tokens,
-            num_image_tokens=num_image_tokens,
-            num_label_tokens=sum(supervised[1:]),
+            num_tokens=sum(lengths),
+            num_image_tokens=num_image_tokens * len(tokens),
+            num_label_tokens=sum(sum(each.supervised[1:]) for each in tokens),
             num_patches=sum(math.prod(layout.grid) for layout in layouts),
+            num_chosen_tokens=lengths[0] if sample.answers else 0,
         )
 
     def encode(
@@ -251,6 +271,7 @@ class Encoder:
                 placeholders that do not match, images for a model without vision tower, a special
                 token in the text, nothing to learn.
         """
+        refuse_other_form(sample, pairs=self.pairs)
         self._refuse_images(max(sample.num_images, len(sample.images)))
         if len(sample.images) != sample.num_images:
             raise schema_error(
@@ -260,10 +281,10 @@ class Encoder:
         names = sample.image_names
         images = self._images(sample.images, sizes, names)
         layouts = self.layouts([image.size for image in images], names)
-        ids, supervised = self._tokens(sample, layouts)
+        tokens = self._tokens(sample, layouts)
         media = self.image_rule.preprocess(images) if images else None
-        tokens = Tokens(ids, supervised, self.placeholder_id)
-        return assemble(self.family, sample.key, tokens, layouts, media)
+        sequences = [assemble(self.family, sample.key, each, layouts, media) for each in tokens]
+        return join_pair(*sequences) if sample.answers else sequences[0]
 
     def pixels(
         self, files: Sequence[bytes], sizes: Sequence[tuple[int, int]] | None = None
@@ -305,13 +326,25 @@ class Encoder:
         if count and not self.takes_images:
             raise no_vision_tower()
 
-    def _tokens(
-        self, sample: VLMSample, layouts: Sequence[ImageLayout]
-    ) -> tuple[list[int], list[bool]]:
+    def _tokens(self, sample: VLMSample, layouts: Sequence[ImageLayout]) -> list[Tokens]:
+        """The tokens of each of a sample's sequences, the chosen answer's of a pair first."""
+        found = []
+        for messages, name in zip(sample.conversations, PAIR_NAMES, strict=False):
+            try:
+                found.append(self._conversation_tokens(messages, sample.beside, layouts))
+            except DataError as error:
+                if sample.answers:
+                    reason = f"with the {name} answer: {error.reason}"
+                    raise DataError(reason, error_class=error.error_class) from None
+                raise
+        return found
+
+    def _conversation_tokens(
+        self, messages: tuple[Message, ...], beside: Beside, layouts: Sequence[ImageLayout]
+    ) -> Tokens:
         """Ids with one placeholder for each run of an image, and which of them are targets."""
-        messages = self.taught(sample.messages)
         texts = [layout.text for layout in layouts]
-        tokens = self.chat.encode(messages, texts, sample.beside)
+        tokens = self.chat.encode(self.taught(messages), texts, beside)
         ids = tokens.input_ids
         found, wanted = ids.count(self.placeholder_id), sum(len(each.runs) for each in layouts)
         if found != wanted:
@@ -330,7 +363,7 @@ class Encoder:
                 "no token to learn: the assistant says nothing, or its turns are excluded"
                 + (left if self.learn == "last_turn" else ""),
             )
-        return ids, supervised
+        return Tokens(ids, supervised, self.placeholder_id)
 
     def taught(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
         """The turns, with what this encoder excludes from the loss beside what the data do."""

@@ -24,6 +24,7 @@ class EncoderFacts:
         budget: bounds on what an image costs.
         date: where the template reads the clock.
         learn: which answers are learnt.
+        pairs: whether samples are pairs of answers.
         image_sizes: the numbers of the image rule, some of them config.json's.
     """
 
@@ -33,6 +34,7 @@ class EncoderFacts:
     budget: ImagesSection
     date: datetime.date | None
     learn: str
+    pairs: bool
     image_sizes: str
 
     def fingerprint(self, version: int) -> str:
@@ -46,6 +48,8 @@ class EncoderFacts:
             digest.update(self.date.isoformat().encode())
         if self.learn != "all_turns":
             digest.update(self.learn.encode())
+        if self.pairs:
+            digest.update(b"pairs")
         for name in PROCESSOR_FILES:
             path = self.folder / name
             digest.update(name.encode() + b"\0")
@@ -69,6 +73,8 @@ class EncoderFacts:
             parts["date"] = self.date.isoformat()
         if self.learn != "all_turns":
             parts["learn"] = self.learn
+        if self.pairs:
+            parts["samples"] = "pairs"
         return parts | {"made_with": made_with()}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -95,6 +95,8 @@ class VLMSample:
         image_names: what messages call the images: their members, or the files that they come from.
         task: a label that evaluation groups its figures by, if the data has one.
         beside: what the chat template gets beside the turns.
+        answers: of a pair, the chosen answer to the turns and the rejected one, without images.
+            Empty where the turns hold what is learnt.
     """
 
     key: str
@@ -104,6 +106,16 @@ class VLMSample:
     task: str | None = None
     image_names: tuple[str, ...] = field(default=(), compare=False)
     beside: Beside = NOTHING_BESIDE
+    answers: tuple[tuple[Message, ...], ...] = ()
+
+    @property
+    def conversations(self) -> tuple[tuple[Message, ...], ...]:
+        """What is encoded: the turns, or of a pair the prompt with each answer. A prompt is not
+        learnt, whoever speaks in it."""
+        if not self.answers:
+            return (self.messages,)
+        prompt = tuple(replace(message, learn=False) for message in self.messages)
+        return tuple((*prompt, *answer) for answer in self.answers)
 
     @property
     def num_images(self) -> int:

@@ -61,9 +61,10 @@ class Question:
                 key=sample.key,
                 shard=sample.url,
             )
+        said = sample.conversations[0]  # of a pair, with the chosen answer
         turns = [
             place
-            for place, message in enumerate(sample.messages)
+            for place, message in enumerate(said)
             if message.role == "assistant" and message.learn and CALLS not in message.fields
         ]
         if not turns:
@@ -74,13 +75,13 @@ class Question:
                 key=sample.key,
                 shard=sample.url,
             )
-        messages = sample.messages[: turns[-1]]
+        messages = said[: turns[-1]]
         return cls(
             key=sample.key,
             shard=sample.url,
             messages=messages,
             images=sample.images[: _num_images(messages)],
-            truth=sample.messages[turns[-1]].text,
+            truth=said[turns[-1]].text,
             task=sample.task,
             beside=sample.beside,
         )

@@ -2,7 +2,7 @@
 
 Shape letters: T tokens of a packed row, B rows and S columns of a padded batch, s tokens of one
 sample, A position axes (1, or 3 for MRoPE), N segments, P vision patches, L label tokens, M media
-(placeholder) tokens.
+(placeholder) tokens. A sample is one sequence, or a pair of two that share its images.
 
 Everything here is built on CPU, checked once, and moved to the device once. What the step would
 otherwise have to read back from the device (counts, grids, `max_seqlen`) is kept as host integers.
@@ -67,6 +67,9 @@ class EncodedSample:
         position_ids: (A, s) int64, counted from the sample's own start.
         media: the images, or None for text.
         media_positions: (M,) int64, the indices of the placeholder tokens in `input_ids`.
+        sequences: lengths of the sequences of a pair, which lie one after the other; labels and
+            positions are each one's own, and each shows all images. Empty for a sample that is
+            one sequence.
     """
 
     key: str
@@ -75,10 +78,11 @@ class EncodedSample:
     position_ids: Tensor
     media: Media | None = None
     media_positions: Tensor
+    sequences: tuple[int, ...] = ()
 
     @property
     def length(self) -> int:
-        """s, the number of tokens."""
+        """s, the number of tokens, of all sequences together."""
         return int(self.input_ids.shape[0])
 
 
@@ -167,6 +171,20 @@ class _Slots:
     keys: tuple[str, ...]
     lengths: tuple[int, ...]
     image_blocks: tuple[Span, ...] = ()
+    media_sources: Tensor | None = None
+    label_sequences: Tensor | None = None
+    reference: Tensor | None = None
+
+    @property
+    def sequence_keys(self) -> tuple[str, ...]:
+        """The sample of each sequence: those of a pair have the same."""
+        each = len(self.lengths) // len(self.keys) if self.keys else 1
+        return tuple(key for key in self.keys for _ in range(each))
+
+    @property
+    def num_pairs(self) -> int:
+        """Samples that are pairs: of all or of none."""
+        return 0 if self.label_sequences is None else len(self.keys)
 
     @property
     def num_tokens(self) -> int:
@@ -180,7 +198,7 @@ class _Slots:
 
     @property
     def num_padded_slots(self) -> int:
-        """Slots that the same samples take in rows padded to the longest of them (mode `none`)."""
+        """Slots that the same sequences take in rows padded to the longest (mode `none`)."""
         return len(self.lengths) * max(self.lengths, default=0)
 
     @property
@@ -211,7 +229,8 @@ class PackedBatch(_Slots):
         media: the images of the row in sample order, or None.
         media_positions: (M,) int64, indices into the flattened row of the placeholders.
         keys: the samples' keys, in row order. Empty for an empty bin.
-        lengths: the samples' logical lengths, host integers, in row order.
+        lengths: the sequences' logical lengths, host integers, in row order: one a sample, two a
+            pair.
         context: this rank's slice under context parallelism; None where rows are whole.
         media_share: where the vision work is shared out: `media` then holds this rank's images
             alone (None for none); None where each rank has all of them.
@@ -220,6 +239,12 @@ class PackedBatch(_Slots):
             a CUDA graph keeps the number that it was captured with.
         image_blocks: where runs of placeholders lie in the flattened row whose tokens attend to one
             another in both directions, host integers; empty where attention is causal throughout.
+        media_sources: (M,) int64, which of the images' features each placeholder gets; None for
+            them in their order. Both sequences of a pair get the same.
+        label_sequences: (L,) int64, the sequence of each label token; None where no sample is a
+            pair.
+        reference: (N,) float64, log-probabilities of the sequences under the reference model; None
+            where nobody asks for them.
     """
 
     cu_seqlens: Tensor

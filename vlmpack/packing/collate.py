@@ -14,13 +14,14 @@ The same two as a row of fixed shape, 12 slots and at most 4 samples (`FixedShap
     cu_seqlens         0 3 5 9 9 9                  4 + 2 entries, the last value repeated
     cu_seqlens_padded  0 4 8 12 12 12
 
-Lengths are explicit in the samples; nothing is ever inferred from token ids or masks.
+The two sequences of a pair are two segments, one behind the other, and its images stand once in the
+batch. Lengths are explicit in the samples; nothing is ever inferred from token ids or masks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -30,6 +31,7 @@ from vlmpack.errors import PackingError
 from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, Media, PackedBatch
 from vlmpack.packing.limits import whole
 from vlmpack.packing.media import check_media, image_blocks, media_of
+from vlmpack.packing.pairs import sequences_of, with_pairs
 from vlmpack.packing.row_layout import FixedShape, RowLayout
 
 
@@ -67,13 +69,14 @@ def check_sample(sample: EncodedSample) -> None:
             f"{tuple(sample.labels.shape)} and position_ids {tuple(sample.position_ids.shape)}; "
             f"expected ({length},) and (A, {length})"
         )
-    if int(sample.labels[-1]) != IGNORE_INDEX:
-        raise PackingError(
-            f"sample {sample.key!r}: the last label is {int(sample.labels[-1])}, but the last "
-            f"token has nothing to predict and must be labelled {IGNORE_INDEX}; shift the labels "
-            f"inside the sample before packing (labels[i] = input_ids[i + 1])"
-        )
-    check_media(sample)
+    for part in sequences_of(sample):
+        if int(part.labels[-1]) != IGNORE_INDEX:
+            raise PackingError(
+                f"sample {sample.key!r}: the last label is {int(part.labels[-1])}, but the last "
+                f"token has nothing to predict and must be labelled {IGNORE_INDEX}; shift the "
+                f"labels inside the sample before packing (labels[i] = input_ids[i + 1])"
+            )
+        check_media(part)
 
 
 def pack_batch_sequences(
@@ -106,12 +109,13 @@ def pack_batch_sequences(
         raise PackingError("nothing to pack: the list of samples is empty")
     for sample in samples:
         check_sample(sample)
-    return pack_rows(
-        [s.input_ids for s in samples],
-        [s.labels for s in samples],
-        [s.position_ids for s in samples],
+    parts = [part for sample in samples for part in sequences_of(sample)]
+    row = pack_rows(
+        [part.input_ids for part in parts],
+        [part.labels for part in parts],
+        [part.position_ids for part in parts],
         layout=RowLayout(
-            lengths=tuple(s.length for s in samples),
+            lengths=tuple(part.length for part in parts),
             pad_to_multiple_of=pad_to_multiple_of,
             total_multiple_of=total_multiple_of,
             fixed=fixed,
@@ -119,8 +123,10 @@ def pack_batch_sequences(
         pad_token_id=pad_token_id,
         keys=tuple(s.key for s in samples),
         media=media_of(samples),
-        media_positions=[s.media_positions for s in samples],
+        media_positions=[part.media_positions for part in parts],
     )
+    blocks = image_blocks([part.media for part in parts], row.media_positions)
+    return with_pairs(replace(row, image_blocks=blocks), samples, parts)
 
 
 def _with_gaps(pieces: Sequence[Tensor], layout: RowLayout, fill: int) -> Tensor:
@@ -155,7 +161,7 @@ def pack_rows(
         position_ids: (A, s_i) int64 pieces.
         layout: lengths and multiples.
         pad_token_id: fills gaps.
-        keys: one per piece.
+        keys: of the samples.
         media: the images in piece order.
         media_positions: (M_i,) int64 pieces, counted from each piece's start.
 
@@ -190,7 +196,6 @@ def pack_rows(
         keys=keys,
         lengths=layout.lengths,
         fixed_shape=layout.fixed is not None,
-        image_blocks=image_blocks(media, slots),
     )
 
 

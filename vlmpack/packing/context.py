@@ -108,4 +108,7 @@ def padded_as_row(batch: PaddedBatch) -> PackedBatch:
         keys=batch.keys,
         lengths=batch.lengths,
         image_blocks=batch.image_blocks,
+        media_sources=batch.media_sources,
+        label_sequences=batch.label_sequences,
+        reference=batch.reference,
     )

@@ -72,19 +72,20 @@ def _of_all_images(parts: Sequence[tuple[ItemT, ...] | None]) -> tuple[ItemT, ..
     return tuple(item for part in known for item in part) if len(known) == len(parts) else None
 
 
-def image_blocks(media: Media | None, positions: Tensor) -> tuple[Span, ...]:
+def image_blocks(media: Sequence[Media | None], positions: Tensor) -> tuple[Span, ...]:
     """Where runs of placeholders lie that attend in both directions.
 
     Args:
-        media: the images of a row, or None.
+        media: the images that each sequence of a row shows, or None.
         positions: (M,) int64 on CPU, the row's `media_positions`.
 
     Raises:
         PackingError: a run with a hole in it.
     """
-    if media is None or media.blocks is None:
+    shown = [item.blocks for item in media if item is not None]
+    if any(blocks is None for blocks in shown):
         return ()
-    runs = [count for image in media.blocks for count in image]
+    runs = [count for blocks in shown for image in blocks or () for count in image]
     slots = positions.tolist()
     spans: list[Span] = []
     for count, end in zip(runs, accumulate(runs), strict=True):

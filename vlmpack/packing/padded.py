@@ -1,4 +1,5 @@
-"""Samples of one bin -> padded rows: mode `none`, the baseline."""
+"""Samples of one bin -> padded rows: mode `none`, the baseline. A pair is two rows, one below the
+other."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from vlmpack.errors import PackingError
 from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, PaddedBatch
 from vlmpack.packing.collate import check_sample
 from vlmpack.packing.media import image_blocks, media_of
+from vlmpack.packing.pairs import sequences_of, with_pairs
 
 
 def pad_batch_sequences(
@@ -26,7 +28,7 @@ def pad_batch_sequences(
         pad_to_multiple_of: the width S becomes a multiple of this.
 
     Returns:
-        (B, S) rows, S being the longest sample rounded up.
+        (B, S) rows, S being the longest sequence rounded up.
 
     Raises:
         PackingError: as `pack_batch_sequences`.
@@ -35,7 +37,8 @@ def pad_batch_sequences(
         raise PackingError("nothing to pad: the list of samples is empty")
     for sample in samples:
         check_sample(sample)
-    width = round_up(max(sample.length for sample in samples), pad_to_multiple_of)
+    parts = [part for sample in samples for part in sequences_of(sample)]
+    width = round_up(max(part.length for part in parts), pad_to_multiple_of)
 
     def rows(pieces: list[Tensor], fill: int) -> Tensor:
         out = pieces[0].new_full((*pieces[0].shape[:-1], len(pieces), width), fill)
@@ -43,22 +46,22 @@ def pad_batch_sequences(
             out[..., row, : piece.shape[-1]] = piece
         return out
 
-    labels = rows([s.labels for s in samples], IGNORE_INDEX)
+    labels = rows([part.labels for part in parts], IGNORE_INDEX)
     loss_mask = labels != IGNORE_INDEX
-    media = media_of(samples)
-    slots = torch.cat([s.media_positions + row * width for row, s in enumerate(samples)])
-    return PaddedBatch(
-        input_ids=rows([s.input_ids for s in samples], pad_token_id),
+    slots = torch.cat([part.media_positions + row * width for row, part in enumerate(parts)])
+    batch = PaddedBatch(
+        input_ids=rows([part.input_ids for part in parts], pad_token_id),
         labels=labels,
         loss_mask=loss_mask,
-        position_ids=rows([s.position_ids for s in samples], 0),
+        position_ids=rows([part.position_ids for part in parts], 0),
         label_positions=loss_mask.flatten().nonzero().squeeze(1),
-        media=media,
+        media=media_of(samples),
         media_positions=slots,
         keys=tuple(s.key for s in samples),
-        lengths=tuple(s.length for s in samples),
-        image_blocks=image_blocks(media, slots),
+        lengths=tuple(part.length for part in parts),
+        image_blocks=image_blocks([part.media for part in parts], slots),
     )
+    return with_pairs(batch, samples, parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,6 +121,12 @@ def _deep_arguments(batch: Batch, merged: MergedInputs) -> dict[str, Any]:
     return {"visual_pos_masks": mask, "deepstack_visual_embeds": list(merged.deep)}
 
 
+def _placed(features: Tensor, batch: Batch) -> Tensor:
+    """(M, D), one a placeholder, of the images' features: the sequences of a pair show the same."""
+    sources = batch.media_sources
+    return features if sources is None else features.index_select(0, sources)
+
+
 class PackedLM(nn.Module):
     """A language model that takes typed batches; with a vision tower see `PackedVLM`.
 
@@ -276,13 +282,15 @@ class PackedVLM(PackedLM):
         if batch.media is None:  # the blank image keeps every part of the tower in the graph
             unused = sum((deep.sum() for deep in images.deep), images.features.sum())
             return MergedInputs(embeds + 0.0 * unused.to(embeds.dtype))
-        if images.features.shape[0] != batch.media_positions.shape[0]:
+        wanted = sum(media.num_tokens)
+        if images.features.shape[0] != wanted:
             raise CapabilityError(
                 f"the vision tower made {images.features.shape[0]} features for "
-                f"{batch.media_positions.shape[0]} placeholder tokens"
+                f"{wanted} placeholder tokens"
             )
-        features = images.features.to(embeds.dtype)
-        return MergedInputs(embeds.index_copy(0, batch.media_positions, features), images.deep)
+        features = _placed(images.features.to(embeds.dtype), batch)
+        deep = tuple(_placed(layer, batch) for layer in images.deep)
+        return MergedInputs(embeds.index_copy(0, batch.media_positions, features), deep)
 
     def image_features(self, media: Media, device: torch.device) -> ImageFeatures:
         """Features of all images; one call of the tower."""

@@ -195,7 +195,8 @@ class MegatronVLM(MegatronModule):
         if batch.media is None:  # the blank image keeps the tower in the graph
             features = 0.0 * features[:0] + 0.0 * features.sum()
         share = batch.media_share
-        wanted = share.counts[share.rank] if share is not None else len(batch.media_positions)
+        own = sum(batch.media.num_tokens) if batch.media is not None else 0
+        wanted = share.counts[share.rank] if share is not None else own
         if features.shape[0] != wanted:
             raise CapabilityError(
                 f"the vision tower made {features.shape[0]} features for {wanted} placeholder "
@@ -209,6 +210,8 @@ class MegatronVLM(MegatronModule):
                 group=self.groups.tp_cp,
                 cp_group=self.groups.cp,
             )
+        if batch.media_sources is not None:  # the sequences of a pair show the same images
+            features = features.index_select(0, batch.media_sources)
         first, *deep = features.to(embeds.dtype).chunk(1 + self.dims.deep_features, dim=1)
         return MergedRow(
             embeds.index_copy(0, batch.media_positions, first),

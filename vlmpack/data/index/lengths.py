@@ -52,6 +52,9 @@ LENGTHS_SCHEMA = pa.schema(
 )
 """Columns of a part, row by row beside the index. Zeros and a reason for a bad sample."""
 
+CHOSEN = "num_chosen_tokens"
+"""Column of a part of pairs beside these: tokens of the first of their two sequences."""
+
 
 @dataclass(frozen=True, slots=True)
 class SampleText:
@@ -130,7 +133,10 @@ class LengthsBuilder:
 
     def write(self, part: Part, rows: Sequence[dict[str, Any]]) -> None:
         """Writes the part from the shard's rows."""
-        write_part(part.path, pa.Table.from_pylist(list(rows), schema=LENGTHS_SCHEMA), {})
+        columns = LENGTHS_SCHEMA
+        if self.encoder.pairs:
+            columns = columns.append(pa.field(CHOSEN, pa.int32()))
+        write_part(part.path, pa.Table.from_pylist(list(rows), schema=columns), {})
 
     def _rows(self, stamp: ShardStamp, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
@@ -160,7 +166,7 @@ class LengthsBuilder:
             length = self.encoder.length(text.sample, text.sizes)
         except DataError as error:
             return _bad_row(error.error_class, error.reason)
-        counts = {name: getattr(length, name) for name in COUNTS}
+        counts = {name: getattr(length, name) for name in (*COUNTS, CHOSEN)}
         return counts | {"error_class": None, "reason": None}
 
 
@@ -244,4 +250,4 @@ def lengths_digest(tables: Sequence[Any]) -> str:
 
 
 def _bad_row(error_class: str, reason: str) -> dict[str, Any]:
-    return dict.fromkeys(COUNTS, 0) | {"error_class": error_class, "reason": reason}
+    return dict.fromkeys((*COUNTS, CHOSEN), 0) | {"error_class": error_class, "reason": reason}

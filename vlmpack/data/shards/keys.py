@@ -23,15 +23,25 @@ MAX_SHOWN = 12
 OTHER_KEYS = "..."
 SIMILAR = 0.8
 
+PAIR_KEYS = ("chosen", "rejected")
+"""The two answers to a record's turns, of which one is preferred."""
+
 _CONTENT_KEYS = frozenset(
-    {"messages", "conversations", "system", "image", "images", "tools", "chat_template_kwargs"}
+    {
+        *("messages", "conversations", "system", "image", "images"),
+        *("tools", "chat_template_kwargs", *PAIR_KEYS),
+    }
 )
 """Those without which a sample would be another one: `imgae` would leave its text alone."""
 
 RECORD_KEYS = _CONTENT_KEYS | {"task", "id", "__key__"}
 """Keys of a record that are read, or name it."""
 
-_ONE_ANSWER = "preferences and rewards are not trained here: keep the answer to learn in the turns"
+_ONE_ANSWER = "rewards are not trained here: keep the answer to learn in the turns"
+_TWO_ANSWERS = (
+    "a pair is the turns of its prompt with 'chosen' and 'rejected' beside them; vlmpack data "
+    "convert writes it so"
+)
 _TOOLS = "tools are 'tools' here, calls the 'tool_calls' of an assistant's turn"
 _KWARGS = "it goes into 'chat_template_kwargs', as {{'{}': ...}}"
 _FLAG = "it is a key of a turn here: put it into the assistant's turn that it is meant for"
@@ -41,13 +51,11 @@ _IN_ORDER = "turns are written out in one list: put them before the others"
 MEANT_ELSEWHERE: Mapping[str, str] = {
     "functions": _TOOLS,
     "objects": "boxes are not written into the text here: write them out, as the model has them",
-    "rejected_response": _ONE_ANSWER,
-    "rejected_messages": _ONE_ANSWER,
-    "rejected_images": _ONE_ANSWER,
-    "rejected": _ONE_ANSWER,
-    "chosen": _ONE_ANSWER,
+    "rejected_response": _TWO_ANSWERS,
+    "rejected_messages": _TWO_ANSWERS,
+    "rejected_images": "both answers of a pair are about the same images here",
     "kto_tag": _ONE_ANSWER,
-    "margin": _ONE_ANSWER,
+    "margin": "pairs have no margins of their own here: leave them out",
     "enable_thinking": _KWARGS.format("enable_thinking"),
     "reasoning_effort": _KWARGS.format("reasoning_effort"),
     "chat_template": "a template of another kind goes into the model folder",

@@ -11,7 +11,8 @@ The JSON's own keys choose the schema. In `messages` a literal `<image>` is text
 assistant's too, before, between and after its text. Those without a name take the sample's image
 members in order: by number where they are numbered, else as they lie in the file. Videos and sounds
 are refused. A "system" beside the turns is the system's turn, a turn's "loss", "train" or "weight"
-says whether it is learnt (turns.py), tools, calls and thoughts go to the template (tools.py), an
+says whether it is learnt (turns.py), "chosen" and "rejected" beside the turns make a pair
+(pairs.py), tools, calls and thoughts go to the template (tools.py), an
 optional "task" groups evaluation figures.
 """
 
@@ -19,12 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from vlmpack.data.shards.json_text import parse_json
 from vlmpack.data.shards.naming import JSON_FIELD, is_image
 from vlmpack.data.shards.raw import RawSample
-from vlmpack.data.shards.turns import CHAT_ROLES, Dialect, conversation, kind_of
+from vlmpack.data.shards.turns import CHAT_ROLES, Conversation, Dialect, conversation, kind_of
 from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError, schema_error
 from vlmpack.words import counted
@@ -47,7 +49,8 @@ class CookedText:
     @property
     def num_text_bytes(self) -> int:
         """UTF-8 bytes of all text parts."""
-        return sum(len(message.text.encode("utf-8")) for message in self.sample.messages)
+        turns = chain(self.sample.messages, *self.sample.answers)
+        return sum(len(message.text.encode("utf-8")) for message in turns)
 
 
 def _member_name(value: object, where: str) -> str:
@@ -116,15 +119,7 @@ def cook_text(key: str, shard: str, document: bytes, fields: Sequence[str]) -> C
             raise schema_error(
                 "the conversation starts with the assistant; expected a user's turn first"
             )
-        answers = [message for message in messages if message.role == "assistant"]
-        if not any(message.learn for message in answers):
-            raise schema_error(
-                f"the data excludes {counted(len(answers), 'turn')} of the assistant, and there is "
-                "no other, so nothing can be learned"
-                if answers
-                else f"none of the {len(messages)} turns is the assistant's, so nothing can be "
-                "learned"
-            )
+        _refuse_unlearnt(said)
         image_fields = _resolve(said.images, [name for name in fields if is_image(name)], key)
         task = value.get("task")
         if task is not None and not isinstance(task, str):
@@ -138,8 +133,28 @@ def cook_text(key: str, shard: str, document: bytes, fields: Sequence[str]) -> C
         task=task,
         image_names=image_fields,
         beside=said.beside,
+        answers=said.answers,
     )
     return CookedText(sample, image_fields, said.unknown_keys)
+
+
+def _refuse_unlearnt(said: Conversation[str]) -> None:
+    """Raise DataError (schema) where no answer is learnt, or those of a pair follow another."""
+    turns = [message for message in said.messages if message.role == "assistant"]
+    if said.answers:
+        if said.messages[-1].role == "assistant":
+            raise schema_error(
+                "the turns end with the assistant's, and 'chosen' and 'rejected' stand beside "
+                "them; expected the turns of the prompt alone, which both answers follow"
+            )
+    elif not any(message.learn for message in turns):
+        raise schema_error(
+            f"the data excludes {counted(len(turns), 'turn')} of the assistant, and there is "
+            "no other, so nothing can be learned"
+            if turns
+            else f"none of the {len(said.messages)} turns is the assistant's, so nothing can be "
+            "learned"
+        )
 
 
 def _parse(document: bytes) -> dict[str, object]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from vlmpack.data.shards.keys import is_absent, refuse_unknown, unknown_record_keys
+from vlmpack.data.shards.pairs import answers_of
 from vlmpack.data.shards.tools import FIELD_NAMES, beside_of, fields_of
 from vlmpack.encode.changes import CALLS
 from vlmpack.encode.sample import Beside, ImagePart, Message, Role, TextPart
@@ -86,12 +87,14 @@ class Conversation(Generic[Source]):
         images: what each image part shows, in order; None for one that nothing names.
         unknown_keys: those of the record that are not read.
         beside: what the chat template gets beside the turns.
+        answers: of a pair, the chosen one and the rejected one; else empty.
     """
 
     messages: tuple[Message, ...]
     images: tuple[Source | None, ...]
     unknown_keys: tuple[str, ...]
     beside: Beside
+    answers: tuple[tuple[Message, ...], ...] = ()
 
 
 def conversation(record: Mapping[str, Any], dialect: Dialect[Source]) -> Conversation[Source]:
@@ -128,7 +131,9 @@ def conversation(record: Mapping[str, Any], dialect: Dialect[Source]) -> Convers
         )
     if named and any(one not in (None, name) for one, name in zip(own, named, strict=True)):
         raise schema_error("images are named by the parts and by the record, and not the same ones")
-    return Conversation(tuple(messages), tuple(named or own), unknown, beside_of(record))
+    answers = answers_of(record, reader.message, reader.answer)
+    images = tuple(named or own)
+    return Conversation(tuple(messages), images, unknown, beside_of(record), answers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +171,11 @@ class _TurnReader(Generic[Source]):
         else:
             parts = tuple(self._parts(turn.get(content), f"{where}.{content}"))
         return Message(roles[name], parts, learn, fields)
+
+    def answer(self, text: str) -> dict[str, str]:
+        """A text as a turn of the assistant."""
+        roles, (key, content) = self.dialect.roles[self.schema], TURN_FIELDS[self.schema]
+        return {key: next(n for n, role in roles.items() if role == "assistant"), content: text}
 
     def _parts(self, content: object, where: str) -> Iterator[TextPart | ImagePart]:
         known = self.dialect.part_keys[self.schema]

@@ -66,20 +66,25 @@ def _samples(row: Row) -> Counts:
     if row.left_out and not keys:
         raise Broken(f"none of the {counted(len(row.left_out), 'planned sample')} could be used")
     ids = row.batch.input_ids.flatten().tolist()
+    if len(row.alone) != len(keys) * row.sequences:
+        raise Broken(f"{len(keys)} samples are named, {len(row.alone)} sequences are there")
     for place, (item, start) in enumerate(zip(row.alone, row.starts, strict=True)):
-        if keys[place : place + 1] != [item.key]:
-            raise Broken(f"sample {place} is named {keys[place]}, but is {item.key}", COLLATOR)
+        name = keys[place // row.sequences]
+        if name != item.key:
+            raise Broken(f"sequence {place} is named {name}, but is of {item.key}", COLLATOR)
         if ids[start : start + item.length] != item.input_ids.tolist():
             raise Broken(
                 f"{item.key}: slots {start} to {start + item.length - 1} do not hold the tokens "
                 "it has alone",
                 COLLATOR,
             )
-    return len(keys), len(row.left_out)
+    return len(keys), len(row.left_out), len(row.alone) if row.sequences > 1 else 0
 
 
-def _say_samples(count: int, left_out: int) -> str:
+def _say_samples(count: int, left_out: int, sequences: int) -> str:
     missing = f"; {left_out} left out as bad" if left_out else ""
+    if sequences:
+        return f"{counted(count, 'pair')} with the tokens of each answer alone{missing}"
     return f"{counted(count, 'sample')} with the tokens of each alone{missing}"
 
 
@@ -244,7 +249,8 @@ def _say_images(images: int, features: int) -> str:
 
 def _budget(row: Row) -> Counts:
     media = row.batch.media
-    found = (row.num_slots, int(media.pixel_values.shape[0]) if media else 0, len(row.alone))
+    patches = int(media.pixel_values.shape[0]) if media else 0
+    found = (row.num_slots, patches, len(row.alone) // row.sequences)
     for (name, bound), count in zip(_bounds(row.rules), found, strict=True):
         if bound is not None and count > bound:
             raise Broken(f"{count:,} {name}, allowed are {bound:,}", "the planner")

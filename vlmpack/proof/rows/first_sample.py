@@ -72,7 +72,7 @@ def show_first_sample(
 
 
 def _title(sample: SampleView, how: str) -> str:
-    return f"{readable(sample.key)}: learnt {sample.learnt}, {how}"
+    return f"{readable(sample.name)}: learnt {sample.learnt}, {how}"
 
 
 def _styled(sample: SampleView, *, brackets: bool, limit: int) -> Text:

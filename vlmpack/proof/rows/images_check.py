@@ -18,7 +18,8 @@ def check_images(row: Row) -> Counts:
     """
     media, ids = row.batch.media, row.batch.input_ids.flatten().tolist()
     found = [slot for slot, token in enumerate(ids) if token == row.rules.placeholder_id]
-    features = sum(media.num_tokens) if media is not None else 0
+    own = sum(media.num_tokens) if media is not None else 0
+    features = own * row.sequences  # each sequence of a pair shows all of its images
     if len(found) != features:
         raise Broken(
             f"{len(found)} placeholders, but the images give {features} features", COLLATOR
@@ -37,7 +38,26 @@ def check_images(row: Row) -> Counts:
                 f"{item.key} has {counts[number]} placeholders, its images give {own} features",
                 COLLATOR,
             )
+    _sources(row)
     return _pixels(row), features
+
+
+def _sources(row: Row) -> None:
+    """Both sequences of a pair get the features of its own images, in order."""
+    sources = row.batch.media_sources
+    wanted: list[int] = []
+    first = 0
+    for item in row.alone[:: row.sequences]:
+        count = sum(item.media.num_tokens) if item.media is not None else 0
+        wanted += [*range(first, first + count)] * row.sequences
+        first += count
+    found = [*range(first)] if sources is None else sources.tolist()
+    if found != wanted:
+        place = next(
+            (at for at, pair in enumerate(zip(found, wanted, strict=False)) if len({*pair}) > 1),
+            min(len(found), len(wanted)),
+        )
+        raise Broken(f"placeholder {place} does not get the feature of its own image", COLLATOR)
 
 
 def _pixels(row: Row) -> int:
@@ -50,7 +70,7 @@ def _pixels(row: Row) -> int:
     if rows != (patches := sum(t * h * w for t, h, w in media.grid_thw)):
         raise Broken(f"pixel_values has {rows} patches, the grids {patches}", order)
     patch = image = 0
-    for item in row.alone:
+    for item in row.alone[:: row.sequences]:
         if (own := item.media) is None:
             continue
         stop, after = patch + int(own.pixel_values.shape[0]), image + own.num_images

@@ -43,7 +43,7 @@ class Row:
 
     Args:
         batch: as the collator made it.
-        alone: its samples, each encoded alone, in row order.
+        alone: its samples, each encoded alone, in row order; of pairs, their sequences.
         rules: what it must obey.
         planned: keys of the samples that were to be in it, in the plan's order.
         left_out: keys of those that were bad.
@@ -60,6 +60,8 @@ class Row:
     positions: tuple[Tensor, ...] = ()
     counted_by: str = "the family's rule"
     slices: tuple[ContextSlice, ...] | str = ()
+    sequences: int = 1
+    """Sequences of each sample: 2 of pairs."""
 
     @property
     def flat(self) -> PackedBatch:

@@ -18,6 +18,7 @@ from vlmpack.data.pipeline import TrainData
 from vlmpack.encode import Encoder, VLMSample
 from vlmpack.errors import DataError, ModelError
 from vlmpack.packing import CostModel, EncodedSample
+from vlmpack.packing.pairs import sequences_of
 from vlmpack.proof.rows.row import Row, RowRules, cut_row
 from vlmpack.proof.rows.view import RowView, SampleView, view_samples
 
@@ -142,7 +143,8 @@ def load_row(
         DataError: a bad sample whose class is not skipped.
     """
     loaded, read = load_bin(train, samples)
-    alone = [train.dataset.encode(*pair) for pair in zip(_refs(loaded, samples), read, strict=True)]
+    whole = [train.dataset.encode(*pair) for pair in zip(_refs(loaded, samples), read, strict=True)]
+    alone = [part for sample in whole for part in sequences_of(sample)]
     mode = train.config.mode
     rules = RowRules(
         context=context,
@@ -159,6 +161,7 @@ def load_row(
         left_out=tuple(hole.key for hole in loaded.skipped),
         positions=tuple(_own_positions(encoder, item) for item in alone),
         slices=cut_row(loaded.batch, rules.context),
+        sequences=2 if encoder.pairs else 1,
         shown=view_row(loaded, read, encoder, title),
         mode=mode.name,
         cost=_cost_model(encoder),
@@ -205,9 +208,11 @@ def view_row(loaded: MicroBatch, read: Sequence[Any], encoder: Encoder, title: s
         title: for the reader.
     """
     samples = []
-    views = view_samples(loaded.batch, encoder)
-    for view, name, item in zip(views, loaded.samples, read, strict=True):
-        messages = item.messages if isinstance(item, VLMSample) else ()
+    each = 2 if encoder.pairs else 1
+    for place, view in enumerate(view_samples(loaded.batch, encoder)):
+        name, item = loaded.samples[place // each], read[place // each]
+        is_cooked = isinstance(item, VLMSample)
+        messages = item.conversations[place % each] if is_cooked else ()
         images = encoder.image_rule.pictures(view.media) if view.media is not None else ()
         samples.append(
             replace(

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from vlmpack.data.loading.read import SkippedSample
 from vlmpack.encode import Encoder
+from vlmpack.encode.pair_form import PAIR_NAMES
 from vlmpack.packing.batch import IGNORE_INDEX, Batch, GridTHW, Media, PaddedBatch
 
 Kind = Literal["given", "image", "learnt"]
@@ -73,6 +74,7 @@ class SampleView:
         shard: where it comes from; empty where nobody said.
         roles: of its turns; empty where the tokens come from saved packs.
         images: the images after processing, normalisation undone, where they are to be drawn.
+        answer: which of a pair's it is; empty where the sample is no pair.
     """
 
     key: str
@@ -85,6 +87,12 @@ class SampleView:
     shard: str = ""
     roles: tuple[str, ...] = ()
     images: tuple[Image, ...] = ()
+    answer: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its key, with the answer."""
+        return f"{self.key}, {self.answer}" if self.answer else self.key
 
     @property
     def learnt(self) -> str:
@@ -118,8 +126,11 @@ class RowView:
         """The row as text."""
         tokens = sum(sample.num_tokens for sample in self.samples)
         labels = sum(sample.num_labels for sample in self.samples)
+        count = f"{len(self.samples)} samples"
+        if any(sample.answer for sample in self.samples):
+            count = f"{len(self.samples) // 2} pairs"
         yield (
-            f"{self.title}: {len(self.samples)} samples, {tokens} tokens, {labels} labels in "
+            f"{self.title}: {count}, {tokens} tokens, {labels} labels in "
             f"{self.num_rows} x {self.num_columns} slots"
         )
         for place, sample in enumerate(self.samples):
@@ -127,7 +138,7 @@ class RowView:
             where = f"row {row}, slots" if self.num_rows > 1 else "slots"
             last = first + sample.num_tokens + sample.num_padding - 1
             yield (
-                f"segment {place}  {sample.key} ({sample.shard})  {where} {first} to {last}: "
+                f"segment {place}  {sample.name} ({sample.shard})  {where} {first} to {last}: "
                 f"{sample.num_padding} of padding, learnt {sample.learnt}"
             )
             if sample.roles:
@@ -156,9 +167,14 @@ def view_samples(batch: Batch, encoder: Encoder) -> Iterator[SampleView]:
     """
     ids, labels = batch.input_ids.flatten(), batch.labels.flatten()
     images = _Images(batch.media)
-    for key, (start, slots), length in zip(batch.keys, _places(batch), batch.lengths, strict=False):
+    keys, media = batch.sequence_keys, None
+    for place, (start, slots) in enumerate(_places(batch)):
+        if place == len(keys):
+            break
+        key, length = keys[place], batch.lengths[place]
         own, targets = ids[start : start + length], labels[start : start + length]
-        media = images.take(int((ids[start : start + slots] == encoder.placeholder_id).sum()))
+        if not (batch.num_pairs and place % 2):  # the second of a pair shows what the first does
+            media = images.take(int((ids[start : start + slots] == encoder.placeholder_id).sum()))
         yield SampleView(
             key=key,
             start=start,
@@ -167,6 +183,7 @@ def view_samples(batch: Batch, encoder: Encoder) -> Iterator[SampleView]:
             num_labels=int((targets != IGNORE_INDEX).sum()),
             runs=tuple(_runs(own, targets, encoder, media)),
             media=media,
+            answer=PAIR_NAMES[place % 2] if batch.num_pairs else "",
         )
 
 

@@ -1,0 +1,120 @@
+"""Pairs of sequences that share their images: one sample, two segments of a row.
+
+chosen, rejected           <image> What is it?  A cat.     <image> What is it?  A dog.
+the pair                   c c c c c c c c c | r r r r r r r r r    sequences (9, 9)
+images, features           once, f0 f1 f2
+media_positions            0 1 2 9 10 11                    placed in both
+media_sources of its row   0 1 2 0 1 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+
+from vlmpack.errors import PackingError
+from vlmpack.packing.batch import IGNORE_INDEX, Batch, BatchT, EncodedSample, PackedBatch
+
+
+def join_pair(chosen: EncodedSample, rejected: EncodedSample) -> EncodedSample:
+    """One sample of two sequences.
+
+    Args:
+        chosen, rejected: each as it is alone, with the same images.
+    """
+    assert chosen.media is rejected.media
+    both = (chosen, rejected)
+    return EncodedSample(
+        key=chosen.key,
+        input_ids=torch.cat([each.input_ids for each in both]),
+        labels=torch.cat([each.labels for each in both]),
+        position_ids=torch.cat([each.position_ids for each in both], dim=1),
+        media=chosen.media,
+        media_positions=torch.cat(
+            [chosen.media_positions, rejected.media_positions + chosen.length]
+        ),
+        sequences=(chosen.length, rejected.length),
+    )
+
+
+def sequences_of(sample: EncodedSample) -> tuple[EncodedSample, ...]:
+    """Each sequence of a sample by itself, with all images of the sample.
+
+    Raises:
+        PackingError: sequences that are not the sample's tokens.
+    """
+    lengths = sample.sequences
+    if not lengths:
+        return (sample,)
+    if sum(lengths) != sample.length or min(lengths) < 1 or len(lengths) != 2:
+        raise PackingError(
+            f"sample {sample.key!r}: sequences of {lengths} tokens, expected two that sum to its "
+            f"{sample.length} input_ids"
+        )
+    ends = [*accumulate(lengths)]
+    found = []
+    for start, end in zip((0, *ends), ends, strict=False):
+        places = sample.media_positions
+        own = places[(places >= start) & (places < end)] - start
+        found.append(
+            replace(
+                sample,
+                input_ids=sample.input_ids[start:end],
+                labels=sample.labels[start:end],
+                position_ids=sample.position_ids[:, start:end],
+                media_positions=own,
+                sequences=(),
+            )
+        )
+    return tuple(found)
+
+
+def with_pairs(
+    batch: BatchT, samples: Sequence[EncodedSample], parts: Sequence[EncodedSample]
+) -> BatchT:
+    """A batch that knows whose sequences are whose; as it is where no sample is a pair.
+
+    Args:
+        batch: of the sequences, in their order.
+        samples: of the batch.
+        parts: their sequences.
+
+    Raises:
+        PackingError: pairs beside samples that are none.
+    """
+    pairs = [sample for sample in samples if sample.sequences]
+    if not pairs:
+        return batch
+    if len(pairs) < len(samples):
+        other = next(sample for sample in samples if not sample.sequences)
+        raise PackingError(
+            f"sample {pairs[0].key!r} is a pair and sample {other.key!r} is none; expected one "
+            "kind in a batch"
+        )
+    counts = torch.tensor([int((part.labels != IGNORE_INDEX).sum()) for part in parts])
+    sources, first = [], 0
+    for sample in samples:
+        num_features = sum(sample.media.num_tokens) if sample.media is not None else 0
+        sources += [torch.arange(first, first + num_features)] * len(sample.sequences)
+        first += num_features
+    return replace(
+        batch,
+        media_sources=torch.cat(sources) if batch.media is not None else None,
+        label_sequences=torch.repeat_interleave(torch.arange(len(parts)), counts),
+    )
+
+
+def identical_pairs(batch: Batch) -> int:
+    """Pairs of a batch on CPU whose two sequences are the same tokens: they teach nothing."""
+    if batch.label_sequences is None:
+        return 0
+    rows, width = batch.input_ids.shape
+    slots = batch.segment_lengths if isinstance(batch, PackedBatch) else (width,) * rows
+    starts, ids = accumulate(slots, initial=0), batch.input_ids.flatten()
+    whole = [
+        ids[start : start + length] for start, length in zip(starts, batch.lengths, strict=False)
+    ]
+    return sum(torch.equal(whole[at], whole[at + 1]) for at in range(0, len(whole), 2))
