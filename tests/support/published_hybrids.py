@@ -1,12 +1,24 @@
-"""What is published of Qwen3.5 and Nemotron-H: sizes, settings, names of parameters; no weights.
+"""What is published of Qwen3.5 and Nemotron 3: sizes, settings, names of parameters; no weights.
 
 Qwen3.6-27B (config.json, and every parameter with its shape): a public report on that folder, which
-prints both and notes no revision. The processor's settings: preprocessor_config.json of
-Qwen3.5-2B-Base as a public session shows it, the same in four other public programs. The sizes of
-Qwen3.5-0.8B: revision 2fc06364715b, as a public test of an importer pins them; of its tower nothing
-was found. Nemotron-3-Nano-30B-A3B: four public readers of its config.json agree; none notes a
-revision. Not found: the lists of parameter names of the mixtures and of Nemotron-H, and the
-published chat templates.
+prints both and notes no revision. Qwen3.8-27B at 1d4bf0f2ff6012fd82039f2fa52739d0dd7c60c0 has the
+same config.json but for `transformers_version`, and the same names and bytes in its index
+(github.com/BigBIueWhale/qwen_38_agent_setup, with the digests of the published files). The
+processor's settings are those of that folder and of Qwen3.5-2B-Base.
+
+Qwen3.6-35B-A3B: config.json as a public program pins it; names, shapes and types of its 1,045
+tensors from a public census of its headers of 2026-09-16 (github.com/goodfire-ai/causalab,
+tests/golden/parallel_headers_a3b.json), the same number and bytes in four other public programs at
+995ad96eacd98c81ed38be0c5b274b04031597b0.
+
+Qwen3.5-0.8B: sizes at revision 2fc06364715b, as a public test of an importer pins them; of its
+tower nothing was found.
+
+Nemotron-3-Nano-30B-A3B-BF16 at cbd3fa9f933d55ef16a84236559f4ee2a0526848: four public readers of its
+config.json agree; its index has 6,243 names and says 31,577,937,344 parameters, 69 tensors are in
+float32. Nemotron-3.5-Lightning-30B-A3B-BF16 at a9904d24bcc1d289a1950fa9d2b978c47cf903b9: the same
+decoder, and 270 tensors of multi-token prediction, whose names and shapes a public test pins
+(mobius, read from the headers).
 """
 
 from __future__ import annotations
@@ -219,4 +231,46 @@ NEMOTRON_3_NANO: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 3712,
     "norm_topk_prob": True,
     "routed_scaling_factor": 2.5,
+}
+
+NEMOTRON_3_5_LIGHTNING: dict[str, Any] = {
+    **{key: value for key, value in NEMOTRON_3_NANO.items() if key != "hybrid_override_pattern"},
+    "layers_block_type": [
+        {"M": "mamba", "*": "attention", "E": "moe"}[kind]
+        for kind in NEMOTRON_3_NANO["hybrid_override_pattern"]
+    ],
+    "num_nextn_predict_layers": 1,
+    "mtp_layers_block_type": ["attention", "moe"],
+}
+"""Its list of kinds has 23, 6 and 23 of the three; the order is taken to be Nano's."""
+
+QWEN3_6_35B: dict[str, Any] = {
+    **{key: value for key, value in QWEN3_6_27B.items() if key != "language_model_only"},
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "text_config": {
+        **{
+            key: value
+            for key, value in QWEN3_6_27B["text_config"].items()
+            if key not in ("intermediate_size", "output_gate_type")
+        },
+        "hidden_size": 2048,
+        "layer_types": QWEN_LAYERS[:40],
+        "linear_num_value_heads": 32,
+        "model_type": "qwen3_5_moe_text",
+        "moe_intermediate_size": 512,
+        "num_attention_heads": 16,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 512,
+    },
+    "vision_config": {
+        **QWEN3_6_27B["vision_config"],
+        "model_type": "qwen3_5_moe",
+        "out_hidden_size": 2048,
+    },
 }
