@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.families import TINY
+from support.played_torchvision import CLASSES as ON_TORCHVISION_ALONE
 from support.shards import TINY_MODEL
 from transformers import AutoImageProcessor
 from transformers.image_processing_backends import PilBackend, TorchvisionBackend
@@ -64,12 +65,17 @@ def test_torchvision_changes_nothing() -> None:
 
 @pytest.mark.usefixtures("torchvision")
 @pytest.mark.parametrize("name", [name for name, tiny in TINY.items() if tiny.images])
-def test_every_family_has_one_on_pil(name: str, tmp_path: Path) -> None:
+def test_every_family_has_one_on_pil_or_needs_none(name: str, tmp_path: Path) -> None:
+    images: Any = TINY[name].images
     shutil.copy(TINY_MODEL / "config.json", tmp_path)
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(TINY[name].images))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(images))
     for file, text in TINY[name].files.items():
         (tmp_path / file).write_text(text)
-    assert isinstance(image_processor(tmp_path), PilBackend)
+    if images["image_processor_type"] in ON_TORCHVISION_ALONE:
+        with pytest.raises(ValueError, match="for the backend torchvision alone"):
+            image_processor(tmp_path)
+    else:
+        assert isinstance(image_processor(tmp_path), PilBackend)
 
 
 @pytest.mark.usefixtures("torchvision")

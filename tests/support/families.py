@@ -23,6 +23,7 @@ from support.tiny_idefics3 import IDEFICS3, SMOL
 from support.tiny_internvl import INTERNVL
 from support.tiny_llava_onevision import LLAVA_ONEVISION
 from support.tiny_nemotron_h import long_steps, nemotron_h
+from support.tiny_nemotron_omni import NEMOTRON_OMNI
 from support.tiny_pixtral import LLAVA, MISTRAL3
 from support.tiny_qwen3_5 import (
     mild_decays,
@@ -287,6 +288,7 @@ TINY: dict[str, TinyFamily] = {
     "gemma4": GEMMA4,
     "gemma4-dense": GEMMA4_DENSE,
     "gemma4-mixture": GEMMA4_MIXTURE,
+    "nemotron_h_omni": NEMOTRON_OMNI,
     **TEXT_FAMILIES,
 }
 """By `model_type`; what follows a dash tells another shape of one apart."""
@@ -319,6 +321,7 @@ ROUTED = {
     "qwen3_5_moe",
     "qwen3_5_moe_text",
     "nemotron_h",
+    "nemotron_h_omni",
     "gemma4-mixture",
     "glm4_moe",
     "glm4_moe_lite",

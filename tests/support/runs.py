@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlmpack.backends.policy import is_untouched
 from vlmpack.packing import PackedBatch, PaddedBatch, pack_batch_sequences
 from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, PackedSeqParams
 
@@ -154,6 +155,14 @@ def positions_by_sample(batch: PackedBatch | PaddedBatch) -> dict[str, Tensor]:
     }
 
 
+def _gradient_of(parameter: Any, *, reached: bool) -> Tensor:
+    """A copy. Where there is none: zeros if no sample is said to reach the parameter, else what
+    equals nothing."""
+    if parameter.grad is None:
+        return torch.full_like(parameter, float("nan") if reached else 0.0)
+    return parameter.grad.detach().clone()
+
+
 def run_batch(
     vlm: Any, batch: PackedBatch | PaddedBatch, params: PackedSeqParams | None = None
 ) -> Run:
@@ -170,7 +179,7 @@ def run_batch(
     return Run(
         losses={key: value.detach() for key, value in split_by_sample(batch, losses).items()},
         gradients={
-            name: torch.full_like(p, float("nan")) if p.grad is None else p.grad.detach().clone()
+            name: _gradient_of(p, reached=not is_untouched(name, vlm.paths))
             for name, p in vlm.model.named_parameters()
         },
         positions=positions_by_sample(batch),

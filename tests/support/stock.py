@@ -38,6 +38,11 @@ def concatenate(media: Sequence[Media]) -> Media:
     return {name: torch.cat([item[name] for item in media]) for name in media[0]}
 
 
+def open_processor(folder: Path) -> Any:
+    """The image processor of a model folder."""
+    return AutoImageProcessor.from_pretrained(str(folder))
+
+
 def call_processor(processor: Any, images: list[Any]) -> Any:
     """An image processor on the images of a sample, with its own settings."""
     return processor(images=images, return_tensors="pt")
@@ -54,6 +59,7 @@ class StockRules:
             the family's processor class puts in place of the marker.
         written_together: (features for all images of a sample, processor) -> the texts, where one
             depends on the others; in place of `written`.
+        processor: model folder -> its image processor.
         call: (image processor, images of a sample) -> its features, called as the family's
             processor class does.
         media: features of the image processor for all images of a sample -> what the forward takes.
@@ -68,6 +74,7 @@ class StockRules:
     marker: str | None = None
     written: Callable[[Any, Any], str] | None = None
     written_together: Callable[[Any, Any], list[str]] | None = None
+    processor: Callable[[Path], Any] = open_processor
     call: Callable[[Any, list[Any]], Any] = call_processor
     media: Callable[[Any], Media] = dict
     seen: Callable[[Media], Media] = dict
@@ -119,8 +126,8 @@ class StockProcessor:
 
         self.tokenizer = AutoTokenizer.from_pretrained(str(folder))
         self.has_tower = has_tower(folder)
-        self.images = AutoImageProcessor.from_pretrained(str(folder)) if self.has_tower else None
         self.rules = stock_rules(folder)
+        self.images = self.rules.processor(folder) if self.has_tower else None
         self.loss_on = loss_on
 
     def __call__(self, sample: RawSample) -> StockInputs:

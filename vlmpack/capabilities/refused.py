@@ -80,7 +80,6 @@ REFUSED: tuple[Refused, ...] = (
     Refused("Zamba2", ("zamba2",), _MAMBA_2),
     Refused("Bamba", ("bamba",), _MAMBA_2),
     Refused("Falcon-H1", ("falcon_h1",), _MAMBA_2),
-    Refused("Nemotron Omni", ("nemotron_h_omni",), _MAMBA_2),
     Refused("Granite 4 (hybrid)", ("granitemoehybrid",), _MAMBA_2),
     Refused("LFM2", ("lfm2", "lfm2_moe"), _SHORT_CONVOLUTION),
     Refused("LFM3", ("lfm3",), _SHORT_CONVOLUTION),

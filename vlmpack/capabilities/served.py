@@ -65,6 +65,12 @@ _experts = partial(ServedModel, family="text_lm", has_experts=True, limits={"LoR
 _qwen_vl = partial(ServedModel, engines=_BOTH, pixel_knobs=("min_pixels", "max_pixels"))
 _tiled = partial(ServedModel, whole_tiles=True, pixel_knobs=("max_tiles",))
 _qwen3_5 = partial(ServedModel, layers=("linear_attention",), prediction="mtp")
+_nemotron = partial(
+    ServedModel,
+    has_experts=True,
+    layers=("linear_attention", "mamba", "mlp", "moe"),
+    prediction="mtp",
+)
 _pixtral = partial(ServedModel, towers=("pixtral",), pixel_knobs=("max_pixels",))
 _gemma4 = partial(
     ServedModel,
@@ -94,12 +100,12 @@ SERVED: Mapping[str, ServedModel] = {
     "qwen3_5_moe_text": _qwen3_5(
         title="Qwen3.5-MoE (text)", family="qwen3_5_text", has_experts=True
     ),
-    "nemotron_h": ServedModel(
-        title="Nemotron-H",
-        family="nemotron_h",
-        has_experts=True,
-        layers=("linear_attention", "mamba", "mlp", "moe"),
-        prediction="mtp",
+    "nemotron_h": _nemotron(title="Nemotron-H", family="nemotron_h"),
+    "nemotron_h_omni": _nemotron(
+        title="Nemotron Omni (images)",
+        family="nemotron_omni",
+        decoders=("nemotron_h",),
+        pixel_knobs=("min_pixels", "max_pixels"),
     ),
     "internvl": _tiled(title="InternVL", family="internvl", decoders=("qwen2", "qwen3", "llama")),
     "llava_onevision": ServedModel(

@@ -31,6 +31,8 @@ class ModulePaths:
         projectors: what maps the tower's width to the language model's: modules or parameters, in
             `vision` or beside it.
         language: the decoder without the head; called with `inputs_embeds`.
+        head: what makes logits, where the class's own `get_output_embeddings` does not know it (it
+            wraps a language model that has the head); empty where it does.
         deep_features: True where `Family.image_features` has deep ones too, one (M, D) tensor for
             each of the decoder's first layers, which the decoder takes as
             `deepstack_visual_embeds` beside `visual_pos_masks`.
@@ -48,12 +50,17 @@ class ModulePaths:
     vision: str | None
     projectors: tuple[str, ...]
     language: str
+    head: str = ""
     deep_features: bool = False
     image_blocks: bool = False
     blocks_in_windows: bool = False
     untouched: tuple[str, ...] = ()
     uncalled: tuple[str, ...] = ()
     whole: str | None = None
+
+    def head_of(self, model: Any) -> Any:
+        """The layer of the transformers model that makes logits."""
+        return model.get_submodule(self.head) if self.head else model.get_output_embeddings()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

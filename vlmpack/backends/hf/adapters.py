@@ -109,7 +109,7 @@ def adapter_targets(model: Any, paths: ModulePaths, policy: TrainingPolicy) -> l
     """
     lora = policy.lora
     assert lora is not None
-    head = model.get_output_embeddings()
+    head = paths.head_of(model)
     # Layers of a derived class are read by their owners without a call (that of
     # nn.MultiheadAttention is): an adapter beside them would never be asked.
     linear = [

@@ -144,8 +144,7 @@ class PackedLM(nn.Module):
         self.model = model
         self.family = family
         self.paths = family.modules
-        head: Any = self.model.get_output_embeddings()
-        if head.bias is not None:
+        if self.head.bias is not None:
             raise CapabilityError("a language-model head with a bias is not supported")
         config: dict[str, Any] = self.model.config.to_dict()
         self.logit_cap = family.logit_cap(config)
@@ -167,6 +166,11 @@ class PackedLM(nn.Module):
         return self.model.get_submodule(self.paths.language)
 
     @property
+    def head(self) -> Any:
+        """The layer that makes logits, which is never called: its weight is used."""
+        return self.paths.head_of(self.model)
+
+    @property
     def parts(self) -> tuple[nn.Module, ...]:
         """What has repeated layers of its own."""
         return (self.language,)
@@ -184,13 +188,11 @@ class PackedLM(nn.Module):
         hidden = self.hidden_states(batch, packed_seq_params)
         picked = self.before_head(hidden.index_select(0, batch.label_positions))
         targets = batch.labels.flatten().index_select(0, batch.label_positions)
-        head = self.model.get_output_embeddings().weight
-        return linear_cross_entropy(picked, head, targets, cap=self.logit_cap)
+        return linear_cross_entropy(picked, self.head.weight, targets, cap=self.logit_cap)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(n, V) logits of (n, D) final hidden states, as the class's own forward has them."""
-        head = self.model.get_output_embeddings().weight
-        return capped(self.before_head(hidden) @ head.T, self.logit_cap)
+        return capped(self.before_head(hidden) @ self.head.weight.T, self.logit_cap)
 
     def before_head(self, hidden: Tensor) -> Tensor:
         """(n, D) final hidden states as the head takes them: scaled, where logits are."""

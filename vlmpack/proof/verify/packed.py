@@ -171,9 +171,8 @@ class PackedRun:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(n, V) of (n, D) final hidden states, by the head of the engine's own model."""
-        assert self.model is not None and self.packed is not None
-        head: Any = self.model.get_output_embeddings()
-        weight = head.weight.detach()
+        assert self.packed is not None
+        weight = self.packed.head.weight.detach()
         hidden = self.packed.before_head(hidden)
         if isinstance(weight, DTensor):
             weight = weight.full_tensor()
