@@ -66,10 +66,7 @@ _qwen_vl = partial(ServedModel, engines=_BOTH, pixel_knobs=("min_pixels", "max_p
 _tiled = partial(ServedModel, whole_tiles=True, pixel_knobs=("max_tiles",))
 _qwen3_5 = partial(ServedModel, layers=("linear_attention",), prediction="mtp")
 _nemotron = partial(
-    ServedModel,
-    has_experts=True,
-    layers=("linear_attention", "mamba", "mlp", "moe"),
-    prediction="mtp",
+    ServedModel, has_experts=True, layers=("linear_attention", "mamba", "mlp", "moe")
 )
 _pixtral = partial(ServedModel, towers=("pixtral",), pixel_knobs=("max_pixels",))
 _gemma4 = partial(
@@ -100,7 +97,7 @@ SERVED: Mapping[str, ServedModel] = {
     "qwen3_5_moe_text": _qwen3_5(
         title="Qwen3.5-MoE (text)", family="qwen3_5_text", has_experts=True
     ),
-    "nemotron_h": _nemotron(title="Nemotron-H", family="nemotron_h"),
+    "nemotron_h": _nemotron(title="Nemotron-H", family="nemotron_h", prediction="mtp"),
     "nemotron_h_omni": _nemotron(
         title="Nemotron Omni (images)",
         family="nemotron_omni",
