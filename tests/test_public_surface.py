@@ -32,7 +32,8 @@ SIGNATURES = {
     "finetune": "(recipe, **overrides)",
     "pack_batch_sequences": "(samples, *, pad_to_multiple_of=1, pad_token_id, total_multiple_of=1,"
     " fixed=None)",
-    "packed_model": "(model, encoder, *, attention='auto', device=None, dtype=None)",
+    "packed_model": "(model, encoder, *, attention='auto', device=None, dtype=None,"
+    " recurrence='auto')",
     "vlm_step": "(data_iterator, model)",
 }
 """Of what a loop of a user's own calls: they stay, or grow at the end by what has a default."""

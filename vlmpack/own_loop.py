@@ -21,13 +21,13 @@ from vlmpack.attention.varlen import AttentionName
 from vlmpack.backends.engine import LossFunction
 from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.hf.model import PackedLM
-from vlmpack.backends.hf.recurrence import replace_kernels
+from vlmpack.backends.hf.recurrence import recurrence_kinds, replace_kernels
 from vlmpack.backends.hf.whole_model import packed_model as wrapped
 from vlmpack.data.shards.schemas import cook_text
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import Batch, EncodedSample
-from vlmpack.recurrence import choose_recurrence
+from vlmpack.recurrence import RecurrenceName, choose_recurrence
 from vlmpack.training.vlm_step import forward_step
 
 
@@ -67,6 +67,7 @@ def packed_model(
     attention: AttentionName | Literal["auto"] = "auto",
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
+    recurrence: RecurrenceName = "auto",
 ) -> PackedLM:
     """A transformers model as a module that takes packed rows; its weights are the same tensors.
 
@@ -80,12 +81,14 @@ def packed_model(
         attention: as `model.attention` of a recipe.
         device: where it will compute; None for where the model is now.
         dtype: what attention will compute in (that of an autocast); None for the model's own.
+        recurrence: as `model.recurrence` of a recipe.
 
     Returns:
         A module from (batch, packed_seq_params) to the (L,) losses of the row's label tokens.
 
     Raises:
-        CapabilityError: a model that cannot be packed, or an attention that cannot run there.
+        CapabilityError: a model that cannot be packed, or an attention or kernels of recurrences
+            that cannot run there.
     """
     if encoder.family.proven_by_verify:
         raise CapabilityError(
@@ -106,7 +109,9 @@ def packed_model(
     )
     packed = wrapped(model, encoder)
     packed.language.set_attn_implementation(register_attention(choice))
-    replace_kernels(packed.language, choose_recurrence(device=device, dtype=dtype))
+    kinds = recurrence_kinds(packed.language)
+    recurrences = choose_recurrence(recurrence, device=device, dtype=dtype, kinds=kinds)
+    replace_kernels(packed.language, recurrences)
     return packed
 
 

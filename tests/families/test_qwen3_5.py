@@ -15,6 +15,7 @@ from support.shards import text_samples
 from support.stock import StockProcessor, load_stock, run_one_by_one
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
 
+from vlmpack import packed_model
 from vlmpack.backends.hf import model as packed_models
 from vlmpack.backends.hf.recurrence import replaced_kernels
 from vlmpack.encode import Encoder
@@ -67,7 +68,25 @@ def without_resets(chosen):
 def test_the_engine_says_what_runs(hybrid, name):
     said = hybrid(name)[0].description["recurrence"]
     rule = {"qwen3_5": "delta rule", "nemotron_h": "scan"}[name]
-    assert said.startswith(f"convolution: segments, {rule}: segments (")
+    assert said.startswith(f"convolution: segments, {rule}: segments (causal_conv1d needs a CUDA")
+
+
+def test_the_recipe_and_a_loop_of_ones_own_may_ask_for_what_runs(hybrid):
+    model = hybrid("nemotron_h")[0].vlm.model
+    folder = model.config.name_or_path
+    encoder = Encoder(folder)
+    engine = make_engine(folder, encoder, recurrence="torch")
+    said = engine.description["recurrence"]
+    assert said == "convolution: segments, scan: segments (as the recipe asks)"
+    with pytest.raises(CapabilityError, match=r"kernels has none for the convolution, the scan: "):
+        make_engine(folder, encoder, recurrence="kernels")
+    with pytest.raises(CapabilityError, match=r"kernels has none for the convolution, the scan: "):
+        packed_model(model, encoder, recurrence="kernels")
+
+
+def test_a_dense_model_has_nothing_to_ask_for(tiny_folder):
+    with pytest.raises(CapabilityError, match=r"model\.recurrence: torch, but no layer of the mod"):
+        make_engine(tiny_folder, Encoder(tiny_folder), recurrence="torch")
 
 
 # A missing reset

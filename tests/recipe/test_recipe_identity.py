@@ -39,6 +39,7 @@ ALLOWED = [
     "data.unknown_keys=refuse",
     "model.backend=mcore",
     "model.attention=segments",
+    "model.recurrence=torch",
     "model.activation_checkpointing=true",
     "data.train={path: data/train-*.tar, name: renamed}",
     "data.num_workers=0",

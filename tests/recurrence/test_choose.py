@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vlmpack.errors import CapabilityError
 from vlmpack.recurrence import (
     choose,
     choose_recurrence,
@@ -107,8 +108,34 @@ def test_the_torch_forms_can_be_asked_for(install):
     assert names(choice) == ("segments",) * 3
     assert (
         choice.described()
-        == "convolution: segments, delta rule: segments, scan: segments (as asked)"
+        == "convolution: segments, delta rule: segments, scan: segments (as the recipe asks)"
     )
+
+
+def test_kernels_that_are_asked_for_run_or_are_missed_by_name(install):
+    install("causal_conv1d", "fla")
+    with pytest.raises(CapabilityError) as raised:
+        chosen("kernels")
+    assert str(raised.value) == (
+        "model.recurrence: kernels has none for the scan: "
+        "mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined cannot be imported (No module "
+        "named 'mamba_ssm.ops.triton.ssd_combined'); wanted: mamba-ssm 2.2 or newer; "
+        "use auto or torch"
+    )
+    choice = chosen("kernels", kinds=("convolution", "delta_rule"))
+    assert names(choice) == ("causal_conv1d", "fla", "segments")
+    assert choice.delta_rule.reason == "as the recipe asks"
+    with pytest.raises(CapabilityError, match=r"for the delta rule: fla needs bfloat16 or float16"):
+        chosen("kernels", dtype=torch.float32, kinds=("convolution", "delta_rule"))
+    with pytest.raises(CapabilityError, match=r"for the convolution, the scan: causal_conv1d need"):
+        chosen("kernels", device=CPU, kinds=("scan", "convolution"))
+
+
+def test_nothing_is_asked_for_where_no_layer_carries_state():
+    assert names(chosen(device=CPU, kinds=())) == ("segments",) * 3
+    for requested in ("torch", "kernels"):
+        with pytest.raises(CapabilityError, match=rf"model\.recurrence: {requested}, but no layer"):
+            chosen(requested, device=CPU, kinds=())
 
 
 def test_float32_is_not_for_the_delta_rules_kernel(install):

@@ -56,6 +56,7 @@ def make_engine(
     policy: TrainingPolicy = EVERYTHING,
     activation_checkpointing: bool = False,
     aux_loss: float = 0.0,
+    recurrence: Any = "auto",
     **split: Any,
 ) -> HFEngine:
     """A float32 engine with the per-segment attention and the defaults of a recipe's AdamW."""
@@ -65,6 +66,7 @@ def make_engine(
         attention="segments",
         activation_checkpointing=activation_checkpointing,
         router_aux_loss_coef=aux_loss,
+        recurrence=recurrence,
     )
     ranks = ranks if ranks is not None else single_rank()
     return engine_of(model, ParallelismSection(**split), encoder, ranks, policy)

@@ -50,6 +50,17 @@ def transformer_engine_needs_mcore(model: ModelSection) -> list[Problem]:
     return [Problem(("model", "attention"), message)]
 
 
+def recurrence_needs_hf(model: ModelSection) -> list[Problem]:
+    """No layers that carry state run on Megatron here."""
+    if model.recurrence == "auto" or model.backend == "hf":
+        return []
+    message = (
+        f"{model.recurrence!r} needs model.backend: hf; 'mcore' trains no layers that carry state, "
+        f"leave it out"
+    )
+    return [Problem(("model", "recurrence"), message)]
+
+
 def fsdp_needs_hf(model: ModelSection, parallelism: ParallelismSection) -> list[Problem]:
     """Megatron shares out a model's memory in its own ways."""
     if parallelism.sharding != "fsdp" or model.backend == "hf":

@@ -60,6 +60,11 @@ class ModelSection(Section):
     flash-attn (CUDA), or Transformer Engine's (mcore engine, CUDA). `auto`: the fastest one that
     this machine has; with context parallelism `segments`; Transformer Engine only by name."""
 
+    recurrence: Literal["auto", "torch", "kernels"] = "auto"
+    """hf engine: what runs layers that carry state over packed rows. `torch`: torch's operators
+    (any device). `kernels`: flash-linear-attention, causal-conv1d or mamba-ssm (CUDA) for every
+    kind of layer that the model has, or an error. `auto`: kernels where one can run, else torch."""
+
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
 

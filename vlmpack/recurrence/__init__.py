@@ -1,6 +1,13 @@
 """Layers that carry state from token to token, over the segments of packed rows. torch only."""
 
-from vlmpack.recurrence.choose import KINDS, Chosen, Kind, RecurrenceChoice, choose_recurrence
+from vlmpack.recurrence.choose import (
+    KINDS,
+    Chosen,
+    Kind,
+    RecurrenceChoice,
+    RecurrenceName,
+    choose_recurrence,
+)
 from vlmpack.recurrence.convolution import segment_convolution
 from vlmpack.recurrence.delta_rule import fixed_delta_rule, segment_delta_rule
 from vlmpack.recurrence.rows import RowSegments
@@ -11,6 +18,7 @@ __all__ = [
     "Chosen",
     "Kind",
     "RecurrenceChoice",
+    "RecurrenceName",
     "RowSegments",
     "StepSize",
     "choose_recurrence",

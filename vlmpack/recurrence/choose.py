@@ -11,6 +11,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from vlmpack.errors import CapabilityError
 from vlmpack.recurrence.convolution import segment_convolution
 from vlmpack.recurrence.delta_rule import fixed_delta_rule, segment_delta_rule
 from vlmpack.recurrence.kernels import (
@@ -24,6 +25,9 @@ from vlmpack.recurrence.scan import PLAIN, StepSize, fixed_scan, segment_scan
 
 Kind = Literal["convolution", "delta_rule", "scan"]
 """What a recurrent layer is made of; a field of `RecurrenceChoice`."""
+
+RecurrenceName = Literal["auto", "torch", "kernels"]
+"""What can be asked for: `model.recurrence` of a recipe."""
 
 KINDS: tuple[Kind, ...] = ("convolution", "delta_rule", "scan")
 """All kinds, in the order of a report."""
@@ -201,22 +205,36 @@ _SCANS: tuple[_Kernel[Scan], ...] = (
 )
 
 
+_AS_ASKED = "as the recipe asks"
+
+
 def choose_recurrence(
-    requested: Literal["auto", "torch"] = "auto",
+    requested: RecurrenceName = "auto",
     *,
     device: torch.device,
     dtype: torch.dtype,
     fixed_shape: bool = False,
+    kinds: Collection[Kind] = KINDS,
 ) -> RecurrenceChoice:
     """Choose the implementations once, at build time.
 
     Args:
         requested: `auto` takes a package's kernel where one can run, and a torch form elsewhere;
-            `torch` takes the torch forms.
+            `torch` takes the torch forms, `kernels` a package's kernel or nothing.
         device: where the model is.
         dtype: what its layers compute in.
         fixed_shape: whether a graph will capture the rows, so that nothing may follow segments.
+        kinds: what the model has; of others, what is chosen never runs.
+
+    Raises:
+        CapabilityError: `kernels`, and one of these kinds has none that can run here, which the
+            message names; or anything but `auto` for a model without such layers.
     """
+    if requested != "auto" and not kinds:
+        raise CapabilityError(
+            f"model.recurrence: {requested}, but no layer of the model carries state from token to "
+            f"token; leave it out"
+        )
     where = _Where(device, dtype, fixed_shape)
     name = "fixed" if fixed_shape else "segments"
     rule: Chosen[DeltaRule] = Chosen(
@@ -224,22 +242,38 @@ def choose_recurrence(
     )
     scan: Chosen[Scan] = Chosen(name, fixed_scan if fixed_shape else segment_scan, "")
     convolution: Chosen[Convolution] = Chosen(name, segment_convolution, "")
-    packages = requested == "auto"
-    return RecurrenceChoice(
-        convolution=_first(_CONVOLUTIONS if packages else (), convolution, where),
-        delta_rule=_first(_DELTA_RULES if packages else (), rule, where),
-        scan=_first(_SCANS if packages else (), scan, where),
+    choice = RecurrenceChoice(
+        convolution=_first(_CONVOLUTIONS, convolution, where, requested),
+        delta_rule=_first(_DELTA_RULES, rule, where, requested),
+        scan=_first(_SCANS, scan, where, requested),
     )
+    missing = {
+        kind.replace("_", " "): chosen.reason
+        for kind in KINDS
+        if (chosen := getattr(choice, kind)).name == name and kind in kinds
+    }
+    if requested == "kernels" and missing:
+        raise CapabilityError(
+            f"model.recurrence: kernels has none for the {', the '.join(missing)}: "
+            f"{'; '.join(dict.fromkeys(missing.values()))}; use auto or torch"
+        )
+    return choice
 
 
 def _first(
-    kernels: tuple[_Kernel[FunctionT], ...], torch_form: Chosen[FunctionT], where: _Where
+    kernels: tuple[_Kernel[FunctionT], ...],
+    torch_form: Chosen[FunctionT],
+    where: _Where,
+    requested: RecurrenceName,
 ) -> Chosen[FunctionT]:
     """The first kernel that can run, or the torch form, which always can."""
+    if requested == "torch":
+        return replace(torch_form, reason=_AS_ASKED)
     refused: list[str] = []
     for kernel in kernels:
         why = kernel.why_unavailable(where)
         if why is None:
-            return Chosen(kernel.name, kernel.function, "; ".join(refused) or "first choice")
+            first = "first choice" if requested == "auto" else _AS_ASKED
+            return Chosen(kernel.name, kernel.function, "; ".join(refused) or first)
         refused.append(why)
-    return replace(torch_form, reason="; ".join(refused) or "as asked")
+    return replace(torch_form, reason="; ".join(refused))

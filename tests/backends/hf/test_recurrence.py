@@ -33,6 +33,7 @@ from vlmpack.backends.hf.recurrence import (
     KERNELS,
     decorated_kernels,
     packed_row,
+    recurrence_kinds,
     replace_kernels,
     replaced_kernels,
 )
@@ -111,6 +112,27 @@ def test_strong_decays_equal_the_rule_itself_in_double(fixed, monkeypatch):
     assert loss_error(packed, alone) < 1e-7
     error, name = gradient_error(found, gradients(model, alone))
     assert error < GRADIENT_TOLERANCE, name
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kinds"),
+    [
+        ("qwen3_5_text", ("convolution", "delta_rule")),
+        ("nemotron_h", ("convolution", "scan")),
+        ("lfm2", ("convolution",)),
+    ],
+)
+def test_the_kinds_that_are_chosen_for_are_those_that_are_reported(model_type, kinds):
+    model = hybrid(model_type)
+    assert recurrence_kinds(model) == kinds
+    with replaced_kernels(model, choice()) as replaced:
+        said = replaced.described()["recurrence"]
+    assert said.startswith(", ".join(f"{kind.replace('_', ' ')}: segments" for kind in kinds))
+
+
+def test_a_kernel_that_is_not_known_is_nothing_to_choose(monkeypatch):
+    monkeypatch.delitem(KERNELS, "causal_conv1d_fn")
+    assert recurrence_kinds(hybrid("qwen3_5_text")) == ("delta_rule",)
 
 
 def without_resets(chosen):

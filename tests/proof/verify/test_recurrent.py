@@ -10,9 +10,12 @@ import pytest
 import torch
 from support.hybrid import hybrid_folder, serve_hybrid
 from support.shards import TINY_MODEL, text_samples
-from support.verified import Subject, failed
+from support.verified import Subject, failed, recipe_for
 
+from vlmpack.build.setup import Setup
+from vlmpack.distributed import Ranks
 from vlmpack.packing import PackCollator
+from vlmpack.proof.verify.engine import verified_setup
 from vlmpack.proof.verify.recurrent import ALONE, SEGMENTS
 from vlmpack.recurrence import RowSegments
 
@@ -77,6 +80,19 @@ def break_inside(monkeypatch, kinds, fault):
 def no_reset(lengths):
     """One segment over the row."""
     return (sum(lengths),)
+
+
+def test_kernels_that_know_bfloat16_alone_give_way_in_float32(tmp_path, monkeypatch):
+    subject = subject_of(tmp_path, monkeypatch, "lfm2")
+
+    def verified(asked, dtype):
+        recipe = recipe_for(TINY_MODEL, model__recurrence=asked)
+        setup = Setup(recipe=recipe, ranks=Ranks(), encoder=subject.encoder)
+        return verified_setup(setup, dtype).recipe.model.recurrence
+
+    assert verified("kernels", torch.float32) == "auto"
+    assert verified("kernels", torch.bfloat16) == "kernels"
+    assert verified("torch", torch.float32) == "torch"
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "nemotron_h", "lfm2"])

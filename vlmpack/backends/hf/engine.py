@@ -28,7 +28,7 @@ from vlmpack.backends.hf.parameter_boxes import (
     whole_state,
 )
 from vlmpack.backends.hf.quantize import check_quantization
-from vlmpack.backends.hf.recurrence import replace_kernels
+from vlmpack.backends.hf.recurrence import recurrence_kinds, replace_kernels
 from vlmpack.backends.hf.router_loss import describe_router_loss, router_loss
 from vlmpack.backends.hf.sharding import shard_model
 from vlmpack.backends.hf.whole_model import packed_model
@@ -84,7 +84,13 @@ class HFEngine:
         language.set_attn_implementation(register_attention(compute.attention))
         experts = settle_experts(language)
         recurrences = replace_kernels(
-            language, choose_recurrence(device=ranks.device, dtype=compute.dtype)
+            language,
+            choose_recurrence(
+                requested=model.recurrence,
+                device=ranks.device,
+                dtype=compute.dtype,
+                kinds=recurrence_kinds(language),
+            ),
         )
         if model.activation_checkpointing:
             recompute_layers(loaded)

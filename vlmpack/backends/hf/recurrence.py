@@ -29,7 +29,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vlmpack.errors import CapabilityError
-from vlmpack.recurrence import Kind, RecurrenceChoice, RowSegments, StepSize
+from vlmpack.recurrence import KINDS, Kind, RecurrenceChoice, RowSegments, StepSize
 
 DECORATOR = "use_kernel_func_from_hub_with_fallback"
 """What transformers decorates its copies with; the first argument is the kernel's name."""
@@ -205,6 +205,13 @@ KERNELS: Mapping[str, KernelName] = {
     "fused_recurrent_kda": KernelName(_refused(_ONE_TOKEN)),
 }
 """Every kernel name of transformers that we know."""
+
+
+def recurrence_kinds(model: nn.Module) -> tuple[Kind, ...]:
+    """What of a choice the layers of a model may call; nothing, where it carries no state."""
+    names = {kernel for _, _, kernel in kernel_places(model) if kernel in KERNELS}
+    found = {KERNELS[name].kind for name in names}
+    return tuple(kind for kind in KINDS if kind in found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ Dtype = Literal["float32", "recipe"]
 def verified_setup(setup: Setup, dtype: torch.dtype) -> Setup:
     """The setup with what verifying needs otherwise.
 
-    Attention kernels that know bfloat16 alone give way to the automatic choice in float32; 4-bit
+    Kernels that know bfloat16 alone give way to the automatic choice in float32; 4-bit
     weights and dropout, which the reference has not, are left out; so is the experts' auxiliary
     loss, which is no part of a sample's loss.
     """
@@ -34,6 +34,7 @@ def verified_setup(setup: Setup, dtype: torch.dtype) -> Setup:
             "path": str(setup.encoder.folder),
             "dtype": "float32" if exact else "bfloat16",
             "attention": "auto" if exact and needs_bfloat16 else model.attention,
+            "recurrence": "auto" if exact and model.recurrence == "kernels" else model.recurrence,
             "router_aux_loss_coef": 0.0,
         }
     )
