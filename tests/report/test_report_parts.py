@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from support.fake_runs import answers, data_summary, metrics_rows, questions, write_run
 
+from vlmpack.report import loss_picture
 from vlmpack.report.lengths_picture import (
     draw_lengths,
     padding_removed,
@@ -65,6 +66,31 @@ def test_loss_of_zero_and_lost_values_are_drawn(tmp_path) -> None:
     run = read_run(tmp_path)
     assert run.series("loss") == ([2, 3], [0.0, 9.0])
     assert draw_loss(run)
+
+
+@pytest.mark.parametrize("values", [(1.9,), (2.5, 1.4, 1.1, 1.05)])
+def test_the_load_balancing_loss_is_drawn_between_loss_and_learning_rate(
+    tmp_path, monkeypatch, values
+) -> None:
+    drawn = []
+    draw = loss_picture._draw_router_loss
+
+    def noted(axes, steps, losses):
+        draw(axes, steps, losses)
+        drawn.append(
+            (steps, losses, [text.get_text() for text in axes.texts], len(axes.figure.axes))
+        )
+
+    monkeypatch.setattr(loss_picture, "_draw_router_loss", noted)
+    rows = [{"step": n, "loss": 2.0, "router_loss": value} for n, value in enumerate(values)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert draw_loss(read_run(tmp_path))
+    ((steps, losses, (said,), panels),) = drawn
+    assert (steps, losses, panels) == ([*range(len(values))], [*values], 3)
+    assert said.startswith(f"router {smooth(values, 1)[-1]:.3g}")
+    write_run(tmp_path, num_steps=3, num_questions=1)
+    assert draw_loss(read_run(tmp_path))
+    assert len(drawn) == 1, "a dense model has none"
 
 
 @pytest.mark.parametrize("batch", [[1], [50] * 16, [900, 20, 20, 20]])

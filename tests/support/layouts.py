@@ -190,7 +190,8 @@ def stepper_with(engine: Any, optimizer: str) -> Stepper:
 def train(
     stepper: Stepper, layout: Layout, steps: int = STEPS, folder: Path = TINY_MODEL
 ) -> list[list[float]]:
-    """(loss, gradient norm) by step, on samples as the folder's processor encodes them."""
+    """(loss, gradient norm, what else is reported) by step, on samples as the folder's processor
+    encodes them."""
     everything = samples(folder)
     collate = collator(layout, everything[0].position_ids.shape[0])
     mine = BINS[stepper.ranks.dp_rank :: layout.dp]
@@ -199,7 +200,7 @@ def train(
         batches = [collate([everything[index] for index in bin_]) for bin_ in mine]
         sums, _ = stepper.train(step, batches, num_skipped=0, stop=False)
         assert sums.num_samples == sum(map(len, BINS))
-        rows.append([sums.loss, sums.grad_norm])
+        rows.append([sums.loss, sums.grad_norm, *stepper.reported(sums).values()])
     return rows
 
 
@@ -208,7 +209,7 @@ class Trained:
     """What some steps led to.
 
     Args:
-        rows: (loss, gradient norm) by step.
+        rows: (loss, gradient norm, and what else is reported) by step.
         weights: whole parameters afterwards, under transformers' names.
     """
 

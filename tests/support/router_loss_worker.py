@@ -1,18 +1,19 @@
 """Gradients of a mixture of experts with its load-balancing loss, on two replicas.
 
 Run as: router_loss_worker.py MODEL FOLDER, in each process; the main one writes
-FOLDER/{none,fsdp}.safetensors.
+FOLDER/{none,fsdp}.safetensors, and in .json beside what a step reports.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from support import layouts
-from support.engines import make_engine
+from support.engines import make_engine, make_stepper
 from torch.distributed.tensor import DTensor
 
 from vlmpack.distributed import start_process_group
@@ -48,8 +49,13 @@ def main(model: Path, folder: Path) -> None:
             name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).contiguous()
             for name, p in engine.parameters()
         }
+        stepper = make_stepper(engine)
+        stepper.schedule = lambda step: 0.0
+        sums, _ = stepper.train(0, mine, num_skipped=0, stop=False)
         if ranks.is_main:
             save_file(whole, str(folder / f"{sharding}.safetensors"))
+            reported = json.dumps(stepper.reported(sums))
+            (folder / f"{sharding}.json").write_text(reported, encoding="utf-8")
 
 
 if __name__ == "__main__":

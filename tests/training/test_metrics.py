@@ -126,6 +126,13 @@ def test_the_progress_line_shows_what_matters(capsys):
     assert "imbalance" not in progress.line(row(2, imbalance=1.0)), "one replica has none"
 
 
+def test_what_is_reported_beside_the_loss_stands_beside_it():
+    told = row(1, reported={"router_loss": 1.0625, "unknown": None})
+    line = Progress("none", total_steps=2, interval_steps=1).line(told)
+    assert line.startswith("loss 1.5000  router loss 1.0625  150 real tokens/s")
+    assert told.as_row()["router_loss"] == 1.0625
+
+
 def test_no_progress_is_no_output(capsys):
     progress = Progress("none", total_steps=2, interval_steps=1)
     progress.start(0)

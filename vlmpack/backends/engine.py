@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from vlmpack.attention import AttentionChoice
 from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice
 from vlmpack.backends.policy import ComponentCount, TrainingPolicy, component_of
+from vlmpack.backends.router_sum import RouterSum
 from vlmpack.distributed import Ranks
 from vlmpack.families.base import ModulePaths
 from vlmpack.packing import Batch
@@ -73,6 +74,10 @@ class Engine(Protocol):
     paths: ModulePaths
     """Where the model's components live."""
 
+    router_sum: RouterSum | None
+    """Where the load-balancing loss of a mixture's experts is added up; None, on all ranks alike,
+    where the recipe asks for none."""
+
     components: Sequence[ComponentCount]
     """What the policy comes to, for each component that the model has."""
 
@@ -93,7 +98,7 @@ class Engine(Protocol):
         """
 
     def zero_gradients(self) -> None:
-        """Drop the accumulated gradients."""
+        """Drop the accumulated gradients, and what `router_sum` holds."""
 
     def finish_gradients(self, divisor: Tensor, max_norm: float | None) -> Tensor:
         """Turn accumulated gradients of loss sums into those of the mean loss, and clip them.

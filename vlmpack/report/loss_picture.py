@@ -1,4 +1,5 @@
-"""loss.png: the loss of every step, smoothed and validated, over the learning rate."""
+"""loss.png: the loss of every step, smoothed and validated, over the learning rate; between them
+the load-balancing loss of experts, where a run reports one."""
 
 from __future__ import annotations
 
@@ -34,12 +35,17 @@ def draw_loss(run: RunFiles) -> bytes | None:
     if not steps:
         return None
     with figure(HEIGHT_INCHES) as drawing:
+        routers = run.series("router_loss")
+        heights = (4, 1, 1) if routers[0] else (4, 1)
         grid = drawing.add_gridspec(
-            2, 1, height_ratios=(4, 1), hspace=0.2, left=0.085, right=0.84, top=0.86, bottom=0.115
-        )
+            len(heights), 1, height_ratios=heights, hspace=0.2, left=0.085, right=0.84, top=0.86,
+            bottom=0.115,
+        )  # fmt: skip
         top = drawing.add_subplot(grid[0])
-        bottom = drawing.add_subplot(grid[1], sharex=top)
+        bottom = drawing.add_subplot(grid[-1], sharex=top)
         _draw_losses(top, run, steps, losses)
+        if routers[0]:
+            _draw_router_loss(drawing.add_subplot(grid[1], sharex=top), *routers)
         _draw_learning_rate(bottom, run)
         span = max(1, steps[-1] - steps[0])
         top.set_xlim(steps[0] - 0.01 * span, steps[-1] + 0.01 * span)
@@ -107,6 +113,21 @@ def _label_ends(axes: Any, labels: Sequence[tuple[str, float, str]]) -> None:
         axes.text(
             1.015, height, text, transform=axes.transAxes, color=colour, va="center", fontsize=SMALL
         )
+
+
+def _draw_router_loss(axes: Any, steps: list[int], losses: list[float]) -> None:
+    """Where all experts are chosen alike it is 1."""
+    smoothed = smooth(losses, max(1, len(losses) // 40))
+    marker = "o" if len(steps) <= 3 else None
+    if smoothed != losses:
+        axes.plot(steps, losses, color=PALE_BLUE, linewidth=0.7)
+    axes.plot(steps, smoothed, color=BLUE, linewidth=1.2, marker=marker, markersize=4)
+    axes.set_ylim(bottom=min(1.0, *losses), top=1.02 * max(1.0, *losses))
+    axes.tick_params(labelbottom=False, bottom=False)
+    axes.text(
+        1.015, 0.5, f"router {smoothed[-1]:.3g}\n(1: balanced)", transform=axes.transAxes,
+        color=BLUE, va="center", fontsize=SMALL,
+    )  # fmt: skip
 
 
 def _draw_learning_rate(axes: Any, run: RunFiles) -> None:

@@ -9,7 +9,9 @@ Rows of training steps:
     under packing.balance: none), fill, padding (1 - fill), seconds, data_wait_seconds,
     data_wait_share, read_seconds and encode_seconds (in the loader, beside the training),
     forward_backward_seconds, optimizer_seconds, tokens_per_second; before these, what the objective
-    reports beside the loss
+    reports beside the loss, and router_loss where model.router_aux_loss_coef asks for it: the
+    experts' load-balancing loss without that weight, a mean over layers and real tokens (1: all
+    experts are chosen alike)
 
 Rows of validations: step, validation_loss, the same of what the objective reports,
 validation_label_tokens. Real tokens per second never count padding.
@@ -58,7 +60,7 @@ class StepRow:
     forward_backward_seconds: float
     optimizer_seconds: float
     reported: Mapping[str, float | None] = field(default_factory=dict)
-    """What the objective reports beside the loss; columns of their own."""
+    """What is reported beside the loss; columns of their own."""
 
     @property
     def fill(self) -> float:
@@ -292,8 +294,13 @@ class Progress:
         left = (self.total_steps - row.step) * self._smooth["seconds"]
         imbalance = f"imbalance {row.imbalance:.2f}  " if row.imbalance > 1 else ""
         loss = "no sample left" if row.loss is None else f"loss {row.loss:.4f}"
+        beside = "".join(
+            f"{name.replace('_', ' ')} {value:.4f}  "
+            for name, value in row.reported.items()
+            if value is not None
+        )
         return (
-            f"{loss}  {self._smooth['rate']:,.0f} real tokens/s  "
+            f"{loss}  {beside}{self._smooth['rate']:,.0f} real tokens/s  "
             f"fill {row.fill:.0%}  {row.num_samples} samples  {imbalance}"
             f"data wait {self._smooth['wait']:.0%}  ETA {_clock(left)}"
         )

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from vlmpack.backends.engine import ForwardStep
+from vlmpack.backends.router_sum import ROUTER_REPORT, ROUTER_SUM
 from vlmpack.packing import Batch
 from vlmpack.recipe.objective import OBJECTIVES
 from vlmpack.training.vlm_step import forward_step
@@ -82,7 +83,10 @@ class Counts:
 VOTES = ("stop_votes", "num_writing")
 """Counts to which each process adds its own."""
 
-_COLUMNS = {"step", "epoch", "loss", "grad_norm", "learning_rate", "data_wait_share"}
+_COLUMNS = {
+    *("step", "epoch", "loss", "grad_norm", "learning_rate", "data_wait_share"),
+    *ROUTER_REPORT,
+}
 """Columns of metrics.jsonl that an objective's report would hide."""
 
 
@@ -113,7 +117,7 @@ class Objective:
 
     def __post_init__(self) -> None:
         names = [*self.sums, *self.counts, *(entry.name for entry in fields(Counts))]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+        if twice := sorted({name for name in names if [*names, ROUTER_SUM].count(name) > 1}):
             raise ValueError(f"sums and counts of an objective share names: {', '.join(twice)}")
         if taken := sorted(self.report.keys() & _COLUMNS):
             raise ValueError(f"columns of metrics.jsonl by another meaning: {', '.join(taken)}")
@@ -147,7 +151,14 @@ class Objective:
 
     def reported(self, totals: Mapping[str, float]) -> dict[str, float | None]:
         """What `report` names, of global sums."""
-        return {name: _ratio(totals, *ratio) for name, ratio in self.report.items()}
+        return ratios(totals, self.report)
+
+
+def ratios(
+    totals: Mapping[str, float], report: Mapping[str, tuple[str, str]]
+) -> dict[str, float | None]:
+    """Name -> ratio of a sum and what divides it; None where that is 0."""
+    return {name: _ratio(totals, *ratio) for name, ratio in report.items()}
 
 
 def _ratio(totals: Mapping[str, float], numerator: str, divisor: str) -> float | None:

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.backends.engine import Engine
+from vlmpack.backends.router_sum import ROUTER_REPORT
 from vlmpack.distributed import Ranks
 from vlmpack.errors import NonFiniteError
 from vlmpack.packing import Batch
 from vlmpack.training.first_step import FirstStepCheck, count_seen_images
-from vlmpack.training.objective import VOTES, Counts, Objective
+from vlmpack.training.objective import VOTES, Counts, Objective, ratios
 from vlmpack.training.optim import Schedule
 
 
@@ -30,7 +31,7 @@ class StepSums(Counts):
     """Sums over all micro-batches of all replicas in one optimizer step.
 
     Args:
-        totals: the objective's sums and all counts, by name.
+        totals: the objective's sums, the routers' where there are any, and all counts, by name.
         loss: the objective's; None where its divisor is 0.
         grad_norm: global norm before clipping; 0 without a backward pass.
     """
@@ -124,7 +125,9 @@ class Stepper:
             stop_votes=int(stop),
             num_writing=int(writing),
         )
-        sums = self._sum_up(reports, batches, counts)
+        routers = self.engine.router_sum
+        more = {} if routers is None else routers.take(self.engine.device)
+        sums = self._sum_up(reports, batches, counts, more)
         norm = self.engine.finish_gradients(sums[self.objective.divisor], self.max_grad_norm)
         read = torch.stack([*sums.values(), norm.double()]).tolist()  # the step's one host read
         result = self._named(dict(zip(sums, read, strict=False)), grad_norm=read[-1])
@@ -152,11 +155,15 @@ class Stepper:
         return self._named(dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)))
 
     def _sum_up(
-        self, reports: Sequence[Mapping[str, Tensor]], batches: Sequence[Batch], counts: Counts
+        self,
+        reports: Sequence[Mapping[str, Tensor]],
+        batches: Sequence[Batch],
+        counts: Counts,
+        more: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """0-d float64 on the device, in one fixed order: all sums and counts over the world."""
         device = self.engine.device
-        mine = self.objective.add_up(reports, device)
+        mine = {**self.objective.add_up(reports, device), **(more or {})}
         names = [entry.name for entry in fields(Counts)]
         counted = {name: getattr(counts, name) for name in names}
         for name, count in self.objective.counts.items():
@@ -174,6 +181,12 @@ class Stepper:
             loss=self.objective.loss(totals),
             grad_norm=grad_norm,
         )
+
+    def reported(self, sums: StepSums) -> dict[str, float | None]:
+        """What is reported of a step beside its loss: by the objective, and of the routers."""
+        if self.engine.router_sum is None:
+            return self.objective.reported(sums.totals)
+        return self.objective.reported(sums.totals) | ratios(sums.totals, ROUTER_REPORT)
 
     def _update(self, step: int, result: StepSums, check: FirstStepCheck | None) -> None:
         """Move the weights; `check` looks at what moved."""

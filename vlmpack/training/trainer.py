@@ -235,7 +235,7 @@ class Trainer:
                 data_wait_seconds=waited,
                 read_seconds=sum(m.read_seconds for m in data.micro_batches),
                 encode_seconds=sum(m.encode_seconds for m in data.micro_batches),
-                reported=self.stepper.objective.reported(sums.totals),
+                reported=self.stepper.reported(sums),
                 **phases,
             )
             reporting.metrics.write(row.as_row())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import layouts, router_loss_worker
-from support.engines import make_engine
+from support.engines import make_engine, make_stepper
 from support.families import tiny_family_folder
 from support.forked import check_ranks
+from support.recorders import HostReads
 from support.runs import relative_l2
 from support.stock import load_stock
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
@@ -23,6 +25,7 @@ from vlmpack.backends.hf.router_loss import (
     layer_loss,
     router_loss,
 )
+from vlmpack.backends.router_sum import ROUTER_SUM
 from vlmpack.distributed import start_process_group
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
@@ -47,6 +50,7 @@ COLLATE = {
     ),
 }
 EXPERTS, TOP_K = 4, 2
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -89,11 +93,38 @@ def worst(found, expected):
     return max(relative_l2(found[name], value) for name, value in expected.items())
 
 
+def step_of(engine, rows):
+    """What an optimizer step that moves nothing reports beside its loss, and what the host read."""
+    stepper = make_stepper(engine)
+    stepper.schedule = lambda step: 0.0
+    with HostReads() as reads:
+        sums, _ = stepper.train(0, rows, num_skipped=0, stop=False)
+    return stepper.reported(sums), reads
+
+
 @pytest.fixture(scope="module")
-def reference(folder, samples):
+def reference(stock):
+    """Gradients of the losses and of transformers' own loss for the routers."""
+    return stock[0]
+
+
+@pytest.fixture(scope="module")
+def balance(stock):
+    """transformers' own loss for the routers: (tokens, mean over layers) of each micro-batch."""
+    return stock[1]
+
+
+def over_tokens(balance):
+    """Their mean over tokens."""
+    return sum(tokens * loss for tokens, loss in balance) / sum(tokens for tokens, _ in balance)
+
+
+@pytest.fixture(scope="module")
+def stock(folder, samples):
     """transformers' own loss and its own sum: a bin is one padded batch, with its mask."""
     model = load_stock(folder).train()
     total = torch.zeros(())
+    balance = []
     for bin_ in layouts.BINS:
         rows = pad_batch_sequences([samples[index] for index in bin_], pad_token_id=layouts.PAD)
         media = {}
@@ -120,8 +151,9 @@ def reference(folder, samples):
             for logits in output.router_logits
         ]
         total = total + losses + WEIGHT * int(mask.sum()) * sum(layers) / TOP_K
+        balance.append((int(mask.sum()), float(torch.stack(layers).detach().mean()) / TOP_K))
     total.backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, balance
 
 
 @pytest.mark.parametrize("how", [*COLLATE, "padded"])
@@ -135,6 +167,33 @@ def test_gradients_are_those_of_transformers_own_loss(engines, samples, referenc
     gates = [name for name in found if name.endswith("mlp.gate.weight")]
     assert len(gates) == 3
     assert min(relative_l2(without[name], reference[name]) for name in gates) > FOUND
+
+
+@pytest.mark.parametrize("how", [*COLLATE, "padded"])
+def test_what_is_reported_is_transformers_own_loss_over_tokens(engines, samples, balance, how):
+    """Over several micro-batches of a step, free of the recipe's coefficient."""
+    rows = rows_of(samples, how)
+    expected = over_tokens(balance)
+    assert step_of(engines[WEIGHT], rows)[0] == {"router_loss": pytest.approx(expected, rel=1e-6)}
+    by_row = sum(loss for _, loss in balance) / len(balance)
+    assert abs(by_row - expected) > 1e-4, "a mean over rows would do as well"
+    last = step_of(engines[WEIGHT], rows[-1:])[0]["router_loss"]
+    assert last == pytest.approx(balance[-1][1], rel=1e-6), "of the step before"
+    assert step_of(engines[0.0], rows)[0] == {}
+
+
+def test_the_host_reads_no_more_for_it(engines, samples):
+    text = [row for row in rows_of(samples) if row.media is None]
+    once = [("tolist", "step.py:train")]
+    for rows in (text[:1], text * 3):
+        assert step_of(engines[WEIGHT], rows)[1].ours == once
+
+
+def test_a_validation_reports_none_and_leaves_none_behind(engines, samples, balance):
+    engine, rows = engines[WEIGHT], rows_of(samples)
+    make_stepper(engine).evaluate(rows)
+    found = step_of(engine, rows[:1])[0]["router_loss"]
+    assert found == pytest.approx(balance[0][1], rel=1e-6)
 
 
 def test_the_losses_that_are_reported_are_without_it(engines, samples):
@@ -159,15 +218,21 @@ def test_gradients_are_those_of_the_mcore_engine(folder, engines, samples):
             assert relative_l2(ours[name], local.parameter.main_grad) < TOLERANCE, name
             compared += 1
     assert compared == 4
+    figures = [float(each.router_sum.take(CPU)[ROUTER_SUM]) for each in (engines[WEIGHT], theirs)]
+    assert figures[0] == pytest.approx(figures[1], rel=1e-6)
+    assert figures[0] > sum(row.num_tokens for row in rows), "never below 1"
+    assert step_of(theirs, rows)[1].ours == [("tolist", "step.py:train")]
 
 
-def test_padding_that_counts_is_found(engines, samples, reference):
+def test_padding_that_counts_is_found(engines, samples, reference, balance):
     """The negative control: gaps and the tail segment count as tokens."""
     rows = rows_of(samples, "gaps and a tail")
     with patch.object(
         module, "padding_mask", lambda row: torch.zeros_like(row.input_ids, dtype=torch.bool)
     ):
         assert worst(gradients(engines[WEIGHT], rows), reference) > FOUND
+        found = step_of(engines[WEIGHT], rows)[0]["router_loss"]
+        assert abs(found / over_tokens(balance) - 1) > FOUND
         tight = gradients(engines[WEIGHT], rows_of(samples))
     assert worst(tight, reference) < TOLERANCE, "without padding there is nothing to mask"
 
@@ -202,6 +267,8 @@ def test_two_replicas_have_the_gradients_of_one_process(folder, engines, on_two_
     assert worst(found, expected) < TOLERANCE
     without = {name: value / 7.0 for name, value in gradients(engines[0.0], rows).items()}
     assert worst(found, without) > FOUND
+    reported = json.loads((on_two_replicas / f"{sharding}.json").read_text())
+    assert reported == pytest.approx(step_of(engines[WEIGHT], rows)[0], rel=1e-6)
 
 
 def test_layers_that_are_recomputed_count_once(folder, samples, engines):

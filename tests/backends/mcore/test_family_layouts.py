@@ -248,7 +248,11 @@ def test_the_auxiliary_loss_is_that_of_one_process(trained, start, name):
     errors = layouts.worst_errors(found, one, start(MOE))
     show(f"auxiliary loss, {name}", errors)
     assert layouts.beyond_tolerance(errors) == {}
+    reported, expected = ([router for _, _, router in each.rows] for each in (found, one))
+    assert reported == pytest.approx(expected, rel=1e-5)
+    assert max(expected) - min(expected) > 1e-4, "nothing to compare"
     without = trained(f"train:{MOE}:one", "sgd")
+    assert {len(row) for row in without.rows} == {2}
     off = layouts.beyond_tolerance(layouts.worst_errors(found, without, start(MOE)))
     assert off.keys() == layouts.TOLERANCES.keys(), "it changed nothing"
 

@@ -101,7 +101,8 @@ class HFEngine:
             whole_shapes(loaded), policy, self.paths
         )
         self.vlm = packed_model(loaded, encoder)
-        self.vlm.router_loss = router_loss(language, model.router_aux_loss_coef)
+        balance = self.vlm.router_loss = router_loss(language, model.router_aux_loss_coef)
+        self.router_sum = None if balance is None else balance.sum
         self.sharded = split.sharding == "fsdp" and ranks.world_size > 1
         self.module: nn.Module = self.vlm
         # Autocast is ours: accelerate keeps its mixed precision per process, not per model.
@@ -185,6 +186,8 @@ class HFEngine:
     def zero_gradients(self) -> None:
         """Drop the gradients."""
         self.optimizer.zero_grad(set_to_none=True)
+        if self.router_sum is not None:
+            self.router_sum.clear()
 
     def finish_gradients(self, divisor: Tensor, max_norm: float | None) -> Tensor:
         """Normalise and clip; the global norm before clipping.

@@ -4,7 +4,8 @@
     -> E / K * sum of their products (2101.03961, equation 4) -> its gradient, beside the losses'
 
 It is weighed by the micro-batch's real tokens, as the losses of label tokens are summed: the same
-number that the mcore engine adds. No loss that is reported holds it, and nothing reads the host.
+number that the mcore engine adds. No loss of a sample holds it; it is reported by itself, and
+nothing reads the host.
 
 Shapes: T slots, E experts, K experts of a token, D width.
 """
@@ -12,12 +13,13 @@ Shapes: T slots, E experts, K experts of a token, D width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vlmpack.backends.router_sum import RouterSum
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import Batch, PaddedBatch, padded_as_row, padding_mask
 
@@ -29,10 +31,12 @@ class RouterLoss:
     Args:
         coefficient: `model.router_aux_loss_coef` of a recipe.
         top_k: K, experts of a token.
+        sum: where the loss is added up for the report.
     """
 
     coefficient: float
     top_k: int
+    sum: RouterSum = field(default_factory=RouterSum, compare=False)
 
     def beside(self, hidden: Tensor, logits: Sequence[Tensor], batch: Batch) -> Tensor:
         """The same hidden states, whose backward pass brings the loss's gradient along.
@@ -44,8 +48,9 @@ class RouterLoss:
         """
         row = padded_as_row(batch) if isinstance(batch, PaddedBatch) else batch
         real = ~padding_mask(row).flatten().to(hidden.device, non_blocking=True)
-        losses = [layer_loss(layer, real, self.top_k) for layer in logits]
-        loss = self.coefficient * batch.num_tokens * torch.stack(losses).sum()
+        losses = torch.stack([layer_loss(layer, real, self.top_k) for layer in logits])
+        self.sum.add(batch.num_tokens * losses.mean())
+        loss = self.coefficient * batch.num_tokens * losses.sum()
         output: Tensor = _Beside.apply(hidden, loss)  # type: ignore[no-untyped-call]
         return output
 

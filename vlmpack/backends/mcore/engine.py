@@ -26,6 +26,7 @@ from vlmpack.backends.mcore.layout import LocalParameter, WeightLayout, local_pa
 from vlmpack.backends.mcore.model import MegatronVLM
 from vlmpack.backends.mcore.optimizer import MegatronAdamW
 from vlmpack.backends.mcore.pretrained import PretrainedReader
+from vlmpack.backends.mcore.router import report_routers
 from vlmpack.backends.mcore.stage import replicated, vision_tower
 from vlmpack.backends.mcore.trained import mark_trained, refuse_adapters
 from vlmpack.backends.mcore.weights import megatron_family
@@ -108,6 +109,9 @@ class MegatronEngine:
                 varlen=None if compute.attention is None else compute.attention.function,
                 tower=vision_tower(config, self.skeleton, encoder),
             ).to(self.device)
+            self.router_sum = None
+            if model.router_aux_loss_coef and dims.experts is not None:
+                self.router_sum = report_routers(self.model, len(dims.experts.layers))
             self.first, self.last = self.model.pre_process, self.model.post_process
             parameters = local_parameters(self.model, family, self.shapes)
             self._check_coverage(parameters)
@@ -197,6 +201,8 @@ class MegatronEngine:
         """Drop the accumulated gradients."""
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
+        if self.router_sum is not None:
+            self.router_sum.clear()
 
     def finish_gradients(self, divisor: Tensor, max_norm: float | None) -> Tensor:
         """Divide gradients of sums by the global batch's divisor; clip; the norm."""

@@ -18,12 +18,20 @@ from megatron.core.transformer.moe.moe_utils import (
 )
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
-from torch import Tensor
+from torch import Tensor, nn
+
+from vlmpack.backends.router_sum import RouterSum
 
 
 class PackedRouter(TopKRouter):
     """Top-k router; the load-balancing loss (2101.03961, 2.2) of a row counts as many times as the
     row has real tokens, as the losses of its tokens are summed."""
+
+    report: RouterSum | None = None
+    """Where it is added up for the report."""
+
+    num_routed: int = 1
+    """Layers with experts, over all pipeline stages."""
 
     def _apply_aux_loss(
         self,
@@ -46,8 +54,24 @@ class PackedRouter(TopKRouter):
             num_experts=self.num_experts,
             moe_aux_loss_coeff=weight,
         )
+        if self.report is not None:  # of this rank's tokens: the ranks' parts add up to the row's
+            self.report.add(loss * tokens / (weight * self.num_routed))
         output: Tensor = MoEAuxLossAutoScaler.apply(probs, loss * tokens)
         return output
+
+
+def report_routers(model: nn.Module, num_routed: int) -> RouterSum:
+    """What the routers of this stage add their losses to, from now on.
+
+    Args:
+        model: of this pipeline stage.
+        num_routed: layers with experts, over all stages.
+    """
+    report = RouterSum()
+    for module in model.modules():
+        if isinstance(module, PackedRouter):
+            module.report, module.num_routed = report, num_routed
+    return report
 
 
 def with_parts(spec: ModuleSpec, **parts: Any) -> ModuleSpec:
