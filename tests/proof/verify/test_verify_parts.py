@@ -34,7 +34,6 @@ from vlmpack.proof.verify.packed import Packed
 from vlmpack.proof.verify.record import as_json, conclusion
 from vlmpack.proof.verify.reference import Unpacked
 from vlmpack.proof.verify.row import make_row
-from vlmpack.proof.verify.tiny import cut_layers
 from vlmpack.report.verify import head, table_rows
 from vlmpack.terminal import open_console
 
@@ -101,65 +100,11 @@ def test_few_labels_are_said_and_not_judged(samples):
     assert "1,000" in check.detail
 
 
-# Tiny models
-
-
-def test_layers_are_cut_to_one_period_of_every_kind():
-    config = {
-        "text_config": {
-            "num_hidden_layers": 48,
-            "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 12,
-            "mlp_only_layers": [0, 20],
-            "max_window_layers": 48,
-            "hidden_size": 48,
-        },
-        "vision_config": {"depth": 32, "fullatt_block_indexes": [7, 15, 23, 31]},
-    }
-    cut = cut_layers(config)
-    text, vision = cut["text_config"], cut["vision_config"]
-    assert text["num_hidden_layers"] == len(text["layer_types"]) == 4
-    assert set(text["layer_types"]) == {"linear_attention", "full_attention"}
-    assert text["mlp_only_layers"] == [0]
-    assert text["max_window_layers"] == 3
-    assert text["hidden_size"] == 48
-    assert vision == {"depth": 3, "fullatt_block_indexes": [2]}
-    assert config["vision_config"]["depth"] == 32, "the argument is left alone"
-
-
-def test_deep_features_stay_in_a_cut_tower():
-    cut = cut_layers({"vision_config": {"depth": 27, "deepstack_visual_indexes": [8, 16, 24]}})
-    assert cut["vision_config"] == {"depth": 3, "deepstack_visual_indexes": [2]}
-
-
-def test_kinds_without_a_period_are_all_kept():
-    kinds = ["conv", "conv", "full_attention", "conv", "conv", "full_attention", "conv"]
-    cut = cut_layers({"num_hidden_layers": 7, "layer_types": kinds})
-    assert cut["layer_types"] == kinds[:3]
-    kinds = ["a", "a", "b", "a", "b", "b"]
-    assert cut_layers({"num_hidden_layers": 6, "layer_types": kinds})["layer_types"] == kinds[:3]
-
-
-def test_layers_that_reuse_keys_are_cut_with_those_that_they_reuse():
-    kinds = ["sliding", "sliding", "full"] * 4
-    own = {str(layer): {"head_dim": 512} for layer in (2, 5, 8, 11)}
-    config = {"num_hidden_layers": 12, "layer_types": kinds, "num_kv_shared_layers": 7}
-    cut = cut_layers(config | {"per_layer_config": own, "rope": {"full": {}, "sliding": {}}})
-    assert (cut["num_hidden_layers"], cut["num_kv_shared_layers"]) == (6, 3)
-    assert set(cut["layer_types"][:3]) == set(kinds), "each kind is there to be reused"
-    assert set(cut["per_layer_config"]) == {"2", "5"}
-    assert set(cut["rope"]) == {"full", "sliding"}
-
-
 def test_rows_that_pad_images_are_not_compared():
     value = torch.arange(12.0).view(2, 3, 2)
     assert torch.equal(_own_rows(value, [1, 3]), torch.cat([value[0, :1], value[1]]))
     for patches in ([3, 3], [2, 4], [1, 3, 3], []):  # alike, no such padding, other images, none
         assert torch.equal(_own_rows(value, patches), value.flatten(0, 1))
-
-
-def test_a_model_that_is_small_already_stays(tmp_path):
-    config = {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}
-    assert cut_layers(config) == config
 
 
 def test_too_little_memory_names_both_numbers_and_tiny(monkeypatch):

@@ -2,8 +2,8 @@
 and processor, seeded random weights.
 
 What is cut follows from the names and lengths of entries, not from the model's type: a section with
-a number of layers keeps one period of every kind of layer, and every entry that says something for
-each layer, or names layers by index, is cut with it.
+a number of layers, or with the kind of each, keeps one period of every kind of layer, and every
+entry that says something for each layer, or names layers by index, is cut with it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,17 @@ from vlmpack.model_folder.load import build_model, load_config
 DEPTHS = ("num_hidden_layers", "depth", "num_layers", "n_layers", "n_layer")
 """Entries that count the layers of a section."""
 
+KINDS = (
+    "layer_types",
+    "layers_block_type",
+    "block_types",
+    "mlp_layer_types",
+    "hybrid_override_pattern",
+)
+"""Entries that name the kind of each layer, in a list or by letters (`MEM*`); one that is shorter
+than the section is deep is a period. A section that counts no layers is as deep as they are many.
+"""
+
 PERIODS = (
     "full_attention_interval",
     "sliding_window_pattern",
@@ -39,6 +50,9 @@ SHARED = "num_kv_shared_layers"
 """Counts the last layers, which reuse keys and values of earlier ones of their kind."""
 
 FEWEST_LAYERS = 2
+
+_BY_INDEX = ("_indexes", "_indices", "_idxs", "_layers")
+"""How entries end that name layers by their numbers."""
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth", "*.gguf")
 
@@ -119,18 +133,21 @@ def cut_layers(config: Mapping[str, Any]) -> dict[str, Any]:
         name: cut_layers(value) if isinstance(value, Mapping) else value
         for name, value in config.items()
     }
-    for name in DEPTHS:
-        depth = cut.get(name)
-        if isinstance(depth, int) and depth > 0:
-            _cut_section(cut, name, depth)
+    counted = [name for name in DEPTHS if isinstance(cut.get(name), int) and cut[name] > 0]
+    depths = {cut[name] for name in counted} or {len(kinds) for kinds in _kinds(cut)}
+    for depth in depths:
+        keep = _cut_section(cut, depth)
+        cut |= {name: keep for name in counted if cut[name] == depth}
     return cut
 
 
-def _cut_section(section: dict[str, Any], name: str, depth: int) -> None:
+def _cut_section(section: dict[str, Any], depth: int) -> int:
+    """Cut every entry of a section; the number of layers that it keeps."""
     keep = min(depth, _layers_kept(section, depth))
-    section[name] = keep
     for key, value in section.items():
-        if isinstance(value, list) and value:
+        if key in KINDS and isinstance(value, str) and len(value) == depth:
+            section[key] = value[:keep]
+        elif isinstance(value, list) and value:
             section[key] = _cut_list(key, value, depth, keep)
         elif isinstance(value, Mapping) and value and all(_is_index(each) for each in value):
             section[key] = {each: said for each, said in value.items() if int(each) < keep}
@@ -139,14 +156,22 @@ def _cut_section(section: dict[str, Any], name: str, depth: int) -> None:
     for key in ("max_window_layers", "first_k_dense_replace"):
         if isinstance(section.get(key), int):
             section[key] = min(section[key], keep - 1)
+    return keep
+
+
+def _kinds(section: Mapping[str, Any]) -> Iterator[list[Any]]:
+    """What its entries say of the kinds of its layers."""
+    for key in KINDS:
+        value = section.get(key)
+        if isinstance(value, list | str) and value:
+            yield list(value)
 
 
 def _layers_kept(section: Mapping[str, Any], depth: int) -> int:
     """Layers that hold one period of every kind."""
     kept = FEWEST_LAYERS
-    kinds = section.get("layer_types")
-    if isinstance(kinds, list) and len(kinds) == depth:
-        kept = max(kept, _period(kinds))
+    for kinds in _kinds(section):
+        kept = max(kept, _period(kinds[:depth]) if len(kinds) >= depth else len(kinds))
     for key in PERIODS:
         if isinstance(section.get(key), int):
             kept = max(kept, section[key])
@@ -162,7 +187,7 @@ def _is_index(key: object) -> bool:
 
 def _period(kinds: list[Any]) -> int:
     """Layers after which the kinds repeat; those up to the last new kind where they do not."""
-    for period in range(1, len(kinds)):
+    for period in range(1, len(kinds) // 2 + 1):
         if all(kind == kinds[place % period] for place, kind in enumerate(kinds)):
             return period
     return max(kinds.index(kind) for kind in set(kinds)) + 1
@@ -171,7 +196,7 @@ def _period(kinds: list[Any]) -> int:
 def _names_layers(key: str, value: Any, depth: int) -> bool:
     """Whether an entry lists layers by index: `fullatt_block_indexes`, `mlp_only_layers` ..."""
     return (
-        key.endswith(("_indexes", "_indices", "_layers"))
+        key.endswith(_BY_INDEX)
         and isinstance(value, list)
         and bool(value)
         and all(isinstance(item, int) and 0 <= item < depth for item in value)
@@ -180,7 +205,7 @@ def _names_layers(key: str, value: Any, depth: int) -> bool:
 
 
 def _cut_list(key: str, value: list[Any], depth: int, keep: int) -> list[Any]:
-    if len(value) == depth and not key.endswith(("_indexes", "_indices")):
+    if len(value) == depth and not key.endswith(_BY_INDEX[:3]):
         return value[:keep]
     if not _names_layers(key, value, depth):
         return value
