@@ -27,7 +27,7 @@ NAMES = [
 
 SIGNATURES = {
     "Encoder": "(folder, *, loss_on='assistant', max_image_pixels=50000000, budget=None, date=None,"
-    " learn='all_turns')",
+    " learn='all_turns', pairs=False, chat_template_kwargs=None)",
     "encode_sample": "(encoder, record, images=None, *, key='sample')",
     "finetune": "(recipe, **overrides)",
     "pack_batch_sequences": "(samples, *, pad_to_multiple_of=1, pad_token_id, total_multiple_of=1,"

@@ -249,6 +249,18 @@ CASES = [
         {"data.weights": "tokens", "data.train": TWO},
     ),
     (
+        "variables_are_plain",
+        {"data.chat_template_kwargs": {"a": {"b": 1}}},
+        "data.chat_template_kwargs.a: {'b': 1}; expected true or false, a number, a text, or a",
+        {"data.chat_template_kwargs": {"a": [1, "x", False], "b": 0.5, "c": "low"}},
+    ),
+    (
+        "variables_are_plain",
+        {"data.chat_template_kwargs": {"a": []}},
+        "data.chat_template_kwargs.a: []; expected",
+        {"data.chat_template_kwargs": {"a": None}},
+    ),
+    (
         "source_names_differ",
         {"data.train": ["x/a.tar", "x/a.tar"]},
         "data.train[1]: 'x-a' is also the name of source 1",

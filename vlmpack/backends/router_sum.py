@@ -47,7 +47,7 @@ class RouterSum:
         self.total = None
 
     def take(self, device: torch.device) -> dict[str, Tensor]:
-        """The step's sum by its name, 0-d float64 on the device, never read on the host; then zero."""
+        """The step's sum by its name, 0-d float64 on the device, not read here; then zero."""
         total = self.total
         self.clear()
         if total is None:

@@ -48,6 +48,7 @@ def build_encoder(recipe: Recipe) -> Encoder:
         budget=recipe.images,
         date=encoder_date(recipe),
         learn=recipe.data.learn,
+        chat_template_kwargs=recipe.data.chat_template_kwargs,
     )
     encoder.load()  # now, to fail early
     _note_long_images(recipe, encoder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,7 +24,7 @@ from vlmpack.cli.options import (
     row_number,
 )
 from vlmpack.cli.progress import BytesBar, size_text
-from vlmpack.cli.stores import open_reading
+from vlmpack.cli.stores import Reading, open_reading
 from vlmpack.errors import VlmpackError
 from vlmpack.terminal import open_console, say
 from vlmpack.words import counted
@@ -73,17 +73,10 @@ def lint(
     encoder = None
     preload: tuple[str, ...] = ()
     if model is not None:
-        from vlmpack.build.date import encoder_date
         from vlmpack.build.worker_server import WORKER_PRELOAD
 
         preload = WORKER_PRELOAD
-        encoder = Encoder(
-            model,
-            max_image_pixels=reading.caps.max_image_pixels,
-            budget=reading.recipe.images if reading.recipe is not None else None,
-            date=encoder_date(reading.recipe) if reading.recipe is not None else None,
-            learn=reading.recipe.data.learn if reading.recipe is not None else "all_turns",
-        )
+        encoder = Encoder(model, **_settings(reading))
         assert encoder.chat is not None  # a wrong folder is named before any shard is read
     paths = reading.paths
     reports: list[LintReport] = []
@@ -120,6 +113,22 @@ def lint(
         raise typer.Exit(1)
 
 
+def _settings(reading: Reading) -> dict[str, Any]:
+    """Settings of an encoder: those of the recipe, where there is one."""
+    from vlmpack.build.date import encoder_date
+
+    settings: dict[str, Any] = {"max_image_pixels": reading.caps.max_image_pixels}
+    recipe = reading.recipe
+    if recipe is not None:
+        settings |= {
+            "budget": recipe.images,
+            "date": encoder_date(recipe),
+            "learn": recipe.data.learn,
+            "chat_template_kwargs": recipe.data.chat_template_kwargs,
+        }
+    return settings
+
+
 app.command()(convert)
 
 
@@ -150,6 +159,7 @@ def show(
         run_folder,
         trained_in,
     )
+    from vlmpack.encode.fingerprint import as_text
     from vlmpack.proof.rows.checks import check_row
     from vlmpack.proof.rows.opening import find_samples, rows_of_batch
     from vlmpack.proof.rows.shown import load_row
@@ -171,6 +181,8 @@ def show(
         check_batch(values, train, batch, run_dir)
         found = rows_of_batch(train, batch, number, run_dir)
         wanted = [(one.samples, one.title) for one in found]
+    if encoder.chat_template_kwargs:
+        say(f"data.chat_template_kwargs: {as_text(encoder.chat_template_kwargs)}")
     failed = False
     for samples, title in wanted:
         row = load_row(train, encoder, samples, title, values.parallelism.context)

@@ -8,7 +8,8 @@ chat           the chat template rendered (`template`, `content`) and tokenized,
                of it (`turns`, `changes`, `token_places`, `literals`, `image_text`); `expressed`:
                what a template leaves out is refused; `template_bounds`, `template_growth` and
                `template_sizes` keep a template from taking the machine;
-               `clock`: a template that writes the day; `thoughts`: one that leaves thoughts out
+               `clock`: a template that writes the day; `variables`: what a template gets in all
+               conversations; `thoughts`: one that leaves thoughts out
 decode         image bytes -> pixels
 fingerprint    what an encoder's output depends on, for caches and the run's identity
 budget         bounds on what an image costs: refused, and written into an exported folder

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +26,7 @@ from vlmpack.encode.literals import (
 from vlmpack.encode.sample import NOTHING_BESIDE, Beside, ImagePart, Message, TextPart, strings
 from vlmpack.encode.template import ChatTemplate
 from vlmpack.encode.token_places import with_whole_places, without, written_by
+from vlmpack.encode.variables import refuse_variables
 from vlmpack.errors import DataError, ModelError, schema_error
 
 
@@ -57,12 +58,14 @@ class ChatEncoder:
             list of parts, and a language model's as a string, unless it takes only the other.
         marker: what the template writes for an image; empty where it takes none.
         date: what a template that reads the clock writes as today's; None for others.
+        variables: what the template gets in all conversations; a record's own go before them.
     """
 
     tokenizer: Any
     takes_images: bool = True
     marker: str = ""
     date: datetime.date | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.tokenizer.chat_template:
@@ -72,11 +75,18 @@ class ChatEncoder:
                 f"on conversations needs one"
             )
         self.template.refuse_bad_syntax()
+        if self.variables:
+            refuse_variables(
+                self.variables,
+                read=self.template.variables,
+                special=[*self._special_tokens, self.marker],
+                where=self.tokenizer.name_or_path,
+            )
 
     @cached_property
     def template(self) -> ChatTemplate:
         """The chat template, with the date."""
-        return ChatTemplate(self.tokenizer, self.takes_images, self.date)
+        return ChatTemplate(self.tokenizer, self.takes_images, self.date, self.variables)
 
     def render(self, messages: tuple[Message, ...], beside: Beside = NOTHING_BESIDE) -> str:
         """The template's text for some turns; see `ChatTemplate.render`."""
@@ -99,14 +109,16 @@ class ChatEncoder:
             f"expected the processor's, in chat_template.jinja or chat_template.json"
         )
 
-    @cached_property
-    def _special(self) -> re.Pattern[str]:
-        """Special tokens that no text may spell: all but the image marker."""
+    @property
+    def _special_tokens(self) -> list[str]:
+        """Those that no text may spell: all but the image marker."""
         added = self.tokenizer.added_tokens_decoder.values()
         special = {str(token) for token in added if token.special}
-        special |= set(self.tokenizer.all_special_tokens)
-        special -= {self.marker}
-        return re.compile("|".join(re.escape(token) for token in sorted(special)) or r"(?!)")
+        return sorted((special | set(self.tokenizer.all_special_tokens)) - {self.marker})
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self._special_tokens)) or r"(?!)")
 
     @cached_property
     def _around_image(self) -> tuple[str, str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from vlmpack.encode.sample import Beside, Message, VLMSample
 from vlmpack.encode.template import no_vision_tower
 from vlmpack.encode.thoughts import last_turn_alone
 from vlmpack.encode.tokenizer import open_tokenizer
+from vlmpack.encode.variables import given_or_noted
 from vlmpack.errors import CapabilityError, DataError, ModelError, schema_error
 from vlmpack.families.base import Family, ImageLayout, ImageRule
 from vlmpack.families.registry import family_of
@@ -73,6 +74,7 @@ class Encoder:
         learn: which answers are targets: those of all turns, or a conversation's last alone.
         pairs: whether samples are pairs of answers to one prompt; others are refused, as pairs are
             without it.
+        chat_template_kwargs: the template's variables in all conversations; None: an export's.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Encoder:
         date: datetime.date | None = None,
         learn: Learn = "all_turns",
         pairs: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.loss_on = loss_on
@@ -96,10 +99,11 @@ class Encoder:
         self.date: datetime.date | None = None
         if reads_clock(self.folder):
             self.date = date or noted_date(self.folder) or today()
+        self.chat_template_kwargs = given_or_noted(chat_template_kwargs, self.folder)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        names = ("loss_on", "max_image_pixels", "budget", "date", "learn", "pairs")
-        settings = {name: getattr(self, name) for name in names}
+        names = "loss_on max_image_pixels budget date learn pairs chat_template_kwargs"
+        settings = {name: getattr(self, name) for name in names.split()}
         return partial(Encoder, **settings), (self.folder,)
 
     @cached_property
@@ -111,9 +115,8 @@ class Encoder:
     def chat(self) -> ChatEncoder:
         """The chat template with its tokenizer."""
         marker = self.family.marker(self.tokenizer)
-        return ChatEncoder(
-            self.tokenizer, takes_images=self.takes_images, marker=marker, date=self.date
-        )
+        given = self.chat_template_kwargs
+        return ChatEncoder(self.tokenizer, self.takes_images, marker, self.date, given)
 
     @property
     def takes_images(self) -> bool:
@@ -211,6 +214,7 @@ class Encoder:
             date=self.date,
             learn=self.learn,
             pairs=self.pairs,
+            variables=self.chat_template_kwargs,
             image_sizes=self._image_sizes,
         )
 

@@ -70,13 +70,25 @@ def refuse_unread(variables: Mapping[str, Any], known: Collection[str]) -> None:
         known: those that it reads.
     """
     for name in variables:
-        if name not in known:
-            own = sorted(set(known) - _ALWAYS)
-            reads = ", ".join(map(repr, own)) or "none but the turns and tools"
+        if unread := unread_variable(name, known):
             raise schema_error(
-                f"chat_template_kwargs has {name[:60]!r}, which the chat template does not read "
-                f"(it reads {reads}): remove it from the record, or use another template"
+                f"chat_template_kwargs has {unread}: remove it from the record, or use another "
+                f"template"
             )
+
+
+def unread_variable(name: str, known: Collection[str]) -> str:
+    """The name, with what the template reads instead; empty where it reads that.
+
+    Args:
+        name: of a variable.
+        known: those that the template reads.
+    """
+    if name in known:
+        return ""
+    own = sorted(set(known) - _ALWAYS)
+    reads = ", ".join(map(repr, own)) or "none but the turns and tools"
+    return f"{name[:60]!r}, which the chat template does not read (it reads {reads})"
 
 
 _ALWAYS = frozenset(

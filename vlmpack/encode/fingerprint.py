@@ -5,8 +5,10 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.model_folder.images import made_with
@@ -25,6 +27,7 @@ class EncoderFacts:
         date: where the template reads the clock.
         learn: which answers are learnt.
         pairs: whether samples are pairs of answers.
+        variables: of the chat template, in all conversations.
         image_sizes: the numbers of the image rule, some of them config.json's.
     """
 
@@ -35,6 +38,7 @@ class EncoderFacts:
     date: datetime.date | None
     learn: str
     pairs: bool
+    variables: Mapping[str, Any]
     image_sizes: str
 
     def fingerprint(self, version: int) -> str:
@@ -50,6 +54,8 @@ class EncoderFacts:
             digest.update(self.learn.encode())
         if self.pairs:
             digest.update(b"pairs")
+        if self.variables:
+            digest.update(f"chat_template_kwargs {as_text(self.variables)}".encode())
         for name in PROCESSOR_FILES:
             path = self.folder / name
             digest.update(name.encode() + b"\0")
@@ -63,8 +69,9 @@ class EncoderFacts:
 
     def parts(self, version: int) -> dict[str, str]:
         """The rules, tokenizer, template and processor, the budget where one is set, the date where
-        the template reads the clock, which answers are learnt where that is not all, and what made
-        them, which may be another version of transformers without another fingerprint."""
+        the template reads the clock, which answers are learnt where that is not all, the template's
+        variables where there are any, and what made them, which may be another version of
+        transformers without another fingerprint."""
         parts = {"rules": self.rules(version), **processor_parts(self.folder)}
         parts["processor"] = digest(f"{parts['processor']} {self.image_sizes}".encode())
         if bounds := self.budget.set_values():
@@ -75,7 +82,14 @@ class EncoderFacts:
             parts["learn"] = self.learn
         if self.pairs:
             parts["samples"] = "pairs"
+        if self.variables:
+            parts["chat_template_kwargs"] = as_text(self.variables)
         return parts | {"made_with": made_with()}
+
+
+def as_text(variables: Mapping[str, Any]) -> str:
+    """Variables of a template, in whatever order they were given."""
+    return json.dumps(variables, sort_keys=True)
 
 
 def processor_parts(folder: Path) -> dict[str, str]:

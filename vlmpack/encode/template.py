@@ -1,7 +1,7 @@
 """The chat template of a model folder: what it is given, and the text that it makes of it.
 
 turns                 in transformers' spelling (`content.py`), with calls and thoughts
-tools, variables      of one record, as `apply_chat_template` takes them
+tools, variables      of one record, as `apply_chat_template` takes them; variables of all records
 generation prompt     where an answer is asked for
 """
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -41,11 +41,13 @@ class ChatTemplate:
         tokenizer: a fast tokenizer of transformers with a chat template.
         takes_images: whether the model has a vision tower.
         date: what a template that reads the clock writes as today's; None for others.
+        given: its variables in all conversations; a record's own go before them.
     """
 
     tokenizer: Any
     takes_images: bool = True
     date: datetime.date | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
 
     def refuse_bad_syntax(self) -> None:
         """Raise ModelError where the template cannot be compiled."""
@@ -113,9 +115,12 @@ class ChatTemplate:
                     chat_template=self.text(beside),
                     tokenize=False,
                     add_generation_prompt=generation_prompt,
-                    **beside.variables,
+                    **self._variables(beside),
                 )
             )
+
+    def _variables(self, beside: Beside) -> dict[str, Any]:
+        return {**self.given, **beside.variables}
 
     def turns(self, beside: Beside) -> AssistantTurns:
         """The assistant's turns in the texts of one record."""
@@ -127,7 +132,7 @@ class ChatTemplate:
 
     def shape(self, beside: Beside) -> TurnShape:
         """What the template writes around an answer, under a record's variables."""
-        variables = json.dumps(beside.variables, sort_keys=True)
+        variables = json.dumps(self._variables(beside), sort_keys=True)
         if variables not in self._shapes:
             if len(self._shapes) >= MAX_SHAPES:
                 self._shapes.clear()
@@ -161,7 +166,7 @@ class ChatTemplate:
                 tools=_tools(beside),
                 chat_template=self.text(beside),
                 return_assistant_tokens_mask=True,
-                **{**self.tokenizer.special_tokens_map, **beside.variables},
+                **{**self.tokenizer.special_tokens_map, **self._variables(beside)},
             )
         texts, spans = found
         assert texts == [text]
@@ -182,7 +187,7 @@ class ChatTemplate:
                 chat_template=self.text(beside),
                 return_dict=True,
                 return_assistant_tokens_mask=True,
-                **beside.variables,
+                **self._variables(beside),
             )
         return [bool(flag) for flag in found["assistant_masks"]]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isfinite
+
 from vlmpack.recipe.images import ImagesSection
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import DataSection, EvaluationSection
@@ -53,6 +55,22 @@ def tokens_need_weights(data: DataSection) -> list[Problem]:
         "source a weight"
     )
     return [Problem(("data", "weights"), message)]
+
+
+def variables_are_plain(data: DataSection) -> list[Problem]:
+    """A variable of the chat template is a value, or a list of some."""
+    return [
+        Problem(
+            ("data", "chat_template_kwargs", name),
+            f"{value!r}; expected true or false, a number, a text, or a list of such",
+        )
+        for name, value in data.chat_template_kwargs.items()
+        if not all(map(_is_plain, value if isinstance(value, list) and value else [value]))
+    ]
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, bool | int | str) or (isinstance(value, float) and isfinite(value))
 
 
 def source_names_differ(data: DataSection) -> list[Problem]:

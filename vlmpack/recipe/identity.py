@@ -2,13 +2,13 @@
 
 In: the model, its compute type and the weight of its auxiliary loss; the training sources and
 weights, shuffle, epoch size, what happens to over-long or oversized samples, what an image may
-cost, the date that a template writes, which answers are learnt; the packing mode, and the budgets
-and scope of planned rows; sequence length, global batch, seed, length of the run; what is trained,
-by which adapters; the objective; the optimizer, its learning rates and schedule. Out, so free to
-change on resume: engine, attention, recurrence and recomputation, parallelism, micro-batch size,
-balance, fixed shapes, workers, the policy for bad samples, evaluation, checkpoints, logging,
-export, folders. Out too: `packing.alignment` and `packing.path`, since the plan records the one and
-the packs' fingerprint.
+cost, the date and the variables that a template gets, which answers are learnt; the packing mode,
+and the budgets and scope of planned rows; sequence length, global batch, seed, length of the run;
+what is trained, by which adapters; the objective; the optimizer, its learning rates and schedule.
+Out, so free to change on resume: engine, attention, recurrence and recomputation, parallelism,
+micro-batch size, balance, fixed shapes, workers, the policy for bad samples, evaluation,
+checkpoints, logging, export, folders. Out too: `packing.alignment` and `packing.path`, since the
+plan records the one and the packs' fingerprint.
 
 With `checkpoint.on_data_change: new_era` the training sources, their weights and the epoch size
 may change as well: the run goes on as a new era.
@@ -44,7 +44,7 @@ _INCLUDE: Mapping[str, Any] = {
     "training": {"global_batch_size", "seq_length", "max_steps", "num_epochs", "seed"},
 }
 
-_DATA_IF_CHANGED = ("weights", "date", "learn")
+_DATA_IF_CHANGED = ("weights", "date", "learn", "chat_template_kwargs")
 """Fields of `data` that an identity has where they are not as by default."""
 
 _WHERE_THEY_APPLY = ("packing.", "trainable.lora.")

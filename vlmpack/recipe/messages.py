@@ -112,7 +112,8 @@ def describe(node: Node, schema: Node) -> str:
         case "array":
             return _describe_list(node, schema)
         case "object":
-            return f"a mapping ({', '.join(node.get('properties', ()))})"
+            keys = node.get("properties")
+            return f"a mapping ({', '.join(keys)})" if keys else "a mapping of names to values"
     if node.get("format") == "date":
         return "a date such as 2026-11-22"
     if "pattern" in node:

@@ -7,10 +7,9 @@ What can be computed is not a field (see `derived.py`); what spans two sections 
 
 from __future__ import annotations
 
-import datetime
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from vlmpack.errors import ErrorClass
@@ -19,22 +18,11 @@ from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.packing_modes import FACTS, ModeFacts, ModeName
 from vlmpack.recipe.sources import OptionalSources, Section, Source, Sources, as_tuple
 from vlmpack.recipe.storage import CacheSection, StorageSection
+from vlmpack.recipe.template import IsoDate, TemplateVariables
 from vlmpack.recipe.trainable import OptimSection, TrainableSection
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
-
-
-def _iso_date(text: str) -> str:
-    """A date as ISO 8601 has it, dashes included."""
-    if datetime.date.fromisoformat(text).isoformat() != text:
-        raise ValueError(text)
-    return text
-
-
-IsoDate = Annotated[
-    str, AfterValidator(_iso_date), WithJsonSchema({"type": "string", "format": "date"})
-]
 OnError = Literal["raise", "skip"]
 Tracker = Literal[
     "tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio"
@@ -151,6 +139,13 @@ class DataSection(Section):
     """What a chat template that writes the current date (`strftime_now`: Llama 3.2, Mistral Small
     3.1) writes in every conversation. Null: the date of the packs, else that of the run's first
     launch. Other templates have none."""
+
+    chat_template_kwargs: TemplateVariables = Field(
+        default={}, examples=[{"enable_thinking": False}]
+    )
+    """Variables of the chat template in every conversation, such as `enable_thinking` or
+    `reasoning_effort`, which records may have as `chat_template_kwargs` too: a record's own value
+    goes before this one."""
 
     num_workers: CountOrZero = 2
     """Loader processes per rank. 0: read in the training process."""

@@ -19,6 +19,7 @@ ELSEWHERE: Mapping[str, str] = {
     "dataloader_num_workers": "data.num_workers",
     "dataset": "data.train",
     "decoder_lr": "optim.language_lr",
+    "enable_thinking": "data.chat_template_kwargs",
     "epochs": "training.num_epochs",
     "eval_dataset": "data.validation",
     "eval_interval": "evaluation.interval_steps",
@@ -61,6 +62,7 @@ ELSEWHERE: Mapping[str, str] = {
     "pp": "parallelism.pipeline",
     "precision": "model.dtype",
     "r": "trainable.lora.rank",
+    "reasoning_effort": "data.chat_template_kwargs",
     "recompute_granularity": "model.activation_checkpointing",
     "report_to": "logging.trackers",
     "resume_from_checkpoint": "checkpoint.resume",
@@ -91,6 +93,7 @@ every other advice there."""
 MEANS: Mapping[str, str] = {
     "adam_beta1": "the pair [beta1, beta2]",
     "adam_beta2": "the pair [beta1, beta2]",
+    "enable_thinking": "a mapping, {enable_thinking: false}",
     "freeze_language_model": "frozen, full or lora",
     "freeze_multi_modal_projector": "frozen, full or lora",
     "freeze_vision_model": "frozen, full or lora",
@@ -100,6 +103,7 @@ MEANS: Mapping[str, str] = {
     "min_lr": "a share of the peak, min_lr / lr",
     "neat_packing": "none, in_batch, online or offline",
     "packing.packing": "none, in_batch, online or offline",
+    "reasoning_effort": "a mapping, {reasoning_effort: low}",
     "sample_packing": "none, in_batch, online or offline",
     "warmup_ratio": "optimizer steps: the ratio times the steps of the run",
 }

@@ -19,6 +19,7 @@ from vlmpack.build.data import build_encoder
 from vlmpack.build.policy import policy_of
 from vlmpack.build.read_only import read_recipe
 from vlmpack.encode.clock import write_note
+from vlmpack.encode.variables import write_variables
 from vlmpack.errors import CheckpointError, VlmpackError
 from vlmpack.recipe import Recipe
 from vlmpack.run.result import export_dtype
@@ -158,6 +159,7 @@ def _write(
     )
     encoder.write_budget(folder)
     write_note(folder, encoder.date)
+    write_variables(folder, encoder.chat_template_kwargs)
     return chosen
 
 

@@ -23,6 +23,7 @@ from vlmpack.data.splits.checks import name_unknown_keys
 from vlmpack.data.splits.summary import DataSummary
 from vlmpack.distributed import share_iterator
 from vlmpack.distributed.timeouts import CollectiveTimeouts, set_timeout
+from vlmpack.encode.fingerprint import as_text
 from vlmpack.packing import Batch
 from vlmpack.proof.verify.at_start import verify_at_start
 from vlmpack.proof.verify.gate import require_proof
@@ -186,6 +187,13 @@ def _describe(setup: Setup, engine: Engine) -> list[dict[str, Any]]:
         logger.info("%-14s %s", name, value)
     if setup.encoder.images_made_with is not None:
         logger.info("%-14s %s", "pixels", setup.encoder.images_made_with)
+    if given := setup.encoder.chat_template_kwargs:
+        logger.info(
+            "%-14s %s in every conversation, but where a record has its own "
+            "(data.chat_template_kwargs)",
+            "template",
+            as_text(given),
+        )
     trained = policy_rows(engine.components, setup.policy)
     for line in policy_table(trained):
         logger.info("  %s", line)

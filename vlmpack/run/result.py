@@ -16,6 +16,7 @@ import torch
 from vlmpack.activity import ACTIVITY
 from vlmpack.distributed import Ranks
 from vlmpack.encode.clock import write_note
+from vlmpack.encode.variables import write_variables
 from vlmpack.errors import CapabilityError, DataError
 from vlmpack.evaluation.generation import answer_over_ranks
 from vlmpack.evaluation.metrics import FORMER_KEYS, Scores, When, score
@@ -147,6 +148,8 @@ def _export_whole(session: Session, folder: Path, dtype: torch.dtype) -> None:
     session.engine.export(folder, processor_from=Path(session.setup.recipe.model.path), dtype=dtype)
     session.place.ranks.on_main(lambda: session.setup.encoder.write_budget(folder))
     session.place.ranks.on_main(lambda: write_note(folder, session.setup.encoder.date))
+    given = session.setup.encoder.chat_template_kwargs
+    session.place.ranks.on_main(lambda: write_variables(folder, given))
 
 
 def publish_folder(final: Path, ranks: Ranks, write: Callable[[Path], None]) -> None:

@@ -27,6 +27,7 @@ _PARTS = {
     "images": "images",
     "date": "data.date",
     "learn": "data.learn",
+    "chat_template_kwargs": "data.chat_template_kwargs",
 }
 _INDEX = ("lengths", "data.over_long", "data.epoch_size")
 

@@ -23,6 +23,7 @@ from vlmpack.data.shards.json_text import parse_json
 from vlmpack.data.shards.keys import is_absent, refuse_unknown
 from vlmpack.encode.changes import CALLS, THOUGHTS
 from vlmpack.encode.sample import Beside, strings
+from vlmpack.encode.variables import is_variable
 from vlmpack.errors import schema_error
 
 FIELDS: Mapping[str, frozenset[str]] = {
@@ -38,16 +39,6 @@ MAX_DEPTH = 64
 
 _CALL_KEYS = frozenset(("id", "type", "function", "name", "arguments", "index"))
 _FUNCTION_KEYS = frozenset(("name", "arguments"))
-
-_TAKEN = frozenset(
-    {
-        *("conversation", "messages", "tools", "chat_template", "add_generation_prompt"),
-        *("continue_final_message", "tokenize", "padding", "truncation", "max_length"),
-        *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
-        *("sanitize_control_tokens", "documents"),
-    }
-)
-"""Arguments of `apply_chat_template` that are no variables of the template's."""
 
 
 def beside_of(record: Mapping[str, Any]) -> Beside:
@@ -67,7 +58,7 @@ def beside_of(record: Mapping[str, Any]) -> Beside:
             f"'chat_template_kwargs' is a {type(given).__name__}; expected an object"
         )
     for name in given:
-        if name in _TAKEN or not name.isidentifier():
+        if not is_variable(name):
             raise schema_error(
                 f"chat_template_kwargs has {name[:60]!r}, which is no variable of a template: "
                 "expected such as enable_thinking or reasoning_effort"
