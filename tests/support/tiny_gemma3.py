@@ -7,9 +7,9 @@ merges with the breaks beside it.
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
+from support.gemma_turns import ANSWER, gemma_template
 from support.stock import StockRules
 from support.tiny_family import TEXT, TinyFamily, id_of
 
@@ -18,26 +18,6 @@ BREAKS = ("\n\n", "\n\n\n", "\n\n\n\n")
 TILE_TOKENS = 16
 WINDOW = 12
 """Less than an image's tokens, and less than any sample's."""
-
-TEMPLATE = """\
-{%- for message in messages -%}
-{%- set role = 'model' if message.role == 'assistant' else message.role -%}
-{{- '<|im_start|>' + role + '\n' -}}
-{%- if message.content is string -%}{{- message.content | trim -}}
-{%- else -%}
-{%- for part in message.content -%}
-{%- if part.type == 'image' -%}{{- '<start_of_image>' -}}
-{%- elif part.type == 'text' -%}{{- part.text | trim -}}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{{- '<|im_end|>\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>model\n' -}}{%- endif -%}
-"""
-"""Gemma's turns with the marks of the committed tokenizer: the assistant is called model."""
-
-ANSWER = re.compile(r"(?<=<\|im_start\|>model\n).*?<\|im_end\|>", re.DOTALL)
 
 IMAGES = {
     "image_processor_type": "Gemma3ImageProcessor",
@@ -139,7 +119,7 @@ GEMMA3 = TinyFamily(
     tokens=TOKENS,
     words=BREAKS,
     token_counts=0,
-    template=TEMPLATE,
+    template=gemma_template("<start_of_image>"),
     files={
         "processor_config.json": json.dumps(
             {"image_seq_length": TILE_TOKENS, "processor_class": "Gemma3Processor"}

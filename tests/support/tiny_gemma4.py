@@ -7,9 +7,9 @@ stock processor takes. The window is shorter than an image.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
+from support.gemma_turns import ANSWER, gemma_template
 from support.stock import StockRules, concatenate
 from support.tiny_family import TEXT, TinyFamily, id_of
 
@@ -18,26 +18,6 @@ POOL, PATCH = 3, 6
 MAX_TOKENS = 70
 WINDOW = 20
 """Less than a large image's tokens, and less than any sample's."""
-
-TEMPLATE = """\
-{%- for message in messages -%}
-{%- set role = 'model' if message.role == 'assistant' else message.role -%}
-{{- '<|im_start|>' + role + '\n' -}}
-{%- if message.content is string -%}{{- message.content | trim -}}
-{%- else -%}
-{%- for part in message.content -%}
-{%- if part.type == 'image' -%}{{- '<|image|>' -}}
-{%- elif part.type == 'text' -%}{{- part.text | trim -}}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{{- '<|im_end|>\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>model\n' -}}{%- endif -%}
-"""
-"""Gemma's turns with the marks of the committed tokenizer: the assistant is called model."""
-
-ANSWER = re.compile(r"(?<=<\|im_start\|>model\n).*?<\|im_end\|>", re.DOTALL)
 
 IMAGES = {
     "image_processor_type": "Gemma4ImageProcessor",
@@ -191,7 +171,7 @@ def tiny(shape: dict[str, Any], **vision: Any) -> TinyFamily:
         images=IMAGES,
         tokens=TOKENS,
         token_counts=10,
-        template=TEMPLATE,
+        template=gemma_template("<|image|>"),
         scaled=HEAD_NORMS,
     )
 
