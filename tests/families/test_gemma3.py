@@ -363,4 +363,4 @@ def test_memory_is_estimated_from_the_folder(gemma):
     assert sizes.parameters == count
     assert sizes.tower == sum(p.numel() for p in gemma.vlm.vision.parameters())
     assert (sizes.vision.blocks, sizes.vision.gated) == (2, False)
-    assert (sizes.query, sizes.key) == (4 * 24, 2 * 24)
+    assert {(layer.query, layer.key) for layer in sizes.decoder} == {(4 * 24, 2 * 24)}

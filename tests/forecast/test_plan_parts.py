@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.kept import kept_bytes
 from support.plans import mode_of
 from support.shards import ROOT, TINY_MODEL
+from support.weight_headers import write_headers
 
 from vlmpack.alignment import Alignment
 from vlmpack.data.modes import Online, RowShape
@@ -20,6 +22,7 @@ from vlmpack.data.plan.shares import share_out, token_cost
 from vlmpack.errors import ModelError
 from vlmpack.forecast.batch import batch_figures
 from vlmpack.forecast.imbalance import imbalance_figures
+from vlmpack.forecast.layers import LayerSizes
 from vlmpack.forecast.layout import lay_out, layout_of
 from vlmpack.forecast.memory import memory_figures
 from vlmpack.forecast.modes import PlannedMode
@@ -133,7 +136,7 @@ def test_parameters_are_counted_from_headers() -> None:
     assert sizes.parameters == sum(counts.values()) > 1_000_000
     assert sizes.tower == sum(n for name, n in counts.items() if "visual." in name)
     assert sizes.vision is not None and sizes.vision.blocks == 4
-    assert (sizes.query, sizes.key, sizes.intermediate) == (128, 64, 384)
+    assert sizes.decoder == (LayerSizes(query=128, key=64, mlp=384),) * 4
     assert not sizes.experts
 
 
@@ -148,11 +151,7 @@ def test_a_damaged_header_is_named(tmp_path: Path, data: bytes) -> None:
 def write_model(folder: Path, shapes: dict[str, tuple[int, ...]], text: dict[str, Any]) -> Path:
     """A folder with headers alone: nobody reads a weight."""
     folder.mkdir()
-    header = json.dumps(
-        {name: {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]}
-         for name, shape in shapes.items()}
-    ).encode()  # fmt: skip
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    write_headers(folder, shapes)
     (folder / "config.json").write_text(json.dumps(text))
     return folder
 
@@ -214,7 +213,6 @@ def test_what_a_rank_holds_under_each_sharding(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_activations_beside_what_autograd_keeps() -> None:
     """The segment loop of the CPU keeps its outputs twice, so a little more than the formula."""
-    import torch
     from support.engines import make_engine
     from support.shards import read_shard
 
@@ -228,17 +226,9 @@ def test_activations_beside_what_autograd_keeps() -> None:
         pad_to_multiple_of=1,
         pad_token_id=encoder.pad_token_id,
     )
-    weights = {p.untyped_storage().data_ptr() for p in engine.vlm.parameters()}
-    kept: dict[int, torch.Tensor] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in weights:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        engine.module(batch, batch.packed_seq_params()).sum()
-    measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    measured = kept_bytes(
+        lambda: engine.module(batch, batch.packed_seq_params()).sum(), engine.vlm.parameters()
+    )
     assert batch.media is not None
     patches = sum(t * h * w for t, h, w in batch.media.grid_thw)
     model = ModelSection(path=str(TINY_MODEL), dtype="float32")

@@ -9,11 +9,13 @@ import torch
 
 from vlmpack.errors import CapabilityError
 from vlmpack.recurrence import (
+    KINDS,
     choose,
     choose_recurrence,
     fixed_delta_rule,
     fixed_scan,
     kernels,
+    packaged_kinds,
     segment_convolution,
     segment_delta_rule,
     segment_scan,
@@ -163,3 +165,24 @@ def test_a_package_that_is_too_old_is_named(install):
     assert "chunk_gated_delta_rule has no chunk_indices; wanted: flash-linear-attention 0.6 or" in (
         choice.delta_rule.reason
     )
+
+
+@pytest.mark.parametrize(
+    ("packages", "low", "full"),
+    [
+        ((), (), ()),
+        (("fla",), ("convolution", "delta_rule"), ("convolution",)),
+        (("mamba_ssm", "causal_conv1d"), ("convolution", "scan"), ("convolution", "scan")),
+    ],
+    ids=str,
+)
+def test_a_forecast_finds_the_packages_that_the_choice_takes(
+    install, monkeypatch, packages, low, full
+):
+    monkeypatch.setattr(choose, "find_spec", lambda name: name if name in packages else None)
+    assert packaged_kinds(torch.bfloat16) == low
+    assert packaged_kinds(torch.float32) == full
+    install(*packages)
+    for dtype, kinds in ((torch.bfloat16, low), (torch.float32, full)):
+        choice = chosen(dtype=dtype)
+        assert [k for k in KINDS if getattr(choice, k).name != "segments"] == list(kinds)

@@ -14,6 +14,7 @@ from torch.nn.functional import silu, softplus
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from vlmpack.forecast.layers import RecurrentSizes
 from vlmpack.recurrence import RowSegments
 
 LAYOUTS = {
@@ -107,6 +108,18 @@ def worst(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
     return max(
         float((g - w).abs().max() / w.abs().max().clamp(min=1))
         for g, w in zip(got, want, strict=True)
+    )
+
+
+def recurrent_sizes(kind: str, keys: int, heads: int, key: int, value: int) -> RecurrentSizes:
+    """As a forecast has them: heads of keys and of values, and their widths."""
+    return RecurrentSizes(
+        kind="scan" if kind == "scan" else "delta_rule",
+        channels=2 * keys * key + heads * value,
+        heads=heads,
+        keys=keys * key,
+        key_width=key,
+        inner=heads * value,
     )
 
 

@@ -1,8 +1,10 @@
-"""The samples of a split, a recipe and a model's sizes -> RunPlan. Nothing is read, numpy only."""
+"""The samples of a split, a recipe and a model's sizes -> RunPlan. Nothing is read."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+
+import torch
 
 from vlmpack.data.config import DataConfig
 from vlmpack.data.index.table import Int64s
@@ -11,6 +13,7 @@ from vlmpack.data.plan.batches import Plan, Position, dry_run_order
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.shards.keys import describe_keys
 from vlmpack.data.splits.split import Split
+from vlmpack.forecast.activations import recurrences_on
 from vlmpack.forecast.batch import batch_figures
 from vlmpack.forecast.figures import MemoryFigures, ModeFigures, RunPlan
 from vlmpack.forecast.imbalance import imbalance_figures
@@ -111,14 +114,16 @@ def _memory(inputs: PlanInputs, own: ModeFigures) -> MemoryFigures | None:
     if inputs.sizes is None:
         return None
     recipe = inputs.recipe
+    model = recipe.model.settled("bfloat16")  # what a GPU computes in
     return memory_figures(
-        recipe.model.settled("bfloat16"),  # what a GPU computes in
+        model,
         recipe.parallelism,
         inputs.sizes,
         own,
         global_batch_size=recipe.training.global_batch_size,
         world_size=inputs.world_size,
         trained=inputs.trained,
+        recurrences=recurrences_on(torch.device("cuda"), model),
     )
 
 

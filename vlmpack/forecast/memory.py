@@ -1,7 +1,6 @@
 """Bytes that the fullest rank must hold, estimated from sizes alone. No model is built.
 
-With h the decoder's width, q and k the total widths of its query and key heads, f the MLP's columns
-that a token passes, e the bytes of a number:
+With h the decoder's width and e the bytes of a number:
 
     hf       weights 4, gradients 4, AdamW's moments 8 bytes a parameter, over all ranks with fsdp;
              bfloat16 adds a 2-byte copy of the weights (fsdp: of two blocks and of what lies
@@ -10,12 +9,11 @@ that a token passes, e the bytes of a number:
              data- and context-parallel ranks with the distributed optimizer; matrices of decoder
              layers, embedding and head are cut by tensor, layers by pipeline, experts by expert;
              the tower is whole on the first stage
-    activations of one layer, in bytes a token: n h + (2 q + 2 k + 4 f) e, where n counts what the
-             two norms keep (24 in float32, 20 under autocast, 16 with fsdp in bfloat16, 4 e with
-             mcore); with experts 3 h e more for each expert that a token is sent to. The tower's
-             blocks likewise, by patches; a plain MLP keeps 2 f. With activation checkpointing: e h
-             a layer, and one layer or block whole. (After Korthikanti et al., 2205.05198, section
-             4, without attention scores, which varlen kernels do not keep, and without dropout.)
+    activations of a decoder's layer, in bytes a token: `vlmpack/forecast/activations.py`, with n,
+             what a norm keeps of a column: 12 in float32, 10 under autocast, 8 with fsdp in
+             bfloat16, 2 e with mcore. The tower's blocks likewise, by patches: two norms, 4 columns
+             of attention, 4 of the MLP; a plain MLP keeps 2. With activation checkpointing: e h a
+             layer, and the largest layer or one block whole
     Gradients and AdamW's numbers are those of trained parameters alone, adapters included, and with
     mcore so are main weights. Weights in 4 bits (QLoRA) take 0.516 bytes and no copy. Components in
     front of the first trained one record no graph: no copies of their weights, and of a frozen
@@ -23,8 +21,9 @@ that a token passes, e the bytes of a number:
     layer, with dropout a copy of their input) is left out.
     logits   one chunk in float32, three times (values, gradient, exponentials)
 
-Compared with what autograd keeps of the tiny model (hf, CPU): it keeps 1.2 times the activations in
-float32 and 1.3 times in bfloat16, since attention segment by segment holds its output twice.
+Compared with what autograd keeps of tiny models (hf, CPU): 0.95 to 1.1 times the activations in
+float32, 1.0 to 1.2 times in bfloat16 (1.3 times with latent attention, whose narrow vectors are not
+counted).
 
 Left out: the CUDA context and NCCL's buffers (1 to 3 GB), buckets of communication, temporary
 tensors of kernels, fragmentation.
@@ -34,13 +33,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vlmpack.forecast.activations import Numbers, Recurrences, layer_bytes, state_lines
 from vlmpack.forecast.figures import MemoryFigures, ModeFigures
+from vlmpack.forecast.layers import LayerSizes
 from vlmpack.forecast.parameters import ModelSizes
 from vlmpack.forecast.trained import EVERY_WEIGHT, TrainedSizes
 from vlmpack.recipe.derived import data_parallel_size
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
 LOGIT_COPIES = 3
+
+TORCH_FORMS = Recurrences()
+"""Recurrences by torch's own operators, in the chunks of a GPU."""
 
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a weight in 4 bits: 64 of them share an 8-bit scale, 256 of those a float32 one."""
@@ -85,6 +89,7 @@ def memory_figures(
     global_batch_size: int,
     world_size: int,
     trained: TrainedSizes = EVERY_WEIGHT,
+    recurrences: Recurrences = TORCH_FORMS,
 ) -> MemoryFigures:
     """The fullest rank's.
 
@@ -93,10 +98,13 @@ def memory_figures(
         mode: the recipe's; its largest micro-batch is what activations are counted for.
         global_batch_size: in what the mode counts.
         trained: what is.
+        recurrences: how layers that carry state run.
     """
     accumulation = global_batch_size // mode.micro_batch_size
     accumulation //= data_parallel_size(split, world_size)
-    estimate = _Estimate(model, split, sizes, mode, max(1, accumulation), world_size, trained)
+    estimate = _Estimate(
+        model, split, sizes, mode, max(1, accumulation), world_size, trained, recurrences
+    )
     return max((estimate.of(rank) for rank in estimate.ranks()), key=lambda one: one.total)
 
 
@@ -109,6 +117,7 @@ class _Estimate:
     accumulation: int
     world_size: int
     trained: TrainedSizes
+    recurrences: Recurrences
 
     @property
     def number(self) -> int:
@@ -208,20 +217,24 @@ class _Estimate:
         recompute = self.model.activation_checkpointing
         tokens = -(-mode.max_row_slots // split.context)
         narrow = split.tensor if split.sequence else 1
-        norms = self._norm_bytes() * sizes.hidden // narrow
-        wide = 2 * sizes.query + 2 * sizes.key + 4 * sizes.intermediate
-        layer = norms + number * wide // split.tensor
-        layer += 3 * number * sizes.choices * sizes.hidden
+        layers = [self._layer(layer, narrow) for layer in sizes.decoder]
         block, blocks, patches = self._tower_block(rank)
         keeps = self.trained.tower_keeps
         if not recompute:
-            return tokens * rank.layers * layer + patches * block * (blocks if keeps else 1)
+            language = rank.layers * sum(layers) // max(1, len(layers))
+            return tokens * language + patches * block * (blocks if keeps else 1)
         kept = tokens * rank.layers * number * sizes.hidden // narrow
         if sizes.vision is not None and keeps:
             kept += patches * blocks * number * sizes.vision.width
         return kept + max(
-            tokens * layer, patches * block
+            tokens * max(layers, default=0), patches * block
         )  # one of them is computed again at a time
+
+    def _layer(self, layer: LayerSizes, narrow: int) -> int:
+        """Bytes that a layer keeps of each token on one rank."""
+        numbers = Numbers(self.number, self._norm_bytes())
+        norms, wide, whole = layer_bytes(layer, self.sizes.hidden, numbers, self.recurrences)
+        return norms // narrow + wide // self.split.tensor + whole
 
     def _tower_block(self, rank: _Rank) -> tuple[int, int, int]:
         """Bytes a patch keeps in a block of the tower, blocks, and patches of this rank."""
@@ -229,16 +242,16 @@ class _Estimate:
         if vision is None or not rank.has_tower:
             return 0, 0, 0
         mlp = (4 if vision.gated else 2) * vision.intermediate
-        block = self._norm_bytes() * vision.width + self.number * (4 * vision.width + mlp)
+        block = 2 * self._norm_bytes() * vision.width + self.number * (4 * vision.width + mlp)
         return block, vision.blocks, -(-self.mode.max_row_patches // (split.tensor * split.context))
 
     def _norm_bytes(self) -> int:
-        """That the two norms of a layer keep for each column of a token."""
+        """That a norm keeps for each column of a token."""
         if self.model.backend == "mcore":
-            return 4 * self.number
+            return 2 * self.number
         if self.model.dtype == "float32":
-            return 24
-        return 16 if self.split.sharding == "fsdp" else 20
+            return 12
+        return 8 if self.split.sharding == "fsdp" else 10
 
     def _logits(self) -> int:
         from vlmpack.backends.cross_entropy import chunk_rows  # imports torch
@@ -261,14 +274,16 @@ class _Estimate:
             state = f"4 + 4 + 8 bytes a parameter{over}{copy}"
         if self.trained != EVERY_WEIGHT:
             state += "; gradients and AdamW's numbers of trained parameters alone"
-        norm, number = self._norm_bytes(), self.number
+        norm, number, sizes = 2 * self._norm_bytes(), self.number, self.sizes
         layer = f"{norm} h + {number} (2 q + 2 k + 4 f) bytes a token and layer"
         if self.model.activation_checkpointing:
             layer = f"{number} h bytes a token and layer, and one layer of {layer}"
         return (
             f"weights + gradients + AdamW: {state}",
             f"activations of the largest micro-batch: {layer} (h width, q and k heads, f MLP "
-            "columns), the tower's blocks likewise by patches",
+            "columns), as many norms and columns as a layer has; the tower's blocks likewise by "
+            "patches",
+            *state_lines(sizes.decoder, sizes.hidden, Numbers(number, norm // 2), self.recurrences),
             "left out: CUDA context and NCCL (1 to 3 GB), communication buckets, kernels' "
             "temporaries, fragmentation",
         )

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vlmpack.capabilities.prediction import is_prediction
 from vlmpack.errors import ModelError
 from vlmpack.families.configs import whole_config
+from vlmpack.forecast.layers import LayerSizes, decoder_layers
 from vlmpack.model_folder.safetensors_header import tensors_of
 from vlmpack.model_folder.weights import weight_files
 
@@ -42,10 +44,8 @@ class ModelSizes:
         vectors: those of the layers that are no matrices (norms, biases), and the final norm.
         experts: parameters of all experts of all layers.
         largest_block: of one decoder layer or vision block.
-        num_layers, hidden, query, key: decoder layers, width, and the total width of the query
-            heads and of the key heads.
-        intermediate: columns of the MLP that a token passes through, over its chosen experts.
-        choices: experts that a token is sent to; 0 without experts.
+        hidden: the decoder's width.
+        decoder: its layers, one by one.
         vocabulary: rows of the head.
         vision: the tower; None without one.
         files: that said so.
@@ -58,12 +58,8 @@ class ModelSizes:
     vectors: int
     experts: int
     largest_block: int
-    num_layers: int
     hidden: int
-    query: int
-    key: int
-    intermediate: int
-    choices: int
+    decoder: tuple[LayerSizes, ...]
     vocabulary: int
     vision: TowerSizes | None
     files: str
@@ -73,6 +69,11 @@ class ModelSizes:
         """Parameters of the whole model."""
         dense = self.tower + self.embedding + self.head
         return dense + self.layers + self.vectors + self.experts
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.decoder)
 
 
 def read_sizes(folder: Path) -> ModelSizes | None:
@@ -117,48 +118,30 @@ def _sizes(
 ) -> ModelSizes:
     groups = dict.fromkeys(("tower", "embedding", "head", "layers", "vectors", "experts"), 0)
     blocks: dict[str, int] = {}
-    for name, shape in shapes.items():
+    held = {name: shape for name, shape in shapes.items() if not is_prediction(name, config)}
+    for name, shape in held.items():
         count = math.prod(shape)
         groups[_group(name, shape)] += count
         block = re.match(r"(.*\b(?:layers|blocks)\.\d+)\.", name)
         if block is not None:
             blocks[block[1]] = blocks.get(block[1], 0) + count
     text: Mapping[str, Any] = config.get("text_config") or config
-    heads, hidden = text["num_attention_heads"], text["hidden_size"]
-    width = text.get("head_dim") or hidden // heads
-    choices = text.get("num_experts_per_tok") or text.get("top_k_experts") or 0
-    if not groups["experts"]:
-        choices = 0
+    language = {name: shape for name, shape in held.items() if _group(name, shape) != "tower"}
     return ModelSizes(
         **groups,
         largest_block=max(blocks.values(), default=0),
-        num_layers=text["num_hidden_layers"],
-        hidden=hidden,
-        query=heads * width,
-        key=(text.get("num_key_value_heads") or heads) * width,
-        intermediate=_columns(text, choices),
-        choices=choices,
+        hidden=text["hidden_size"],
+        decoder=decoder_layers(language, text),
         vocabulary=text["vocab_size"],
         vision=_tower(config.get("vision_config")) if groups["tower"] else None,
         files=files,
     )
 
 
-def _columns(text: Mapping[str, Any], choices: int) -> int:
-    """Columns of the MLP that a token passes through in a layer, on average over the layers."""
-    dense: int = text["intermediate_size"]
-    if text.get("use_double_wide_mlp"):  # in layers that reuse keys and values
-        dense += dense * (text.get("num_kv_shared_layers") or 0) // text["num_hidden_layers"]
-    if not choices:
-        return dense
-    beside = dense if text.get("enable_moe_block") else 0  # an MLP that every token passes through
-    return beside + choices * int(text["moe_intermediate_size"])
-
-
 def _group(name: str, shape: tuple[int, ...]) -> str:
     if re.search(r"(^|\.)(visual|vision_tower|vision_model|audio_tower)\.", name):
         return "tower"
-    if "embed_tokens" in name:
+    if "embed_tokens" in name or name.endswith(".embeddings.weight"):
         return "embedding"
     if "lm_head" in name:
         return "head"

@@ -7,6 +7,7 @@ from vlmpack.recurrence.choose import (
     RecurrenceChoice,
     RecurrenceName,
     choose_recurrence,
+    packaged_kinds,
 )
 from vlmpack.recurrence.convolution import segment_convolution
 from vlmpack.recurrence.delta_rule import fixed_delta_rule, segment_delta_rule
@@ -24,6 +25,7 @@ __all__ = [
     "choose_recurrence",
     "fixed_delta_rule",
     "fixed_scan",
+    "packaged_kinds",
     "segment_convolution",
     "segment_delta_rule",
     "segment_scan",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from inspect import signature
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
@@ -82,6 +83,8 @@ class Scan(Protocol):
 
 FunctionT = TypeVar("FunctionT")
 
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True, slots=True)
 class Chosen(Generic[FunctionT]):
@@ -151,7 +154,7 @@ class _Kernel(Generic[FunctionT]):
             return f"{self.name} counts chunks on the host, which no captured graph can"
         if device.type != "cuda":
             return f"{self.name} needs a CUDA device, this one is {device.type}"
-        if self.low_precision and dtype not in (torch.bfloat16, torch.float16):
+        if self.low_precision and dtype not in _LOW_PRECISION:
             return f"{self.name} needs bfloat16 or float16, the model computes in {dtype}"
         try:  # for real: a package that is there may be broken, or built for another torch
             function = getattr(importlib.import_module(self.module), self.attribute)
@@ -206,6 +209,30 @@ _SCANS: tuple[_Kernel[Scan], ...] = (
 
 
 _AS_ASKED = "as the recipe asks"
+
+
+def packaged_kinds(dtype: torch.dtype) -> tuple[Kind, ...]:
+    """Kinds that an installed package has a kernel for, on a CUDA device that need not be here.
+
+    Packages are looked for, not imported: a forecast of what `choose_recurrence` will find.
+
+    Args:
+        dtype: what layers compute in.
+    """
+    kernels: dict[Kind, Sequence[_Kernel[Any]]] = {
+        "convolution": _CONVOLUTIONS,
+        "delta_rule": _DELTA_RULES,
+        "scan": _SCANS,
+    }
+    return tuple(
+        kind
+        for kind, ours in kernels.items()
+        if any(
+            find_spec(kernel.module.partition(".")[0]) is not None
+            and not (kernel.low_precision and dtype not in _LOW_PRECISION)
+            for kernel in ours
+        )
+    )
 
 
 def choose_recurrence(

@@ -15,6 +15,7 @@ from vlmpack.build.compute import settled_model
 from vlmpack.build.setup import Setup
 from vlmpack.data.pipeline import TrainData
 from vlmpack.errors import ModelError
+from vlmpack.forecast.activations import recurrences_on
 from vlmpack.forecast.figures import MemoryFigures
 from vlmpack.forecast.memory import LargestMicroBatch, memory_figures
 from vlmpack.forecast.parameters import read_sizes
@@ -41,14 +42,16 @@ def say_memory(setup: Setup, train: TrainData) -> None:
         return
     if sizes is None or room is None:
         return
+    model = settled_model(setup.recipe.model, ranks.device)
     figures = memory_figures(
-        settled_model(setup.recipe.model, ranks.device),
+        model,
         setup.recipe.parallelism,
         sizes,
         largest_micro_batch(train),
         global_batch_size=train.config.training.global_batch_size,
         world_size=ranks.world_size,
         trained=trained_sizes(setup.policy, setup.encoder),
+        recurrences=recurrences_on(ranks.device, model),
     )
     line = memory_line(figures, room)
     if figures.total * room.processes > room.size:

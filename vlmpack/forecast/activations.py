@@ -1,0 +1,171 @@
+"""Bytes that one layer of a decoder keeps of each token for the backward pass.
+
+With h the decoder's width, q and k the widths of its query and key heads, f the MLP's columns that
+a token passes, e the bytes of a number, and n what a norm keeps of a column:
+
+    norms        n of each column that passes one, h times their number; n - e of normed heads,
+                 whose output only a rotation reads
+    attention    (2 q + 2 k) e, and 3 e of each column of a gate behind it
+    MLP          4 f e, 3 f e without a gate; experts 3 e of each column of their copies of a token
+    own inputs   (per-layer inputs of width p) 6 p e, and two norms of p
+    recurrence   with D channels of the convolution, H heads with keys of K and values of V columns,
+                 H_k K columns of keys before heads share them, and chunks of C slots, in float32
+                 whatever the model computes in:
+                     convolution   3 D, 2 D where its input is bfloat16
+                     delta rule    5 H K + 4 H V + 7 H C + 2 H K V / C; 2 H_k K more in bfloat16
+                     scan          2 H_k K + 4 H K + 2 H V + 4 H C + 2 H K V / C; H V more there
+                     gated norm    6 H V, 5 H V in bfloat16
+                     steps         12 H
+                 A convolution alone (LFM2) keeps 6 D, 4 D in bfloat16, its gates included.
+                 Packages' kernels keep their inputs: of the convolution 2 D e; of
+                 flash-linear-attention's rule (2 H_k K + H V + 64 H) e; of mamba-ssm's scan H V e.
+                 What else they need is made anew in the backward pass.
+
+Norms, attention and MLP: after Korthikanti et al., 2205.05198, section 4, without attention scores,
+which varlen kernels do not keep, and without dropout. Recurrences: counted from what autograd keeps
+of `vlmpack/recurrence` over sizes that vary one by one; the packages' from what they save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vlmpack.forecast.layers import LayerSizes, RecurrentSizes
+from vlmpack.recipe.schema import ModelSection
+from vlmpack.recurrence import KINDS, Kind, packaged_kinds
+from vlmpack.recurrence.chunks import chunk_size
+
+PACKAGES = {
+    "convolution": "causal-conv1d",
+    "delta_rule": "flash-linear-attention",
+    "scan": "mamba-ssm",
+}
+"""Where a kernel for each kind of recurrence comes from."""
+
+KERNEL_CHUNK = 64
+"""Slots of a chunk of the packages' delta rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrences:
+    """How recurrences run.
+
+    Args:
+        chunk: C, slots of a chunk of the torch forms.
+        kernels: kinds that a package's kernel computes.
+    """
+
+    chunk: int = 64
+    kernels: Collection[Kind] = ()
+
+
+def recurrences_on(device: torch.device, model: ModelSection) -> Recurrences:
+    """How recurrences will run on a device, as far as the recipe and the packages that are
+    installed say it.
+
+    Args:
+        device: it need not be here.
+        model: its dtype settled.
+    """
+    kinds: Collection[Kind] = ()
+    if device.type == "cuda" and model.recurrence != "torch":
+        asked = model.recurrence == "kernels"  # nothing else runs
+        kinds = KINDS if asked else packaged_kinds(getattr(torch, model.dtype))
+    return Recurrences(chunk_size(device), kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What a column of a token takes.
+
+    Args:
+        number: e, bytes of an activation.
+        norm: n, bytes that a norm keeps.
+    """
+
+    number: int
+    norm: int
+
+
+def layer_bytes(
+    layer: LayerSizes, hidden: int, numbers: Numbers, recurrences: Recurrences
+) -> tuple[int, int, int]:
+    """Bytes a token, by what divides them.
+
+    Args:
+        hidden: h.
+
+    Returns:
+        Those of norms over the width (a sequence-parallel rank has its share), those of heads and
+        columns (a tensor-parallel rank has its share), and those that every rank keeps.
+    """
+    e = numbers.number
+    wide = e * (2 * layer.query + 2 * layer.key + 3 * layer.gate)
+    wide += e * (4 if layer.gated else 3) * layer.mlp
+    wide += (numbers.norm - e) * layer.head_norms
+    whole = 3 * e * layer.sent + (6 * e + 2 * numbers.norm) * layer.own_input
+    if layer.recurrent is not None:
+        whole += _recurrent_bytes(layer.recurrent, e, recurrences)
+    return numbers.norm * layer.norms * hidden, wide, whole
+
+
+def _recurrent_bytes(sizes: RecurrentSizes, e: int, recurrences: Recurrences) -> int:
+    low, packaged = e < 4, recurrences.kernels
+    if sizes.kind == "convolution":
+        each = 6 * e if sizes.kind in packaged else 16 if low else 24
+        return each * sizes.channels
+    convolution = 2 * e if "convolution" in packaged else 8 if low else 12
+    rule = rule_bytes(sizes, e, recurrences)
+    norm, steps = 4 * (5 if low else 6) * sizes.inner, 48 * sizes.heads
+    return convolution * sizes.channels + rule + norm + steps
+
+
+def rule_bytes(sizes: RecurrentSizes, e: int, recurrences: Recurrences) -> int:
+    """Bytes a token of the delta rule or the scan alone, its output included where it keeps it.
+
+    Args:
+        sizes: of a delta rule or a scan.
+        e: bytes of an activation.
+    """
+    shared, inner, heads = sizes.heads * sizes.key_width, sizes.inner, sizes.heads
+    delta_rule = sizes.kind == "delta_rule"
+    if sizes.kind in recurrences.kernels:
+        return e * (inner + (2 * sizes.keys + KERNEL_CHUNK * heads) * delta_rule)
+    chunk, low = recurrences.chunk, e < 4
+    states = 2 * sizes.key_width * inner // chunk
+    if delta_rule:
+        return 4 * (5 * shared + 4 * inner + 7 * heads * chunk + states + 2 * sizes.keys * low)
+    own = 2 * sizes.keys + 4 * shared + 2 * inner + 4 * heads * chunk
+    return 4 * (own + states + inner * low)
+
+
+def state_lines(
+    decoder: Sequence[LayerSizes], hidden: int, numbers: Numbers, recurrences: Recurrences
+) -> tuple[str, ...]:
+    """What layers that carry state keep, in words; nothing where there are none.
+
+    Args:
+        decoder: its layers.
+        hidden: h.
+    """
+    layers = [layer for layer in decoder if layer.recurrent is not None]
+    kinds = {layer.recurrent.kind for layer in layers if layer.recurrent is not None}
+    if not kinds:
+        return ()
+
+    def mean(form: Recurrences) -> int:
+        return sum(sum(layer_bytes(one, hidden, numbers, form)) for one in layers) // len(layers)
+
+    if kinds <= {*recurrences.kernels}:
+        return (
+            f"a layer that carries state, by a package's kernel: {mean(recurrences):,} bytes a "
+            "token",
+        )
+    packages = " and ".join(PACKAGES[kind] for kind in sorted({"convolution", *kinds}))
+    return (
+        f"a layer that carries state, by torch's operators: {mean(recurrences):,} bytes a token; "
+        f"with {packages}, for CUDA: {mean(Recurrences(kernels=KINDS)):,}",
+    )
