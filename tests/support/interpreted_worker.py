@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from support.interpreted import Case, applied
+from support.kept import kept_bytes
 from support.recurrences import segments, with_gradients
 from torch import Tensor
 from triton.runtime import driver
@@ -119,6 +120,13 @@ def compute(case: Case, tensors: list[Tensor], scan_chunk: int) -> list[Tensor]:
     leaves = [x.requires_grad_() for x in tensors]
     row = segments(case.lengths)
     return with_gradients(applied(KERNELS[case.kind], case.kind, leaves, row), leaves)
+
+
+def kept(case: Case, tensors: list[Tensor]) -> int:
+    """Bytes that a kernel of ours keeps for its backward pass, beside its inputs."""
+    leaves = [x.requires_grad_() for x in tensors]
+    row = segments(case.lengths)
+    return kept_bytes(lambda: applied(KERNELS[case.kind], case.kind, leaves, row), leaves)
 
 
 def two_rows_of_one_buffer(case: Case, tensors: list[Tensor], other: tuple[int, ...]) -> Tensor:
