@@ -16,6 +16,7 @@ from bench_attention import bench_attention, bench_collator
 from bench_data import bench_data
 from bench_experts import bench_experts
 from bench_fewest import bench_fewest
+from bench_hybrid import bench_hybrid
 from bench_launch import bench_launch
 from bench_memory import bench_context_memory
 from bench_packers import bench_packers
@@ -56,6 +57,7 @@ def _benchmarks(rounds: int) -> dict[str, Callable[[], dict[str, object]]]:
         "attention": lambda: bench_attention(rounds),
         "segments": lambda: bench_segments(rounds),
         "experts": lambda: bench_experts(rounds),
+        "hybrid": lambda: bench_hybrid(rounds),
         "data": lambda: bench_data(rounds),
         "launch": lambda: bench_launch(rounds),
         "plan": bench_plan,
