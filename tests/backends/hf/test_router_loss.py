@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -16,6 +17,8 @@ from support.forked import check_ranks
 from support.recorders import HostReads
 from support.runs import relative_l2
 from support.stock import load_stock
+from support.tiny_gemma4 import MIXTURE, text
+from transformers import Gemma4TextConfig
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
 from vlmpack.backends.hf import router_loss as module
@@ -294,8 +297,15 @@ def test_who_has_such_a_loss_and_what_is_said(folder, tiny_folder, engines):
     assert router_loss(moe, 0.0) is None
     assert router_loss(moe, 0.5) == RouterLoss(0.5, TOP_K)
     dense = make_engine(tiny_folder, Encoder(tiny_folder)).vlm.language
-    with pytest.raises(CapabilityError, match=r"model\.router_aux_loss_coef: 0\.5, but Qwen2"):
+    with pytest.raises(
+        CapabilityError, match=r"model\.router_aux_loss_coef: 0\.5, but Qwen2.*is dense"
+    ):
         router_loss(dense, 0.5)
+    mixture = SimpleNamespace(config=Gemma4TextConfig(**text(MIXTURE)))
+    with pytest.raises(
+        CapabilityError, match=r"num_experts: 4\), but its config knows no router_aux_loss_coef"
+    ):
+        router_loss(mixture, 0.5)
     assert describe_router_loss(moe, 0.0) == {}
     assert describe_router_loss(moe, 0.01)["router loss"].startswith("0.01 x load balancing")
     with patch.object(moe.config, "output_router_logits", True):

@@ -12,7 +12,7 @@ Shapes: T slots, E experts, K experts of a token, D width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,9 @@ from torch import Tensor
 from vlmpack.backends.router_sum import RouterSum
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import Batch, PaddedBatch, padded_as_row, padding_mask
+
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""Keys of configs that count a layer's experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +94,24 @@ def router_loss(language: Any, coefficient: float) -> RouterLoss | None:
     if "router_aux_loss_coef" not in config or "num_experts_per_tok" not in config:
         raise CapabilityError(
             f"model.router_aux_loss_coef: {coefficient}, but {type(language).__name__} has no "
-            f"load-balancing loss in transformers (dense, or balanced by a bias); leave it out"
+            f"load-balancing loss in transformers: {_why_none(config)}; leave it out"
         )
     return RouterLoss(coefficient, int(config["num_experts_per_tok"]))
+
+
+def _why_none(config: Mapping[str, Any]) -> str:
+    """What a decoder without the loss is.
+
+    Args:
+        config: of transformers' decoder.
+    """
+    named = next((key for key in EXPERTS if config.get(key)), None)
+    if named is None:
+        return "it is dense"
+    return (
+        f"it has experts ({named}: {config[named]}), but its config knows no router_aux_loss_coef "
+        f"and the class computes none"
+    )
 
 
 def describe_router_loss(language: Any, coefficient: float) -> dict[str, str]:
