@@ -421,6 +421,6 @@ def test_a_trained_model_learns_and_exports_what_it_computes(case, tmp_path):
     ours = logits_by_sample(engine.vlm, batch)
     with torch.no_grad():
         for key, inputs in case.inputs.items():
-            theirs = exported(**inputs.arguments()).logits[0]
+            theirs = exported(**inputs.prepared(exported)).logits[0]
             assert relative_l2(ours[key], theirs) < GRADIENT_TOLERANCE, key
     assert Encoder(tmp_path).fingerprint == case.encoder.fingerprint

@@ -19,6 +19,7 @@ from support.tiny_family import FIRST_NEW_ID, PLAIN_ROPE, TEXT, VISION_TOKENS, T
 from support.tiny_gemma3 import GEMMA3, text_config
 from support.tiny_gemma4 import GEMMA4, GEMMA4_DENSE, GEMMA4_MIXTURE, HEAD_NORMS
 from support.tiny_gemma4 import text_config as gemma4_text_config
+from support.tiny_gemma4_unified import GEMMA4_UNIFIED
 from support.tiny_idefics3 import IDEFICS3, SMOL
 from support.tiny_internvl import INTERNVL
 from support.tiny_llava_onevision import LLAVA_ONEVISION
@@ -288,6 +289,7 @@ TINY: dict[str, TinyFamily] = {
     "gemma4": GEMMA4,
     "gemma4-dense": GEMMA4_DENSE,
     "gemma4-mixture": GEMMA4_MIXTURE,
+    "gemma4_unified": GEMMA4_UNIFIED,
     "nemotron_h_omni": NEMOTRON_OMNI,
     **TEXT_FAMILIES,
 }

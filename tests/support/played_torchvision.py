@@ -1,9 +1,9 @@
 """transformers' image processors that exist on torchvision alone, run without it.
 
-Of torchvision they call two functions, whose work on float32 is torch's own: resizing is
-`torch.nn.functional.interpolate`, and normalising a subtraction and a division. Everything else
-that decides pixels is transformers' code. `tests/families/test_on_torchvision.py` compares with the
-real one where that can be had.
+Of torchvision they call two functions. Their work on float32 is torch's own: resizing is
+`torch.nn.functional.interpolate`, and normalising a subtraction and a division. Bytes are resized
+by Pillow, as everywhere in vlmpack. Everything else that decides pixels is transformers' code.
+`tests/families/test_on_torchvision.py` compares with the real one where that can be had.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL.Image import fromarray
 from transformers import image_processing_backends
 from transformers.utils import is_torchvision_available
 
 CLASSES = {
+    "Gemma4UnifiedImageProcessor": "gemma4_unified",
     "NemotronH_Omni_Reasoning_V3ImageProcessor": "nemotron_h_omni",
 }
 """Names of classes, and of the folder of models that holds them."""
@@ -36,10 +39,14 @@ class _Interpolation(enum.Enum):
     LANCZOS = "lanczos"
 
 
-def _resize(image: Any, size: Any, interpolation: _Interpolation, antialias: bool) -> Any:
-    assert image.dtype == torch.float32, "torchvision has rules of its own for other types"
+def _resize(image: Any, size: Any, interpolation: Any, antialias: bool) -> Any:
     if tuple(image.shape[-2:]) == tuple(size):
         return image
+    if image.dtype == torch.uint8:
+        assert interpolation in (3, _Interpolation.BICUBIC)
+        resized = fromarray(image.permute(1, 2, 0).numpy()).resize(tuple(size)[::-1], 3)
+        return torch.from_numpy(np.array(resized)).permute(2, 0, 1)
+    assert image.dtype == torch.float32
     batch = image if image.ndim == 4 else image[None]
     resized = F.interpolate(
         batch, list(size), mode=interpolation.value, align_corners=False, antialias=antialias

@@ -48,6 +48,11 @@ def call_processor(processor: Any, images: list[Any]) -> Any:
     return processor(images=images, return_tensors="pt")
 
 
+def as_they_are(_: Any, arguments: Media) -> Media:
+    """What most classes are called with."""
+    return arguments
+
+
 @dataclass(frozen=True, kw_only=True)
 class StockRules:
     """What the processor class of a family does with images; for language models the defaults.
@@ -66,6 +71,7 @@ class StockRules:
         seen: what the forward takes -> the same without pixels that the tower leaves out.
         kinds: name of the forward's argument that is 1 on placeholders; None for none.
         join: arguments of several samples -> of their batch.
+        prepared: (model, arguments with an attention mask) -> what its forward is called with.
         answer: finds the assistant's turns in a rendered conversation.
         positions: (model, inputs) -> (A, s); None for 0, 1, 2 ...
     """
@@ -80,6 +86,7 @@ class StockRules:
     seen: Callable[[Media], Media] = dict
     kinds: str | None = None
     join: Callable[[Sequence[Media]], Media] = concatenate
+    prepared: Callable[[Any, Media], Media] = as_they_are
     answer: re.Pattern[str] = CHATML_ANSWER
     positions: Callable[[Any, StockInputs], Tensor] | None = None
 
@@ -116,6 +123,11 @@ class StockInputs:
     def arguments(self) -> dict[str, Tensor]:
         """All that a forward pass takes."""
         return {"input_ids": self.input_ids, **self.kinds(), **self.media}
+
+    def prepared(self, model: Any) -> dict[str, Any]:
+        """The same with its attention mask, as the model is to be called."""
+        mask = {"attention_mask": torch.ones_like(self.input_ids)}
+        return self.rules.prepared(model, {**self.arguments(), **mask})
 
 
 class StockProcessor:
@@ -236,11 +248,7 @@ def run_one_by_one(model: Any, samples: dict[str, StockInputs]) -> Run:
     num_labels = sum(int((s.labels[0, 1:] != IGNORED).sum()) for s in samples.values())
     losses: dict[str, Tensor] = {}
     for key, inputs in samples.items():
-        output = model(
-            attention_mask=torch.ones_like(inputs.input_ids),
-            use_cache=False,
-            **inputs.arguments(),
-        )
+        output = model(use_cache=False, **inputs.prepared(model))
         losses[key] = token_losses(output.logits[0], inputs.labels[0])
         (losses[key].sum() / num_labels).backward()
     return Run(
@@ -267,12 +275,12 @@ def run_padded(model: Any, samples: dict[str, StockInputs], *, pad_token_id: int
     shown = [row.media for row in rows if row.media]
     if shown:
         images |= rules.join(shown)
-    output = model(
-        input_ids=padded([row.input_ids for row in rows], pad_token_id),
-        attention_mask=padded([torch.ones_like(row.input_ids) for row in rows], 0),
-        use_cache=False,
+    arguments = {
+        "input_ids": padded([row.input_ids for row in rows], pad_token_id),
+        "attention_mask": padded([torch.ones_like(row.input_ids) for row in rows], 0),
         **images,
-    )
+    }
+    output = model(use_cache=False, **rules.prepared(model, arguments))
     labels = padded([row.labels for row in rows], IGNORED)
     losses = {
         key: token_losses(output.logits[index], labels[index]) for index, key in enumerate(samples)

@@ -128,6 +128,13 @@ SERVED: Mapping[str, ServedModel] = {
         whole_tiles=True,
         pixel_knobs=("max_pixels",),
     ),
+    "gemma4_unified": _gemma4(
+        title="Gemma 4 (without a tower)",
+        family="gemma4_unified",
+        has_experts=False,
+        whole_tiles=True,
+        pixel_knobs=("max_pixels",),
+    ),
     "gemma4_text": _gemma4(title="Gemma 4 (text)", family="gemma4_text"),
     "glm4_moe": _experts(title="GLM-4.5", prediction="model.layers.46 or model.layers.92"),
     "glm4_moe_lite": _experts(title="GLM-4.7-Flash", prediction="model.layers.47"),

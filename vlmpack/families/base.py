@@ -217,6 +217,16 @@ class Family(ABC):
         """
         return {}
 
+    def class_arguments(self, model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        """What the forward of the transformers class is called with, where that is not what all
+        others are called with: its answers would be those of another model otherwise.
+
+        Args:
+            model: the transformers model with its head.
+            arguments: of some samples, on its device; `attention_mask` is (B, S), 1 on tokens.
+        """
+        return arguments
+
     @abstractmethod
     def image_features(self, model: Any, media: Media) -> ImageFeatures:
         """Tower and projector on all images of a batch, in one call.

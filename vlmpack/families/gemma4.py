@@ -56,7 +56,7 @@ class Gemma4(ImageFamily):
     def configured(self, config: Mapping[str, Any]) -> Family:
         """With the width of its heads, and image blocks where images attend in both directions."""
         whole = whole_config(config)
-        blocks = _image_blocks(whole)
+        blocks = image_blocks(whole)
         modules = replace(self.modules, image_blocks=blocks, blocks_in_windows=blocks)
         return replace(self, modules=modules, largest_head=largest_head(whole))
 
@@ -78,7 +78,7 @@ class Gemma4(ImageFamily):
             )
         patch, pool = made
         rule = Gemma4ImageRule(
-            folder, patch, pool, processor.max_soft_tokens, blocks=_image_blocks(config)
+            folder, patch, pool, processor.max_soft_tokens, blocks=image_blocks(config)
         )
         rule = bounded(rule, budget.max_pixels)
         longest = rule.tokens * pool
@@ -141,7 +141,7 @@ class Gemma4(ImageFamily):
         )
 
 
-def _image_blocks(config: Mapping[str, Any]) -> bool:
+def image_blocks(config: Mapping[str, Any]) -> bool:
     """Whether the tokens of an image attend to one another in both directions."""
     return bool(config["text_config"]["use_bidirectional_attention"] == "vision")
 

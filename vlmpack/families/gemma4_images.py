@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from PIL.Image import Image
@@ -26,6 +26,9 @@ START, SOFT, END = "<|image>", "<|image|>", "<image|>"
 
 SOFT_TOKENS = (70, 140, 280, 560, 1120)
 """The budgets that transformers' Gemma 4 image processor takes."""
+
+
+Rule = TypeVar("Rule", bound="Gemma4ImageRule")
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ class Gemma4ImageRule(ProcessorRule):
         ]
 
 
-def bounded(rule: Gemma4ImageRule, max_pixels: int | None) -> Gemma4ImageRule:
+def bounded(rule: Rule, max_pixels: int | None) -> Rule:
     """The rule with the largest budget within an area.
 
     Args:
@@ -155,5 +158,10 @@ def padded_patches(media: Media) -> tuple[Tensor, Tensor]:
     pixels = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
     places = torch.full((len(counts), max(counts), 2), -1)
     for place, (h, w), count in zip(places, grids, counts, strict=True):
-        place[:count] = torch.cartesian_prod(torch.arange(h), torch.arange(w)).flip(1)
+        place[:count] = places_of(h, w)
     return pixels, places.to(device, non_blocking=True)
+
+
+def places_of(rows: int, columns: int) -> Tensor:
+    """(rows * columns, 2) int64 (x, y) of the patches of an image."""
+    return torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(1)

@@ -67,7 +67,7 @@ class PixelSettings:
         """(3, H, W) float32 of (3, H, W) levels, uint8 or float32; `rescale_and_normalize` of
         transformers' backend, which folds the factor into mean and deviation."""
         if not self.do_normalize:
-            return levels * self.rescale_factor if self.do_rescale else levels
+            return levels * self.rescale_factor if self.do_rescale else levels.float()
         scale = 1.0 / self.rescale_factor if self.do_rescale else 1.0
         mean, std = (torch.tensor(each) * scale for each in (self.image_mean, self.image_std))
         return levels.float().sub(mean[:, None, None]).div_(std[:, None, None])

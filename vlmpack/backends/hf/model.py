@@ -296,5 +296,6 @@ class PackedVLM(PackedLM):
 
     def image_features(self, media: Media, device: torch.device) -> ImageFeatures:
         """Features of all images; one call of the tower."""
-        pixels = media.pixel_values.to(device=device, dtype=self.vision.dtype, non_blocking=True)
+        dtype = next(p.dtype for p in self.vision.parameters() if p.is_floating_point())
+        pixels = media.pixel_values.to(device=device, dtype=dtype, non_blocking=True)
         return self.family.image_features(self.model, replace(media, pixel_values=pixels))

@@ -114,10 +114,11 @@ class Reference:
                 **family.token_arguments((ids == placeholder) & real),
                 **(family.image_arguments(media) if media is not None else {}),
             }
-        return {
+        on_device = {
             name: value.to(self.device) if isinstance(value, Tensor) else value
             for name, value in found.items()
         }
+        return family.class_arguments(self.model, on_device)
 
     def positions(self) -> tuple[list[Tensor], str]:
         """(A, s) of each sample as the class itself counts them, and the name of what did."""
