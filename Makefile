@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KERNELS := .kernels/.installed
+REFERENCES := .references/.installed
 TWO_AT_A_TIME := $(BIN)/python -m pytest -n 2 --dist loadfile --durations 25 --durations-min 3
 export OMP_NUM_THREADS ?= 2
 # Large temporaries otherwise time the kernel's page faults on CPU.
@@ -12,7 +13,7 @@ export MALLOC_MMAP_THRESHOLD_ ?= 1073741824
 export MALLOC_TRIM_THRESHOLD_ ?= 1073741824
 
 
-.PHONY: demo test test-rest test-all kernels test-map soak lint format families families-sweep bench assets clean help
+.PHONY: demo test test-rest test-all kernels references test-map soak lint format families families-sweep bench assets clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -32,6 +33,7 @@ test: $(STAMP)  ## the quick tests, under 5 minutes on two cores
 
 test-rest: $(STAMP)  ## the tests that `make test` leaves out
 	-$(MAKE) --no-print-directory kernels
+	-$(MAKE) --no-print-directory references
 	$(TWO_AT_A_TIME) -m 'slow and not soak'
 
 test-all: lint test test-rest  ## linters and every test that CI runs
@@ -45,8 +47,16 @@ $(KERNELS): tests/support/kernel_packages.txt | $(STAMP)
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --no-build-isolation --target $(@D) -r $<
 	@cp $< $@
 
+references: $(REFERENCES)  ## torchvision, which tests compare pixels with on a CPU, into .references (13 MB)
+
+$(REFERENCES): tests/support/reference_packages.txt | $(STAMP)
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) -r $<
+	@cp $< $@
+
 soak: $(STAMP)  ## repetitions and further layouts, before a release
 	-$(MAKE) --no-print-directory kernels
+	-$(MAKE) --no-print-directory references
 	$(TWO_AT_A_TIME) -m soak --timeout 3600
 
 test-map: $(STAMP)  ## which test files are about which module; OF=packing.offline for some alone
@@ -76,4 +86,4 @@ assets: $(STAMP)  ## rebuild the tiny model and the digit shards
 	$(BIN)/python -m assets.build
 
 clean:  ## remove the environment and caches, keep runs
-	rm -rf $(VENV) $(dir $(KERNELS)) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(dir $(KERNELS)) $(dir $(REFERENCES)) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache *.egg-info
