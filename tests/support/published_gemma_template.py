@@ -113,7 +113,9 @@ _GEMMA = """\
     {%- endfor -%}
     {%- set thought = message.reasoning or message.reasoning_content or '' -%}
     {%- set thinks = thought and (at > now.query or (keeps and message.tool_calls)) -%}
-    {%- set opened = thinks and thinking and now.after == 'result' -%}
+    {%- set asked = now.after if now.before == 'assistant' else '' -%}
+    {%- set opened = thinks and (thinking and asked == 'result' or 'EMPTY' and not thinking
+        and now.before != 'assistant') -%}
     {%- set answer = words(message.content, true) -%}
     {%- if now.before != 'assistant' -%}{{- '<|turn>model\\n' -}}{%- endif -%}
     {{- '<|channel>thought\\n' if opened else '' -}}
@@ -125,7 +127,8 @@ _GEMMA = """\
       {{- '<|tool_call>call:' + call.function.name + spelt(call.function.arguments or {}) -}}
       {{- '<tool_call|>' -}}
     {%- endfor -%}
-    {{- '<|tool_response>' if message.tool_calls else answer + end -}}
+    {{- '' if next.results else answer -}}
+    {{- '<|tool_response>' if message.tool_calls else end -}}
     {%- endgeneration -%}
     {%- for result in next.results -%}
       {%- set named = namespace(name=result.name or 'unknown') -%}

@@ -48,6 +48,7 @@ def changed(text: str, turn: Message, render: Callable[[Message], str]) -> Chang
         render: the same conversation with another turn in its place -> its text.
     """
     found: list[tuple[int, int, bool]] = []
+    silent = CALLS in turn.fields and not turn.text.strip()
     for by_call, versions in _versions(turn):
         try:
             first, second = (render(version) for version in versions)
@@ -57,11 +58,14 @@ def changed(text: str, turn: Message, render: Callable[[Message], str]) -> Chang
             continue
         start = min(shared(first, second), shared(first, text))
         tail = min(shared(first[::-1], second[::-1]), shared(first[::-1], text[::-1]))
-        found.append((start, max(start, len(text) - tail), by_call))
+        # Words that a turn with calls has not: they may begin it, but where they stand behind the
+        # results of the calls (Gemma 4) it does not reach so far.
+        is_word = versions[0].fields == turn.fields
+        found.append((start, 0 if silent and is_word else max(start, len(text) - tail), by_call))
     if not found:
         return None
     start, _, by_call = min(found)
-    return Changed(start, max(end for _, end, _ in found), by_call)
+    return Changed(start, max(start, *(end for _, end, _ in found)), by_call)
 
 
 def _versions(turn: Message) -> Iterator[tuple[bool, list[Message]]]:

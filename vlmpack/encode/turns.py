@@ -33,11 +33,17 @@ class TurnShape:
         header: before it, where the template has no generation prompt to write it: not learnt.
         lead: between the generation prompt and the answer (a space): learnt.
         close: after it, up to trailing white space: the end-of-turn token, learnt.
+        opening: between the question and an answer whose turn does not begin as the prompt ends
+            (a prompt that opens a thought, or closes an empty one): not learnt; None where turns
+            begin so, or where nothing is known of it.
+        prompt: what the generation prompt is behind a question.
     """
 
     header: str = ""
     lead: str = ""
     close: str = ""
+    opening: str | None = None
+    prompt: str = ""
 
 
 def shape_of(render: Render) -> TurnShape:
@@ -54,7 +60,10 @@ def shape_of(render: Render) -> TurnShape:
     close = text[len(text) - tail :].rstrip()
     if head == bare and before.strip():
         return TurnShape(header=before, close=close)
-    return TurnShape(lead=before, close=close)
+    apart = text.startswith(bare) and not text.startswith(head)
+    opening = text[len(bare) : start] if apart else None
+    prompt = head[len(bare) :] if head.startswith(bare) else ""
+    return TurnShape(lead=before, close=close, opening=opening, prompt=prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +142,11 @@ class AssistantTurns:
         for turn in (message, replace(message, fields=silent)):
             alone = self.render((*before, turn), False)
             place = changed(alone, turn, lambda one: self.render((*before, one), False))
-            asked = shared(head, alone)  # less than the head where the prompt opens a thought
-            is_asked = asked == len(head)
-            if place is None or place.start < asked or (whole.by_call and not is_asked):
+            asked, is_asked = self._asked(before, head, alone, place)
+            if place is None or place.start < asked:
                 continue
+            if whole.by_call and not (is_asked and place.by_call):
+                continue  # what stands before the arguments is not known
             alone = alone.rstrip()
             lead = alone[asked : place.start] if is_asked else ""
             span = self._around(text, whole, lead, alone[place.end :])
@@ -144,6 +154,31 @@ class AssistantTurns:
             if span is not None and alone[asked:].endswith(text[slice(*span)]):
                 return span
         return None
+
+    def _asked(
+        self, before: tuple[Message, ...], head: str, alone: str, place: Changed | None
+    ) -> tuple[int, bool]:
+        """Where a turn begins that nothing follows, and whether that is known: it begins as the
+        prompt ends, or as an answer without thoughts does, or without a word where results stand in
+        the model's own turn. Of one that shares part of the prompt alone, it is where the two part.
+
+        Args:
+            before: the turns before.
+            head: of these, with a generation prompt.
+            alone: the text that ends with the turn.
+            place: what changes there with it.
+        """
+        asked = shared(head, alone)
+        if asked == len(head):
+            return asked, True
+        if place is not None and place.start <= asked:
+            return place.start, False
+        bare, opening, prompt = self.render(before, False), self.shape.opening, self.shape.prompt
+        goes_on = head.startswith(bare) and prompt and not head.startswith(prompt, len(bare))
+        begins = bare + opening if opening is not None and not goes_on else bare
+        if (goes_on or opening is not None) and alone.startswith(begins):
+            return len(begins), True
+        return asked, False
 
     def _around(self, text: str, found: Changed, lead: str, close: str) -> Span | None:
         """A turn with what the template writes before and behind what changes with it.
