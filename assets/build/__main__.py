@@ -1,7 +1,8 @@
 """Rebuild the assets: `python -m assets.build [STEP ...]`, from the root.
 
-The steps: tokenizer, digits, pretrain, text, text-model. Without arguments all are made, in that
-order (pretraining takes about twenty minutes on two cores).
+The steps: tokenizer, digits, pretrain (the tiny Qwen2.5-VL), pretrain-qwen3_5 (the hybrid), text,
+text-model. Without arguments all are made, in that order (each pretraining takes about twenty
+minutes on two cores). Run again, pretraining that was cut goes on.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import argparse
 from pathlib import Path
 
 ASSETS = Path(__file__).resolve().parents[1]
-STEPS = ("tokenizer", "digits", "pretrain", "text", "text-model")
+STEPS = ("tokenizer", "digits", "pretrain", "pretrain-qwen3_5", "text", "text-model")
 
 
 def main() -> None:
@@ -30,10 +31,20 @@ def main() -> None:
         from assets.build.digits import write_digits
 
         write_digits(args.out / "digits")
+    made = model_folder if "tokenizer" in steps else ASSETS / "tiny-qwen2_5_vl"
     if "pretrain" in steps:
+        from assets.build.model import QWEN2_5_VL
         from assets.build.pretrain import pretrain
 
-        pretrain(model_folder)
+        pretrain(QWEN2_5_VL, model_folder)
+    if "pretrain-qwen3_5" in steps:
+        from assets.build.model import QWEN3_5
+        from assets.build.pretrain import pretrain
+        from assets.build.tokenizer import copy_tokenizer
+
+        folder = args.out / QWEN3_5.folder
+        copy_tokenizer(made, folder)
+        pretrain(QWEN3_5, folder)
     if "text" in steps:
         from assets.build.text import write_text
 
@@ -41,7 +52,6 @@ def main() -> None:
     if "text-model" in steps:
         from assets.build.text_model import write_text_model
 
-        made = model_folder if "tokenizer" in steps else ASSETS / "tiny-qwen2_5_vl"
         write_text_model(args.out / "tiny-qwen3", made)
 
 

@@ -3,7 +3,8 @@
 First the vision tower alone learns to tell which digit stands where (localise.py); then the whole
 model learns to answer, along a curriculum: short rows first, then longer ones and several images.
 Rows are drawn on the fly, so no sample comes twice. Batches are small on purpose: early progress
-depends on the number of steps far more than on the samples in each.
+depends on the number of steps far more than on the samples in each. A run that was cut goes on from
+its last checkpoint, to the same weights.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
-from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+from torch.utils.data import DataLoader, Dataset, Subset
+from transformers import AutoTokenizer, PreTrainedModel
 
 from assets.build import questions
 from assets.build.encode import Encoder, Sample
 from assets.build.localise import LocalisationLoss, RowMarks
-from assets.build.model import make_config, make_model, write_model, write_processors
+from assets.build.model import Shape, make_config, make_model, write_model, write_processors
 from assets.build.rows import Row, RowStyle, draw
 from assets.build.typeface import glyph_bank
 
@@ -30,6 +32,8 @@ MAX_MORE_TURNS = 6
 STEPS_PER_DRAW = 4
 # The language model's layer that must know to which image a token belongs.
 INDEX_LAYER = 0
+CHECKPOINT = "pretraining.pt"
+"""What a run that was cut goes on from; in the model's folder, and gone when it is done."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +57,7 @@ class PretrainConfig:
     """Weight of the localisation loss once the whole model trains."""
     glyphs_per_digit: int = 1500
     log_every: int = 50
+    checkpoint_every: int = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +174,7 @@ def learning_rate(config: PretrainConfig, step: int) -> float:
 
 
 def step_losses(
-    model: Qwen2_5_VLForConditionalGeneration,
+    model: PreTrainedModel,
     localisation: LocalisationLoss,
     batch: dict[str, torch.Tensor],
     tower_only: bool,
@@ -185,48 +190,92 @@ def step_losses(
     return answer, localisation(targets, batch["mm_token_type_ids"] == 1)
 
 
-def train(
-    model: Qwen2_5_VLForConditionalGeneration, encoder: Encoder, config: PretrainConfig
-) -> None:
-    """The loop over both phases, one optimizer."""
-    batches = DataLoader(TypeBatches(encoder, config), batch_size=None, num_workers=1)
+class Run:
+    """What changes from step to step, and its checkpoint.
+
+    Args:
+        model: to be trained.
+        localisation: the heads of its loss.
+        config: of the run.
+        path: of the checkpoint, which is read where it is there.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        localisation: LocalisationLoss,
+        config: PretrainConfig,
+        path: Path,
+    ) -> None:
+        self.model, self.localisation, self.path = model, localisation, path
+        self.optimizer = torch.optim.AdamW(
+            [*model.parameters(), *localisation.parameters()],
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+        )
+        self.step = 0
+        if path.exists():
+            state = torch.load(path, weights_only=True)
+            for name, part in self.parts().items():
+                part.load_state_dict(state[name])
+            self.step = state["step"]
+
+    def parts(self) -> dict[str, Any]:
+        """What a checkpoint holds, by name."""
+        return {
+            "model": self.model,
+            "localisation": self.localisation,
+            "optimizer": self.optimizer,
+        }
+
+    def save(self) -> None:
+        """Write the checkpoint, at once or not at all."""
+        state = {name: part.state_dict() for name, part in self.parts().items()}
+        half = self.path.with_suffix(".part")
+        torch.save(state | {"step": self.step}, half)
+        half.replace(self.path)
+
+
+def train(model: PreTrainedModel, encoder: Encoder, config: PretrainConfig, path: Path) -> None:
+    """The loop over both phases, one optimizer; `path` is that of the checkpoint."""
     layer = model.model.language_model.layers[INDEX_LAYER]
     width = model.config.vision_config.out_hidden_size
     localisation = LocalisationLoss(model.model.visual, layer, width)
-    optimizer = torch.optim.AdamW(
-        [*model.parameters(), *localisation.parameters()],
-        betas=config.betas,
-        weight_decay=config.weight_decay,
-    )
+    run = Run(model, localisation, config, path)
+    batches = Subset(TypeBatches(encoder, config), range(run.step, config.steps))
     started, sums = time.time(), np.zeros(2)
     model.train()
-    for step, batch in enumerate(batches):
-        tower_only = step < config.tower_steps
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config, step)
+    for batch in DataLoader(batches, batch_size=None, num_workers=1):
+        tower_only = run.step < config.tower_steps
+        for group in run.optimizer.param_groups:
+            group["lr"] = learning_rate(config, run.step)
         answer, located = step_losses(model, localisation, batch, tower_only)
         weight = 1.0 if tower_only else config.localisation_weight
-        optimizer.zero_grad()
+        run.optimizer.zero_grad()
         (answer + weight * located).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-        optimizer.step()
+        run.optimizer.step()
+        run.step += 1
         sums += [answer.item(), located.item()]
-        if (step + 1) % config.log_every == 0:
+        if run.step % config.log_every == 0:
             mean = sums / config.log_every
             seconds = time.time() - started
             print(
-                f"step {step + 1} answer {mean[0]:.4f} localisation {mean[1]:.4f} {seconds:.0f} s",
+                f"step {run.step} answer {mean[0]:.4f} localisation {mean[1]:.4f} {seconds:.0f} s",
                 flush=True,
             )
             sums[:] = 0
+        if run.step % config.checkpoint_every == 0:
+            run.save()
     localisation.remove_hooks()
 
 
-def pretrain(folder: Path, config: PretrainConfig | None = None) -> None:
+def pretrain(shape: Shape, folder: Path, config: PretrainConfig | None = None) -> None:
     """Initialise, train on type and write the model next to its tokenizer in `folder`."""
     config = config or PretrainConfig()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = make_model(make_config(tokenizer), config.seed)
-    train(model, Encoder(tokenizer), config)
-    write_processors(folder)
-    write_model(model, folder)
+    model = make_model(make_config(tokenizer, shape), shape, config.seed)
+    train(model, Encoder(tokenizer), config, folder / CHECKPOINT)
+    write_processors(folder, shape)
+    write_model(model, shape, folder)
+    (folder / CHECKPOINT).unlink(missing_ok=True)

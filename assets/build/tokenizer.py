@@ -7,6 +7,7 @@ and every byte has a token, so any text can be encoded.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -118,3 +119,10 @@ def write_tokenizer(folder: Path, seed: int = 0) -> Qwen2Tokenizer:
     )
     tokenizer.save_pretrained(folder)
     return tokenizer
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """The same tokenizer and chat template for another model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copyfile(source / name, folder / name)
