@@ -9,13 +9,16 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 from support.shards import ROOT, read_shard
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from vlmpack.alignment import Alignment
 from vlmpack.encode import Encoder, Message, TextPart, VLMSample
 
 DIGITS = ROOT / "assets" / "digits"
 MODEL = ROOT / "assets" / "tiny-qwen2_5_vl"
+HYBRID = ROOT / "assets" / "tiny-qwen3_5"
 TEXT = ROOT / "assets" / "text"
 TEXT_MODEL = ROOT / "assets" / "tiny-qwen3"
 
@@ -47,9 +50,27 @@ def test_sizes_are_within_their_limits():
         return sum(path.stat().st_size for path in files)
 
     assert size(MODEL) <= 6 * 2**20
+    assert size(HYBRID) <= 4e6
     assert size(TEXT_MODEL) <= 0.4 * 2**20
     assert size(TEXT) <= 0.3 * 2**20
-    assert size(ROOT / "assets") <= 15 * 2**20
+    assert size(ROOT / "assets") <= 19 * 2**20
+
+
+def test_the_hybrid_is_qwen3_5_with_the_vocabulary_of_the_other_model():
+    model = AutoModelForImageTextToText.from_pretrained(HYBRID, dtype="auto")
+    assert type(model).__name__ == "Qwen3_5ForConditionalGeneration"
+    layers = model.config.text_config.layer_types
+    assert layers.count("linear_attention") == 3 * layers.count("full_attention") > 0
+    assert {value.dtype for value in model.state_dict().values()} == {torch.bfloat16}
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (HYBRID / name).read_bytes() == (MODEL / name).read_bytes()
+    ours, theirs = (
+        json.loads((folder / "preprocessor_config.json").read_text()) for folder in (HYBRID, MODEL)
+    )
+    assert {key for key in ours if ours[key] != theirs[key]} == {"processor_class"}
+    text = "<|im_start|>user\nCopy 31: caf\u00e9<|im_end|>\n"
+    ids = [AutoTokenizer.from_pretrained(folder)(text).input_ids for folder in (HYBRID, MODEL)]
+    assert ids[0] == ids[1]
 
 
 def test_no_test_digit_is_seen_in_training(manifest):

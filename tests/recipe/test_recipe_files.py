@@ -118,6 +118,14 @@ def test_padded_twin_differs_in_packing_alone():
     ]
 
 
+def test_the_hybrid_is_trained_as_the_demo():
+    demo, hybrid = (
+        identity(load_recipe(FOLDER / name)) for name in ("digits-demo.yaml", "digits-qwen3_5.yaml")
+    )
+    (difference,) = identity_differences(demo, hybrid)
+    assert difference.startswith("model.path: 'assets/tiny-qwen2_5_vl' in the run folder,")
+
+
 @pytest.mark.parametrize(
     ("name", "size"), [("tp2", "tensor"), ("cp2", "context"), ("pp2", "pipeline")]
 )
