@@ -166,6 +166,12 @@ def test_sums_that_the_objective_does_not_name_are_refused(session_engine, encod
         ({"sums": ("other",)}, "asks for loss_sum"),
         ({"report": {"x": ("loss_sum", "halves")}}, "asks for halves"),
         ({"report": {"loss": ("loss_sum", "num_tokens")}}, "by another meaning: loss"),
+        ({"terms": {"other": ("num_tokens", 1.0)}}, "asks for other"),
+        ({"terms": {"loss_sum": ("halves", 1.0)}}, "asks for halves"),
+        (
+            {"sums": ("loss_sum", "more"), "terms": {"more": ("loss_sum", 1.0)}},
+            "counted before the step: loss_sum is a sum",
+        ),
     ],
 )
 def test_names_of_an_objective_are_checked_when_it_is_made(changes, words):

@@ -55,9 +55,15 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums and losses are: float32, or float64 where the model is."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def _chunk_logits(hidden: Tensor, weight: Tensor, cap: float | None) -> Tensor:
-    """(l, V) float32 logits of some rows, in one buffer."""
-    logits: Tensor = (hidden @ weight.T).float()
+    """(l, V) logits of some rows in float32 or wider, in one buffer."""
+    logits: Tensor = hidden @ weight.T
+    logits = logits.to(_wide(logits.dtype))
     return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
@@ -72,7 +78,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         shard: VocabularyShard | None,
         cap: float | None,
     ) -> Tensor:
-        losses = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+        losses = hidden.new_empty(hidden.shape[0], dtype=_wide(hidden.dtype))
         # Kept apart: added up, the logits' magnitude would round the small differences away.
         peaks, log_sums = torch.empty_like(losses), torch.empty_like(losses)
         local, inside = _local_targets(targets, weight.shape[0], shard)
@@ -99,7 +105,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden, weight, local, inside, peaks, log_sums = ctx.saved_tensors
         grad_losses: Tensor = grads[0]
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=_wide(weight.dtype))
         for start in range(0, hidden.shape[0], ctx.rows):
             chunk = slice(start, start + ctx.rows)
             logits = _chunk_logits(hidden[chunk], weight, ctx.cap)
@@ -114,7 +120,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_logits = grad_logits.mul_(slope)
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[chunk] = grad_logits @ weight
-            grad_weight += (grad_logits.T @ hidden[chunk]).float()
+            grad_weight += (grad_logits.T @ hidden[chunk]).to(grad_weight.dtype)
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 

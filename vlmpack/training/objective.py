@@ -29,7 +29,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from importlib import import_module
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -37,7 +39,7 @@ from torch import Tensor
 from vlmpack.backends.engine import ForwardStep
 from vlmpack.backends.router_sum import ROUTER_REPORT, ROUTER_SUM
 from vlmpack.packing import Batch
-from vlmpack.recipe.objective import OBJECTIVES
+from vlmpack.recipe.objective import OBJECTIVES, ObjectiveSection
 from vlmpack.training.vlm_step import forward_step
 
 
@@ -103,6 +105,10 @@ class Objective:
             once a replica, beside `Counts`.
         divisor: the sum or count that gradients and `loss_sum` are divided by, once, over all
             micro-batches and ranks. Where it is 0 the step changes nothing.
+        terms: further terms of the loss, each with a divisor of its own: sum -> (a count, the
+            term's weight). `loss_sum` has no part in them, and they none in it. The forward step
+            is then called with `scales` too, what each of these sums is multiplied by before it is
+            differentiated.
         report: what is reported beside the loss: name -> (sum or count, what divides it).
 
     Raises:
@@ -113,6 +119,7 @@ class Objective:
     sums: tuple[str, ...] = ("loss_sum",)
     counts: Mapping[str, Callable[[Batch], int]] = field(default_factory=dict)
     divisor: str = "num_label_tokens"
+    terms: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     report: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -121,11 +128,36 @@ class Objective:
             raise ValueError(f"sums and counts of an objective share names: {', '.join(twice)}")
         if taken := sorted(self.report.keys() & _COLUMNS):
             raise ValueError(f"columns of metrics.jsonl by another meaning: {', '.join(taken)}")
-        asked = {"loss_sum", self.divisor}.union(*self.report.values())
+        asked = {"loss_sum", self.divisor}.union(*self.report.values(), self.terms)
+        asked |= {divisor for divisor, _ in self.terms.values()}
         if unknown := sorted(asked - set(names)):
             raise ValueError(
                 f"an objective asks for {', '.join(unknown)}; there are {', '.join(names)}"
             )
+        if summed := sorted(self.counted_before() & set(self.sums)):
+            raise ValueError(
+                f"what divides a term is counted before the step: {', '.join(summed)} is a sum"
+            )
+
+    def counted_before(self) -> set[str]:
+        """What must be known of the whole global batch before its first forward pass; empty where
+        the loss is one term."""
+        divisors = {divisor for divisor, _ in self.terms.values()}
+        return divisors | {self.divisor} if divisors else set()
+
+    def step_with(self, counts: Mapping[str, Tensor]) -> ForwardStep:
+        """The forward step for a global batch.
+
+        Args:
+            counts: 0-d, of the whole global batch: what `counted_before` names.
+        """
+        if not self.terms:
+            return self.forward_step
+        scales = {
+            name: weight * counts[self.divisor] / counts[divisor].clamp(min=1)
+            for name, (divisor, weight) in self.terms.items()
+        }
+        return partial(cast(Any, self.forward_step), scales=scales)
 
     def add_up(
         self, reports: Sequence[Mapping[str, Tensor]], device: torch.device
@@ -147,7 +179,11 @@ class Objective:
 
     def loss(self, totals: Mapping[str, float]) -> float | None:
         """The loss of global sums; None where the divisor is 0: a loss of 0 would be perfect."""
-        return _ratio(totals, "loss_sum", self.divisor)
+        loss = _ratio(totals, "loss_sum", self.divisor)
+        if loss is None:
+            return None
+        beside = ((w, _ratio(totals, name, by)) for name, (by, w) in self.terms.items())
+        return loss + sum(weight * (value or 0.0) for weight, value in beside)
 
     def reported(self, totals: Mapping[str, float]) -> dict[str, float | None]:
         """What `report` names, of global sums."""
@@ -169,8 +205,9 @@ SFT = Objective(forward_step=forward_step)
 """Supervised finetuning: the cross entropy of the label tokens, averaged over all of them."""
 
 
-def objective_named(name: str) -> Objective:
-    """The objective that a recipe names."""
-    module, _, value = OBJECTIVES[name].partition(":")
-    found: Objective = getattr(import_module(module), value)
-    return found
+def objective_of(section: ObjectiveSection) -> Objective:
+    """The objective that a recipe names: a value, or what a function makes of its knobs."""
+    module, _, value = OBJECTIVES[section.name].partition(":")
+    found = getattr(import_module(module), value)
+    made: Objective = found if isinstance(found, Objective) else found(section)
+    return made

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.backends.engine import Engine
+from vlmpack.backends.engine import Engine, ForwardStep
 from vlmpack.backends.router_sum import ROUTER_REPORT
 from vlmpack.distributed import Ranks
 from vlmpack.errors import NonFiniteError
@@ -115,7 +115,7 @@ class Stepper:
         check = self.check if self.check is not None and self.check.pending else None
         self.engine.zero_gradients()
         reports = self.engine.forward_backward(
-            self.objective.forward_step, _watched(batches, names), num_microbatches=len(batches)
+            self._forward_step(batches), _watched(batches, names), num_microbatches=len(batches)
         )
         ACTIVITY.enter("sums over all ranks")
         counts = Counts.of(
@@ -146,7 +146,7 @@ class Stepper:
     def evaluate(self, batches: Sequence[Batch]) -> StepSums:
         """Sums of some micro-batches, without gradients."""
         reports = self.engine.forward_backward(
-            self.objective.forward_step,
+            self._forward_step(batches),
             _watched(batches, None, "validation"),
             num_microbatches=len(batches),
             forward_only=True,
@@ -164,15 +164,31 @@ class Stepper:
         """0-d float64 on the device, in one fixed order: all sums and counts over the world."""
         device = self.engine.device
         mine = {**self.objective.add_up(reports, device), **(more or {})}
-        names = [entry.name for entry in fields(Counts)]
-        counted = {name: getattr(counts, name) for name in names}
-        for name, count in self.objective.counts.items():
-            counted[name] = sum(count(batch) for batch in batches)
+        counted = self._counted(batches, counts)
         if not self.ranks.is_lead:  # the processes of a replica hold the same batches; all vote
             counted = {name: counted[name] if name in VOTES else 0 for name in counted}
         host = torch.tensor([*counted.values()], dtype=torch.float64).to(device, non_blocking=True)
         summed = self.ranks.sum_over_world(torch.cat([torch.stack([*mine.values()]), host]))
         return dict(zip([*mine, *counted], summed.unbind(), strict=True))
+
+    def _counted(self, batches: Sequence[Batch], counts: Counts) -> dict[str, int]:
+        """All counts of this rank's micro-batches, by name."""
+        counted = {entry.name: getattr(counts, entry.name) for entry in fields(Counts)}
+        for name, count in self.objective.counts.items():
+            counted[name] = sum(count(batch) for batch in batches)
+        return counted
+
+    def _forward_step(self, batches: Sequence[Batch]) -> ForwardStep:
+        """The objective's. Where terms of its loss have divisors of their own, the global batch is
+        counted first, over all ranks; nothing is read on the host."""
+        names = sorted(self.objective.counted_before())
+        if not names:
+            return self.objective.forward_step
+        counted = self._counted(batches, Counts.of(batches))
+        mine = [counted[name] if self.ranks.is_lead else 0 for name in names]
+        host = torch.tensor(mine, dtype=torch.float64).to(self.engine.device, non_blocking=True)
+        summed = self.ranks.sum_over_world(host)
+        return self.objective.step_with(dict(zip(names, summed.unbind(), strict=True)))
 
     def _named(self, totals: Mapping[str, float], grad_norm: float = 0.0) -> StepSums:
         return StepSums(

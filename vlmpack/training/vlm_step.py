@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 
 from torch import Tensor, nn
 
@@ -26,7 +27,10 @@ def cross_entropy(losses: Tensor, batch: Batch) -> Mapping[str, Tensor]:
 
 
 def forward_step(
-    data_iterator: Iterator[Batch], model: nn.Module, sums: TokenSums = cross_entropy
+    data_iterator: Iterator[Batch],
+    model: nn.Module,
+    sums: TokenSums = cross_entropy,
+    scales: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[Tensor, LossFunction]:
     """Take one micro-batch, move it to the model's device, and run the model.
 
@@ -34,6 +38,7 @@ def forward_step(
         data_iterator: yields batches on CPU, pinned where the model is on a GPU.
         model: called as `model(batch, packed_seq_params)`.
         sums: what an objective makes of the losses.
+        scales: 0-d factors of those sums that are differentiated beside `loss_sum`.
 
     Returns:
         (L,) float32 losses of the label tokens, and the function that sums them.
@@ -41,13 +46,16 @@ def forward_step(
     device = next(model.parameters()).device
     batch = move_batch(next(data_iterator), device)
     losses = model(batch, batch.packed_seq_params())
-    return losses, partial(_summed, sums=sums, batch=batch)
+    return losses, partial(_summed, sums=sums, batch=batch, scales=scales)
 
 
 def _summed(
-    losses: Tensor, *, sums: TokenSums, batch: Batch
+    losses: Tensor, *, sums: TokenSums, batch: Batch, scales: Mapping[str, Tensor]
 ) -> tuple[Tensor, int, dict[str, Tensor]]:
     """The term to differentiate, Megatron's count of tokens, and detached float64 sums."""
     found = sums(losses, batch)
     report = {name: value.detach().double() for name, value in found.items()}
-    return found["loss_sum"], batch.num_label_tokens, report
+    whole = found["loss_sum"]
+    for name, scale in scales.items():
+        whole = whole + scale.to(whole.device, whole.dtype) * found[name]
+    return whole, batch.num_label_tokens, report

@@ -195,10 +195,10 @@ class HFEngine:
         DDP and FSDP2 average the replicas' gradients of sums: dp / divisor turns that into the
         gradient of the mean over the global batch.
         """
-        scale = (self.ranks.dp_size / or_one(divisor)).float()
+        scale = self.ranks.dp_size / or_one(divisor)
         gradients = [gradient for _, gradient in self._gradients()]
         for gradient in gradients:
-            gradient.mul_(scale)
+            gradient.mul_(scale.to(gradient.dtype))
         norm = torch.nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
