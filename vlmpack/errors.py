@@ -171,6 +171,11 @@ class PacksError(VlmpackError):
     the recipe's; the message lists every difference."""
 
 
+class ReferenceCacheError(VlmpackError):
+    """Log-probabilities of a reference model that are missing, or that are those of another model,
+    other data or another way to compute; the message lists every difference."""
+
+
 class RunIdentityError(VlmpackError):
     """A run folder whose identity differs from the recipe's; the message lists every difference."""
 

@@ -8,18 +8,18 @@ from support.toy_objective import FOCAL
 from vlmpack.errors import RecipeError
 from vlmpack.recipe import identity, identity_differences, load_recipe
 from vlmpack.recipe.objective import OBJECTIVES
-from vlmpack.training.objective import SFT, objective_named
+from vlmpack.training.objective import SFT, objective_of
 
 
 def test_a_recipe_names_its_objective(minimal, monkeypatch):
     plain = load_recipe(minimal)
-    assert objective_named(plain.objective.name) is SFT
+    assert objective_of(plain.objective) is SFT
     assert not any(key.startswith("objective") for key in identity(plain)), "as before"
     with pytest.raises(RecipeError, match=r"'sftt' is not one of .*; did you mean 'sft'"):
         load_recipe(minimal, ["objective.name=sftt"])
     monkeypatch.setitem(OBJECTIVES, "focal", "support.toy_objective:FOCAL")
     other = load_recipe(minimal, ["objective.name=focal"])
-    assert objective_named(other.objective.name) is FOCAL
+    assert objective_of(other.objective) is FOCAL
     assert identity_differences(identity(plain), identity(other)) == [
         "objective.name: 'sft', by default, in the run folder, 'focal' in the recipe"
     ]

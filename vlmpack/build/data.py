@@ -49,6 +49,7 @@ def build_encoder(recipe: Recipe) -> Encoder:
         date=encoder_date(recipe),
         learn=recipe.data.learn,
         chat_template_kwargs=recipe.data.chat_template_kwargs,
+        pairs=recipe.objective.learns_pairs,
     )
     encoder.load()  # now, to fail early
     _note_long_images(recipe, encoder)
@@ -145,6 +146,15 @@ def build_fetcher(recipe: Recipe) -> Fetcher:
     return CachedFetcher(stores, data.cache, BlockUse(read_ahead_bytes=ahead))
 
 
+def _of_conversations(encoder: Encoder) -> Encoder:
+    """The encoder for samples that are no pairs."""
+    if not encoder.pairs:
+        return encoder
+    make, folder = encoder.__reduce__()
+    other: Encoder = make(*folder, pairs=False)
+    return other
+
+
 def open_split(
     setup: Setup,
     key: SplitKey,
@@ -168,6 +178,8 @@ def open_split(
         RunIdentityError: `resume` is of other data.
     """
     recipe, ranks, encoder = setup.recipe, setup.ranks, setup.encoder
+    if key == "data.test":  # questions with one true answer, whatever is learnt
+        encoder = _of_conversations(encoder)
     config = _data_config(setup, key, resume)
     if not config.sources:
         return None

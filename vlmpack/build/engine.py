@@ -9,7 +9,7 @@ from vlmpack.build.compute import settled_compute
 from vlmpack.build.setup import Setup
 from vlmpack.distributed import Ranks
 from vlmpack.training.first_step import FirstStepCheck
-from vlmpack.training.objective import objective_named
+from vlmpack.training.objective import objective_of
 from vlmpack.training.optim import Schedule
 from vlmpack.training.step import Stepper
 
@@ -54,7 +54,7 @@ def build_stepper(setup: Setup, engine: Engine, *, total_steps: int) -> Stepper:
     recipe, ranks = setup.recipe, setup.ranks
     return Stepper(
         engine=engine,
-        objective=objective_named(recipe.objective.name),
+        objective=objective_of(recipe.objective),
         schedule=Schedule(recipe.optim, total_steps),
         max_grad_norm=recipe.optim.max_grad_norm,
         ranks=ranks,

@@ -26,6 +26,7 @@ from vlmpack.data.loading.global_step import GlobalStep
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import BinDataset, BinRequest, MicroBatch, begin_bins
 from vlmpack.data.loading.read import SampleReader, SkippedSample
+from vlmpack.data.loading.reference import Float64s, with_reference
 from vlmpack.data.packs.open import open_packed, survey_data
 from vlmpack.data.packs.restore import SavedBins
 from vlmpack.data.plan.batches import Plan, PlannedBatch
@@ -69,6 +70,7 @@ class TrainData:
         self.split = split
         self.dataset = dataset
         self.ledger = ledger
+        self.reference: Float64s | None = None
 
     @classmethod
     def open(
@@ -274,7 +276,7 @@ class TrainData:
             bins = begin_bins(self.dataset, requests(), self.config.data, self.config.workers)
             yield None
             for micro_batch in bins:
-                share.append(micro_batch)
+                share.append(with_reference(micro_batch, self.reference))
                 planned, shares = coming[0]
                 if len(share) < len(shares.bins[rank]):
                     continue
@@ -298,19 +300,37 @@ class TrainData:
         Raises:
             DataError: a bad sample whose class is not skipped.
         """
-        fitted = self.fitted
-        numbers = fitted.eligible.nonzero()[0][:max_samples].tolist()
-        part = self.config.training.micro_batch_size
-        bins: list[Bin] = [tuple(numbers[at : at + part]) for at in range(0, len(numbers), part)]
-        requests = (
-            BinRequest(tuple(fitted.table.ref(number) for number in samples))
-            for samples in assign(bins, dp)[rank]
-        )
+        numbers = self.fitted.eligible.nonzero()[0][:max_samples].tolist()
+        requests = self._requests(numbers, rank, dp)
         for micro_batch in begin_bins(
             self.dataset, requests, self.config.data, self.config.workers
         ):
             self.ledger.record(micro_batch.skipped, epoch=None, batch=None)
-            yield micro_batch
+            yield with_reference(micro_batch, self.reference)
+
+    def numbered_batches(
+        self, numbers: Sequence[int], *, rank: int, dp: int
+    ) -> Iterator[MicroBatch]:
+        """Some samples once, in their order; ranks take equal steps, the last perhaps empty. Holes
+        are not written down: what trains these samples meets them again.
+
+        Args:
+            numbers: of the samples in the plan.
+            rank, dp: the data-parallel coordinate and size.
+
+        Raises:
+            DataError: a bad sample whose class is not skipped.
+        """
+        yield from begin_bins(
+            self.dataset, self._requests(numbers, rank, dp), self.config.data, self.config.workers
+        )
+
+    def _requests(self, numbers: Sequence[int], rank: int, dp: int) -> Iterator[BinRequest]:
+        """One rank's bins of consecutive samples."""
+        fitted, part = self.fitted, self.config.training.micro_batch_size
+        bins: list[Bin] = [tuple(numbers[at : at + part]) for at in range(0, len(numbers), part)]
+        for samples in assign(bins, dp)[rank]:
+            yield BinRequest(tuple(fitted.table.ref(number) for number in samples))
 
     def samples(self) -> Iterator[VLMSample]:
         """Every usable sample once, in index order, cooked but not encoded.

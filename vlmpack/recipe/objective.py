@@ -1,24 +1,47 @@
-"""What a run minimises, by name."""
+"""What a run minimises, by name, and the knobs of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from vlmpack.recipe.sources import Section
 
 OBJECTIVES: Mapping[str, str] = {
     "sft": "vlmpack.training.objective:SFT",
+    "dpo": "vlmpack.training.preference:dpo",
 }
-"""Name in a recipe -> where the value is: module:name, imported where it is trained."""
+"""Name in a recipe -> where the value is, or a function that makes it of the section: module:name,
+imported where it is trained."""
+
+LEARN_PAIRS = frozenset({"dpo"})
+"""Objectives whose samples are pairs of answers; they have the section's knobs."""
+
+ACROSS = "across_the_batch"
+"""The kind of error whose own words say why a value is refused."""
+
+_LOSSES_ACROSS = ("bco_pair", "bco", "aot", "aot_pair", "aot_unpaired", "nca_pair", "kto")
+"""Preference losses of other trainers that compare a pair with others of its batch, or have none.
+"""
 
 
 def _known(name: str) -> str:
     if name not in OBJECTIVES:
         raise PydanticCustomError("literal_error", "unknown objective")
+    return name
+
+
+def _of_one_pair(name: object) -> object:
+    if name in _LOSSES_ACROSS:
+        raise PydanticCustomError(
+            ACROSS,
+            "'{name}' looks across the batch, or at no pair: its value would change with the pairs "
+            "that share a row; expected sigmoid, ipo or hinge",
+            {"name": str(name)},
+        )
     return name
 
 
@@ -31,4 +54,28 @@ class ObjectiveSection(Section):
     """What training minimises."""
 
     name: ObjectiveName = "sft"
-    """`sft`: the cross entropy of the label tokens, averaged over those of a global batch."""
+    """`sft`: the cross entropy of the label tokens, averaged over those of a global batch. `dpo`:
+    the chosen one of two answers before the rejected one, averaged over the pairs of a global
+    batch; samples are pairs."""
+
+    beta: float = Field(default=0.1, gt=0)
+    """`dpo`: how much a difference to the reference model counts; small values stay less close."""
+
+    loss: Annotated[Literal["sigmoid", "ipo", "hinge"], BeforeValidator(_of_one_pair)] = "sigmoid"
+    """`dpo`: of a pair's margin. `sigmoid` (DPO), `ipo` (the squared distance to 1 / (2 beta), by
+    the mean over an answer's tokens), `hinge`."""
+
+    sft_weight: float = Field(default=0.0, ge=0)
+    """`dpo`: weight of the chosen answers' cross entropy beside it, averaged over their tokens."""
+
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """`dpo`, `loss: sigmoid`: the share of pairs that are taken to be the wrong way round."""
+
+    reference_dir: str | None = Field(default=None, min_length=1)
+    """`dpo`: folder of the reference model's log-probabilities, two numbers a pair, which
+    `vlmpack reference` or the launch makes. Null: `reference` in the run folder."""
+
+    @property
+    def learns_pairs(self) -> bool:
+        """Whether samples are pairs of answers to one prompt."""
+        return self.name in LEARN_PAIRS

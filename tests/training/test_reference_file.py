@@ -1,0 +1,62 @@
+"""The kept log-probabilities: whole, resumable, and of nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from vlmpack.errors import ReferenceCacheError
+from vlmpack.training.reference_file import ReferenceFile
+
+FACTS = {"weights": "ab", "dtype": "float32"}
+
+
+def file(folder, **changes):
+    return ReferenceFile(folder / "reference", FACTS | changes, 4)
+
+
+def test_what_is_written_is_read_bit_by_bit(tmp_path):
+    assert np.isnan(file(tmp_path).read()).all()
+    file(tmp_path).write([(2, -1 / 3, -2.5), (0, -1e-300, -7.0)])
+    file(tmp_path).write([(3, -4.0, -5.0)])
+    file(tmp_path).write([])
+    found = file(tmp_path).read()
+    assert found[[0, 2, 3]].tolist() == [[-1e-300, -7.0], [-1 / 3, -2.5], [-4.0, -5.0]]
+    assert np.isnan(found[1]).all(), "what is missing is made by the next pass"
+
+
+def test_another_reference_is_refused_with_every_difference(tmp_path):
+    file(tmp_path).write([(0, 1.0, 2.0)])
+    with pytest.raises(ReferenceCacheError) as caught:
+        file(tmp_path, weights="cd", date="2026-11-22").read()
+    text = str(caught.value)
+    assert "weights: ab there, cd here" in text
+    assert "date: absent there, 2026-11-22 here" in text
+    assert "dtype" not in text
+    assert "objective.reference_dir" in text
+
+
+def test_a_damaged_part_is_made_again_and_a_damaged_record_refused(tmp_path, caplog):
+    file(tmp_path).write([(0, 1.0, 2.0)])
+    file(tmp_path).write([(1, 3.0, 4.0)])
+    first = min((tmp_path / "reference").glob("*.part"))
+    data = bytearray(first.read_bytes())
+    data[9] ^= 1
+    first.write_bytes(data)
+    found = file(tmp_path).read()
+    assert np.isnan(found[0]).all()
+    assert found[1].tolist() == [3.0, 4.0]
+    assert "is damaged; its pairs are computed again" in caplog.text
+    record = tmp_path / "reference" / "reference.json"
+    record.write_text(record.read_text().replace('"version": 1', '"version": 9'))
+    with pytest.raises(ReferenceCacheError, match="has version 9"):
+        file(tmp_path).read()
+    record.write_text("{")
+    with pytest.raises(ReferenceCacheError, match="is damaged"):
+        file(tmp_path).read()
+
+
+def test_a_folder_that_cannot_be_written_says_so(tmp_path):
+    (tmp_path / "reference").write_text("a file")
+    with pytest.raises(ReferenceCacheError, match="cannot be written"):
+        file(tmp_path).write([(0, 1.0, 2.0)])

@@ -1,0 +1,40 @@
+"""A reference model's log-probabilities of pairs, put beside the micro-batches that train them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vlmpack.data.loading.loader import MicroBatch
+from vlmpack.errors import ReferenceCacheError
+
+Float64s = npt.NDArray[np.float64]
+
+
+def with_reference(micro_batch: MicroBatch, reference: Float64s | None) -> MicroBatch:
+    """The micro-batch with what the reference model says of its sequences.
+
+    Args:
+        micro_batch: as it was loaded.
+        reference: (samples, 2) by number in the plan, NaN where nothing is known; None where nobody
+            asks for it.
+
+    Raises:
+        ReferenceCacheError: a pair of which nothing is known.
+    """
+    if reference is None:
+        return micro_batch
+    found = reference[[sample.number for sample in micro_batch.samples]].reshape(-1)
+    unknown = np.flatnonzero(np.isnan(found))
+    if unknown.size:
+        sample = micro_batch.samples[int(unknown[0]) // 2]
+        raise ReferenceCacheError(
+            f"sample {sample.key!r} of {sample.shard} has no log-probabilities of the reference "
+            "model: it could not be read when they were made, and can be now. Run `vlmpack "
+            "reference` again, then resume"
+        )
+    batch = replace(micro_batch.batch, reference=torch.from_numpy(found.copy()))
+    return replace(micro_batch, batch=batch)

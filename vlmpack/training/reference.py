@@ -1,0 +1,99 @@
+"""The reference model's log-probabilities of a split's pairs, made once and kept.
+
+The engine computes them before anything is trained: by the function that the objective uses, in
+eval mode, without gradients, and without drawing from any generator. What is there already is not
+computed again, so a pass that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import numpy as np
+from torch import Tensor, nn
+
+from vlmpack.activity import ACTIVITY
+from vlmpack.backends.engine import Engine, LossFunction
+from vlmpack.data.loading.reference import Float64s
+from vlmpack.data.pipeline import TrainData
+from vlmpack.distributed import Ranks, share_iterator
+from vlmpack.packing import Batch
+from vlmpack.training.preference import sequence_log_probabilities
+from vlmpack.training.reference_file import ReferenceFile, Row
+from vlmpack.training.vlm_step import forward_step
+
+logger = logging.getLogger("vlmpack")
+
+BATCHES_PER_PART = 64
+"""Micro-batches of each rank between two writes: what a stop loses."""
+
+
+def log_probabilities(engine: Engine, batch: Batch) -> list[float]:
+    """log p of each sequence of a batch of pairs, under the engine's weights as they are."""
+    found: list[float] = []
+
+    def sums(losses: Tensor, moved: Batch) -> Mapping[str, Tensor]:
+        found.extend(sequence_log_probabilities(losses, moved).tolist())
+        return {"loss_sum": losses.sum()}
+
+    def step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[Tensor, LossFunction]:
+        return forward_step(data_iterator, model, sums)
+
+    engine.forward_backward(step, iter([batch]), num_microbatches=1, forward_only=True)
+    return found
+
+
+def make_reference(
+    engine: Engine, train: TrainData, ranks: Ranks, file: ReferenceFile
+) -> tuple[Float64s, int]:
+    """The whole table of a split, and how many pairs were computed now. Collective.
+
+    Args:
+        engine: with the reference model's weights.
+        train: the split.
+        ranks: who this process is.
+        file: where it is kept; the main rank reads and writes it.
+
+    Raises:
+        ReferenceCacheError: a folder of another reference, or one that cannot be written.
+        DataError: a bad sample whose class is not skipped.
+    """
+    table = ranks.on_main(file.read)
+    fitted = train.fitted
+    missing = fitted.eligible & ~fitted.table.bad & np.isnan(table).any(axis=1)
+    numbers: list[int] = np.flatnonzero(missing).tolist()
+    if not numbers:
+        return table, 0
+    started, done, pending = time.perf_counter(), 0, list[Row]()
+    ACTIVITY.enter("reference log-probabilities")
+
+    def read() -> Iterator[tuple[Batch, list[int]]]:
+        batches = train.numbered_batches(numbers, rank=ranks.dp_rank, dp=ranks.dp_size)
+        for micro in batches:
+            yield micro.batch, [sample.number for sample in micro.samples]
+
+    def keep() -> int:
+        rows = [row for share in ranks.gather_objects(pending) for row in share]
+        rows = sorted(set(rows))
+        for number, chosen, rejected in rows:
+            table[number] = chosen, rejected
+        ranks.on_main(partial(file.write, rows))
+        pending.clear()
+        return len(rows)
+
+    for place, (batch, of_batch) in enumerate(share_iterator(ranks, read), start=1):
+        found = log_probabilities(engine, batch)
+        pairs = zip(of_batch, found[0::2], found[1::2], strict=True)
+        pending.extend((number, chosen, rejected) for number, chosen, rejected in pairs)
+        if place % BATCHES_PER_PART == 0:
+            done += keep()
+            if ranks.is_main:
+                logger.info("%-14s %d of %d pairs", "reference", done, len(numbers))
+    done += keep()
+    if ranks.is_main:
+        seconds = time.perf_counter() - started
+        logger.info("%-14s %d pairs in %.1f s, kept in %s", "reference", done, seconds, file.folder)
+    return table, done
