@@ -27,6 +27,7 @@ DOORS = {
     "run/launch.py",
     "run/packs.py",
     "run/place.py",
+    "run/reference.py",
 }
 
 

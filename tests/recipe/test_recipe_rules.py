@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vlmpack.errors import RecipeError
-from vlmpack.recipe import check_world, engine_rules, load_recipe, rules
+from vlmpack.recipe import check_world, engine_rules, load_recipe, objective_rules, rules
 from vlmpack.recipe.engine_rules import mcore_version
 from vlmpack.recipe.load import SECTIONS
 from vlmpack.recipe.rules import RULES
@@ -403,7 +403,11 @@ KNOWN = {"config", "served", "world_size", "sections"}
 def test_every_rule_has_a_test():
     of_sections = {rule.__name__ for rule in RULES if not KNOWN & {*signature(rule).parameters}}
     of_installed = {"peft_is_installed"}  # in test_capability_rules.py
-    assert of_sections == {case[0] for case in CASES} | DIRECT | of_installed
+    # Those about an objective are in test_objective_rules.py, each by what it says.
+    of_objective = {name for name, rule in vars(objective_rules).items() if rule in RULES}
+    assert len(of_objective) == 6
+    cases = {case[0] for case in CASES} | DIRECT | of_installed
+    assert of_sections == cases | of_objective
 
 
 def test_every_rule_names_what_is_known():

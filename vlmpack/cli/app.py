@@ -19,6 +19,7 @@ from vlmpack.cli.options import Overrides, RecipePath, launcher_number
 from vlmpack.cli.pack import pack
 from vlmpack.cli.plan import plan
 from vlmpack.cli.recipe import app as recipe_app
+from vlmpack.cli.reference import reference
 from vlmpack.cli.verify import verify
 from vlmpack.errors import VlmpackError
 from vlmpack.terminal import PrintableFormatter, say
@@ -44,6 +45,7 @@ app.command()(index)
 app.command()(pack)
 app.command()(inspect)
 app.command()(plan)
+app.command()(reference)
 app.command()(verify)
 app.command()(families)
 

@@ -61,8 +61,11 @@ def identity(recipe: Recipe) -> dict[str, object]:
     ]
     include["data"] = _INCLUDE["data"] | dict.fromkeys(changed, True)
     include["images"] = set(recipe.images.set_values())
-    if recipe.objective != ObjectiveSection():
-        include["objective"] = True
+    objective = recipe.objective
+    if objective.learns_pairs:
+        include["objective"] = set(ObjectiveSection.model_fields) - {"reference_dir"}
+    elif objective.name != ObjectiveSection().name:
+        include["objective"] = {"name"}
     include["optim"] = {
         name for name in OptimSection.model_fields if getattr(recipe.optim, name) is not None
     } | {"max_grad_norm"}

@@ -19,6 +19,7 @@ from vlmpack.recipe.json_nodes import (
     properties,
     resolved,
 )
+from vlmpack.recipe.objective import ACROSS
 from vlmpack.recipe.problems import KeyPath, Problem, as_written, key_name
 from vlmpack.recipe.suggestions import suggest_key, suggest_value
 
@@ -56,6 +57,8 @@ def _explain_one(details: ErrorDetails, values: object, schema: Node) -> Problem
         here = list(properties(node_at(schema, location[:-1]), schema))
         advice = suggest_key(str(path[-1]), parent, here, all_keys(schema))
         return Problem(path, f"unknown key; {advice}")
+    if kind == ACROSS:
+        return Problem(path, details["msg"])
     node = node_at(schema, location)
     if not node and "anyOf" in node_at(schema, location[:-1]):  # one alternative of a union
         node = node_at(schema, location[:-1])

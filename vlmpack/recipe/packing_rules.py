@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from vlmpack.alignment import round_up
 from vlmpack.recipe.derived import multiples, plan_alignment, row_tokens
+from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.problems import KeyPath, Problem
 from vlmpack.recipe.schema import PackingSection, ParallelismSection, TrainingSection
 
 
-def shared_rows_need_samples(packing: PackingSection, training: TrainingSection) -> list[Problem]:
-    """A row is made of the samples of one micro-batch, so one sample has no row to share."""
-    least = packing.facts.least_samples
+def shared_rows_need_samples(
+    packing: PackingSection, training: TrainingSection, objective: ObjectiveSection
+) -> list[Problem]:
+    """A row is made of the samples of one micro-batch, so one sample has no row to share. A pair
+    is two sequences already."""
+    least = 1 if objective.learns_pairs else packing.facts.least_samples
     if training.micro_batch_size >= least:
         return []
     message = (

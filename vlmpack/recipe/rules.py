@@ -9,7 +9,8 @@ Every public function of the modules below that returns problems is a rule: to w
 a new one takes. The rules about sources and images are in `data_rules.py`, about rows in
 `packing_rules.py`, places on disk in `path_rules.py`, about the engines in `engine_rules.py`, about
 the model's own sizes in `model_rules.py`, what its family can do in `capability_rules.py`, about
-what is trained in `trainable_rules.py`, about the length of a run, its batches and what is shown of
+what is trained in `trainable_rules.py`, what is
+minimised in `objective_rules.py`, about the length of a run, its batches and what is shown of
 it in `run_rules.py`, about the number of processes in `world_rules.py`.
 """
 
@@ -28,6 +29,7 @@ from vlmpack.recipe import (
     data_rules,
     engine_rules,
     model_rules,
+    objective_rules,
     packing_rules,
     path_rules,
     run_rules,
@@ -42,6 +44,7 @@ Rule = Callable[..., list[Problem]]
 
 _MODULES = (
     run_rules,
+    objective_rules,
     packing_rules,
     engine_rules,
     data_rules,

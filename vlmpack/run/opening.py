@@ -31,6 +31,7 @@ from vlmpack.run.begun_steps import BegunSteps
 from vlmpack.run.data_summary import data_summary, log_data
 from vlmpack.run.launch_memory import say_memory
 from vlmpack.run.place import Place
+from vlmpack.run.reference import attach_reference
 from vlmpack.run.resume_point import choose_checkpoint, saved_state
 from vlmpack.run.session import Session
 from vlmpack.run.skip_notes import SkipNotes
@@ -81,6 +82,8 @@ def _open(setup: Setup, place: Place, model: ModelWatch, begun: BegunSteps, unre
     set_timeout(split.timeout_seconds)  # of the engine's own groups too
     fingerprint = model.settle()
     trained = _describe(setup, engine)
+    for pairs in (train, splits.validation):  # with the folder's weights, before a checkpoint's
+        attach_reference(setup, engine, fingerprint, pairs)
     skips = SkipNotes(ledger)
     trainer = Trainer(
         stepper=build_stepper(setup, engine, total_steps=steps),

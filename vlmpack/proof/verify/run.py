@@ -28,6 +28,7 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.protocols import Collator
 from vlmpack.distributed import Ranks
+from vlmpack.errors import RecipeError
 from vlmpack.proof.check import Check
 from vlmpack.proof.rows.checks import check_rows
 from vlmpack.proof.verify.answers import check_answers
@@ -99,6 +100,14 @@ def verify_recipe(recipe: Recipe, ranks: Ranks, options: VerifyOptions) -> Verif
     Raises:
         VlmpackError: what is wrong with model folder or data, or a model that does not fit.
     """
+    if recipe.objective.learns_pairs:
+        raise RecipeError(
+            [
+                f"objective.name: '{recipe.objective.name}' has pairs, and verify compares "
+                "conversations; give it objective.name=sft and data of conversations: the model's "
+                "rows are the same. `vlmpack inspect` checks the rows of pairs"
+            ]
+        )
     recipe = settle_date(recipe, ranks)
     model = recipe.model.path
     if not options.tiny:

@@ -1,0 +1,45 @@
+"""What a recipe of preference training may say."""
+
+from __future__ import annotations
+
+import pytest
+
+from vlmpack.recipe import identity, load_recipe
+
+DPO = ["objective.name=dpo"]
+
+
+def test_pairs_may_be_alone_in_a_row(problems_of, minimal):
+    one = ["training.micro_batch_size=1", "packing.mode=in_batch"]
+    assert problems_of([*DPO, *one]) == []
+    assert "one sample has nothing to share its row with" in problems_of(one)[0]
+    found = identity(load_recipe(minimal, [*DPO, "objective.beta=0.2"]))
+    assert found["objective.name"] == "dpo"
+    assert found["objective.beta"] == 0.2
+    assert "objective.reference_dir" not in found, "where it lies may change"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["objective.beta=0.5"], "objective.beta: 0.5, but objective.name 'sft' has no such knob"),
+        (["objective.loss=ipo"], "objective.loss: ipo, but objective.name 'sft'"),
+        (
+            [*DPO, "objective.loss=hinge", "objective.label_smoothing=0.1"],
+            "objective.label_smoothing: 0.1, but objective.loss 'hinge' has no probabilities",
+        ),
+        ([*DPO, "objective.loss=bco_pair"], "'bco_pair' looks across the batch"),
+        ([*DPO, "objective.loss=sigmiod"], "did you mean 'sigmoid'"),
+        (
+            [*DPO, "packing.mode=online", "training.micro_batch_size=1"],
+            "packing.mode: 'online', but objective.name 'dpo' lays its pairs out in the modes",
+        ),
+        ([*DPO, "model.backend=mcore"], "objective.name 'dpo' runs on model.backend: hf alone"),
+        ([*DPO, "model.router_aux_loss_coef=0.1"], "looks across all tokens of a row"),
+        ([*DPO, "training.verify=true"], "'dpo' has pairs, which are not verified yet"),
+        ([*DPO, "objective.beta=0"], "objective.beta"),
+        ([*DPO, "objective.label_smoothing=0.5"], "objective.label_smoothing"),
+    ],
+)
+def test_what_pairs_cannot_do_is_refused_by_name(overrides, words, problems_of):
+    assert any(words in problem for problem in problems_of(overrides)), problems_of(overrides)

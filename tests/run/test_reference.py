@@ -1,0 +1,153 @@
+"""Runs of pairs: their reference is made once, goes on after a stop, and is of that model alone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from support.pairs import raw_pairs, write_pairs
+from support.recipes import rewrite, rows, run_settings
+from support.whole_runs import audited, finetune_in_ranks, run_until
+
+from vlmpack.api import resolve, run_recipe
+from vlmpack.distributed import Ranks
+from vlmpack.errors import RecipeError, ReferenceCacheError
+from vlmpack.proof.verify import VerifyOptions, verify_recipe
+from vlmpack.run.reference import make_references
+from vlmpack.training import reference as reference_pass
+
+NUM_PAIRS = 18
+TOTAL = 7
+COLUMNS = ("loss", "grad_norm", "margin", "accuracy", "chosen_log_p", "num_samples", "num_tokens")
+
+
+@pytest.fixture(scope="module")
+def shard(tmp_path_factory):
+    pairs = list(itertools.chain.from_iterable(raw_pairs(seed) for seed in range(3)))
+    return write_pairs(tmp_path_factory.mktemp("pairs") / "pairs.tar", pairs)
+
+
+def settings(root: Path, shard: Path, **changes):
+    return run_settings(
+        root,
+        data__train=str(shard),
+        data__validation=None,
+        data__index_dir=str(root / "index"),
+        objective__name="dpo",
+        objective__sft_weight=0.1,
+        packing__mode="in_batch",
+        training__micro_batch_size=2,
+        training__global_batch_size=4,
+        training__max_steps=TOTAL,
+        **changes,
+    )
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory, shard):
+    """(settings, run folder) of a run of seven steps, of which the fifth ends an epoch."""
+    values = settings(tmp_path_factory.mktemp("unbroken"), shard)
+    run_recipe(resolve(values, {}))
+    return values, Path(values["run_dir"])
+
+
+def test_a_run_begins_at_ln_2_and_counts_pairs(unbroken):
+    first = json.loads((unbroken[1] / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["preference_loss"] == pytest.approx(math.log(2), abs=1e-4)
+    assert abs(first["margin"]) < 1e-4
+    found = rows(unbroken[1], "num_samples", "num_rows")
+    assert found == [(4, 2), (4, 2), (4, 2), (4, 2), (2, 1), (4, 2), (4, 2)]
+    later = rows(unbroken[1], "margin")
+    assert any(abs(margin) > 1e-3 for (margin,) in later), "the policy moves away"
+
+
+def test_the_run_trained_what_was_planned(unbroken):
+    assert audited(unbroken[1]).problems == []
+
+
+def test_a_run_that_was_stopped_goes_on_bit_by_bit(unbroken, tmp_path, shard, monkeypatch):
+    """In the second epoch, with the reference of its first launch."""
+    values = settings(tmp_path, shard)
+    run_until(values, 6, monkeypatch, total=TOTAL)
+
+    def never(*_args):
+        raise AssertionError("the reference was there")
+
+    monkeypatch.setattr(reference_pass, "log_probabilities", never)
+    run_until(values, None, monkeypatch, total=TOTAL)
+    ours, theirs = Path(values["run_dir"]), unbroken[1]
+    assert rows(ours, *COLUMNS) == rows(theirs, *COLUMNS)
+
+
+def test_a_pass_that_was_stopped_goes_on(tmp_path, shard, monkeypatch):
+    values = settings(tmp_path, shard)
+    recipe = resolve(values, {})
+    own, left = reference_pass.log_probabilities, iter(range(4))
+
+    def stops(engine, batch):
+        next(left)  # StopIteration ends it in the middle
+        return own(engine, batch)
+
+    monkeypatch.setattr(reference_pass, "BATCHES_PER_PART", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(reference_pass, "log_probabilities", stops)
+        with pytest.raises((StopIteration, RuntimeError)):
+            make_references(recipe, Ranks())
+    state = torch.get_rng_state()
+    [found] = make_references(recipe, Ranks())
+    assert torch.equal(torch.get_rng_state(), state), "nothing is drawn"
+    assert (found.num_pairs, found.num_computed) == (NUM_PAIRS, NUM_PAIRS - 8)
+    [again] = make_references(recipe, Ranks())
+    assert again.num_computed == 0
+    whole = {p.name: p.read_bytes() for p in found.folder.glob("*.part")}
+    assert len(whole) == 5
+
+
+def test_a_reference_of_other_tokens_or_another_type_is_refused(unbroken, tmp_path, shard):
+    folder = str(unbroken[1] / "reference")
+    other = settings(tmp_path, shard, objective__reference_dir=folder, model__dtype="bfloat16")
+    with pytest.raises(ReferenceCacheError, match="dtype: float32 there, bfloat16 here"):
+        run_recipe(resolve(other, {}))
+    same = settings(tmp_path, shard, objective__reference_dir=folder, objective__beta=0.5)
+    [found] = make_references(resolve(same, {}), Ranks())
+    assert found.num_computed == 0, "beta has no part in it"
+
+
+def test_a_pair_that_cannot_be_read_leaves_a_hole(tmp_path, shard):
+    copy = tmp_path / "damaged.tar"
+    copy.write_bytes(shard.read_bytes())
+    rewrite(copy, lambda name, data: data[:40] if name == "00000.1.png" else data)
+    values = settings(tmp_path, copy, training__num_epochs=1, data__on_error={"schema": "skip"})
+    values["training"].pop("max_steps")
+    run_recipe(resolve(values, {}))
+    found = rows(Path(values["run_dir"]), "num_samples", "num_skipped")
+    assert sum(trained for trained, _ in found) == NUM_PAIRS - 1
+    assert sum(skipped for _, skipped in found) == 1
+
+
+def test_a_recipe_without_pairs_has_no_reference(tmp_path):
+    with pytest.raises(RecipeError, match="'sft' has no reference model"):
+        make_references(resolve(run_settings(tmp_path), {}), Ranks())
+
+
+def test_verify_refuses_pairs_by_name(tmp_path, shard):
+    recipe = resolve(settings(tmp_path, shard), {})
+    with pytest.raises(RecipeError, match="'dpo' has pairs, and verify compares conversations"):
+        verify_recipe(recipe, Ranks(), VerifyOptions(scratch=tmp_path))
+
+
+@pytest.mark.slow
+def test_two_processes_train_what_one_does(unbroken, tmp_path, shard):
+    values = settings(tmp_path, shard, training__max_steps=4)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(values))
+    done = finetune_in_ranks(recipe, processes=2)
+    assert done.returncode == 0, done.stderr
+    ours = rows(Path(values["run_dir"]), *COLUMNS)
+    for found, wanted in zip(ours, rows(unbroken[1], *COLUMNS)[:4], strict=True):
+        assert found == pytest.approx(wanted, rel=1e-4, abs=1e-4)

@@ -1,0 +1,82 @@
+"""Rules about what is minimised. `rules.py` says what a rule is."""
+
+from __future__ import annotations
+
+from vlmpack.recipe.objective import ObjectiveSection
+from vlmpack.recipe.problems import Problem
+from vlmpack.recipe.schema import ModelSection, PackingSection, TrainingSection
+
+PAIR_MODES = ("none", "in_batch")
+"""Packing modes that lay pairs out."""
+
+
+def knobs_belong_to_an_objective(objective: ObjectiveSection) -> list[Problem]:
+    """A knob of preference training says nothing beside another objective."""
+    if objective.learns_pairs:
+        return []
+    plain = ObjectiveSection()
+    return [
+        Problem(
+            ("objective", name),
+            f"{getattr(objective, name)}, but objective.name '{objective.name}' has no such knob; "
+            "use objective.name: dpo, or leave it out",
+        )
+        for name in ObjectiveSection.model_fields
+        if name != "name" and getattr(objective, name) != getattr(plain, name)
+    ]
+
+
+def smoothing_needs_probabilities(objective: ObjectiveSection) -> list[Problem]:
+    """Only the sigmoid loss has a chance that a pair is the wrong way round."""
+    if objective.loss == "sigmoid" or not objective.label_smoothing:
+        return []
+    message = (
+        f"{objective.label_smoothing}, but objective.loss '{objective.loss}' has no probabilities "
+        "to smooth; use sigmoid, or leave it out"
+    )
+    return [Problem(("objective", "label_smoothing"), message)]
+
+
+def pairs_have_a_mode(objective: ObjectiveSection, packing: PackingSection) -> list[Problem]:
+    """Both sequences of a pair are laid out in one row."""
+    if not objective.learns_pairs or packing.mode in PAIR_MODES:
+        return []
+    message = (
+        f"'{packing.mode}', but objective.name '{objective.name}' lays its pairs out in the modes "
+        f"{' and '.join(PAIR_MODES)} alone"
+    )
+    return [Problem(("packing", "mode"), message)]
+
+
+def pairs_have_an_engine(objective: ObjectiveSection, model: ModelSection) -> list[Problem]:
+    """Log-probabilities of whole answers are added up by one engine so far."""
+    if not objective.learns_pairs or model.backend == "hf":
+        return []
+    message = (
+        f"'{model.backend}', but objective.name '{objective.name}' runs on model.backend: hf alone"
+    )
+    return [Problem(("model", "backend"), message)]
+
+
+def pairs_are_averaged_alone(objective: ObjectiveSection, model: ModelSection) -> list[Problem]:
+    """A loss over all tokens of a row has no place beside one that is averaged over pairs."""
+    if not objective.learns_pairs or not model.router_aux_loss_coef:
+        return []
+    message = (
+        f"{model.router_aux_loss_coef}: the balancing loss looks across all tokens of a row, and "
+        f"objective.name '{objective.name}' averages over pairs, whatever row they are in; use 0"
+    )
+    return [Problem(("model", "router_aux_loss_coef"), message)]
+
+
+def pairs_are_verified_elsewhere(
+    objective: ObjectiveSection, training: TrainingSection
+) -> list[Problem]:
+    """The comparison with the stock model takes conversations."""
+    if not objective.learns_pairs or not training.verify:
+        return []
+    message = (
+        f"true, but objective.name '{objective.name}' has pairs, which are not verified yet: "
+        "`vlmpack verify` with objective.name: sft and conversations shows the same model's rows"
+    )
+    return [Problem(("training", "verify"), message)]

@@ -1,0 +1,134 @@
+"""A run's reference model: the model that it begins with, whose log-probabilities are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from vlmpack.backends.engine import Engine
+from vlmpack.build.compute import settled_compute
+from vlmpack.build.data import build_encoder, open_split
+from vlmpack.build.date import settle_date
+from vlmpack.build.engine import build_engine, check_model
+from vlmpack.build.setup import Setup
+from vlmpack.data.loading.ledger import Ledger
+from vlmpack.data.pipeline import TrainData
+from vlmpack.distributed import Ranks
+from vlmpack.errors import RecipeError
+from vlmpack.recipe import Recipe
+from vlmpack.training.model_watch import watched_model
+from vlmpack.training.reference import make_reference
+from vlmpack.training.reference_file import ReferenceFile
+from vlmpack.training.run_dir import RunDir
+
+RULE = "log-probabilities 1"
+"""Changes whenever the same model would be given other numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePass:
+    """What a pass over one split came to.
+
+    Args:
+        split: `train` or `validation`.
+        folder: where the numbers lie.
+        num_pairs: of the split.
+        num_computed: in this pass; the others were there.
+    """
+
+    split: str
+    folder: Path
+    num_pairs: int
+    num_computed: int
+
+
+def reference_folder(recipe: Recipe) -> Path:
+    """Where a recipe's reference lies."""
+    given = recipe.objective.reference_dir
+    return Path(given) if given is not None else Path(recipe.run_dir) / "reference"
+
+
+def reference_facts(setup: Setup, model: Mapping[str, str], split: TrainData) -> dict[str, str]:
+    """What decides the numbers, by name: model, tokens and pixels, way to compute, and pairs.
+
+    Args:
+        setup: of the run.
+        model: digests of the model folder's weights and config.
+        split: whose pairs they are of.
+    """
+    recipe, encoder = setup.recipe, setup.encoder
+    compute = settled_compute(recipe.model, recipe.parallelism, encoder, setup.ranks.device)
+    parts = {k: v for k, v in encoder.fingerprint_parts.items() if k != "made_with"}
+    attention = compute.attention.name if compute.attention is not None else "transformer_engine"
+    data = {
+        name: str(value)
+        for name, value in split.identity.items()
+        if name.startswith(split.config.key)
+    }
+    facts = {
+        "rule": RULE,
+        "weights": model["weights"],
+        "config": model["config"],
+        **parts,
+        "dtype": str(compute.dtype).removeprefix("torch."),
+        "attention": attention,
+        "engine": recipe.model.backend,
+        "quantize": recipe.trainable.lora.quantize if recipe.trainable.uses("lora") else "none",
+        **data,
+    }
+    if recipe.data.over_long == "shrink_images":
+        facts["shrunk to"] = str(recipe.training.seq_length)
+    return facts
+
+
+def attach_reference(
+    setup: Setup, engine: Engine, model: Mapping[str, str], split: TrainData | None
+) -> ReferencePass | None:
+    """Give a split its reference, computed where it is not there yet; None where nobody asks for
+    one. Collective; the engine has the weights of the model folder.
+
+    Raises:
+        ReferenceCacheError: a folder of another reference, or one that cannot be written.
+    """
+    if split is None or not setup.recipe.objective.learns_pairs:
+        return None
+    name = split.config.key.removeprefix("data.")
+    file = ReferenceFile(
+        reference_folder(setup.recipe) / name,
+        reference_facts(setup, model, split),
+        split.fitted.table.num_samples,
+    )
+    split.reference, computed = make_reference(engine, split, setup.ranks, file)
+    return ReferencePass(name, file.folder, int(split.fitted.eligible.sum()), computed)
+
+
+def make_references(recipe: Recipe, ranks: Ranks) -> list[ReferencePass]:
+    """The reference of a recipe's pairs, before any run. Collective.
+
+    Raises:
+        RecipeError: an objective without a reference model.
+        VlmpackError: what is wrong with model folder, data or the reference's folder.
+    """
+    if not recipe.objective.learns_pairs:
+        raise RecipeError(
+            [
+                f"objective.name: '{recipe.objective.name}' has no reference model; "
+                "`vlmpack reference` is for objective.name: dpo"
+            ]
+        )
+    recipe = settle_date(recipe, ranks)
+    setup = Setup(recipe=recipe, ranks=ranks, encoder=build_encoder(recipe))
+    folder = setup.encoder.folder
+    check_model(folder, ranks)
+    splits = [open_split(setup, key, Ledger(None)) for key in ("data.train", "data.validation")]
+    try:
+        with watched_model(folder, ranks, RunDir(Path(recipe.run_dir))) as model:
+            engine = build_engine(setup)
+            digests = model.settle()
+        passes = [attach_reference(setup, engine, digests, split) for split in splits]
+    finally:
+        for split in splits:
+            if split is not None:
+                split.split.close()
+    return [found for found in passes if found is not None]
