@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from vlmpack.backends.hf.recurrence import KERNELS
 from vlmpack.errors import CapabilityError
+from vlmpack.forecast.activations import PACKAGES
+from vlmpack.proof.verify.recurrences_alone import TOKEN_DIMS
 from vlmpack.recurrence import (
     KINDS,
     choose,
@@ -54,6 +58,14 @@ def install(monkeypatch):
 
 def names(choice):
     return choice.convolution.name, choice.delta_rule.name, choice.scan.name
+
+
+def test_every_table_has_every_kind(monkeypatch):
+    assert tuple(entry.name for entry in fields(choose.RecurrenceChoice)) == KINDS
+    assert tuple(TOKEN_DIMS) == tuple(PACKAGES) == KINDS
+    assert {kernel.kind for kernel in KERNELS.values()} == {*KINDS, None}
+    monkeypatch.setattr(choose, "find_spec", lambda name: name)
+    assert packaged_kinds(torch.bfloat16) == KINDS
 
 
 def test_on_cpu_the_torch_forms_run_and_say_why():
