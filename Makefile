@@ -51,7 +51,7 @@ references: $(REFERENCES)  ## torchvision, which tests compare pixels with on a 
 
 $(REFERENCES): tests/support/reference_packages.txt | $(STAMP)
 	rm -rf $(@D)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) -r $<
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --target $(@D) -r $<
 	@cp $< $@
 
 soak: $(STAMP)  ## repetitions and further layouts, before a release
