@@ -143,14 +143,39 @@ def test_what_they_keep_for_the_backward_pass(interpreter, kind, dtype):
 @pytest.mark.parametrize("lengths", [*LAYOUTS.values(), (300, 212, 1, 87)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_layouts_and_widths(interpreter, kind, lengths, widths):
-    """The scan in chunks of 64, and of 256 as on CUDA where decays are a tenth: mamba-ssm takes a
-    decay between two slots as a difference of sums over their chunk. Sums over 256 slots of the
-    decays that are drawn reach hundreds, and what is left of their digits is 5e-5.
+    if kind == "scan":
+        scans_in_other_layouts(interpreter, lengths, widths)
+        return
+    tensors = drawn(kind, sum(lengths), widths)
+    got = interpreter("compute", Case(kind, lengths), tensors, 64)
+    for want in references(kind, lengths, tensors):
+        assert worst(got, want) < BOUND
+
+
+def scans_in_other_layouts(interpreter, lengths, widths):
+    """In chunks of 64, and of 256 as on CUDA where decays are a tenth: mamba-ssm takes a decay
+    between two slots as a difference of sums over their chunk. Sums over 256 slots of the decays
+    that are drawn reach hundreds, and 5e-5 of what follows is lost. The gradient of A is a sum of
+    such differences, at mild decays too: there the bound is what the kernel loses over one segment.
     """
-    for chunk, strength in ((64, 1.0), (256, 0.1)) if kind == "scan" else ((256, 1.0),):
-        tensors = drawn(kind, sum(lengths), widths)
-        if kind == "scan":
-            tensors[4] *= strength
-        got = interpreter("compute", Case(kind, lengths), tensors, chunk)
-        for want in references(kind, lengths, tensors):
-            assert worst(got, want) < BOUND
+    for chunk, strength in ((64, 1.0), (256, 0.1)):
+        tensors = drawn("scan", sum(lengths), widths)
+        tensors[DECAY] *= strength
+        bound = BOUND if chunk == 64 else max(BOUND, 4 * own_noise(interpreter, tensors, chunk))
+        got = interpreter("compute", Case("scan", lengths), tensors, chunk)
+        for want in references("scan", lengths, tensors):
+            decay = 1 + DECAY  # behind the output
+            rest = [[*x[:decay], *x[decay + 1 :]] for x in (got, want)]
+            assert worst(*rest) < BOUND
+            assert worst(got[decay : decay + 1], want[decay : decay + 1]) < bound
+
+
+DECAY = 4
+"""Where A stands among the tensors of a scan."""
+
+
+def own_noise(interpreter, tensors, chunk):
+    """How far the gradient of A is from the recurrence's where a row has no boundaries."""
+    row = (tensors[0].shape[1],)
+    got = interpreter("compute", Case("scan", row), tensors, chunk)[1 + DECAY :][:1]
+    return max(worst(got, want[1 + DECAY :][:1]) for want in references("scan", row, tensors))
