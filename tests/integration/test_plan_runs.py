@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.families import tiny_family_folder
 from support.recipes import changed, rows, write_recipe
 from typer.testing import CliRunner
 
@@ -122,3 +123,20 @@ def test_what_is_said_of_memory_with_adapters_does_not_contradict_itself(
     assert memory["lora"]["gradients"] < memory["all"]["gradients"] / 4
     assert any("of trained parameters alone" in line for line in memory["lora"]["formula"])
     assert notes["lora"] == notes["all"] != []
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "qwen3_5", "gemma4"])
+def test_models_whose_layers_differ_are_planned(
+    tmp_path: Path, settings: dict[str, Any], name: str
+) -> None:
+    (tmp_path / "model").mkdir()
+    folder = tiny_family_folder(name, tmp_path / "model")
+    settings = changed(settings, model__path=str(folder), data__on_error={"schema": "skip"})
+    recipe, out = write_recipe(tmp_path / "recipe.yaml", settings), tmp_path / "plan.json"
+    ran = CliRunner().invoke(app, ["plan", str(recipe), "--json", str(out)])
+    assert ran.exit_code == 0, ran.output
+    memory = json.loads(out.read_text())["memory"]
+    (own,) = [mode for mode in json.loads(out.read_text())["modes"] if mode["is_recipes"]]
+    assert own["samples"] > 0 and memory["activations"] > 0
+    said = [line for line in memory["formula"] if line.startswith("a layer that carries state")]
+    assert len(said) == (name != "gemma4")
