@@ -80,6 +80,21 @@ def test_the_published_files_make_the_published_rule(tmp_path):
         assert layout.text == "<|image>" + "<|image|>" + "<image|>"
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_an_image_costs(tmp_path, name):
+    """20 sizes, by the published files."""
+    rule = family_of(published(tmp_path, name)).image_rule(tmp_path, ImagesSection())
+    sizes = [(w, h) for w in (40, 300, 640, 1080, 5000) for h in (56, 480, 777, 4200)]
+    costs = set()
+    for width, height in sizes:
+        rows, columns = get_aspect_ratio_preserving_size(height, width, 16, 280 * 9, 3)
+        layout = rule.layout(width, height)
+        assert layout.grid == (1, rows // 16, columns // 16)
+        assert layout.num_tokens == rows * columns // 48**2 <= 280
+        costs.add(layout.num_tokens)
+    assert len(costs) > 8
+
+
 @pytest.mark.parametrize(
     ("name", "blocks"), [("E2B", False), ("E4B", False), ("31B", True), ("26B-A4B", True)]
 )

@@ -12,6 +12,7 @@ from support.published_hybrids import (
     QWEN3_5_PROCESSOR,
     QWEN3_6_27B,
     QWEN3_6_27B_PARAMETERS,
+    QWEN3_6_35B,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
@@ -49,9 +50,10 @@ def test_every_published_parameter_is_trained_or_kept(tmp_path):
     assert costs.per_token == 3 * 2 * (matrices + recurrences)
 
 
+@pytest.mark.parametrize("config", [QWEN3_6_27B, QWEN3_6_35B], ids=["27B", "35B-A3B"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_what_an_image_costs(tmp_path, size):
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_6_27B), encoding="utf-8")
+def test_what_an_image_costs(tmp_path, size, config):
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     text = json.dumps(QWEN3_5_PROCESSOR)
     (tmp_path / "preprocessor_config.json").write_text(text, encoding="utf-8")
     width, height = size

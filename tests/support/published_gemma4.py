@@ -5,7 +5,7 @@ importer of that checkpoint checks them one by one, its processor and the count 
 tensors included. Those of E2B, E4B and 31B were found alike in three or more independent public
 programs that run these checkpoints; none of them notes a revision. Not found, and left to the
 classes' defaults: the audio tower's sizes but for hidden_size, layers, heads and output_proj_dims.
-Not found at all: the lists of parameter names.
+The lists of parameter names: `published_names.py`.
 """
 
 from __future__ import annotations

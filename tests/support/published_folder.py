@@ -1,0 +1,57 @@
+"""A model folder of a published size: its config.json and the settings of its processor, a file
+with its tensors' names and shapes, its chat template, and the tiny model's tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from support.published_gemma4 import IMAGE_TOKENS, PROCESSOR
+from support.published_hybrids import QWEN3_5_PROCESSOR
+from support.published_names import Shapes, write_header
+from support.published_templates import published_templates
+from support.shards import TINY_MODEL
+from support.tool_templates import without_marks
+
+_TEMPLATES = {
+    "Qwen3.6": "Qwen3.6",
+    "Nemotron": "Nemotron 3 Nano",
+    "Gemma-4-E": "Gemma 4, E2B and E4B",
+    "Gemma-4": "Gemma 4, 26B-A4B and 31B",
+}
+
+
+def published_folder(folder: Path, name: str, config: dict[str, Any], shapes: Shapes) -> Path:
+    """Write it.
+
+    Args:
+        folder: which exists.
+        name: of the model.
+        config: its config.json, or that of its text form.
+        shapes: of its tensors.
+    """
+    from transformers import AutoTokenizer
+
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_header(folder / "model.safetensors", shapes)
+    start = next(start for start in _TEMPLATES if name.startswith(start))
+    template = published_templates()[_TEMPLATES[start]]
+    gemma, images = start.startswith("Gemma"), "vision_config" in config
+    tokens = [*template.special, *(IMAGE_TOKENS.values() if gemma else ())]
+    tokenizer = AutoTokenizer.from_pretrained(str(TINY_MODEL))
+    tokenizer.add_special_tokens({"additional_special_tokens": list(dict.fromkeys(tokens))})
+    if gemma:
+        tokenizer.bos_token = "<bos>"
+    tokenizer.chat_template = without_marks(template).text
+    tokenizer.save_pretrained(str(folder))
+    if gemma:
+        path = folder / "tokenizer_config.json"
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(json.dumps({**settings, **IMAGE_TOKENS}), encoding="utf-8")
+    if images and gemma:
+        (folder / "processor_config.json").write_text(json.dumps(PROCESSOR), encoding="utf-8")
+    elif images:
+        text = json.dumps(QWEN3_5_PROCESSOR)
+        (folder / "preprocessor_config.json").write_text(text, encoding="utf-8")
+    return folder
