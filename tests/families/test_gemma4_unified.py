@@ -1,5 +1,5 @@
 """What Gemma 4 without a tower has of its own: patches as large as a token, one dense layer, and a
-class whose forward makes other masks than its answers have.
+class whose forward makes other masks than the model has.
 
 Each is broken on purpose, and the comparison with transformers' own model has to notice.
 """
@@ -16,7 +16,7 @@ from support.engines import make_engine, make_stepper
 from support.families import TINY, tiny_family_folder, write_tiny
 from support.images import file_of, one_image, picture
 from support.played_torchvision import Played
-from support.runs import find_differences, pack, run_batch
+from support.runs import find_differences, pack, relative_l2, run_batch
 from support.stock import StockProcessor, load_stock, run_one_by_one
 from support.tiny_gemma4 import MAX_TOKENS, PATCH, POOL
 from support.tiny_gemma4_unified import GEMMA4_UNIFIED, VISION, config
@@ -24,6 +24,7 @@ from support.tiny_gemma4_unified import GEMMA4_UNIFIED, VISION, config
 from vlmpack.attention import BlockMasks
 from vlmpack.backends.hf import model as hf_model
 from vlmpack.encode import Encoder
+from vlmpack.evaluation.generation import FIXED_CACHE
 from vlmpack.families import gemma4_unified
 from vlmpack.families.gemma4_unified import UnifiedImageRule
 from vlmpack.recipe.images import ImagesSection
@@ -67,7 +68,7 @@ def tiny(tmp_path_factory, mixed):
 
 
 def test_the_masks_of_the_class_s_own_forward_are_others(tiny):
-    """Why its answers' masks are the reference. Where this finds no difference any more,
+    """Why those that it prepares are the reference. Where this finds no difference any more,
     transformers has corrected the class, and `class_arguments` can go."""
     by_itself = {
         key: replace(inputs, rules=replace(inputs.rules, prepared=lambda _, arguments: arguments))
@@ -101,6 +102,35 @@ def test_what_verify_calls_the_class_with(tiny):
             value, ours["attention_mask"][kind]
         )
     assert ours["attention_mask"]["sliding_attention"] is not None
+
+
+def test_answers_have_the_masks_of_training(tiny):
+    """With the family's settings alone: each new token's logits are those of a forward pass with
+    the masks that it is trained with."""
+    inputs = next(inputs for inputs in tiny.inputs.values() if inputs.media)
+    mask = torch.ones_like(inputs.input_ids)
+
+    def errors(**settings):
+        with torch.no_grad():
+            made = tiny.stock.generate(
+                **inputs.arguments(),
+                attention_mask=mask,
+                do_sample=False,
+                max_new_tokens=3,
+                min_new_tokens=3,
+                output_logits=True,
+                return_dict_in_generate=True,
+                **settings,
+            )
+            new = made.sequences.shape[1] - mask.shape[1]
+            kinds = torch.nn.functional.pad(inputs.is_image, (0, new))
+            longer = replace(inputs, input_ids=made.sequences, is_image=kinds)
+            logits = tiny.stock(**longer.prepared(tiny.stock)).logits[0, -new - 1 : -1]
+        return [relative_l2(a[0], b) for a, b in zip(made.logits, logits, strict=True)]
+
+    assert gemma4_unified.FAMILY.needs_fixed_cache
+    assert max(errors(**FIXED_CACHE)) < 1e-5
+    assert max(errors()) > 1e-4, "generate asks for these masks by itself"
 
 
 # Patches and their places

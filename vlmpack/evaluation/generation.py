@@ -12,7 +12,7 @@ Shape letters: B questions of a batch, S columns of the padded prompts.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +46,9 @@ NARROW_MODEL = 512
 """Hidden size up to which a CPU generates with one thread. The operations of one token are then so
 short that threads mostly wait for each other: on two busy cores two threads took 4 times as long
 as one (hidden size 128, batch 64), and used 3 times the CPU time."""
+
+FIXED_CACHE: Mapping[str, Any] = {"cache_implementation": "static", "disable_compile": True}
+"""Settings of GenerationConfig; see `Family.needs_fixed_cache`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +260,7 @@ def _greedy(model: Any, encoder: Encoder, max_new_tokens: int) -> Iterator[None]
         eos_token_id=stops,
         pad_token_id=encoder.pad_token_id,
         use_cache=True,
+        **(FIXED_CACHE if encoder.family.needs_fixed_cache else {}),
     )
     try:
         yield

@@ -148,6 +148,9 @@ class Family(ABC):
     """Fields of `ImagesSection` that the family has; the encoder refuses the others."""
     proven_by_verify: bool = False
     """True where nobody wrote the family down: a model trains only where `verify` passed on it."""
+    needs_fixed_cache: bool = False
+    """True where `generate` asks the class for masks with a cache of a fixed size alone, and those
+    that its forward makes otherwise are another model's."""
     largest_head: int = 0
     """Channels of the decoder's widest attention head, where kernels may have less; 0 where all
     kernels have them."""

@@ -90,6 +90,7 @@ class Gemma4Unified(Gemma4):
     """The family; see `vlmpack.families.Family`."""
 
     modules: ModulePaths = PATHS
+    needs_fixed_cache: bool = True
 
     def image_rule(self, folder: Path, budget: ImagesSection) -> UnifiedImageRule:
         """The rule with the sizes of the folder's image processor, or the budget's.
@@ -140,10 +141,10 @@ class Gemma4Unified(Gemma4):
         return {}
 
     def class_arguments(self, model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-        """With the masks that the class prepares for its answers, which are Gemma 4's. Those that
-        its forward makes by itself (transformers 5.23) let the tokens of an image see one another
-        beyond the window, and in both directions in layers with full attention too: a model
-        trained with them would be asked with others."""
+        """With the masks that the class prepares where `generate` asks it to, which are Gemma 4's
+        own: an image's tokens see both ways within the sliding window, and in layers with full
+        attention all is causal. Those that its forward makes by itself (transformers 5.23) reach
+        beyond the window, and see both ways in layers with full attention too."""
         ids, kinds = arguments["input_ids"], arguments.get("mm_token_type_ids")
         masks = model.create_masks_for_generate(
             config=model.config,
