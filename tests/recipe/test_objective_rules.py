@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from vlmpack.data.modes import packing_mode
 from vlmpack.recipe import identity, load_recipe
 
 DPO = ["objective.name=dpo"]
+ONLINE = ["packing.mode=online", "training.micro_batch_size=1", "training.seq_length=4096"]
 
 
 def test_pairs_may_be_alone_in_a_row(problems_of, minimal):
@@ -17,6 +19,16 @@ def test_pairs_may_be_alone_in_a_row(problems_of, minimal):
     assert found["objective.name"] == "dpo"
     assert found["objective.beta"] == 0.2
     assert "objective.reference_dir" not in found, "where it lies may change"
+
+
+def test_a_planned_row_holds_the_longest_pair(minimal):
+    """Each of its sequences is rounded up by itself."""
+    recipe = load_recipe(minimal, [*DPO, *ONLINE, "packing.scope=batch"])
+    found = packing_mode(recipe).budget
+    worst = max(-(-w // 8) * 8 + -(-(4096 - w) // 8) * 8 for w in range(1, 4096))
+    assert found.max_tokens == worst == 4104
+    alone = [*ONLINE, "packing.scope=batch"]
+    assert packing_mode(load_recipe(minimal, alone)).budget.max_tokens == 4096
 
 
 @pytest.mark.parametrize(
@@ -31,8 +43,14 @@ def test_pairs_may_be_alone_in_a_row(problems_of, minimal):
         ([*DPO, "objective.loss=bco_pair"], "'bco_pair' looks across the batch"),
         ([*DPO, "objective.loss=sigmiod"], "did you mean 'sigmoid'"),
         (
-            [*DPO, "packing.mode=online", "training.micro_batch_size=1"],
-            "packing.mode: 'online', but objective.name 'dpo' lays its pairs out in the modes",
+            [*DPO, "packing.mode=offline", "packing.path=p", "training.micro_batch_size=1"],
+            "packing.mode: 'offline', but objective.name 'dpo' lays its pairs out in the modes",
+        ),
+        ([*DPO, *ONLINE], "packing.scope: stream counts rows, but objective.name 'dpo' trains"),
+        ([*DPO, *ONLINE, "packing.pad_to_max_length=true"], "rows of pairs have no fixed shape"),
+        (
+            [*DPO, *ONLINE, "packing.scope=batch", "packing.max_tokens=4096"],
+            "4096, but the longest pair takes up to 4104 tokens",
         ),
         ([*DPO, "model.backend=mcore"], "objective.name 'dpo' runs on model.backend: hf alone"),
         ([*DPO, "model.router_aux_loss_coef=0.1"], "looks across all tokens of a row"),

@@ -11,7 +11,7 @@ from vlmpack.data.index.overlong import SampleLimits
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.loading.loader import WorkerSettings
 from vlmpack.data.modes import PackingMode, Uncut
-from vlmpack.data.plan.packers import Sizes
+from vlmpack.data.plan.packers import AlignedSizes, Sizes
 from vlmpack.data.plan.shares import RowCost, token_cost
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.recipe.schema import DataSection, TrainingSection
@@ -47,13 +47,19 @@ class DataConfig:
         """What one sample may have at most."""
         return self.mode.limits(self.training.seq_length)
 
-    def uncut(self, sizes: Sizes, first_samples: Callable[[], Int64s] | None) -> Uncut:
+    def uncut(
+        self,
+        sizes: Sizes,
+        first_samples: Callable[[], Int64s] | None,
+        aligned_sizes: AlignedSizes | None = None,
+    ) -> Uncut:
         """The split as its mode cuts it."""
         return Uncut(
             global_batch_size=self.training.global_batch_size,
             micro_batch_size=self.training.micro_batch_size,
             sizes=sizes,
             first_samples=first_samples,
+            aligned_sizes=aligned_sizes,
         )
 
     @property

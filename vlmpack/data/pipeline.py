@@ -276,7 +276,7 @@ class TrainData:
             bins = begin_bins(self.dataset, requests(), self.config.data, self.config.workers)
             yield None
             for micro_batch in bins:
-                share.append(with_reference(micro_batch, self.reference))
+                share.append(with_reference(micro_batch, self.reference, self.split.places))
                 planned, shares = coming[0]
                 if len(share) < len(shares.bins[rank]):
                     continue
@@ -306,7 +306,7 @@ class TrainData:
             self.dataset, requests, self.config.data, self.config.workers
         ):
             self.ledger.record(micro_batch.skipped, epoch=None, batch=None)
-            yield with_reference(micro_batch, self.reference)
+            yield with_reference(micro_batch, self.reference, lambda numbers: numbers)
 
     def numbered_batches(
         self, numbers: Sequence[int], *, rank: int, dp: int

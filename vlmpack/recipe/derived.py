@@ -68,13 +68,25 @@ def plan_alignment(packing: PackingSection, parallelism: ParallelismSection) -> 
     return round_up(_DEFAULT_ALIGNMENT, 2 * parallelism.context)
 
 
+def longest_sample(training: TrainingSection, alignment: int, *, pairs: bool = False) -> int:
+    """Tokens that the longest sample takes in a planned row; of a pair, each sequence is rounded
+    up: w + l <= seq_length takes up(w) + up(l), at most a multiple below seq_length + 2 A - 1."""
+    if not pairs:
+        return round_up(training.seq_length, alignment)
+    return (training.seq_length + 2 * alignment - 2) // alignment * alignment
+
+
 def row_tokens(
-    packing: PackingSection, training: TrainingSection, parallelism: ParallelismSection
+    packing: PackingSection,
+    training: TrainingSection,
+    parallelism: ParallelismSection,
+    *,
+    pairs: bool = False,
 ) -> int:
     """Tokens that a planned row holds at most: `packing.max_tokens`, or the longest sample's."""
     if packing.max_tokens is not None:
         return packing.max_tokens
-    return round_up(training.seq_length, plan_alignment(packing, parallelism))
+    return longest_sample(training, plan_alignment(packing, parallelism), pairs=pairs)
 
 
 class RowBounds(TypedDict):
@@ -88,11 +100,15 @@ class RowBounds(TypedDict):
 
 
 def row_bounds(
-    packing: PackingSection, training: TrainingSection, parallelism: ParallelismSection
+    packing: PackingSection,
+    training: TrainingSection,
+    parallelism: ParallelismSection,
+    *,
+    pairs: bool = False,
 ) -> RowBounds:
     """What a planned row holds, with what the recipe leaves out filled in."""
     return RowBounds(
-        max_tokens=row_tokens(packing, training, parallelism),
+        max_tokens=row_tokens(packing, training, parallelism, pairs=pairs),
         max_patches=packing.max_vision_patches,
         max_sequences=None if packing.max_sequences == "auto" else packing.max_sequences,
         alignment=plan_alignment(packing, parallelism),
@@ -112,7 +128,8 @@ def derive(recipe: Recipe, world_size: int) -> Derived:
     longest = round_up(training.seq_length, wanted.sequence)
     row = training.micro_batch_size * longest
     if recipe.packing.facts.plans_rows:
-        row = row_tokens(recipe.packing, training, parallelism)
+        pairs = recipe.objective.learns_pairs
+        row = row_tokens(recipe.packing, training, parallelism, pairs=pairs)
     return Derived(
         world_size=world_size,
         data_parallel=copies,

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from vlmpack.recipe.derived import longest_sample, plan_alignment
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.problems import Problem
-from vlmpack.recipe.schema import ModelSection, PackingSection, TrainingSection
+from vlmpack.recipe.schema import (
+    ModelSection,
+    PackingSection,
+    ParallelismSection,
+    TrainingSection,
+)
 
-PAIR_MODES = ("none", "in_batch")
+PAIR_MODES = ("none", "in_batch", "online")
 """Packing modes that lay pairs out."""
 
 
@@ -46,6 +52,48 @@ def pairs_have_a_mode(objective: ObjectiveSection, packing: PackingSection) -> l
         f"{' and '.join(PAIR_MODES)} alone"
     )
     return [Problem(("packing", "mode"), message)]
+
+
+def pairs_are_counted(objective: ObjectiveSection, packing: PackingSection) -> list[Problem]:
+    """A step trains `training.global_batch_size` pairs, in rows of any number."""
+    if not objective.learns_pairs or packing.mode != "online":
+        return []
+    problems = []
+    if packing.scope != "batch":
+        message = (
+            f"{packing.scope} counts rows, but objective.name '{objective.name}' trains "
+            "training.global_batch_size pairs in every step; use batch"
+        )
+        problems.append(Problem(("packing", "scope"), message))
+    for name in ("pad_to_max_length", "pad_cu_seqlens"):
+        if getattr(packing, name):
+            message = (
+                "true, but rows of pairs have no fixed shape yet; leave it out with objective.name "
+                f"'{objective.name}'"
+            )
+            problems.append(Problem(("packing", name), message))
+    return problems
+
+
+def rows_hold_a_pair(
+    objective: ObjectiveSection,
+    packing: PackingSection,
+    training: TrainingSection,
+    parallelism: ParallelismSection,
+) -> list[Problem]:
+    """The longest pair, each sequence rounded up, fits a row."""
+    if not objective.learns_pairs or packing.mode != "online" or packing.max_tokens is None:
+        return []
+    alignment = plan_alignment(packing, parallelism)
+    longest = longest_sample(training, alignment, pairs=True)
+    if packing.max_tokens >= longest:
+        return []
+    message = (
+        f"{packing.max_tokens}, but the longest pair takes up to {longest} tokens "
+        f"(training.seq_length {training.seq_length} for both, each rounded up to "
+        f"packing.alignment {alignment}); use {longest} or more, or lower training.seq_length"
+    )
+    return [Problem(("packing", "max_tokens"), message)]
 
 
 def pairs_have_an_engine(objective: ObjectiveSection, model: ModelSection) -> list[Problem]:

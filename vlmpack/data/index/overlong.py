@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from vlmpack.data.index.lengths import COUNTS, SampleText
+from vlmpack.data.index.lengths import CHOSEN, COUNTS, SampleText
 from vlmpack.data.index.table import Bools, SampleTable
 from vlmpack.data.protocols import ImageSize
 from vlmpack.encode import Encoder, SampleLength
@@ -138,7 +138,8 @@ def apply_over_long(
         return Fitted(table, eligible, ())
     if policy == "error":
         raise _too_long(table, over.tolist(), limits)
-    columns = {name: getattr(table, name).copy() for name in COUNTS}
+    names = COUNTS if table.num_chosen_tokens is None else (*COUNTS, CHOSEN)
+    columns = {name: getattr(table, name).copy() for name in names}
     shrunk: dict[int, tuple[ImageSize, ...]] = {}
     dropped: list[Dropped] = []
     for number in over.tolist():

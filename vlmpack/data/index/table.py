@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from vlmpack.data.index.lengths import COUNTS
+from vlmpack.data.index.lengths import CHOSEN, COUNTS
 from vlmpack.data.index.shard_index import ShardIndex
 from vlmpack.data.protocols import ImageSize
 from vlmpack.data.shards.keys import count_keys
@@ -95,6 +95,7 @@ class SampleTable:
         faults: number -> (error class, reason) of the bad ones.
         shrunk: number -> target (width, height) of each image, where the plan shrank them.
         unknown_keys: keys of the records that are not read -> records.
+        num_chosen_tokens: (N,) int64, of a pair's first sequence; None where samples are no pairs.
     """
 
     shards: tuple[ShardStamp, ...]
@@ -112,6 +113,7 @@ class SampleTable:
     faults: dict[int, tuple[str, str]]
     shrunk: dict[int, tuple[ImageSize, ...]]
     unknown_keys: Mapping[str, int] = field(default_factory=dict)
+    num_chosen_tokens: Int64s | None = None
 
     @property
     def num_samples(self) -> int:
@@ -121,6 +123,15 @@ class SampleTable:
     def sizes(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
         """(n,) tokens and (n,) vision patches of samples."""
         return self.num_tokens[numbers], self.num_patches[numbers]
+
+    def aligned_sizes(self, numbers: Int64s, alignment: int) -> tuple[Int64s, Int64s]:
+        """As `sizes`, each sequence of a pair rounded up by itself, as a row lays it out."""
+        tokens, patches = self.sizes(numbers)
+        if self.num_chosen_tokens is None:
+            return tokens, patches
+        chosen = self.num_chosen_tokens[numbers]
+        both = (-(-part // alignment) * alignment for part in (chosen, tokens - chosen))
+        return sum(both, np.zeros_like(tokens)), patches
 
     def shard_of(self, number: int) -> int:
         """The place of a sample's shard in `shards`."""
@@ -175,6 +186,7 @@ def join_tables(sources: Sequence[tuple[Sequence[ShardIndex], Sequence[Any]]]) -
         faults=faults,
         shrunk={},
         unknown_keys=count_keys(index.unknown_keys for index in indexes),
+        num_chosen_tokens=_int64s(lengths, CHOSEN) if CHOSEN in lengths.column_names else None,
     )
 
 

@@ -63,7 +63,9 @@ def packing_mode(recipe: Recipe, begun: DataState | None = None) -> PackingMode:
     packing, parallelism = recipe.packing, recipe.parallelism
     return MODES[packing.mode](
         packing=packing,
-        budget=RowBudget(**row_bounds(packing, recipe.training, parallelism)),
+        budget=RowBudget(
+            **row_bounds(packing, recipe.training, parallelism, pairs=recipe.objective.learns_pairs)
+        ),
         multiples=multiples(parallelism),
     )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from vlmpack.alignment import Alignment
 from vlmpack.data.index.overlong import SampleLimits
 from vlmpack.data.index.table import Int64s
-from vlmpack.data.plan.packers import Packer, Sizes
+from vlmpack.data.plan.packers import AlignedSizes, Packer, Sizes
 from vlmpack.data.plan.state import IdentityValue
 from vlmpack.data.protocols import Collator
 from vlmpack.packing.budget import RowBudget
@@ -28,12 +28,20 @@ class Uncut:
         sizes: tokens and patches of samples, by number.
         first_samples: the numbers of the first samples in the order of the run, for a dry run; None
             where shards are indexed as the run goes on.
+        aligned_sizes: the same as `sizes` for rows that are planned: a pair takes each of its
+            sequences rounded up; None where no sample is a pair.
     """
 
     global_batch_size: int
     micro_batch_size: int
     sizes: Sizes
     first_samples: Callable[[], Int64s] | None
+    aligned_sizes: AlignedSizes | None = None
+
+    def planned_sizes(self, alignment: int) -> Sizes:
+        """Tokens and patches of samples, as a planned row counts them."""
+        aligned = self.aligned_sizes
+        return self.sizes if aligned is None else lambda numbers: aligned(numbers, alignment)
 
 
 @dataclass(frozen=True, slots=True)

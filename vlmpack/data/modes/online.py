@@ -21,20 +21,21 @@ class Online(PackingMode):
     def cut(self, split: Uncut) -> Cutting:
         """See PackingMode: settled by a dry run over the first samples, where there are some."""
         per_row, in_rows = STREAMED_SAMPLES_PER_ROW, self.packing.counts_rows
+        sizes = split.planned_sizes(self.budget.alignment)
         if split.first_samples is None:
             budget = self.budget.settled(None)
         elif not in_rows and self.budget.max_sequences is not None:
             budget = self.budget  # nothing is left to settle
         else:
             order = split.first_samples()
-            rows = self.budget.rows(*split.sizes(order))
+            rows = self.budget.rows(*sizes(order))
             per_row = -(-order.shape[0] // max(1, len(rows)))
             budget = self.budget.settled(rows)
         packer = BudgetPacker(
             budget=budget,
             global_batch_size=split.global_batch_size,
             scope=self.packing.scope,
-            sizes=split.sizes,
+            sizes=sizes,
         )
         return Cutting(packer, window_samples(split.global_batch_size, per_row if in_rows else 0))
 

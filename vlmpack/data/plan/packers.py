@@ -83,6 +83,9 @@ class FixedPacker:
 Sizes = Callable[[Int64s], tuple[Int64s, Int64s]]
 """(n,) sample numbers -> their (n,) tokens and (n,) vision patches."""
 
+AlignedSizes = Callable[[Int64s, int], tuple[Int64s, Int64s]]
+"""The same with the multiple that each sequence of a pair is rounded up to."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetPacker:

@@ -222,12 +222,15 @@ class GrowingIndex:
 
     def sizes(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
         """(n,) tokens and (n,) vision patches of samples."""
+        return self.aligned_sizes(numbers, 1)
+
+    def aligned_sizes(self, numbers: Int64s, alignment: int) -> tuple[Int64s, Int64s]:
+        """See SampleTable."""
         tokens, patches = np.empty_like(numbers), np.empty_like(numbers)
         shards, rows = np.divmod(numbers, SHARD_STRIDE)
         for shard in np.unique(shards).tolist():
             table, where = self.samples(shard).fitted.table, shards == shard
-            tokens[where] = table.num_tokens[rows[where]]
-            patches[where] = table.num_patches[rows[where]]
+            tokens[where], patches[where] = table.aligned_sizes(rows[where], alignment)
         return tokens, patches
 
     def ref(self, number: int) -> SampleRef:

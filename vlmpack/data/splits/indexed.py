@@ -164,7 +164,7 @@ def make_plan(config: DataConfig, fitted: Fitted, shuffle: Shuffle) -> tuple[Pla
     def first_samples() -> Int64s:
         return dry_run_order(sources, config.training.seed, shuffle)
 
-    cutting = config.mode.cut(config.uncut(table.sizes, first_samples))
+    cutting = config.mode.cut(config.uncut(table.sizes, first_samples, table.aligned_sizes))
     plan = Plan(
         sources,
         seed=config.training.seed,

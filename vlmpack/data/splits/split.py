@@ -56,6 +56,9 @@ class Split(Protocol):
     def sizes(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
         """(n,) tokens and (n,) vision patches of samples."""
 
+    def places(self, numbers: Int64s) -> Int64s:
+        """(n,) where samples stand in `fitted`, by their number in the plan."""
+
     def epoch_length(self) -> EpochLength:
         """How long an epoch is, as far as that is known."""
 
@@ -117,6 +120,10 @@ class KnownSplit:
     def sizes(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
         """See Split."""
         return self.fitted.table.sizes(numbers)
+
+    def places(self, numbers: Int64s) -> Int64s:
+        """See Split."""
+        return numbers
 
     def epoch_length(self) -> EpochLength:
         """See Split."""

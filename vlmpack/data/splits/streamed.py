@@ -23,7 +23,7 @@ from vlmpack.data.plan.streams import StreamSource
 from vlmpack.data.plan.windows import WINDOW_RULE, WindowPlan
 from vlmpack.data.splits.blending import blended_draws
 from vlmpack.data.splits.checks import check_not_empty
-from vlmpack.data.splits.growing_index import HELPER_MIN_BYTES, GrowingIndex
+from vlmpack.data.splits.growing_index import HELPER_MIN_BYTES, SHARD_STRIDE, GrowingIndex
 from vlmpack.data.splits.identity import short_digest, split_identity
 from vlmpack.data.splits.indexed import prepare_split
 from vlmpack.data.splits.length_probe import MIN_PROBED
@@ -83,6 +83,12 @@ class StreamedSplit:
     def sizes(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
         """See Split."""
         return self.index.sizes(numbers)
+
+    def places(self, numbers: Int64s) -> Int64s:
+        """See Split. Every shard is indexed first."""
+        shards, rows = np.divmod(numbers, SHARD_STRIDE)
+        found: Int64s = self.fitted.table.shard_starts[shards] + rows
+        return found
 
     def epoch_length(self) -> EpochLength:
         """See Split. Exact where every shard has its parts: then they are read, unless they are
@@ -246,7 +252,7 @@ def open_streamed(
         sizes = tuple(max(1, stamp.size) for stamp in shards)
         sources.append(StreamSource(source.name, first, sizes, count))
         first += len(shards)
-    cutting = config.mode.cut(config.uncut(index.sizes, None))
+    cutting = config.mode.cut(config.uncut(index.sizes, None, index.aligned_sizes))
     plan = WindowPlan(
         sources,
         index,
