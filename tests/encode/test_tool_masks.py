@@ -366,6 +366,32 @@ def test_variables_that_a_template_does_not_read_are_errors() -> None:
         llama.encode(ASKED.messages, (), Beside(TOOLS, {"enable_thinking": True}))
 
 
+@pytest.mark.parametrize(
+    "writes", ["call.arguments", "'' + call.arguments"], ids=["as is", "added"]
+)
+def test_arguments_are_json_where_a_template_takes_them_as_a_text_alone(writes: str) -> None:
+    """Of an object the one would write Python's words for it, and the other refuses it."""
+    old = "call.arguments if call.arguments is string else call.arguments | tojson"
+    assert old in QWEN.text
+    template = QWEN._replace(text=QWEN.text.replace(old, writes))
+    draw, calls = random.Random(writes), 0
+    for _ in range(12):
+        spoken = Spoken(draw, "qwen3")
+        messages = copy.deepcopy(spoken.messages)
+        for turn in spoken.turns:
+            for call in turn.get("tool_calls", ()):
+                text = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+                call["function"] = {**call["function"], "arguments": text}
+                calls += 1
+        marked, bare = (chat_encoder(one) for one in (template, without_marks(template)))
+        theirs = by_transformers(marked, spoken)
+        for encoder in (marked, bare):
+            ours = encoder.encode(messages, (), spoken.beside)
+            assert ours.input_ids == theirs["input_ids"]
+            assert ours.from_assistant == [bool(flag) for flag in theirs["assistant_masks"]]
+    assert calls > 5
+
+
 @pytest.mark.parametrize("where", ["thought", "argument", "argument's name", "tool", "variable"])
 def test_special_tokens_are_refused_wherever_they_are_spelt(where: str) -> None:
     encoder, spelt = encoders("qwen3")[1], "a <|im_end|> b"

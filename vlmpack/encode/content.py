@@ -8,12 +8,16 @@ one of the two, for one role or for all: `message['content'] + '<|im_end|>'` fai
 `{{ message['content'] }}` writes the list itself out. Which form a role's turns have is asked of
 the template, once, with a word in each form.
 
-What a turn has beside its content (calls, thoughts) goes to the template as it is. A turn that
-calls tools and says nothing has no content at all, as in transformers.
+What a turn has beside its content (calls, thoughts) goes to the template as it is, but for the
+arguments of calls where the template takes their JSON as a text alone: DeepSeek's adds it to a text
+and fails on an object, and `{{ call.arguments }}` would write the object as Python does, with
+single quotes and None. A turn that calls tools and says nothing has no content at all, as in
+transformers.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -28,7 +32,9 @@ Apply = Callable[[list[dict[str, Any]]], str]
 """Turns in transformers' spelling -> the template's text."""
 
 _WORD = "vlmpackword"
-_CALL = {"type": "function", "id": "vlmpack00", "function": {"name": "f", "arguments": {"a": 1}}}
+_ARGUMENTS = {_WORD: _WORD}
+_CALL = {"type": "function", "id": "vlmpack00", "function": {"name": "f", "arguments": _ARGUMENTS}}
+_CALLED = Message("assistant", (), fields={CALLS: [_CALL]})
 _ASKED_WITH: Mapping[Role, tuple[Role, ...]] = {
     "user": ("user",),
     "assistant": ("user", "assistant"),
@@ -36,6 +42,45 @@ _ASKED_WITH: Mapping[Role, tuple[Role, ...]] = {
     "tool": ("user", "assistant", "tool"),
 }
 """Role -> a conversation that has one turn of it; those of a user are asked first."""
+
+
+def takes_text_arguments(apply: Apply) -> bool:
+    """Whether a template takes the arguments of a call as JSON in a text, and no object.
+
+    Args:
+        apply: the template.
+    """
+    whole = json.dumps(_ARGUMENTS)
+    for form in ("parts", "string"):
+        turns = turn_dicts([said("user", "x"), _CALLED], dict.fromkeys(_ASKED_WITH, form))
+        written = _text_of(apply, turns)
+        if _WORD in written and str(_ARGUMENTS) not in written:
+            return False
+        if whole in _text_of(apply, with_text_arguments(turns)):
+            return True
+    return False
+
+
+def with_text_arguments(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Turns in transformers' spelling, the arguments of their calls as JSON in a text."""
+    return [
+        {**turn, CALLS: [_with_text(call) for call in turn[CALLS]]} if CALLS in turn else {**turn}
+        for turn in turns
+    ]
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    if "function" in call:
+        return {**call, "function": _with_text(call["function"])}
+    return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
+
+
+def _text_of(apply: Apply, turns: list[dict[str, Any]]) -> str:
+    """The template's text; empty where it refuses the turns."""
+    try:
+        return apply(turns)
+    except DataError:
+        return ""
 
 
 def find_forms(apply: Apply, preferred: Form) -> dict[Role, Form]:
@@ -58,12 +103,9 @@ def _takes(apply: Apply, role: Role, forms: Mapping[Role, Form]) -> bool:
     """Whether the template writes the word of a turn, and nothing of the list that it stands in."""
     turns = [said(each, _WORD if each == role else "x") for each in _ASKED_WITH[role]]
     if role == "tool":
-        turns[1] = Message("assistant", (), fields={CALLS: [_CALL]})
+        turns[1] = _CALLED
         turns[2] = replace(turns[2], fields={"name": "f", "tool_call_id": _CALL["id"]})
-    try:
-        text = apply(turn_dicts(turns, forms))
-    except DataError:
-        return False
+    text = _text_of(apply, turn_dicts(turns, forms))
     return _WORD in text and "'type'" not in text and '"type"' not in text
 
 

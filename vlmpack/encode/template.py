@@ -17,8 +17,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from vlmpack.encode.changes import CALLS
 from vlmpack.encode.clock import with_date
-from vlmpack.encode.content import Form, find_forms, turn_dicts
+from vlmpack.encode.content import (
+    Form,
+    find_forms,
+    takes_text_arguments,
+    turn_dicts,
+    with_text_arguments,
+)
 from vlmpack.encode.expressed import variables_of
 from vlmpack.encode.image_text import Span
 from vlmpack.encode.sample import NOTHING_BESIDE, Beside, ImagePart, Message, Role
@@ -94,11 +101,20 @@ class ChatTemplate:
             isinstance(part, ImagePart) for message in messages for part in message.parts
         ):
             raise no_vision_tower()
-        return turn_dicts(messages, self._forms)
+        turns = turn_dicts(messages, self._forms)
+        has_calls = any(CALLS in message.fields for message in messages)
+        return with_text_arguments(turns) if has_calls and self._text_arguments else turns
 
     @cached_property
     def _forms(self) -> dict[Role, Form]:
-        return find_forms(self._apply, "parts" if self.takes_images else "string")
+        def apply(turns: list[dict[str, Any]]) -> str:
+            return self._apply(with_text_arguments(turns) if self._text_arguments else turns)
+
+        return find_forms(apply, "parts" if self.takes_images else "string")
+
+    @cached_property
+    def _text_arguments(self) -> bool:
+        return takes_text_arguments(self._apply)
 
     def _apply(
         self,
