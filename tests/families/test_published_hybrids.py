@@ -8,7 +8,7 @@ import math
 import pytest
 from support.published_hybrids import (
     NEMOTRON_3_NANO,
-    QWEN3_5_0_8B_TEXT,
+    QWEN3_5_0_8B,
     QWEN3_5_PROCESSOR,
     QWEN3_6_27B,
     QWEN3_6_27B_PARAMETERS,
@@ -66,7 +66,7 @@ def test_what_an_image_costs(tmp_path, size, config):
 
 @pytest.mark.parametrize(
     ("config", "billions", "attention"),
-    [(QWEN3_5_0_8B_TEXT, 0.8, 6 * 8 * 256), (NEMOTRON_3_NANO, 31.6, 6 * 32 * 128)],
+    [(QWEN3_5_0_8B, 0.9, 6 * 8 * 256), (NEMOTRON_3_NANO, 31.6, 6 * 32 * 128)],
     ids=["Qwen3.5-0.8B", "Nemotron-3-Nano"],
 )
 def test_published_sizes(tmp_path, config, billions, attention):

@@ -12,6 +12,7 @@ import re
 
 import pytest
 from support.published_gemma4 import CONFIGS
+from support.published_hybrids import QWEN3_6_27B_PARAMETERS
 from support.published_names import PUBLISHED_CONFIGS, published_names, text_form, write_header
 
 from vlmpack.backends.hf.weight_headers import check_weights
@@ -26,8 +27,11 @@ NAMES = published_names()
 
 TOTALS = {
     # tensors, parameters as the published bytes of the index count them
+    # Qwen3.5 stores A_log and the norm of its 18 linear layers in float32.
+    "Qwen3.5-0.8B": (488, (1_746_882_752 - 2 * 18 * (16 + 128)) // 2),
     "Qwen3.6-27B": (1199, 55_562_855_904 // 2),
     "Qwen3.6-35B-A3B": (1045, 71_903_645_408 // 2),
+    "Qwen3.8-2.4T-A95B": (1609, None),
     "Nemotron-3-Nano-30B-A3B": (6243, 31_577_934_400 + 23_552 // 4),
     "Nemotron-3.5-Lightning-30B-A3B": (6243 + 270, None),
     "Gemma-4-E2B": (2011 - 751 - 1, None),
@@ -38,8 +42,10 @@ TOTALS = {
 """As published. E2B and E4B: without 751 of the audio tower and one of its projector."""
 
 KEPT = {
+    "Qwen3.5-0.8B": 15,
     "Qwen3.6-27B": 15,
     "Qwen3.6-35B-A3B": 19,
+    "Qwen3.8-2.4T-A95B": 19,
     "Nemotron-3.5-Lightning-30B-A3B": 270,
     "Gemma-4-E2B": 20 * 3,
     "Gemma-4-E4B": 18 * 3,
@@ -54,6 +60,13 @@ def test_the_names_add_up_to_what_was_published(name):
     assert len(NAMES[name]) == tensors
     if parameters is not None:
         assert sum(map(math.prod, NAMES[name].values())) == parameters
+
+
+def test_the_names_of_27b_are_those_that_were_printed():
+    """A report prints every name with its shape."""
+    assert NAMES["Qwen3.6-27B"] == QWEN3_6_27B_PARAMETERS
+    whole = 2 * sum(map(math.prod, NAMES["Qwen3.8-2.4T-A95B"].values()))
+    assert round(whole / 1e12, 2) == 4.89
 
 
 def test_a_layer_has_what_a_header_of_e2b_has():
@@ -99,15 +112,15 @@ def test_every_tensor_is_accounted_for(tmp_path, name):
     paths = family.modules
     reached = {n for n, _ in model.named_parameters() if not is_untouched(n, paths)}
     found = {component_of(n, paths) for n in reached}
-    assert found == ({"language"} if "Nemotron" in name else {"vision", "projector", "language"})
+    alone = "Nemotron" in name or "2.4T" in name
+    assert found == ({"language"} if alone else {"vision", "projector", "language"})
     never = {n for n, _ in model.named_parameters()} - reached
     assert all("audio" in n for n in never) and bool(never) == bool(audio)
 
 
 @pytest.mark.parametrize("name", ["Qwen3.6-27B", "Qwen3.6-35B-A3B", "Gemma-4-31B"])
 def test_the_text_form_of_each(tmp_path, name):
-    """Nobody publishes one that could be read here but Qwen3.8-2.4T-A95B, whose kinds of names are
-    those of the mixture."""
+    """None is published but Qwen3.8-2.4T-A95B, which has the mixture's kinds of names."""
     config, shapes = text_form(PUBLISHED_CONFIGS[name], NAMES[name])
     folder, family, model, _ = folder_of(tmp_path, config, shapes)
     assert family.modules.vision is None and config["model_type"].endswith("_text")
@@ -116,12 +129,11 @@ def test_the_text_form_of_each(tmp_path, name):
     head = {"lm_head.weight"}  # tied in Gemma
     assert set(model.state_dict()) - head == set(shapes) - unread - head
     if name == "Qwen3.6-35B-A3B":
-        layers = {re.sub(r"\.\d+\.", ".N.", one) for one in shapes}
-        assert len(layers) == 46  # of 92 layers there, 69 of them linear: 1,609 tensors
-        of_kind = [
-            sum(f"layers.{n}." in one and "mtp" not in one for one in shapes) for n in (0, 3)
+        kinds = [
+            {re.sub(r"\.\d+\.", ".N.", one) for one in names}
+            for names in (shapes, NAMES["Qwen3.8-2.4T-A95B"])
         ]
-        assert of_kind == [18, 15] and 69 * 18 + 23 * 15 + 3 + 19 == 1609
+        assert kinds[0] == kinds[1] and len(kinds[0]) == 46
 
 
 @pytest.mark.parametrize("name", ["Qwen3.6-27B", "Gemma-4-26B-A4B"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.published_folder import published_folder
-from support.published_names import PUBLISHED_CONFIGS, published_names, text_form
+from support.published_names import PUBLISHED_CONFIGS, QWEN_CONFIGS, published_names, text_form
 from support.recipes import copy_samples
 from support.shards import ROOT
 from typer.testing import CliRunner
@@ -19,7 +19,7 @@ from vlmpack.cli.app import app
 
 NAMES = published_names()
 TEXT_FORMS = ("Qwen3.6-27B", "Qwen3.6-35B-A3B", "Gemma-4-31B")
-WITH_PREDICTION = ("Qwen3.6-27B", "Qwen3.6-35B-A3B", "Nemotron-3.5-Lightning-30B-A3B")
+WITH_PREDICTION = (*QWEN_CONFIGS, "Nemotron-3.5-Lightning-30B-A3B")
 """Whose further layers are kept in an export, and neither loaded nor trained."""
 QUICK = ("Qwen3.6-35B-A3B", "Nemotron-3-Nano-30B-A3B", "Gemma-4-E2B", "Gemma-4-26B-A4B")
 CASES = [

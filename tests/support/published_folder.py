@@ -15,7 +15,9 @@ from support.shards import TINY_MODEL
 from support.tool_templates import without_marks
 
 _TEMPLATES = {
+    "Qwen3.5": "Qwen3.5, 2B and smaller",
     "Qwen3.6": "Qwen3.6",
+    "Qwen3.8": "Qwen3.8",
     "Nemotron": "Nemotron 3 Nano",
     "Gemma-4-E": "Gemma 4, E2B and E4B",
     "Gemma-4": "Gemma 4, 26B-A4B and 31B",

@@ -11,8 +11,13 @@ tensors from a public census of its headers of 2026-09-16 (github.com/goodfire-a
 tests/golden/parallel_headers_a3b.json), the same number and bytes in four other public programs at
 995ad96eacd98c81ed38be0c5b274b04031597b0.
 
-Qwen3.5-0.8B: sizes at revision 2fc06364715b, as a public test of an importer pins them; of its
-tower nothing was found.
+Qwen3.5-0.8B: sizes at revision 2fc06364715b, as a public test of an importer pins them; its tower
+as three public tests have it; an index of 488 names and 1,746,882,752 bytes (of its base model).
+
+Qwen3.8-2.4T-A95B, of text alone: a flat config.json of model_type qwen3_5_moe_text, whose sizes two
+public programs have; the kinds of its 1,609 names, of an index read on 2026-09-03; 4.89 TB in
+bfloat16. Not found: the width of its shared expert, for which that of the others is taken (the
+bytes and the 95B of its name then agree), its vocabulary and its rope.
 
 Nemotron-3-Nano-30B-A3B-BF16 at cbd3fa9f933d55ef16a84236559f4ee2a0526848: four public readers of its
 config.json agree; its index has 6,243 names and says 31,577,937,344 parameters, 69 tensors are in
@@ -182,23 +187,30 @@ QWEN3_5_PROCESSOR: dict[str, Any] = {
     "image_processor_type": "Qwen2VLImageProcessorFast",
 }
 
-QWEN3_5_0_8B_TEXT: dict[str, Any] = {
-    "model_type": "qwen3_5_text",
-    "num_hidden_layers": 24,
-    "hidden_size": 1024,
-    "intermediate_size": 3584,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "vocab_size": 248320,
+QWEN3_5_0_8B: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
     "tie_word_embeddings": True,
-    "max_position_embeddings": 262144,
-    "mtp_num_hidden_layers": 1,
-    "linear_key_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 16,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
+    **{k: QWEN3_6_27B[k] for k in QWEN3_6_27B if k.endswith("_token_id")},
+    "text_config": {
+        **QWEN3_6_27B["text_config"],
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "layer_types": QWEN_LAYERS[:24],
+        "linear_num_value_heads": 16,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "vision_config": {
+        **QWEN3_6_27B["vision_config"],
+        "depth": 12,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_heads": 12,
+        "out_hidden_size": 1024,
+    },
 }
 
 NEMOTRON_3_NANO: dict[str, Any] = {
@@ -273,4 +285,20 @@ QWEN3_6_35B: dict[str, Any] = {
         "model_type": "qwen3_5_moe",
         "out_hidden_size": 2048,
     },
+}
+
+QWEN3_8_2_4T: dict[str, Any] = {
+    **QWEN3_6_35B["text_config"],
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "hidden_size": 8192,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 23,
+    "linear_num_value_heads": 128,
+    "moe_intermediate_size": 2048,
+    "num_attention_heads": 64,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 92,
+    "num_key_value_heads": 4,
+    "shared_expert_intermediate_size": 2048,
+    "tie_word_embeddings": False,
 }

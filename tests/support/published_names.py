@@ -17,62 +17,118 @@ from support.published_gemma4 import CONFIGS, FULL
 from support.published_hybrids import (
     NEMOTRON_3_5_LIGHTNING,
     NEMOTRON_3_NANO,
+    QWEN3_5_0_8B,
     QWEN3_6_27B,
-    QWEN3_6_27B_PARAMETERS,
     QWEN3_6_35B,
+    QWEN3_8_2_4T,
 )
 
 Shapes = dict[str, list[int]]
 
 
-def _qwen_mixture() -> Shapes:
-    """Qwen3.6-35B-A3B: the tower is that of 27B but for its last width."""
-    mlp = {
-        "mlp.experts.down_proj": [256, 2048, 512],
-        "mlp.experts.gate_up_proj": [256, 1024, 2048],
-        "mlp.gate.weight": [256, 2048],
-        "mlp.shared_expert.down_proj.weight": [2048, 512],
-        "mlp.shared_expert.gate_proj.weight": [512, 2048],
-        "mlp.shared_expert.up_proj.weight": [512, 2048],
-        "mlp.shared_expert_gate.weight": [1, 2048],
-        "input_layernorm.weight": [2048],
-        "post_attention_layernorm.weight": [2048],
-    }
+def _qwen(config: Mapping[str, Any]) -> Shapes:
+    """Qwen3.5 to 3.8, with a tower or without."""
+    text = config.get("text_config", config)
+    width, head = text["hidden_size"], text["head_dim"]
+    heads, keys = (text[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
     attention = {
-        "self_attn.k_norm.weight": [256],
-        "self_attn.k_proj.weight": [512, 2048],
-        "self_attn.o_proj.weight": [2048, 4096],
-        "self_attn.q_norm.weight": [256],
-        "self_attn.q_proj.weight": [8192, 2048],
-        "self_attn.v_proj.weight": [512, 2048],
+        "self_attn.k_norm.weight": [head],
+        "self_attn.k_proj.weight": [keys * head, width],
+        "self_attn.o_proj.weight": [width, heads * head],
+        "self_attn.q_norm.weight": [head],
+        "self_attn.q_proj.weight": [2 * heads * head, width],
+        "self_attn.v_proj.weight": [keys * head, width],
     }
-    linear = {
-        "linear_attn.A_log": [32],
-        "linear_attn.conv1d.weight": [8192, 1, 4],
-        "linear_attn.dt_bias": [32],
-        "linear_attn.in_proj_a.weight": [32, 2048],
-        "linear_attn.in_proj_b.weight": [32, 2048],
-        "linear_attn.in_proj_qkv.weight": [8192, 2048],
-        "linear_attn.in_proj_z.weight": [4096, 2048],
-        "linear_attn.norm.weight": [128],
-        "linear_attn.out_proj.weight": [2048, 4096],
-    }
+    kinds = {"full_attention": attention, "linear_attention": _qwen_linear(text)}
+    mlp = _qwen_experts(text) if "num_experts" in text else _gated_mlp("mlp.", text, width)
+    mlp |= {f"{place}_layernorm.weight": [width] for place in ("input", "post_attention")}
+    before = "model.language_model." if "text_config" in config else "model."
     names: Shapes = {
-        "lm_head.weight": [248320, 2048],
-        "model.language_model.embed_tokens.weight": [248320, 2048],
-        "model.language_model.norm.weight": [2048],
-        "mtp.fc.weight": [2048, 4096],
-        "mtp.norm.weight": [2048],
-        "mtp.pre_fc_norm_embedding.weight": [2048],
-        "mtp.pre_fc_norm_hidden.weight": [2048],
+        f"{before}embed_tokens.weight": [text["vocab_size"], width],
+        f"{before}norm.weight": [width],
+        "mtp.fc.weight": [width, 2 * width],
+        "mtp.norm.weight": [width],
+        "mtp.pre_fc_norm_embedding.weight": [width],
+        "mtp.pre_fc_norm_hidden.weight": [width],
     }
-    for number, kind in enumerate(QWEN3_6_35B["text_config"]["layer_types"]):
-        own = {**mlp, **(linear if kind == "linear_attention" else attention)}
-        _add(names, f"model.language_model.layers.{number}.", own)
+    if not config["tie_word_embeddings"]:
+        names["lm_head.weight"] = [text["vocab_size"], width]
+    for number, kind in enumerate(text["layer_types"]):
+        _add(names, f"{before}layers.{number}.", {**mlp, **kinds[kind]})
     _add(names, "mtp.layers.0.", {**mlp, **attention})
-    last = {"linear_fc2.bias": [2048], "linear_fc2.weight": [2048, 4608]}
-    tower = {n: s for n, s in QWEN3_6_27B_PARAMETERS.items() if n.startswith("model.visual.")}
-    return {**names, **tower, **{f"model.visual.merger.{n}": s for n, s in last.items()}}
+    if "vision_config" in config:
+        _add(names, "model.visual.", _qwen_tower(config["vision_config"]))
+    return names
+
+
+def _qwen_linear(text: Mapping[str, Any]) -> Shapes:
+    width, heads = text["hidden_size"], text["linear_num_value_heads"]
+    inner = heads * text["linear_value_head_dim"]
+    mixed = 2 * text["linear_num_key_heads"] * text["linear_key_head_dim"] + inner
+    return {
+        "linear_attn.A_log": [heads],
+        "linear_attn.conv1d.weight": [mixed, 1, text["linear_conv_kernel_dim"]],
+        "linear_attn.dt_bias": [heads],
+        "linear_attn.in_proj_a.weight": [heads, width],
+        "linear_attn.in_proj_b.weight": [heads, width],
+        "linear_attn.in_proj_qkv.weight": [mixed, width],
+        "linear_attn.in_proj_z.weight": [inner, width],
+        "linear_attn.norm.weight": [text["linear_value_head_dim"]],
+        "linear_attn.out_proj.weight": [width, inner],
+    }
+
+
+def _gated_mlp(prefix: str, text: Mapping[str, Any], width: int, *, key: str = "") -> Shapes:
+    columns = text[key or "intermediate_size"]
+    return {
+        f"{prefix}down_proj.weight": [width, columns],
+        f"{prefix}gate_proj.weight": [columns, width],
+        f"{prefix}up_proj.weight": [columns, width],
+    }
+
+
+def _qwen_experts(text: Mapping[str, Any]) -> Shapes:
+    width, number, each = (
+        text[key] for key in ("hidden_size", "num_experts", "moe_intermediate_size")
+    )
+    return {
+        "mlp.experts.down_proj": [number, width, each],
+        "mlp.experts.gate_up_proj": [number, 2 * each, width],
+        "mlp.gate.weight": [number, width],
+        "mlp.shared_expert_gate.weight": [1, width],
+        **_gated_mlp("mlp.shared_expert.", text, width, key="shared_expert_intermediate_size"),
+    }
+
+
+def _qwen_tower(vision: Mapping[str, Any]) -> Shapes:
+    width, mlp, last = (vision[k] for k in ("hidden_size", "intermediate_size", "out_hidden_size"))
+    merged = vision["spatial_merge_size"] ** 2 * width
+    block: Shapes = {
+        "attn.proj.bias": [width],
+        "attn.proj.weight": [width, width],
+        "attn.qkv.bias": [3 * width],
+        "attn.qkv.weight": [3 * width, width],
+        "mlp.linear_fc1.bias": [mlp],
+        "mlp.linear_fc1.weight": [mlp, width],
+        "mlp.linear_fc2.bias": [width],
+        "mlp.linear_fc2.weight": [width, mlp],
+        **{f"norm{n}.{end}": [width] for n in (1, 2) for end in ("bias", "weight")},
+    }
+    edge = vision["patch_size"]
+    names: Shapes = {
+        "merger.linear_fc1.bias": [merged],
+        "merger.linear_fc1.weight": [merged, merged],
+        "merger.linear_fc2.bias": [last],
+        "merger.linear_fc2.weight": [last, merged],
+        "merger.norm.bias": [width],
+        "merger.norm.weight": [width],
+        "patch_embed.proj.bias": [width],
+        "patch_embed.proj.weight": [width, 3, vision["temporal_patch_size"], edge, edge],
+        "pos_embed.weight": [vision["num_position_embeddings"], width],
+    }
+    for number in range(vision["depth"]):
+        _add(names, f"blocks.{number}.", block)
+    return names
 
 
 def _nemotron() -> Shapes:
@@ -241,8 +297,7 @@ def text_form(config: Mapping[str, Any], names: Shapes) -> tuple[dict[str, Any],
 def published_names() -> dict[str, Shapes]:
     """By model; of E2B and E4B without what their audio tower has."""
     return {
-        "Qwen3.6-27B": dict(QWEN3_6_27B_PARAMETERS),
-        "Qwen3.6-35B-A3B": _qwen_mixture(),
+        **{name: _qwen(config) for name, config in QWEN_CONFIGS.items()},
         "Nemotron-3-Nano-30B-A3B": _nemotron(),
         "Nemotron-3.5-Lightning-30B-A3B": _nemotron_with_prediction(),
         **{f"Gemma-4-{name}": _gemma(name) for name in CONFIGS},
@@ -262,9 +317,14 @@ def write_header(path: Path, shapes: Mapping[str, list[int]]) -> None:
         file.truncate(8 + len(text) + end)
 
 
-PUBLISHED_CONFIGS: dict[str, dict[str, Any]] = {
+QWEN_CONFIGS: dict[str, dict[str, Any]] = {
+    "Qwen3.5-0.8B": QWEN3_5_0_8B,
     "Qwen3.6-27B": QWEN3_6_27B,
     "Qwen3.6-35B-A3B": QWEN3_6_35B,
+    "Qwen3.8-2.4T-A95B": QWEN3_8_2_4T,
+}
+PUBLISHED_CONFIGS: dict[str, dict[str, Any]] = {
+    **QWEN_CONFIGS,
     "Nemotron-3-Nano-30B-A3B": NEMOTRON_3_NANO,
     "Nemotron-3.5-Lightning-30B-A3B": NEMOTRON_3_5_LIGHTNING,
     **{f"Gemma-4-{name}": config for name, config in CONFIGS.items()},
