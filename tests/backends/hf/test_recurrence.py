@@ -70,14 +70,19 @@ def gradient_error(ours, theirs):
 
 def test_every_kernel_that_transformers_decorates_is_known():
     found: dict[str, list[str]] = {}
+    bare: set[str] = set()
     for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
         source = path.read_text(encoding="utf-8")
         decorated = decorated_kernels(source)
-        assert len(decorated) == len(re.findall(rf"^@{DECORATOR}\(", source, re.MULTILINE)), path
+        marks = len(re.findall(rf"^@{DECORATOR}\(", source, re.MULTILINE))
+        assert len(decorated) >= marks, path
+        if len(decorated) > marks:
+            bare.add(path.parent.name)
         for kernel in decorated.values():
             found.setdefault(kernel, []).append(path.parent.name)
     assert {"qwen3_5", "nemotron_h", "lfm2"} <= set(found["causal_conv1d_fn"])
     assert set(found) == set(KERNELS)
+    assert bare == {"lfm3"}, "functions that are named as a kernel and not decorated"
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["segments", "fixed"])

@@ -267,7 +267,8 @@ class HFEngine:
         language = self.vlm.language
         ours = language.config._attn_implementation
         was_training = model.training
-        language.set_attn_implementation("sdpa")
+        # Mamba-2 has no attention, and transformers refuses sdpa there.
+        language.set_attn_implementation("sdpa" if language._supports_sdpa else "eager")
         model.eval()
         try:
             with torch.no_grad(), self._autocast():

@@ -55,11 +55,14 @@ def packed_row() -> Iterator[None]:
 
 
 def decorated_kernels(source: str) -> dict[str, str]:
-    """Function name -> kernel name, for what the source of a modeling module decorates."""
+    """Function name -> kernel name, for what the source of a modeling module decorates, and for
+    functions that are named as a kernel without being decorated: LFM3's convolution, for which the
+    kernel's filters are too short."""
     found: dict[str, str] = {}
-    if DECORATOR not in source:
+    if not any(name in source for name in (DECORATOR, *KERNELS)):
         return found
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef):
             continue
         for mark in node.decorator_list:
@@ -67,6 +70,9 @@ def decorated_kernels(source: str) -> dict[str, str]:
                 case ast.Call(func=ast.Name(id=name), args=[ast.Constant(value=str(kernel)), *_]):
                     if name == DECORATOR:
                         found[node.name] = kernel
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name in KERNELS:
+            found.setdefault(node.name, node.name)
     return found
 
 

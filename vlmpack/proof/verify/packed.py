@@ -109,13 +109,21 @@ class PackedRun:
         """(T, D) of what enters the decoder, of the losses at slots `start` to `end` alone.
         Collective; only where the engine's model is transformers' own."""
         found: list[Tensor] = []
+        looks_up: list[bool] = []
 
-        def keep(_module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-            embeds: Tensor = given["inputs_embeds"]
+        def kept(embeds: Tensor) -> Tensor:
             if not embeds.requires_grad:  # nothing below is trained
                 embeds = embeds.detach().requires_grad_()
             embeds.register_hook(lambda gradient: found.append(gradient.detach()))
-            return args, {**given, "inputs_embeds": embeds}
+            return embeds
+
+        def keep(_module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+            looks_up[:] = [given.get("inputs_embeds") is None]
+            embeds = None if looks_up[0] else kept(given["inputs_embeds"])
+            return args, {**given, **({} if embeds is None else {"inputs_embeds": embeds})}
+
+        def keep_looked_up(_module: nn.Module, _args: Any, embeds: Tensor) -> Tensor:
+            return kept(embeds) if looks_up == [True] else embeds
 
         def own(values: Tensor, batch: Batch) -> Mapping[str, Tensor]:
             slots = _label_slots(batch)
@@ -127,7 +135,11 @@ class PackedRun:
 
         assert self.model is not None
         decoder = self.model.get_submodule(self.points[-1].path)
-        with decoder.register_forward_pre_hook(keep, with_kwargs=True):
+        table: nn.Module = self.model.get_input_embeddings()
+        with (
+            decoder.register_forward_pre_hook(keep, with_kwargs=True),
+            table.register_forward_hook(keep_looked_up),
+        ):
             self.engine.forward_backward(
                 step, iter([row.batch]), num_microbatches=1, forward_only=False
             )
