@@ -16,8 +16,10 @@ from typer.testing import CliRunner
 
 from vlmpack.capabilities.folder import read_config
 from vlmpack.capabilities.limits import ENGINES, FEATURES, NO_EXPERTS, NOT_ON_MCORE, ONLY_ON_MCORE
-from vlmpack.capabilities.refused import REFUSED, refusal
+from vlmpack.capabilities.refused import refusal
+from vlmpack.capabilities.registered import registered
 from vlmpack.capabilities.served import SERVED, ServedModel, model_types, nearest
+from vlmpack.capabilities.swept import IMAGES, SWEPT, TEXT
 from vlmpack.capabilities.table import capabilities, why_not
 from vlmpack.capabilities.text import BEGIN, END, markdown, text_table, with_block
 from vlmpack.capabilities.versions import RANGES, TESTED, installed_versions, version_limit
@@ -75,11 +77,18 @@ def test_mcore_runs_what_it_has_an_entry_for():
 def test_every_model_type_is_one_of_transformers():
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    refused = [name for row in REFUSED for name in row.model_types]
-    assert len(refused) >= 20
-    assert len(set(refused)) == len(refused)
-    assert not set(refused) & set(SERVED)
-    assert set(refused) | set(SERVED) <= set(CONFIG_MAPPING_NAMES)
+    assert set(SWEPT) | set(SERVED) <= set(CONFIG_MAPPING_NAMES)
+
+
+def test_every_class_with_images_has_one_word_and_those_that_are_refused_a_reason():
+    assert IMAGES.keys() == registered("image-text-to-text")
+    assert TEXT.keys() <= registered("text") and not TEXT.keys() & IMAGES.keys()
+    for name, word in SWEPT.items():
+        assert (word.word == "served") is (name in SERVED), name
+        assert (word.word == "refused") is bool(word.reason), name
+    trained = [name for name, word in IMAGES.items() if word.word != "refused"]
+    assert len(trained) >= 45
+    assert sum(word.word == "proven" for word in TEXT.values()) >= 30
 
 
 def test_a_mixture_of_experts_is_said_to_be_one():
@@ -156,7 +165,7 @@ def test_the_installed_versions_are_looked_up():
         ("Qwen2.5-VL", "qwen2_5_vl"),
         ("qwen3_vl_moe_text", "qwen3_vl_moe"),
         ("zebra", None),
-        ("mixtral", "mistral3"),
+        ("mistral_3", "mistral3"),
     ],
 )
 def test_the_nearest_model_type(model_type, near):
@@ -174,24 +183,23 @@ def test_a_config_without_a_model_type(config):
     )
 
 
-@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.title)
-def test_a_refused_family_is_named_with_its_reason(row):
-    for name in row.model_types:
-        for config in (
-            {"model_type": name},
-            {"model_type": "qwen2_vl", "text_config": {"model_type": name}},
-        ):
-            message = refusal(config)
-            assert message.startswith(f"{row.title} (model_type '{name}') cannot be trained: ")
-            assert row.limit.reason in message
-            assert "would do" in message
+@pytest.mark.parametrize("name", [name for name in SWEPT if SWEPT[name].word == "refused"])
+def test_a_class_that_the_sweep_refused_is_named_with_its_reason(name):
+    message = refusal({"model_type": name})
+    assert message == f"model_type '{name}' cannot be trained: {SWEPT[name].reason}"
 
 
-def test_the_named_ones_have_lines_of_their_own():
-    alone = {row.title for row in REFUSED if row.alone}
-    assert alone == {"Qwen3-Next"}
-    lines = dict(text_table(capabilities(TESTED)).refused)
-    assert alone < set(lines)
+@pytest.mark.parametrize("name", [name for name in SWEPT if SWEPT[name].word == "proven"])
+def test_a_class_that_the_sweep_proved_is_left_to_verify(name):
+    assert refusal({"model_type": name, "layer_types": ["any"]}) is None
+
+
+def test_a_class_that_is_newer_than_the_sweep_is_left_to_verify(monkeypatch):
+    from vlmpack.capabilities import refused
+
+    monkeypatch.setattr(refused, "SWEPT", {})
+    for name in ("llama4", "mamba"):
+        assert refusal({"model_type": name}) is None
 
 
 @pytest.mark.parametrize("where", [None, "text_config", "llm_config"])
@@ -346,7 +354,7 @@ def test_the_command_lists_every_family_and_reason():
     for model_type, model in SERVED.items():
         line = rf"^{re.escape(model.title)} +{model_type} +(both|hf)"
         assert re.search(line, text, re.MULTILINE)
-    for part in ("needs model.backend: mcore", "no preference loss is built yet", "Qwen3-Next"):
+    for part in ("needs model.backend: mcore", "no preference loss is built yet", "qwen3_next"):
         assert part in words
 
 

@@ -11,14 +11,18 @@ import torch
 from PIL import Image
 
 from vlmpack.backends.hf import whole_model
+from vlmpack.backends.hf.recurrence import ROW_ARGUMENT
 from vlmpack.capabilities import refused
+from vlmpack.capabilities.swept import Swept
 from vlmpack.encode import Encoder, ImagePart, Message, TextPart, VLMSample
 from vlmpack.errors import CapabilityError
 from vlmpack.families import generic, generic_images, generic_model
 from vlmpack.families.registry import family_of
 from vlmpack.model_folder.processor import compose_processor
+from vlmpack.proof.sweep import exported
 from vlmpack.proof.sweep.folder import write_folder
 from vlmpack.proof.sweep.one import try_class
+from vlmpack.recurrence import RowSegments
 
 SLOW = pytest.mark.slow
 
@@ -104,9 +108,54 @@ def test_three_images_are_what_the_stock_processor_makes_of_all_at_once(
             assert torch.equal(mine[name], torch.as_tensor(theirs[name]))
 
 
-@pytest.mark.parametrize("model_type", ["llava_next", pytest.param("glm4v", marks=SLOW)])
+@pytest.mark.parametrize("model_type", ["llava_next", "lfm2"])
 def test_packed_equals_stock_one_by_one(model_type):
-    assert try_class(model_type).word == "proven"
+    assert try_class(model_type) == Swept("proven")
+
+
+def test_a_state_that_runs_from_sample_to_sample_does_not_pass(monkeypatch):
+    stock = whole_model._boundaries
+
+    def in_one(batch, params):
+        found = stock(batch, params)
+        row = found[ROW_ARGUMENT]
+        ends = torch.tensor([0, row.width], dtype=torch.int32)
+        return {**found, ROW_ARGUMENT: RowSegments((row.width,), ends)}
+
+    monkeypatch.setattr(whole_model, "_boundaries", in_one)
+    found = try_class("lfm2")
+    assert found.word == "refused" and "(recurrent)" in found.reason
+    assert "their state must be reset at every boundary" in found.reason
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("keeps", "said"), [(False, "those of the model before training"), (True, "with other logits")]
+)
+def test_an_export_with_other_weights_does_not_pass(monkeypatch, keeps, said):
+    load = exported.load_model
+
+    def other(folder):
+        model = load(folder if keeps or folder.name != "export" else folder.parent / "model")
+        if keeps:
+            with torch.no_grad():
+                next(iter(model.parameters())).mul_(1.001)
+        return model
+
+    monkeypatch.setattr(exported, "load_model", other)
+    found = try_class("lfm2")
+    assert found.word == "refused" and said in found.reason
+
+
+def test_a_language_model_is_asked_of_its_class(folder):
+    family = family_of(folder("mamba2"))
+    assert isinstance(family, generic.GenericLM) and family.proven_by_verify
+    assert (family.modules.vision, family.modules.language) == (None, "backbone")
+    costs = family.cost_model({})
+    assert costs.per_squared_length == 0 < costs.per_token  # Mamba-2 looks at no pairs of tokens
+    assert family_of(folder("lfm2")).cost_model({}).per_squared_length > 0
+    alone = family_of(folder("mistral4"))  # registered with images that its class does not take
+    assert isinstance(alone, generic.GenericLM) and alone.kind == "image-text-to-text"
 
 
 @SLOW

@@ -1,12 +1,9 @@
-"""Model families that are refused by name, and configs that are refused by rule, with the reason.
-
-What is said of transformers here was read in the sources of 5.23; `tests/families` checks it there.
-"""
+"""Models that are refused with the reason: classes by the words of the sweep (`swept`), configs of
+served ones by rule."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from vlmpack.capabilities.limits import Limit
 from vlmpack.capabilities.prediction import language_config
@@ -27,70 +24,7 @@ PACKABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
 """Kinds of layers that stop at the ends of packed samples in every family."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A family that is refused by name.
-
-    Args:
-        title: what people call it.
-        model_types: values of `model_type` in its config.json files.
-        limit: why, and what would do.
-        alone: whether it has a line of its own where families with the same reason share one.
-    """
-
-    title: str
-    model_types: tuple[str, ...]
-    limit: Limit
-    alone: bool = False
-
-
-_STATE = "layers carry state over the ends of packed samples"
-_UNSERVED = "no family of vlmpack serves this model_type yet"
-_UNTOLD = "and transformers 5.23 does not tell them where samples end"
 _NONE = "no version that would do is known"
-_A_FAMILY = "would do: a family of its own, as Qwen3.5 and Nemotron-H have, whose layers are reset"
-
-_GATED_DELTA_NET = Limit(f"its GatedDeltaNet {_STATE}, and {_UNSERVED}", _A_FAMILY)
-_KIMI_DELTA = Limit(
-    f"its Kimi Delta Attention {_STATE}, and vlmpack has no form of it that is reset there", _NONE
-)
-_MAMBA = Limit(f"its Mamba {_STATE}, {_UNTOLD}", _NONE)
-_MAMBA_2 = Limit(f"its Mamba-2 {_STATE}, and {_UNSERVED}", _A_FAMILY)
-_SHORT_CONVOLUTION = Limit(
-    f"its short convolutions reach over the ends of packed samples, and {_UNSERVED}", _A_FAMILY
-)
-_RECURRENT = Limit(f"its recurrent {_STATE}, {_UNTOLD}", _NONE)
-_SINKS = Limit("its attention has sinks, which vlmpack's does not", _NONE)
-_INDEXER = Limit(
-    "its sparse attention picks keys from the whole row, the samples beside one's own too", _NONE
-)
-
-REFUSED: tuple[Refused, ...] = (
-    Refused("Qwen3-Next", ("qwen3_next",), _GATED_DELTA_NET, alone=True),
-    Refused("Olmo Hybrid", ("olmo_hybrid",), _GATED_DELTA_NET),
-    Refused("DeepSeek-V3.2", ("deepseek_v32",), _INDEXER),
-    Refused("MiMo-V2-Flash", ("mimo_v2_flash",), _SINKS),
-    Refused("Kimi Linear", ("kimi_linear",), _KIMI_DELTA),
-    Refused("Ling 2.5 (hybrid)", ("bailing_hybrid",), _KIMI_DELTA),
-    Refused("Mamba", ("mamba",), _MAMBA),
-    Refused("Falcon Mamba", ("falcon_mamba",), _MAMBA),
-    Refused("Jamba", ("jamba",), _MAMBA),
-    Refused("Zamba", ("zamba",), _MAMBA),
-    Refused("Mamba-2", ("mamba2",), _MAMBA_2),
-    Refused("Zamba2", ("zamba2",), _MAMBA_2),
-    Refused("Bamba", ("bamba",), _MAMBA_2),
-    Refused("Falcon-H1", ("falcon_h1",), _MAMBA_2),
-    Refused("Granite 4 (hybrid)", ("granitemoehybrid",), _MAMBA_2),
-    Refused("LFM2", ("lfm2", "lfm2_moe"), _SHORT_CONVOLUTION),
-    Refused("LFM3", ("lfm3",), _SHORT_CONVOLUTION),
-    Refused("MiniMax-01", ("minimax",), _RECURRENT),
-    Refused("RecurrentGemma", ("recurrent_gemma",), _RECURRENT),
-    Refused("RWKV", ("rwkv",), _RECURRENT),
-    Refused("xLSTM", ("xlstm",), _RECURRENT),
-)
-"""In the order of the page."""
-
-_BY_TYPE: Mapping[str, Refused] = {name: row for row in REFUSED for name in row.model_types}
 
 
 def refusal(config: Mapping[str, object]) -> str | None:
@@ -101,12 +35,8 @@ def refusal(config: Mapping[str, object]) -> str | None:
     """
     language = language_config(config)
     model_type = config.get("model_type")
-    if isinstance(model_type, str) and not {model_type} & (SERVED.keys() | _BY_TYPE.keys()):
+    if isinstance(model_type, str) and model_type not in SERVED:
         return _by_the_sweep(model_type)
-    for name in (model_type, language.get("model_type")):
-        if isinstance(name, str) and name in _BY_TYPE:
-            row = _BY_TYPE[name]
-            return f"{row.title} (model_type {name!r}) cannot be trained: {row.limit}"
     served = SERVED.get(model_type) if isinstance(model_type, str) else None
     rule = _refused_by_rule(config, served) or _refused_by_rule(language, served)
     if rule is not None:
@@ -123,15 +53,13 @@ def _by_the_sweep(model_type: str) -> str | None:
     found = SWEPT.get(model_type)
     if found is not None and found.word == "refused":
         return f"model_type {model_type!r} cannot be trained: {found.reason}"
-    kind = kind_of(model_type)
-    if found is not None or kind == "image-text-to-text":
+    if found is not None or kind_of(model_type) is not None:
         return None
     near = nearest(model_type)
     meant = f"did you mean {near!r}? " if near else ""
-    unknown = "" if kind == "text" else ", and transformers registers no class for it"
     return (
-        f"no family of this version serves model_type {model_type!r}{unknown}; {meant}"
-        f"`vlmpack families` lists what can be trained"
+        f"no family of this version serves model_type {model_type!r}, and transformers registers "
+        f"no class for it; {meant}`vlmpack families` lists what can be trained"
     )
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from vlmpack.capabilities.registered import Kind
+
 Word = Literal["served", "proven", "refused"]
 
 
@@ -28,10 +30,19 @@ class Swept:
     reason: str = ""
 
 
-def _table() -> Mapping[str, Swept]:
-    content = json.loads(Path(__file__).with_name("swept.json").read_text(encoding="ascii"))
-    return {name: Swept(**word) for name, word in content.items()}
+def _table(name: str) -> Mapping[str, Swept]:
+    content = json.loads(Path(__file__).with_name(name).read_text(encoding="ascii"))
+    return {model_type: Swept(**word) for model_type, word in content.items()}
 
 
-SWEPT: Mapping[str, Swept] = _table()
-"""By model_type, as swept.json has them."""
+FILES: Mapping[Kind, str] = {"image-text-to-text": "swept.json", "text": "swept_text.json"}
+"""Where the words of each kind of class stand, beside this module."""
+
+IMAGES: Mapping[str, Swept] = _table(FILES["image-text-to-text"])
+"""Classes with images, by model_type."""
+
+TEXT: Mapping[str, Swept] = _table(FILES["text"])
+"""Language models alone, by model_type."""
+
+SWEPT: Mapping[str, Swept] = {**TEXT, **IMAGES}
+"""The words of both."""

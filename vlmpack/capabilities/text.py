@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from vlmpack.capabilities.limits import ENGINES, FEATURES, NO_EXPERTS, Engine, Feature, Limit
 from vlmpack.capabilities.prediction import PREDICTION_LAYERS
-from vlmpack.capabilities.refused import REFUSED
-from vlmpack.capabilities.swept import SWEPT
+from vlmpack.capabilities.swept import IMAGES, TEXT, Swept
 from vlmpack.capabilities.table import Row
 
 _SUPERSCRIPTS = str.maketrans(
@@ -26,13 +25,11 @@ class TextTable:
         rows: a family's cells each: its name, its model_type in config.json, and by feature the
             engines that can do it, `no`, or `-` where there is nothing to do.
         notes: the numbered reasons, and what holds for a family alone.
-        refused: (families, reason) of those that are refused by name.
     """
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...]
-    refused: tuple[tuple[str, str], ...]
 
 
 def text_table(rows: Sequence[Row]) -> TextTable:
@@ -49,7 +46,7 @@ def text_table(rows: Sequence[Row]) -> TextTable:
         if (only := row.model.attention) is not None
     ]
     notes.append(prediction_note(rows))
-    return TextTable(("family", "model_type", *FEATURES), lines, tuple(notes), refused_lines())
+    return TextTable(("family", "model_type", *FEATURES), lines, tuple(notes))
 
 
 def prediction_note(rows: Sequence[Row]) -> str:
@@ -64,9 +61,6 @@ def prediction_note(rows: Sequence[Row]) -> str:
     )
 
 
-_TITLED = {name for row in REFUSED for name in row.model_types}
-
-
 def _generalised(reason: str) -> str:
     """A reason of the sweep without the name of the class that it was met in."""
     return _NAMED.sub("", reason)
@@ -75,21 +69,18 @@ def _generalised(reason: str) -> str:
 _NAMED = re.compile(r" \(\w+ImageProcessor\)(?= for torchvision)")
 
 
-def proven_names() -> tuple[str, ...]:
+def proven_names(words: Mapping[str, Swept]) -> tuple[str, ...]:
     """The model_types that the generic family trains, by the sweep."""
-    return tuple(name for name, word in SWEPT.items() if word.word == "proven")
+    return tuple(name for name, word in words.items() if word.word == "proven")
 
 
-def refused_lines() -> tuple[tuple[str, str], ...]:
-    """(families, reason) of those that are refused by name; one line where a reason is shared."""
-    lines: dict[tuple[str, str], list[str]] = {}
-    for row in REFUSED:
-        shared = row.title if row.alone else ""
-        lines.setdefault((str(row.limit), shared), []).append(row.title)
-    for name, word in SWEPT.items():
-        if word.word == "refused" and name not in _TITLED:
-            lines.setdefault((_generalised(word.reason), ""), []).append(name)
-    return tuple((", ".join(titles), reason) for (reason, _), titles in lines.items())
+def refused_lines(words: Mapping[str, Swept]) -> tuple[tuple[str, str], ...]:
+    """(model_types, reason) of those that are refused; one line where a reason is shared."""
+    lines: dict[str, list[str]] = {}
+    for name, word in words.items():
+        if word.word == "refused":
+            lines.setdefault(_generalised(word.reason), []).append(name)
+    return tuple((", ".join(names), reason) for reason, names in lines.items())
 
 
 def markdown(table: TextTable, versions: Mapping[str, str | None]) -> str:
@@ -99,16 +90,26 @@ def markdown(table: TextTable, versions: Mapping[str, str | None]) -> str:
     lines += [f"| {' | '.join(row)} |" for row in table.rows]
     lines += ["", f"With {versions_text(versions)}. `both`: the engines `hf` and `mcore`."]
     lines += ["", *(f"- {note}" for note in table.notes)]
-    lines += ["", PROVEN, "", ", ".join(f"`{name}`" for name in proven_names()) + "."]
-    lines += ["", "Refused:", ""]
-    lines += [f"- {names}: {reason}." for names, reason in table.refused]
+    lines += ["", PROVEN]
+    for title, words in KINDS.items():
+        names = ", ".join(f"`{name}`" for name in proven_names(words))
+        lines += ["", f"{title}:", "", "| word | model_type | why |", "|---|---|---|"]
+        lines += [f"| proven | {names} | |"]
+        lines += [f"| refused | {names} | {reason} |" for names, reason in refused_lines(words)]
     return "\n".join(lines) + "\n"
 
 
 PROVEN = (
-    "Proven by the generic family, on the engine `hf` (each on a tiny random model of its class; "
+    "Classes that no family of ours serves, as the sweep left them. Proven ones are trained by the "
+    "generic family, on the engine `hf` (each was verified on a tiny random model of its class; "
     "yours is verified before its first step):"
 )
+
+KINDS: Mapping[str, Mapping[str, Swept]] = {
+    "With images": IMAGES,
+    "Language models alone": TEXT,
+}
+"""Heading -> words."""
 
 BEGIN, END = "<!-- families -->", "<!-- /families -->"
 """What stands around the table in a Markdown file."""

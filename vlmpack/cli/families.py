@@ -69,7 +69,14 @@ def _print_table(versions: Mapping[str, str | None]) -> None:
     from rich.table import Table
 
     from vlmpack.capabilities.table import capabilities
-    from vlmpack.capabilities.text import PROVEN, proven_names, text_table, versions_text
+    from vlmpack.capabilities.text import (
+        KINDS,
+        PROVEN,
+        proven_names,
+        refused_lines,
+        text_table,
+        versions_text,
+    )
 
     console = _console()
     text = text_table(capabilities(versions))
@@ -83,15 +90,16 @@ def _print_table(versions: Mapping[str, str | None]) -> None:
     for note in text.notes:
         console.print(note)
     console.print()
-    console.print(PROVEN)
-    console.print(", ".join(proven_names()))
-    refused = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    refused.add_column("refused", max_width=28)
-    refused.add_column("why, and what would do")
-    for families_, reason in text.refused:
-        refused.add_row(families_, reason)
-    console.print()
-    console.print(refused)
+    console.print(PROVEN.replace("`", ""))
+    for title, words in KINDS.items():
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+        table.add_column(title.lower(), max_width=28)
+        table.add_column("")
+        table.add_row("proven", ", ".join(proven_names(words)))
+        for names, reason in refused_lines(words):
+            table.add_row(names, f"refused: {reason}")
+        console.print()
+        console.print(table)
 
 
 def _print_model(folder: Path, versions: Mapping[str, str | None]) -> None:

@@ -1,5 +1,5 @@
-"""Any vision-language model of transformers that no family of ours serves: what a family says is
-asked of its class.
+"""Any model of transformers that no family of ours serves, with images or without: what a family
+says is asked of its class.
 
     parts of the model      get_decoder, get_encoder("image")             (generic_model)
     an image's text         the processor's replace_image_token           (generic_images)
@@ -14,8 +14,8 @@ Nothing of this is a promise: such a model trains only where `verify` has passed
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from vlmpack.capabilities.folder import read_config
-from vlmpack.capabilities.registered import kind_of
+from vlmpack.capabilities.registered import Kind, kind_of
 from vlmpack.errors import CapabilityError, ModelError, schema_error
-from vlmpack.families import flops
 from vlmpack.families.base import Family, ImageFeatures, ModulePaths
 from vlmpack.families.generic_images import GenericImageRule, generic_image_rule, open_processor
-from vlmpack.families.generic_model import Skeleton, skeleton
+from vlmpack.families.generic_model import Skeleton, bent_logits, cost_of, skeleton
+from vlmpack.families.text_lm import TextLM
 from vlmpack.packing import CostModel, GridTHW, Media
 from vlmpack.recipe.images import ImagesSection
 
@@ -106,8 +106,7 @@ class GenericVLM(Family):
     def image_arguments(self, media: Media) -> dict[str, Any]:
         """What the processor makes of the images, as far as the class's forward names it."""
         takes = self.skeleton.takes()
-        found = self.rule.arguments(media)
-        return {name: value for name, value in found.items() if name in takes}
+        return _named_as(takes, self.rule.arguments(media))
 
     def token_arguments(self, is_image: Tensor) -> dict[str, Tensor]:
         """1 on placeholders, under whichever name the class's forward has for it."""
@@ -129,7 +128,7 @@ class GenericVLM(Family):
         place = next(n for n, part in self.skeleton.model.named_modules() if part is maker)
         function = model.get_submodule(place).get_image_features
         takes = inspect.signature(function).parameters
-        given = {n: v for n, v in self.rule.arguments(media).items() if n in takes}
+        given = _named_as(takes, self.rule.arguments(media))
         return ImageFeatures(_all_features(function(**given)))
 
     def auto_class(self) -> Any:
@@ -174,19 +173,55 @@ class GenericVLM(Family):
         return positions
 
     def cost_model(self, config: Mapping[str, Any]) -> CostModel:
-        """By the weights that a token and a patch pass through, attention as in `flops`."""
-        paths, whole = self.skeleton.paths, self.skeleton
-        text = whole.model.config.get_text_config().to_dict()
-        width, heads = flops.size(text, "hidden_size"), flops.size(text, "num_attention_heads")
-        inner = heads * (text.get("head_dim") or width // heads)
-        layers = flops.size(text, "num_hidden_layers")
-        tower = whole.size(paths.vision) if paths.vision is not None else 0
-        return CostModel(
-            per_token=flops.STEP * 2.0 * whole.size(paths.language),
-            per_squared_length=flops.STEP * 2.0 * layers * inner,
-            per_label_token=flops.STEP * 2.0 * width * flops.size(text, "vocab_size"),
-            per_patch=flops.STEP * 2.0 * tower,
-        )
+        """See `generic_model.cost_of`."""
+        return cost_of(self.skeleton)
+
+    def logit_cap(self, config: Mapping[str, Any]) -> float | None:
+        """See `generic_model.bent_logits`."""
+        return bent_logits(self.skeleton.model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenericLM(TextLM):
+    """A language model alone; see `vlmpack.families.Family`.
+
+    Args:
+        folder: the model folder whose class it is.
+        kind: what transformers registers it as: Mistral 4 is registered with images that its class
+            does not take.
+    """
+
+    folder: Path
+    kind: Kind = "text"
+    proven_by_verify: bool = True
+
+    @cached_property
+    def skeleton(self) -> Skeleton:
+        """Its class, without weights."""
+        return skeleton(self.folder, self.auto_class())
+
+    def auto_class(self) -> Any:
+        """A decoder with its head."""
+        if self.kind == "text":
+            return super().auto_class()
+        from transformers import AutoModelForImageTextToText
+
+        return AutoModelForImageTextToText
+
+    def cost_model(self, config: Mapping[str, Any]) -> CostModel:
+        """See `generic_model.cost_of`."""
+        return cost_of(self.skeleton)
+
+    def logit_cap(self, config: Mapping[str, Any]) -> float | None:
+        """See `generic_model.bent_logits`."""
+        return bent_logits(self.skeleton.model)
+
+
+def _named_as(takes: Container[str], found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a function takes of these; Video-LLaVA's processor has `pixel_values_images` where its
+    class has `pixel_values`."""
+    named = {n if n in takes else n.removesuffix("_images"): value for n, value in found.items()}
+    return {name: value for name, value in named.items() if name in takes}
 
 
 def _other_than(*tokens: int | None) -> int:
@@ -209,20 +244,20 @@ def generic_family(folder: Path, model_type: str) -> Family:
     Raises:
         ModelError, CapabilityError: transformers has no class for it that says what is asked.
     """
-    if kind_of(model_type) != "image-text-to-text":
-        raise ModelError(f"model.path: transformers has no class with images for {model_type!r}")
-    family = GenericVLM(
-        name=f"generic ({model_type})",
-        model_types=(model_type,),
-        modules=ModulePaths(vision="", projectors=(), language=""),
-        folder=folder,
-    )
-    paths = family.skeleton.paths
-    axes = 1 if family.skeleton.counter is None else 3
-    return GenericVLM(
-        name=family.name,
-        model_types=family.model_types,
-        modules=paths,
-        num_position_axes=axes,
-        folder=folder,
-    )
+    kind = kind_of(model_type)
+    if kind is None:
+        raise ModelError(f"model.path: transformers registers no class for {model_type!r}")
+    shared: dict[str, Any] = {
+        "name": f"generic ({model_type})",
+        "model_types": (model_type,),
+        "folder": folder,
+    }
+    if kind == "image-text-to-text":
+        whole = GenericVLM(modules=ModulePaths(vision="", projectors=(), language=""), **shared)
+        paths = whole.skeleton.paths
+        if paths.vision is not None:
+            axes = 1 if whole.skeleton.counter is None else whole.skeleton.num_axes
+            return replace(whole, modules=paths, num_position_axes=axes)
+    nobody = ModulePaths(vision=None, projectors=(), language="")
+    alone = GenericLM(modules=nobody, kind=kind, **shared)
+    return replace(alone, modules=alone.skeleton.paths)

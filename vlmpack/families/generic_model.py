@@ -20,9 +20,12 @@ from typing import Any
 import torch
 
 from vlmpack.capabilities.folder import read_config
+from vlmpack.capabilities.refused import LAYER_KINDS, LOGITS_CAP
 from vlmpack.errors import CapabilityError, ModelError
+from vlmpack.families import flops
 from vlmpack.families.base import ModulePaths
 from vlmpack.model_folder.load import build_model, config_of
+from vlmpack.packing import CostModel
 
 UNUSED = ("audio", "generation", "vqmodel")
 """Parts of the names of modules that no image on its way to text passes."""
@@ -58,6 +61,14 @@ class Skeleton:
         makers = [part for part in (self.model, self.whole) if hasattr(part, "get_image_features")]
         return makers[-1] if makers else None
 
+    @property
+    def num_axes(self) -> int:
+        """Axes that positions have: three (temporal, height, width), or as many as the class's
+        rotary sections, where there are more."""
+        rope = getattr(self.model.config.get_text_config(), "rope_parameters", None) or {}
+        sections = rope.get("mrope_section") if isinstance(rope, Mapping) else None
+        return max(3, len(sections or ()))
+
     def takes(self) -> Mapping[str, inspect.Parameter]:
         """The arguments that the forward pass without the head names."""
         return inspect.signature(self.whole.forward).parameters
@@ -73,6 +84,38 @@ class Skeleton:
             share = chosen / parameter.shape[0] if chosen and parameter.ndim == 3 else 1.0
             total += parameter.numel() * min(1.0, share)
         return int(total)
+
+
+def cost_of(whole: Skeleton) -> CostModel:
+    """FLOPs of a training step by the weights that a token and a patch pass through, and of
+    attention over every pair of tokens in layers that have it, as in `flops`.
+
+    Raises:
+        ModelError: config.json has no hidden_size or no vocab_size.
+    """
+    text = whole.model.config.get_text_config().to_dict()
+    width, paths = flops.size(text, "hidden_size"), whole.paths
+    heads = text.get("num_attention_heads") or 0  # none in Mamba-2
+    inner = heads * (text.get("head_dim") or width // max(heads, 1))
+    kinds = next((text[key] for key in LAYER_KINDS if isinstance(text.get(key), list)), None)
+    layers = text.get("num_hidden_layers") or 0
+    if kinds is not None:
+        layers = sum("attention" in str(kind) and "linear" not in str(kind) for kind in kinds)
+    tower = whole.size(paths.vision) if paths.vision is not None else 0
+    return CostModel(
+        per_token=flops.STEP * 2.0 * whole.size(paths.language),
+        per_squared_length=flops.STEP * 2.0 * layers * inner,
+        per_label_token=flops.STEP * 2.0 * width * flops.size(text, "vocab_size"),
+        per_patch=flops.STEP * 2.0 * tower,
+    )
+
+
+def bent_logits(model: Any) -> float | None:
+    """c where a class bends its logits z to c tanh(z / c), by the words of its own forward pass;
+    None where its config has no such entry, or its forward does not name it."""
+    cap = getattr(model.config.get_text_config(), LOGITS_CAP, None)
+    named = LOGITS_CAP in inspect.getsource(inspect.unwrap(type(model).forward))
+    return float(cap) if cap is not None and named else None
 
 
 def skeleton(folder: Path, auto_class: Any) -> Skeleton:

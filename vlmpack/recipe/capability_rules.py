@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from vlmpack.capabilities.limits import MCORE_FEATURES, NOT_ON_MCORE, ONLY_ON_MCORE, Feature, Limit
 from vlmpack.capabilities.refused import refusal
-from vlmpack.capabilities.served import ServedModel
+from vlmpack.capabilities.served import GENERIC, ServedModel
 from vlmpack.capabilities.versions import installed_versions, version_limit
 from vlmpack.recipe.engine_rules import used_splits
 from vlmpack.recipe.images import ImagesSection
@@ -62,6 +62,17 @@ def family_has_the_features(
         for key, value, feature in _asked(sections)
         if feature in limits
     ]
+
+
+def router_loss_of_a_family_of_ours(model: ModelSection, served: ServedModel) -> list[Problem]:
+    """The loss of a mixture's router is added where a family says what its routers give."""
+    if not model.router_aux_loss_coef or served.family != GENERIC:
+        return []
+    message = (
+        f"{model.router_aux_loss_coef}, but no family of ours serves {served.title}, and the "
+        f"generic one trains without the loss of its router; leave it out"
+    )
+    return [Problem(("model", "router_aux_loss_coef"), message)]
 
 
 def images_cost_less_when_shrunk(data: DataSection, served: ServedModel) -> list[Problem]:

@@ -5,10 +5,16 @@ from __future__ import annotations
 import json
 import tarfile
 
+import pytest
+
+from vlmpack.backends.hf.recurrence import recurrent_modules
 from vlmpack.capabilities.registered import kind_of, registered
-from vlmpack.proof.sweep.classes import CLASSES
+from vlmpack.capabilities.swept import IMAGES, TEXT
+from vlmpack.families.registry import family_of
+from vlmpack.proof.sweep.classes import CLASSES, LANGUAGE_MODELS, REASONS
+from vlmpack.proof.sweep.folder import write_folder
 from vlmpack.proof.sweep.one import try_class
-from vlmpack.proof.sweep.run import sweep
+from vlmpack.proof.sweep.run import KINDS, everyone, sweep
 from vlmpack.proof.sweep.samples import COUNTS, write_shard
 from vlmpack.proof.sweep.tiny_config import LAYERS, tiny_config
 
@@ -40,7 +46,8 @@ def test_a_shard_has_samples_with_every_number_of_images(tmp_path):
 
 
 def test_classes_are_registered_ones():
-    assert set(CLASSES) <= registered("image-text-to-text")
+    assert set(CLASSES) | set(REASONS) <= {n for kind in KINDS for n in registered(kind)}
+    assert set(LANGUAGE_MODELS) <= registered("text")
     assert kind_of("aria") == "image-text-to-text" and kind_of("llama") == "text"
     assert kind_of("zebra") is None
 
@@ -55,3 +62,32 @@ def test_what_cannot_be_made_is_refused_with_the_fact_that_is_missing():
     assert "for torchvision alone" in try_class("llama4").reason
     assert "cross attention" in try_class("t5gemma2").reason
     assert "names no image_token" in try_class("git").reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        *("bamba", "granitemoehybrid", "lfm2", "lfm2_moe", "lfm3", "lfm3_vl", "olmo_hybrid"),
+        *("falcon_h1", "mamba2", "qwen3_next", "zamba2"),
+    ],
+)
+def test_a_tiny_hybrid_has_layers_with_a_state_and_such_with_attention(model_type, tmp_path):
+    """A class's defaults may have one kind alone, of which nothing would be proven then."""
+    model = family_of(write_folder(model_type, tmp_path)).skeleton.model
+    assert recurrent_modules(model)
+    attention = [name for name, _ in model.named_modules() if name.endswith("q_proj")]
+    assert bool(attention) is (model_type != "mamba2")
+
+
+def test_the_tables_have_the_classes_that_are_swept():
+    assert list(IMAGES) == everyone("image-text-to-text")
+    assert list(TEXT) == everyone("text")
+    assert set(LANGUAGE_MODELS) <= set(TEXT)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_sweep_finds_what_its_table_says(kind):
+    words = {"image-text-to-text": IMAGES, "text": TEXT}[kind]
+    assert sweep(everyone(kind)) == words

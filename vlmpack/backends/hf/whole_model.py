@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmpack.backends.hf.model import PackedLM, PackedVLM, _boundaries
-from vlmpack.backends.hf.recurrence import ROW_ARGUMENT, packed_row
+from vlmpack.backends.hf.recurrence import ROW_ARGUMENT, packed_row, require_replaced
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import Batch, PackedSeqParams
@@ -67,11 +67,8 @@ class WholeVLM(PackedVLM):
     def hidden_states(self, batch: Batch, packed_seq_params: PackedSeqParams | None) -> Tensor:
         """(T, D) final hidden states of every slot; raises as `PackedLM.hidden_states`."""
         assert self.paths.whole is not None
-        if self.router_loss is not None:
-            raise CapabilityError(
-                "model.router_aux_loss_coef: a class that no family of ours serves is trained "
-                "without the loss of its router; set it to 0"
-            )
+        _refuse_router_loss(self)
+        require_replaced(self.stateful if packed_seq_params is not None else ())
         whole = self.model.get_submodule(self.paths.whole)
         is_image = torch.zeros_like(batch.input_ids, dtype=torch.bool)
         is_image.view(-1).index_fill_(0, batch.media_positions, True)
@@ -123,6 +120,8 @@ class WholeLM(PackedLM):
         """(T, D) final hidden states of every slot; raises as `PackedLM.hidden_states`."""
         if batch.media is not None:
             raise CapabilityError("the batch has images, but the model has no vision tower")
+        _refuse_router_loss(self)
+        require_replaced(self.stateful if packed_seq_params is not None else ())
         with packed_row() if packed_seq_params is not None else nullcontext():
             output = self.language(
                 input_ids=batch.input_ids,
@@ -142,6 +141,14 @@ def packed_model(model: nn.Module, encoder: Encoder) -> PackedLM:
     if not encoder.takes_images:
         return PackedLM(model, encoder.family)
     return PackedVLM(model, encoder.family, encoder.image_rule.smallest())
+
+
+def _refuse_router_loss(packed: PackedLM) -> None:
+    if packed.router_loss is not None:
+        raise CapabilityError(
+            "model.router_aux_loss_coef: a class that no family of ours serves is trained "
+            "without the loss of its router; set it to 0"
+        )
 
 
 def _module(model: nn.Module, path: str | None) -> nn.Module | None:

@@ -21,6 +21,7 @@ class ClassFacts:
         processor_class: where transformers registers none under its name.
         image_processor_class: likewise.
         placeholder: the token that features replace, where it is not the one that is repeated.
+        text_alone: whether its class takes no images although transformers registers it with some.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -32,6 +33,7 @@ class ClassFacts:
     processor_class: str | None = None
     image_processor_class: str | None = None
     placeholder: str | None = None
+    text_alone: bool = False
 
 
 _TILED = {
@@ -65,6 +67,7 @@ CLASSES: Mapping[str, ClassFacts] = {
         words=("TILE_GLOBAL", *(f"TILE_{n}" for n in range(1, 13))),
         processor={"patch_size": 28, "img_size": 56},
     ),
+    "bamba": ClassFacts(config={"attn_layer_indices": [1]}),
     "cohere_compass": ClassFacts(
         config={
             "text_config": {
@@ -99,6 +102,7 @@ CLASSES: Mapping[str, ClassFacts] = {
         },
         images={"size": {"height": 768, "width": 768}, "tile_size": 768},
     ),
+    "deepseek_v2": ClassFacts(config={"num_experts_per_tok": 2}),
     "deepseek_vl": ClassFacts(processor={"num_image_tokens": 16}),
     "deepseek_vl_hybrid": ClassFacts(
         processor={"num_image_tokens": 16},
@@ -145,6 +149,25 @@ CLASSES: Mapping[str, ClassFacts] = {
             "perceiver_config": {"resampler_n_latents": 64},
         },
     ),
+    "got_ocr2": ClassFacts(  # 256 features of an image, which take 4,096 patches
+        images={"size": {"height": 256, "width": 256}},
+        config={
+            "vision_config": {
+                "image_size": 256,
+                "patch_size": 4,
+                "window_size": 8,
+                "global_attn_indexes": [],
+                "output_channels": 32,
+            }
+        },
+    ),
+    "granitemoehybrid": ClassFacts(config={"layer_types": ["linear_attention", "full_attention"]}),
+    "hunyuan_v1_dense": ClassFacts(
+        config={
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "alpha": 1000.0},
+            "head_dim": 16,
+        }
+    ),
     "hunyuan_vl": ClassFacts(
         images={"size": {"shortest_edge": 64**2, "longest_edge": 256**2}},
         config={
@@ -176,16 +199,27 @@ CLASSES: Mapping[str, ClassFacts] = {
         },
         processor={"num_image_tokens": 16},
     ),
+    "kimi_linear": ClassFacts(config={"num_experts_per_token": 2, "num_shared_experts": 1}),
+    "lfm2": ClassFacts(config={"layer_types": ["conv", "full_attention"]}),
+    "lfm2_moe": ClassFacts(config={"layer_types": ["conv", "full_attention"]}),
     "lighton_ocr": ClassFacts(
         images={"patch_size": {"height": 28, "width": 28}},
         config={"vision_config": {"image_size": 1540, "patch_size": 14}},
     ),
     "llava_next": ClassFacts(processor=_TILED),
     "llava_next_video": ClassFacts(processor=_TILED),
-    "minicpmv4_6": ClassFacts(config={"image_token_id": 0}),
-    "minicpmv4_7": ClassFacts(config={"image_token_id": 0}),
+    "mamba2": ClassFacts(config={"head_dim": 32, "n_groups": 2}),
+    "ministral": ClassFacts(
+        config={
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "head_dim": 16,
+        }
+    ),
+    "mistral4": ClassFacts(text_alone=True, config={"head_dim": 16}),
+    "nemotron": ClassFacts(config={"num_key_value_heads": 2}),
     "ovis2": ClassFacts(processor={"image_seq_length": 16}),
     "paligemma": ClassFacts(images={"image_seq_length": 16}),
+    "phimoe": ClassFacts(config={"router_jitter_noise": 0.0, "input_jitter_noise": 0.0}),
     "qianfan_ocr": ClassFacts(processor={"image_seq_length": 4}),
     "qwen2_5_omni_thinker": ClassFacts(
         processor_class="Qwen2_5OmniProcessor",
@@ -201,30 +235,72 @@ CLASSES: Mapping[str, ClassFacts] = {
         image_processor_class="Qwen2VLImageProcessorPil",
         config=_THINKER,
     ),
+    "seed_oss": ClassFacts(config={"attention_dropout": 0.0, "residual_dropout": 0.0}),
     "video_llava": ClassFacts(processor=_TILED),
+    "zamba2": ClassFacts(
+        config={
+            "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+            "num_hidden_layers": 3,
+            "hybrid_layer_ids": [1, 2],
+        }
+    ),
     "vipllava": ClassFacts(processor=_TILED, config={"vision_feature_layers": [-2, -1]}),
 }
 
 _CODES = "its images become discrete codes (a VQ-VAE), through which no gradient reaches a tower"
 
 _INDEXER = "its sparse attention picks keys from the whole row, the samples beside one's own too"
+_QUESTION = "what its Q-Former makes of an image depends on the words that the user wrote beside it"
+_RECURRENT = (
+    "its recurrent layers carry state over the ends of packed samples, and transformers does not "
+    "tell them where samples end"
+)
+_KIMI_DELTA = "its Kimi Delta Attention carries state, and has no form here that resets at segments"
+_NUMBERED = (
+    "its processor numbers the images of a sample in the text, so what stands for an image does "
+    "not follow from its size"
+)
+_TWICE = (
+    "its high_res_vision_proj runs twice in a forward pass, on all images each time, and verify "
+    "cannot tell whose features are whose"
+)
 _TIMM = "its tower is one of the package timm, which is no dependency"
+
+LANGUAGE_MODELS = (
+    *("arcee", "bailing_hybrid", "bamba", "cohere", "cohere2", "deepseek_v2", "deepseek_v32"),
+    *("ernie4_5", "ernie4_5_moe", "exaone4", "falcon_h1", "falcon_mamba", "gemma", "gemma2"),
+    *("glm", "glm4", "glm_moe_dsa", "gpt_oss", "granite", "granitemoe", "granitemoehybrid"),
+    *("granitemoeshared", "hunyuan_v1_dense", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3"),
+    *("llama4_text", "mamba", "mamba2", "mimo_v2_flash", "minimax", "minimax_m2", "ministral"),
+    *("ministral3", "mistral", "mixtral", "nemotron", "olmo2", "olmo3", "olmo_hybrid", "olmoe"),
+    *("phi3", "phimoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "recurrent_gemma", "rwkv"),
+    *("seed_oss", "smollm3", "stablelm", "starcoder2", "xlstm", "zamba", "zamba2"),
+)
+"""Language models alone that are swept: those that people finetune, and all that carry state."""
 
 REASONS: Mapping[str, str] = {
     "chameleon": _CODES,
     "dots3_note": _INDEXER,
     "emu3": _CODES,
+    "bailing_hybrid": _KIMI_DELTA,
+    "zamba": "the scan of the first Mamba (selective_scan) cannot be reset here at segments",
+    "deepseek_v32": _INDEXER,
+    "deepseek_vl_hybrid": _TWICE,
     "fast_vlm": _TIMM,
+    "fuyu": "transformers' image processor of it on PIL fails on its own images (patchify_image "
+    "calls transpose with five axes)",
     "gemma3n": _TIMM,
     "glm5_next": _INDEXER,
-    "got_ocr2": (
-        "its processor writes 256 placeholders for every tile, which only a tower of 4,096 patches "
-        "fills: too large for a tiny model"
-    ),
+    "glm_moe_dsa": _INDEXER,
+    "instructblip": _QUESTION,
+    "instructblipvideo": _QUESTION,
+    "minicpmv4_6": _NUMBERED,
+    "minicpmv4_7": _NUMBERED,
+    **dict.fromkeys(("minimax", "recurrent_gemma", "rwkv", "xlstm"), _RECURRENT),
     "mistral_large4": _INDEXER,
-    "mistral4": "transformers registers it with images, but its class is a language model alone",
     "paligemma": "its prompt attends in both directions, the answer does not",
     "perception_lm": _TIMM,
+    "qwen4_exp": _INDEXER,
     "shieldgemma2": "it is a classifier: its class answers with two probabilities, not with text",
 }
 """Classes that are not tried, and the fact that is missing."""

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
+from vlmpack.capabilities.registered import kind_of
 from vlmpack.errors import CapabilityError
 from vlmpack.model_folder.images import IMAGE_BACKEND
-from vlmpack.model_folder.load import build_model, config_of
+from vlmpack.model_folder.load import build_model, config_of, load_tokenizer
 from vlmpack.proof.sweep.classes import CLASSES, ClassFacts
 from vlmpack.proof.sweep.tiny_config import TILE, tiny_config
 from vlmpack.proof.verify.tiny import stir
@@ -45,7 +46,7 @@ def write_folder(model_type: str, target: Path) -> Path:
     """The folder of a class.
 
     Args:
-        model_type: that transformers registers for images and text.
+        model_type: that transformers registers for images and text, or for text alone.
         target: an empty folder.
 
     Raises:
@@ -54,6 +55,8 @@ def write_folder(model_type: str, target: Path) -> Path:
     """
     facts = CLASSES.get(model_type, ClassFacts())
     _refuse_encoder_decoders(model_type)
+    if facts.text_alone or kind_of(model_type) == "text":
+        return _write_language_model(model_type, target, facts)
     kind, images = _processor_classes(model_type, facts)
     processor = _image_processor(images, facts)
     tokens, named = _tokens_of(kind, facts)
@@ -71,6 +74,26 @@ def write_folder(model_type: str, target: Path) -> Path:
     _write_json(target / "config.json", config)
     write_model(config, target)
     return target
+
+
+def _write_language_model(model_type: str, target: Path, facts: ClassFacts) -> Path:
+    size = _write_tokenizer(target, facts.words, facts.tokens)
+    (target / "chat_template.jinja").write_text(_template(""), encoding="utf-8")
+    _write_json(target / "config.json", {"model_type": model_type})
+    config = _merged(tiny_config(_defaults(model_type), size), facts.config)
+    _renumber(config, facts, load_tokenizer(target), "<|endoftext|>")
+    _write_json(target / "config.json", config)
+    kind = kind_of(model_type)
+    write_model(config, target, *(["AutoModelForCausalLM"] if kind == "text" else []))
+    return target
+
+
+def _defaults(model_type: str) -> dict[str, Any]:
+    """A config.json of the class's defaults."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    found = json.loads(json.dumps(CONFIG_MAPPING[model_type]().to_dict(), default=str))
+    return {**found, "model_type": model_type}
 
 
 def _refuse_encoder_decoders(model_type: str) -> None:
@@ -209,16 +232,18 @@ def _config(
     model_type: str, facts: ClassFacts, vocab_size: int, placeholder: str, target: Path
 ) -> dict[str, Any]:
     """The content of config.json: small sizes, and ids of this tokenizer."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     from vlmpack.families.generic_images import open_processor
 
-    tokenizer = open_processor(target).tokenizer
-    whole = json.loads(json.dumps(CONFIG_MAPPING[model_type]().to_dict(), default=str))
-    tiny = tiny_config(whole, vocab_size)
-    images = open_processor(target).image_processor
-    _fit_tower(tiny, images)
+    processor = open_processor(target)
+    tiny = tiny_config(_defaults(model_type), vocab_size)
+    _fit_tower(tiny, processor.image_processor)
     config = _merged(tiny, facts.config)
+    _renumber(config, facts, processor.tokenizer, placeholder)
+    return config
+
+
+def _renumber(config: dict[str, Any], facts: ClassFacts, tokenizer: Any, placeholder: str) -> None:
+    """Every id that config.json names becomes one of this tokenizer."""
     spare = iter([f"<|spare_{n}|>" for n in range(SPARE)])
     given: dict[str, int] = {}
 
@@ -238,7 +263,6 @@ def _config(
                     section[name] = given[name]
 
     renumber(config)
-    return config
 
 
 def _fit_tower(config: dict[str, Any], images: Any) -> None:
@@ -272,18 +296,20 @@ def _merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     return found
 
 
-def write_model(config: Mapping[str, Any], target: Path) -> None:
+def write_model(
+    config: Mapping[str, Any], target: Path, auto_class: str = "AutoModelForImageTextToText"
+) -> None:
     """Seeded random weights.
 
     Raises:
         CapabilityError: transformers builds no model of it.
     """
-    from transformers import AutoModelForImageTextToText
+    import transformers
 
     try:
         with torch.random.fork_rng():
             torch.manual_seed(SEED)
-            model = build_model(AutoModelForImageTextToText, config_of(config))
+            model = build_model(getattr(transformers, auto_class), config_of(config))
             stir(model)
         model.save_pretrained(str(target))
     except ImportError as error:

@@ -2,7 +2,7 @@
 
 a tiny folder of the class, a shard -> `vlmpack verify`     packed equals stock one by one
 200 image sizes -> `_get_num_multimodal_tokens`             what the processor counts
-samples of several images -> the processor on all at once   pixels and text
+an export, reloaded by transformers -> the same logits
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from vlmpack.build.data import build_encoder
+from vlmpack.build.setup import Setup
 from vlmpack.capabilities import refused
 from vlmpack.capabilities.swept import Swept
 from vlmpack.distributed import process_group
@@ -26,6 +28,7 @@ from vlmpack.errors import VlmpackError
 from vlmpack.families.generic import GenericVLM
 from vlmpack.families.generic_images import open_processor
 from vlmpack.families.registry import family_of
+from vlmpack.proof.sweep.exported import wrong_export
 from vlmpack.proof.sweep.folder import write_folder
 from vlmpack.proof.sweep.samples import SIDES, write_shard
 from vlmpack.proof.verify import VerifyOptions, verify_recipe
@@ -54,31 +57,34 @@ def try_class(model_type: str) -> Swept:
 
 @contextmanager
 def _no_word_of_any_class() -> Iterator[None]:
-    """Without what an earlier sweep found, and what is refused by name."""
-    said = {name: vars(refused)[name] for name in ("SWEPT", "_BY_TYPE")}
-    vars(refused).update(SWEPT={}, _BY_TYPE={})
+    """Without what an earlier sweep found."""
+    said = vars(refused)["SWEPT"]
+    vars(refused)["SWEPT"] = {}
     try:
         yield
     finally:
-        vars(refused).update(said)
+        vars(refused)["SWEPT"] = said
 
 
 def _tried(model_type: str, root: Path) -> Swept:
     open_processor.cache_clear()
     (root / "model").mkdir()
     folder = write_folder(model_type, root / "model")
-    write_shard(root / "train.tar", images=True)
     family = family_of(folder)
+    write_shard(root / "train.tar", images=isinstance(family, GenericVLM))
     if isinstance(family, GenericVLM):
         wrong = wrong_counts(family)
         if wrong:
             return Swept("refused", wrong)
     with process_group(tensor=1, context=1, pipeline=1, timeout_seconds=600) as ranks:
-        found = verify_recipe(_recipe(root), ranks, VerifyOptions(scratch=root / "verify"))
-    if not found.passes:
-        first = found.failed[0]
-        return Swept("refused", f"verify: {first.name}: {first.sentence}")
-    return Swept("proven")
+        recipe = _recipe(root)
+        found = verify_recipe(recipe, ranks, VerifyOptions(scratch=root / "verify"))
+        if not found.passes:
+            first = found.failed[0]
+            return Swept("refused", f"verify: {first.name}: {first.sentence}")
+        setup = Setup(recipe=recipe, ranks=ranks, encoder=build_encoder(recipe))
+        wrong = wrong_export(setup, root / "export")
+    return Swept("refused", wrong) if wrong else Swept("proven")
 
 
 def wrong_counts(family: GenericVLM) -> str:

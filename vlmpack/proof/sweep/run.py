@@ -1,4 +1,5 @@
-"""`make families-sweep`: every class, tried one after another -> vlmpack/capabilities/swept.json.
+"""`make families-sweep`: every class, tried one after another -> vlmpack/capabilities/swept.json
+and swept_text.json.
 
     python -m vlmpack.proof.sweep.run [MODEL_TYPE ...]   those alone; the others keep their words
 
@@ -11,21 +12,23 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from select import select
 
 from vlmpack.capabilities import swept
-from vlmpack.capabilities.registered import registered
+from vlmpack.capabilities.registered import Kind, kind_of, registered
 from vlmpack.capabilities.served import SERVED
 from vlmpack.capabilities.swept import Swept
-from vlmpack.proof.sweep.classes import REASONS
+from vlmpack.proof.sweep.classes import LANGUAGE_MODELS, REASONS
 from vlmpack.whole_file import write_atomically
 
-KINDS = ("served", "proven", "refused")
+WORDS = ("served", "proven", "refused")
 
-LIMIT_SECONDS = 240
+KINDS: tuple[Kind, ...] = ("image-text-to-text", "text")
+
+LIMIT_SECONDS = 300
 """Seconds that a class may take."""
 
 
@@ -40,10 +43,7 @@ def sweep(names: Sequence[str], limit: float = LIMIT_SECONDS) -> dict[str, Swept
     found |= {name: Swept("refused", REASONS[name]) for name in names if name in REASONS}
     waiting = [name for name in names if name not in found]
     while waiting:
-        done = _tried(waiting, limit)
-        for name, word in done.items():
-            print(f"{name}: {word.word} {word.reason}", flush=True)
-        found |= done
+        found |= _tried(waiting, limit)
         waiting = [name for name in waiting if name not in found]
     return {name: found[name] for name in names}
 
@@ -61,21 +61,36 @@ def _tried(names: Sequence[str], limit: float) -> dict[str, Swept]:
                 process.kill()
                 why = "ended its process" if ready else f"took more than {limit:.0f} seconds"
                 return found | {name: Swept("refused", f"a tiny model of it {why}")}
-            found[name] = Swept(**json.loads(line))
+            word = found[name] = Swept(**json.loads(line))
+            print(f"{name}: {word.word} {word.reason}", flush=True)
     return found
 
 
-def main(names: Sequence[str]) -> None:
-    """Sweep, and write the table; named classes alone where some are named."""
-    everyone = sorted(registered("image-text-to-text"))
-    tried = sweep(names or everyone)
-    words = {name: tried.get(name) or swept.SWEPT.get(name) for name in everyone}
+def everyone(kind: Kind) -> list[str]:
+    """Values of `model_type` that are swept as classes of a kind, each under one kind alone."""
+    known = registered(kind)
+    if kind == "text":
+        return sorted(name for name in {*SERVED, *LANGUAGE_MODELS} & known if kind_of(name) == kind)
+    return sorted(known)
+
+
+def write_table(kind: Kind, tried: Mapping[str, Swept]) -> None:
+    """The words of a kind's classes; those that were not tried keep theirs."""
+    words = {name: tried.get(name) or swept.SWEPT.get(name) for name in everyone(kind)}
     known = {name: word for name, word in words.items() if word is not None}
-    path = Path(swept.__file__).with_name("swept.json")
+    path = Path(swept.__file__).with_name(swept.FILES[kind])
     table = {name: asdict(word) for name, word in known.items()}
     write_atomically(path, json.dumps(table, indent=1) + "\n")
-    counts = [sum(word.word == kind for word in known.values()) for kind in KINDS]
-    print(", ".join(f"{count} {kind}" for count, kind in zip(counts, KINDS, strict=True)))
+    counts = [sum(word.word == each for word in known.values()) for each in WORDS]
+    said = ", ".join(f"{count} {word}" for count, word in zip(counts, WORDS, strict=True))
+    print(f"{kind}: {said}")
+
+
+def main(names: Sequence[str]) -> None:
+    """Sweep, and write both tables; named classes alone where some are named."""
+    for kind in KINDS:
+        chosen = [name for name in everyone(kind) if not names or name in names]
+        write_table(kind, sweep(chosen))
 
 
 if __name__ == "__main__":

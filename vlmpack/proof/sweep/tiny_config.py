@@ -57,6 +57,33 @@ TEXT: Mapping[str, int] = {
     "hidden_size_per_layer_input": 8,
     "laurel_rank": 8,
     "query_pre_attn_scalar": 24,
+    "mamba_n_heads": 4,
+    "n_mamba_heads": 4,
+    "mamba_d_head": HIDDEN // 2,
+    "mamba_headdim": HIDDEN // 2,
+    "mamba_d_ssm": 2 * HIDDEN,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 64,
+    "state_size": 16,
+    "chunk_size": 64,
+    "adapter_rank": 8,
+    "shared_intermediate_size": 32,
+    "attention_hidden_size": 2 * HIDDEN,
+    "attention_head_dim": HIDDEN // 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "block_ff_dim": 96,
+    "n_embd": HIDDEN,
+    "n_head": 4,
+    "n_layer": LAYERS,
+    "n_inner": 96,
+    "n_positions": 4096,
+    "num_layers": LAYERS,
+    "num_heads": 4,
 }
 """Sizes of the language model."""
 
@@ -133,6 +160,8 @@ def _section(config: Mapping[str, Any], vocab_size: int, *, is_vision: bool) -> 
             found[name] = [0]
         else:
             found[name] = value
+    if "kv_lora_rank" in found:  # latent attention has keys for every head
+        found["num_key_value_heads"] = found["num_attention_heads"]
     _same_number_of_layers(found)
     if not is_vision:
         _rotary(found)
