@@ -3,14 +3,17 @@ the templates' own marks say, by transformers."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from support.conversations import Conversation, Drawn
 from support.published_templates import OLDER_GEMMA, manner, published_templates
+from support.published_tokens import QWEN_ADDED
 from support.templates import chat_encoder
 from support.tool_templates import without_marks
+from transformers import AddedToken
 
 from vlmpack.encode import turns as turns_module
 from vlmpack.encode.chat import ChatEncoder
@@ -170,3 +173,34 @@ def test_without_that_such_calls_cannot_be_found() -> None:
             assert "renders turn" in str(error)
             failed += 1
     assert failed == 3
+
+
+def test_tokens_of_their_own_that_are_no_special_ones() -> None:
+    """Qwen's `<think>` and `<tool_call>` are one token each, and a record may spell them."""
+    name = "Qwen3.6"
+    drawn = Drawn(manner(name), "tokens", plain=True)
+    made = []
+    for encoder in encoders(name):
+        tokenizer = copy.deepcopy(encoder.tokenizer)
+        added = [AddedToken(text, normalized=False, special=False) for text in QWEN_ADDED.values()]
+        assert tokenizer.add_tokens(added) == len(QWEN_ADDED)
+        made.append(ChatEncoder(tokenizer, takes_images=True, marker=encoder.marker))
+    marked = made[0].tokenizer
+    think = marked.convert_tokens_to_ids("<think>")
+    seen = 0
+    for number in range(8):
+        conversation = drawn.one()
+        if number % 2:
+            conversation.turns[-1]["content"] += " <tool_call> is a tag"
+        theirs: Any = marked.apply_chat_template(
+            conversation.turns,
+            tools=conversation.tools,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **conversation.variables,
+        )
+        mask = [bool(flag) for flag in theirs["assistant_masks"]]
+        for encoder in made:
+            assert learnt(encoder, conversation) == (theirs["input_ids"], mask)
+        seen += theirs["input_ids"].count(think)
+    assert seen > 4
