@@ -138,8 +138,8 @@ def test_what_means_something_elsewhere_is_no_less_refused_in_a_column(
 ) -> None:
     turns = LLAVA[2]["conversations"]
     rows: list[dict[str, Any]] = [
-        {"conversations": turns, "rejected_response": None, "source": "web"},
-        {"conversations": turns, "rejected_response": "Hum", "source": "web"},
+        {"conversations": turns, "kto_tag": None, "source": "web"},
+        {"conversations": turns, "kto_tag": True, "source": "web"},
     ]
     source = tmp_path / f"pairs.{form}"
     if form == "jsonl":
@@ -148,7 +148,7 @@ def test_what_means_something_elsewhere_is_no_less_refused_in_a_column(
         pq.write_table(pa.Table.from_pylist(rows), source)
     report = run(source, tmp_path / "out", images, skip_bad=True)
     [skipped] = report.skipped
-    assert "the record has 'rejected_response': preferences" in skipped.reason
+    assert "the record has 'kto_tag': rewards" in skipped.reason
     assert report.samples == 1
 
 

@@ -4,7 +4,8 @@ Two shapes are known. `messages`: role and content, where content is text or a l
 ({"type": "text"}, {"type": "image", "image": ...}, {"type": "image_url", ...}). `conversations`:
 from and value, LLaVA's. The images of a record are named by its parts, or by `image` or `images`;
 in the second case `<image>` in the text marks the places, unless parts without a name do; in
-`conversations` it always does. Calls and results of tools may have other trainers' roles
+`conversations` it always does. Pairs of answers may be written as other trainers do
+(preferences.py). Calls and results of tools may have other trainers' roles
 (spellings.py).
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vlmpack.convert.preferences import as_pair
 from vlmpack.convert.spellings import respelt
 from vlmpack.data.shards.json_text import parse_json
 from vlmpack.data.shards.keys import PAIR_KEYS, is_absent, refuse_unknown
@@ -122,7 +124,7 @@ def _parsed(record: dict[str, Any]) -> dict[str, Any]:
         except (ValueError, RecursionError) as error:
             raise schema_error(f"{schema!r} is text that is no JSON: {error}") from None
     lists = {name: record[name] for name in TURN_FIELDS if isinstance(record.get(name), list)}
-    return record | {schema: respelt(turns, schema) for schema, turns in lists.items()}
+    return as_pair(record | {schema: respelt(turns, schema) for schema, turns in lists.items()})
 
 
 def _part_image(part: Mapping[str, Any], where: str) -> ImageSource | None:

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from vlmpack.convert.preferences import PROMPT
 from vlmpack.data.shards.json_text import parse_json
 from vlmpack.data.shards.keys import MEANT_ELSEWHERE, PAIR_KEYS, RECORD_KEYS, misspelt
 from vlmpack.data.shards.turns import OTHER_MEDIA
@@ -170,7 +171,9 @@ def _parquet_rows(path: Path, files: Sequence[Path]) -> Iterator[Record]:
 
 def _columns(file: Path, names: Sequence[str]) -> list[str]:
     chat = [name for name in CHAT_COLUMNS if name in names]
-    if len(chat) != 1:
+    if not chat and {*PAIR_KEYS} <= {*names}:  # the prompt may be a column of its own
+        chat = [name for name in (PROMPT,) if name in names]
+    elif len(chat) != 1:
         raise schema_error(
             f"has the columns {', '.join(names)}; expected exactly one of "
             f"{' and '.join(CHAT_COLUMNS)}",
