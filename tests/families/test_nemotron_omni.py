@@ -137,6 +137,46 @@ def test_the_head_lies_below_the_top_of_the_class(tiny):
     )
 
 
+# What reaches other samples
+
+
+def test_without_experts_nothing_of_another_sample_moves_a_bit(tmp_path, mixed):
+    """With experts samples share matmuls, whose last bits follow how many rows they have."""
+    layers = ["linear_attention", "mlp", "full_attention", "linear_attention"]
+
+    def dense():
+        made = config()
+        made.text_config = type(made.text_config)(
+            **{**made.text_config.to_dict(), "layers_block_type": layers}
+        )
+        return made
+
+    folder = write_tiny(replace(TINY["nemotron_h_omni"], config=dense), tmp_path)
+    encoder = Encoder(folder)
+    vlm = make_engine(folder, encoder).vlm.train()
+    assert not any("experts" in name for name, _ in vlm.model.named_parameters())
+    samples = [encoder.encode(sample.cooked()) for sample in mixed]
+    number = next(n for n, sample in enumerate(samples) if sample.media is not None)
+    other = replace(
+        samples[number],
+        input_ids=samples[number].input_ids.roll(1),
+        media=replace(
+            samples[number].media, pixel_values=samples[number].media.pixel_values.flip(0)
+        ),
+    )
+
+    def logits(row):
+        batch = pack(row, alignment=8)
+        with torch.no_grad():
+            hidden = vlm.hidden_states(batch, batch.packed_seq_params())
+            return vlm.logits(hidden).split(batch.segment_lengths)[: len(row)]
+
+    before = logits(samples)
+    after = logits([*samples[:number], other, *samples[number + 1 :]])
+    for place, (mine, theirs) in enumerate(zip(after, before, strict=True)):
+        assert torch.equal(mine, theirs) == (place != number)
+
+
 # What no sample reaches
 
 
