@@ -118,7 +118,18 @@ def test_what_tiny_models_keep(tmp_path, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["qwen3_next", "olmo_hybrid", "lfm2", "lfm2_moe", "bamba", "falcon_h1", "zamba2"]
+    "name",
+    [
+        "qwen3_next",
+        "olmo_hybrid",
+        "lfm2",
+        "lfm2_moe",
+        "bamba",
+        "granitemoehybrid",
+        "falcon_h1",
+        "zamba2",
+        "mamba2",
+    ],
 )
 def test_what_other_hybrids_keep(tmp_path, name):
     """Layers are known by their tensors alone: no family of these is asked."""

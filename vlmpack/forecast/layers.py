@@ -17,7 +17,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 _LAYER = re.compile(r"^(.*\blayers)\.(\d+)\.(.+)$")
 _ATTENTION = re.compile(r"(^|\.)\w*(attn|attention|qkv|q_proj|k_proj)\.")
-_UP = re.compile(r"(?:^|\.)(up_proj|gate_up_proj|w1|w3|fc1|gate_proj)\.weight$")
+_UP = re.compile(r"(?:^|\.)(up_proj|gate_up_proj|input_linear|w1|w3|fc1|gate_proj)\.weight$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,9 +187,15 @@ def _up(layer: Shapes) -> list[tuple[str, int]]:
     """Matrices into an MLP's columns, of no expert that a router chooses: name and columns."""
     found = []
     for name, shape in layer.items():
-        if (match := _UP.search(name)) and ".experts." not in f".{name}":
-            found.append((match[1], shape[0] // (1 + (match[1] == "gate_up_proj"))))
+        if (match := _UP.search(name)) and not _of_experts(name, shape):
+            both = match[1] in ("gate_up_proj", "input_linear")
+            found.append((match[1], shape[0] // (1 + both)))
     return found
+
+
+def _of_experts(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is of experts that a router chooses: by name, or all of them in one."""
+    return ".experts." in f".{name}" or ("moe" in name and len(shape) == 3)
 
 
 def _gated(layer: Shapes) -> bool:
@@ -212,7 +218,7 @@ def _mlp(layer: Shapes, text: Mapping[str, Any], known: bool) -> tuple[int, int,
     if not known:  # a stack of scans alone (Mamba-2) has no MLPs
         has_none = _recurrent(layer, text) is not None
         columns = text.get("intermediate_size", 0) if has_none else text["intermediate_size"]
-    if not any(".experts." in f".{name}" for name in layer):
+    if not any(_of_experts(name, shape) for name, shape in layer.items()):
         return columns, 0, 0
     choices = text.get("num_experts_per_tok") or text.get("top_k_experts") or 0
     each = text.get("moe_intermediate_size") or text["intermediate_size"]
