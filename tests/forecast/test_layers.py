@@ -16,10 +16,9 @@ from support.published_hybrids import (
 from support.weight_headers import write_headers
 
 from vlmpack.backends.skeleton import model_skeleton
-from vlmpack.errors import ModelError
 from vlmpack.families.registry import family_of
 from vlmpack.forecast.layers import LayerSizes, RecurrentSizes, decoder_layers
-from vlmpack.forecast.parameters import read_sizes
+from vlmpack.forecast.parameters import UnknownSizesError, read_sizes
 
 SCAN = RecurrentSizes(kind="scan", channels=208, heads=8, keys=24, key_width=12, inner=160)
 RULE = RecurrentSizes(kind="delta_rule", channels=128, heads=4, keys=24, key_width=12, inner=80)
@@ -132,5 +131,5 @@ def test_names_that_nobody_knows_leave_it_to_the_config(tmp_path):
     assert decoder_layers(odd, text) == told
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64, "vocab_size": 100}))
     write_headers(tmp_path, odd)
-    with pytest.raises(ModelError, match="does not say 'num_attention_heads'"):
+    with pytest.raises(UnknownSizesError, match="does not say 'num_attention_heads'"):
         read_sizes(tmp_path)

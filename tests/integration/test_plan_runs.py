@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 from vlmpack import finetune
 from vlmpack.cli.app import app
 from vlmpack.errors import RecipeError, VlmpackError
+from vlmpack.forecast import open as opening
+from vlmpack.forecast.parameters import UnknownSizesError
 
 MODES: dict[str, dict[str, Any]] = {
     "none": {"packing__mode": "none"},
@@ -140,3 +142,20 @@ def test_models_whose_layers_differ_are_planned(
     assert own["samples"] > 0 and memory["activations"] > 0
     said = [line for line in memory["formula"] if line.startswith("a layer that carries state")]
     assert len(said) == (name != "gemma4")
+
+
+def test_a_model_whose_sizes_nobody_knows_is_planned_without_its_memory(
+    tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(folder: Path) -> None:
+        raise UnknownSizesError(f"{folder} does not say 'depth', so memory cannot be estimated")
+
+    monkeypatch.setattr(opening, "read_sizes", unknown)
+    recipe, out = write_recipe(tmp_path / "recipe.yaml", settings), tmp_path / "plan.json"
+    ran = CliRunner().invoke(app, ["plan", str(recipe), "--json", str(out)])
+    assert ran.exit_code == 0, ran.output
+    plan = json.loads(out.read_text())
+    assert plan["memory"] is None
+    assert plan["notes"][0].endswith("does not say 'depth', so memory cannot be estimated")
+    ran = CliRunner().invoke(app, ["plan", str(recipe)])
+    assert "does not say 'depth'" in " ".join(ran.output.split())

@@ -222,6 +222,8 @@ def _mlp(layer: Shapes, text: Mapping[str, Any], known: bool) -> tuple[int, int,
         return columns, 0, 0
     choices = text.get("num_experts_per_tok") or text.get("top_k_experts") or 0
     each = text.get("moe_intermediate_size") or text["intermediate_size"]
+    if isinstance(each, (list, tuple)):  # ERNIE's: of experts for text, and of those for images
+        each = max(each)
     sent = text.get("moe_latent_size") or text["hidden_size"]
     return columns + choices * each, choices * sent, choices
 

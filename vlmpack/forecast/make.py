@@ -39,6 +39,7 @@ class PlanInputs:
         sizes: of the model; None where its folder does not say them.
         world_size: processes.
         trained: what of the model is.
+        unsized: why `sizes` is None, for the notes; empty where the reason is plain.
     """
 
     recipe: Recipe
@@ -47,6 +48,7 @@ class PlanInputs:
     sizes: ModelSizes | None
     world_size: int
     trained: TrainedSizes = EVERY_WEIGHT
+    unsized: str = ""
 
     @property
     def copies(self) -> int:
@@ -189,7 +191,7 @@ def _run_steps(inputs: PlanInputs, own: PlannedMode, progress: Progress) -> int:
 
 
 def _notes(inputs: PlanInputs, own: PlannedMode, micro: int) -> tuple[str, ...]:
-    notes = []
+    notes = [inputs.unsized] if inputs.unsized else []
     if own.plans_rows:
         notes.append(
             f"none and in_batch are shown with micro-batches of {micro} samples, about as many as "

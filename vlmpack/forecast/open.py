@@ -13,7 +13,7 @@ from vlmpack.data.packs.manifest import MANIFEST
 from vlmpack.distributed import Ranks
 from vlmpack.forecast.figures import RunPlan
 from vlmpack.forecast.make import PlanInputs, plan_figures
-from vlmpack.forecast.parameters import read_sizes
+from vlmpack.forecast.parameters import UnknownSizesError, read_sizes
 from vlmpack.forecast.progress import Progress, silent
 from vlmpack.forecast.trained import EVERY_WEIGHT, trained_sizes
 from vlmpack.recipe import Recipe, check_world, load_recipe
@@ -35,7 +35,11 @@ def plan_recipe(recipe: Recipe, *, world_size: int, progress: Progress = silent)
     """
     check_world(recipe, world_size)
     encoder = build_encoder(recipe)
-    sizes = read_sizes(encoder.folder)
+    unsized = ""
+    try:
+        sizes = read_sizes(encoder.folder)
+    except UnknownSizesError as error:  # all but memory can be said
+        sizes, unsized = None, str(error)
     trained = EVERY_WEIGHT if sizes is None else trained_sizes(policy_of(recipe), encoder)
     opened, packs = recipe, recipe.packing.path
     if recipe.packing.facts.reads_packs and not (packs and (Path(packs) / MANIFEST).is_file()):
@@ -50,6 +54,7 @@ def plan_recipe(recipe: Recipe, *, world_size: int, progress: Progress = silent)
             config=replace(train.config, row_cost=build_cost_model(encoder)),
             split=train.split,
             sizes=sizes,
+            unsized=unsized,
             trained=trained,
             world_size=world_size,
         )

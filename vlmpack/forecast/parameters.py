@@ -76,12 +76,16 @@ class ModelSizes:
         return len(self.decoder)
 
 
+class UnknownSizesError(ModelError):
+    """Neither config.json nor the names of tensors say what the estimate needs."""
+
+
 def read_sizes(folder: Path) -> ModelSizes | None:
     """The sizes of a model folder; None where it has no safetensors file.
 
     Raises:
-        ModelError: a file that is none or is missing, or a config.json without the sizes of a
-            decoder.
+        ModelError: a file that is none or is missing.
+        UnknownSizesError: a config.json without the sizes of a decoder.
     """
     if next(folder.glob("*.safetensors"), None) is None:
         return None
@@ -95,7 +99,7 @@ def read_sizes(folder: Path) -> ModelSizes | None:
     try:
         return _sizes(shapes, config, f"{len(paths)} safetensors header{'s'[: len(paths) > 1]}")
     except (KeyError, TypeError) as error:
-        raise ModelError(
+        raise UnknownSizesError(
             f"model.path: {folder / 'config.json'} does not say {error}, so memory cannot be "
             "estimated"
         ) from error
@@ -158,6 +162,8 @@ def _tower(vision: Mapping[str, Any] | None) -> TowerSizes | None:
     return TowerSizes(
         blocks=vision.get("depth") or vision["num_hidden_layers"],
         width=width,
-        intermediate=vision.get("intermediate_size") or int(width * vision["mlp_ratio"]),
+        intermediate=vision.get("intermediate_size")
+        or vision.get("mlp_dim")
+        or int(width * vision["mlp_ratio"]),
         gated=vision.get("hidden_act") == "silu",
     )
