@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from support.engines import make_engine, policy
@@ -32,6 +33,23 @@ def test_every_expert_is_used_and_the_bias_of_their_choice_stays(folder):
     assert [bool(one.any()) for one in experts] == [True] * 4
     assert not any("e_score_correction_bias" in name for name in gradients)
     assert any("e_score_correction_bias" in name for name in vlm.model.state_dict())
+
+
+@pytest.mark.parametrize("least", [None, 0.0])
+def test_the_class_bounds_steps_by_a_key_that_servers_do_not_read(folder, tmp_path, least):
+    """As docs/recurrence.md has it of transformers; where this fails, it was mended there."""
+    copy = tmp_path / "model"
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text(encoding="utf-8"))
+    assert config["time_step_limit"][0] == 0.0 and config["time_step_min"] == 0.001
+    if least is not None:
+        (copy / "config.json").write_text(json.dumps(config | {"time_step_min": least}))
+    bounds = {
+        module.time_step_limit
+        for module in load_model(copy).modules()
+        if hasattr(module, "time_step_limit")
+    }
+    assert bounds == {(0.001 if least is None else least, float("inf"))}
 
 
 def test_no_adapter_stands_where_a_kernel_reads_the_weight_alone(folder, tmp_path):
