@@ -68,6 +68,28 @@ def test_flags_stay_with_their_calls() -> None:
     assert [len(turn.fields["tool_calls"]) for turn in (first, second)] == [1, 1]
 
 
+FUNCTION = {"name": "get", "description": "Gets.", "parameters": {"type": "object"}}
+WRAPPED = {"type": "function", "function": FUNCTION}
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+@pytest.mark.parametrize("tool", [FUNCTION, {"type": "function", **FUNCTION}, WRAPPED])
+def test_tools_are_those_that_a_server_hands_to_the_template(tool: Any, as_text: bool) -> None:
+    tools = json.dumps([tool]) if as_text else [tool]
+    converted = chat_turns({**sharegpt(), "tools": tools})
+    assert list(converted.beside.tools) == [WRAPPED] == converted.document(())["tools"]
+    other = {"type": "web_search", "name": "get"}  # of another kind: as it is
+    assert list(chat_turns({**sharegpt(), "tools": [other]}).beside.tools) == [other]
+    in_shards = json.dumps({**OURS, "tools": [FUNCTION]}).encode()  # as transformers would take it
+    assert list(cook_text("k", "s", in_shards, ("json",)).sample.beside.tools) == [FUNCTION]
+
+
+@pytest.mark.parametrize("tools", ["[{", '"get"', {"a": 1}, [1], [[]]])
+def test_tools_that_are_none_are_named_by_the_reader(tools: object) -> None:
+    with pytest.raises(DataError, match="tools"):
+        chat_turns({**sharegpt(), "tools": tools})
+
+
 def test_other_turns_stay_as_they_are() -> None:
     turns: list[Any] = [{"role": "user", "content": "Q"}, "no turn", {"content": 1}, None]
     assert respelt(turns, "messages") == turns

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlmpack.convert.preferences import as_pair
-from vlmpack.convert.spellings import respelt
+from vlmpack.convert.spellings import respelt, with_wrapped_tools
 from vlmpack.data.shards.json_text import parse_json
 from vlmpack.data.shards.keys import PAIR_KEYS, is_absent, refuse_unknown
 from vlmpack.data.shards.turns import (
@@ -115,14 +115,16 @@ def chat_turns(record: dict[str, Any]) -> ChatTurns:
 
 
 def _parsed(record: dict[str, Any]) -> dict[str, Any]:
-    """The record, with its turns parsed where a parquet column holds them as JSON text, and those
-    of tools as other trainers spell them in our own words."""
+    """The record, with its turns parsed where a parquet column holds them as JSON text, and tools
+    and their turns, as other trainers spell them, in our own words."""
     texts = {name: record[name] for name in TURN_FIELDS if isinstance(record.get(name), str)}
     for schema, text in texts.items():
         try:
             record = record | {schema: parse_json(text)}
         except (ValueError, RecursionError) as error:
             raise schema_error(f"{schema!r} is text that is no JSON: {error}") from None
+    if "tools" in record:
+        record = record | {"tools": with_wrapped_tools(record["tools"])}
     lists = {name: record[name] for name in TURN_FIELDS if isinstance(record.get(name), list)}
     return as_pair(record | {schema: respelt(turns, schema) for schema, turns in lists.items()})
 

@@ -6,6 +6,12 @@
     {"role": "tool_response", "content": "4 degrees"}
 
 Calls that follow each other directly are those of one turn. Other turns stay as they are.
+
+    [{"name": "get", "parameters": {...}}]     the tools of ShareGPT and of LLaMA-Factory, as JSON
+                                               text or not; type "function" beside it or not
+
+Servers hand such tools to the template inside {"type": "function", "function": ...}, and so do
+these trainers: a model that is taught the bare ones reads other text later than in training.
 """
 
 from __future__ import annotations
@@ -49,6 +55,29 @@ def respelt(turns: list[Any], schema: str) -> list[Any]:
             found.append(turn)
         is_open = name in CALL_ROLES
     return found
+
+
+def with_wrapped_tools(tools: object) -> object:
+    """A record's tools, functions that stand there bare each in its wrapper.
+
+    Args:
+        tools: as the record has them; what is no list of tools stays as it is.
+    """
+    if isinstance(tools, str):
+        try:
+            tools = parse_json(tools)
+        except (ValueError, RecursionError):  # the reader of records says so
+            return tools
+    return [_wrapped(tool) for tool in tools] if isinstance(tools, list) else tools
+
+
+def _wrapped(tool: Any) -> Any:
+    if not isinstance(tool, dict) or "function" in tool or not isinstance(tool.get("name"), str):
+        return tool
+    if tool.get("type", "function") != "function":
+        return tool
+    bare = {key: value for key, value in tool.items() if key != "type"}
+    return {"type": "function", "function": bare}
 
 
 def _same(turn: dict[str, Any], before: dict[str, Any]) -> bool:
