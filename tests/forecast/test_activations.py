@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from support.engines import EVERYTHING, engine_of, single_rank
@@ -11,6 +15,7 @@ from support.kept import kept_bytes
 from support.plans import mode_of
 from support.recurrences import recurrent_sizes, segments
 from support.samples import text_sample
+from support.shards import ROOT
 
 from vlmpack.encode import Encoder
 from vlmpack.forecast import activations
@@ -150,6 +155,30 @@ def test_what_other_hybrids_keep(tmp_path, name):
     sizes = read_sizes(tmp_path)
     estimated = sum(sum(layer_bytes(x, sizes.hidden, Numbers(4, 12), CPU)) for x in sizes.decoder)
     assert 0.9 < (found[1] - found[0]) / 512 / estimated < 1.1
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "nemotron_h"])
+def test_the_memory_of_a_process_over_a_step(model_type):
+    """Gigabytes of a row of 8,192 tokens; temporaries and the allocator's habits are in it."""
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "support.step_peak", model_type],
+        env=os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join((str(ROOT / "tests"), str(ROOT))),
+            # What is freed leaves the process.
+            "MALLOC_MMAP_THRESHOLD_": "65536",
+            "MALLOC_TRIM_THRESHOLD_": "65536",
+        },
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert ran.returncode == 0, ran.stderr
+    rise, estimate = map(int, ran.stdout.split())
+    print(model_type, f"{rise / 2**20:,.0f} MiB, {rise / estimate:.2f} of the estimate")
+    assert estimate > 2**30
+    assert 0.8 < rise / estimate < 1.2
 
 
 def test_what_a_recipe_asks_for_is_what_is_counted(monkeypatch):
