@@ -130,7 +130,11 @@ def test_a_state_that_runs_from_sample_to_sample_does_not_pass(monkeypatch):
 
 @SLOW
 @pytest.mark.parametrize(
-    ("keeps", "said"), [(False, "those of the model before training"), (True, "with other logits")]
+    ("keeps", "said"),
+    [
+        pytest.param(False, "those of the model before training", marks=pytest.mark.soak),
+        (True, "with other logits"),
+    ],
 )
 def test_an_export_with_other_weights_does_not_pass(monkeypatch, keeps, said):
     load = exported.load_model

@@ -148,8 +148,8 @@ GENERIC = "generic"
 
 
 def generic_line(model_type: str) -> ServedModel:
-    """The line of a class that the generic family trains."""
-    return ServedModel(title=model_type, family=GENERIC)
+    """The line of a class that the generic family trains; nobody said whether it has experts."""
+    return ServedModel(title=model_type, family=GENERIC, has_experts=True)
 
 
 def model_types() -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.whole_runs import assert_same_steps, finetune_in_ranks
 
 import vlmpack
 from vlmpack.backends.hf import whole_model
@@ -113,6 +114,20 @@ def test_a_model_too_large_is_verified_tiny_and_by_one_sample(made, tmp_path, mo
     assert found["checks"][-1]["name"] == one_sample.NAME
     assert found["forward_on"] == "the folder's weights" and len(found["checks"]) >= 10
     assert "random weights" in found["weights"]
+
+
+@pytest.mark.slow
+def test_replicas_take_one_processs_steps_where_weights_get_no_gradient(made, tmp_path):
+    config = json.loads((made / "model" / "config.json").read_text())
+    assert config["vision_feature_layer"] == -2, "the tower's last layer is trained in vain"
+    given = settings(made, tmp_path / "one")
+    given["training"] |= {"micro_batch_size": 2, "global_batch_size": 4, "max_steps": 2}
+    vlmpack.finetune(given)
+    recipe = tmp_path / "two.yaml"
+    recipe.write_text(json.dumps({**given, "run_dir": str(tmp_path / "two")}))
+    done = finetune_in_ranks(recipe, processes=2)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert_same_steps(tmp_path / "two", tmp_path / "one", 2)
 
 
 def test_a_loop_of_ones_own_has_no_proof(made):

@@ -71,7 +71,7 @@ class HFEngine:
         policy: TrainingPolicy,
         compute: Compute,
     ) -> None:
-        from accelerate import Accelerator
+        from accelerate import Accelerator, DistributedDataParallelKwargs
 
         self.ranks, self.device = ranks, ranks.device
         self.policy, self.paths = policy, encoder.family.modules
@@ -106,7 +106,13 @@ class HFEngine:
         self.sharded = split.sharding == "fsdp" and ranks.world_size > 1
         self.module: nn.Module = self.vlm
         # Autocast is ours: accelerate keeps its mixed precision per process, not per model.
-        self.accelerator = Accelerator(cpu=ranks.device.type == "cpu", mixed_precision="no")
+        # A class that nobody wrote down may have trained weights that no sample reaches.
+        replicas = DistributedDataParallelKwargs(
+            find_unused_parameters=encoder.family.proven_by_verify
+        )
+        self.accelerator = Accelerator(
+            cpu=ranks.device.type == "cpu", mixed_precision="no", kwargs_handlers=[replicas]
+        )
         if self.sharded:
             shard_model(self.vlm, ranks, compute_dtype=self.compute_dtype)
         else:

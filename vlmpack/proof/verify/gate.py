@@ -52,6 +52,11 @@ def require_proof(setup: Setup, folder: Path, train: TrainData) -> None:
     if kept is not None:
         logger.info("%-14s %s (found in %s)", "verify", kept, path)
         return
+    logger.info(
+        "%-14s no family of ours serves %s: packed is compared with unpacked before the first step",
+        "verify",
+        setup.encoder.family.name,
+    )
     found = _proven(setup, folder, train)
     written = setup.ranks.on_main(lambda: write_verification(found, folder))
     if not found.passes:
