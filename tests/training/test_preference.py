@@ -346,3 +346,39 @@ def test_pairs_without_a_reference_are_refused(engine, pairs):
     stepper = make_stepper(engine, objective=dpo(ObjectiveSection(name="dpo")))
     with pytest.raises(ReferenceCacheError, match="'pair0' and those beside it come without"):
         stepper.evaluate([PACKED(pairs[:2])])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(200))
+def test_any_pairs_in_any_rows(seed, engine, pair_encoder):
+    """Random pairs on 0 to 3 images, random rows, alignment, loss and reference."""
+    draw = random.Random(seed)
+    raw = draw.sample(raw_pairs(seed), k=draw.randint(1, 6))
+    pairs = [pair_encoder.encode(cooked_pair(*pair)) for pair in raw]
+    knobs = KNOBS[draw.choice(list(KNOBS))]
+    model = stock_double()
+    log_p = stock_log_p(model, pair_encoder, pairs)
+    tokens = [int((part.labels != -100).sum()) for pair in pairs for part in sequences_of(pair)]
+    noise = torch.randn(len(log_p), generator=torch.Generator().manual_seed(seed)).double()
+    reference = log_p.detach() + 5 * noise
+    loss = stock_loss(log_p, reference, torch.tensor(tokens), knobs)
+    loss.backward()
+    order, rows = draw.sample(range(len(pairs)), k=len(pairs)), []
+    while order:
+        size = draw.randint(1, len(order))
+        rows.append(order[:size])
+        order = order[size:]
+    collate = draw.choice([PADDED, TIGHT, PACKED, replace(PACKED, pad_to_multiple_of=16)])
+    batches = [
+        replace(
+            collate([pairs[place] for place in row]),
+            reference=reference[[2 * place + k for place in row for k in (0, 1)]],
+        )
+        for row in [*rows, *([[]] if collate is PACKED else [])]
+    ]
+    value, found, _ = take_step(engine, dpo(knobs), batches)
+    assert value == pytest.approx(float(loss.detach()), abs=1e-13, rel=1e-13)
+    whole = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    trained = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    far = torch.cat([(found[name] - trained[name]).flatten() for name in trained])
+    assert far.norm() / whole.norm() < 1e-12
