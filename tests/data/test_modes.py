@@ -81,7 +81,9 @@ def check_shape(shards: tuple[str, Path], mode: PackingMode) -> None:
     steps = list(data.batches(data.start(), rank=0, dp=1, max_steps=data.steps_per_epoch()))
     made = [micro.batch.num_slots for step in steps for micro in step.micro_batches]
     planned = data.planned(data.start(), len(steps))
-    layout = layout_of([[batch.bins] for batch in planned], data.split.sizes)
+    layout = layout_of(
+        [[batch.bins] for batch in planned], data.split.sizes, data.split.sequence_tokens
+    )
     rows = lay_out(layout, data.config.mode.shape())
     assert made == rows.slots.tolist() and len(set(made)) > 1
     assert data.dataset.collator.empty().num_slots == rows.empty_slots

@@ -44,7 +44,11 @@ COSTS = CostModel(per_token=10.0, per_squared_length=0.01, per_patch=6.0)
 
 def test_slots_of_rows_by_hand() -> None:
     lengths = np.asarray([5, 7, 3, 0, 9, 0])
-    layout = layout_of([[((0, 1), (2, 3))], [((4,), (5,))]], lambda n: (lengths[n], 2 * lengths[n]))
+    layout = layout_of(
+        [[((0, 1), (2, 3))], [((4,), (5,))]],
+        lambda n: (lengths[n], 2 * lengths[n]),
+        lambda n: lengths[n][:, None],
+    )
     assert layout.bins.tolist() == [2, 2, 1, 1]
     assert layout.steps.tolist() == [2, 2]
     assert layout.trained.tolist() == [2, 1, 1, 0]
@@ -88,7 +92,7 @@ def test_imbalance_is_what_the_pipeline_deals(ranks: int) -> None:
     def sizes(numbers: Any) -> Any:
         return tokens[numbers], patches[numbers]
 
-    layout = layout_of([batches], sizes)
+    layout = layout_of([batches], sizes, lambda numbers: tokens[numbers][:, None])
     mode = PlannedMode(mode=MODE, layout=layout, micro_batch_size=1, is_recipes=True)
     figures = {one.data_parallel: one for one in imbalance_figures(mode, ranks, COSTS)}
     found = figures[ranks]

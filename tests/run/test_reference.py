@@ -15,8 +15,10 @@ from support.recipes import rewrite, rows, run_settings
 from support.whole_runs import audited, finetune_in_ranks, run_until
 
 from vlmpack.api import resolve, run_recipe
+from vlmpack.build.read_only import open_recipe
 from vlmpack.distributed import Ranks
 from vlmpack.errors import RecipeError, ReferenceCacheError
+from vlmpack.forecast.open import plan_recipe
 from vlmpack.proof.verify import VerifyOptions, verify_recipe
 from vlmpack.run.reference import make_references
 from vlmpack.training import reference as reference_pass
@@ -118,6 +120,29 @@ def test_shards_indexed_on_the_way_have_their_own_reference(tmp_path):
     found = rows(Path(values["run_dir"]), "margin", "accuracy", "num_samples")
     assert sum(row[2] for row in found[:5]) == NUM_PAIRS, "an epoch"
     assert max(abs(row[0]) for row in found) < 1e-4, "of a model that stays, every margin is 0"
+
+
+@pytest.mark.parametrize("shuffle", ["global", "window"])
+def test_plan_counts_what_a_run_of_pairs_computes(tmp_path, shard, shuffle):
+    """Slots of every mode of an epoch, of which the padded ones are rows of one sequence each."""
+    trained = {}
+    for mode, more in (("none", {}), ("in_batch", {}), ("online", PLANNED)):
+        (tmp_path / mode).mkdir()
+        changes = {"packing__mode": mode, "data__shuffle": shuffle, **more}
+        values = settings(tmp_path / mode, shard, **changes, training__num_epochs=1)
+        values["training"].pop("max_steps")
+        recipe = resolve(values, {})
+        train, _ = open_recipe(recipe)
+        state, batches = train.start(), []
+        for step in train.batches(state, rank=0, dp=1, max_steps=5):
+            batches += [micro.batch for micro in step.micro_batches]
+        trained[mode] = sum(batch.num_slots for batch in batches)
+        found = plan_recipe(recipe, world_size=1)
+        own = next(figures for figures in found.modes if figures.is_recipes)
+        assert own.slots == trained[mode]
+        assert train.summary().padded_slots == sum(b.num_padded_slots for b in batches)
+        assert any("18 pairs" in note for note in found.notes)
+    assert trained["none"] > 1.1 * trained["in_batch"]
 
 
 def test_a_pass_that_was_stopped_goes_on(tmp_path, shard, monkeypatch):

@@ -35,7 +35,7 @@ def imbalance_figures(
         return ()
     costs = row_cost(
         layout.by_bin(layout.tokens),
-        layout.by_bin(layout.tokens**2),
+        layout.by_bin(layout.squares),
         layout.by_bin(layout.patches),
         patch_squares=layout.by_bin(layout.patches**2),
     )

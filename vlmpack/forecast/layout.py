@@ -5,7 +5,7 @@ n samples lie in b bins, a bin is a micro-batch; s global batches hold so many b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,6 +26,7 @@ class Layout:
             hole.
         bins: (b,) samples in each bin, none of them 0.
         steps: (s,) bins of each global batch.
+        sequences: (n, k) tokens of each sequence of the samples: 2 of a pair, else 1.
     """
 
     numbers: Int64s
@@ -33,6 +34,13 @@ class Layout:
     patches: Int64s
     bins: Int64s
     steps: Int64s
+    sequences: Int64s
+
+    @cached_property
+    def squares(self) -> Int64s:
+        """(n,) sum of the squared lengths of each sample's sequences."""
+        found: Int64s = (self.sequences**2).sum(axis=1)
+        return found
 
     @cached_property
     def bin_starts(self) -> Int64s:
@@ -58,15 +66,22 @@ class Layout:
         return self.by_bin((self.tokens > 0).astype(np.int64))
 
 
-def layout_of(windows: Iterable[Sequence[tuple[Bin, ...]]], sizes: Sizes) -> Layout:
+def layout_of(
+    windows: Iterable[Sequence[tuple[Bin, ...]]],
+    sizes: Sizes,
+    sequence_tokens: Callable[[Int64s], Int64s],
+) -> Layout:
     """The layout of an epoch.
 
     Args:
         windows: the global batches of each window, as a packer makes them.
         sizes: tokens and patches of samples.
+        sequence_tokens: (n, k) tokens of each of their sequences.
     """
     rows = PackArrays.of(windows)
-    return Layout(rows.numbers, *sizes(rows.numbers), rows.sizes, np.diff(rows.batches))
+    numbers = rows.numbers
+    sequences = sequence_tokens(numbers)
+    return Layout(numbers, *sizes(numbers), rows.sizes, np.diff(rows.batches), sequences)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,17 +105,18 @@ def lay_out(layout: Layout, shape: RowShape) -> Rows:
     """Rows and slots of every bin, as `PackCollator` and `PadCollator` make them."""
     trained = layout.trained
     if shape.padded:
-        width = _up(layout.longest_by_bin(layout.tokens), shape.row_multiple)
+        width = _up(layout.longest_by_bin(layout.sequences.max(axis=1)), shape.row_multiple)
         width = np.maximum(width, shape.row_multiple)
-        rows = np.maximum(trained, 1)  # a bin of holes is one row of padding
+        each = layout.sequences.shape[1]
+        rows = np.maximum(trained * each, 1)  # a bin of holes is one row of padding
         return Rows(
             rows=rows, slots=rows * width, squares=rows * width**2, empty_slots=shape.row_multiple
         )
-    physical = _up(layout.tokens, shape.sequence_multiple)
-    filled = layout.by_bin(physical)
+    physical = _up(layout.sequences, shape.sequence_multiple)
+    filled = layout.by_bin(physical.sum(axis=1))
     least = max(shape.sequence_multiple, shape.row_multiple, shape.width)
     slots = np.where(trained > 0, np.maximum(_up(filled, shape.row_multiple), shape.width), least)
-    squares = layout.by_bin(physical**2) + (slots - filled) ** 2
+    squares = layout.by_bin((physical**2).sum(axis=1)) + (slots - filled) ** 2
     return Rows(rows=np.ones_like(slots), slots=slots, squares=squares, empty_slots=least)
 
 

@@ -192,6 +192,14 @@ def _run_steps(inputs: PlanInputs, own: PlannedMode, progress: Progress) -> int:
 
 def _notes(inputs: PlanInputs, own: PlannedMode, micro: int) -> tuple[str, ...]:
     notes = [inputs.unsized] if inputs.unsized else []
+    if inputs.recipe.objective.learns_pairs:
+        table, usable = inputs.split.fitted.table, inputs.split.fitted.eligible
+        notes.append(
+            f"samples are pairs of two sequences; before the first step one forward pass over "
+            f"{int(usable.sum()):,} pairs ({int(table.num_tokens[usable].sum()):,} tokens, "
+            f"{int(table.num_patches[usable].sum()):,} patches) makes what is missing of the "
+            "reference: a third of an epoch's compute"
+        )
     if own.plans_rows:
         notes.append(
             f"none and in_batch are shown with micro-batches of {micro} samples, about as many as "

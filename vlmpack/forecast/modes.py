@@ -103,7 +103,7 @@ class ModePlanner:
         windows = walked if isinstance(plan, WindowPlan) else plan.first_epoch()
         total = None if isinstance(plan, WindowPlan) else plan.num_windows
         counts = counted(windows, f"packing: {mode.label}", total, self.progress)
-        layout = layout_of(counts, split.sizes)
+        layout = layout_of(counts, split.sizes, split.sequence_tokens)
         micro = self.config.training.micro_batch_size
         return PlannedMode(mode=mode, layout=layout, micro_batch_size=micro, is_recipes=True)
 
@@ -124,7 +124,8 @@ class ModePlanner:
             count = min(count, -(-MAX_PACKED // plan.window))
         windows = plan.first_epoch(count)
         counts = counted(windows, f"packing: {mode.label}", count, self.progress)
-        layout = layout_of(counts, self.fitted.table.sizes)
+        table = self.fitted.table
+        layout = layout_of(counts, table.sizes, table.sequence_tokens)
         part = count < plan.num_windows
         return PlannedMode(mode=mode, layout=layout, micro_batch_size=micro, is_part=part)
 
@@ -145,7 +146,9 @@ class ModePlanner:
         steps = np.full(-(-len(packs) // whole), whole, np.int64)
         if len(packs) % whole:
             steps[-1] = len(packs) % whole
-        layout = Layout(samples.numbers[order], tokens[order], patches[order], bins, steps)
+        sequences = samples.sequences[np.argsort(samples.numbers[:most], kind="stable")]
+        numbers = samples.numbers[order]
+        layout = Layout(numbers, tokens[order], patches[order], bins, steps, sequences[order])
         return PlannedMode(
             mode=self.mode("offline"),
             layout=layout,

@@ -124,14 +124,21 @@ class SampleTable:
         """(n,) tokens and (n,) vision patches of samples."""
         return self.num_tokens[numbers], self.num_patches[numbers]
 
+    def sequence_tokens(self, numbers: Int64s) -> Int64s:
+        """(n, k) tokens of each sequence of samples: 2 of a pair, else 1."""
+        tokens = self.num_tokens[numbers]
+        if self.num_chosen_tokens is None:
+            return tokens[:, None]
+        chosen = self.num_chosen_tokens[numbers]
+        return np.stack([chosen, tokens - chosen], axis=1)
+
     def aligned_sizes(self, numbers: Int64s, alignment: int) -> tuple[Int64s, Int64s]:
         """As `sizes`, each sequence of a pair rounded up by itself, as a row lays it out."""
         tokens, patches = self.sizes(numbers)
-        if self.num_chosen_tokens is None:
-            return tokens, patches
-        chosen = self.num_chosen_tokens[numbers]
-        both = (-(-part // alignment) * alignment for part in (chosen, tokens - chosen))
-        return sum(both, np.zeros_like(tokens)), patches
+        if self.num_chosen_tokens is not None:
+            parts = self.sequence_tokens(numbers)
+            tokens = (-(-parts // alignment) * alignment).sum(axis=1)
+        return tokens, patches
 
     def shard_of(self, number: int) -> int:
         """The place of a sample's shard in `shards`."""

@@ -224,6 +224,16 @@ class GrowingIndex:
         """(n,) tokens and (n,) vision patches of samples."""
         return self.aligned_sizes(numbers, 1)
 
+    def sequence_tokens(self, numbers: Int64s) -> Int64s:
+        """See SampleTable."""
+        each = 2 if self.builder.lengths.encoder.pairs else 1
+        found = np.empty((numbers.shape[0], each), dtype=np.int64)
+        shards, rows = np.divmod(numbers, SHARD_STRIDE)
+        for shard in np.unique(shards).tolist():
+            where = shards == shard
+            found[where] = self.samples(shard).fitted.table.sequence_tokens(rows[where])
+        return found
+
     def aligned_sizes(self, numbers: Int64s, alignment: int) -> tuple[Int64s, Int64s]:
         """See SampleTable."""
         tokens, patches = np.empty_like(numbers), np.empty_like(numbers)

@@ -56,6 +56,9 @@ class Split(Protocol):
     def sizes(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
         """(n,) tokens and (n,) vision patches of samples."""
 
+    def sequence_tokens(self, numbers: Int64s) -> Int64s:
+        """(n, k) tokens of each sequence of samples: 2 of a pair, else 1."""
+
     def places(self, numbers: Int64s) -> Int64s:
         """(n,) where samples stand in `fitted`, by their number in the plan."""
 
@@ -121,6 +124,10 @@ class KnownSplit:
         """See Split."""
         return self.fitted.table.sizes(numbers)
 
+    def sequence_tokens(self, numbers: Int64s) -> Int64s:
+        """See Split."""
+        return self.fitted.table.sequence_tokens(numbers)
+
     def places(self, numbers: Int64s) -> Int64s:
         """See Split."""
         return numbers
@@ -165,7 +172,7 @@ class KnownSplit:
             [self.fitted],
             num_shards=len(self.fitted.table.shards),
             epoch=epoch,
-            tokens=self.fitted.table.num_tokens[rows.numbers],
+            tokens=self.sequence_tokens(rows.numbers),
             bins=rows.sizes,
         )
 

@@ -84,6 +84,10 @@ class StreamedSplit:
         """See Split."""
         return self.index.sizes(numbers)
 
+    def sequence_tokens(self, numbers: Int64s) -> Int64s:
+        """See Split."""
+        return self.index.sequence_tokens(numbers)
+
     def places(self, numbers: Int64s) -> Int64s:
         """See Split. Every shard is indexed first."""
         shards, rows = np.divmod(numbers, SHARD_STRIDE)
@@ -187,12 +191,11 @@ class StreamedSplit:
     def summary(self) -> DataSummary:
         """See Split."""
         rows = PackArrays.of([self.plan.packer(self._first_order())])
-        tokens, _ = self.index.sizes(rows.numbers)
         found = summarise(
             self.index.kept(),
             num_shards=len(self.index.stamps),
             epoch=self.epoch_length(),
-            tokens=tokens,
+            tokens=self.sequence_tokens(rows.numbers),
             bins=rows.sizes,
         )
         self.index.name_keys_from_now(found.unknown_keys)

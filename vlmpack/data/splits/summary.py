@@ -99,7 +99,7 @@ def summarise(
         fitted: its samples, as far as they are known, after the over-long policy.
         num_shards: of the split.
         epoch: how long an epoch is.
-        tokens: (n,) of the planned samples, in plan order.
+        tokens: (n, k) of the sequences of the planned samples, in plan order.
         bins: (b,) samples in each of their bins, in plan order.
     """
     good = [np.flatnonzero(one.eligible & ~one.table.bad) for one in fitted]
@@ -111,7 +111,7 @@ def summarise(
 
     lengths = column("num_tokens")
     faults = Counter(kind for one in fitted for kind, _ in one.table.faults.values())
-    padded, packed = count_slots(tokens, bins)
+    padded, packed = count_slots(tokens.reshape(-1), bins * tokens.shape[1])
     return DataSummary(
         num_shards=num_shards,
         num_indexed=sum(len(one.table.shards) for one in fitted),
@@ -131,7 +131,7 @@ def summarise(
         epoch_steps=epoch.num_steps,
         epoch_is_exact=epoch.exact,
         num_rows=int(bins.size),
-        row_samples=int(tokens.size),
+        row_samples=tokens.shape[0],
         epoch_tokens=int(tokens.sum()),
         padded_slots=padded,
         packed_slots=packed,
@@ -140,11 +140,11 @@ def summarise(
 
 
 def count_slots(lengths: Int64s, bins: Int64s) -> tuple[int, int]:
-    """(slots when every bin is padded to its longest sample, slots when it is packed).
+    """(slots when every bin is padded to its longest sequence, slots when it is packed).
 
     Args:
-        lengths: (n,) tokens of each sample in plan order; 0 for a hole.
-        bins: (b,) samples in each bin, in order; they sum to n.
+        lengths: (n,) tokens of each sequence in plan order; 0 for a hole.
+        bins: (b,) sequences in each bin, in order; they sum to n.
     """
     if not bins.size:
         return 0, 0
