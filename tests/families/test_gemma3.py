@@ -239,12 +239,12 @@ def test_the_table_and_the_families_agree_on_who_needs_masks(tmp_path):
         tiny.config().save_pretrained(str(tmp_path / name))
         if family_of(tmp_path / name).modules.image_blocks:
             with_blocks.add(name)
-    assert with_blocks == {"gemma3", "gemma4-dense", "gemma4-mixture"}
+    assert with_blocks == {"gemma3", "gemma4-dense", "gemma4-mixture", "gemma4_unified"}
     for served in (SERVED[model_type_of(name)] for name in with_blocks):
         assert served.attention.names == ("segments",)
         assert served.engines == ("hf",)
     alone = {name for name, served in SERVED.items() if served.attention is not None}
-    assert alone == {"gemma3", "gemma4", "gemma4_text"}
+    assert alone == {"gemma3", "gemma4", "gemma4_unified", "gemma4_text"}
 
 
 def test_a_batch_that_says_nothing_of_its_blocks_is_refused(gemma):
