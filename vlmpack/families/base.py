@@ -41,8 +41,6 @@ class ModulePaths:
         blocks_in_windows: True where they do so in layers with a sliding window alone.
         untouched: what the class loads and our samples never reach (an audio tower): it stays as
             it is, whatever is trained.
-        uncalled: how the names of linear layers end whose weights a kernel reads without a call of
-            the layer (Mamba-2's fused one): an adapter beside them would never be asked.
         whole: the model without its head, where its own forward pass is run on a whole row, ids and
             images together; None where the parts are called one by one.
     """
@@ -55,7 +53,6 @@ class ModulePaths:
     image_blocks: bool = False
     blocks_in_windows: bool = False
     untouched: tuple[str, ...] = ()
-    uncalled: tuple[str, ...] = ()
     whole: str | None = None
 
     def head_of(self, model: Any) -> Any:

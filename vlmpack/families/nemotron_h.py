@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlmpack.families import flops
-from vlmpack.families.base import ModulePaths
 from vlmpack.families.configs import whole_config
 from vlmpack.families.hybrid_flops import nemotron_h_decoder
 from vlmpack.families.text_lm import TextLM
@@ -29,8 +28,4 @@ class NemotronH(TextLM):
         return flops.cost_model(whole, decoder=nemotron_h_decoder(whole))
 
 
-FAMILY = NemotronH(
-    name="nemotron_h",
-    model_types=("nemotron_h",),
-    modules=ModulePaths(vision=None, projectors=(), language="model", uncalled=("mixer.out_proj",)),
-)
+FAMILY = NemotronH(name="nemotron_h", model_types=("nemotron_h",))

@@ -48,7 +48,6 @@ PATHS = ModulePaths(
         "vision_model.embeddings.video_patch_projection",
         "vision_final_layernorm",
     ),
-    uncalled=("mixer.out_proj",),
 )
 
 

@@ -44,6 +44,7 @@ from vlmpack.recurrence import RowSegments, choose_recurrence
 
 LENGTHS = (5, 70, 2, 33, 64, 90)
 QUICK = ("qwen3_5_text", "nemotron_h")
+NEVER_FUSED = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "lfm2", "lfm2_moe")
 TYPES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
 
 
@@ -295,6 +296,24 @@ def test_the_fused_path_of_training_is_left_alone_in_packed_rows(monkeypatch):
     with replaced_kernels(model, choice()):
         model(ids[0][None], use_cache=False)
     assert len(called) == 2  # outside of packed rows, once a layer
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_layers_that_a_fused_path_reads_alone_are_known(model_type, monkeypatch):
+    """Those whose weights stock hands to it in training; they get no adapters."""
+    model, given = hybrid(model_type), []
+
+    def heard(*args, **options):
+        given.extend(map(id, (*args, *options.values())))
+
+    for module, function, kernel in recurrence.kernel_places(model):
+        if kernel == "mamba_split_conv1d_scan_combined":
+            monkeypatch.setattr(module, function, heard)
+    losses_alone(model, samples((9,)))
+    linear = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    taken = {name for name, layer in linear.items() if id(layer.weight) in given}
+    assert taken == recurrence.uncalled_layers(model)
+    assert bool(taken) == (model_type not in NEVER_FUSED)
 
 
 def test_a_layer_that_hands_no_segments_on_is_found():

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vlmpack.backends.hf.recurrence import uncalled_layers
 from vlmpack.backends.policy import TrainingPolicy, component_of, is_untouched
 from vlmpack.errors import CapabilityError
 from vlmpack.families.base import ModulePaths
@@ -112,12 +113,13 @@ def adapter_targets(model: Any, paths: ModulePaths, policy: TrainingPolicy) -> l
     head = paths.head_of(model)
     # Layers of a derived class are read by their owners without a call (that of
     # nn.MultiheadAttention is): an adapter beside them would never be asked.
+    uncalled = uncalled_layers(model)
     linear = [
         name
         for name, module in model.named_modules()
         if type(module) is nn.Linear and module is not head
         if policy.mode(component_of(name, paths)) == "lora"
-        if not is_untouched(name, paths) and not name.endswith(paths.uncalled)
+        if not is_untouched(name, paths) and name not in uncalled
     ]
     ends = None if lora.targets == "all-linear" else lora.targets
     chosen = [name for name in linear if ends is None or _ends_in(name, ends)]

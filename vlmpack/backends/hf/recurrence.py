@@ -220,6 +220,21 @@ def recurrence_kinds(model: nn.Module) -> tuple[Kind, ...]:
     return tuple(kind for kind in KINDS if kind in found)
 
 
+def uncalled_layers(model: nn.Module) -> set[str]:
+    """Names of the linear layers whose weights Mamba-2's fused path takes without a call of the
+    layer: where that runs (padded rows, on CUDA), an adapter beside one would never be asked."""
+    fused = {
+        module.__name__
+        for module, _, kernel in kernel_places(model)
+        if kernel in KERNELS and KERNELS[kernel].ours is _switched_off
+    }
+    return {
+        f"{name}.out_proj"
+        for name in recurrent_modules(model)
+        if type(model.get_submodule(name)).__module__ in fused
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class HeardCall:
     """A recurrence that a layer of a packed row asked for.
