@@ -69,7 +69,7 @@ def _open(setup: Setup, place: Place, model: ModelWatch, begun: BegunSteps, unre
     train = splits.train
     ranks.on_main(lambda: say_memory(setup, train))
     if setup.encoder.family.proven_by_verify:
-        require_proof(setup, run_dir.path / "verify", train)
+        require_proof(setup, run_dir.path / "verify", train, model.hashing.finish())
     elif recipe.training.verify and saved is None:
         verify_at_start(setup, run_dir.path / "verify", train)
     checkpoint = ranks.on_main(lambda: choose_checkpoint(recipe.checkpoint, run_dir))

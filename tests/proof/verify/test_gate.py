@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,18 @@ from support.whole_runs import assert_same_steps, finetune_in_ranks
 
 import vlmpack
 from vlmpack.backends.hf import whole_model
+from vlmpack.build.data import build_encoder
+from vlmpack.build.setup import Setup
 from vlmpack.capabilities import refused
+from vlmpack.distributed import Ranks
 from vlmpack.errors import CapabilityError, VerificationError
+from vlmpack.model_folder.hashing import hashing_weights
+from vlmpack.model_folder.remembered import RememberedDigests
 from vlmpack.proof.sweep.folder import write_folder
 from vlmpack.proof.sweep.samples import write_shard
 from vlmpack.proof.verify import gate, memory, one_sample, run
+from vlmpack.proof.verify.run import Verification
+from vlmpack.recipe import load_recipe
 
 CLASS = "llava_next"
 """A class that no family of ours serves."""
@@ -80,6 +89,46 @@ def test_the_first_launch_verifies_and_later_ones_find_its_record(made, tmp_path
     changed["packing"]["alignment"] = 8  # other rows are another matter
     with pytest.raises(AssertionError, match="verified again"):
         vlmpack.finetune(changed)
+
+
+def test_what_changes_in_the_folder_is_seen_by_its_bytes_wherever_it_lies(made, tmp_path):
+    def key(folder: Path) -> str:
+        recipe = load_recipe(settings(made, tmp_path / "run") | {"model": {"path": str(folder)}})
+        setup = Setup(recipe=recipe, ranks=Ranks(), encoder=build_encoder(recipe))
+        with hashing_weights(folder, Ranks(), RememberedDigests(tmp_path / "digests")) as hashing:
+            return gate.proof_key(setup, hashing.finish())
+
+    first = key(made / "model")
+    copy = tmp_path / "copy"
+    shutil.copytree(made / "model", copy)
+    assert key(copy) == first
+    for name in ("model.safetensors", "chat_template.jinja", "config.json", "tokenizer.model"):
+        other = tmp_path / f"other-{name}"
+        shutil.copytree(made / "model", other)
+        change(other / name)
+        assert key(other) != first, name
+
+
+def change(path: Path) -> None:
+    """One byte of a file that was there, at its size and time; a file that was not."""
+    if not path.is_file():
+        path.write_bytes(b"pieces")
+        return
+    data, seen = bytearray(path.read_bytes()), path.stat()
+    at = len(data) - 2 if path.suffix == ".safetensors" else data.index(b" ")
+    data[at] = data[at] ^ 1 if path.suffix == ".safetensors" else ord("\n")
+    path.write_bytes(data)
+    os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+
+
+def test_a_cache_that_cannot_be_written_costs_the_record_alone(made, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(gate, "_proven", lambda *given: Verification(checks=()))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "proofs").write_text("no folder")
+    with caplog.at_level("WARNING", logger="vlmpack"):
+        vlmpack.finetune(settings(made, tmp_path / "run"))
+    assert (tmp_path / "run" / "metrics.jsonl").is_file()
+    assert "the next launch verifies again" in caplog.text
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@
                    and one sample on the folder's weights, forward alone
     later          the record of the same model, processor, layout and versions
 
-The record lies in the run's folder, and by its fingerprint in `$VLMPACK_CACHE/proofs`.
+The record lies in the run's folder, and by its fingerprint in `$VLMPACK_CACHE/proofs` where nothing
+was left unjudged.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,50 +37,52 @@ from vlmpack.whole_file import write_atomically
 logger = logging.getLogger("vlmpack")
 
 
-def require_proof(setup: Setup, folder: Path, train: TrainData) -> None:
+SMALL_FILES = (".json", ".jinja", ".model", ".txt")
+"""Files of a model folder that say what it is, beside its weights."""
+
+
+def require_proof(setup: Setup, folder: Path, train: TrainData, weights: Mapping[str, str]) -> None:
     """Verify a model of the generic family, or find that it was verified. Collective.
 
     Args:
         setup: of the run.
         folder: where the record is written.
         train: its samples.
+        weights: a digest of every tensor of the model folder, by name.
 
     Raises:
         VerificationError: packed differs from unpacked, with the checks that failed.
         CapabilityError: nothing of it can be compared here.
     """
-    path = default_cache_dir().parent / "proofs" / f"{proof_key(setup)}.json"
+    path = default_cache_dir().parent / "proofs" / f"{proof_key(setup, weights)}.json"
     kept = setup.ranks.on_main(lambda: _kept(path, folder))
     if kept is not None:
         logger.info("%-14s %s (found in %s)", "verify", kept, path)
         return
+    name = setup.encoder.family.name
     logger.info(
         "%-14s no family of ours serves %s: packed is compared with unpacked before the first step",
         "verify",
-        setup.encoder.family.name,
+        name,
     )
     found = _proven(setup, folder, train)
     written = setup.ranks.on_main(lambda: write_verification(found, folder))
     if not found.passes:
         raise VerificationError(
-            f"no family of ours serves {setup.encoder.family.name}, so it trains only where verify "
-            f"passes, and {conclusion(found)}. All figures are in {written}; nothing was trained"
+            f"no family of ours serves {name}, so it trains only where verify passes, and "
+            f"{conclusion(found)}. All figures are in {written}; nothing was trained"
         )
-
-    def keep() -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(as_json(found), indent=1) + "\n")
-
-    setup.ranks.on_main(keep)
+    setup.ranks.on_main(lambda: _keep(path, found))
     logger.info("%-14s %s (%d checks, %s)", "verify", conclusion(found), len(found.checks), written)
 
 
-def proof_key(setup: Setup) -> str:
+def proof_key(setup: Setup, weights: Mapping[str, str]) -> str:
     """A digest of all that what was verified depends on, but for the samples."""
     folder, recipe = setup.encoder.folder, setup.recipe
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors"))
+    small = sorted(path for path in folder.iterdir() if path.suffix in SMALL_FILES)
     parts: dict[str, Any] = {
-        "files": [_file(path) for path in files],
+        "files": [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in small],
+        "weights": dict(weights),
         "encoder": setup.encoder.fingerprint,
         "model": recipe.model.model_dump(mode="json", exclude={"path"}),
         "packing": recipe.packing.model_dump(mode="json"),
@@ -91,12 +95,13 @@ def proof_key(setup: Setup) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _file(path: Path) -> list[Any]:
-    """A file by its content, or by its size and time where it is large."""
-    found = path.stat()
-    if path.suffix == ".json":
-        return [path.name, hashlib.sha256(path.read_bytes()).hexdigest()]
-    return [path.name, found.st_size, found.st_mtime_ns]
+def _keep(path: Path, found: Verification) -> None:
+    """Keep a record for later launches; a folder that cannot be written keeps none."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(as_json(found), indent=1) + "\n")
+    except OSError as error:
+        logger.warning("note: the record is not kept, so the next launch verifies again: %s", error)
 
 
 def _kept(path: Path, folder: Path) -> str | None:
