@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -122,13 +123,25 @@ def change(path: Path) -> None:
 
 
 def test_a_cache_that_cannot_be_written_costs_the_record_alone(made, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(gate, "_proven", lambda *given: Verification(checks=()))
+    found = Verification(checks=(), facts={"samples": [{"images": 1}]})
+    monkeypatch.setattr(gate, "_proven", lambda *given: found)
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "proofs").write_text("no folder")
     with caplog.at_level("WARNING", logger="vlmpack"):
         vlmpack.finetune(settings(made, tmp_path / "run"))
     assert (tmp_path / "run" / "metrics.jsonl").is_file()
     assert "the next launch verifies again" in caplog.text
+
+
+def test_text_alone_is_no_proof_for_a_later_launch_with_images(made, tmp_path, caplog):
+    write_shard(tmp_path / "texts.tar", images=False)
+    texts = settings(made, tmp_path / "run")
+    texts["data"]["train"] = str(tmp_path / "texts.tar")
+    with caplog.at_level("WARNING", logger="vlmpack"):
+        vlmpack.finetune(texts)
+    assert record(tmp_path / "run")["passes"]
+    assert "no sample that was compared has an image, so the record is not kept" in caplog.text
+    assert not (tmp_path / "cache" / "proofs").exists()
 
 
 @pytest.mark.slow
@@ -161,6 +174,7 @@ def test_a_model_too_large_is_verified_tiny_and_by_one_sample(made, tmp_path, mo
         vlmpack.finetune(settings(made, tmp_path / "run"))
     found = record(tmp_path / "run")
     assert found["checks"][-1]["name"] == one_sample.NAME
+    assert re.search(r"[1-9]\d* label tokens, 3 images", found["checks"][-1]["detail"])
     assert found["forward_on"] == "the folder's weights" and len(found["checks"]) >= 10
     assert "random weights" in found["weights"]
 

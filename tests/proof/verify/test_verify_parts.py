@@ -228,7 +228,8 @@ def test_more_labels_come_from_other_samples_and_a_drawn_twice_stays(samples, mo
     places: list[Any] = [SimpleNamespace(shard="a.tar", offset=place) for place in range(4)]
     order = [chosen.Chosen(places[at], texts[at], None) for at in (0, 0, 0, 1, 1, 2, 3)]
     monkeypatch.setattr(chosen, "_in_order", lambda train: iter(order))
-    split: Any = None
+    encoder = SimpleNamespace(takes_images=False)
+    split: Any = SimpleNamespace(dataset=SimpleNamespace(encoder=encoder))
     first = chosen.choose_samples(split, 2)
     assert len(first) == 2 and first[0].ref == first[1].ref
     labels = sum(each.num_labels for each in (*first, order[3]))
@@ -236,6 +237,33 @@ def test_more_labels_come_from_other_samples_and_a_drawn_twice_stays(samples, mo
     more = chosen.choose_samples(split, 2, min_labels=labels)
     assert more == [*first, order[3]]
     assert chosen.choose_samples(split, 2, min_labels=labels + 1) == [*more, order[5]]
+
+
+def test_images_that_come_late_are_looked_for_by_the_index(samples, monkeypatch):
+    text = replace(samples[0], media=None)
+    late = next(sample for sample in samples if sample.media is not None)
+    encoded = [*[text] * 6, late]
+    monkeypatch.setattr(chosen, "LOOKED_AT", 1)
+    encoder = SimpleNamespace(takes_images=True)
+    plan = SimpleNamespace(
+        position=SimpleNamespace(epoch=0), bins=tuple((number,) for number in range(7))
+    )
+    split: Any = SimpleNamespace(
+        start=lambda: None,
+        planned=lambda state, steps: iter([plan]),
+        split=SimpleNamespace(sizes=lambda numbers: (numbers, numbers // 6)),
+        request=lambda taken: SimpleNamespace(
+            samples=[SimpleNamespace(shard="a.tar", offset=number) for number in taken]
+        ),
+        dataset=SimpleNamespace(
+            encoder=encoder,
+            read=lambda request: [None] * len(request.samples),
+            encode=lambda ref, read: encoded[ref.offset],
+        ),
+    )
+    assert [each.sample for each in chosen.choose_samples(split, 3)] == [text, late, text]
+    encoder.takes_images = False
+    assert all(each.sample is text for each in chosen.choose_samples(split, 3))
 
 
 def test_few_slots_are_kept_of_a_large_model(samples):

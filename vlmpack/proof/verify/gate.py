@@ -72,7 +72,11 @@ def require_proof(setup: Setup, folder: Path, train: TrainData, weights: Mapping
             f"no family of ours serves {name}, so it trains only where verify passes, and "
             f"{conclusion(found)}. All figures are in {written}; nothing was trained"
         )
-    setup.ranks.on_main(lambda: _keep(path, found))
+    unjudged = _unjudged(setup, found)
+    if unjudged:
+        logger.warning("note: %s, so the record is not kept for later launches", unjudged)
+    else:
+        setup.ranks.on_main(lambda: _keep(path, found))
     logger.info("%-14s %s (%d checks, %s)", "verify", conclusion(found), len(found.checks), written)
 
 
@@ -93,6 +97,14 @@ def proof_key(setup: Setup, weights: Mapping[str, str]) -> str:
     }
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _unjudged(setup: Setup, found: Verification) -> str:
+    """What other samples may be the first to show; empty where all was judged."""
+    if setup.encoder.takes_images and not any(each["images"] for each in found.facts["samples"]):
+        return "no sample that was compared has an image"
+    few = [check.name for check in found.checks if check.status == "too few"]
+    return f"too few data for {', '.join(few)}" if few else ""
 
 
 def _keep(path: Path, found: Verification) -> None:

@@ -26,12 +26,18 @@ from vlmpack.proof.verify.compare import loss_error
 from vlmpack.proof.verify.figures import LOSS_BOUND, bounded, with_noise
 from vlmpack.proof.verify.samples import choose_samples
 from vlmpack.recurrence import choose_recurrence
+from vlmpack.words import counted
 
 NAME = "loss of one sample on the folder's weights"
 
 
+SAMPLES = 6
+"""Samples that the two are chosen from: no image, one, and several."""
+
+
 def check_one_sample(setup: Setup, train: TrainData) -> Check:
-    """The first of some samples, alone and packed behind another, in float32 on the host.
+    """A sample with labels, and with images where there are any: alone and packed behind another,
+    in float32 on the host.
 
     Args:
         setup: of the run.
@@ -40,8 +46,9 @@ def check_one_sample(setup: Setup, train: TrainData) -> Check:
     Raises:
         ModelError: the folder's weights cannot be loaded.
     """
-    chosen = [each.sample for each in choose_samples(train, 2, min_labels=0)]
-    sample, other = chosen[0], chosen[-1]
+    chosen = choose_samples(train, SAMPLES)
+    most = max(chosen, key=lambda each: (each.num_labels > 0, each.num_images))
+    sample, other = most.sample, next(each.sample for each in chosen if each is not most)
     encoder = setup.encoder
     model = load_model(encoder.folder).eval()
     with torch.no_grad():
@@ -53,7 +60,8 @@ def check_one_sample(setup: Setup, train: TrainData) -> Check:
         loss_error(packed, alone),
         with_noise(LOSS_BOUND, loss_error(again, alone)),
         noise=loss_error(again, alone),
-        detail=f"{sample.key}, {len(alone)} label tokens, float32, no gradients",
+        detail=f"{sample.key}, {len(alone)} label tokens, "
+        f"{counted(most.num_images, 'image')}, float32, no gradients",
         look_at="`vlmpack verify --tiny`, which says more",
     )
 

@@ -7,8 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
+import numpy as np
+
 from vlmpack.data.index.table import SampleRef
 from vlmpack.data.pipeline import TrainData
+from vlmpack.data.plan.packers import Bin
 from vlmpack.encode import VLMSample
 from vlmpack.errors import DataError, EmptyDataError
 from vlmpack.packing import EncodedSample
@@ -17,6 +20,9 @@ logger = logging.getLogger("vlmpack")
 
 LOOKED_AT = 16
 """Samples that are encoded for each one that is wanted, in search of a mixture."""
+
+PLANNED = 1 << 16
+"""Samples of the plan that are gone through by their sizes alone, in search of one with images."""
 
 LABELS_IN_BFLOAT16 = 1000
 """Label tokens that the comparison in bfloat16 is made over, if the data has them."""
@@ -49,7 +55,7 @@ class Chosen:
 
 def choose_samples(train: TrainData, count: int, *, min_labels: int = 0) -> list[Chosen]:
     """Some samples of the first epoch, in turn without, with one, and with several images; in row
-    order.
+    order. Where none of those that were looked at has an image, the plan's next ones that have some.
 
     Args:
         train: the split.
@@ -67,6 +73,8 @@ def choose_samples(train: TrainData, count: int, *, min_labels: int = 0) -> list
         full = looked_at >= count and all(len(some) >= -(-count // 3) for some in kinds)
         if full or looked_at >= LOOKED_AT * count:
             break
+    if not kinds[1] and not kinds[2] and train.dataset.encoder.takes_images:
+        kinds[1].extend(_later_with_images(train, -(-count // 3)))
     in_turn = [each for turn in zip_longest(*kinds) for each in turn if each is not None]
     picked = in_turn[:count]
     if len(picked) < 2:
@@ -101,24 +109,51 @@ def _with_labels(train: TrainData, picked: Sequence[Chosen], min_labels: int) ->
     return found
 
 
+def _later_with_images(train: TrainData, count: int) -> list[Chosen]:
+    """The first so many samples of the plan that have images, by what the index says of each."""
+    found: list[Chosen] = []
+    for samples in _bins(train, most=PLANNED):
+        _, patches = train.split.sizes(np.asarray(samples, dtype=np.int64))
+        if patches.any():
+            found += [each for each in _read(train, samples) if each.num_images]
+        if len(found) >= count:
+            break
+    return found[:count]
+
+
 def _in_order(train: TrainData) -> Iterator[Chosen]:
     """The samples of the first epoch as they are trained; bad ones are left out where the recipe
     skips them."""
+    for samples in _bins(train):
+        yield from _read(train, samples)
+
+
+def _bins(train: TrainData, most: int | None = None) -> Iterator[Bin]:
+    """The bins of the first epoch, as many as hold `most` samples; of all without."""
+    gone_by = 0
     for planned in train.planned(train.start(), None):
         if planned.position.epoch > 0:
             return
         for samples in planned.bins:
-            request = train.request(samples)
-            reads: Sequence[object] = train.dataset.read(request)
-            for ref, read in zip(request.samples, reads, strict=True):
-                try:
-                    if isinstance(read, DataError):
-                        raise read
-                    encoded = train.dataset.encode(ref, read)
-                except DataError as error:
-                    if not train.config.data.on_error.skips(error.error_class):
-                        raise
-                    logger.warning("left out: %s", error)
-                    continue
-                messages = replace(read, images=()) if isinstance(read, VLMSample) else None
-                yield Chosen(ref, encoded, messages)
+            yield samples
+            gone_by += len(samples)
+            if most is not None and gone_by >= most:
+                return
+
+
+def _read(train: TrainData, samples: Bin) -> Iterator[Chosen]:
+    """Some samples of the plan, encoded."""
+    request = train.request(samples)
+    reads: Sequence[object] = train.dataset.read(request)
+    for ref, read in zip(request.samples, reads, strict=True):
+        try:
+            if isinstance(read, DataError):
+                raise read
+            encoded = train.dataset.encode(ref, read)
+        except DataError as error:
+            if not train.config.data.on_error.skips(error.error_class):
+                raise
+            logger.warning("left out: %s", error)
+            continue
+        messages = replace(read, images=()) if isinstance(read, VLMSample) else None
+        yield Chosen(ref, encoded, messages)
