@@ -214,3 +214,25 @@ def test_a_processor_that_nobody_knows_is_named(tmp_path):
     (tmp_path / "processor_config.json").write_text('{"processor_class": "Nobody"}')
     with pytest.raises(ValueError, match="names Nobody, which transformers has not"):
         compose_processor(tmp_path, None, None)
+
+
+def test_a_window_that_only_masks_know_is_refused():
+    from transformers import AutoModelForCausalLM, MixtralConfig, PhimoeConfig, Qwen2MoeConfig
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    window = {"sliding_window": 8, "max_window_layers": 1}
+
+    def refuse(config):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        whole_model.refuse_window_of_masks(model.get_decoder())
+
+    for told in (
+        PhimoeConfig(**sizes, sliding_window=8),
+        Qwen2MoeConfig(**sizes, **window, use_sliding_window=True),
+    ):
+        with pytest.raises(CapabilityError, match="sliding_window of 8 tokens"):
+            refuse(told)
+    refuse(PhimoeConfig(**sizes))
+    refuse(Qwen2MoeConfig(**sizes, **window))
+    refuse(MixtralConfig(**sizes, sliding_window=8))  # hands it to its attention

@@ -11,6 +11,7 @@ calls the tower or a projector, which must not see them.
 from __future__ import annotations
 
 import inspect
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -53,11 +54,36 @@ def logit_scale(model: Any) -> float:
     return scale
 
 
+def refuse_window_of_masks(language: Any) -> None:
+    """A class that writes its window into masks alone would train without one: vlmpack's attention
+    takes no mask, and `verify` cannot see it in samples that fit the window.
+
+    Args:
+        language: the decoder.
+
+    Raises:
+        CapabilityError: its config.json has a window, and its attention is never told.
+    """
+    text = language.config.get_text_config().to_dict()
+    window, kinds = text.get("sliding_window"), text.get("layer_types")
+    used = "sliding_attention" in kinds if kinds else text.get("use_sliding_window") is not False
+    if not window or not used:
+        return
+    source = inspect.getsource(sys.modules[type(language).__module__])
+    if "sliding_window_causal_mask" in source and "sliding_window=" not in source:
+        raise CapabilityError(
+            f"config.json has a sliding_window of {window} tokens, which {type(language).__name__} "
+            f"writes into masks and tells its attention nothing of; packed rows have no masks, so "
+            f"longer samples would see beyond it"
+        )
+
+
 class WholeVLM(PackedVLM):
     """A vision-language model that is run whole; see `PackedVLM`."""
 
     def __init__(self, model: nn.Module, encoder: Encoder) -> None:
         super().__init__(model, encoder.family, encoder.image_rule.smallest())
+        refuse_window_of_masks(self.language)
         self.scale = logit_scale(model)
         for path in (self.paths.vision, *self.paths.projectors):
             part = _module(model, path)
@@ -110,6 +136,7 @@ class WholeLM(PackedLM):
 
     def __init__(self, model: nn.Module, encoder: Encoder) -> None:
         super().__init__(model, encoder.family)
+        refuse_window_of_masks(self.language)
         self.scale = logit_scale(model)
 
     def before_head(self, hidden: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class Chosen:
 
 def choose_samples(train: TrainData, count: int, *, min_labels: int = 0) -> list[Chosen]:
     """Some samples of the first epoch, in turn without, with one, and with several images; in row
-    order. Where none of those that were looked at has an image, the plan's next ones that have some.
+    order; where none of those that were looked at has an image, the plan's next that have some.
 
     Args:
         train: the split.
