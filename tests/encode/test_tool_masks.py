@@ -374,6 +374,7 @@ def test_arguments_are_json_where_a_template_takes_them_as_a_text_alone(writes: 
     old = "call.arguments if call.arguments is string else call.arguments | tojson"
     assert old in QWEN.text
     template = QWEN._replace(text=QWEN.text.replace(old, writes))
+    marked, bare = (chat_encoder(one) for one in (template, without_marks(template)))
     draw, calls = random.Random(writes), 0
     for _ in range(12):
         spoken = Spoken(draw, "qwen3")
@@ -383,7 +384,6 @@ def test_arguments_are_json_where_a_template_takes_them_as_a_text_alone(writes: 
                 text = json.dumps(call["function"]["arguments"], ensure_ascii=False)
                 call["function"] = {**call["function"], "arguments": text}
                 calls += 1
-        marked, bare = (chat_encoder(one) for one in (template, without_marks(template)))
         theirs = by_transformers(marked, spoken)
         for encoder in (marked, bare):
             ours = encoder.encode(messages, (), spoken.beside)
