@@ -51,11 +51,7 @@ def require_memory(
     Raises:
         TooLarge: with both numbers, and what to do.
     """
-    sizes = {
-        name: shape
-        for path in folder.glob("*.safetensors")
-        for name, shape in read_shapes(path).items()
-    }
+    sizes = _shapes(folder)
     parameters = sum(map(math.prod, sizes.values()))
     trained = sum(
         math.prod(shape)
@@ -70,6 +66,31 @@ def require_memory(
         _require(parameters, 2 * KEPT_BYTES * parameters, "the host", available_bytes())
     else:
         _require(parameters, model + KEPT_BYTES * parameters, str(device), available_bytes())
+
+
+def require_room_for_weights(folder: Path) -> None:
+    """Refuse a model whose weights alone do not fit the host in float32.
+
+    Raises:
+        CapabilityError: with both numbers.
+    """
+    parameters = sum(map(math.prod, _shapes(folder).values()))
+    needed, free = WEIGHT_BYTES * parameters, available_bytes()
+    if free is not None and needed > free:
+        raise CapabilityError(
+            f"a model whose class no family of ours serves is tried with one sample on its own "
+            f"weights: {parameters:,} parameters in float32 take {_gib(needed)}, the host has "
+            f"{_gib(free)} free; one with more memory would do"
+        )
+
+
+def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a model folder, by name."""
+    return {
+        name: tuple(shape)
+        for path in folder.glob("*.safetensors")
+        for name, shape in read_shapes(path).items()
+    }
 
 
 def _require(parameters: int, needed: int, where: str, free: int | None) -> None:

@@ -24,6 +24,7 @@ from vlmpack.packing import IGNORE_INDEX, EncodedSample, PackCollator
 from vlmpack.proof.check import Check
 from vlmpack.proof.verify.compare import loss_error
 from vlmpack.proof.verify.figures import LOSS_BOUND, bounded, with_noise
+from vlmpack.proof.verify.memory import require_room_for_weights
 from vlmpack.proof.verify.samples import choose_samples
 from vlmpack.recurrence import choose_recurrence
 from vlmpack.words import counted
@@ -45,7 +46,9 @@ def check_one_sample(setup: Setup, train: TrainData) -> Check:
 
     Raises:
         ModelError: the folder's weights cannot be loaded.
+        CapabilityError: the host has no room for them.
     """
+    require_room_for_weights(setup.encoder.folder)
     chosen = choose_samples(train, SAMPLES)
     most = max(chosen, key=lambda each: (each.num_labels > 0, each.num_images))
     sample, other = most.sample, next(each.sample for each in chosen if each is not most)
