@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -374,22 +373,3 @@ def test_what_runs_is_reported_for_the_layers_that_are_there():
         assert "scan" not in said
     with replaced_kernels(torch.nn.Linear(2, 2), choice()) as nothing:
         assert nothing.described() == {}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", QUICK)
-def test_a_packed_row_is_at_least_twice_as_fast_as_its_samples_alone(model_type):
-    lengths = tuple(torch.randint(8, 60, (32,), generator=torch.manual_seed(0)).tolist())
-    model, ids, params = hybrid(model_type), samples(lengths), row_params(lengths)
-    took = {}
-    for _ in range(3):  # the best of three, in CPU time: other work shares the machine
-        start = time.process_time()
-        gradients(model, losses_alone(model, ids))
-        alone = time.process_time()
-        with packing(model):
-            gradients(model, packed_losses(model, ids, params))
-        packed = time.process_time()
-        for name, seconds in (("alone", alone - start), ("packed", packed - alone)):
-            took[name] = min(seconds, took.get(name, seconds))
-    print(model_type, {name: round(seconds, 3) for name, seconds in took.items()})
-    assert took["alone"] > 2 * took["packed"]
