@@ -441,8 +441,8 @@ def test_a_folder_that_is_no_model(tmp_path):
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(ModelError, match="is not valid JSON"):
         Encoder(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}', encoding="utf-8")
-    with pytest.raises(CapabilityError, match=r"'bert'.*`vlmpack families` lists"):
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}', encoding="utf-8")
+    with pytest.raises(CapabilityError, match=r"'vit'.*`vlmpack families` lists"):
         Encoder(tmp_path)
 
 

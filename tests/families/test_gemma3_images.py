@@ -128,8 +128,8 @@ def test_line_breaks_around_images_merge_with_their_neighbours(folder):
 def test_the_marker_in_the_words_of_a_user_stays_text(folder):
     encoder = Encoder(folder)
     sample = conversation(("user", [None, f"Is {TOKENS[0]} a token?"]), ("assistant", ["yes"]))
-    ids, _ = encoder._tokens(sample, encoder.layouts([(48, 32)]))
-    assert ids.count(encoder.tokenizer.convert_tokens_to_ids(TOKENS[0])) == 1
+    (tokens,) = encoder._tokens(sample, encoder.layouts([(48, 32)]))
+    assert tokens.ids.count(encoder.tokenizer.convert_tokens_to_ids(TOKENS[0])) == 1
 
 
 # Pan-and-scan

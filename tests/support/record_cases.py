@@ -326,6 +326,13 @@ def _literal(marker: str) -> Key:
     return Key(f"literal {marker}", "images", write)
 
 
+IN_PAIRS = {
+    "rejected_response": r"|rejected\[0\] has the key 'ZEBRA'",
+    "rejected_messages": "|'rejected_messages' does not begin with the turns",
+}
+"""What `convert` says of keys that it reads as another answer."""
+
+
 def keys() -> Iterator[Key]:
     """Every key, with every kind of value."""
     yield Key("plain", "nothing", lambda case: None)
@@ -337,7 +344,8 @@ def keys() -> Iterator[Key]:
             if not (name == "images" or (name == "task" and value == [])):
                 yield _beside(name, value)
     for name in (*MEANT_ELSEWHERE, "label", "video", "videos", "audio", "audios"):
-        yield _beside(name, True if name == "label" else [{"ZEBRA": 1}], f"has '{name}'")
+        refused = f"has '{name}'" + IN_PAIRS.get(name, "")
+        yield _beside(name, True if name == "label" else [{"ZEBRA": 1}], refused)
         for value in EMPTY:
             yield _beside(name, value)
     for name, value in (("source", "ZEBRA"), ("label", 3), ("Notes", 0), ("meta", {"a": [False]})):

@@ -187,6 +187,13 @@ class _Slots:
         return 0 if self.label_sequences is None else len(self.keys)
 
     @property
+    def num_features(self) -> int:
+        """Image features that the placeholders take; the sequences of a pair take the same."""
+        if self.media_sources is None or self.media is None:
+            return int(self.media_positions.shape[0])
+        return sum(self.media.num_tokens)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of samples, without any padding."""
         return sum(self.lengths)

@@ -284,7 +284,7 @@ class PackedVLM(PackedLM):
         if batch.media is None:  # the blank image keeps every part of the tower in the graph
             unused = sum((deep.sum() for deep in images.deep), images.features.sum())
             return MergedInputs(embeds + 0.0 * unused.to(embeds.dtype))
-        wanted = sum(media.num_tokens)
+        wanted = batch.num_features
         if images.features.shape[0] != wanted:
             raise CapabilityError(
                 f"the vision tower made {images.features.shape[0]} features for "

@@ -195,8 +195,7 @@ class MegatronVLM(MegatronModule):
         if batch.media is None:  # the blank image keeps the tower in the graph
             features = 0.0 * features[:0] + 0.0 * features.sum()
         share = batch.media_share
-        own = sum(batch.media.num_tokens) if batch.media is not None else 0
-        wanted = share.counts[share.rank] if share is not None else own
+        wanted = share.counts[share.rank] if share is not None else batch.num_features
         if features.shape[0] != wanted:
             raise CapabilityError(
                 f"the vision tower made {features.shape[0]} features for {wanted} placeholder "

@@ -33,6 +33,7 @@ from vlmpack.proof.sweep.folder import write_folder
 from vlmpack.proof.sweep.samples import SIDES, write_shard
 from vlmpack.proof.verify import VerifyOptions, verify_recipe
 from vlmpack.recipe import Recipe, load_recipe
+from vlmpack.terminal import say
 
 NUM_SIZES = 200
 
@@ -148,7 +149,7 @@ def main(names: Sequence[str]) -> None:
     transformers_logging.disable_progress_bar()
     logging.disable(logging.WARNING)
     for name in names:
-        print(json.dumps(asdict(try_class(name))), flush=True)
+        say(json.dumps(asdict(try_class(name))))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from vlmpack.capabilities.registered import Kind, kind_of, registered
 from vlmpack.capabilities.served import SERVED
 from vlmpack.capabilities.swept import Swept
 from vlmpack.proof.sweep.classes import LANGUAGE_MODELS, REASONS
+from vlmpack.terminal import say
 from vlmpack.whole_file import write_atomically
 
 WORDS = ("served", "proven", "refused")
@@ -62,7 +63,7 @@ def _tried(names: Sequence[str], limit: float) -> dict[str, Swept]:
                 why = "ended its process" if ready else f"took more than {limit:.0f} seconds"
                 return found | {name: Swept("refused", f"a tiny model of it {why}")}
             word = found[name] = Swept(**json.loads(line))
-            print(f"{name}: {word.word} {word.reason}", flush=True)
+            say(f"{name}: {word.word} {word.reason}")
     return found
 
 
@@ -83,7 +84,7 @@ def write_table(kind: Kind, tried: Mapping[str, Swept]) -> None:
     write_atomically(path, json.dumps(table, indent=1) + "\n")
     counts = [sum(word.word == each for word in known.values()) for each in WORDS]
     said = ", ".join(f"{count} {word}" for count, word in zip(counts, WORDS, strict=True))
-    print(f"{kind}: {said}")
+    say(f"{kind}: {said}")
 
 
 def main(names: Sequence[str]) -> None:
