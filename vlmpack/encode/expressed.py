@@ -194,8 +194,8 @@ def _given(at: int, turn: Message) -> Iterator[_Given]:
     for name in THOUGHTS:
         if name in turn.fields:
             instead = (
-                "write them into the content as the model writes them, such as "
-                "<think>...</think>, or use a template that reads that key"
+                "write them into the content as the model writes them (Qwen's "
+                "<think>...</think>), or use a template that reads that key"
             )
             yield _Given(at, name, f"the thoughts ({name!r})", instead)
 
