@@ -54,7 +54,7 @@ def require_proof(setup: Setup, folder: Path, train: TrainData, weights: Mapping
         VerificationError: packed differs from unpacked, with the checks that failed.
         CapabilityError: nothing of it can be compared here.
     """
-    name, objective = setup.encoder.family.name, setup.recipe.objective
+    name, objective = setup.encoder.family.model_types[0], setup.recipe.objective
     if objective.learns_pairs:
         raise CapabilityError(
             f"objective.name: '{objective.name}' has pairs, and {name} is a class that no family "
