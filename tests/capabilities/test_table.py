@@ -20,7 +20,7 @@ from vlmpack.capabilities.refused import refusal
 from vlmpack.capabilities.registered import registered
 from vlmpack.capabilities.served import SERVED, ServedModel, model_types, nearest
 from vlmpack.capabilities.swept import IMAGES, SWEPT, TEXT
-from vlmpack.capabilities.table import capabilities, why_not
+from vlmpack.capabilities.table import capabilities, row_of, why_not
 from vlmpack.capabilities.text import BEGIN, END, markdown, text_table, with_block
 from vlmpack.capabilities.versions import RANGES, TESTED, installed_versions, version_limit
 from vlmpack.cli.app import app
@@ -99,13 +99,12 @@ def test_a_mixture_of_experts_is_said_to_be_one():
 
 def test_what_works_with_the_tested_versions():
     dense = cells("qwen2_5_vl")
-    assert [name for name in FEATURES if dense["hf"][name] is None] == [*PACKED, "LoRA"]
+    assert [name for name in FEATURES if dense["hf"][name] is None] == [*PACKED, "LoRA", "DPO"]
     assert [name for name in FEATURES if dense["mcore"][name] is None] == [
         *PACKED,
         *("CP", "TP", "SP", "PP"),
     ]
     for engine in ENGINES:
-        assert "no preference loss is built yet" in str(dense[engine]["DPO"])
         graphs = str(dense[engine]["CUDA graphs"])
         assert "no graph is captured yet" in graphs
         assert "packing.pad_to_max_length" in graphs
@@ -354,7 +353,7 @@ def test_the_command_lists_every_family_and_reason():
     for model_type, model in SERVED.items():
         line = rf"^{re.escape(model.title)} +{model_type} +(both|hf)"
         assert re.search(line, text, re.MULTILINE)
-    for part in ("needs model.backend: mcore", "no preference loss is built yet", "qwen3_next"):
+    for part in ("needs model.backend: mcore", "no graph is captured yet", "qwen3_next"):
         assert part in words
 
 
@@ -381,3 +380,8 @@ def test_a_run_folder_that_is_taken_for_a_model_names_its_export(tmp_path):
     assert found.exit_code != 0
     assert f"{run} has no config.json" in str(found.exception)
     assert f"a run's model is in its folder export: {run / 'export'}" in str(found.exception)
+
+
+def test_pairs_train_on_hf_where_a_family_of_ours_serves():
+    assert "needs model.backend: hf" in str(cells("qwen2_5_vl")["mcore"]["DPO"])
+    assert "verify compares conversations" in str(row_of("janus", TESTED).cells["hf"]["DPO"])

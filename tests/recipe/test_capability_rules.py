@@ -182,6 +182,8 @@ def test_a_class_that_no_family_of_ours_serves_has_no_router_loss_and_no_mcore(p
     assert "model.router_aux_loss_coef: 0.01, but no family of ours serves mixtral" in problem
     (problem,) = problems_of(chosen | {"model.backend": "mcore"})
     assert "model.backend: 'mcore', but mixtral has no weight map" in problem
+    (problem,) = problems_of(chosen | {"objective.name": "dpo"})
+    assert "objective.name: 'dpo', but mixtral cannot: no family of ours" in problem
     (problem,) = problems_of(chosen | {"images.max_pixels": 5000})
     assert "images.max_pixels: 5000, but the model is mixtral, which has no bounds" in problem
 

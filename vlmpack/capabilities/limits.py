@@ -54,8 +54,8 @@ MCORE_FEATURES: tuple[Feature, ...] = ("CP", "TP", "SP", "PP", "EP")
 """What megatron-core alone can do."""
 
 _NEEDS_MCORE = Limit("needs model.backend: mcore")
+_NEEDS_HF = Limit("needs model.backend: hf")
 _NOT_BUILT: Mapping[Feature, Limit] = {
-    "DPO": Limit("no preference loss is built yet"),
     "CUDA graphs": Limit(
         "no graph is captured yet",
         "rows of one fixed shape, which a graph needs, are there: packing.pad_to_max_length",
@@ -64,6 +64,6 @@ _NOT_BUILT: Mapping[Feature, Limit] = {
 
 ENGINE_LIMITS: Mapping[Engine, Mapping[Feature, Limit]] = {
     "hf": {**dict.fromkeys(MCORE_FEATURES, _NEEDS_MCORE), **_NOT_BUILT},
-    "mcore": {"LoRA": Limit("needs model.backend: hf"), **_NOT_BUILT},
+    "mcore": {"LoRA": _NEEDS_HF, "DPO": _NEEDS_HF, **_NOT_BUILT},
 }
 """What an engine cannot do with any model."""

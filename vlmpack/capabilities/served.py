@@ -147,9 +147,18 @@ GENERIC = "generic"
 """The file in `vlmpack/families` of the family that takes what the others do not."""
 
 
+_UNVERIFIED_PAIRS = Limit(
+    "no family of ours serves this class: it trains where `verify` passes, and verify "
+    "compares conversations, no pairs",
+    "use objective.name: sft",
+)
+
+
 def generic_line(model_type: str) -> ServedModel:
     """The line of a class that the generic family trains; nobody said whether it has experts."""
-    return ServedModel(title=model_type, family=GENERIC, has_experts=True)
+    return ServedModel(
+        title=model_type, family=GENERIC, has_experts=True, limits={"DPO": _UNVERIFIED_PAIRS}
+    )
 
 
 def model_types() -> tuple[str, ...]:

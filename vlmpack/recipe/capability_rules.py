@@ -17,6 +17,7 @@ from vlmpack.capabilities.versions import installed_versions, version_limit
 from vlmpack.recipe.engine_rules import used_splits
 from vlmpack.recipe.images import ImagesSection
 from vlmpack.recipe.model_rules import ModelConfig
+from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.problems import KeyPath, Problem
 from vlmpack.recipe.schema import DataSection, ModelSection, PackingSection, ParallelismSection
 from vlmpack.recipe.trainable import TrainableSection
@@ -109,11 +110,13 @@ def peft_is_installed(trainable: TrainableSection) -> list[Problem]:
 def _asked(sections: Mapping[str, object]) -> Iterator[tuple[KeyPath, object, Feature]]:
     """(key, value, feature) of what a recipe asks for beyond one process and padded rows."""
     packing, split = sections.get("packing"), sections.get("parallelism")
-    trainable = sections.get("trainable")
+    trainable, objective = sections.get("trainable"), sections.get("objective")
     if isinstance(packing, PackingSection) and packing.facts.feature is not None:
         yield ("packing", "mode"), packing.mode, packing.facts.feature
     if isinstance(split, ParallelismSection):
         for name, feature in used_splits(split).items():
             yield ("parallelism", name), getattr(split, name), feature
+    if isinstance(objective, ObjectiveSection) and objective.learns_pairs:
+        yield ("objective", "name"), objective.name, "DPO"
     if isinstance(trainable, TrainableSection):
         yield from ((("trainable", name), "lora", "LoRA") for name in trainable.uses("lora"))
