@@ -110,9 +110,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], int, tuple[str, ...]]] = {
         ("no family of this version serves model_type 'qwen2_6_vl'", "did you mean 'qwen2_"),
     ),
     "refused architecture": (
-        lambda f: config_with(f, model_type="qwen3_next"),
+        lambda f: config_with(f, model_type="kimi_linear"),
         2,
-        ("Qwen3-Next (model_type 'qwen3_next') cannot be trained: its GatedDeltaNet layers",),
+        ("'kimi_linear' cannot be trained: packed rows cannot run here: Kimi's delta attention",),
     ),
     "no chat template": (without_template, 1, ("chat template",)),
     "no tokenizer": (
