@@ -44,7 +44,7 @@ def test_a_planned_row_holds_the_longest_pair(minimal):
         ([*DPO, "objective.loss=sigmiod"], "did you mean 'sigmoid'"),
         (
             [*DPO, "packing.mode=offline", "packing.path=p", "training.micro_batch_size=1"],
-            "packing.mode: 'offline', but objective.name 'dpo' lays its pairs out in the modes",
+            "'dpo' lays its pairs out in mode none, in_batch or online alone; use one of these",
         ),
         ([*DPO, *ONLINE], "packing.scope: stream counts rows, but objective.name 'dpo' trains"),
         ([*DPO, *ONLINE, "packing.pad_to_max_length=true"], "rows of pairs have no fixed shape"),

@@ -70,7 +70,7 @@ def lint(
     )
     if model is None and reading.recipe is not None:
         model = Path(reading.recipe.model.path)
-    encoder = None
+    encoder = pair_encoder = None
     preload: tuple[str, ...] = ()
     if model is not None:
         from vlmpack.build.worker_server import WORKER_PRELOAD
@@ -78,11 +78,13 @@ def lint(
         preload = WORKER_PRELOAD
         encoder = Encoder(model, **_settings(reading))
         assert encoder.chat is not None  # a wrong folder is named before any shard is read
+        if reading.recipe is None or reading.recipe.objective.learns_pairs:
+            pair_encoder = Encoder(model, **_settings(reading), pairs=True)
     paths = reading.paths
     reports: list[LintReport] = []
     refuse = reading.recipe is not None and reading.recipe.data.unknown_keys == "refuse"
     folder = reading.index_folder(index_dir)
-    work = LintOne(reading.fetcher, reading.caps, encoder, refuse, folder)
+    work = LintOne(reading.fetcher, reading.caps, encoder, refuse, folder, pair_encoder)
     with BytesBar("checking", len(paths)) as bar:
         count = num_processes(processes, paths, LINT_BYTES_A_SECOND)
         for report in lint_shards(reading.shards, work, processes=count, preload=preload):

@@ -48,8 +48,8 @@ def pairs_have_a_mode(objective: ObjectiveSection, packing: PackingSection) -> l
     if not objective.learns_pairs or packing.mode in PAIR_MODES:
         return []
     message = (
-        f"'{packing.mode}', but objective.name '{objective.name}' lays its pairs out in the modes "
-        f"{' and '.join(PAIR_MODES)} alone"
+        f"'{packing.mode}', but objective.name '{objective.name}' lays its pairs out in mode "
+        f"{', '.join(PAIR_MODES[:-1])} or {PAIR_MODES[-1]} alone; use one of these"
     )
     return [Problem(("packing", "mode"), message)]
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from support.pairs import raw_pairs, write_pairs
+from support.recipes import run_settings, write_recipe
 from support.shard_fakes import (
     FakeEncoder,
     chat_json,
@@ -19,6 +21,7 @@ from support.shard_fakes import (
     sample_fields,
     write_shard,
 )
+from support.shards import TINY_MODEL
 from typer.testing import CliRunner
 
 from vlmpack.cli.app import app
@@ -159,3 +162,21 @@ def test_a_shard_of_other_samples_than_its_index_is_one_finding(tmp_path: Path) 
     (finding,) = report.findings
     assert (finding.key, finding.error_class) == (None, "integrity")
     assert "6 samples are not the 6 of its index part" in finding.reason
+
+
+@pytest.mark.parametrize("objective", [None, "dpo", "sft"])
+def test_pairs_are_faults_of_a_recipe_that_trains_none(
+    tmp_path: Path, objective: str | None
+) -> None:
+    shard = write_pairs(tmp_path / "p.tar", raw_pairs())
+    args = ["--model", str(TINY_MODEL), str(shard)]
+    if objective is not None:
+        settings = run_settings(
+            tmp_path, data__train=str(shard), data__validation=None, data__test=None
+        )
+        settings["objective"] = {"name": objective}
+        args = ["--recipe", str(write_recipe(tmp_path / "r.yaml", settings))]
+    done = CliRunner().invoke(app, ["data", "lint", *args, "--processes", "1", "--json"])
+    found = json.loads(done.stdout)
+    assert found["samples"] == len(raw_pairs())
+    assert len(found["findings"]) == (len(raw_pairs()) if objective == "sft" else 0), found

@@ -94,6 +94,7 @@ class LintOne:
         encoder: renders and measures, where given.
         refuse_unknown_keys: whether a record with a key that is not read is a fault.
         index_dir: where index parts lie that shards are compared with; none is made.
+        pair_encoder: of records that are pairs; None where they are refused.
     """
 
     fetcher: Fetcher
@@ -101,6 +102,7 @@ class LintOne:
     encoder: Encoder | None = None
     refuse_unknown_keys: bool = False
     index_dir: Path | None = None
+    pair_encoder: Encoder | None = None
 
     def __call__(self, shard: FoundShard) -> LintReport:
         """All findings of one shard."""
@@ -174,10 +176,13 @@ class LintOne:
                     max_pixels=self.caps.max_image_pixels,
                 )
                 count += 1
-            if self.encoder is not None:
+            encoder = self.encoder
+            if sample.answers and self.pair_encoder is not None:
+                encoder = self.pair_encoder
+            if encoder is not None:
                 sizes = [oriented_size(i.width, i.height, i.orientation) for i in row.images]
-                length = self.encoder.length(sample, sizes).num_tokens
-                found = self.encoder.encode(sample).length
+                length = encoder.length(sample, sizes).num_tokens
+                found = encoder.encode(sample).length
                 if found != length:
                     raise DataError(
                         f"encoded to {found} tokens, the length rule says {length}",
