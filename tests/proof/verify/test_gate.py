@@ -200,14 +200,6 @@ def test_weights_that_no_host_holds_are_refused_before_they_are_read(made, monke
         memory.require_room_for_weights(made / "model")
 
 
-def test_pairs_are_not_compared_so_no_class_is_trained_on_them(made, tmp_path):
-    recipe = load_recipe(settings(made, tmp_path / "run") | {"objective": {"name": "dpo"}})
-    setup = Setup(recipe=recipe, ranks=Ranks(), encoder=build_encoder(recipe))
-    data: Any = None
-    with pytest.raises(CapabilityError, match=r"'dpo' has pairs.*objective.name: sft"):
-        gate.require_proof(setup, tmp_path, data, {})
-
-
 def test_a_loop_of_ones_own_has_no_proof(made):
     encoder = vlmpack.Encoder(made / "model")
     with pytest.raises(CapabilityError, match="a loop of one's own does not"):

@@ -24,7 +24,7 @@ import torch
 from vlmpack.build.setup import Setup
 from vlmpack.capabilities.versions import installed_versions
 from vlmpack.data.pipeline import TrainData
-from vlmpack.errors import CapabilityError, VerificationError
+from vlmpack.errors import VerificationError
 from vlmpack.proof.check import Check
 from vlmpack.proof.verify.memory import TooLarge
 from vlmpack.proof.verify.one_sample import check_one_sample
@@ -54,13 +54,7 @@ def require_proof(setup: Setup, folder: Path, train: TrainData, weights: Mapping
         VerificationError: packed differs from unpacked, with the checks that failed.
         CapabilityError: nothing of it can be compared here.
     """
-    name, objective = setup.encoder.family.model_types[0], setup.recipe.objective
-    if objective.learns_pairs:
-        raise CapabilityError(
-            f"objective.name: '{objective.name}' has pairs, and {name} is a class that no family "
-            f"of ours serves: it trains only where verify has passed on its samples, and verify "
-            f"compares conversations alone; objective.name: sft trains it"
-        )
+    name = setup.encoder.family.model_types[0]
     path = default_cache_dir().parent / "proofs" / f"{proof_key(setup, weights)}.json"
     kept = setup.ranks.on_main(lambda: _kept(path, folder))
     if kept is not None:
