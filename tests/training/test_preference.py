@@ -381,4 +381,5 @@ def test_any_pairs_in_any_rows(seed, engine, pair_encoder):
     whole = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     trained = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     far = torch.cat([(found[name] - trained[name]).flatten() for name in trained])
-    assert far.norm() / whole.norm() < 1e-12
+    assert far.norm() <= 1e-12 * whole.norm()
+    assert whole.norm() > 0 or knobs.loss == "hinge", "all are behind the hinge: nothing to learn"
