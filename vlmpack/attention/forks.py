@@ -1,0 +1,163 @@
+"""Attention over segments that go on from others: what they share stands in the row once.
+
+One prompt with its image, and two answers that fork from it; a row is a query, 1 what it sees:
+
+    segment   0 0 0  1 1  2 2        parents (-1, 0, 0)
+              p p p  a a  b b
+    p         1 . .  . .  . .
+    p         1 1 .  . .  . .
+    p         1 1 1  . .  . .
+    a         1 1 1  1 .  . .
+    a         1 1 1  1 1  . .
+    b         1 1 1  . .  1 .
+    b         1 1 1  . .  1 1
+
+A segment sees its path (its parent, that one's parent, ...) whole, and itself causally: what a
+sample of path and segment alone would compute, since keys and values of the path do not depend on
+what comes after it. Positions go on from the fork. Alignment gaps of a path are seen by nobody
+behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+import torch
+from torch import Tensor
+
+from vlmpack.attention.segments import dense_attention
+from vlmpack.packing.batch import PackedSeqParams
+
+
+@dataclass(frozen=True, slots=True)
+class Forks:
+    """Which segments of a row go on from which, as host integers.
+
+    Args:
+        parents: for each segment the number of an earlier one that it goes on from; -1 for none.
+        lengths: logical lengths of the segments, gaps not counted.
+
+    Raises:
+        ValueError: a parent that is no earlier segment, or lists of unequal lengths.
+    """
+
+    parents: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.parents) != len(self.lengths):
+            raise ValueError(
+                f"{len(self.parents)} parents for {len(self.lengths)} segments; expected one each"
+            )
+        for number, parent in enumerate(self.parents):
+            if not -1 <= parent < number:
+                raise ValueError(
+                    f"segment {number} goes on from segment {parent}; expected an earlier one, or "
+                    f"-1 for none"
+                )
+
+    def path(self, number: int) -> tuple[int, ...]:
+        """The segments that a segment goes on from, the first one first."""
+        found: list[int] = []
+        while (number := self.parents[number]) >= 0:
+            found.append(number)
+        return tuple(reversed(found))
+
+
+@dataclass(frozen=True, slots=True)
+class _Siblings:
+    """Segments next to one another, of one parent and one physical length.
+
+    Args:
+        path: what they go on from.
+        length: of each of them.
+        start: the first one's first slot.
+        count: how many there are.
+    """
+
+    path: tuple[int, ...]
+    length: int
+    start: int
+    count: int
+
+
+def _siblings(forks: Forks, physical: tuple[int, ...]) -> Iterator[_Siblings]:
+    starts = tuple(accumulate(physical, initial=0))
+    alike = groupby(range(len(physical)), key=lambda each: (forks.parents[each], physical[each]))
+    for (_, length), numbers in alike:
+        first, *rest = numbers
+        if length:
+            yield _Siblings(forks.path(first), length, starts[first], 1 + len(rest))
+
+
+def fork_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    params: PackedSeqParams,
+    forks: Forks,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Causal attention of each segment over its path and itself.
+
+    Args:
+        query: (T, Hq, D).
+        key: (T, Hkv, D); Hq is a multiple of Hkv (grouped-query attention).
+        value: (T, Hkv, D).
+        params: the boundaries; physical segments are used.
+        forks: which segments go on from which, as many as `params` has.
+        scale: factor on the scores; 1 / sqrt(D) if None.
+        window: sliding window in tokens along the path, the token itself included; None for all.
+
+    Returns:
+        (T, Hq, D).
+
+    Raises:
+        ValueError: forks of other segments, or a gap that is shorter than nothing.
+    """
+    physical = params.segment_lengths
+    if len(physical) != len(forks.lengths) or any(
+        logical > room for logical, room in zip(forks.lengths, physical, strict=True)
+    ):
+        raise ValueError(
+            f"forks of segments of {forks.lengths} tokens, but the row's have room for {physical}"
+        )
+    starts = tuple(accumulate(physical, initial=0))
+    groups = list(_siblings(forks, physical))
+    sizes = [each.length * each.count for each in groups]
+    parts = zip(*(whole.split(sizes) for whole in (query, key, value)), strict=True)
+    outputs: list[Tensor] = []
+    for each, own in zip(groups, parts, strict=True):
+        q, k, v = (
+            part.view(each.count, each.length, *part.shape[1:]).transpose(1, 2) for part in own
+        )
+        before = [slice(starts[n], starts[n] + forks.lengths[n]) for n in each.path]
+        seen = sum(place.stop - place.start for place in before)
+        if seen:
+            k, v = (
+                torch.cat((_shared(whole, before, each.count), mine), dim=2)
+                for whole, mine in ((key, k), (value, v))
+            )
+        mask = _mask(seen, each.length, window, query.device)
+        out = dense_attention(q, k, v, mask=mask, causal=True, scale=scale)
+        outputs.append(out.transpose(1, 2).reshape(-1, *query.shape[1:]))
+    return torch.cat(outputs)
+
+
+def _shared(whole: Tensor, places: list[slice], count: int) -> Tensor:
+    """(count, H, path, D): keys or values of a path, for so many segments."""
+    path = torch.cat([whole[place] for place in places])
+    return path.transpose(0, 1).expand(count, -1, -1, -1)
+
+
+def _mask(seen: int, length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """(length, seen + length) bool, True where a token sees a key; None where it is plain causal
+    attention of the segment alone."""
+    if not seen and (window is None or window >= length):
+        return None
+    mask = torch.ones(length, seen + length, dtype=torch.bool, device=device).tril_(seen)
+    return mask if window is None else mask.triu_(seen + 1 - window)
