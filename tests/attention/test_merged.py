@@ -1,0 +1,107 @@
+"""Two varlen calls merged by their log-sum-exp, against one softmax over all keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from attention.test_forks import ROWS, real
+from attention.test_segments import inputs, params_of
+
+from vlmpack.attention import merged
+from vlmpack.attention.forks import Forks, fork_attention
+from vlmpack.attention.merged import ForkedCalls, merged_attention
+from vlmpack.errors import CapabilityError
+
+FLAT = ["two answers", "unequal answers", "two prompts"]
+
+
+class Plain:
+    """A varlen kernel as flash-attn documents one, stretch by stretch, in the inputs' dtype; its
+    backward pass is told output and lse, and computes neither again."""
+
+    @staticmethod
+    def _stretches(call):
+        bounds = zip(pairwise(call.cu_q.tolist()), pairwise(call.cu_k.tolist()), strict=True)
+        return [(slice(*q), slice(*k)) for q, k in bounds if q[0] < q[1]]
+
+    @staticmethod
+    def _scores(query, key, call, scale):
+        scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+        if call.causal:
+            scores = scores.masked_fill(~torch.ones(scores.shape[1:]).bool().tril(), -torch.inf)
+        return scores
+
+    def forward(self, query, key, value, call, scale):
+        out, lse = torch.zeros_like(query), query.new_zeros(query.shape[1], query.shape[0])
+        for q, k in self._stretches(call):
+            scores = self._scores(query[q], key[k], call, scale)
+            lse[:, q] = scores.logsumexp(dim=-1)
+            out[q] = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), value[k])
+        return out, lse
+
+    def backward(self, grad, query, key, value, out, lse, call, scale):
+        dq, dk, dv = (torch.zeros_like(part) for part in (query, key, value))
+        for q, k in self._stretches(call):
+            scores = self._scores(query[q], key[k], call, scale)
+            weights = (scores - lse[:, q, None]).exp()
+            dv[k] += torch.einsum("hqk,qhd->khd", weights, grad[q])
+            each = torch.einsum("qhd,khd->hqk", grad[q], value[k])
+            each = weights * (each - (grad[q] * out[q]).sum(-1).T[..., None]) * scale
+            dq[q] += torch.einsum("hqk,khd->qhd", each, key[k])
+            dk[k] += torch.einsum("hqk,qhd->khd", each, query[q])
+        return dq, dk, dv
+
+
+def row_of(name, multiple=1):
+    forks = Forks(*ROWS[name])
+    physical = tuple(-(-n // multiple) * multiple for n in forks.lengths)
+    params = params_of(forks.lengths, physical if multiple > 1 else None)
+    return forks, params, real(forks, physical)
+
+
+def differences(name, multiple=1):
+    forks, params, slots = row_of(name, multiple)
+    tensors = inputs(sum(params.segment_lengths), dtype=torch.float64)
+    ours = merged_attention(*tensors, ForkedCalls.of(params, forks), Plain())[slots]
+    theirs = fork_attention(*tensors, params, forks)[slots]
+    weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1)).double()
+    grads = [torch.autograd.grad((each * weights).sum(), tensors) for each in (ours, theirs)]
+    value = (ours - theirs).abs().max().item()
+    return value, max((a - b).abs().max().item() for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("multiple", [1, 8], ids=["no gaps", "gaps"])
+@pytest.mark.parametrize("name", FLAT)
+def test_equals_one_softmax(name, multiple):
+    assert max(differences(name, multiple)) < 1e-12
+
+
+def test_a_mean_of_the_two_calls_is_found(monkeypatch):
+    def mean(own, path, branches):
+        out = own[0].clone()
+        out[branches] = (own[0][branches] + path[0]) / 2
+        return out, own[1]
+
+    monkeypatch.setattr(merged, "merge_lse", mean)
+    value, gradient = differences("two answers")
+    assert value > 0.05
+    assert gradient > 0.05
+
+
+def test_each_calls_own_lse_in_the_backward_pass_is_found(monkeypatch):
+    whole = merged.merge_lse
+    monkeypatch.setattr(merged, "merge_lse", lambda own, *rest: (whole(own, *rest)[0], own[1]))
+    value, gradient = differences("two answers")
+    assert value < 1e-12
+    assert gradient > 0.05
+
+
+def test_what_two_calls_cannot_say_is_refused():
+    forks, params, _ = row_of("a tree")
+    with pytest.raises(CapabilityError, match=r"one fork behind each prompt.*segments"):
+        ForkedCalls.of(params, forks)
+    with pytest.raises(CapabilityError, match="without forks"):
+        ForkedCalls.of(params, replace(forks, parents=(-1,) * len(forks.lengths)))

@@ -1,0 +1,224 @@
+"""Forks on CUDA: what a segment sees of itself and of its path as two varlen calls, merged.
+
+Each call gives its outputs and the logarithm of what its scores sum up to (lse). Two softmaxes over
+parts of the keys become the one over all of them (2205.14135, section 3.1, as ring attention has it
+in 2310.01889):
+
+    lse = log(exp(lse_own) + exp(lse_path));   out = sum of exp(lse_part - lse) * out_part
+
+The backward pass of each call is the kernel's own, given the merged output and lse: then its
+weights are those of the whole softmax, and so is the term that is subtracted from their gradients.
+A path is read once by all branches behind it: they are one stretch of queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from vlmpack.attention.forks import Forks
+from vlmpack.errors import CapabilityError
+from vlmpack.packing.batch import PackedSeqParams
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenCall:
+    """The boundaries of one varlen call.
+
+    Args:
+        cu_q, cu_k: (N + 1,) int32, where stretches of queries and of keys begin and end.
+        max_q, max_k: the longest of them, host integers.
+        causal: whether a token sees only itself and what came before it; of a square call alone.
+    """
+
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+    causal: bool
+
+
+class VarlenKernel(Protocol):
+    """A varlen attention kernel with its lse, and its backward pass."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """(T, Hq, D) outputs and (Hq, T) float32 lse."""
+
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: VarlenCall,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and value, for outputs and lse that may be those of more keys
+        than the call's."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForkedCalls:
+    """A row's two calls, and which slots the second one is about.
+
+    Args:
+        own: each segment with itself.
+        path: all branches of a segment with it.
+        branches: (B,) int64, slots of the queries that go on from a segment.
+        paths: (P,) int64, slots of the keys that branches go on from, without gaps.
+    """
+
+    own: VarlenCall
+    path: VarlenCall
+    branches: Tensor
+    paths: Tensor
+
+    @classmethod
+    def of(cls, params: PackedSeqParams, forks: Forks) -> ForkedCalls:
+        """Those of a row; made on the host, and moved to the device of `params` once a row.
+
+        Raises:
+            CapabilityError: branches of branches, branches that do not stand together, or no
+                branch.
+        """
+        starts = tuple(accumulate(params.segment_lengths, initial=0))
+        stretches: list[tuple[int, list[int]]] = []
+        for number, parent in enumerate(forks.parents):
+            if parent < 0:
+                continue
+            if forks.parents[parent] >= 0 or any(parent == p for p, _ in stretches[:-1]):
+                raise CapabilityError(
+                    "two varlen calls take one fork behind each prompt, its branches side by side; "
+                    "this row has others: set model.attention to segments"
+                )
+            if not stretches or stretches[-1][0] != parent:
+                stretches.append((parent, []))
+            stretches[-1][1].append(number)
+        if not stretches:
+            raise CapabilityError("a row without forks needs one varlen call, not two")
+        queries = [(starts[run[0]], starts[run[-1] + 1]) for _, run in stretches]
+        keys = [(starts[p], starts[p] + forks.lengths[p]) for p, _ in stretches]
+        device = params.cu_seqlens_q.device
+
+        def bounds(spans: list[tuple[int, int]]) -> tuple[Tensor, int]:
+            sizes = [stop - start for start, stop in spans]
+            cu = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
+            return cu.to(device, non_blocking=True), max(sizes)
+
+        def slots(spans: list[tuple[int, int]]) -> Tensor:
+            found = torch.cat([torch.arange(*span) for span in spans])
+            return found.to(device, non_blocking=True)
+
+        (cu_q, max_q), (cu_k, max_k) = bounds(queries), bounds(keys)
+        cu = params.cu_seqlens_physical
+        return cls(
+            own=VarlenCall(cu, cu, params.max_seqlen_q, params.max_seqlen_kv, causal=True),
+            path=VarlenCall(cu_q, cu_k, max_q, max_k, causal=False),
+            branches=slots(queries),
+            paths=slots(keys),
+        )
+
+
+def merge_lse(
+    own: tuple[Tensor, Tensor], path: tuple[Tensor, Tensor], branches: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Outputs and lse over all keys.
+
+    Args:
+        own: (T, Hq, D) outputs and (Hq, T) lse of every slot with its own segment.
+        path: (B, Hq, D) and (Hq, B) of the branches' slots with their paths.
+        branches: (B,) int64, which slots these are.
+    """
+    out, lse = own[0].clone(), own[1].clone()
+    mine = lse.index_select(1, branches)
+    both = torch.logaddexp(mine, path[1])
+    kept, added = ((part - both).exp().T[..., None] for part in (mine, path[1]))
+    merged = own[0].index_select(0, branches) * kept + path[0] * added
+    return (
+        out.index_copy_(0, branches, merged.to(out.dtype)),
+        lse.index_copy_(1, branches, both),
+    )
+
+
+class _Merged(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        calls: ForkedCalls,
+        kernel: VarlenKernel,
+        scale: float,
+    ) -> Tensor:
+        own = kernel.forward(query, key, value, calls.own, scale)
+        inputs = _of_path(query, key, value, calls)
+        path = kernel.forward(*inputs, calls.path, scale)
+        out, lse = merge_lse(own, path, calls.branches)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.calls, ctx.kernel, ctx.scale = calls, kernel, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        calls, kernel = ctx.calls, ctx.kernel
+        own = kernel.backward(grad, query, key, value, out, lse, calls.own, ctx.scale)
+        path = kernel.backward(
+            grad.index_select(0, calls.branches),
+            *_of_path(query, key, value, calls),
+            out.index_select(0, calls.branches),
+            lse.index_select(1, calls.branches).contiguous(),
+            calls.path,
+            ctx.scale,
+        )
+        places = (calls.branches, calls.paths, calls.paths)
+        found = [
+            mine.index_add(0, at, more) for mine, at, more in zip(own, places, path, strict=True)
+        ]
+        return *found, None, None, None
+
+
+def _of_path(
+    query: Tensor, key: Tensor, value: Tensor, calls: ForkedCalls
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        query.index_select(0, calls.branches),
+        key.index_select(0, calls.paths),
+        value.index_select(0, calls.paths),
+    )
+
+
+def merged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    calls: ForkedCalls,
+    kernel: VarlenKernel,
+    *,
+    scale: float | None = None,
+) -> Tensor:
+    """What `fork_attention` computes, by two calls of a varlen kernel.
+
+    Args:
+        query: (T, Hq, D).
+        key: (T, Hkv, D), as many heads as the kernel takes.
+        value: (T, Hkv, D).
+        calls: of the row.
+        kernel: with its lse.
+        scale: factor on the scores; 1 / sqrt(D) if None.
+
+    Returns:
+        (T, Hq, D).
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    output: Tensor = _Merged.apply(query, key, value, calls, kernel, scale)  # type: ignore[no-untyped-call]
+    return output
