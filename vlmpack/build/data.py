@@ -150,7 +150,7 @@ def _of_conversations(encoder: Encoder) -> Encoder:
     """The encoder for samples that are no pairs."""
     if not encoder.pairs:
         return encoder
-    make, folder = encoder.__reduce__()
+    make, folder, _ = encoder.__reduce__()
     other: Encoder = make(*folder, pairs=False)
     return other
 

@@ -10,6 +10,7 @@ chat           the chat template rendered (`template`, `content`) and tokenized,
                `template_sizes` keep a template from taking the machine;
                `clock`: a template that writes the day; `variables`: what a template gets in all
                conversations; `thoughts`: one that leaves thoughts out
+cuts           where sequences may fork, so that a row holds what they begin with once
 decode         image bytes -> pixels
 fingerprint    what an encoder's output depends on, for caches and the run's identity
 budget         bounds on what an image costs: refused, and written into an exported folder

@@ -44,6 +44,36 @@ def decode_image(data: bytes, which: int | str = 0, *, max_pixels: int) -> Image
         ) from error
 
 
+def decode_images(
+    files: Sequence[bytes],
+    sizes: Sequence[tuple[int, int]] | None,
+    names: Sequence[str],
+    *,
+    max_pixels: int,
+) -> list[Image.Image]:
+    """The images of a sample, upright RGB.
+
+    Args:
+        files: encoded, in token order.
+        sizes: (width, height) to resize each to, where the plan shrank them.
+        names: of the images, for messages.
+        max_pixels: as of `decode_image`.
+
+    Raises:
+        DataError: as `decode_image`.
+    """
+    images = [
+        decode_image(data, which_image(n, names), max_pixels=max_pixels)
+        for n, data in enumerate(files)
+    ]
+    if sizes is None:
+        return images
+    return [
+        image if image.size == tuple(size) else image.resize(size, Image.Resampling.BICUBIC)
+        for image, size in zip(images, sizes, strict=True)
+    ]
+
+
 def _decode_upright(data: bytes, which: int | str, max_pixels: int) -> Image.Image:
     image = Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP"))
     if image.width * image.height > max_pixels:

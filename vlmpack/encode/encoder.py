@@ -8,18 +8,18 @@ from __future__ import annotations
 import datetime
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from PIL import Image
-
 from vlmpack.encode.assemble import Tokens, assemble
 from vlmpack.encode.budget import refuse_budget, write_settings
 from vlmpack.encode.chat import ChatEncoder
 from vlmpack.encode.clock import noted_date, reads_clock, today
-from vlmpack.encode.decode import decode_image, which_image
+from vlmpack.encode.cuts import cuts_of, image_digest
+from vlmpack.encode.decode import decode_images, which_image
 from vlmpack.encode.fingerprint import EncoderFacts
 from vlmpack.encode.pair_form import PAIR_NAMES, refuse_other_form
 from vlmpack.encode.sample import Beside, Message, VLMSample
@@ -77,6 +77,9 @@ class Encoder:
         chat_template_kwargs: the template's variables in all conversations; None: an export's.
     """
 
+    cuts: bool = False
+    """Whether samples say where they may fork (`EncodedSample.cuts`)."""
+
     def __init__(
         self,
         folder: Path,
@@ -104,7 +107,13 @@ class Encoder:
     def __reduce__(self) -> tuple[Any, ...]:
         names = "loss_on max_image_pixels budget date learn pairs chat_template_kwargs"
         settings = {name: getattr(self, name) for name in names.split()}
-        return partial(Encoder, **settings), (self.folder,)
+        return partial(Encoder, **settings), (self.folder,), {"cuts": self.cuts}
+
+    def with_cuts(self) -> Encoder:
+        """The same encoder, whose samples say where they may fork."""
+        found = copy(self)
+        found.cuts = True
+        return found
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -283,12 +292,17 @@ class Encoder:
                 f"{len(sample.images)} images",
             )
         names = sample.image_names
-        images = self._images(sample.images, sizes, names)
-        layouts = self.layouts([image.size for image in images], names)
+        images = decode_images(sample.images, sizes, names, max_pixels=self.max_image_pixels)
+        seen = [image.size for image in images]
+        layouts = self.layouts(seen, names)
         tokens = self._tokens(sample, layouts)
         media = self.image_rule.preprocess(images) if images else None
         sequences = [assemble(self.family, sample.key, each, layouts, media) for each in tokens]
-        return join_pair(*sequences) if sample.answers else sequences[0]
+        whole = join_pair(*sequences) if sample.answers else sequences[0]
+        if not self.cuts:
+            return whole
+        digests = [image_digest(data) for data in sample.images]
+        return replace(whole, cuts=cuts_of(tokens, layouts, digests, seen))
 
     def pixels(
         self, files: Sequence[bytes], sizes: Sequence[tuple[int, int]] | None = None
@@ -304,27 +318,9 @@ class Encoder:
                 model without vision tower.
         """
         self._refuse_images(len(files))
-        images = self._images(files, sizes)
+        images = decode_images(files, sizes, (), max_pixels=self.max_image_pixels)
         self.layouts([image.size for image in images])
         return self.image_rule.preprocess(images) if images else None
-
-    def _images(
-        self,
-        files: Sequence[bytes],
-        sizes: Sequence[tuple[int, int]] | None,
-        names: Sequence[str] = (),
-    ) -> list[Image.Image]:
-        """Decoded, and resized where the plan shrank them."""
-        images = [
-            decode_image(data, which_image(n, names), max_pixels=self.max_image_pixels)
-            for n, data in enumerate(files)
-        ]
-        if sizes is None:
-            return images
-        return [
-            image if image.size == tuple(size) else image.resize(size, Image.Resampling.BICUBIC)
-            for image, size in zip(images, sizes, strict=True)
-        ]
 
     def _refuse_images(self, count: int) -> None:
         if count and not self.takes_images:

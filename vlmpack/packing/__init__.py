@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vlmpack.packing.batch import IGNORE_INDEX as IGNORE_INDEX
     from vlmpack.packing.batch import Batch as Batch
     from vlmpack.packing.batch import ContextSlice as ContextSlice
+    from vlmpack.packing.batch import Cut as Cut
     from vlmpack.packing.batch import EncodedSample as EncodedSample
     from vlmpack.packing.batch import GridTHW as GridTHW
     from vlmpack.packing.batch import Media as Media
@@ -47,6 +48,7 @@ _HOMES = {
         "IGNORE_INDEX",
         "Batch",
         "ContextSlice",
+        "Cut",
         "EncodedSample",
         "GridTHW",
         "Media",

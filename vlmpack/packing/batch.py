@@ -54,6 +54,20 @@ class Media:
         return len(self.grid_thw)
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A place where a sequence may fork: its tokens before it may stand in a row once, for it and
+    for others. They have no label, and all images are among them.
+
+    Args:
+        length: tokens before it, image tokens included.
+        digest: of those tokens and of the images; equal where these are equal.
+    """
+
+    length: int
+    digest: bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedSample:
     """One sample as token ids, before any packing.
@@ -70,6 +84,8 @@ class EncodedSample:
         sequences: lengths of the sequences of a pair, which lie one after the other; labels and
             positions are each one's own, and each shows all images. Empty for a sample that is
             one sequence.
+        cuts: where its sequences may fork, the shorter one first, counted from the start of each;
+            empty where nobody asks for it.
     """
 
     key: str
@@ -79,6 +95,7 @@ class EncodedSample:
     media: Media | None = None
     media_positions: Tensor
     sequences: tuple[int, ...] = ()
+    cuts: tuple[Cut, ...] = ()
 
     @property
     def length(self) -> int:

@@ -1,0 +1,105 @@
+"""A cut is behind the images and before every label; equal digests are equal beginnings."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from support.pairs import cooked_pair, raw_pairs
+from support.shards import TINY_MODEL, RawSample, with_answer
+
+from vlmpack.encode import Encoder
+from vlmpack.encode.assemble import Tokens
+from vlmpack.encode.cuts import cuts_of, image_digest
+from vlmpack.families.base import ImageLayout
+from vlmpack.packing import IGNORE_INDEX
+from vlmpack.packing.pairs import sequences_of
+
+
+@pytest.fixture(scope="module")
+def cutting():
+    return Encoder(TINY_MODEL).with_cuts()
+
+
+@pytest.fixture(scope="module")
+def cutting_pairs():
+    return Encoder(TINY_MODEL, pairs=True).with_cuts()
+
+
+def asked(raw: RawSample, text: str) -> RawSample:
+    """Another question about the same images."""
+    turns = [{**turn, "content": list(turn["content"])} for turn in raw.messages]
+    turns[0]["content"].append({"type": "text", "text": text})
+    return with_answer(RawSample(text, turns, raw.images), text)
+
+
+def test_pairs_are_cut_behind_their_images_and_before_the_first_label(cutting_pairs):
+    for chosen, rejected in raw_pairs():
+        pair = cutting_pairs.encode(cooked_pair(chosen, rejected))
+        parts = sequences_of(pair)
+        lengths = [cut.length for cut in pair.cuts]
+        first = min(int((part.labels != IGNORE_INDEX).nonzero()[0, 0]) for part in parts)
+        assert lengths[-1] == first, "the token that predicts the first one stands in each"
+        heads = [part.input_ids[:first].tolist() for part in parts]
+        assert heads[0] == heads[1]
+        if pair.media is None:
+            assert len(lengths) == 1
+        else:
+            assert lengths[0] == int(parts[0].media_positions[-1]) + 1
+
+
+def test_questions_about_one_image_begin_alike(cutting):
+    raw = raw_pairs()[2][0]
+    one, other = (cutting.encode(asked(raw, text).cooked()) for text in ("how", "where to"))
+    assert len(one.cuts) == 1
+    assert one.cuts == other.cuts
+    head = one.cuts[0].length
+    assert torch.equal(one.input_ids[:head], other.input_ids[:head])
+    assert torch.equal(one.position_ids[:, :head], other.position_ids[:, :head])
+    assert int(one.media_positions[-1]) == head - 1
+    assert (one.labels[:head] == IGNORE_INDEX).all()
+    assert (other.input_ids[head:] != IGNORE_INDEX).all()
+    elsewhere = cutting.encode(raw_pairs()[5][0].cooked())
+    assert elsewhere.cuts[0].digest != one.cuts[0].digest
+
+
+def test_no_cut_without_images_nor_behind_a_label(cutting):
+    text = raw_pairs()[1][0]
+    assert cutting.encode(text.cooked()).cuts == ()
+    image = ImageLayout(grid=(1, 4, 4), text="<i>", runs=(4,))
+    late = Tokens([5, 6, 7, 9, 8, 2], [False, True, True, False, False, True], 9)
+    assert cuts_of([late], [image], [b"d"], [(8, 8)]) == ()
+    early = late._replace(supervised=[False, False, False, False, False, True])
+    assert [cut.length for cut in cuts_of([early], [image], [b"d"], [(8, 8)])] == [7]
+
+
+def test_digests_are_of_tokens_images_and_their_sizes():
+    image = ImageLayout(grid=(1, 4, 4), text="<i>", runs=(4,))
+    taught = [False, False, False, False, True]
+
+    def digest(ids=(5, 9, 6, 7, 8), data=b"d", size=(8, 8)):
+        tokens = Tokens(list(ids), taught, 9)
+        (cut,) = cuts_of([tokens], [image], [image_digest(data)], [size])
+        return cut.digest
+
+    assert digest() == digest(ids=(5, 9, 6, 6, 8)), "what is behind the cut has no part"
+    assert len({digest(), digest(ids=(4, 9, 6, 7, 8)), digest(data=b"e"), digest(size=(8, 9))}) == 4
+
+
+def test_an_image_of_an_answer_leaves_nothing_to_share():
+    image = ImageLayout(grid=(1, 4, 4), text="<i>", runs=(4,))
+    both = [Tokens([5, 6, last, 9], [False, False, False, True], 9) for last in (7, 8)]
+    assert cuts_of(both, [image], [b"d"], [(8, 8)]) == ()
+
+
+def test_cuts_are_made_on_demand_in_workers_too(cutting_pairs):
+    pair = cooked_pair(*raw_pairs()[0])
+    plain = Encoder(TINY_MODEL, pairs=True)
+    assert plain.encode(pair).cuts == ()
+    there = pickle.loads(pickle.dumps(cutting_pairs))
+    assert there.encode(pair).cuts == cutting_pairs.encode(pair).cuts != ()
+    assert there.fingerprint == plain.fingerprint, "ids are the same"
+    bare = replace(cutting_pairs.encode(pair), cuts=())
+    assert torch.equal(bare.input_ids, plain.encode(pair).input_ids)

@@ -1,0 +1,79 @@
+"""Where a sequence may fork: what stands before a cut may stand in a row once for several.
+
+    <user> [image] What is it? <assistant> A cat.
+    = = = = = = = |                                  1: behind the last image token
+    = = = = = = = = = = = = = = = = = = = |          2: where the common turns of several end
+
+Both follow from how a conversation is built; no two samples are compared. A cut has all of the
+images before it and no label: a token that predicts the first one of an answer stands in each
+branch, so the second cut is one token before the end of what is common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from itertools import takewhile
+
+import numpy as np
+
+from vlmpack.encode.assemble import Tokens
+from vlmpack.families.base import ImageLayout
+from vlmpack.packing.batch import Cut
+
+DIGEST_BYTES = 8
+"""A cut's digest has so many bytes; rows compare what they share besides, tokens and pixels."""
+
+
+def image_digest(data: bytes) -> bytes:
+    """The digest of an image file that cuts are made of."""
+    return blake2b(data, digest_size=DIGEST_BYTES).digest()
+
+
+def cuts_of(
+    sequences: Sequence[Tokens],
+    layouts: Sequence[ImageLayout],
+    images: Sequence[bytes],
+    sizes: Sequence[tuple[int, int]],
+) -> tuple[Cut, ...]:
+    """The cuts of a sample's sequences, the shorter one first: at most two, which are the same in
+    all of them. Needs no pixel, so lengths and samples have the same.
+
+    Args:
+        sequences: one of a sample; several of a pair, or of a record with several answers.
+        layouts: of the sample's images.
+        images: `image_digest` of their files.
+        sizes: (width, height) in pixels that each is encoded from.
+    """
+    first = sequences[0]
+    least = min(_first_label(each) for each in sequences)
+    places = [place for place, token in enumerate(first.ids) if token == first.placeholder_id]
+    behind_images = places[-1] + 1 if places else 0
+    lengths = {behind_images} if layouts else set()
+    if len(sequences) > 1:
+        lengths.add(min(_common(sequences), least))
+    grown = sum(sum(layout.runs) - len(layout.runs) for layout in layouts)
+    shown = [b"%d %d %s" % (*size, digest) for size, digest in zip(sizes, images, strict=True)]
+    head = blake2b(b"|".join(shown), digest_size=32).digest()
+    return tuple(
+        Cut(length + grown, _digest(head, first.ids[:length]))
+        for length in sorted(lengths)
+        if 0 < length <= least and length >= behind_images
+    )
+
+
+def _first_label(tokens: Tokens) -> int:
+    """The first position that has a target behind it, or the last one."""
+    targets = tokens.supervised[1:]
+    return sum(1 for _ in takewhile(lambda target: not target, targets))
+
+
+def _common(sequences: Sequence[Tokens]) -> int:
+    """Tokens that all sequences begin with."""
+    together = zip(*(each.ids for each in sequences), strict=False)
+    return sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, together))
+
+
+def _digest(head: bytes, ids: Sequence[int]) -> bytes:
+    whole = head + np.asarray(ids, dtype=np.int64).tobytes()
+    return blake2b(whole, digest_size=DIGEST_BYTES).digest()
