@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from support.shards import TINY_MODEL
 
 from vlmpack.data.modes import packing_mode
 from vlmpack.recipe import identity, load_recipe
 
 DPO = ["objective.name=dpo"]
+OFF = [*DPO, "objective.reference=adapters_off", f"model.path={TINY_MODEL}"]
+FROZEN = ["trainable.vision=frozen", "trainable.projector=frozen"]
 ONLINE = ["packing.mode=online", "training.micro_batch_size=1", "training.seq_length=4096"]
 
 
@@ -19,6 +22,8 @@ def test_pairs_may_be_alone_in_a_row(problems_of, minimal):
     assert found["objective.name"] == "dpo"
     assert found["objective.beta"] == 0.2
     assert "objective.reference_dir" not in found, "where it lies may change"
+    assert "objective.reference" not in found, "and where the same numbers come from"
+    assert problems_of([*OFF, *FROZEN, "trainable.language=lora"]) == []
 
 
 def test_a_planned_row_holds_the_longest_pair(minimal):
@@ -55,6 +60,16 @@ def test_a_planned_row_holds_the_longest_pair(minimal):
         ([*DPO, "model.backend=mcore"], "objective.name 'dpo' runs on model.backend: hf alone"),
         ([*DPO, "model.router_aux_loss_coef=0.1"], "looks across all tokens of a row"),
         ([*DPO, "training.verify=true"], "'dpo' has pairs, which are not verified yet"),
+        (
+            [*OFF, "trainable.language=lora"],
+            "are trained too (trainable.vision: full, trainable.projector: full), so without",
+        ),
+        ([*OFF, *FROZEN], "are trained too (trainable.language: full)"),
+        (
+            [*OFF, *FROZEN, "trainable.language=lora", "objective.reference_dir=there"],
+            "there, but objective.reference 'adapters_off' keeps no numbers; leave it out",
+        ),
+        (["objective.reference=adapters_off"], "'sft' has no such knob; use objective.name: dpo"),
         ([*DPO, "objective.beta=0"], "objective.beta"),
         ([*DPO, "objective.label_smoothing=0.5"], "objective.label_smoothing"),
     ],

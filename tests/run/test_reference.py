@@ -196,6 +196,38 @@ def test_a_recipe_without_pairs_has_no_reference(tmp_path):
         make_references(resolve(run_settings(tmp_path), {}), Ranks())
 
 
+@pytest.mark.slow
+def test_adapters_switched_off_are_the_reference(tmp_path, shard):
+    """No folder of numbers, margins of exactly 0 at the start, and the steps of a run with one."""
+    found = []
+    for reference in ("adapters_off", "cached"):
+        (tmp_path / reference).mkdir()
+        values = settings(
+            tmp_path / reference, shard, objective__reference=reference, training__max_steps=4
+        )
+        parts = dict.fromkeys(("vision", "language"), "lora") | {"projector": "frozen"}
+        values |= {"trainable": {**parts, "lora": {"rank": 4, "alpha": 8, "dropout": 0.3}}}
+        values["data"]["validation"] = str(shard)
+        run_recipe(resolve(values, {}))
+        run_dir = Path(values["run_dir"])
+        found.append(rows(run_dir, *SMOOTH))
+        assert (run_dir / "reference").is_dir() is (reference == "cached")
+        first = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
+        if reference == "adapters_off":
+            assert (first["margin"], first["accuracy"]) == (0.0, 0.5)
+            assert first["preference_loss"] == math.log(2)
+    for ours, theirs in zip(*found, strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-4, abs=2e-4)
+    assert abs(found[0][-1][2]) > 1e-3, "the policy moves away"
+
+
+def test_a_reference_of_each_step_is_not_made_beforehand(tmp_path, shard):
+    lora = {"vision": "frozen", "projector": "frozen", "language": "lora"}
+    values = settings(tmp_path, shard, objective__reference="adapters_off")
+    with pytest.raises(RecipeError, match="'adapters_off' keeps no numbers: each step makes its"):
+        make_references(resolve(values | {"trainable": lora}, {}), Ranks())
+
+
 def test_verify_refuses_pairs_by_name(tmp_path, shard):
     recipe = resolve(settings(tmp_path, shard), {})
     with pytest.raises(RecipeError, match="'dpo' has pairs, and verify compares conversations"):

@@ -157,6 +157,13 @@ class Engine(Protocol):
             CapabilityError: what was trained does not fit into that format.
         """
 
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """While it is open, forward passes leave adapters out; what is trained stays marked.
+
+        Raises:
+            CapabilityError: the model has none, or more than adapters is trained.
+        """
+
     def generation(self) -> AbstractContextManager[Any]:
         """The bare transformers model, in eval mode and with stock attention, for generation."""
 

@@ -11,6 +11,7 @@ from vlmpack.distributed import Ranks
 from vlmpack.training.first_step import FirstStepCheck
 from vlmpack.training.objective import objective_of
 from vlmpack.training.optim import Schedule
+from vlmpack.training.reference import without_adapters
 from vlmpack.training.step import Stepper
 
 
@@ -52,12 +53,15 @@ def build_engine(setup: Setup) -> Engine:
 def build_stepper(setup: Setup, engine: Engine, *, total_steps: int) -> Stepper:
     """The engine with its objective and its schedule."""
     recipe, ranks = setup.recipe, setup.ranks
+    objective = recipe.objective
+    in_step = objective.learns_pairs and not objective.keeps_reference
     return Stepper(
         engine=engine,
-        objective=objective_of(recipe.objective),
+        objective=objective_of(objective),
         schedule=Schedule(recipe.optim, total_steps),
         max_grad_norm=recipe.optim.max_grad_norm,
         ranks=ranks,
         check=FirstStepCheck(engine, ranks),
         dropout_seed=recipe.training.seed if recipe.trainable.drops() else None,
+        reference=without_adapters if in_step else None,
     )

@@ -194,11 +194,16 @@ def _notes(inputs: PlanInputs, own: PlannedMode, micro: int) -> tuple[str, ...]:
     notes = [inputs.unsized] if inputs.unsized else []
     if inputs.recipe.objective.learns_pairs:
         table, usable = inputs.split.fitted.table, inputs.split.fitted.eligible
-        notes.append(
-            f"samples are pairs of two sequences; before the first step one forward pass over "
+        pairs = (
             f"{int(usable.sum()):,} pairs ({int(table.num_tokens[usable].sum()):,} tokens, "
-            f"{int(table.num_patches[usable].sum()):,} patches) makes what is missing of the "
-            "reference: a third of an epoch's compute"
+            f"{int(table.num_patches[usable].sum()):,} patches)"
+        )
+        when = f"before the first step one forward pass over {pairs} makes what is missing of"
+        if not inputs.recipe.objective.keeps_reference:
+            when = f"one more forward pass a step, over {pairs} an epoch, adapters off, makes"
+        notes.append(
+            f"samples are pairs of two sequences; {when} the reference: a third of an epoch's "
+            "compute"
         )
     if own.plans_rows:
         notes.append(

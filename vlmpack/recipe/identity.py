@@ -63,7 +63,7 @@ def identity(recipe: Recipe) -> dict[str, object]:
     include["images"] = set(recipe.images.set_values())
     objective = recipe.objective
     if objective.learns_pairs:
-        include["objective"] = set(ObjectiveSection.model_fields) - {"reference_dir"}
+        include["objective"] = set(ObjectiveSection.model_fields) - {"reference", "reference_dir"}
     elif objective.name != ObjectiveSection().name:
         include["objective"] = {"name"}
     include["optim"] = {

@@ -71,9 +71,19 @@ class ObjectiveSection(Section):
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     """`dpo`, `loss: sigmoid`: the share of pairs that are taken to be the wrong way round."""
 
+    reference: Literal["cached", "adapters_off"] = "cached"
+    """`dpo`: where the reference model's log-probabilities come from. `cached`: one pass over the
+    data before the first step, kept. `adapters_off`: the model itself in each step, with its
+    adapters switched off; where nothing but adapters is trained."""
+
     reference_dir: str | None = Field(default=None, min_length=1)
-    """`dpo`: folder of the reference model's log-probabilities, two numbers a pair, which
+    """`dpo`, `reference: cached`: folder of the log-probabilities, two numbers a pair, which
     `vlmpack reference` or the launch makes. Null: `reference` in the run folder."""
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether a reference model's log-probabilities are made before the run, and kept."""
+        return self.learns_pairs and self.reference == "cached"
 
     @property
     def learns_pairs(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vlmpack.recipe.derived import longest_sample, plan_alignment
+from vlmpack.recipe.model_rules import ModelConfig
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import (
@@ -11,6 +12,7 @@ from vlmpack.recipe.schema import (
     ParallelismSection,
     TrainingSection,
 )
+from vlmpack.recipe.trainable import COMPONENTS, TrainableSection
 
 PAIR_MODES = ("none", "in_batch", "online")
 """Packing modes that lay pairs out."""
@@ -115,6 +117,40 @@ def pairs_are_averaged_alone(objective: ObjectiveSection, model: ModelSection) -
         f"objective.name '{objective.name}' averages over pairs, whatever row they are in; use 0"
     )
     return [Problem(("model", "router_aux_loss_coef"), message)]
+
+
+def adapters_alone_are_trained(
+    objective: ObjectiveSection, trainable: TrainableSection, config: ModelConfig
+) -> list[Problem]:
+    """With its adapters off a model is the reference where all its other weights stay."""
+    if not objective.learns_pairs or objective.reference != "adapters_off":
+        return []
+    parts = COMPONENTS if "vision_config" in config.values else ("language",)
+    full = [name for name in parts if getattr(trainable, name) == "full"]
+    if not full and trainable.uses("lora"):
+        return []
+    where = ("objective", "reference")
+    if not full:
+        message = "'adapters_off', but no component has adapters; use lora, or reference: cached"
+        return [Problem(where, message)]
+    listed = ", ".join(f"trainable.{name}: full" for name in full)
+    message = (
+        f"'adapters_off', but weights that are no adapters are trained too ({listed}), so without "
+        "its adapters the model is not the one that the run began with; use frozen or lora there, "
+        "or reference: cached"
+    )
+    return [Problem(where, message)]
+
+
+def a_reference_is_kept_where_there_is_one(objective: ObjectiveSection) -> list[Problem]:
+    """Nothing is written where each step makes its own."""
+    if objective.keeps_reference or not objective.learns_pairs or objective.reference_dir is None:
+        return []
+    message = (
+        f"{objective.reference_dir}, but objective.reference '{objective.reference}' keeps no "
+        "numbers; leave it out, or use reference: cached"
+    )
+    return [Problem(("objective", "reference_dir"), message)]
 
 
 def pairs_are_verified_elsewhere(

@@ -91,7 +91,7 @@ def attach_reference(
     Raises:
         ReferenceCacheError: a folder of another reference, or one that cannot be written.
     """
-    if split is None or not setup.recipe.objective.learns_pairs:
+    if split is None or not setup.recipe.objective.keeps_reference:
         return None
     name = split.config.key.removeprefix("data.")
     file = ReferenceFile(
@@ -107,7 +107,7 @@ def make_references(recipe: Recipe, ranks: Ranks) -> list[ReferencePass]:
     """The reference of a recipe's pairs, before any run. Collective.
 
     Raises:
-        RecipeError: an objective without a reference model.
+        RecipeError: an objective without a reference model, or one that keeps no numbers.
         VlmpackError: what is wrong with model folder, data or the reference's folder.
     """
     if not recipe.objective.learns_pairs:
@@ -115,6 +115,13 @@ def make_references(recipe: Recipe, ranks: Ranks) -> list[ReferencePass]:
             [
                 f"objective.name: '{recipe.objective.name}' has no reference model; "
                 "`vlmpack reference` is for objective.name: dpo"
+            ]
+        )
+    if not recipe.objective.keeps_reference:
+        raise RecipeError(
+            [
+                f"objective.reference: '{recipe.objective.reference}' keeps no numbers: each step "
+                "makes its own; `vlmpack reference` is for reference: cached"
             ]
         )
     recipe = settle_date(recipe, ranks)

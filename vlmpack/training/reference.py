@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -33,17 +34,35 @@ BATCHES_PER_PART = 64
 
 def log_probabilities(engine: Engine, batch: Batch) -> list[float]:
     """log p of each sequence of a batch of pairs, under the engine's weights as they are."""
-    found: list[float] = []
+    values: list[float] = sequence_values(engine, batch).tolist()
+    return values
+
+
+def without_adapters(engine: Engine, batches: Sequence[Batch]) -> list[Batch]:
+    """Batches of pairs with the reference that the engine's model is without its adapters; nothing
+    is drawn, nor read on the host.
+
+    Raises:
+        CapabilityError: see `Engine.adapters_off`.
+    """
+    ACTIVITY.enter("reference log-probabilities")
+    with engine.adapters_off():
+        return [replace(batch, reference=sequence_values(engine, batch)) for batch in batches]
+
+
+def sequence_values(engine: Engine, batch: Batch) -> Tensor:
+    """(N,) float64 on the engine's device: see `log_probabilities`."""
+    found: list[Tensor] = []
 
     def sums(losses: Tensor, moved: Batch) -> Mapping[str, Tensor]:
-        found.extend(sequence_log_probabilities(losses, moved).tolist())
+        found.append(sequence_log_probabilities(losses, moved))
         return {"loss_sum": losses.sum()}
 
     def step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[Tensor, LossFunction]:
         return forward_step(data_iterator, model, sums)
 
     engine.forward_backward(step, iter([batch]), num_microbatches=1, forward_only=True)
-    return found
+    return found[0]
 
 
 def make_reference(

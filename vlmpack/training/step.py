@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -72,6 +72,8 @@ class Stepper:
         ranks: who this process is.
         check: looks at the first step; None for no look.
         dropout_seed: of the adapters' dropout; None where they have none.
+        reference: gives batches of pairs their reference in each step; None where they come with
+            it, or need none.
     """
 
     engine: Engine
@@ -81,6 +83,7 @@ class Stepper:
     ranks: Ranks
     check: FirstStepCheck | None = None
     dropout_seed: int | None = None
+    reference: Callable[[Engine, Sequence[Batch]], list[Batch]] | None = None
 
     def train(
         self,
@@ -114,6 +117,8 @@ class Stepper:
             torch.manual_seed(seed_of_step(self.dropout_seed, step, self.ranks.dp_rank))
         check = self.check if self.check is not None and self.check.pending else None
         self.engine.zero_gradients()
+        if self.reference is not None:
+            batches = self.reference(self.engine, batches)
         reports = self.engine.forward_backward(
             self._forward_step(batches), _watched(batches, names), num_microbatches=len(batches)
         )
@@ -145,6 +150,8 @@ class Stepper:
 
     def evaluate(self, batches: Sequence[Batch]) -> StepSums:
         """Sums of some micro-batches, without gradients."""
+        if self.reference is not None:
+            batches = self.reference(self.engine, batches)
         reports = self.engine.forward_backward(
             self._forward_step(batches),
             _watched(batches, None, "validation"),

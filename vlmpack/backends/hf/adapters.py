@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmpack.backends.hf.recurrence import uncalled_layers
-from vlmpack.backends.policy import TrainingPolicy, component_of, is_untouched
+from vlmpack.backends.policy import TrainingPolicy, component_of, is_adapter, is_untouched
 from vlmpack.errors import CapabilityError
 from vlmpack.families.base import ModulePaths
 from vlmpack.recipe.trainable import COMPONENTS, LoraSection
@@ -95,6 +96,39 @@ def add_adapters(
     with torch.random.fork_rng(devices=[]):  # they are drawn on CPU; more than one GPU is a warning
         torch.manual_seed(policy.seed)  # ranks that shard must begin alike
         inject_adapter_in_model(config, model, ADAPTER)
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """While it is open, adapted layers compute as those that they are beside.
+
+    peft's own switch also marks adapters as not trained, and afterwards all of them as trained.
+
+    Args:
+        model: with adapters inside.
+
+    Raises:
+        CapabilityError: it has none, or anything but adapters is trained.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    trained = [name for name, value in model.named_parameters() if value.requires_grad]
+    others = [name for name in trained if not is_adapter(name)]
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    if others or not layers:
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        found = f"{', '.join(others[:3])}{more} are trained too" if others else "it has none"
+        raise CapabilityError(
+            "objective.reference: adapters_off takes the model without its adapters for the "
+            f"reference, but {found}; use reference: cached"
+        )
+    for layer in layers:
+        vars(layer)["_disable_adapters"] = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            vars(layer)["_disable_adapters"] = False
 
 
 def adapter_targets(model: Any, paths: ModulePaths, policy: TrainingPolicy) -> list[str]:

@@ -16,7 +16,13 @@ from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice
 from vlmpack.backends.digests import digests
 from vlmpack.backends.engine import Compute, ForwardStep, norms_by_component, or_one
 from vlmpack.backends.export import save_model_folder
-from vlmpack.backends.hf.adapters import apply_policy, merged_state, modules_in_full, save_adapter
+from vlmpack.backends.hf.adapters import (
+    adapters_off,
+    apply_policy,
+    merged_state,
+    modules_in_full,
+    save_adapter,
+)
 from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.hf.experts import settle_experts
 from vlmpack.backends.hf.load import load_model
@@ -265,6 +271,10 @@ class HFEngine:
         state = whole_state(model, keep=self.ranks.is_main)
         if self.ranks.is_main:
             save_adapter(model, state, folder, in_full=in_full, base=base)
+
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """While it is open, forward passes leave adapters out."""
+        return adapters_off(self.vlm.model)
 
     @contextmanager
     def generation(self) -> Iterator[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -280,6 +280,10 @@ class MegatronEngine:
         """There is none; the recipe's rules see to it."""
         refuse_adapters(self.policy)
         raise AssertionError("no adapter to write")
+
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """There are none here."""
+        raise CapabilityError("megatron-core's layers have no adapters to switch off")
 
     @contextmanager
     def generation(self) -> Iterator[Any]:

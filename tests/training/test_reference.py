@@ -1,0 +1,138 @@
+"""The model without its adapters is the reference: bit by bit, and without a trace in training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.engines import make_engine, make_stepper, policy
+from support.pairs import cooked_pair, raw_pairs
+from support.shards import TINY_MODEL
+
+from vlmpack.encode import Encoder
+from vlmpack.errors import CapabilityError
+from vlmpack.packing import PackCollator, PadCollator
+from vlmpack.recipe.objective import ObjectiveSection
+from vlmpack.training.preference import dpo
+from vlmpack.training.reference import sequence_values, without_adapters
+
+COLLATES = {
+    "packed": PackCollator(pad_token_id=561, num_position_axes=3, pad_to_multiple_of=8),
+    "padded": PadCollator(pad_token_id=561, num_position_axes=3),
+}
+ADAPTERS = {"LoRA": {}, "DoRA": {"dora": True}, "dropout": {"dropout": 0.5}}
+
+
+def kinds(*quick):
+    """All adapters, of which only the named ones in quick tests."""
+    slow = pytest.mark.slow
+    return [kind if kind in quick else pytest.param(kind, marks=slow) for kind in ADAPTERS]
+
+
+@pytest.fixture(scope="module")
+def pair_encoder():
+    return Encoder(TINY_MODEL, pairs=True)
+
+
+@pytest.fixture(scope="module")
+def pairs(pair_encoder):
+    return [pair_encoder.encode(cooked_pair(*pair)) for pair in raw_pairs()]
+
+
+def adapted(encoder, projector="frozen", **lora):
+    """An engine with adapters in tower and language model that are not at their start."""
+    wanted = policy("lora", projector, "lora", **lora)
+    engine = make_engine(TINY_MODEL, encoder, policy=wanted)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, value in engine.parameters():
+            if ".lora_B." in name:
+                value.add_(0.05 * torch.randn(value.shape, generator=draw))
+    return engine
+
+
+def batches_of(collate, pairs):
+    return [collate(pairs[:3]), collate(pairs[3:4]), collate(pairs[4:])]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("LoRA", "packed"),
+        pytest.param("LoRA", "padded", marks=pytest.mark.slow),
+        pytest.param("DoRA", "packed", marks=pytest.mark.slow),
+    ],
+)
+def test_without_its_adapters_it_is_the_model_that_it_began_with(kind, layout, pair_encoder, pairs):
+    engine = adapted(pair_encoder, **ADAPTERS[kind])
+    base = make_engine(TINY_MODEL, pair_encoder, policy=policy("frozen", "frozen", "full"))
+    marked = [name for name, _ in engine.parameters()]
+    state = torch.get_rng_state()
+    batches = batches_of(COLLATES[layout], pairs)
+    found = without_adapters(engine, batches)
+    assert torch.equal(torch.get_rng_state(), state), "nothing is drawn"
+    assert [name for name, _ in engine.parameters()] == marked
+    for batch, given in zip(batches, found, strict=True):
+        assert torch.equal(given.reference, sequence_values(base, batch)), "what a cache would hold"
+        assert (given.reference - sequence_values(engine, batch)).abs().min() > 1e-4, "they matter"
+
+
+@pytest.mark.parametrize("kind", kinds("dropout"))
+def test_steps_are_those_of_a_run_that_kept_the_same_numbers(kind, pair_encoder, pairs):
+    """Bit by bit over three steps; dropout draws what it would have drawn."""
+    found = []
+    for cached in (True, False):
+        engine = adapted(pair_encoder, **ADAPTERS[kind])
+        stepper = make_stepper(engine, objective=dpo(ObjectiveSection(name="dpo", sft_weight=0.1)))
+        stepper.dropout_seed = 7 if kind == "dropout" else None
+        batches = batches_of(COLLATES["packed"], pairs)
+        if cached:
+            batches = without_adapters(engine, batches)
+        else:
+            stepper.reference = without_adapters
+        steps = [
+            stepper.train(step, batches, num_skipped=0, stop=False)[0].totals for step in range(3)
+        ]
+        steps.append(stepper.evaluate(batches[:1]).totals)
+        found.append((steps, {name: value.detach() for name, value in engine.parameters()}))
+    (ours, weights), (theirs, others) = found
+    assert ours == theirs
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    assert ours[0]["margin_sum"] != ours[2]["margin_sum"], "it learns"
+
+
+@pytest.mark.parametrize("kind", kinds("LoRA"))
+def test_at_its_start_every_margin_is_0(kind, pair_encoder, pairs):
+    """Adapters begin without effect, and both run the same row."""
+    lora = policy("lora", "lora", "lora", **ADAPTERS[kind])
+    engine = make_engine(TINY_MODEL, pair_encoder, policy=lora)
+    stepper = make_stepper(engine, objective=dpo(ObjectiveSection(name="dpo")))
+    stepper.reference = without_adapters
+    batches = batches_of(COLLATES["packed"], pairs)
+    totals = stepper.train(0, batches, num_skipped=0, stop=False)[0].totals
+    bound = 1e-4 if kind == "DoRA" else 0.0
+    assert abs(totals["margin_sum"]) <= bound
+    assert totals["accuracy_sum"] == 3.0 or kind == "DoRA"
+    assert abs(stepper.train(1, batches, num_skipped=0, stop=False)[0].totals["margin_sum"]) > 1e-4
+
+
+def test_more_than_adapters_that_is_trained_is_named(pair_encoder, pairs):
+    engine = adapted(pair_encoder, projector="full")
+    batch = COLLATES["packed"](pairs[:1])
+    with pytest.raises(CapabilityError, match=r"visual\.merger\.\S+, .* are trained too; use"):
+        without_adapters(engine, [batch])
+    bare = make_engine(TINY_MODEL, pair_encoder, policy=policy("frozen", "frozen", "full"))
+    with pytest.raises(CapabilityError, match="are trained too"):
+        without_adapters(bare, [batch])
+
+
+def test_a_reference_with_its_adapters_on_is_found(pair_encoder, pairs):
+    """The comparison above sees it: with them on, the margins of an adapted model are all 0."""
+    engine = adapted(pair_encoder)
+    stepper = make_stepper(engine, objective=dpo(ObjectiveSection(name="dpo")))
+    batch = COLLATES["packed"](pairs)
+    own = replace(batch, reference=sequence_values(engine, batch))
+    assert stepper.evaluate([own]).totals["margin_sum"] == 0.0
+    stepper.reference = without_adapters
+    assert abs(stepper.evaluate([batch]).totals["margin_sum"]) > 1e-3
