@@ -26,7 +26,8 @@ from vlmpack.errors import EmptyDataError, ModelError, RecipeError, RunDirError,
 from vlmpack.packing import IGNORE_INDEX, PackCollator
 from vlmpack.proof.verify.tiny import write_tiny_model
 
-OTHERS = sorted(set(VISION_FAMILIES) - {"qwen3_vl"})
+IN_CI = ("qwen3_vl", "qwen3_5")
+"""One with layers that carry state."""
 
 
 @pytest.fixture
@@ -168,11 +169,17 @@ def test_a_run_that_fails_to_verify_trains_nothing(tmp_path, monkeypatch):
 # Tiny models
 
 
+def num_layers(folder):
+    """Of the decoder; Nemotron-H counts them by their kinds."""
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    return text.get("num_hidden_layers") or len(text["layers_block_type"])
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("qwen3_vl", marks=pytest.mark.slow),
-        *(pytest.param(name, marks=pytest.mark.soak) for name in OTHERS),
+        pytest.param(name, marks=pytest.mark.slow if name in IN_CI else pytest.mark.soak)
+        for name in sorted(VISION_FAMILIES)
     ],
 )
 def test_a_tiny_model_of_a_family_verifies(name, tmp_path):
@@ -180,8 +187,7 @@ def test_a_tiny_model_of_a_family_verifies(name, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(made, folder)  # its weights are damaged below, and one is the committed model
     tiny = write_tiny_model(folder, tmp_path / "tiny")
-    before, after = (json.loads((f / "config.json").read_text()) for f in (folder, tiny))
-    assert after["text_config"]["num_hidden_layers"] <= before["text_config"]["num_hidden_layers"]
+    assert num_layers(tiny) <= num_layers(folder)
     recipe = recipe_for(folder, run_dir=str(tmp_path / "run"), packing__mode="none")
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps(recipe.model_dump(mode="json", exclude_defaults=True)))

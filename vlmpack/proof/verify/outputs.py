@@ -109,8 +109,8 @@ def captured(
 
     Args:
         slots: (n,) int64 flat slots that are kept of the language model's outputs; None for all.
-        patches: of each image of the call. Where a tower pads images to the largest, rows behind
-            an image's own patches are left out.
+        patches: of each image of the call. Where a tower, or a projector of its patches, pads
+            images to the largest, rows behind an image's own patches are left out.
 
     Yields:
         (rows, D) of each point that was called, by its path, calls one after another.
@@ -121,7 +121,7 @@ def captured(
         value = _tensor(output)
         if value is None:
             return
-        value = _own_rows(value.detach(), patches if point.kind == "tower" else ())
+        value = _own_rows(value.detach(), () if point.kind == "language model" else patches)
         if point.kind == "language model" and slots is not None:
             value = value.index_select(0, slots.to(value.device))
         before = [found[point.path]] if point.path in found else []
