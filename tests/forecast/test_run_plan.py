@@ -16,7 +16,7 @@ from vlmpack.forecast.figures import ModeFigures, RunPlan
 from vlmpack.forecast.make import PlanInputs, plan_figures
 from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.recipe.derived import multiples
-from vlmpack.recipe.schema import OnErrorSection
+from vlmpack.recipe.on_error import OnErrorSection
 
 COUNT = 203
 MODES = ("none", "in_batch", "online, stream", "online, batch")

@@ -145,6 +145,7 @@ def test_what_weights_count_is_identity_where_it_is_not_the_default(minimal):
     [
         ("data.learn=last_turn", "'all_turns'", "'last_turn'"),
         ("data.weights=tokens", "'samples'", "'tokens'"),
+        ("data.group_by=image", "'none'", "'image'"),
         ("trainable.vision=frozen", "'full'", "'frozen'"),
     ],
 )
@@ -211,6 +212,7 @@ def test_every_key_is_either_identity_or_free(minimal):
         "data.weights=tokens",
         "data.date=2026-11-22",
         "data.learn=last_turn",
+        "data.group_by=image",
         *IMAGES,
         *TRAINABLE,
     ]

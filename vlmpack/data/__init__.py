@@ -10,7 +10,7 @@ config      what the data layer is told
 modes       how samples come to share rows: a value each
 loading     read, loader, global_step: a planned bin -> a micro-batch; ledger (the holes)
 plan        batches (all known), windows on streams (known as the run goes on), packs (made before),
-            blend; state and eras (where a run stands)
+            orders (seeded, by groups), blend; state and eras (where a run stands)
 index       shard_index, lengths, parts (one a shard), gathered (many), shard_pool; table (all rows
             at once), overlong
 shards      tar, tar_header, naming, raw, schemas (turns, tools, keys), images, caps

@@ -73,6 +73,11 @@ class DataConfig:
         return self.data.weights if self.key == "data.train" else "samples"
 
     @property
+    def groups_images(self) -> bool:
+        """Whether samples of one image stand together in the order."""
+        return self.key == "data.train" and self.data.group_by == "image"
+
+    @property
     def epoch_size(self) -> int | None:
         """Samples in an epoch where the sources have weights; None: all of them together."""
         return self.data.epoch_size if self.key == "data.train" else None

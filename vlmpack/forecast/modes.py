@@ -17,7 +17,7 @@ import numpy as np
 from vlmpack.data.config import DataConfig
 from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.modes import MODES, PackingMode
-from vlmpack.data.plan.batches import seeded_order
+from vlmpack.data.plan.orders import seeded_order
 from vlmpack.data.plan.packers import Bin, Scope
 from vlmpack.data.plan.shares import RowCost
 from vlmpack.data.plan.windows import WindowPlan

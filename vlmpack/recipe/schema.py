@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
-from pydantic.dataclasses import dataclass
+from pydantic import BeforeValidator, Field
 
-from vlmpack.errors import ErrorClass
 from vlmpack.recipe.images import MAX_IMAGE_PIXELS, ImagesSection
 from vlmpack.recipe.objective import ObjectiveSection
+from vlmpack.recipe.on_error import OnErrorSection
 from vlmpack.recipe.packing_modes import FACTS, ModeFacts, ModeName
 from vlmpack.recipe.sources import OptionalSources, Section, Source, Sources, as_tuple
 from vlmpack.recipe.storage import CacheSection, StorageSection
@@ -23,7 +22,6 @@ from vlmpack.recipe.trainable import OptimSection, TrainableSection
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
-OnError = Literal["raise", "skip"]
 Tracker = Literal[
     "tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio"
 ]
@@ -66,31 +64,6 @@ class ModelSection(Section):
         return self if self.dtype != "auto" else self.model_copy(update={"dtype": auto})
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class OnErrorSection:
-    """What happens to a sample that cannot be used, by class of error. A skipped one is counted
-    and listed in `data-errors.jsonl`; too many stop the run."""
-
-    # A dataclass, not a Section: pydantic's models reserve the name `schema`.
-
-    transport: OnError = Field(default="raise", description="The shard's bytes cannot be read.")
-    integrity: OnError = Field(
-        default="skip",
-        description="The bytes are not what the index recorded (truncated, damaged).",
-    )
-    decode: OnError = Field(default="skip", description="An image cannot be decoded.")
-    schema: OnError = Field(
-        default="raise",
-        description="The sample's form is not one we know, or its images and placeholders differ "
-        "in number.",
-    )
-
-    def skips(self, error_class: ErrorClass) -> bool:
-        """Whether a sample with such an error is left out, instead of ending the run. Over-long
-        samples have a rule of their own."""
-        return error_class != "too_long" and getattr(self, error_class) == "skip"
-
-
 class DataSection(Section):
     """Which samples are read, in which order, and what happens to the bad ones."""
 
@@ -129,6 +102,10 @@ class DataSection(Section):
 
     max_image_pixels: Count = MAX_IMAGE_PIXELS
     """Images with more pixels (width x height) are decode errors, before they are decoded."""
+
+    group_by: Literal["none", "image"] = "none"
+    """What stands together in the order of an epoch. `image`: the records that show the same
+    images, byte for byte, of one source; within a shuffle window where `shuffle` is `window`."""
 
     learn: Literal["all_turns", "last_turn"] = "all_turns"
     """Which of the assistant's turns are learnt, beside what the data exclude: all, or the last of

@@ -27,7 +27,7 @@ from vlmpack.data.index.parts import (
     part_for,
 )
 from vlmpack.data.shards.caps import SampleCaps
-from vlmpack.data.shards.images import ImageFacts, image_facts
+from vlmpack.data.shards.images import ImageFacts, image_digest, image_facts
 from vlmpack.data.shards.keys import count_keys
 from vlmpack.data.shards.naming import JSON_FIELD
 from vlmpack.data.shards.raw import RawSample, group_members
@@ -37,7 +37,7 @@ from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError, schema_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 
-INDEX_RULE = "index-3"
+INDEX_RULE = "index-4"
 """Changes whenever a row would differ for the same shard."""
 
 _CONTENT = b"vlmpack.content"
@@ -60,13 +60,15 @@ INDEX_SCHEMA = pa.schema(
         ("json_offset", pa.int64()),
         ("json_length", pa.int64()),
         ("images", pa.list_(_IMAGE)),
+        ("image_digests", pa.list_(pa.int64())),
         ("num_turns", pa.int32()),
         ("num_text_bytes", pa.int64()),
         ("error_class", pa.string()),
         ("reason", pa.string()),
     ]
 )
-"""Columns of a part. `images` are in token order; `reason` is null for a good sample."""
+"""Columns of a part. `images` and digests of their bytes are in token order; `reason` is null for a
+good sample."""
 
 
 @dataclass(slots=True)
@@ -81,6 +83,7 @@ class IndexRow:
     json_offset: int = 0
     json_length: int = 0
     images: tuple[ImageFacts, ...] = ()
+    image_digests: tuple[int, ...] = ()
     num_turns: int = 0
     num_text_bytes: int = 0
     error_class: str | None = None
@@ -184,6 +187,7 @@ def index_row(raw: RawSample, caps: SampleCaps, note: NoteRow | None = None) -> 
                 f"{len(text.image_fields)} images; at most {caps.max_images} are allowed",
             )
         row.images = tuple(image_facts(raw.payload(name), name, caps) for name in text.image_fields)
+        row.image_digests = tuple(image_digest(raw.payload(f)) for f in text.image_fields)
         sample = text.sample
     except DataError as error:
         row.error_class, row.reason = error.error_class, error.reason

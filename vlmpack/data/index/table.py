@@ -24,6 +24,9 @@ from vlmpack.storage.fetch import ShardStamp
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+"""Its powers tell the places of a sample's images apart: multiplying by it loses nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class PackPlace:
@@ -96,6 +99,7 @@ class SampleTable:
         shrunk: number -> target (width, height) of each image, where the plan shrank them.
         unknown_keys: keys of the records that are not read -> records.
         num_chosen_tokens: (N,) int64, of a pair's first sequence; None where samples are no pairs.
+        images_digests: (N,) int64, which images samples show, 0 for none; None where nobody asks.
     """
 
     shards: tuple[ShardStamp, ...]
@@ -114,6 +118,7 @@ class SampleTable:
     shrunk: dict[int, tuple[ImageSize, ...]]
     unknown_keys: Mapping[str, int] = field(default_factory=dict)
     num_chosen_tokens: Int64s | None = None
+    images_digests: Int64s | None = None
 
     @property
     def num_samples(self) -> int:
@@ -194,7 +199,25 @@ def join_tables(sources: Sequence[tuple[Sequence[ShardIndex], Sequence[Any]]]) -
         shrunk={},
         unknown_keys=count_keys(index.unknown_keys for index in indexes),
         num_chosen_tokens=_int64s(lengths, CHOSEN) if CHOSEN in lengths.column_names else None,
+        images_digests=joined_digests(rows.column("image_digests").combine_chunks()),
     )
+
+
+def joined_digests(lists: Any) -> Int64s:
+    """(N,) one digest of all images of each sample, in their order; 0 where it has none.
+
+    Args:
+        lists: pyarrow list array of the digests of each.
+    """
+    counts = np.asarray(lists.value_lengths(), dtype=np.int64)
+    digests = np.asarray(lists.flatten(), dtype=np.int64).view(np.uint64)
+    starts = np.cumsum(counts) - counts
+    place = np.arange(digests.shape[0]) - np.repeat(starts, counts)
+    powers = np.cumprod(np.full(int(counts.max(initial=0)), _ODD), dtype=np.uint64)
+    found = np.zeros(counts.shape[0], dtype=np.uint64)
+    if digests.size:
+        found[counts > 0] = np.add.reduceat(digests * powers[place], starts[counts > 0])
+    return found.view(np.int64)
 
 
 def _starts(counts: Sequence[int]) -> Int64s:

@@ -29,7 +29,8 @@ from vlmpack.data.protocols import Collator
 from vlmpack.encode import Encoder
 from vlmpack.errors import DataError
 from vlmpack.packing.batch import EncodedSample, PackedBatch, PaddedBatch, pin_batch
-from vlmpack.recipe.schema import DataSection, OnErrorSection
+from vlmpack.recipe.on_error import OnErrorSection
+from vlmpack.recipe.schema import DataSection
 from vlmpack.words import counted
 
 LOADER_SEED = 0

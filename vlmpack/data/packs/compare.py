@@ -29,11 +29,11 @@ _PARTS = {
     "learn": "data.learn",
     "chat_template_kwargs": "data.chat_template_kwargs",
 }
-_INDEX = ("lengths", "data.over_long", "data.epoch_size")
+_INDEX = ("lengths", "data.over_long", "data.epoch_size", "data.group_by")
 
 
 def index_identity(identity: Identity, key: str) -> dict[str, IdentityValue]:
-    """What of a split's identity says which samples there are.
+    """What of a split's identity says which samples there are, and which stand together.
 
     Args:
         key: the split's, such as "data.train".
@@ -123,6 +123,8 @@ def _source_settings(manifest: Manifest, config: DataConfig) -> Iterator[Setting
     """Settings of the sources that packs have built in. Paths may change."""
     yield "data.over_long", manifest.data["data.over_long"], config.data.over_long
     yield "data.epoch_size", manifest.data["data.epoch_size"], config.epoch_size
+    group_by = "image" if config.groups_images else "none"
+    yield "data.group_by", manifest.data.get("data.group_by", "none"), group_by
     yield f"sources of {config.key}", len(manifest.sources), len(config.sources)
     if manifest.weights is not None:
         yield "data.weights", manifest.weights, config.weights

@@ -19,7 +19,7 @@ from vlmpack.data.protocols import Collator
 from vlmpack.encode import Encoder
 from vlmpack.errors import DataError
 from vlmpack.packing.batch import EncodedSample
-from vlmpack.recipe.schema import OnErrorSection
+from vlmpack.recipe.on_error import OnErrorSection
 from vlmpack.storage.fetch import LocalFetcher
 
 

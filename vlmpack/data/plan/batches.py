@@ -12,14 +12,10 @@ and a run resumes from (epoch, window, batch). Bins reach ranks through a second
     global batches      [ . . . . ] [ . . . . ] [ . . . . ]
     bins                [ . . ][ . . ]  micro_batch_size samples each, or filled to a token budget
     over 2 ranks        equally many each, filled up with empty bins
-
-Randomness is Philox's raw bit stream, keyed by blake2b of what it is for; permutations are a stable
-argsort of it. So a plan does not depend on how numpy shuffles.
 """
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,10 +25,8 @@ import numpy as np
 
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.plan.blend import window_starts
+from vlmpack.data.plan.orders import grouped_order, in_groups, seeded_order
 from vlmpack.data.plan.packers import Bin, FixedPacker, Packer
-
-PLAN_RULE = "plan-1"
-"""Changes whenever the same inputs would give another plan."""
 
 DRY_RUN_SAMPLES = 65_536
 
@@ -97,14 +91,6 @@ class PlannedBatch:
     def num_samples(self) -> int:
         """Samples in all bins."""
         return sum(len(samples) for samples in self.bins)
-
-
-def seeded_order(count: int, *labels: object) -> Int64s:
-    """(count,) a permutation of 0 .. count - 1 that depends on the labels alone."""
-    text = "|".join([PLAN_RULE, *(str(label) for label in labels)])
-    key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
-    raw = np.asarray(np.random.Philox(key=key).random_raw(count), dtype=np.uint64)
-    return np.argsort(raw, kind="stable")
 
 
 def cut_window(
@@ -223,6 +209,7 @@ class Plan(KnownPlan):
         shuffle: `global` permutes each source whole, `none` keeps the index's order.
         window: samples in a window.
         packer: cuts a window's order into global batches.
+        groups: (N,) of all samples of the split, those that stand together; None: nobody does.
     """
 
     def __init__(
@@ -233,12 +220,14 @@ class Plan(KnownPlan):
         shuffle: Literal["global", "none"],
         window: int,
         packer: Packer,
+        groups: Int64s | None = None,
     ) -> None:
         self.sources = tuple(sources)
         self.seed = seed
         self.shuffle = shuffle
         self.window = window
         self.packer = packer
+        self.groups = groups
         self._starts = window_starts([source.num_draws for source in self.sources], window)
         self._passes: dict[tuple[int, int], Int64s] = {}
         self._steps: dict[tuple[int, int], int] = {}
@@ -269,7 +258,7 @@ class Plan(KnownPlan):
         order = np.concatenate(pieces)
         if self.shuffle == "none":
             return order
-        return order[seeded_order(order.shape[0], self.seed, "window", epoch, window)]
+        return order[self._shuffled(order, self.seed, "window", epoch, window)]
 
     def packed(self, start: Position, cursors: Cursors = ()) -> list[tuple[Bin, ...]]:
         """See KnownPlan."""
@@ -312,19 +301,33 @@ class Plan(KnownPlan):
         return known
 
     def _pass_order(self, source: PlanSource, number: int) -> Int64s:
-        size = source.numbers.shape[0]
-        labels = (self.seed, source.name, number)
-        if self.shuffle == "none":
-            return np.arange(size, dtype=np.int64)
-        return seeded_order(size, "global", *labels)
+        if self.shuffle == "global":
+            return self._shuffled(source.numbers, "global", self.seed, source.name, number)
+        if self.groups is not None:
+            return in_groups(self.groups[source.numbers])
+        return np.arange(source.numbers.shape[0], dtype=np.int64)
+
+    def _shuffled(self, numbers: Int64s, *labels: object) -> Int64s:
+        """(n,) places of some samples in a seeded order, by whole groups where there are some."""
+        if self.groups is None:
+            return seeded_order(numbers.shape[0], *labels)
+        return grouped_order(numbers, self.groups[numbers], *labels)
 
 
 def dry_run_order(
-    sources: Sequence[PlanSource], seed: int, shuffle: Literal["global", "none"]
+    sources: Sequence[PlanSource],
+    seed: int,
+    shuffle: Literal["global", "none"],
+    groups: Int64s | None = None,
 ) -> Int64s:
     """(n,) the first samples of a plan, at most DRY_RUN_SAMPLES, in the order in which a run packs
-    them."""
+    them; arguments as of Plan."""
     dry = Plan(
-        sources, seed=seed, shuffle=shuffle, window=DRY_RUN_SAMPLES, packer=FixedPacker(1, 1)
+        sources,
+        seed=seed,
+        shuffle=shuffle,
+        window=DRY_RUN_SAMPLES,
+        packer=FixedPacker(1, 1),
+        groups=groups,
     )
     return dry.window_order(0, 0) if dry.num_windows else np.empty(0, np.int64)

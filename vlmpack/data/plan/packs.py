@@ -20,8 +20,8 @@ from vlmpack.data.plan.batches import (
     KnownPlan,
     PlanSource,
     Position,
-    seeded_order,
 )
+from vlmpack.data.plan.orders import seeded_order
 from vlmpack.data.plan.packers import BATCHES_PER_WINDOW, Bin, BudgetPacker
 
 PACK_RULE = "packs-1"

@@ -20,7 +20,7 @@ the size of their shards in bytes, and where one runs out the others fill its pl
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,9 +31,9 @@ from vlmpack.data.plan.batches import (
     PlannedBatch,
     Position,
     cut_window,
-    seeded_order,
 )
 from vlmpack.data.plan.blend import draws_per_source, window_starts
+from vlmpack.data.plan.orders import group_numbers, grouped_order, seeded_order
 from vlmpack.data.plan.packers import Bin, Packer
 from vlmpack.data.plan.streams import Shards, Stream, StreamSource, as_place
 from vlmpack.errors import CheckpointError, EmptyDataError, RunIdentityError
@@ -73,6 +73,8 @@ class WindowPlan:
         packer: cuts a window's order into global batches.
         key: the split's, for messages.
         spread: shards that are indexed at first, before any count is known; not part of the rule.
+        digests: (n,) samples of a window -> (n,) digests of their images, whose samples stand
+            together; None: nobody does.
     """
 
     def __init__(
@@ -85,8 +87,10 @@ class WindowPlan:
         packer: Packer,
         spread: int = 1,
         key: str = "data.train",
+        digests: Callable[[Int64s], Int64s] | None = None,
     ) -> None:
         self.key = key
+        self.digests = digests
         self.sources = tuple(sources)
         self.shards = shards
         self.seed = seed
@@ -146,8 +150,7 @@ class WindowPlan:
                 f"{sum(source.num_shards for source in self.sources)} shards: there is none, or "
                 "all are longer than training.seq_length"
             )
-        joined = np.concatenate([np.empty(0, np.int64), *(p for piece in pieces for p in piece)])
-        order = joined[seeded_order(joined.shape[0], self.seed, "window", epoch, window)]
+        order = self._order(pieces, epoch, window)
         taken = frozenset(shard for stream in streams for shard in stream.taken)
         if self.weighted:
             behind = tuple(stream.cursor for stream in streams)
@@ -156,6 +159,21 @@ class WindowPlan:
         if any(s.offset for s in streams) or any(s.has_more() for s in streams):
             return Window(order, tuple(stream.cursor for stream in streams), False, taken)
         return Window(order, self.start(streams[0].number + 1), True, taken)
+
+    def _order(self, pieces: Sequence[Sequence[Int64s]], epoch: int, window: int) -> Int64s:
+        """The samples of a window in its order, by whole groups where images are told apart.
+
+        Args:
+            pieces: the samples of each source.
+            epoch, window: the window's place.
+        """
+        of_sources = [np.concatenate([np.empty(0, np.int64), *piece]) for piece in pieces]
+        joined = np.concatenate(of_sources)
+        labels = (self.seed, "window", epoch, window)
+        if self.digests is None:
+            return joined[seeded_order(joined.shape[0], *labels)]
+        groups = [group_numbers(numbers, self.digests(numbers)) for numbers in of_sources]
+        return joined[grouped_order(joined, np.concatenate(groups), *labels)]
 
     def packed(self, start: Position, cursors: Cursors) -> list[tuple[Bin, ...]]:
         """The bins of the global batches of one window."""

@@ -243,6 +243,16 @@ class GrowingIndex:
             tokens[where], patches[where] = table.aligned_sizes(rows[where], alignment)
         return tokens, patches
 
+    def images_digests(self, numbers: Int64s) -> Int64s:
+        """(n,) which images samples show; see SampleTable."""
+        found = np.empty_like(numbers)
+        shards, rows = np.divmod(numbers, SHARD_STRIDE)
+        for shard in np.unique(shards).tolist():
+            where, digests = shards == shard, self.samples(shard).fitted.table.images_digests
+            assert digests is not None
+            found[where] = digests[rows[where]]
+        return found
+
     def ref(self, number: int) -> SampleRef:
         """What a worker needs of one sample."""
         shard, row = divmod(number, SHARD_STRIDE)

@@ -41,6 +41,8 @@ def split_identity(
         "encoder": short_digest(encoder.fingerprint),
         "lengths": lengths,
     }
+    if config.groups_images:
+        identity["data.group_by"] = config.data.group_by
     lines = []
     for source, (size, content) in zip(config.sources, contents, strict=True):
         weight = "" if source.weight is None else f", weight {source.weight!r}"

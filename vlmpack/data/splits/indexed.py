@@ -20,14 +20,14 @@ from vlmpack.data.index.lengths import (
 from vlmpack.data.index.overlong import Fitted, apply_over_long
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.shard_index import ShardIndex, open_index
-from vlmpack.data.index.table import Int64s, join_tables
+from vlmpack.data.index.table import Int64s, SampleTable, join_tables
 from vlmpack.data.plan.batches import (
-    PLAN_RULE,
     Plan,
     PlanSource,
     Shuffle,
     dry_run_order,
 )
+from vlmpack.data.plan.orders import PLAN_RULE, group_numbers
 from vlmpack.data.plan.state import Identity
 from vlmpack.data.splits.blending import blended_draws
 from vlmpack.data.splits.checks import (
@@ -161,8 +161,10 @@ def make_plan(config: DataConfig, fitted: Fitted, shuffle: Shuffle) -> tuple[Pla
             )
         sources.append(PlanSource(source.name, numbers[d], draws[d]))
 
+    groups = image_groups(table) if config.groups_images else None
+
     def first_samples() -> Int64s:
-        return dry_run_order(sources, config.training.seed, shuffle)
+        return dry_run_order(sources, config.training.seed, shuffle, groups)
 
     cutting = config.mode.cut(config.uncut(table.sizes, first_samples, table.aligned_sizes))
     plan = Plan(
@@ -171,8 +173,19 @@ def make_plan(config: DataConfig, fitted: Fitted, shuffle: Shuffle) -> tuple[Pla
         shuffle=shuffle,
         window=cutting.window,
         packer=cutting.packer,
+        groups=groups,
     )
     return plan, config.mode.identity(cutting)
+
+
+def image_groups(table: SampleTable) -> Int64s:
+    """(N,) of the samples of a split, which show the same images and are of one source: the number
+    of the first of them."""
+    digests, starts = table.images_digests, table.source_starts.tolist()
+    assert digests is not None
+    return np.concatenate(
+        [group_numbers(np.arange(a, b, dtype=np.int64), digests[a:b]) for a, b in pairwise(starts)]
+    )
 
 
 def _identity(
