@@ -11,11 +11,12 @@ from attention.test_forks import ROWS, real
 from attention.test_segments import inputs, params_of
 
 from vlmpack.attention import merged
-from vlmpack.attention.forks import Forks, fork_attention
+from vlmpack.attention.forks import fork_attention
 from vlmpack.attention.merged import ForkedCalls, merged_attention
 from vlmpack.errors import CapabilityError
+from vlmpack.packing.forks import Forks
 
-FLAT = ["two answers", "unequal answers", "two prompts"]
+FORKED = ["two answers", "unequal answers", "two prompts", "a tree"]
 
 
 class Plain:
@@ -59,13 +60,13 @@ def row_of(name, multiple=1):
     forks = Forks(*ROWS[name])
     physical = tuple(-(-n // multiple) * multiple for n in forks.lengths)
     params = params_of(forks.lengths, physical if multiple > 1 else None)
-    return forks, params, real(forks, physical)
+    return forks, replace(params, forks=forks), real(forks, physical)
 
 
 def differences(name, multiple=1):
     forks, params, slots = row_of(name, multiple)
     tensors = inputs(sum(params.segment_lengths), dtype=torch.float64)
-    ours = merged_attention(*tensors, ForkedCalls.of(params, forks), Plain())[slots]
+    ours = merged_attention(*tensors, ForkedCalls.of(params), Plain())[slots]
     theirs = fork_attention(*tensors, params, forks)[slots]
     weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1)).double()
     grads = [torch.autograd.grad((each * weights).sum(), tensors) for each in (ours, theirs)]
@@ -74,7 +75,7 @@ def differences(name, multiple=1):
 
 
 @pytest.mark.parametrize("multiple", [1, 8], ids=["no gaps", "gaps"])
-@pytest.mark.parametrize("name", FLAT)
+@pytest.mark.parametrize("name", FORKED)
 def test_equals_one_softmax(name, multiple):
     assert max(differences(name, multiple)) < 1e-12
 
@@ -99,9 +100,11 @@ def test_each_calls_own_lse_in_the_backward_pass_is_found(monkeypatch):
     assert gradient > 0.05
 
 
-def test_what_two_calls_cannot_say_is_refused():
-    forks, params, _ = row_of("a tree")
-    with pytest.raises(CapabilityError, match=r"one fork behind each prompt.*segments"):
-        ForkedCalls.of(params, forks)
-    with pytest.raises(CapabilityError, match="without forks"):
-        ForkedCalls.of(params, replace(forks, parents=(-1,) * len(forks.lengths)))
+def test_what_varlen_calls_cannot_say_is_refused():
+    forks, params, _ = row_of("two answers")
+    apart = replace(forks, parents=(-1, -1, 0))
+    with pytest.raises(CapabilityError, match=r"branches side by side.*segments"):
+        ForkedCalls.of(replace(params, forks=apart))
+    for none in (None, replace(forks, parents=(-1,) * len(forks.lengths))):
+        with pytest.raises(CapabilityError, match="without forks"):
+            ForkedCalls.of(replace(params, forks=none))

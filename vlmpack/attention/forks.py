@@ -29,41 +29,7 @@ from torch import Tensor
 
 from vlmpack.attention.segments import dense_attention
 from vlmpack.packing.batch import PackedSeqParams
-
-
-@dataclass(frozen=True, slots=True)
-class Forks:
-    """Which segments of a row go on from which, as host integers.
-
-    Args:
-        parents: for each segment the number of an earlier one that it goes on from; -1 for none.
-        lengths: logical lengths of the segments, gaps not counted.
-
-    Raises:
-        ValueError: a parent that is no earlier segment, or lists of unequal lengths.
-    """
-
-    parents: tuple[int, ...]
-    lengths: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.parents) != len(self.lengths):
-            raise ValueError(
-                f"{len(self.parents)} parents for {len(self.lengths)} segments; expected one each"
-            )
-        for number, parent in enumerate(self.parents):
-            if not -1 <= parent < number:
-                raise ValueError(
-                    f"segment {number} goes on from segment {parent}; expected an earlier one, or "
-                    f"-1 for none"
-                )
-
-    def path(self, number: int) -> tuple[int, ...]:
-        """The segments that a segment goes on from, the first one first."""
-        found: list[int] = []
-        while (number := self.parents[number]) >= 0:
-            found.append(number)
-        return tuple(reversed(found))
+from vlmpack.packing.forks import Forks
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Forks on CUDA: what a segment sees of itself and of its path as two varlen calls, merged.
+"""Forks on CUDA: what a segment sees of itself and of its path in varlen calls that are merged.
 
 Each call gives its outputs and the logarithm of what its scores sum up to (lse). Two softmaxes over
 parts of the keys become the one over all of them (2205.14135, section 3.1, as ring attention has it
@@ -20,9 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from vlmpack.attention.forks import Forks
 from vlmpack.errors import CapabilityError
-from vlmpack.packing.batch import PackedSeqParams
+from vlmpack.packing.batch import PackedSeqParams, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,65 +65,77 @@ class VarlenKernel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ForkedCalls:
-    """A row's two calls, and which slots the second one is about.
+class PathCall:
+    """Branches with what they go on from.
 
     Args:
-        own: each segment with itself.
-        path: all branches of a segment with it.
-        branches: (B,) int64, slots of the queries that go on from a segment.
-        paths: (P,) int64, slots of the keys that branches go on from, without gaps.
+        call: a stretch of queries, all that goes on from a segment, with that segment.
+        branches: (B,) int64, slots of the queries.
+        paths: (P,) int64, slots of the keys, without gaps.
     """
 
-    own: VarlenCall
-    path: VarlenCall
+    call: VarlenCall
     branches: Tensor
     paths: Tensor
 
+
+@dataclass(frozen=True, slots=True)
+class ForkedCalls:
+    """A row's calls.
+
+    Args:
+        own: each segment with itself.
+        paths: of the segments that go on from none, of those that go on from these, and so on.
+    """
+
+    own: VarlenCall
+    paths: tuple[PathCall, ...]
+
     @classmethod
-    def of(cls, params: PackedSeqParams, forks: Forks) -> ForkedCalls:
+    def of(cls, params: PackedSeqParams) -> ForkedCalls:
         """Those of a row; made on the host, and moved to the device of `params` once a row.
 
         Raises:
-            CapabilityError: branches of branches, branches that do not stand together, or no
-                branch.
+            CapabilityError: branches that do not stand together behind their segment, or no branch.
         """
-        starts = tuple(accumulate(params.segment_lengths, initial=0))
-        stretches: list[tuple[int, list[int]]] = []
-        for number, parent in enumerate(forks.parents):
-            if parent < 0:
-                continue
-            if forks.parents[parent] >= 0 or any(parent == p for p, _ in stretches[:-1]):
-                raise CapabilityError(
-                    "two varlen calls take one fork behind each prompt, its branches side by side; "
-                    "this row has others: set model.attention to segments"
-                )
-            if not stretches or stretches[-1][0] != parent:
-                stretches.append((parent, []))
-            stretches[-1][1].append(number)
-        if not stretches:
+        forks = params.forks
+        if forks is None or max(forks.parents, default=-1) < 0:
             raise CapabilityError("a row without forks needs one varlen call, not two")
-        queries = [(starts[run[0]], starts[run[-1] + 1]) for _, run in stretches]
-        keys = [(starts[p], starts[p] + forks.lengths[p]) for p, _ in stretches]
-        device = params.cu_seqlens_q.device
-
-        def bounds(spans: list[tuple[int, int]]) -> tuple[Tensor, int]:
-            sizes = [stop - start for start, stop in spans]
-            cu = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
-            return cu.to(device, non_blocking=True), max(sizes)
-
-        def slots(spans: list[tuple[int, int]]) -> Tensor:
-            found = torch.cat([torch.arange(*span) for span in spans])
-            return found.to(device, non_blocking=True)
-
-        (cu_q, max_q), (cu_k, max_k) = bounds(queries), bounds(keys)
+        starts = tuple(accumulate(params.segment_lengths, initial=0))
+        levels: dict[int, list[tuple[Span, Span]]] = {}
+        for number in sorted(set(forks.parents) - {-1}):
+            behind = [n for n in range(len(forks.parents)) if number in forks.path(n)]
+            if behind != [*range(number + 1, number + 1 + len(behind))]:
+                raise CapabilityError(
+                    "varlen calls take branches side by side behind what they go on from; this row "
+                    "has others: set model.attention to segments"
+                )
+            queries = (starts[behind[0]], starts[behind[-1] + 1])
+            keys = (starts[number], starts[number] + forks.lengths[number])
+            levels.setdefault(len(forks.path(number)), []).append((queries, keys))
         cu = params.cu_seqlens_physical
         return cls(
             own=VarlenCall(cu, cu, params.max_seqlen_q, params.max_seqlen_kv, causal=True),
-            path=VarlenCall(cu_q, cu_k, max_q, max_k, causal=False),
-            branches=slots(queries),
-            paths=slots(keys),
+            paths=tuple(_path_call(levels[depth], cu.device) for depth in sorted(levels)),
         )
+
+
+def _path_call(spans: list[tuple[Span, Span]], device: torch.device) -> PathCall:
+    """The call of stretches of queries, each with its keys."""
+
+    def bounds(places: list[Span]) -> tuple[Tensor, int]:
+        sizes = [stop - start for start, stop in places]
+        cu = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
+        return cu.to(device, non_blocking=True), max(sizes)
+
+    def slots(places: list[Span]) -> Tensor:
+        found = torch.cat([torch.arange(*span) for span in places])
+        return found.to(device, non_blocking=True)
+
+    queries, keys = ([*places] for places in zip(*spans, strict=True))
+    (cu_q, max_q), (cu_k, max_k) = bounds(queries), bounds(keys)
+    call = VarlenCall(cu_q, cu_k, max_q, max_k, causal=False)
+    return PathCall(call, slots(queries), slots(keys))
 
 
 def merge_lse(
@@ -159,10 +170,10 @@ class _Merged(torch.autograd.Function):
         kernel: VarlenKernel,
         scale: float,
     ) -> Tensor:
-        own = kernel.forward(query, key, value, calls.own, scale)
-        inputs = _of_path(query, key, value, calls)
-        path = kernel.forward(*inputs, calls.path, scale)
-        out, lse = merge_lse(own, path, calls.branches)
+        out, lse = kernel.forward(query, key, value, calls.own, scale)
+        for each in calls.paths:
+            path = kernel.forward(*_of_path(query, key, value, each), each.call, scale)
+            out, lse = merge_lse((out, lse), path, each.branches)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.calls, ctx.kernel, ctx.scale = calls, kernel, scale
         return out
@@ -171,29 +182,31 @@ class _Merged(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         calls, kernel = ctx.calls, ctx.kernel
-        own = kernel.backward(grad, query, key, value, out, lse, calls.own, ctx.scale)
-        path = kernel.backward(
-            grad.index_select(0, calls.branches),
-            *_of_path(query, key, value, calls),
-            out.index_select(0, calls.branches),
-            lse.index_select(1, calls.branches).contiguous(),
-            calls.path,
-            ctx.scale,
-        )
-        places = (calls.branches, calls.paths, calls.paths)
-        found = [
-            mine.index_add(0, at, more) for mine, at, more in zip(own, places, path, strict=True)
-        ]
+        found = kernel.backward(grad, query, key, value, out, lse, calls.own, ctx.scale)
+        for each in calls.paths:
+            path = kernel.backward(
+                grad.index_select(0, each.branches),
+                *_of_path(query, key, value, each),
+                out.index_select(0, each.branches),
+                lse.index_select(1, each.branches).contiguous(),
+                each.call,
+                ctx.scale,
+            )
+            places = (each.branches, each.paths, each.paths)
+            found = [
+                mine.index_add(0, at, more)
+                for mine, at, more in zip(found, places, path, strict=True)
+            ]
         return *found, None, None, None
 
 
 def _of_path(
-    query: Tensor, key: Tensor, value: Tensor, calls: ForkedCalls
+    query: Tensor, key: Tensor, value: Tensor, path: PathCall
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
-        query.index_select(0, calls.branches),
-        key.index_select(0, calls.paths),
-        value.index_select(0, calls.paths),
+        query.index_select(0, path.branches),
+        key.index_select(0, path.paths),
+        value.index_select(0, path.paths),
     )
 
 

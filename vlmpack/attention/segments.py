@@ -56,8 +56,10 @@ def segment_attention(
 
     Raises:
         ValueError: bidirectional attention over segments that have alignment gaps, or with `masks`;
-            masks of other segments.
+            masks of other segments; segments that go on from others.
     """
+    if params.forks is not None:
+        raise ValueError("segments that go on from others need fork_attention")
     if masks is not None and (not causal or masks.lengths != params.segment_lengths):
         raise ValueError("masks of image blocks go with causal attention over the same segments")
     if not causal and params.cu_seqlens_q_padded is not None:

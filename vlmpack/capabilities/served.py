@@ -38,6 +38,7 @@ class ServedModel:
             passes over; empty: nowhere.
         bent_logits: whether its class bends logits by `final_logit_softcapping`, and we do.
         layers: kinds of layers, as config.json calls them, that are tested beside attention.
+        unshared: why its rows cannot share what their samples begin with; None where they can.
     """
 
     title: str
@@ -53,8 +54,11 @@ class ServedModel:
     prediction: str = ""
     bent_logits: bool = False
     layers: tuple[str, ...] = ()
+    unshared: str | None = None
 
 
+_STATE = "its layers that carry state from token to token do not fork it"
+_BLOCKS = "its image tokens attend in both directions, which forks do not have yet"
 _BOTH_WAYS = "an image's tokens attend in both directions, which only segments does"
 _WIDE_HEADS = "its layers with full attention have heads of 512 channels, kernels take 256"
 _BOTH: tuple[Engine, ...] = ("hf", "mcore")
@@ -64,9 +68,12 @@ _NO_LORA = Limit("peft takes its shared experts for routed ones and moves their 
 _experts = partial(ServedModel, family="text_lm", has_experts=True, limits={"LoRA": _NO_LORA})
 _qwen_vl = partial(ServedModel, engines=_BOTH, pixel_knobs=("min_pixels", "max_pixels"))
 _tiled = partial(ServedModel, whole_tiles=True, pixel_knobs=("max_tiles",))
-_qwen3_5 = partial(ServedModel, layers=("linear_attention",), prediction="mtp")
+_qwen3_5 = partial(ServedModel, layers=("linear_attention",), prediction="mtp", unshared=_STATE)
 _nemotron = partial(
-    ServedModel, has_experts=True, layers=("linear_attention", "mamba", "mlp", "moe")
+    ServedModel,
+    has_experts=True,
+    layers=("linear_attention", "mamba", "mlp", "moe"),
+    unshared=_STATE,
 )
 _pixtral = partial(ServedModel, towers=("pixtral",), pixel_knobs=("max_pixels",))
 _gemma4 = partial(
@@ -118,6 +125,7 @@ SERVED: Mapping[str, ServedModel] = {
         decoders=("gemma3_text",),
         attention=OnlyAttention(("segments",), _BOTH_WAYS),
         limits={"CP": Limit(_BOTH_WAYS)},
+        unshared=_BLOCKS,
     ),
     "gemma3_text": ServedModel(title="Gemma 3 (text)", family="gemma3_text", bent_logits=True),
     "gemma4": _gemma4(
@@ -127,6 +135,7 @@ SERVED: Mapping[str, ServedModel] = {
         towers=("gemma4_vision",),
         whole_tiles=True,
         pixel_knobs=("max_pixels",),
+        unshared=_BLOCKS,
     ),
     "gemma4_unified": _gemma4(
         title="Gemma 4 (without a tower)",
@@ -134,6 +143,7 @@ SERVED: Mapping[str, ServedModel] = {
         has_experts=False,
         whole_tiles=True,
         pixel_knobs=("max_pixels",),
+        unshared=_BLOCKS,
     ),
     "gemma4_text": _gemma4(title="Gemma 4 (text)", family="gemma4_text"),
     "glm4_moe": _experts(title="GLM-4.5", prediction="model.layers.46 or model.layers.92"),
@@ -157,7 +167,11 @@ _UNVERIFIED_PAIRS = Limit(
 def generic_line(model_type: str) -> ServedModel:
     """The line of a class that the generic family trains; nobody said whether it has experts."""
     return ServedModel(
-        title=model_type, family=GENERIC, has_experts=True, limits={"DPO": _UNVERIFIED_PAIRS}
+        title=model_type,
+        family=GENERIC,
+        has_experts=True,
+        limits={"DPO": _UNVERIFIED_PAIRS},
+        unshared="no family of ours serves this class, and nobody tried forks with it",
     )
 
 

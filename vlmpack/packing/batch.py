@@ -17,6 +17,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from vlmpack.packing.forks import Forks
+
 IGNORE_INDEX = -100
 """Label of a token that has no loss (the value transformers and PyTorch use)."""
 
@@ -119,6 +121,7 @@ class PackedSeqParams:
         max_seqlen_kv: the same for keys and values.
         segment_lengths: the N physical lengths as host integers, so that a loop over segments
             never reads the device; 0 for those that only fill `cu_seqlens` up.
+        forks: which segments go on from which; None where each is by itself.
     """
 
     qkv_format: Literal["thd"] = "thd"
@@ -129,6 +132,7 @@ class PackedSeqParams:
     max_seqlen_q: int
     max_seqlen_kv: int
     segment_lengths: tuple[int, ...]
+    forks: Forks | None = None
 
     @property
     def cu_seqlens_physical(self) -> Tensor:
@@ -191,6 +195,7 @@ class _Slots:
     media_sources: Tensor | None = None
     label_sequences: Tensor | None = None
     reference: Tensor | None = None
+    num_shared_patches: int = 0
 
     @property
     def sequence_keys(self) -> tuple[str, ...]:
@@ -212,8 +217,13 @@ class _Slots:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of samples, without any padding."""
+        """Tokens of samples as each is alone, without any padding."""
         return sum(self.lengths)
+
+    @property
+    def num_shared_tokens(self) -> int:
+        """Tokens that are not computed again: another sequence of the row begins with them too."""
+        return 0
 
     @property
     def num_slots(self) -> int:
@@ -254,11 +264,15 @@ class PackedBatch(_Slots):
         media_positions: (M,) int64, indices into the flattened row of the placeholders.
         keys: the samples' keys, in row order. Empty for an empty bin.
         lengths: the sequences' logical lengths, host integers, in row order: one a sample, two a
-            pair.
+            pair; of each as it is alone, whatever it shares.
         context: this rank's slice under context parallelism; None where rows are whole.
         media_share: where the vision work is shared out: `media` then holds this rank's images
             alone (None for none); None where each rank has all of them.
         padding_mask: (1, T) bool, True for slots of no sample; None where nobody asks for it.
+        forks: which segments go on from which, and where each sequence ends; None where each is a
+            segment of its own.
+        num_shared_patches: of images that the tower does not encode again, since another sample of
+            the row shows them.
         fixed_shape: whether all rows of the run have T slots: `max_seqlen` is then T in each, since
             a CUDA graph keeps the number that it was captured with.
         image_blocks: where runs of placeholders lie in the flattened row whose tokens attend to one
@@ -278,6 +292,25 @@ class PackedBatch(_Slots):
     media_share: MediaShare | None = None
     padding_mask: Tensor | None = None
     fixed_shape: bool = False
+    forks: Forks | None = None
+
+    @property
+    def num_shared_tokens(self) -> int:
+        """See _Slots."""
+        return 0 if self.forks is None else self.num_tokens - self.forks.num_tokens
+
+    @property
+    def segments_of_sequences(self) -> tuple[tuple[int, ...], ...]:
+        """The segments that hold each sequence, in its own order."""
+        if self.forks is None:
+            return tuple((place,) for place in range(len(self.lengths)))
+        return tuple(map(self.forks.whole, range(len(self.lengths))))
+
+    @property
+    def segment_tokens(self) -> tuple[int, ...]:
+        """Logical lengths of the segments that hold tokens of samples."""
+        forks = self.forks
+        return self.lengths if forks is None else forks.lengths[: forks.num_segments]
 
     @property
     def max_seqlen(self) -> int:
@@ -295,6 +328,7 @@ class PackedBatch(_Slots):
             max_seqlen_q=self.max_seqlen,
             max_seqlen_kv=self.max_seqlen,
             segment_lengths=self.segment_lengths,
+            forks=self.forks,
         )
 
 

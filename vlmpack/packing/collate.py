@@ -29,10 +29,19 @@ from torch import Tensor
 
 from vlmpack.errors import PackingError
 from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, Media, PackedBatch
+from vlmpack.packing.forks import Forks
 from vlmpack.packing.limits import whole
 from vlmpack.packing.media import check_media, image_blocks, media_of
 from vlmpack.packing.pairs import sequences_of, with_pairs
 from vlmpack.packing.row_layout import FixedShape, RowLayout
+from vlmpack.packing.shared import (
+    Stretch,
+    check_shared,
+    each_once,
+    places_of,
+    shown_media,
+    stretches_of,
+)
 
 
 def require_tensor(name: str, value: object) -> None:
@@ -86,6 +95,7 @@ def pack_batch_sequences(
     pad_token_id: int,
     total_multiple_of: int = 1,
     fixed: FixedShape | None = None,
+    share_prefix: bool = False,
 ) -> PackedBatch:
     """Concatenate samples into one THD row.
 
@@ -97,6 +107,7 @@ def pack_batch_sequences(
         total_multiple_of: the row's total becomes a multiple of this by one tail segment; itself
             a multiple of `pad_to_multiple_of`, or 1.
         fixed: the row's shape, where all rows have the same.
+        share_prefix: whether neighbours with an equal cut have what is before it once.
 
     Returns:
         The row, with logical and physical boundaries.
@@ -110,16 +121,21 @@ def pack_batch_sequences(
     for sample in samples:
         check_sample(sample)
     parts = [part for sample in samples for part in sequences_of(sample)]
+    stretches = stretches_of(parts, least=pad_to_multiple_of) if share_prefix else []
+    is_shared = len(stretches) > len(parts)
+    layout = RowLayout(
+        lengths=tuple(each.length for each in (stretches if is_shared else parts)),
+        pad_to_multiple_of=pad_to_multiple_of,
+        total_multiple_of=total_multiple_of,
+        fixed=fixed,
+    )
+    if is_shared:
+        return _pack_shared(samples, parts, stretches, layout, pad_token_id)
     row = pack_rows(
         [part.input_ids for part in parts],
         [part.labels for part in parts],
         [part.position_ids for part in parts],
-        layout=RowLayout(
-            lengths=tuple(part.length for part in parts),
-            pad_to_multiple_of=pad_to_multiple_of,
-            total_multiple_of=total_multiple_of,
-            fixed=fixed,
-        ),
+        layout=layout,
         pad_token_id=pad_token_id,
         keys=tuple(s.key for s in samples),
         media=media_of(samples),
@@ -127,6 +143,50 @@ def pack_batch_sequences(
     )
     blocks = image_blocks([part.media for part in parts], row.media_positions)
     return with_pairs(replace(row, image_blocks=blocks), samples, parts)
+
+
+def _pack_shared(
+    samples: Sequence[EncodedSample],
+    parts: Sequence[EncodedSample],
+    stretches: Sequence[Stretch],
+    layout: RowLayout,
+    pad_token_id: int,
+) -> PackedBatch:
+    """The row of sequences that share what they begin with; see `packing.shared`."""
+    if layout.fixed is not None:
+        raise PackingError(
+            "rows of fixed shape share no prefixes: set packing.share_prefix or "
+            "packing.pad_to_max_length to false"
+        )
+    check_shared(parts, stretches)
+    places = places_of(parts, stretches)
+    shown = shown_media(parts, stretches, places)
+    media, sources = each_once(shown)
+    cuts = [(parts[each.sequences[0]], slice(each.start, each.stop)) for each in stretches]
+    row = pack_rows(
+        [part.input_ids[cut] for part, cut in cuts],
+        [part.labels[cut] for part, cut in cuts],
+        [part.position_ids[:, cut] for part, cut in cuts],
+        layout=layout,
+        pad_token_id=pad_token_id,
+        keys=tuple(s.key for s in samples),
+        media=media,
+        media_positions=places,
+    )
+    separate = sum(s.media.pixel_values.shape[0] for s in samples if s.media is not None)
+    tails = (*layout.physical, *layout.fillers)[len(stretches) :]
+    return replace(
+        with_pairs(row, samples, parts),
+        lengths=tuple(part.length for part in parts),
+        forks=Forks(
+            parents=(*(each.parent for each in stretches), *(-1 for _ in tails)),
+            lengths=(*layout.lengths, *tails),
+            ends=tuple(place for place, each in enumerate(stretches) if each.ends),
+        ),
+        image_blocks=image_blocks(shown, row.media_positions),
+        media_sources=sources,
+        num_shared_patches=separate - (0 if media is None else media.pixel_values.shape[0]),
+    )
 
 
 def _with_gaps(pieces: Sequence[Tensor], layout: RowLayout, fill: int) -> Tensor:
@@ -209,6 +269,7 @@ class PackCollator:
         pad_to_multiple_of: multiple of each segment.
         total_multiple_of: multiple of the row.
         fixed: the shape of every row, empty ones too, where they have one.
+        share_prefix: whether samples that begin alike have that once in their row.
     """
 
     pad_token_id: int
@@ -216,6 +277,7 @@ class PackCollator:
     pad_to_multiple_of: int = 1
     total_multiple_of: int = 1
     fixed: FixedShape | None = None
+    share_prefix: bool = False
 
     def __call__(self, samples: Sequence[EncodedSample]) -> PackedBatch:
         """Pack one bin; an empty one becomes `empty()`."""
@@ -227,6 +289,7 @@ class PackCollator:
             pad_token_id=self.pad_token_id,
             total_multiple_of=self.total_multiple_of,
             fixed=self.fixed,
+            share_prefix=self.share_prefix,
         )
 
     def empty(self) -> PackedBatch:

@@ -63,6 +63,11 @@ def slice_for_context(batch: PackedBatch, *, rank: int, size: int) -> PackedBatc
     Raises:
         PackingError: as `zigzag_index`.
     """
+    if batch.forks is not None and size > 1:
+        raise PackingError(
+            "the row has shared prefixes, which context parallelism does not cut; set "
+            "packing.share_prefix: false"
+        )
     rows = [zigzag_index(batch.segment_lengths, rank=r, size=size) for r in range(size)]
     row_index = rows[rank]
     labels = batch.labels.flatten()[row_index]
@@ -82,7 +87,8 @@ def slice_for_context(batch: PackedBatch, *, rank: int, size: int) -> PackedBatc
 
 def padding_mask(batch: PackedBatch) -> Tensor:
     """(1, T) bool: True for slots that belong to no sample (gaps and the tail segment); on CPU."""
-    real = [*batch.lengths, *(0 for _ in batch.segment_lengths[len(batch.lengths) :])]
+    tokens = batch.segment_tokens
+    real = [*tokens, *(0 for _ in batch.segment_lengths[len(tokens) :])]
     runs = [(False, True)] * len(real)
     lengths = [(n, slots - n) for n, slots in zip(real, batch.segment_lengths, strict=True)]
     return torch.repeat_interleave(

@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from vlmpack.errors import PackingError
 from vlmpack.packing.batch import IGNORE_INDEX, Batch, BatchT, EncodedSample, PackedBatch
@@ -94,7 +95,6 @@ def with_pairs(
             f"sample {pairs[0].key!r} is a pair and sample {other.key!r} is none; expected one "
             "kind in a batch"
         )
-    counts = torch.tensor([int((part.labels != IGNORE_INDEX).sum()) for part in parts])
     sources, first = [], 0
     for sample in samples:
         num_features = sum(sample.media.num_tokens) if sample.media is not None else 0
@@ -103,18 +103,28 @@ def with_pairs(
     return replace(
         batch,
         media_sources=torch.cat(sources) if batch.media is not None else None,
-        label_sequences=torch.repeat_interleave(torch.arange(len(parts)), counts),
+        label_sequences=label_sequences(parts),
     )
+
+
+def label_sequences(parts: Sequence[EncodedSample]) -> Tensor:
+    """(L,) int64: the sequence of each label token of a row."""
+    counts = torch.tensor([int((part.labels != IGNORE_INDEX).sum()) for part in parts])
+    return torch.repeat_interleave(torch.arange(len(parts)), counts)
 
 
 def identical_pairs(batch: Batch) -> int:
     """Pairs of a batch on CPU whose two sequences are the same tokens: they teach nothing."""
     if batch.label_sequences is None:
         return 0
-    rows, width = batch.input_ids.shape
-    slots = batch.segment_lengths if isinstance(batch, PackedBatch) else (width,) * rows
-    starts, ids = accumulate(slots, initial=0), batch.input_ids.flatten()
-    whole = [
-        ids[start : start + length] for start, length in zip(starts, batch.lengths, strict=False)
-    ]
+    if isinstance(batch, PackedBatch):
+        ids = batch.input_ids.flatten()
+        starts = [*accumulate(batch.segment_lengths, initial=0)]
+        pieces = [ids[at : at + n] for at, n in zip(starts, batch.segment_tokens, strict=False)]
+        whole = [
+            torch.cat([pieces[place] for place in segments])
+            for segments in batch.segments_of_sequences
+        ]
+    else:
+        whole = [row[:length] for row, length in zip(batch.input_ids, batch.lengths, strict=True)]
     return sum(torch.equal(whole[at], whole[at + 1]) for at in range(0, len(whole), 2))

@@ -135,5 +135,9 @@ def _seen_in(batch: Batch) -> int:
     last = torch.full((len(ends),), -1)
     labels = batch.label_positions
     last.scatter_reduce_(0, torch.searchsorted(ends, labels, right=True), labels, "amax")
+    if isinstance(batch, PackedBatch) and batch.forks is not None:  # branches see their path
+        for place, parent in reversed([*enumerate(batch.forks.parents)]):
+            if parent >= 0:
+                last[parent] = torch.maximum(last[parent], last[place])
     places = batch.media_positions
     return int((last[torch.searchsorted(ends, places, right=True)] >= places).sum())

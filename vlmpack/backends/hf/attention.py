@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vlmpack.attention import AttentionChoice, BlockMasks, dense_attention
+from vlmpack.attention.forked import attention_of_row
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import PackedSeqParams
 
@@ -39,8 +40,8 @@ def _attend(
         attention_mask: always None here; anything else means that a caller built a mask that
             this function would ignore.
         options: scaling, dropout, sliding_window, and what the model's forward was given:
-            `packed_seq_params` for a THD row, or `padded_rows=True`; and `image_masks`
-            where an image's tokens attend in both directions.
+            `packed_seq_params` for a THD row, with `forked_calls` on a GPU where it has forks, or
+            `padded_rows=True`; and `image_masks` where an image's tokens attend in both directions.
 
     Returns:
         (B, S, Hq, Dv) and no weights.
@@ -72,7 +73,7 @@ def _attend(
     if params is not None:
         # Under autocast rotary leaves queries and keys in float32 while values are bfloat16;
         # varlen kernels, unlike scaled_dot_product_attention, are not on autocast's list.
-        output = choice.function(
+        output = attention_of_row(choice, params, options.get("forked_calls"))(
             query[0].transpose(0, 1).to(value.dtype),
             key[0].transpose(0, 1).to(value.dtype),
             value[0].transpose(0, 1),

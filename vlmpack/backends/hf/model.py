@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmpack.attention import BlockMasks
+from vlmpack.attention.merged import ForkedCalls
 from vlmpack.backends.cross_entropy import capped, linear_cross_entropy
 from vlmpack.backends.hf.recurrence import (
     ROW_ARGUMENT,
@@ -82,8 +83,10 @@ def _boundaries(batch: Batch, params: PackedSeqParams | None) -> dict[str, Any]:
         raise CapabilityError(
             "a packed row needs packed_seq_params; without them samples would mix"
         )
+    on_kernels = params.forks is not None and batch.input_ids.is_cuda
     return {
         "packed_seq_params": params,
+        "forked_calls": ForkedCalls.of(params) if on_kernels else None,
         ROW_ARGUMENT: RowSegments.of(params),
         **transformers_spelling(params),
     }
@@ -210,6 +213,7 @@ class PackedLM(nn.Module):
         self, batch: Batch, packed_seq_params: PackedSeqParams | None, merged: MergedInputs
     ) -> Tensor:
         """(T, D) hidden states from merged inputs; raises as `hidden_states`."""
+        self._refuse_forks(packed_seq_params)
         axes, rows, slots = batch.position_ids.shape
         arguments = {
             **_deep_arguments(batch, merged),
@@ -230,6 +234,18 @@ class PackedLM(nn.Module):
             )
         hidden: Tensor = output.last_hidden_state.flatten(0, 1)
         return hidden if beside is None else beside.beside(hidden, output.router_logits, batch)
+
+    def _refuse_forks(self, params: PackedSeqParams | None) -> None:
+        """Raise CapabilityError for shared prefixes that the model would not compute."""
+        if params is None or params.forks is None:
+            return
+        why = "has layers that carry state" if self.stateful else ""
+        why = "has image tokens that attend in both directions" if self.paths.image_blocks else why
+        why = "is of a class that no family serves" if self.family.proven_by_verify else why
+        if why:
+            raise CapabilityError(
+                f"the row shares prefixes, and the model {why}; set packing.share_prefix: false"
+            )
 
     def _image_masks(self, batch: Batch, params: PackedSeqParams | None) -> dict[str, Any]:
         if not self.paths.image_blocks:
