@@ -90,13 +90,13 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, sign: float) -> Tensor:
-    """Rotation of (T, H, D) by sign * angle in float32, with no temporaries.
+    """Rotation of (T, H, D) by sign * angle in float32 or wider, with no temporaries.
 
     One pass over whole heads and one over each half; `cos` is (T, 1, D), `sin` (T, 1, D / 2).
     """
-    x32 = x.float()
-    first, second = x32.chunk(2, dim=-1)
-    rotated = x32 * cos
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    first, second = wide.chunk(2, dim=-1)
+    rotated = wide * cos
     left, right = rotated.chunk(2, dim=-1)
     left.addcmul_(second, sin, value=-sign)
     right.addcmul_(first, sin, value=sign)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """y = weight * (x / rms(x)), the mean of squares in float32 (1910.07467).
+    """y = weight * (x / rms(x)), the mean of squares in float32 or wider (1910.07467).
 
     Megatron's own wrapper of torch's norm refuses sequence parallelism. The weight carries the flag
     `sequence_parallel`, by which Megatron sums its gradient over the TP ranks, each of which sees
@@ -29,6 +29,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., hidden_size) -> the same shape and dtype."""
-        scaled = x.float()
+        scaled = x.to(torch.promote_types(x.dtype, torch.float32))
         scaled = scaled * torch.rsqrt(scaled.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * scaled.to(x.dtype)
