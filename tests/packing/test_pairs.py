@@ -12,6 +12,7 @@ from support.shards import TINY_MODEL
 from vlmpack.encode import Encoder
 from vlmpack.errors import PackingError
 from vlmpack.packing import PackCollator, PadCollator
+from vlmpack.packing.context import slice_for_context
 from vlmpack.packing.pairs import identical_pairs, sequences_of
 from vlmpack.proof.rows.checks import check_row
 from vlmpack.proof.rows.row import Row, RowRules
@@ -130,3 +131,16 @@ def test_what_is_no_pair_does_not_share_a_row_with_pairs(pairs, alone):
     unshifted[pairs[1].sequences[0] - 1] = 7
     with pytest.raises(PackingError, match="the last label is 7"):
         PACKED([replace(pairs[1], labels=unshifted)])
+
+
+def test_a_slice_of_a_row_knows_the_sequence_of_each_label(pairs):
+    row = PackCollator(pad_token_id=561, num_position_axes=3, pad_to_multiple_of=4)(pairs)
+    found = []
+    for rank in range(2):
+        own = slice_for_context(row, rank=rank, size=2).context
+        slots = own.row_index[own.label_positions].tolist()
+        found += zip(slots, own.label_sequences.tolist(), strict=True)
+    wanted = zip(row.label_positions.tolist(), row.label_sequences.tolist(), strict=True)
+    assert sorted(found) == sorted(wanted)
+    empty = PackCollator(pad_token_id=561, num_position_axes=3, pad_to_multiple_of=4)([])
+    assert slice_for_context(empty, rank=1, size=2).context.label_sequences is None

@@ -1,4 +1,4 @@
-"""Run in ranks: context-parallel attention and the two gathers over gloo.
+"""Run in ranks: context-parallel attention, the two gathers and the sum over gloo.
 
     torchrun --nproc-per-node 2 collectives_worker.py FOLDER
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vlmpack.backends.mcore.attention import context_parallel_attention
-from vlmpack.backends.mcore.collectives import gather_features, gather_slices
+from vlmpack.backends.mcore.collectives import gather_features, gather_slices, sum_parts
 from vlmpack.distributed import start_process_group, stop_process_group
 from vlmpack.packing import ContextSlice
 from vlmpack.packing.context import zigzag_index
@@ -79,6 +79,11 @@ def main(folder: Path) -> None:
         (gradient,) = torch.autograd.grad((all_features * weight).sum(), mine)
         found[f"features {name}"] = all_features.detach()
         found[f"features gradient {name}"] = gradient
+    part = torch.tensor([2.0, 3.0]).mul(ranks.rank + 1).requires_grad_()
+    total = sum_parts(part, dist.group.WORLD)
+    nothing = sum_parts(part[:0], dist.group.WORLD)
+    (of_sum,) = torch.autograd.grad(total.square().sum() + nothing.sum(), part)
+    found |= {"sum": total.detach(), "of sum": of_sum}
     found |= {"output": output.detach(), "whole": whole.detach(), "of gather": of_gather}
     found |= dict(zip(("query", "key", "value"), gradients, strict=True))
     torch.save(found, folder / f"{ranks.rank}.pt")

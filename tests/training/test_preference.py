@@ -241,14 +241,16 @@ def test_what_is_wrong_is_found(how, engine, pairs, stock):
 def test_wrong_sums_are_found(how, engine, pairs, stock, monkeypatch):
     """Sums in bfloat16; an answer's tokens counted with its padding (`ipo`)."""
     own = preference.sequence_sums
-
-    def sums(values, batch):
-        if how == "bfloat16":
-            return own(values.bfloat16(), batch).bfloat16().double()
-        found = own(values, batch)
-        return torch.tensor(batch.segment_lengths).double() if (values == 1).all() else found
-
-    monkeypatch.setattr(preference, "sequence_sums", sums)
+    if how == "bfloat16":
+        monkeypatch.setattr(
+            preference,
+            "sequence_sums",
+            lambda values, batch: own(values.bfloat16(), batch).bfloat16().double(),
+        )
+    else:
+        monkeypatch.setattr(
+            preference, "label_tokens", lambda batch: torch.tensor(batch.segment_lengths).double()
+        )
     loss = "ipo" if how == "slots" else "sigmoid"
     value, found, _ = take_step(
         engine, dpo(KNOBS[loss]), batches_of("rows of 3, 1, 2", pairs, stock[1])

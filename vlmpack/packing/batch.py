@@ -152,6 +152,10 @@ class ContextSlice:
             ranks' slices.
         label_positions: (l,) int64, indices into the slice that carry a label.
         targets: (l,) int64, their labels.
+        label_sequences: (l,) int64, the sequence of each in the whole row; None where no sample is
+            a pair.
+        all_sum: adds a tensor up, element by element, over the ranks that share the row; the
+            gradient of the sum is that of each rank's own part. None where nobody adds up.
     """
 
     rank: int
@@ -160,6 +164,8 @@ class ContextSlice:
     natural_order: Tensor
     label_positions: Tensor
     targets: Tensor
+    label_sequences: Tensor | None = None
+    all_sum: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

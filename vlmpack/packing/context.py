@@ -11,7 +11,7 @@ Slicing comes after the merge of text and images, so placeholders are never coun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -52,13 +52,20 @@ def zigzag_index(segment_lengths: Sequence[int], *, rank: int, size: int) -> Ten
     return torch.where(offset < chunk, front, back)
 
 
-def slice_for_context(batch: PackedBatch, *, rank: int, size: int) -> PackedBatch:
+def slice_for_context(
+    batch: PackedBatch,
+    *,
+    rank: int,
+    size: int,
+    all_sum: Callable[[Tensor], Tensor] | None = None,
+) -> PackedBatch:
     """The batch with this rank's `ContextSlice`; on CPU, before it is moved.
 
     Args:
         batch: the whole row; its own fields stay whole.
         rank: context-parallel rank.
         size: CP.
+        all_sum: see `ContextSlice`.
 
     Raises:
         PackingError: as `zigzag_index`.
@@ -72,6 +79,11 @@ def slice_for_context(batch: PackedBatch, *, rank: int, size: int) -> PackedBatc
     row_index = rows[rank]
     labels = batch.labels.flatten()[row_index]
     label_positions = batch.loss_mask.flatten()[row_index].nonzero().squeeze(1)
+    sequences = None
+    if batch.label_sequences is not None:
+        by_slot = torch.zeros_like(batch.labels.flatten())
+        by_slot[batch.label_positions] = batch.label_sequences
+        sequences = by_slot[row_index][label_positions]
     return replace(
         batch,
         context=ContextSlice(
@@ -81,6 +93,8 @@ def slice_for_context(batch: PackedBatch, *, rank: int, size: int) -> PackedBatc
             natural_order=torch.cat(rows).argsort(),
             label_positions=label_positions,
             targets=labels[label_positions],
+            label_sequences=sequences,
+            all_sum=all_sum,
         ),
     )
 

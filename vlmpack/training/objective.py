@@ -21,8 +21,9 @@ those is a function and a value (Focal Loss, 1708.02002, averaged over samples):
 with the name of that value in `recipe.objective.OBJECTIVES`; the recipe then says `objective:
 {name: focal}`. Sums are over what this rank holds of the micro-batch: never a mean, since the
 divisor is the whole global batch's. The label tokens of `losses` are `batch.label_positions`; under
-context parallelism those of `batch.context`, this rank's part of them, so a term that is no sum
-over tokens has to be added up over those ranks first.
+context parallelism those of `batch.context`, this rank's part of them. So what is no sum over
+tokens adds its parts up by `batch.context.all_sum` first, and says `of_rows=True` to the forward
+step, as `training.preference` does.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vlmpack.errors import ReferenceCacheError
-from vlmpack.packing import Batch
+from vlmpack.packing import Batch, ContextSlice, PackedBatch
 from vlmpack.packing.pairs import identical_pairs
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.training.objective import Objective
@@ -30,10 +30,31 @@ from vlmpack.training.vlm_step import forward_step
 
 
 def sequence_sums(values: Tensor, batch: Batch) -> Tensor:
-    """(N,) float64: (L,) values of the label tokens added up by sequence."""
-    sequences = batch.label_sequences
+    """(N,) float64: values of the label tokens added up by sequence, those of all context-parallel
+    ranks.
+
+    Args:
+        values: (L,) of the batch's label tokens; under context parallelism this rank's.
+        batch: of pairs, on the same device.
+    """
+    context = batch.context if isinstance(batch, PackedBatch) else None
+    total = _by_sequence(values, batch, batch if context is None else context)
+    if context is None:
+        return total
+    assert context.all_sum is not None
+    return context.all_sum(total)
+
+
+def label_tokens(batch: Batch) -> Tensor:
+    """(N,) float64: label tokens of each sequence, under context parallelism too: every rank knows
+    the whole row's."""
+    return _by_sequence(torch.ones_like(batch.label_positions), batch, batch)
+
+
+def _by_sequence(values: Tensor, batch: Batch, part: Batch | ContextSlice) -> Tensor:
+    sequences = part.label_sequences
     if sequences is None:
-        sequences = batch.label_positions  # a row without samples: none
+        sequences = part.label_positions  # a row without samples: none
     total = torch.zeros(len(batch.lengths), dtype=torch.float64, device=values.device)
     return total.index_add(0, sequences, values.double())
 
@@ -42,7 +63,8 @@ def sequence_log_probabilities(losses: Tensor, batch: Batch) -> Tensor:
     """(N,) float64: log p of each sequence's label tokens, given what is before them.
 
     Args:
-        losses: (L,) float32, -log p of the batch's label tokens.
+        losses: (L,) float32, -log p of the batch's label tokens; under context parallelism this
+            rank's.
         batch: of pairs, on the same device.
     """
     return -sequence_sums(losses, batch)
@@ -62,7 +84,8 @@ class PreferenceSums:
         """0-d float64 sums by name.
 
         Args:
-            losses: (L,) float32, -log p of the label tokens.
+            losses: (L,) float32, -log p of the label tokens; under context parallelism this
+                rank's.
             batch: of pairs, with their reference.
 
         Raises:
@@ -80,8 +103,7 @@ class PreferenceSums:
         chosen, rejected = (log_p - reference)[0::2], (log_p - reference)[1::2]
         margin = self.section.beta * (chosen - rejected)
         if self.section.loss == "ipo":
-            tokens = sequence_sums(torch.ones_like(losses), batch)
-            mean = (log_p - reference) / tokens
+            mean = (log_p - reference) / label_tokens(batch)
             terms = self._ipo(mean[0::2] - mean[1::2])
         else:
             terms = self._of(margin)
@@ -123,7 +145,7 @@ def dpo(section: ObjectiveSection) -> Objective:
     """The objective with a recipe's knobs."""
     weight = section.sft_weight
     return Objective(
-        forward_step=partial(forward_step, sums=PreferenceSums(section=section)),
+        forward_step=partial(forward_step, sums=PreferenceSums(section=section), of_rows=True),
         sums=(
             "loss_sum",
             "chosen_loss_sum",

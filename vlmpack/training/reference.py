@@ -14,10 +14,10 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.backends.engine import Engine, LossFunction
+from vlmpack.backends.engine import Engine
 from vlmpack.data.loading.reference import Float64s
 from vlmpack.data.pipeline import TrainData
 from vlmpack.distributed import Ranks, share_iterator
@@ -33,8 +33,10 @@ BATCHES_PER_PART = 64
 
 
 def log_probabilities(engine: Engine, batch: Batch) -> list[float]:
-    """log p of each sequence of a batch of pairs, under the engine's weights as they are."""
-    values: list[float] = sequence_values(engine, batch).tolist()
+    """log p of each sequence of a batch of pairs, under the engine's weights as they are; [] on a
+    rank that computes none, or the same as another of its replica."""
+    found = sequence_values(engine, batch)
+    values: list[float] = [] if found is None else found.tolist()
     return values
 
 
@@ -50,19 +52,15 @@ def without_adapters(engine: Engine, batches: Sequence[Batch]) -> list[Batch]:
         return [replace(batch, reference=sequence_values(engine, batch)) for batch in batches]
 
 
-def sequence_values(engine: Engine, batch: Batch) -> Tensor:
-    """(N,) float64 on the engine's device: see `log_probabilities`."""
-    found: list[Tensor] = []
+def sequence_values(engine: Engine, batch: Batch) -> Tensor | None:
+    """(N,) float64 on the engine's device: see `log_probabilities`; None for []."""
+    step = partial(forward_step, sums=_log_p, of_rows=True)
+    [report] = engine.forward_backward(step, iter([batch]), num_microbatches=1, forward_only=True)
+    return report.get("log_p")
 
-    def sums(losses: Tensor, moved: Batch) -> Mapping[str, Tensor]:
-        found.append(sequence_log_probabilities(losses, moved))
-        return {"loss_sum": losses.sum()}
 
-    def step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[Tensor, LossFunction]:
-        return forward_step(data_iterator, model, sums)
-
-    engine.forward_backward(step, iter([batch]), num_microbatches=1, forward_only=True)
-    return found[0]
+def _log_p(losses: Tensor, batch: Batch) -> Mapping[str, Tensor]:
+    return {"loss_sum": losses.sum(), "log_p": sequence_log_probabilities(losses, batch)}
 
 
 def make_reference(
@@ -105,8 +103,9 @@ def make_reference(
 
     for place, (batch, of_batch) in enumerate(share_iterator(ranks, read), start=1):
         found = log_probabilities(engine, batch)
-        pairs = zip(of_batch, found[0::2], found[1::2], strict=True)
-        pending.extend((number, chosen, rejected) for number, chosen, rejected in pairs)
+        if found:
+            pairs = zip(of_batch, found[0::2], found[1::2], strict=True)
+            pending.extend((number, chosen, rejected) for number, chosen, rejected in pairs)
         if place % BATCHES_PER_PART == 0:
             done += keep()
             if ranks.is_main:

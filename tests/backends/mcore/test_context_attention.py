@@ -123,3 +123,10 @@ def test_features_come_in_image_order_and_gradients_go_home(results):
                 home = torch.empty_like(weight)
                 home[list(worker.ORDER)] = weight
                 assert torch.equal(gradient, home)
+
+
+def test_a_sum_of_parts_is_everywhere_and_each_rank_differentiates_its_own(results):
+    """As if the other parts were constants: an all-reduce in backward would count them twice."""
+    for found in results:
+        assert found["sum"].tolist() == [6.0, 9.0]
+        assert found["of sum"].tolist() == [12.0, 18.0]

@@ -1,4 +1,4 @@
-"""The two gathers whose backward passes are the reductions that Megatron's mappings do not have."""
+"""Collectives whose backward passes Megatron's mappings do not have: two gathers, and a sum."""
 
 from __future__ import annotations
 
@@ -104,3 +104,33 @@ def gather_features(
         local, order, tuple(counts), group, cp_group
     )
     return gathered
+
+
+class _SumParts(torch.autograd.Function):
+    """The sum over ranks; backward is the identity, since each rank differentiates its part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        total = part.clone()
+        if total.numel():  # as many on every rank: those of a row without samples are none
+            dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def sum_parts(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sums of which each rank has its tokens' part.
+
+    Every rank then computes the same function of the sums, and sends its gradient through its own
+    part alone; the gradients of weights are added up over the ranks, as those of token losses are.
+    So the factor of each token is 1 at any number of ranks.
+
+    Args:
+        part: of any shape, the same on every rank.
+        group: the context-parallel group.
+    """
+    total: Tensor = _SumParts.apply(part, group)  # type: ignore[no-untyped-call]
+    return total

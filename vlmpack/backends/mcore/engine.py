@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice, whole
 from vlmpack.backends.digests import digests
 from vlmpack.backends.engine import Compute, ForwardStep, norms_by_component, or_one
 from vlmpack.backends.export import save_model_folder
+from vlmpack.backends.mcore.collectives import sum_parts
 from vlmpack.backends.mcore.config import transformer_config
 from vlmpack.backends.mcore.cpu import megatron_on_cpu
 from vlmpack.backends.mcore.groups import in_words, start_model_parallel
@@ -190,7 +192,9 @@ class MegatronEngine:
         if self.config.router_aux_loss_coef:
             row = replace(row, padding_mask=padding_mask(row))
         if self.split.context > 1:
-            row = slice_for_context(row, rank=self.groups.cp.rank(), size=self.groups.cp.size())
+            group = self.groups.cp
+            all_sum = partial(sum_parts, group=group)
+            row = slice_for_context(row, rank=group.rank(), size=group.size(), all_sum=all_sum)
         if not self.first:
             row = replace(row, media=None)
         elif self.groups.tp_cp.size() > 1:
