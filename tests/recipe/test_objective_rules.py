@@ -26,6 +26,14 @@ def test_pairs_may_be_alone_in_a_row(problems_of, minimal):
     assert problems_of([*OFF, *FROZEN, "trainable.language=lora"]) == []
 
 
+def test_pairs_run_on_either_engine_in_any_layout(problems_of):
+    split = [f"parallelism.{name}=2" for name in ("tensor", "context", "pipeline")]
+    more = ["parallelism.sequence=true", "packing.mode=in_batch"]
+    assert problems_of([*DPO, "model.backend=mcore", *split, *more]) == []
+    aux = problems_of([*DPO, "model.backend=mcore", "model.router_aux_loss_coef=0.1"])
+    assert any("looks across all tokens of a row" in problem for problem in aux)
+
+
 def test_a_planned_row_holds_the_longest_pair(minimal):
     """Each of its sequences is rounded up by itself."""
     recipe = load_recipe(minimal, [*DPO, *ONLINE, "packing.scope=batch"])
@@ -57,7 +65,6 @@ def test_a_planned_row_holds_the_longest_pair(minimal):
             [*DPO, *ONLINE, "packing.scope=batch", "packing.max_tokens=4096"],
             "4096, but the longest pair takes up to 4104 tokens",
         ),
-        ([*DPO, "model.backend=mcore"], "objective.name 'dpo' runs on model.backend: hf alone"),
         ([*DPO, "model.router_aux_loss_coef=0.1"], "looks across all tokens of a row"),
         ([*DPO, "training.verify=true"], "'dpo' has pairs, which are not verified yet"),
         (

@@ -98,16 +98,6 @@ def rows_hold_a_pair(
     return [Problem(("packing", "max_tokens"), message)]
 
 
-def pairs_have_an_engine(objective: ObjectiveSection, model: ModelSection) -> list[Problem]:
-    """Log-probabilities of whole answers are added up by one engine so far."""
-    if not objective.learns_pairs or model.backend == "hf":
-        return []
-    message = (
-        f"'{model.backend}', but objective.name '{objective.name}' runs on model.backend: hf alone"
-    )
-    return [Problem(("model", "backend"), message)]
-
-
 def pairs_are_averaged_alone(objective: ObjectiveSection, model: ModelSection) -> list[Problem]:
     """A loss over all tokens of a row has no place beside one that is averaged over pairs."""
     if not objective.learns_pairs or not model.router_aux_loss_coef:
