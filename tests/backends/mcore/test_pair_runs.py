@@ -1,0 +1,158 @@
+"""Whole runs of pairs in parallel layouts: the hf engine's steps, one reference for all of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shutil
+from functools import cache
+from pathlib import Path
+
+import pytest
+from support.pairs import raw_pairs, write_pairs
+from support.recipes import changed, rows, run_settings, write_recipe
+from support.whole_runs import finetune_in_ranks
+
+from vlmpack.api import resolve, run_recipe
+from vlmpack.training.checkpoint import list_checkpoints, step_folder
+
+pytestmark = pytest.mark.slow
+
+STEPS = 4
+COUNTS = ("step", "num_samples", "num_tokens", "num_label_tokens")
+BOUNDS = {"loss": 1e-5, "grad_norm": 1e-4, "chosen_log_p": 1e-5, "margin": 1e-4}
+"""Of differences, the first three relative: margins are 0 at the first step. Gradient norms are
+after steps of AdamW, which turns the rounding of a gradient of nothing into a step of its own."""
+
+ONLINE = {
+    "packing__mode": "online",
+    "packing__scope": "batch",
+    "packing__max_tokens": 640,
+    "training__micro_batch_size": 1,
+}
+LAYOUTS = {
+    "cp2": {"parallelism__context": 2, "parallelism__distributed_optimizer": True, **ONLINE},
+    "tp2": {"parallelism__tensor": 2, "parallelism__sequence": True, **ONLINE},
+    "pp2": {"parallelism__pipeline": 2, "packing__mode": "none"},
+    "tp2-cp2": {"parallelism__tensor": 2, "parallelism__context": 2},
+}
+
+
+def settings(root: Path, shards: list[Path], **changes):
+    values = {
+        "data__train": str(shards[0]),
+        "data__validation": str(shards[1]),
+        "data__index_dir": str(root / "index"),
+        "objective__name": "dpo",
+        "objective__sft_weight": 0.1,
+        "packing__mode": "in_batch",
+        "training__micro_batch_size": 2,
+        "training__global_batch_size": 4,
+        "training__max_steps": STEPS,
+        "checkpoint__interval_steps": 2,
+        "evaluation__generate": False,
+    }
+    return run_settings(root, **(values | changes))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("pair-runs")
+
+
+@pytest.fixture(scope="module")
+def on_hf(root):
+    """(settings, run folder) in one process of the hf engine; the index beside it serves all."""
+    train = itertools.chain.from_iterable(raw_pairs(seed) for seed in range(3))
+    shards = [
+        write_pairs(root / f"{name}.tar", list(pairs))
+        for name, pairs in (("pairs", train), ("held-out", raw_pairs(9)))
+    ]
+    values = settings(root, shards, run_dir=str(root / "hf"))
+    run_recipe(resolve(values, {}))
+    return values, root / "hf"
+
+
+@pytest.fixture(scope="module")
+def trained(on_hf, root):
+    """The run folder of a layout. All of them share one reference, which the first of them makes,
+    and which the others may not change."""
+
+    @cache
+    def run(name, resumed=None):
+        reference = root / "reference"
+        there = {path: path.read_bytes() for path in reference.rglob("*.*")}
+        run_dir = root / (name if resumed is None else f"{resumed}-{name}")
+        if resumed is not None:
+            shutil.copytree(run(resumed), run_dir)
+            shutil.rmtree(step_folder(run_dir / "checkpoints", STEPS))
+            (run_dir / "result.json").unlink()
+            assert len(list_checkpoints(run_dir / "checkpoints")) == 1
+        values = changed(
+            on_hf[0],
+            run_dir=str(run_dir),
+            model__backend="mcore",
+            objective__reference_dir=str(reference),
+            **LAYOUTS[name],
+        )
+        recipe = write_recipe(root / f"{run_dir.name}.yaml", values)
+        done = finetune_in_ranks(recipe, processes=4 if name == "tp2-cp2" else 2)
+        assert done.returncode == 0, done.stderr[-6000:]
+        after = {path: path.read_bytes() for path in reference.rglob("*.*")}
+        assert not there or after == there, "one layout reads what another has made"
+        assert sum(path.suffix == ".part" for path in after) == 2, "of both splits"
+        return run_dir
+
+    return run
+
+
+def validation(run_dir):
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    names = ("validation_loss", "validation_margin", "validation_accuracy")
+    return [[line[name] for name in names] for line in lines if "validation_loss" in line][-1]
+
+
+def assert_same_steps(ours, theirs):
+    assert rows(ours, *COUNTS) == rows(theirs, *COUNTS)
+    for name, bound in BOUNDS.items():
+        found, wanted = ([value for (value,) in rows(run_dir, name)] for run_dir in (ours, theirs))
+        far = [
+            abs(a - b) / (1 if name == "margin" else abs(b))
+            for a, b in zip(found, wanted, strict=True)
+        ]
+        print(f"\n{ours.name} {name}: {max(far):.1e}")
+        assert max(far) < bound, name
+    assert validation(ours) == pytest.approx(validation(theirs), rel=1e-4, abs=1e-4)
+
+
+def first_row(run_dir):
+    return json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["cp2", *(pytest.param(name, marks=pytest.mark.soak) for name in ("pp2", "tp2-cp2"))],
+)
+def test_a_layout_takes_the_steps_of_the_hf_engine(name, trained, on_hf):
+    run_dir = trained(name)
+    result = json.loads((run_dir / "result.json").read_text())
+    assert result["engine"]["engine"].startswith("mcore")
+    assert_same_steps(run_dir, on_hf[1])
+    assert first_row(run_dir)["preference_loss"] == pytest.approx(math.log(2), abs=1e-4)
+    margins = [abs(margin) for (margin,) in rows(run_dir, "margin")]
+    assert margins[0] < 1e-4
+    assert max(margins) > 1e-3, "the policy moves away"
+
+
+def test_a_run_goes_on_in_another_layout_with_the_same_reference(trained, on_hf):
+    """CP 2 until step 2, then TP 2 with sequence parallelism."""
+    assert_same_steps(trained("tp2", resumed="cp2"), on_hf[1])
+
+
+def test_the_reference_says_how_it_was_made_and_not_in_which_layout(trained, root):
+    trained("cp2")
+    facts = json.loads((root / "reference" / "train" / "reference.json").read_text())["facts"]
+    assert facts["engine"] == "mcore"
+    assert {"dtype", "attention", "weights"} < facts.keys()
+    assert not {"tensor", "context", "pipeline", "alignment"} & facts.keys()
