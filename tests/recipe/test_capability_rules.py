@@ -33,8 +33,9 @@ ASKS = {
     "PP": {"parallelism.pipeline": 2},
     "EP": {"parallelism.expert": 2},
     "LoRA": {"trainable.language": "lora"},
+    "DPO": {"objective.name": "dpo"},
 }
-"""What a recipe says to have a feature. There is no key for DPO and for CUDA graphs."""
+"""What a recipe says to have a feature. There is no key for CUDA graphs."""
 
 SIZES = {
     "num_attention_heads": 4,
@@ -64,7 +65,7 @@ def model(tmp_path):
 
 
 def test_every_feature_but_those_without_a_key_is_asked_for():
-    assert set(FEATURES) - set(ASKS) == {"DPO", "CUDA graphs"}
+    assert set(FEATURES) - set(ASKS) == {"CUDA graphs"}
 
 
 @pytest.mark.parametrize("model_type", SERVED)

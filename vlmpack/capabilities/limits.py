@@ -64,6 +64,6 @@ _NOT_BUILT: Mapping[Feature, Limit] = {
 
 ENGINE_LIMITS: Mapping[Engine, Mapping[Feature, Limit]] = {
     "hf": {**dict.fromkeys(MCORE_FEATURES, _NEEDS_MCORE), **_NOT_BUILT},
-    "mcore": {"LoRA": _NEEDS_HF, "DPO": _NEEDS_HF, **_NOT_BUILT},
+    "mcore": {"LoRA": _NEEDS_HF, **_NOT_BUILT},
 }
 """What an engine cannot do with any model."""
