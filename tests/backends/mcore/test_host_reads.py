@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
+import torch
 from support.engines import make_stepper
 from support.layouts import LAYOUTS, Layout, collator, make_megatron
+from support.pair_layouts import KNOBS, batches_of, four_pairs
 from support.recorders import HostReads
 
 from vlmpack.attention import segment_attention
 from vlmpack.distributed import start_process_group
+from vlmpack.training.preference import dpo
 
 pytestmark = [
     # Megatron's, of its sharded weights; under a function mode torch blames the mode's file.
@@ -63,6 +67,15 @@ def test_the_host_reads_once_per_optimizer_step(stepper, rows, kind):
 
 def test_three_different_micro_batches(stepper, rows):
     reads = reads_of_step(stepper, list(rows.values()))
+    assert (reads.ours, reads.of_megatron) == (OURS, [])
+
+
+def test_pairs_read_no_more(stepper):
+    """Their log-probabilities, sums and counts, with a term of a divisor of its own."""
+    batches = batches_of(LAYOUTS["one"], "packed", four_pairs()[1], torch.zeros(8))
+    of_pairs = replace(stepper, objective=dpo(KNOBS["sigmoid"]))
+    assert of_pairs.objective.terms
+    reads = reads_of_step(of_pairs, batches)
     assert (reads.ours, reads.of_megatron) == (OURS, [])
 
 
