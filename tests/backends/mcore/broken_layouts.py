@@ -28,9 +28,9 @@ from vlmpack.packing import IGNORE_INDEX, context
 from vlmpack.packing.context import slice_for_context, zigzag_index
 
 
-def labels_shifted_after_slicing(batch: Any, *, rank: int, size: int) -> Any:
+def labels_shifted_after_slicing(batch: Any, **arguments: Any) -> Any:
     """The slice of unshifted labels, shifted there: the chunks' last tokens learn other ones."""
-    whole = slice_for_context(batch, rank=rank, size=size)
+    whole = slice_for_context(batch, **arguments)
     unshifted = torch.full_like(batch.labels.flatten(), IGNORE_INDEX)
     unshifted[1:] = batch.labels.flatten()[:-1]
     local = unshifted[whole.context.row_index]
