@@ -471,3 +471,19 @@ def test_shards_are_byte_for_byte_webdatasets(tmp_path: Path, images: Path) -> N
                 members = {field: raw.payload(field) for field in reversed(raw.fields)}
                 writer.write({"__key__": raw.key} | members)
         assert ours.read_bytes() == (tmp_path / shard.name).read_bytes()
+
+
+def test_branches_are_carried_over(tmp_path: Path, images: Path) -> None:
+    asked = {"from": "human", "value": "<image>\nWhich?"}
+    record = {"image": "a.png", "conversations": [asked]}
+    record["branches"] = [[{"from": "gpt", "value": "A cat."}], "A dog."]
+    (tmp_path / "b.jsonl").write_text(json.dumps(record) + "\n")
+    run(tmp_path / "b.jsonl", tmp_path / "out", images)
+    [path] = (tmp_path / "out").glob("*.tar")
+    with path.open("rb") as stream:
+        size = path.stat().st_size
+        members = read_members(stream, size, shard=str(path), max_member_bytes=1 << 30)
+        [raw] = group_members(members, shard=str(path), caps=CAPS)
+    samples = [cook(raw, number) for number in range(2)]
+    assert [sample.messages[-1].text for sample in samples] == ["A cat.", "A dog."]
+    assert all(sample.images == ((images / "a.png").read_bytes(),) for sample in samples)

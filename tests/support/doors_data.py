@@ -17,7 +17,7 @@ from support.fuzz import Door, changed, damaged, json_bytes
 from support.images import file_of, picture
 
 from vlmpack.data.index.parts import part_for
-from vlmpack.data.index.shard_index import IndexBuilder, index_row, load_index
+from vlmpack.data.index.shard_index import IndexBuilder, index_rows, load_index
 from vlmpack.data.loading.checked_lines import checked_line
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.read import SkippedSample
@@ -118,7 +118,7 @@ def _tar(_: Path) -> Go:
             io.BytesIO(data), len(data), shard="s.tar", max_member_bytes=CAPS.max_member_bytes
         )
         for raw in group_members(members, shard="s.tar", caps=CAPS):
-            index_row(raw, CAPS)
+            index_rows(raw, CAPS)
 
     return go
 

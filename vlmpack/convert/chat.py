@@ -18,7 +18,7 @@ from typing import Any
 from vlmpack.convert.preferences import as_pair
 from vlmpack.convert.spellings import respelt, with_wrapped_tools
 from vlmpack.data.shards.json_text import parse_json
-from vlmpack.data.shards.keys import PAIR_KEYS, is_absent, refuse_unknown
+from vlmpack.data.shards.keys import BRANCHES, PAIR_KEYS, is_absent, refuse_unknown
 from vlmpack.data.shards.turns import (
     CHAT_ROLES,
     IMAGE_MARKER,
@@ -55,6 +55,7 @@ class ChatTurns:
         unknown_keys: those of the record that are not read.
         beside: what the chat template gets beside the turns.
         answers: of a pair, the chosen one and the rejected one; else empty.
+        branches: of a record of several samples, the turns of each behind these.
     """
 
     turns: tuple[Message, ...]
@@ -62,12 +63,15 @@ class ChatTurns:
     unknown_keys: tuple[str, ...] = ()
     beside: Beside = NOTHING_BESIDE
     answers: tuple[tuple[Message, ...], ...] = ()
+    branches: tuple[tuple[Message, ...], ...] = ()
 
     def document(self, names: Sequence[str]) -> dict[str, Any]:
         """A shard's JSON, its images under these member names."""
         document: dict[str, Any] = {"messages": self.messages(names)}
         for name, turns in zip(PAIR_KEYS, self.answers, strict=False):
             document[name] = _written(turns, names)
+        if self.branches:
+            document[BRANCHES] = [_written(turns, names) for turns in self.branches]
         if self.beside.tools:
             document["tools"] = list(self.beside.tools)
         if self.beside.variables:
@@ -111,7 +115,9 @@ def chat_turns(record: dict[str, Any]) -> ChatTurns:
             f"{counted(unnamed, 'place')} for images in the turns ({IMAGE_MARKER} or image parts) "
             "without a name, nor does the record name any ('image' or 'images')"
         )
-    return ChatTurns(said.messages, images, said.unknown_keys, said.beside, said.answers)
+    return ChatTurns(
+        said.messages, images, said.unknown_keys, said.beside, said.answers, said.branches
+    )
 
 
 def _parsed(record: dict[str, Any]) -> dict[str, Any]:

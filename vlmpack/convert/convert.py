@@ -22,7 +22,7 @@ from vlmpack.convert.settings import ConvertSettings
 from vlmpack.convert.shards import ShardFolder, WrittenShard
 from vlmpack.data.shards.keys import count_keys
 from vlmpack.data.shards.naming import JSON_FIELD
-from vlmpack.data.shards.schemas import cook_text
+from vlmpack.data.shards.schemas import cook_texts
 from vlmpack.encode import Encoder
 from vlmpack.errors import DataError, EmptyDataError, VlmpackError, schema_error
 from vlmpack.whole_file import write_atomically
@@ -146,14 +146,15 @@ def sample_fields(
         data = text.encode()
     except UnicodeEncodeError:
         raise schema_error("a text has half of a surrogate pair, which is no text") from None
-    cooked = cook_text(_key(number), "", data, (JSON_FIELD, *names))
-    assert cooked.image_fields == names, (cooked.image_fields, names)
+    texts = cook_texts(_key(number), "", data, (JSON_FIELD, *names))
+    assert texts[0].image_fields == names, (texts[0].image_fields, names)
     if encoder is not None:
         paths = tuple(
             s if isinstance(s, str) else n for s, n in zip(turns.images, names, strict=True)
         )
-        sample = replace(cooked.sample, image_names=paths)
-        encoder.measure(sample, [image.size for image in loaded])
+        for cooked in texts:
+            sample = replace(cooked.sample, image_names=paths)
+            encoder.measure(sample, [image.size for image in loaded])
     members = {name: image.data for name, image in zip(names, loaded, strict=True)}
     return {JSON_FIELD: data} | members, (*turns.unknown_keys, *record.unread)
 

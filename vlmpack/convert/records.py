@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from vlmpack.convert.preferences import PROMPT
 from vlmpack.data.shards.json_text import parse_json
-from vlmpack.data.shards.keys import MEANT_ELSEWHERE, PAIR_KEYS, RECORD_KEYS, misspelt
+from vlmpack.data.shards.keys import BRANCHES, MEANT_ELSEWHERE, PAIR_KEYS, RECORD_KEYS, misspelt
 from vlmpack.data.shards.turns import OTHER_MEDIA
 from vlmpack.errors import DataError, VlmpackError, schema_error
 
@@ -34,7 +34,7 @@ _FORM_OF_SUFFIX = {
 
 CHAT_COLUMNS = ("messages", "conversations")
 IMAGE_COLUMNS = ("images", "image")
-KEPT_COLUMNS = ("id", "task", "system", "tools", "chat_template_kwargs", *PAIR_KEYS)
+KEPT_COLUMNS = ("id", "task", "system", "tools", "chat_template_kwargs", BRANCHES, *PAIR_KEYS)
 BATCH_ROWS = 32
 
 _SHARD_NUMBER = re.compile(r"[-_]?\d+(-of-\d+)?$")

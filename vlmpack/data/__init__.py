@@ -12,7 +12,7 @@ loading     read, loader, global_step: a planned bin -> a micro-batch; ledger (t
 plan        batches (all known), windows on streams (known as the run goes on), packs (made before),
             orders (seeded, by groups), blend; state and eras (where a run stands)
 index       shard_index, lengths, parts (one a shard), gathered (many), shard_pool; table (all rows
-            at once), overlong
+            at once), groups, overlong
 shards      tar, tar_header, naming, raw, schemas (turns, tools, keys), images, caps
 
 Imports go down this list only; forkserver and protocols lie under all of it. The bytes come from

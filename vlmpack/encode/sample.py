@@ -97,6 +97,8 @@ class VLMSample:
         beside: what the chat template gets beside the turns.
         answers: of a pair, the chosen answer to the turns and the rejected one, without images.
             Empty where the turns hold what is learnt.
+        num_common: how many turns, the first ones, all samples of its record begin with; 0 where
+            it is a record's only one.
     """
 
     key: str
@@ -107,6 +109,7 @@ class VLMSample:
     image_names: tuple[str, ...] = field(default=(), compare=False)
     beside: Beside = NOTHING_BESIDE
     answers: tuple[tuple[Message, ...], ...] = ()
+    num_common: int = 0
 
     @property
     def conversations(self) -> tuple[tuple[Message, ...], ...]:

@@ -7,12 +7,12 @@ from itertools import groupby, islice
 from typing import Literal
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
-from vlmpack.data.index.table import Int64s, joined_digests
+from vlmpack.data.index.groups import group_numbers
+from vlmpack.data.index.table import Int64s
 from vlmpack.data.plan.batches import Plan, PlanSource, Position
-from vlmpack.data.plan.orders import group_numbers, grouped_order, in_groups
+from vlmpack.data.plan.orders import grouped_order, in_groups
 from vlmpack.data.plan.packers import FixedPacker
 
 
@@ -26,12 +26,6 @@ def drawn_groups(generator: np.random.Generator, first: int, count: int) -> Int6
 def runs(groups: Int64s, order: Int64s) -> Counter[int]:
     """How many unbroken runs each group has in an order of samples."""
     return Counter(group for group, _ in groupby(groups[order].tolist()))
-
-
-def test_a_group_is_named_after_its_first_sample_and_nothing_joins_those_without() -> None:
-    digests = np.array([7, 0, -3, 7, 0, -3, 5])
-    found = group_numbers(np.arange(10, 17, dtype=np.int64), digests)
-    assert found.tolist() == [10, 11, 12, 10, 14, 12, 16]
 
 
 def test_groups_stand_together_and_every_sample_is_there_once() -> None:
@@ -129,12 +123,3 @@ def test_passes_over_a_grouped_source_differ_by_at_most_one() -> None:
     for first, last in ((0, 70), (70, 200)):
         counts = [seen[number] for number in range(first, last)]
         assert max(counts) - min(counts) <= 1 and min(counts) > 2
-
-
-def test_the_digest_of_a_record_is_of_all_its_images_in_order() -> None:
-    lists = pa.array([[5], [], [5, 7], [7, 5], [5, 7], [-5], [5, 5], []], pa.list_(pa.int64()))
-    found = joined_digests(lists).tolist()
-    assert found[1] == found[7] == 0 and found[2] == found[4]
-    assert len(set(found)) == 6
-    assert joined_digests(lists.slice(2, 3)).tolist() == found[2:5]
-    assert joined_digests(lists.slice(1, 1)).tolist() == [0]

@@ -26,6 +26,7 @@ from vlmpack.data.index.parts import (
 )
 from vlmpack.data.index.shard_index import IndexBuilder, IndexRow, ShardIndex, open_index
 from vlmpack.data.protocols import ImageSize
+from vlmpack.data.shards.branches import record_key
 from vlmpack.data.shards.images import oriented_size
 from vlmpack.data.shards.schemas import cook_text
 from vlmpack.encode import Encoder
@@ -87,7 +88,9 @@ def text_of(stamp: ShardStamp, row: dict[str, Any], document: bytes) -> SampleTe
     Raises:
         DataError: class `schema`.
     """
-    text = cook_text(row["key"], stamp.path, document, row["fields"])
+    branch = row["branch"]
+    key = record_key(row["key"], branch)
+    text = cook_text(key, stamp.path, document, row["fields"], branch)
     sizes = tuple(
         oriented_size(image["width"], image["height"], image["orientation"])
         for image in row["images"]
@@ -143,13 +146,16 @@ class LengthsBuilder:
         for start in range(0, len(rows), TEXTS_AT_ONCE):
             some = rows[start : start + TEXTS_AT_ONCE]
             good = [row for row in some if row["reason"] is None]
-            ranges = [(row["json_offset"], row["json_length"]) for row in good]
-            documents = iter(self.index.fetcher.read_ranges(stamp, ranges) if ranges else [])
+            wanted = [(row["json_offset"], row["json_length"]) for row in good]
+            ranges = list(dict.fromkeys(wanted))  # the branches of a record have one
+            found_bytes = self.index.fetcher.read_ranges(stamp, ranges) if ranges else []
+            documents = dict(zip(ranges, found_bytes, strict=True))
             for row in some:
                 if row["reason"] is not None:
                     found.append(_bad_row(row["error_class"], row["reason"]))
                 else:
-                    found.append(self._row(stamp, row, next(documents)))
+                    document = documents[row["json_offset"], row["json_length"]]
+                    found.append(self._row(stamp, row, document))
         return found
 
     def _row(self, stamp: ShardStamp, row: dict[str, Any], document: bytes) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The index: one pass over each shard, one row per sample, no pixel decoded.
+"""The index: one pass over each shard, one row per sample, no pixel decoded. A record that holds
+several samples (branches) has a row for each.
 
 Shard -> strict tar reader -> samples -> cooked text and image headers -> one parquet part. A shard
 whose structure is damaged is an error whatever the policy, because nobody can say how many samples
@@ -12,7 +13,7 @@ import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
@@ -31,13 +32,13 @@ from vlmpack.data.shards.images import ImageFacts, image_digest, image_facts
 from vlmpack.data.shards.keys import count_keys
 from vlmpack.data.shards.naming import JSON_FIELD
 from vlmpack.data.shards.raw import RawSample, group_members
-from vlmpack.data.shards.schemas import cook_text
+from vlmpack.data.shards.schemas import CookedText, cook_texts
 from vlmpack.data.shards.tar import read_members
 from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError, schema_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 
-INDEX_RULE = "index-4"
+INDEX_RULE = "index-5"
 """Changes whenever a row would differ for the same shard."""
 
 _CONTENT = b"vlmpack.content"
@@ -53,6 +54,7 @@ _IMAGE = pa.struct(
 INDEX_SCHEMA = pa.schema(
     [
         ("key", pa.string()),
+        ("branch", pa.int32()),
         ("offset", pa.int64()),
         ("length", pa.int64()),
         ("crc32", pa.uint32()),
@@ -76,6 +78,8 @@ class IndexRow:
     """One row, in the columns' order."""
 
     key: str
+    branch: int | None
+    """Which of its record's samples it is; None where the record is one."""
     offset: int
     length: int
     crc32: int
@@ -146,9 +150,9 @@ class IndexBuilder:
         Raises:
             DataError: as above.
         """
-        rows = []
+        rows: list[IndexRow] = []
         for raw in self.samples(stamp):
-            rows.append(index_row(raw, self.caps, note))
+            rows += index_rows(raw, self.caps, note)
             ACTIVITY.moved()
         if self.fetcher.head(stamp.path) != stamp:
             raise DataError(
@@ -165,35 +169,55 @@ class IndexBuilder:
         write_part(part.path, table, {name: text.encode() for name, text in facts.items()})
 
 
-def index_row(raw: RawSample, caps: SampleCaps, note: NoteRow | None = None) -> IndexRow:
-    """What the index keeps of one sample; a bad one keeps its reason.
+def index_rows(
+    raw: RawSample, caps: SampleCaps, note: NoteRow | None = None
+) -> tuple[IndexRow, ...]:
+    """What the index keeps of the samples of one record: a row each; a bad record is one row, which
+    keeps its reason.
 
     Args:
-        note: told about the row and, where it is good, its conversation.
+        note: told about each row and, where it is good, its conversation.
     """
-    sample: VLMSample | None = None
-    row = IndexRow(raw.key, raw.offset, raw.length, raw.crc32, raw.fields)
+    row = IndexRow(raw.key, None, raw.offset, raw.length, raw.crc32, raw.fields)
+    found: list[tuple[IndexRow, VLMSample | None]] = []
     try:
         raw.check()
         document = raw.member(JSON_FIELD)
         assert document is not None
         row.json_offset, row.json_length = document.data_offset, document.size
-        text = cook_text(raw.key, raw.shard, raw.payload(JSON_FIELD), raw.fields)
-        row.num_turns = len(text.sample.messages)
-        row.num_text_bytes = text.num_text_bytes
-        row.unknown_keys = text.unknown_keys
-        if len(text.image_fields) > caps.max_images:
+        texts = cook_texts(raw.key, raw.shard, raw.payload(JSON_FIELD), raw.fields)
+        image_fields = texts[0].image_fields
+        row.num_turns = len(texts[0].sample.messages)
+        row.num_text_bytes = texts[0].num_text_bytes
+        row.unknown_keys = texts[0].unknown_keys
+        if len(image_fields) > caps.max_images:
             raise schema_error(
-                f"{len(text.image_fields)} images; at most {caps.max_images} are allowed",
+                f"{len(image_fields)} images; at most {caps.max_images} are allowed",
             )
-        row.images = tuple(image_facts(raw.payload(name), name, caps) for name in text.image_fields)
-        row.image_digests = tuple(image_digest(raw.payload(f)) for f in text.image_fields)
-        sample = text.sample
+        row.images = tuple(image_facts(raw.payload(name), name, caps) for name in image_fields)
+        row.image_digests = tuple(image_digest(raw.payload(name)) for name in image_fields)
+        found = [(_row_of(row, text, n), text.sample) for n, text in enumerate(texts)]
     except DataError as error:
         row.error_class, row.reason = error.error_class, error.reason
+        found = [(row, None)]
     if note is not None:
-        note(row, sample)
-    return row
+        for each, sample in found:
+            note(each, sample)
+    return tuple(each for each, _ in found)
+
+
+def _row_of(record: IndexRow, text: CookedText, number: int) -> IndexRow:
+    """The row of one of a record's samples; the record's own where it is the only one."""
+    if text.sample.key == record.key:
+        return record
+    return replace(
+        record,
+        key=text.sample.key,
+        branch=number,
+        num_turns=len(text.sample.messages),
+        num_text_bytes=text.num_text_bytes,
+        unknown_keys=text.unknown_keys,
+    )
 
 
 def unknown_keys_of(rows: Sequence[IndexRow]) -> dict[str, int]:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from vlmpack.data.index.groups import group_numbers, joined_digests
 from vlmpack.data.index.lengths import CHOSEN, COUNTS
 from vlmpack.data.index.shard_index import ShardIndex
 from vlmpack.data.protocols import ImageSize
@@ -23,9 +24,6 @@ from vlmpack.storage.fetch import ShardStamp
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-
-_ODD = np.uint64(0x9E3779B97F4A7C15)
-"""Its powers tell the places of a sample's images apart: multiplying by it loses nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +58,7 @@ class SampleRef:
         crc32: of its span.
         num_tokens: its planned length; what it is encoded to must have this many.
         sizes: target (width, height) per image where the plan shrank them, else None.
+        branch: which of its record's samples it is; None where the record is one.
         error_class: set with `reason` where it is known to be bad: it becomes a hole.
         reason: why it is bad.
         pack: where its tokens are saved, if they are.
@@ -73,6 +72,7 @@ class SampleRef:
     crc32: int
     num_tokens: int
     sizes: tuple[ImageSize, ...] | None = None
+    branch: int | None = None
     error_class: str | None = None
     reason: str | None = None
     pack: PackPlace | None = None
@@ -100,6 +100,8 @@ class SampleTable:
         unknown_keys: keys of the records that are not read -> records.
         num_chosen_tokens: (N,) int64, of a pair's first sequence; None where samples are no pairs.
         images_digests: (N,) int64, which images samples show, 0 for none; None where nobody asks.
+        branches: (N,) int64, which of their record's samples they are, in whose order they come;
+            -1 where a record is one sample. None where all are.
     """
 
     shards: tuple[ShardStamp, ...]
@@ -119,6 +121,7 @@ class SampleTable:
     unknown_keys: Mapping[str, int] = field(default_factory=dict)
     num_chosen_tokens: Int64s | None = None
     images_digests: Int64s | None = None
+    branches: Int64s | None = None
 
     @property
     def num_samples(self) -> int:
@@ -145,6 +148,24 @@ class SampleTable:
             tokens = (-(-parts // alignment) * alignment).sum(axis=1)
         return tokens, patches
 
+    def groups(self, numbers: Int64s, *, by_image: bool) -> Int64s | None:
+        """(n,) which samples stand together: the branches of a record, and those that show the same
+        images. Each group is named after its first sample; None where none has several.
+
+        Args:
+            numbers: (n,) the samples of one source.
+            by_image: whether images count, or branches alone.
+        """
+        records = numbers
+        if self.branches is not None:
+            records = numbers - np.maximum(self.branches[numbers], 0)
+        elif not by_image:
+            return None
+        if not by_image:
+            return records
+        assert self.images_digests is not None
+        return group_numbers(records, self.images_digests[numbers])
+
     def shard_of(self, number: int) -> int:
         """The place of a sample's shard in `shards`."""
         return int(np.searchsorted(self.shard_starts, number, side="right")) - 1
@@ -156,6 +177,7 @@ class SampleTable:
     def ref(self, number: int) -> SampleRef:
         """What a worker needs of one sample."""
         error_class, reason = self.faults.get(number, (None, None))
+        branch = -1 if self.branches is None else int(self.branches[number])
         return SampleRef(
             number=number,
             key=self.key(number),
@@ -165,6 +187,7 @@ class SampleTable:
             crc32=int(self.crc32s[number]),
             num_tokens=int(self.num_tokens[number]),
             sizes=self.shrunk.get(number),
+            branch=None if branch < 0 else branch,
             error_class=error_class,
             reason=reason,
         )
@@ -199,25 +222,16 @@ def join_tables(sources: Sequence[tuple[Sequence[ShardIndex], Sequence[Any]]]) -
         shrunk={},
         unknown_keys=count_keys(index.unknown_keys for index in indexes),
         num_chosen_tokens=_int64s(lengths, CHOSEN) if CHOSEN in lengths.column_names else None,
+        branches=_branches(rows.column("branch")),
         images_digests=joined_digests(rows.column("image_digests").combine_chunks()),
     )
 
 
-def joined_digests(lists: Any) -> Int64s:
-    """(N,) one digest of all images of each sample, in their order; 0 where it has none.
-
-    Args:
-        lists: pyarrow list array of the digests of each.
-    """
-    counts = np.asarray(lists.value_lengths(), dtype=np.int64)
-    digests = np.asarray(lists.flatten(), dtype=np.int64).view(np.uint64)
-    starts = np.cumsum(counts) - counts
-    place = np.arange(digests.shape[0]) - np.repeat(starts, counts)
-    powers = np.cumprod(np.full(int(counts.max(initial=0)), _ODD), dtype=np.uint64)
-    found = np.zeros(counts.shape[0], dtype=np.uint64)
-    if digests.size:
-        found[counts > 0] = np.add.reduceat(digests * powers[place], starts[counts > 0])
-    return found.view(np.int64)
+def _branches(column: Any) -> Int64s | None:
+    """(N,) the numbers of branches; None where no record has some."""
+    if column.null_count == len(column):
+        return None
+    return np.asarray(column.fill_null(-1).to_numpy(), dtype=np.int64)
 
 
 def _starts(counts: Sequence[int]) -> Int64s:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from vlmpack.addresses import is_remote
 from vlmpack.data.index.table import SampleRef
+from vlmpack.data.shards.branches import record_key
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.raw import RawSample, changed_since_indexed, parse_span
 from vlmpack.data.shards.schemas import cook
@@ -90,7 +91,7 @@ class SampleReader:
                 for a sample that the index already knows to be bad.
         """
         try:
-            return cook(self.read_raw(ref))
+            return cook(self.read_raw(ref), ref.branch)
         except DataError as error:
             raise _at(ref, error) from None
 
@@ -105,7 +106,7 @@ class SampleReader:
             try:
                 if isinstance(span, DataError):
                     raise span
-                found.append(cook(self._verified(ref, span)))
+                found.append(cook(self._verified(ref, span), ref.branch))
             except DataError as error:
                 found.append(_at(ref, error))
         return found
@@ -124,16 +125,19 @@ class SampleReader:
         if found != ref.crc32:
             raise changed_since_indexed(found, ref.crc32)
         raw = parse_span(span, shard=ref.shard, offset=ref.offset, caps=self.caps, verified=found)
-        if raw.key != ref.key:
+        if raw.key != record_key(ref.key, ref.branch):
             raise DataError(f"the byte range holds the sample {raw.key!r}", error_class="integrity")
         return raw
 
     def _spans(self, refs: Sequence[SampleRef]) -> list[bytes | DataError]:
         spans: dict[int, bytes | DataError] = {}
         remote: dict[ShardStamp, list[int]] = {}
+        first: dict[tuple[ShardStamp, int, int], int] = {}
         for place, ref in enumerate(refs):
             try:
                 self.raise_known(ref)
+                if first.setdefault((ref.stamp, ref.offset, ref.length), place) != place:
+                    continue  # of a record that is read already: its branches have one span
                 if is_remote(ref.shard):
                     remote.setdefault(ref.stamp, []).append(place)
                 else:
@@ -146,7 +150,10 @@ class SampleReader:
 
         for some in at_once(ask, list(remote), most=SHARDS_AT_ONCE):
             spans.update(some)
-        return [spans[place] for place in range(len(refs))]
+        return [
+            spans[place] if place in spans else spans[first[ref.stamp, ref.offset, ref.length]]
+            for place, ref in enumerate(refs)
+        ]
 
     def _spans_of(
         self, stamp: ShardStamp, places: Sequence[int], refs: Sequence[SampleRef]

@@ -33,17 +33,6 @@ def seeded_order(count: int, *labels: object) -> Int64s:
     return np.argsort(raw, kind="stable")
 
 
-def group_numbers(numbers: Int64s, digests: Int64s) -> Int64s:
-    """(n,) the group of each sample: the number of the first sample here with the same digest.
-
-    Args:
-        numbers: (n,) the samples of one source; one that comes twice counts as one.
-        digests: (n,) of their images; 0 where a sample has none, which groups it with nobody.
-    """
-    _, first, place = np.unique(digests, return_index=True, return_inverse=True)
-    return np.where(digests == 0, numbers, numbers[first[place]])
-
-
 def grouped_order(numbers: Int64s, groups: Int64s, *labels: object) -> Int64s:
     """(n,) a permutation of places, in which the samples of each group stand together.
 

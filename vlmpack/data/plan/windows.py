@@ -33,7 +33,7 @@ from vlmpack.data.plan.batches import (
     cut_window,
 )
 from vlmpack.data.plan.blend import draws_per_source, window_starts
-from vlmpack.data.plan.orders import group_numbers, grouped_order, seeded_order
+from vlmpack.data.plan.orders import grouped_order, seeded_order
 from vlmpack.data.plan.packers import Bin, Packer
 from vlmpack.data.plan.streams import Shards, Stream, StreamSource, as_place
 from vlmpack.errors import CheckpointError, EmptyDataError, RunIdentityError
@@ -73,8 +73,8 @@ class WindowPlan:
         packer: cuts a window's order into global batches.
         key: the split's, for messages.
         spread: shards that are indexed at first, before any count is known; not part of the rule.
-        digests: (n,) samples of a window -> (n,) digests of their images, whose samples stand
-            together; None: nobody does.
+        groups: (n,) samples of a window, of one source -> (n,) which of them stand together, or
+            None where each is alone.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class WindowPlan:
         packer: Packer,
         spread: int = 1,
         key: str = "data.train",
-        digests: Callable[[Int64s], Int64s] | None = None,
+        groups: Callable[[Int64s], Int64s | None] | None = None,
     ) -> None:
         self.key = key
-        self.digests = digests
+        self.groups = groups
         self.sources = tuple(sources)
         self.shards = shards
         self.seed = seed
@@ -161,7 +161,7 @@ class WindowPlan:
         return Window(order, self.start(streams[0].number + 1), True, taken)
 
     def _order(self, pieces: Sequence[Sequence[Int64s]], epoch: int, window: int) -> Int64s:
-        """The samples of a window in its order, by whole groups where images are told apart.
+        """The samples of a window in its order, by whole groups where there are some.
 
         Args:
             pieces: the samples of each source.
@@ -170,10 +170,14 @@ class WindowPlan:
         of_sources = [np.concatenate([np.empty(0, np.int64), *piece]) for piece in pieces]
         joined = np.concatenate(of_sources)
         labels = (self.seed, "window", epoch, window)
-        if self.digests is None:
+        groups = [] if self.groups is None else list(map(self.groups, of_sources))
+        if all(group is None for group in groups):
             return joined[seeded_order(joined.shape[0], *labels)]
-        groups = [group_numbers(numbers, self.digests(numbers)) for numbers in of_sources]
-        return joined[grouped_order(joined, np.concatenate(groups), *labels)]
+        together = [
+            numbers if group is None else group
+            for numbers, group in zip(of_sources, groups, strict=True)
+        ]
+        return joined[grouped_order(joined, np.concatenate(together), *labels)]
 
     def packed(self, start: Position, cursors: Cursors) -> list[tuple[Bin, ...]]:
         """The bins of the global batches of one window."""

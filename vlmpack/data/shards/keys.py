@@ -26,10 +26,13 @@ SIMILAR = 0.8
 PAIR_KEYS = ("chosen", "rejected")
 """The two answers to a record's turns, of which one is preferred."""
 
+BRANCHES = "branches"
+"""Several samples of one record, behind the turns that they have in common."""
+
 _CONTENT_KEYS = frozenset(
     {
         *("messages", "conversations", "system", "image", "images"),
-        *("tools", "chat_template_kwargs", *PAIR_KEYS),
+        *("tools", "chat_template_kwargs", BRANCHES, *PAIR_KEYS),
     }
 )
 """Those without which a sample would be another one: `imgae` would leave its text alone."""

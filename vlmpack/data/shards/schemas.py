@@ -12,8 +12,8 @@ assistant's too, before, between and after its text. Those without a name take t
 members in order: by number where they are numbered, else as they lie in the file. Videos and sounds
 are refused. A "system" beside the turns is the system's turn, a turn's "loss", "train" or "weight"
 says whether it is learnt (turns.py), "chosen" and "rejected" beside the turns make a pair
-(pairs.py), tools, calls and thoughts go to the template (tools.py), an
-optional "task" groups evaluation figures.
+(pairs.py), "branches" several samples (branches.py), tools, calls and thoughts go to the template
+(tools.py), an optional "task" groups evaluation figures.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+from vlmpack.data.shards.branches import branch_key, joined
 from vlmpack.data.shards.json_text import parse_json
 from vlmpack.data.shards.naming import JSON_FIELD, is_image
 from vlmpack.data.shards.raw import RawSample
@@ -88,34 +89,59 @@ _MEMBERS = Dialect(
 """How the JSON of a shard is read: its images are members of the sample."""
 
 
-def cook(raw: RawSample) -> VLMSample:
+def cook(raw: RawSample, branch: int | None = None) -> VLMSample:
     """A whole sample, with its images.
+
+    Args:
+        raw: its record.
+        branch: which of the record's samples, where it holds several.
 
     Raises:
         DataError: class `integrity` or `schema`.
     """
     raw.check()
-    text = cook_text(raw.key, raw.shard, raw.payload(JSON_FIELD), raw.fields)
+    text = cook_text(raw.key, raw.shard, raw.payload(JSON_FIELD), raw.fields, branch)
     return replace(text.sample, images=tuple(raw.payload(name) for name in text.image_fields))
 
 
-def cook_text(key: str, shard: str, document: bytes, fields: Sequence[str]) -> CookedText:
+def cook_text(
+    key: str, shard: str, document: bytes, fields: Sequence[str], branch: int | None = None
+) -> CookedText:
     """The conversation from the JSON member and the names of the other members.
 
     Args:
-        key: the sample's key.
+        key: the record's key.
         shard: its path, for messages.
         document: the JSON member's bytes.
         fields: all members' fields, in file order.
+        branch: which of the record's samples, where it holds several.
 
     Raises:
         DataError: class `schema`; the reason gives what was found and what was expected.
     """
+    texts = cook_texts(key, shard, document, fields)
+    found = 0 if texts[0].sample.key == key else len(texts)
+    if branch is None and found:
+        raise schema_error(
+            f"the record holds {counted(found, 'sample')} ('branches'); expected one: name it as "
+            f"'{branch_key(key, 0)}', or leave the branches out"
+        ).located(key=key, shard=shard)
+    if branch is not None and branch >= found:
+        raise schema_error(
+            f"the record holds {counted(found, 'branch', 'branches')}; number {branch} was indexed"
+        ).located(key=branch_key(key, branch), shard=shard)
+    return texts[branch or 0]
+
+
+def cook_texts(
+    key: str, shard: str, document: bytes, fields: Sequence[str]
+) -> tuple[CookedText, ...]:
+    """As `cook_text`, all samples of a record: one, or one for each of its branches, with keys of
+    their own."""
     try:
         value = _parse(document)
         said = conversation(value, _MEMBERS)
-        messages = said.messages
-        if messages[0].role == "assistant":
+        if said.messages[0].role == "assistant":
             raise schema_error(
                 "the conversation starts with the assistant; expected a user's turn first"
             )
@@ -129,13 +155,24 @@ def cook_text(key: str, shard: str, document: bytes, fields: Sequence[str]) -> C
     sample = VLMSample(
         key=key,
         url=shard,
-        messages=messages,
+        messages=said.messages,
         task=task,
         image_names=image_fields,
         beside=said.beside,
         answers=said.answers,
     )
-    return CookedText(sample, image_fields, said.unknown_keys)
+    if not said.branches:
+        return (CookedText(sample, image_fields, said.unknown_keys),)
+    samples = []
+    for number, branch in enumerate(said.branches):
+        messages, num_common = joined(said.messages, branch)
+        named = branch_key(key, number)
+        samples.append(replace(sample, key=named, messages=messages, num_common=num_common))
+    unknown = said.unknown_keys  # of the record, so counted once
+    return tuple(
+        CookedText(one, image_fields, () if number else unknown)
+        for number, one in enumerate(samples)
+    )
 
 
 def _refuse_unlearnt(said: Conversation[str]) -> None:
@@ -147,7 +184,7 @@ def _refuse_unlearnt(said: Conversation[str]) -> None:
                 "the turns end with the assistant's, and 'chosen' and 'rejected' stand beside "
                 "them; expected the turns of the prompt alone, which both answers follow"
             )
-    elif not any(message.learn for message in turns):
+    elif not said.branches and not any(message.learn for message in turns):
         raise schema_error(
             f"the data excludes {counted(len(turns), 'turn')} of the assistant, and there is "
             "no other, so nothing can be learned"

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from vlmpack.data.shards.branches import branches_of
 from vlmpack.data.shards.keys import is_absent, refuse_unknown, unknown_record_keys
 from vlmpack.data.shards.pairs import answers_of
 from vlmpack.data.shards.tools import FIELD_NAMES, beside_of, fields_of
@@ -88,6 +89,7 @@ class Conversation(Generic[Source]):
         unknown_keys: those of the record that are not read.
         beside: what the chat template gets beside the turns.
         answers: of a pair, the chosen one and the rejected one; else empty.
+        branches: of a record of several samples, the turns of each behind the messages.
     """
 
     messages: tuple[Message, ...]
@@ -95,6 +97,7 @@ class Conversation(Generic[Source]):
     unknown_keys: tuple[str, ...]
     beside: Beside
     answers: tuple[tuple[Message, ...], ...] = ()
+    branches: tuple[tuple[Message, ...], ...] = ()
 
 
 def conversation(record: Mapping[str, Any], dialect: Dialect[Source]) -> Conversation[Source]:
@@ -132,8 +135,9 @@ def conversation(record: Mapping[str, Any], dialect: Dialect[Source]) -> Convers
     if named and any(one not in (None, name) for one, name in zip(own, named, strict=True)):
         raise schema_error("images are named by the parts and by the record, and not the same ones")
     answers = answers_of(record, reader.message, reader.answer)
+    branches = branches_of(record, tuple(messages), reader.message, reader.answer)
     images = tuple(named or own)
-    return Conversation(tuple(messages), images, unknown, beside_of(record), answers)
+    return Conversation(tuple(messages), images, unknown, beside_of(record), answers, branches)
 
 
 @dataclass(frozen=True, slots=True)

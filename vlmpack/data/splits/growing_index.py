@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from vlmpack.data.config import DataConfig
+from vlmpack.data.index.groups import group_numbers
 from vlmpack.data.index.lengths import (
     LengthsBuilder,
     ShardBuilder,
@@ -243,15 +244,19 @@ class GrowingIndex:
             tokens[where], patches[where] = table.aligned_sizes(rows[where], alignment)
         return tokens, patches
 
-    def images_digests(self, numbers: Int64s) -> Int64s:
-        """(n,) which images samples show; see SampleTable."""
-        found = np.empty_like(numbers)
+    def groups(self, numbers: Int64s) -> Int64s | None:
+        """(n,) which samples of a source stand together; see SampleTable."""
+        by_image, is_grouped = self.config.groups_images, self.config.groups_images
+        records, digests = numbers.copy(), np.zeros_like(numbers)
         shards, rows = np.divmod(numbers, SHARD_STRIDE)
         for shard in np.unique(shards).tolist():
-            where, digests = shards == shard, self.samples(shard).fitted.table.images_digests
-            assert digests is not None
-            found[where] = digests[rows[where]]
-        return found
+            table, where = self.samples(shard).fitted.table, shards == shard
+            if table.branches is not None:
+                records[where] -= np.maximum(table.branches[rows[where]], 0)
+                is_grouped = True
+            if by_image and table.images_digests is not None:
+                digests[where] = table.images_digests[rows[where]]
+        return group_numbers(records, digests) if is_grouped else None
 
     def ref(self, number: int) -> SampleRef:
         """What a worker needs of one sample."""

@@ -27,7 +27,7 @@ from vlmpack.data.plan.batches import (
     Shuffle,
     dry_run_order,
 )
-from vlmpack.data.plan.orders import PLAN_RULE, group_numbers
+from vlmpack.data.plan.orders import PLAN_RULE
 from vlmpack.data.plan.state import Identity
 from vlmpack.data.splits.blending import blended_draws
 from vlmpack.data.splits.checks import (
@@ -161,7 +161,7 @@ def make_plan(config: DataConfig, fitted: Fitted, shuffle: Shuffle) -> tuple[Pla
             )
         sources.append(PlanSource(source.name, numbers[d], draws[d]))
 
-    groups = image_groups(table) if config.groups_images else None
+    groups = sample_groups(table, by_image=config.groups_images)
 
     def first_samples() -> Int64s:
         return dry_run_order(sources, config.training.seed, shuffle, groups)
@@ -178,14 +178,14 @@ def make_plan(config: DataConfig, fitted: Fitted, shuffle: Shuffle) -> tuple[Pla
     return plan, config.mode.identity(cutting)
 
 
-def image_groups(table: SampleTable) -> Int64s:
-    """(N,) of the samples of a split, which show the same images and are of one source: the number
-    of the first of them."""
-    digests, starts = table.images_digests, table.source_starts.tolist()
-    assert digests is not None
-    return np.concatenate(
-        [group_numbers(np.arange(a, b, dtype=np.int64), digests[a:b]) for a, b in pairwise(starts)]
-    )
+def sample_groups(table: SampleTable, *, by_image: bool) -> Int64s | None:
+    """(N,) of the samples of a split, which stand together: the branches of a record, and by image
+    those of one source that show the same ones. Each is named after its first; None where nobody
+    has company."""
+    spans = list(pairwise(table.source_starts.tolist()))
+    found = [table.groups(np.arange(a, b, dtype=np.int64), by_image=by_image) for a, b in spans]
+    groups = [group for group in found if group is not None]
+    return np.concatenate(groups) if groups else None
 
 
 def _identity(

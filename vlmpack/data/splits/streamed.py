@@ -264,7 +264,7 @@ def open_streamed(
         packer=cutting.packer,
         spread=min(launch.shares, MAX_SPREAD),
         key=config.key,
-        digests=index.images_digests if config.groups_images else None,
+        groups=index.groups,
     )
     contents = [
         (

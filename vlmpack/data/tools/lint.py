@@ -21,7 +21,7 @@ from vlmpack.data.index.shard_index import (
     IndexBuilder,
     IndexRow,
     flag_repeated_keys,
-    index_row,
+    index_rows,
     unknown_keys_of,
 )
 from vlmpack.data.index.shard_pool import each_shard
@@ -114,10 +114,9 @@ class LintOne:
             stamp = shard.stamp or self.fetcher.head(path)
             size = stamp.size
             for raw in self._index.samples(stamp):
-                row = index_row(raw, self.caps)
-                if row.reason is None:
-                    images += self._check_content(raw, row)
-                rows.append(row)
+                found = index_rows(raw, self.caps)
+                images += sum(self._check_content(raw, row) for row in found if not row.reason)
+                rows += found
             flag_repeated_keys(rows)
             self._compare_with_index(stamp, rows)
         except DataError as error:
@@ -168,8 +167,8 @@ class LintOne:
         """Decode every image, and encode; notes a fault in the row. Returns the images decoded."""
         count = 0
         try:
-            sample = cook(raw)
-            for index, data in enumerate(sample.images):
+            sample = cook(raw, row.branch)
+            for index, data in enumerate(() if row.branch else sample.images):  # once a record
                 decode_image(
                     data,
                     which_image(index, sample.image_names),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from vlmpack.data.index.table import Int64s, SampleTable
 from vlmpack.data.packs.split import PackedSplit
 from vlmpack.data.pipeline import TrainData
@@ -47,4 +49,6 @@ def _spans(train: TrainData) -> Iterator[tuple[ShardStamp, Int64s, Int64s]]:
 def _table_spans(table: SampleTable) -> Iterator[tuple[ShardStamp, Int64s, Int64s]]:
     for place, stamp in enumerate(table.shards):
         rows = slice(int(table.shard_starts[place]), int(table.shard_starts[place + 1]))
-        yield stamp, table.offsets[rows], table.lengths[rows]
+        offsets, lengths = table.offsets[rows], table.lengths[rows]
+        first = np.diff(offsets, prepend=-1) != 0  # the branches of a record have one span
+        yield stamp, offsets[first], lengths[first]

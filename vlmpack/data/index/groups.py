@@ -1,0 +1,41 @@
+"""Which samples show the same images, told by digests of the files' bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Int64s = npt.NDArray[np.int64]
+
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+"""Its powers tell the places of a sample's images apart: multiplying by it loses nothing."""
+
+
+def group_numbers(numbers: Int64s, digests: Int64s) -> Int64s:
+    """(n,) the group of each sample: the number of the first sample here with the same digest.
+
+    Args:
+        numbers: (n,) the samples of one source; one that comes twice counts as one.
+        digests: (n,) of their images; 0 where a sample has none, which groups it with nobody.
+    """
+    _, first, place = np.unique(digests, return_index=True, return_inverse=True)
+    return np.where(digests == 0, numbers, numbers[first[place]])
+
+
+def joined_digests(lists: Any) -> Int64s:
+    """(N,) one digest of all images of each sample, in their order; 0 where it has none.
+
+    Args:
+        lists: pyarrow list array of the digests of each.
+    """
+    counts = np.asarray(lists.value_lengths(), dtype=np.int64)
+    digests = np.asarray(lists.flatten(), dtype=np.int64).view(np.uint64)
+    starts = np.cumsum(counts) - counts
+    place = np.arange(digests.shape[0]) - np.repeat(starts, counts)
+    powers = np.cumprod(np.full(int(counts.max(initial=0)), _ODD), dtype=np.uint64)
+    found = np.zeros(counts.shape[0], dtype=np.uint64)
+    if digests.size:
+        found[counts > 0] = np.add.reduceat(digests * powers[place], starts[counts > 0])
+    return found.view(np.int64)
