@@ -13,10 +13,11 @@ from vlmpack.capabilities.swept import IMAGES, TEXT
 from vlmpack.families.registry import family_of
 from vlmpack.proof.sweep.classes import CLASSES, LANGUAGE_MODELS, REASONS
 from vlmpack.proof.sweep.folder import write_folder
-from vlmpack.proof.sweep.one import try_class
+from vlmpack.proof.sweep.one import try_class, wrong_numbers
 from vlmpack.proof.sweep.run import KINDS, everyone, sweep
 from vlmpack.proof.sweep.samples import COUNTS, write_shard
 from vlmpack.proof.sweep.tiny_config import LAYERS, tiny_config
+from vlmpack.proof.verify import Check, Verification
 
 
 def test_sizes_of_every_section_are_small():
@@ -62,6 +63,31 @@ def test_what_cannot_be_made_is_refused_with_the_fact_that_is_missing():
     assert "for torchvision alone" in try_class("llama4").reason
     assert "cross attention" in try_class("t5gemma2").reason
     assert "names no image_token" in try_class("git").reason
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "measured", "noise", "said"),
+    [
+        ("loss of each sample", "pass", 9e-7, 1e-3, ""),
+        ("loss of each sample", "pass", 2e-6, 1e-3, "2.0e-06, and 1e-06 is the bound"),
+        ("gradients: tower", "pass", 9e-6, 1e-3, ""),
+        ("gradients: tower", "pass", 2e-5, 1e-3, "2.0e-05, and 1e-05 is the bound"),
+        ("leak test", "fail", 0.5, None, "leak test: some sample"),
+        ("leak test", "pass", 3e-5, None, ""),
+    ],
+)
+def test_a_class_is_held_to_the_bounds_that_verify_states(name, status, measured, noise, said):
+    """verify raises them for a model whose unpacked run differs from itself by as much."""
+    check = Check(
+        name=name,
+        status=status,
+        measured=measured,
+        bound=1e-3,
+        noise=noise,
+        detail="some sample",
+    )
+    found = wrong_numbers(Verification(checks=(check,), facts={}))
+    assert said in found and bool(said) == bool(found)
 
 
 @pytest.mark.slow

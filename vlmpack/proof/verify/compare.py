@@ -36,6 +36,8 @@ BFLOAT16_RATIO = 1.1
 FEWEST_LABELS = 1000
 """Label tokens below which that ratio is mostly chance."""
 
+SAMPLE_LOSSES = "loss of each sample"
+
 RESETS = "recurrent layers: their state must be reset at every boundary, and nowhere else"
 
 ISOLATION = "attention isolation: boundaries must reach every attention layer"
@@ -110,7 +112,7 @@ def check_losses(compared: Compared, losses: SlotLosses) -> Check:
         wanted = len(compared.reference.losses[at])
         detail = f"{compared.samples[at].key}: {len(ours[at])} label tokens, alone {wanted}"
     return bounded(
-        "loss of each sample",
+        SAMPLE_LOSSES,
         worst(errors),
         compared.bound(LOSS_BOUND, noise),
         noise=noise,
