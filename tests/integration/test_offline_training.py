@@ -242,12 +242,13 @@ def test_a_killed_command_leaves_nothing_that_looks_whole_and_no_process(
 
 
 def test_bad_input_is_named(online: dict[str, Any], tmp_path: Path) -> None:
+    padded = changed(online, packing__mode="in_batch", training__micro_batch_size=2)
     for changes, words in (
-        ({"packing__mode": "in_batch", "training__micro_batch_size": 2}, "in_batch plans no rows"),
-        ({"packing__scope": "batch"}, "packing.scope: batch fills rows inside fixed sets"),
+        ({}, "in_batch plans no rows.*size then counts rows"),
+        ({"objective": {"name": "dpo"}}, "packing.scope: batch and .* goes on counting pairs"),
     ):
         with pytest.raises(RecipeError, match=words):
-            packed(changed(online, **changes), tmp_path / "packs")
+            packed({**padded, **changes}, tmp_path / "packs")
         assert not (tmp_path / "packs").exists()
     with pytest.raises(PacksError, match=r"holds no finished packs: no such folder"):
         run(offline(online, tmp_path / "packs", tmp_path / "run"))

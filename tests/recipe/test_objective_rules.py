@@ -57,13 +57,17 @@ def test_a_planned_row_holds_the_longest_pair(minimal):
         ([*DPO, "objective.loss=sigmiod"], "did you mean 'sigmoid'"),
         (
             [*DPO, "packing.mode=offline", "packing.path=p", "training.micro_batch_size=1"],
-            "'dpo' lays its pairs out in mode none, in_batch or online alone; use one of these",
+            "packing.scope: stream counts rows, but objective.name 'dpo' trains",
         ),
         ([*DPO, *ONLINE], "packing.scope: stream counts rows, but objective.name 'dpo' trains"),
         ([*DPO, *ONLINE, "packing.pad_to_max_length=true"], "rows of pairs have no fixed shape"),
         (
             [*DPO, *ONLINE, "packing.scope=batch", "packing.max_tokens=4096"],
             "4096, but the longest pair takes up to 4104 tokens",
+        ),
+        (
+            [*DPO, "packing.mode=offline", "packing.path=p", "training.micro_batch_size=2"],
+            "training.global_batch_size 16 then counts pairs, as in the unpacked run",
         ),
         ([*DPO, "model.router_aux_loss_coef=0.1"], "looks across all tokens of a row"),
         ([*DPO, "training.verify=true"], "'dpo' has pairs, which are not verified yet"),

@@ -133,12 +133,6 @@ CASES = [
         ONLINE | {"packing.scope": "batch"},
     ),
     (
-        "saved_rows_settle_the_scope",
-        OFFLINE | {"packing.scope": "batch"},
-        "packing.scope: batch, but packing.mode 'offline' trains on saved rows",
-        OFFLINE,
-    ),
-    (
         "fixed_boundaries_need_fixed_rows",
         ONLINE | {"packing.pad_cu_seqlens": True},
         "packing.pad_cu_seqlens: true, but packing.pad_to_max_length is false",

@@ -88,13 +88,22 @@ def _print_table(manifest: Manifest, folder: Path, seconds: float) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_row("packs", f"{manifest.num_packs:,} of up to {manifest.budget}")
     per_pack = manifest.num_samples / max(1, manifest.num_packs)
-    table.add_row("samples", f"{manifest.num_samples:,} ({per_pack:.1f} a pack)")
+    unit = "pairs" if manifest.holds_pairs else "samples"
+    table.add_row(unit, f"{manifest.num_samples:,} ({per_pack:.1f} a pack)")
+    size = manifest.global_batch_size
+    if manifest.in_sets:
+        table.add_row("a step", f"{size:,} {unit}, exactly; the last of an epoch may be short")
+    if manifest.holds_pairs:
+        in_packs = f"{size} / {per_pack:.2f} = {max(1, round(size / max(1.0, per_pack))):,} packs"
+        table.add_row(
+            "", f"NeMo-Aligner's global batch size would be {in_packs}, so many pairs on average"
+        )
     table.add_row("tokens", f"{manifest.num_tokens:,}")
     table.add_row("fill", f"{manifest.fill:.2%}")
     if manifest.num_holes:
-        table.add_row("left out", f"{manifest.num_holes:,} samples that cannot be encoded")
+        table.add_row("left out", f"{manifest.num_holes:,} {unit} that cannot be encoded")
     if manifest.num_kept_original:
-        table.add_row("not resized", f"{manifest.num_kept_original:,} samples")
+        table.add_row("not resized", f"{manifest.num_kept_original:,} {unit}")
     saved = sum(size for size in manifest.files.values() if isinstance(size, int))
     kinds = manifest.kind if manifest.media is None else f"{manifest.kind}, {manifest.media} images"
     table.add_row("kind", f"{kinds}; planner {manifest.planner}")

@@ -311,11 +311,11 @@ class TrainData:
     def numbered_batches(
         self, numbers: Sequence[int], *, rank: int, dp: int
     ) -> Iterator[MicroBatch]:
-        """Some samples once, in their order; ranks take equal steps, the last perhaps empty. Holes
-        are not written down: what trains these samples meets them again.
+        """Some samples once, in their order or as packs hold them; ranks take equal steps, the last
+        perhaps empty. Holes are not written down: what trains these samples meets them again.
 
         Args:
-            numbers: of the samples in the plan.
+            numbers: of the samples, as places in `fitted`.
             rank, dp: the data-parallel coordinate and size.
 
         Raises:
@@ -326,11 +326,10 @@ class TrainData:
         )
 
     def _requests(self, numbers: Sequence[int], rank: int, dp: int) -> Iterator[BinRequest]:
-        """One rank's bins of consecutive samples."""
-        fitted, part = self.fitted, self.config.training.micro_batch_size
-        bins: list[Bin] = [tuple(numbers[at : at + part]) for at in range(0, len(numbers), part)]
+        """One rank's bins of a pass over samples."""
+        bins = self.split.pass_bins(numbers, self.config.training.micro_batch_size)
         for samples in assign(bins, dp)[rank]:
-            yield BinRequest(tuple(fitted.table.ref(number) for number in samples))
+            yield BinRequest(tuple(map(self.split.placed, samples)))
 
     def samples(self) -> Iterator[VLMSample]:
         """Every usable sample once, in index order, cooked but not encoded.

@@ -14,9 +14,6 @@ from vlmpack.recipe.schema import (
 )
 from vlmpack.recipe.trainable import COMPONENTS, TrainableSection
 
-PAIR_MODES = ("none", "in_batch", "online")
-"""Packing modes that lay pairs out."""
-
 
 def knobs_belong_to_an_objective(objective: ObjectiveSection) -> list[Problem]:
     """A knob of preference training says nothing beside another objective."""
@@ -45,20 +42,9 @@ def smoothing_needs_probabilities(objective: ObjectiveSection) -> list[Problem]:
     return [Problem(("objective", "label_smoothing"), message)]
 
 
-def pairs_have_a_mode(objective: ObjectiveSection, packing: PackingSection) -> list[Problem]:
-    """Both sequences of a pair are laid out in one row."""
-    if not objective.learns_pairs or packing.mode in PAIR_MODES:
-        return []
-    message = (
-        f"'{packing.mode}', but objective.name '{objective.name}' lays its pairs out in mode "
-        f"{', '.join(PAIR_MODES[:-1])} or {PAIR_MODES[-1]} alone; use one of these"
-    )
-    return [Problem(("packing", "mode"), message)]
-
-
 def pairs_are_counted(objective: ObjectiveSection, packing: PackingSection) -> list[Problem]:
     """A step trains `training.global_batch_size` pairs, in rows of any number."""
-    if not objective.learns_pairs or packing.mode != "online":
+    if not objective.learns_pairs or not packing.facts.plans_rows:
         return []
     problems = []
     if packing.scope != "batch":
@@ -84,7 +70,7 @@ def rows_hold_a_pair(
     parallelism: ParallelismSection,
 ) -> list[Problem]:
     """The longest pair, each sequence rounded up, fits a row."""
-    if not objective.learns_pairs or packing.mode != "online" or packing.max_tokens is None:
+    if not objective.learns_pairs or not packing.facts.plans_rows or packing.max_tokens is None:
         return []
     alignment = plan_alignment(packing, parallelism)
     longest = longest_sample(training, alignment, pairs=True)

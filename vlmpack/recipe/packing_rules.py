@@ -26,17 +26,20 @@ def shared_rows_need_samples(
     return [Problem(("training", "micro_batch_size"), message)]
 
 
-def _what(packing: PackingSection) -> str:
+def _what(packing: PackingSection, objective: ObjectiveSection) -> str:
     """What a global batch counts, and what that means."""
-    chosen_here = not packing.facts.reads_packs
-    if packing.varies_in_rows and chosen_here:
+    if objective.learns_pairs:
+        return "pairs, as in the unpacked run"
+    if packing.varies_in_rows:
         return "samples, as in the unpacked run"
-    kept = " (packing.scope: batch counts samples)" if chosen_here else ""
-    return f"rows of several samples each{kept}; `vlmpack plan` says how many samples that is"
+    return (
+        "rows of several samples each (packing.scope: batch counts samples); `vlmpack plan` says "
+        "how many samples that is"
+    )
 
 
 def planned_rows_are_micro_batches(
-    packing: PackingSection, training: TrainingSection
+    packing: PackingSection, training: TrainingSection, objective: ObjectiveSection
 ) -> list[Problem]:
     """Online and offline rows are full by plan: a micro-batch is one row."""
     if not packing.facts.plans_rows or training.micro_batch_size == 1:
@@ -44,7 +47,7 @@ def planned_rows_are_micro_batches(
     message = (
         f"{training.micro_batch_size}, but packing.mode '{packing.mode}' fills each row by a "
         "token budget and a micro-batch is one row; set it to 1. training.global_batch_size "
-        f"{training.global_batch_size} then counts {_what(packing)}"
+        f"{training.global_batch_size} then counts {_what(packing, objective)}"
     )
     return [Problem(("training", "micro_batch_size"), message)]
 
@@ -104,17 +107,6 @@ def row_fields_need_rows(packing: PackingSection) -> list[Problem]:
         for name in (*names, "pad_cu_seqlens")
         if getattr(packing, name) != getattr(unset, name)
     ]
-
-
-def saved_rows_settle_the_scope(packing: PackingSection) -> list[Problem]:
-    """Saved packs are rows; no set of samples is fixed beforehand."""
-    if not packing.facts.reads_packs or packing.scope == "stream":
-        return []
-    message = (
-        f"batch, but packing.mode '{packing.mode}' trains on saved rows; fixed sets of samples "
-        "need packing.mode: online"
-    )
-    return [Problem(("packing", "scope"), message)]
 
 
 def fixed_boundaries_need_fixed_rows(packing: PackingSection) -> list[Problem]:

@@ -164,9 +164,10 @@ class PackingSection(Section):
     percentile, rounded up to a multiple of 8); 32 where shards are indexed as the run goes on."""
 
     scope: Literal["stream", "batch"] = "stream"
-    """Where rows are filled in mode `online`. `stream`: over a shuffle window, and
-    `training.global_batch_size` counts rows. `batch`: inside fixed sets of `global_batch_size`
-    samples, so that each optimizer step trains the samples that it would have trained unpacked."""
+    """Where planned rows are filled, while training or by `vlmpack pack`. `stream`: over a shuffle
+    window, and `training.global_batch_size` counts rows. `batch`: inside fixed sets of
+    `global_batch_size` samples, so that each optimizer step trains the samples that it would have
+    trained unpacked."""
 
     balance: Literal["none", "cost"] = "cost"
     """Which data-parallel process gets which rows of a global batch. `cost`: whole rows are dealt

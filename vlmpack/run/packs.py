@@ -26,18 +26,15 @@ def pack_recipe(recipe: Recipe, folder: Path, order: PackOrder) -> Manifest:
         ModelError, DataError, EmptyDataError: what is wrong with model folder or data.
     """
     if not recipe.packing.facts.plans_rows:
+        asked, counts = "packing.mode: online and training.micro_batch_size: 1", "then counts rows"
+        if recipe.objective.learns_pairs:
+            asked = "packing.mode: online, packing.scope: batch and training.micro_batch_size: 1"
+            counts = "goes on counting pairs"
         raise RecipeError(
             [
                 f"packing.mode: {recipe.packing.mode} plans no rows that could be saved; set "
-                "packing.mode: online and training.micro_batch_size: 1, in the recipe or behind "
-                "the command; training.global_batch_size then counts rows"
-            ]
-        )
-    if recipe.packing.scope != "stream":
-        raise RecipeError(
-            [
-                f"packing.scope: {recipe.packing.scope} fills rows inside fixed sets of samples, "
-                "which saved packs do not have; use packing.scope: stream"
+                f"{asked}, in the recipe or behind the command; training.global_batch_size "
+                f"{counts}"
             ]
         )
     recipe = load_recipe(recipe, {"packing.mode": "online"})

@@ -1,4 +1,5 @@
-"""Which samples share a pack: the online plan's first epoch, or best-fit-decreasing over all."""
+"""Which samples share a pack: the online plan's first epoch, or best-fit-decreasing over all
+samples, or inside each global batch of that plan."""
 
 from __future__ import annotations
 
@@ -8,30 +9,48 @@ import numpy as np
 
 from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.table import Int64s
+from vlmpack.data.modes import PackingMode
 from vlmpack.data.packs.manifest import Planner
 from vlmpack.data.plan.packers import Bin
 from vlmpack.data.plan.packs import PackArrays
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.growing_index import SHARD_STRIDE
 from vlmpack.data.splits.split import Split, first_epoch
-from vlmpack.packing.budget import RowBudget
 
 
-def choose_packs(split: Split, fitted: Fitted, planner: Planner, budget: RowBudget) -> PackArrays:
+def choose_packs(split: Split, fitted: Fitted, planner: Planner, mode: PackingMode) -> PackArrays:
     """The packs of one epoch.
 
     Args:
         split: opened in mode `online`; its first epoch says which samples there are, and how often.
         fitted: the same samples, numbered from 0 in index order: as packs number them.
         planner: `stream` keeps the epoch's rows and global batches as they are.
-        budget: of a pack.
+        mode: of the split, settled: what a pack holds, and whether packs stay inside the epoch's
+            global batches (`packing.scope: batch`).
     """
     windows = _windows(split, fitted)
     if planner == "stream":
         return PackArrays.of(windows)
-    draws = np.sort(PackArrays.of(windows).numbers)
-    packs = budget.packs(fitted.table.num_tokens[draws], fitted.table.num_patches[draws])
-    return PackArrays.unordered([draws[places] for places in packs])
+    budget = mode.budget
+
+    def packed(draws: Int64s) -> list[Int64s]:
+        draws = np.sort(draws)
+        sizes = fitted.table.aligned_sizes(draws, budget.alignment)
+        return [draws[places] for places in budget.packs(*sizes)]
+
+    if mode.packing.counts_rows:
+        return PackArrays.unordered(packed(PackArrays.of(windows).numbers))
+    return PackArrays.of(
+        [
+            [tuple(map(_bin, packed(np.concatenate(batch)))) for batch in window]
+            for window in windows
+        ]
+    )
+
+
+def _bin(samples: Int64s) -> Bin:
+    numbers: list[int] = samples.tolist()
+    return tuple(numbers)
 
 
 def _windows(split: Split, fitted: Fitted) -> list[list[tuple[Bin, ...]]]:

@@ -28,7 +28,10 @@ _PARTS = {
     "date": "data.date",
     "learn": "data.learn",
     "chat_template_kwargs": "data.chat_template_kwargs",
+    "samples": "the form of samples (objective.name)",
 }
+_ABSENT = {"samples": "conversations"}
+"""What it means that a part is not there."""
 _INDEX = ("lengths", "data.over_long", "data.epoch_size", "data.group_by")
 
 
@@ -58,6 +61,7 @@ def check_packs(manifest: Manifest, folder: Path, config: DataConfig, encoder: E
         for name, before, now in settings
         if before != now
     ]
+    lines += _other_sets(manifest, config)
     alignment, multiple = manifest.budget.alignment, config.mode.multiples.sequence
     if alignment % multiple:
         lines.append(
@@ -65,6 +69,19 @@ def check_packs(manifest: Manifest, folder: Path, config: DataConfig, encoder: E
             f"multiple of {multiple}"
         )
     _refuse(folder, lines)
+
+
+def _other_sets(manifest: Manifest, config: DataConfig) -> list[str]:
+    """Packs that are cut inside sets serve one size of these: each is an optimizer step."""
+    before, now = manifest.global_batch_size, config.training.global_batch_size
+    if not manifest.in_sets or before == now:
+        return []
+    what = "pairs" if manifest.holds_pairs else "samples"
+    return [
+        f"training.global_batch_size: {before} in the packs, which are cut inside sets of {before} "
+        f"{what}, {now} in the recipe; for sets of {now} pack again with "
+        f"training.global_batch_size={now}"
+    ]
 
 
 def check_index(manifest: Manifest, folder: Path, identity: Identity, key: str) -> None:
@@ -88,8 +105,9 @@ def encoder_differences(manifest: Manifest, encoder: Encoder) -> list[str]:
     if manifest.kind == "plan" and before.get("rules") in encoder.former_rules:
         before["rules"] = now["rules"]  # saved tokens keep the labels of their version, a plan none
     return [
-        f"{what}: {before.get(part, 'not set')} in the packs, {now.get(part, 'not set')} now"
+        f"{what}: {before.get(part, absent)} in the packs, {now.get(part, absent)} now"
         for part, what in _PARTS.items()
+        for absent in [_ABSENT.get(part, "not set")]
         if before.get(part) != now.get(part)
     ]
 
@@ -110,6 +128,9 @@ def note_makers(manifest: Manifest, encoder: Encoder) -> None:
 def _budget_settings(manifest: Manifest, config: DataConfig) -> Iterator[Setting]:
     """Lengths and bounds that the recipe may have otherwise."""
     yield "training.seq_length", manifest.seq_length, config.training.seq_length
+    scopes = ("stream", "batch")
+    now_in_sets = config.mode.packing.varies_in_rows
+    yield "packing.scope", scopes[manifest.in_sets], scopes[now_in_sets]
     for key, before in manifest.budget.knobs.items():
         now = getattr(config.mode.packing, key.removeprefix("packing."))
         # Left open, a knob is as the packs have it; but no bound on patches is a choice.

@@ -17,7 +17,10 @@ from vlmpack.data.plan.state import IdentityValue
 from vlmpack.errors import UNREADABLE, PacksError
 from vlmpack.packing.budget import RowBudget
 
-PACKS_VERSION = 2
+PACKS_VERSION = 3
+"""The version of packs that are cut inside global batches."""
+STREAMED = 2
+"""The version of packs over the stream, which earlier versions of vlmpack read, too."""
 WITHOUT_DIGEST = 1
 """The version that had no digest of itself; it is read still."""
 MANIFEST = "pack.json"
@@ -40,7 +43,9 @@ class Manifest:
         budget: what a pack holds at most.
         seq_length: longest sample, in tokens.
         seed, shuffle: of the order that planner `stream` packed.
-        global_batch_size: packs in a global batch of that order.
+        in_sets: whether packs are cut inside sets of `global_batch_size` samples, each of which is
+            one optimizer step (`packing.scope: batch`).
+        global_batch_size: packs in a global batch of that order; `in_sets` samples.
         num_samples: draws in an epoch, holes included.
         num_packs: in an epoch.
         num_tokens: of the samples, without alignment.
@@ -71,6 +76,7 @@ class Manifest:
     data: Mapping[str, IdentityValue]
     sources: tuple[tuple[str, float | None], ...]
     weights: Literal["samples", "tokens"] | None = None
+    in_sets: bool = False
     plan: str
     files: Mapping[str, str | int]
 
@@ -79,11 +85,17 @@ class Manifest:
         """Tokens of samples over slots of full packs."""
         return self.budget.fill(self.num_tokens, self.num_packs)
 
+    @property
+    def holds_pairs(self) -> bool:
+        """Whether samples are pairs of answers."""
+        return self.encoder.get("samples") == "pairs"
+
     def to_json(self) -> str:
-        """The text of the manifest's file."""
+        """The text of the manifest's file. Packs over the stream have no word of sets, as before
+        there were any."""
         value = {
-            "version": PACKS_VERSION,
-            **asdict(self),
+            "version": PACKS_VERSION if self.in_sets else STREAMED,
+            **{name: part for name, part in asdict(self).items() if part or name != "in_sets"},
             "fill": round(self.fill, 6),
             "fingerprints": {
                 "index": digest(json.dumps(dict(self.data), sort_keys=True).encode()),
@@ -114,7 +126,7 @@ def read_manifest(folder: Path) -> Manifest:
         value = json.loads(path.read_text(encoding="utf-8"))
         is_whole = take_seal(value)
         version = value.pop("version")
-        if version not in (WITHOUT_DIGEST, PACKS_VERSION):
+        if version not in (WITHOUT_DIGEST, STREAMED, PACKS_VERSION):
             raise PacksError(
                 f"packing.path: {path} has version {version}; this vlmpack reads {PACKS_VERSION}. "
                 "Pack again"

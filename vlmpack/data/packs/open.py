@@ -77,6 +77,8 @@ def open_packed(
     arrays, spans = load_arrays(folder / ARRAYS, small[ARRAYS])
     if arrays.fingerprint != manifest.plan:
         raise _not_as_written(folder, [f"{ARRAYS}: other packs than fingerprints.plan says"])
+    if manifest.in_sets:
+        _check_sets(manifest, folder, arrays)
     if manifest.kind == "shards":
         fitted = load_samples(folder / SAMPLES, small[SAMPLES])
     else:
@@ -91,10 +93,10 @@ def open_packed(
         packer=BudgetPacker(
             budget=manifest.budget,
             global_batch_size=config.training.global_batch_size,
-            scope="stream",
+            scope="batch" if manifest.in_sets else "stream",
             sizes=fitted.table.sizes,
         ),
-        keeps_order=manifest.planner == "stream"
+        keeps_order=(manifest.planner == "stream" or manifest.in_sets)
         and (manifest.seed, manifest.global_batch_size)
         == (config.training.seed, config.training.global_batch_size),
     )
@@ -110,6 +112,19 @@ def open_packed(
     )
 
 
+def _check_sets(manifest: Manifest, folder: Path, arrays: PackArrays) -> None:
+    """Refuses packs that do not stay inside their sets, each of which is an optimizer step.
+
+    Raises:
+        PacksError: a set of more samples than it is said to have.
+    """
+    sizes, most = arrays.set_sizes, manifest.global_batch_size
+    if not sizes.size or int(sizes.max()) > most:
+        place = int(sizes.argmax()) if sizes.size else 0
+        found = f"set {place} has {int(sizes[place])} samples" if sizes.size else "no set"
+        raise _not_as_written(folder, [f"{ARRAYS}: {found}, global_batch_size is {most}"])
+
+
 _SETTLED = ("packing.alignment", "packing.max_sequences")
 """What a plan of packs has of their budget beside the packs themselves."""
 
@@ -122,6 +137,7 @@ def _identity(config: DataConfig, manifest: Manifest) -> Identity:
         "data.shuffle": manifest.shuffle,
         "packing.mode": config.mode.name,
         "packing.packs": manifest.plan,
+        **({"packing.scope": "batch"} if manifest.in_sets else {}),
         **{name: manifest.budget.knobs[name] for name in _SETTLED},
         "training.seq_length": config.training.seq_length,
         "training.global_batch_size": config.training.global_batch_size,

@@ -67,7 +67,13 @@ class SavedBins(BinDataset):
             return super().encode(ref, reading)
         sizes = None if reading.resized else ref.sizes
         media = self.encoder.pixels(reading.images, sizes) if reading.num_images else None
-        expected = 0 if media is None else sum(media.num_tokens)
+        if self.encoder.pairs and not reading.tokens.sequences:
+            raise DataError(
+                "the pack has one sequence of it, and a pair has two; pack again",
+                error_class="integrity",
+            )
+        each = max(1, len(reading.tokens.sequences))  # both sequences of a pair have its images
+        expected = 0 if media is None else sum(media.num_tokens) * each
         saved = reading.tokens.media_positions.shape[0]
         if expected != saved:
             raise DataError(

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vlmpack.data.index.overlong import Dropped, Fitted
-from vlmpack.data.index.table import SampleTable
+from vlmpack.data.index.table import Int64s, SampleTable
 from vlmpack.errors import PacksError
 from vlmpack.storage.fetch import ShardStamp
 
@@ -26,6 +26,7 @@ _NUMBERS = (
     "num_label_tokens",
     "num_patches",
 )
+_CHOSEN = "num_chosen_tokens"
 _FACTS = b"vlmpack.split"
 
 
@@ -37,6 +38,7 @@ def save_samples(fitted: Fitted) -> bytes:
     columns: dict[str, Any] = {
         "key": pa.array(table.keys.to_pylist(), pa.string()),
         **{name: getattr(table, name) for name in _NUMBERS},
+        **({} if table.num_chosen_tokens is None else {_CHOSEN: table.num_chosen_tokens}),
         "eligible": fitted.eligible,
         "error_class": pa.array([name for name, _ in faults], pa.string()),
         "reason": pa.array([reason for _, reason in faults], pa.string()),
@@ -88,10 +90,8 @@ def _fitted(found: Any, facts: dict[str, Any]) -> Fitted:
         shards=tuple(ShardStamp(*shard) for shard in facts["shards"]),
         shard_starts=np.asarray(facts["shard_starts"], dtype=np.int64),
         source_starts=np.asarray(facts["source_starts"], dtype=np.int64),
-        **{
-            name: np.ascontiguousarray(found.column(name).to_numpy(), dtype=np.int64)
-            for name in _NUMBERS
-        },
+        **{name: _int64s(found, name) for name in _NUMBERS},
+        num_chosen_tokens=_int64s(found, _CHOSEN) if _CHOSEN in found.column_names else None,
         bad=bad,
         keys=found.column("key"),
         faults=faults,
@@ -104,6 +104,10 @@ def _fitted(found: Any, facts: dict[str, Any]) -> Fitted:
         np.asarray(found.column("eligible").to_numpy(zero_copy_only=False), dtype=np.bool_),
         tuple(Dropped(number, reason) for number, reason in dropped if reason is not None),
     )
+
+
+def _int64s(found: Any, name: str) -> Int64s:
+    return np.ascontiguousarray(found.column(name).to_numpy(), dtype=np.int64)
 
 
 def _listed(sizes: tuple[tuple[int, int], ...] | None) -> list[list[int]] | None:

@@ -2,7 +2,8 @@
 
     000000012.safetensors     of n samples, T tokens, A position axes, M image tokens, int32:
         input_ids (T), labels (T), position_ids (A, T), lengths (n), media_positions (M; counted
-        from each sample's start), num_media_tokens (n), num_images (n), resized (n)
+        from each sample's start), num_media_tokens (n), num_images (n), resized (n); of pairs
+        also first_sequences (n), the tokens of the first of a sample's two sequences
     000000012.0000.png        the images in sample order, in kind `shards`
 
 A sample that could not be encoded has length 0. The tar is one that any reader of WebDataset reads:
@@ -30,6 +31,7 @@ ARCHIVE_END = bytes(2 * BLOCK_BYTES)
 _TOKENS = "safetensors"
 _COLUMNS = ("input_ids", "labels", "position_ids", "lengths", "media_positions")
 _COUNTS = ("num_media_tokens", "num_images", "resized")
+_FIRST = "first_sequences"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,11 @@ def write_span(pack: int, samples: Sequence[SavedSample | None], num_axes: int) 
         "num_images": counts([0 if s is None else s.num_images for s in samples]),
         "resized": counts([0 if s is None else int(s.resized) for s in samples]),
     }
+    if any(t.sequences for t in tokens):
+        firsts = [
+            0 if s is None or not s.tokens.sequences else s.tokens.sequences[0] for s in samples
+        ]
+        tensors[_FIRST] = counts(firsts)
     keys = json.dumps([None if s is None else s.tokens.key for s in samples])
     members = [_member(f"{pack:09d}.{_TOKENS}", save(tensors, {"keys": keys}))]
     images = [image for sample in there for image in sample.images]
@@ -134,6 +141,7 @@ def read_pack(span: bytes, *, shard: str, offset: int) -> list[SavedSample | Non
 def _split(tensors: dict[str, Tensor], images: list[bytes], key: str) -> list[SavedSample | None]:
     lengths, media = tensors["lengths"].tolist(), tensors["num_media_tokens"].tolist()
     resized = tensors["resized"].tolist()
+    pair_firsts = tensors.get(_FIRST, torch.zeros(len(lengths))).int().tolist()
     ids, labels = (tensors[name].long().split(lengths) for name in ("input_ids", "labels"))
     positions = tensors["position_ids"].long().split(lengths, dim=1)
     media_positions = tensors["media_positions"].long().split(media)
@@ -151,9 +159,15 @@ def _split(tensors: dict[str, Tensor], images: list[bytes], key: str) -> list[Sa
             labels=labels[place],
             position_ids=positions[place],
             media_positions=media_positions[place],
+            sequences=_sequences(pair_firsts[place], lengths[place]),
         )
         samples.append(SavedSample(tokens, count, mine, bool(resized[place])))
     return samples
+
+
+def _sequences(first: int, length: int) -> tuple[int, ...]:
+    """Tokens of each sequence of a pair; () of a sample that is none."""
+    return (first, length - first) if first else ()
 
 
 def _member(name: str, data: bytes) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -59,6 +60,17 @@ class PackedSplit(KnownSplit):
         if pack is None:
             return tuple(refs)
         return tuple(replace(ref, pack=self._place(pack, place)) for place, ref in enumerate(refs))
+
+    def pass_bins(self, places: Sequence[int], each: int) -> list[Bin]:
+        """See Split: as their packs hold them, so that each pack is read once. What is in none is
+        never trained, and left out; so are holes."""
+        numbers = np.array([n for n in places if n not in self.holes], dtype=np.int64)
+        packs, within = (column[numbers] for column in self._places)
+        order = np.lexsort((within, packs))
+        order = order[packs[order] >= 0]
+        cuts = np.flatnonzero(np.diff(packs[order])) + 1
+        found = (members.tolist() for members in np.split(numbers[order], cuts))
+        return [tuple(members) for members in found if members]
 
     def probed(self, count: int, state: DataState) -> list[SampleRef]:
         """See Split. None where the original shards need not be there."""

@@ -103,8 +103,8 @@ def make_packs(source: PackSource, folder: Path, order: PackOrder) -> Manifest:
         source.split.index_all()
         prepared = _prepared(source, order)
         name_unknown_keys(prepared.fitted.table.unknown_keys)
-        budget = source.config.mode.budget
-        arrays = choose_packs(source.split, prepared.fitted, order.planner, budget)
+        mode = source.config.mode
+        arrays = choose_packs(source.split, prepared.fitted, order.planner, mode)
         manifest = _manifest(source, order, prepared, arrays)
         try:
             _begin(folder, manifest, order.part_packs)
@@ -180,6 +180,7 @@ def _manifest(
         data=index_identity(prepared.identity, config.key),
         sources=tuple((source.name, source.weight) for source in config.sources),
         weights=config.weights,
+        in_sets=config.mode.packing.varies_in_rows,
         plan=arrays.fingerprint,
         files={},
     )

@@ -2,7 +2,9 @@
 
 Epoch 0 of packs that reproduce an online plan has that plan's global batches, as long as seed and
 global batch are those it was made for. Every other epoch permutes the packs, by (seed, epoch);
-which samples share one stays. A window is a stretch of packs.
+which samples share one stays. Packs that are cut inside global batches (`packing.scope: batch`)
+keep these whole: the epochs permute the global batches, and one that is short stays the last. A
+window is a stretch of global batches.
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ class PackArrays:
     Args:
         numbers: (n,) sample numbers, pack after pack.
         starts: (P + 1,) where each pack begins in `numbers`.
-        batches: (B + 1,) packs before each global batch of the online plan; empty under `bfd`.
-        windows: (W + 1,) global batches before each window of it; empty under `bfd`.
+        batches: (B + 1,) packs before each global batch of the online plan; empty where packs do
+            not stay inside them (planner `bfd`, scope `stream`).
+        windows: (W + 1,) global batches before each window of it; empty likewise.
     """
 
     numbers: Int64s
@@ -53,6 +56,11 @@ class PackArrays:
     def sizes(self) -> Int64s:
         """(P,) samples in each."""
         return np.diff(self.starts)
+
+    @property
+    def set_sizes(self) -> Int64s:
+        """(B,) samples in each global batch."""
+        return np.diff(self.starts[self.batches])
 
     def members(self, pack: int) -> Bin:
         """The samples of a pack, in row order."""
@@ -104,7 +112,8 @@ class PackPlan(KnownPlan):
         arrays: the packs.
         sources: of the samples, with their draws per epoch.
         seed: of the order.
-        packer: says what a pack holds at most and how many a global batch has; nothing is packed.
+        packer: says what a pack holds at most, and how many packs a global batch has, or samples
+            where packs are cut inside global batches (scope `batch`); nothing is packed.
         keeps_order: whether the first epoch takes the packs in the order and the global batches
             that they were saved with.
     """
@@ -123,9 +132,10 @@ class PackPlan(KnownPlan):
         self.seed = seed
         self.packer = packer
         self.keeps_order = keeps_order
-        self._order: tuple[int, Int64s] | None = None
-        batches = _stretches(arrays.num_packs, packer.global_batch_size)
-        self._even_cuts = (batches, _stretches(len(batches) - 1, BATCHES_PER_WINDOW))
+        self._known: tuple[int, tuple[Int64s, Int64s]] | None = None
+        self._even = _stretches(arrays.num_packs, packer.global_batch_size)
+        num_batches = len(arrays.batches if packer.in_sets else self._even) - 1
+        self._even_windows = _stretches(num_batches, BATCHES_PER_WINDOW)
 
     @property
     def epoch_size(self) -> int:
@@ -134,41 +144,54 @@ class PackPlan(KnownPlan):
 
     def windows(self, epoch: int) -> int:
         """See KnownPlan."""
-        return len(self._cuts(epoch)[1]) - 1
+        return len(self._windows(epoch)) - 1
 
     def window_steps(self, epoch: int) -> list[int]:
         """See KnownPlan."""
-        steps: list[int] = np.diff(self._cuts(epoch)[1]).tolist()
+        steps: list[int] = np.diff(self._windows(epoch)).tolist()
         return steps
 
     def packed(self, start: Position, cursors: Cursors = ()) -> list[tuple[Bin, ...]]:
         """See KnownPlan: nothing is packed, the packs of each are taken."""
-        batches, windows = self._cuts(start.epoch)
-        first, last = windows[start.window : start.window + 2]
-        order = self.pack_order(start.epoch)
+        order, batches = self._ordered(start.epoch)
+        first, last = self._windows(start.epoch)[start.window : start.window + 2]
         return [
             tuple(self.arrays.members(pack) for pack in order[a:b].tolist())
             for a, b in pairwise(batches[first : last + 1].tolist())
         ]
 
-    def pack_order(self, epoch: int) -> Int64s:
-        """(P,) the packs in the order of an epoch."""
-        if self._is_saved(epoch):
-            return np.arange(self.arrays.num_packs, dtype=np.int64)
-        if self._order is None or self._order[0] != epoch:
-            order = seeded_order(self.arrays.num_packs, PACK_RULE, self.seed, epoch)
-            self._order = (epoch, order)
-        return self._order[1]
-
     def _is_saved(self, epoch: int) -> bool:
         return self.keeps_order and epoch == 0
 
-    def _cuts(self, epoch: int) -> tuple[Int64s, Int64s]:
-        """(B + 1,) packs before each global batch of an epoch, and (W + 1,) global batches before
-        each of its windows."""
+    def _windows(self, epoch: int) -> Int64s:
+        """(W + 1,) global batches before each window of an epoch."""
+        return self.arrays.windows if self._is_saved(epoch) else self._even_windows
+
+    def _ordered(self, epoch: int) -> tuple[Int64s, Int64s]:
+        """(P,) the packs in the order of an epoch, and (B + 1,) packs before each of its global
+        batches."""
         if self._is_saved(epoch):
-            return self.arrays.batches, self.arrays.windows
-        return self._even_cuts
+            return np.arange(self.arrays.num_packs, dtype=np.int64), self.arrays.batches
+        if self._known is None or self._known[0] != epoch:
+            if self.packer.in_sets:
+                ordered = self._permuted_sets(epoch)
+            else:
+                order = seeded_order(self.arrays.num_packs, PACK_RULE, self.seed, epoch)
+                ordered = order, self._even
+            self._known = (epoch, ordered)
+        return self._known[1]
+
+    def _permuted_sets(self, epoch: int) -> tuple[Int64s, Int64s]:
+        """The same with every global batch whole; a short one stays behind the others."""
+        arrays = self.arrays
+        sizes = arrays.set_sizes
+        sets = seeded_order(sizes.shape[0], PACK_RULE, "sets", self.seed, epoch)
+        is_short = sizes[sets] < self.packer.global_batch_size
+        sets = sets[np.argsort(is_short, kind="stable")]
+        counts = np.diff(arrays.batches)[sets]
+        batches = np.concatenate(([0], np.cumsum(counts)))
+        order = np.arange(arrays.num_packs) + np.repeat(arrays.batches[sets] - batches[:-1], counts)
+        return order, batches
 
 
 def _stretches(count: int, each: int) -> Int64s:

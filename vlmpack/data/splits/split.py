@@ -62,6 +62,17 @@ class Split(Protocol):
     def places(self, numbers: Int64s) -> Int64s:
         """(n,) where samples stand in `fitted`, by their number in the plan."""
 
+    def pass_bins(self, places: Sequence[int], each: int) -> list[Bin]:
+        """Bins for one pass over samples, whoever trains them.
+
+        Args:
+            places: of the samples in `fitted`.
+            each: consecutive ones in a bin, where none are saved.
+        """
+
+    def placed(self, place: int) -> SampleRef:
+        """What a worker needs of a sample, by its place in `fitted`."""
+
     def epoch_length(self) -> EpochLength:
         """How long an epoch is, as far as that is known."""
 
@@ -132,6 +143,14 @@ class KnownSplit:
         """See Split."""
         return numbers
 
+    def pass_bins(self, places: Sequence[int], each: int) -> list[Bin]:
+        """See Split."""
+        return consecutive_bins(places, each)
+
+    def placed(self, place: int) -> SampleRef:
+        """See Split: their numbers in the plan are their places."""
+        return self.ref(place)
+
     def epoch_length(self) -> EpochLength:
         """See Split."""
         return EpochLength(self.plan.epoch_size, self.plan.num_steps(0), exact=True)
@@ -178,6 +197,11 @@ class KnownSplit:
 
     def close(self) -> None:
         """See Split."""
+
+
+def consecutive_bins(samples: Sequence[int], each: int) -> list[Bin]:
+    """Samples in their order, so many to a bin; the last may be short."""
+    return [tuple(samples[at : at + each]) for at in range(0, len(samples), each)]
 
 
 def first_epoch(split: Split) -> Iterator[PlannedBatch]:

@@ -27,7 +27,7 @@ from vlmpack.data.splits.growing_index import HELPER_MIN_BYTES, SHARD_STRIDE, Gr
 from vlmpack.data.splits.identity import short_digest, split_identity
 from vlmpack.data.splits.indexed import prepare_split
 from vlmpack.data.splits.length_probe import MIN_PROBED
-from vlmpack.data.splits.split import OnDropped
+from vlmpack.data.splits.split import OnDropped, consecutive_bins
 from vlmpack.data.splits.summary import DataSummary, EpochLength, summarise
 from vlmpack.data.splits.survey import DataLaunch, Survey
 from vlmpack.errors import RecipeError
@@ -93,6 +93,14 @@ class StreamedSplit:
         shards, rows = np.divmod(numbers, SHARD_STRIDE)
         found: Int64s = self.fitted.table.shard_starts[shards] + rows
         return found
+
+    def pass_bins(self, places: Sequence[int], each: int) -> list[Bin]:
+        """See Split."""
+        return consecutive_bins(places, each)
+
+    def placed(self, place: int) -> SampleRef:
+        """See Split. Every shard is indexed first."""
+        return self.fitted.table.ref(place)
 
     def epoch_length(self) -> EpochLength:
         """See Split. Exact where every shard has its parts: then they are read, unless they are
