@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support import collectives_worker as worker
@@ -10,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vlmpack.attention import segment_attention
 from vlmpack.backends.mcore import attention
+from vlmpack.errors import CapabilityError
 from vlmpack.packing import PackedSeqParams
+from vlmpack.packing.forks import Forks
 
 
 def whole_row(lengths, query, key, value):
@@ -130,3 +134,20 @@ def test_a_sum_of_parts_is_everywhere_and_each_rank_differentiates_its_own(resul
     for found in results:
         assert found["sum"].tolist() == [6.0, 9.0]
         assert found["of sum"].tolist() == [12.0, 18.0]
+
+
+def test_a_row_that_holds_a_prefix_once_is_refused():
+    ends = torch.tensor([0, 2, 5], dtype=torch.int32)
+    params = PackedSeqParams(
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=3,
+        max_seqlen_kv=3,
+        segment_lengths=(2, 3),
+        forks=Forks(parents=(-1, 0), lengths=(2, 3)),
+    )
+    angles = {"cos": torch.ones(5, 4), "sin": torch.zeros(5, 4), "context": None, "deep": ()}
+    with pytest.raises(CapabilityError, match="knows no such rows"):
+        attention.megatron_params(params, **angles)
+    plain = attention.megatron_params(replace(params, forks=None), **angles)
+    assert plain.row.segment_lengths == (2, 3)

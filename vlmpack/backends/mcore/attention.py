@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vlmpack.attention import VarlenAttention, apply_rope
 from vlmpack.backends.mcore.collectives import gather_slices
+from vlmpack.errors import CapabilityError
 from vlmpack.packing import ContextSlice, PackedSeqParams
 
 
@@ -57,9 +58,18 @@ def megatron_params(
     deep: tuple[Tensor, ...],
 ) -> RowParams:
     """Our params in Megatron's class, field by field; logical and padded offsets as TE wants them
-    (padded ones only where they differ)."""
+    (padded ones only where they differ).
+
+    Raises:
+        CapabilityError: segments that go on from others.
+    """
+    if params.forks is not None:
+        raise CapabilityError(
+            "this row holds once what its samples begin with, and attention on this engine knows "
+            "no such rows; use model.backend: hf"
+        )
     theirs = {field.name: getattr(params, field.name) for field in fields(params)}
-    del theirs["segment_lengths"]
+    del theirs["segment_lengths"], theirs["forks"]
     return RowParams(**theirs, row=params, cos=cos, sin=sin, context=context, deep=deep)
 
 
