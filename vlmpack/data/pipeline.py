@@ -27,6 +27,7 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import BinDataset, BinRequest, MicroBatch, begin_bins
 from vlmpack.data.loading.read import SampleReader, SkippedSample
 from vlmpack.data.loading.reference import Float64s, with_reference
+from vlmpack.data.loading.source_numbers import with_sources
 from vlmpack.data.packs.open import open_packed, survey_data
 from vlmpack.data.packs.restore import SavedBins
 from vlmpack.data.plan.batches import Plan, PlannedBatch
@@ -150,6 +151,14 @@ class TrainData:
     def fitted(self) -> Fitted:
         """All its samples, numbered from 0; what is not indexed yet is indexed first."""
         return self.split.fitted
+
+    @property
+    def _source_places(self) -> list[int]:
+        """Of each source among the recipe's names; empty where samples are no pairs, or of one."""
+        names = self.config.data.source_names
+        if len(names) < 2 or not self.dataset.encoder.pairs:
+            return []
+        return [names.index(source.name) for source in self.config.sources]
 
     def ref(self, number: int) -> SampleRef:
         """A sample by its number in the plan (and in the ledger)."""
@@ -276,7 +285,8 @@ class TrainData:
             bins = begin_bins(self.dataset, requests(), self.config.data, self.config.workers)
             yield None
             for micro_batch in bins:
-                share.append(with_reference(micro_batch, self.reference, self.split.places))
+                sourced = with_sources(micro_batch, self._source_places, self.split.sources)
+                share.append(with_reference(sourced, self.reference, self.split.places))
                 planned, shares = coming[0]
                 if len(share) < len(shares.bins[rank]):
                     continue
@@ -306,7 +316,8 @@ class TrainData:
             self.dataset, requests, self.config.data, self.config.workers
         ):
             self.ledger.record(micro_batch.skipped, epoch=None, batch=None)
-            yield with_reference(micro_batch, self.reference, lambda numbers: numbers)
+            sourced = with_sources(micro_batch, self._source_places, self.fitted.table.sources)
+            yield with_reference(sourced, self.reference, lambda numbers: numbers)
 
     def numbered_batches(
         self, numbers: Sequence[int], *, rank: int, dp: int

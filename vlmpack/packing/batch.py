@@ -202,6 +202,7 @@ class _Slots:
     label_sequences: Tensor | None = None
     reference: Tensor | None = None
     num_shared_patches: int = 0
+    sources: Tensor | None = None
 
     @property
     def sequence_keys(self) -> tuple[str, ...]:
@@ -289,6 +290,8 @@ class PackedBatch(_Slots):
             pair.
         reference: (N,) float64, log-probabilities of the sequences under the reference model; None
             where nobody asks for them.
+        sources: (samples,) int64, the source of each sample, in the order of the recipe's names;
+            None where nobody asks for it.
     """
 
     cu_seqlens: Tensor

@@ -131,4 +131,5 @@ def padded_as_row(batch: PaddedBatch) -> PackedBatch:
         media_sources=batch.media_sources,
         label_sequences=batch.label_sequences,
         reference=batch.reference,
+        sources=batch.sources,
     )

@@ -139,6 +139,12 @@ class DataSection(Section):
     storage: StorageSection = StorageSection()
     """How remote shards are reached."""
 
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """The names of the sources of `train` and `validation`, each once."""
+        found = (*self.train, *(self.validation or ()))
+        return tuple(dict.fromkeys(source.name for source in found))
+
     def splits(self) -> dict[str, tuple[Source, ...]]:
         """Every split by name, with its sources: none where the recipe has no such split."""
         return {"train": self.train, "validation": self.validation or (), "test": self.test or ()}

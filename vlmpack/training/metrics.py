@@ -297,7 +297,7 @@ class Progress:
         beside = "".join(
             f"{name.replace('_', ' ')} {value:.4f}  "
             for name, value in row.reported.items()
-            if value is not None
+            if value is not None and "/" not in name  # of one source
         )
         return (
             f"{loss}  {beside}{self._smooth['rate']:,.0f} real tokens/s  "

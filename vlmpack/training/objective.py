@@ -111,6 +111,9 @@ class Objective:
             is then called with `scales` too, what each of these sums is multiplied by before it is
             differentiated.
         report: what is reported beside the loss: name -> (sum or count, what divides it).
+        by_source: the same of each source of the data, as columns `NAME/SOURCE`, where the step has
+            a sample of it.
+        remarks: count -> what is said of it the first time that it is not 0.
 
     Raises:
         ValueError: a name that stands for two things, or for nothing.
@@ -122,6 +125,8 @@ class Objective:
     divisor: str = "num_label_tokens"
     terms: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     report: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    by_source: Mapping[str, Mapping[str, tuple[str, str]]] = field(default_factory=dict)
+    remarks: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = [*self.sums, *self.counts, *(entry.name for entry in fields(Counts))]
@@ -129,7 +134,8 @@ class Objective:
             raise ValueError(f"sums and counts of an objective share names: {', '.join(twice)}")
         if taken := sorted(self.report.keys() & _COLUMNS):
             raise ValueError(f"columns of metrics.jsonl by another meaning: {', '.join(taken)}")
-        asked = {"loss_sum", self.divisor}.union(*self.report.values(), self.terms)
+        asked = {"loss_sum", self.divisor}.union(*self.report.values(), self.terms, self.remarks)
+        asked |= {name for one in self.by_source.values() for pair in one.values() for name in pair}
         asked |= {divisor for divisor, _ in self.terms.values()}
         if unknown := sorted(asked - set(names)):
             raise ValueError(
@@ -187,8 +193,12 @@ class Objective:
         return loss + sum(weight * (value or 0.0) for weight, value in beside)
 
     def reported(self, totals: Mapping[str, float]) -> dict[str, float | None]:
-        """What `report` names, of global sums."""
-        return ratios(totals, self.report)
+        """What `report` and `by_source` name, of global sums."""
+        found = ratios(totals, self.report)
+        for source, report in self.by_source.items():
+            own = ratios(totals, report)
+            found |= {f"{name}/{source}": x for name, x in own.items() if x is not None}
+        return found
 
 
 def ratios(
@@ -206,9 +216,14 @@ SFT = Objective(forward_step=forward_step)
 """Supervised finetuning: the cross entropy of the label tokens, averaged over all of them."""
 
 
-def objective_of(section: ObjectiveSection) -> Objective:
-    """The objective that a recipe names: a value, or what a function makes of its knobs."""
+def objective_of(section: ObjectiveSection, sources: Sequence[str] = ()) -> Objective:
+    """The objective that a recipe names: a value, or what a function makes of its knobs.
+
+    Args:
+        section: its knobs.
+        sources: names of the data's sources, where it reports each of them.
+    """
     module, _, value = OBJECTIVES[section.name].partition(":")
     found = getattr(import_module(module), value)
-    made: Objective = found if isinstance(found, Objective) else found(section)
+    made: Objective = found if isinstance(found, Objective) else found(section, sources)
     return made

@@ -13,7 +13,7 @@ a pair. Tokens are float32 and their sums float64: in bfloat16 a sum of 2,000 is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -76,9 +76,11 @@ class PreferenceSums:
 
     Args:
         section: the recipe's knobs.
+        sources: names of the data's sources, of each of which there are sums of its own too.
     """
 
     section: ObjectiveSection
+    sources: tuple[str, ...] = ()
 
     def __call__(self, losses: Tensor, batch: Batch) -> Mapping[str, Tensor]:
         """0-d float64 sums by name.
@@ -107,16 +109,31 @@ class PreferenceSums:
             terms = self._ipo(mean[0::2] - mean[1::2])
         else:
             terms = self._of(margin)
-        won = (margin > 0).double() + 0.5 * (margin == 0).double()
+        of_pairs = {
+            "loss_sum": terms,
+            "margin_sum": margin,
+            "accuracy_sum": (margin > 0).double() + 0.5 * (margin == 0).double(),
+            "chosen_reward_sum": self.section.beta * chosen,
+            "rejected_reward_sum": self.section.beta * rejected,
+            "chosen_log_p_sum": log_p[0::2],
+            "rejected_log_p_sum": log_p[1::2],
+        }
+        found = {name: values.sum() for name, values in of_pairs.items()}
+        found["chosen_loss_sum"] = -found["chosen_log_p_sum"]
+        return found | self._by_source(of_pairs, batch)
+
+    def _by_source(self, of_pairs: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """Detached sums over the pairs of each source."""
+        if not self.sources:
+            return {}
+        values = torch.stack([each.detach() for each in of_pairs.values()], dim=1)
+        total = values.new_zeros(len(self.sources), len(of_pairs))
+        if batch.sources is not None:  # a row without samples has none
+            total = total.index_add(0, batch.sources, values)
         return {
-            "loss_sum": terms.sum(),
-            "chosen_loss_sum": -log_p[0::2].sum(),
-            "margin_sum": margin.sum(),
-            "accuracy_sum": won.sum(),
-            "chosen_reward_sum": self.section.beta * chosen.sum(),
-            "rejected_reward_sum": self.section.beta * rejected.sum(),
-            "chosen_log_p_sum": log_p[0::2].sum(),
-            "rejected_log_p_sum": log_p[1::2].sum(),
+            f"{name}/{source}": total[place, column]
+            for place, source in enumerate(self.sources)
+            for column, name in enumerate(of_pairs)
         }
 
     def _of(self, margin: Tensor) -> Tensor:
@@ -141,37 +158,60 @@ def num_chosen_tokens(batch: Batch) -> int:
     return 0 if sequences is None else int((sequences % 2 == 0).sum())
 
 
-def dpo(section: ObjectiveSection) -> Objective:
-    """The objective with a recipe's knobs."""
+def _pairs_of(batch: Batch, place: int) -> int:
+    """Pairs of a micro-batch that are of one source; on CPU."""
+    return 0 if batch.sources is None else int((batch.sources == place).sum())
+
+
+SUMS = (
+    "loss_sum",
+    "margin_sum",
+    "accuracy_sum",
+    "chosen_reward_sum",
+    "rejected_reward_sum",
+    "chosen_log_p_sum",
+    "rejected_log_p_sum",
+)
+"""Sums over pairs, all of them or those of a source."""
+
+REPORT = {"preference_loss": "loss_sum"} | {n.removesuffix("_sum"): n for n in SUMS[1:]}
+"""Column of the metrics -> the sum whose mean over pairs it is."""
+
+
+def dpo(section: ObjectiveSection, sources: Sequence[str] = ()) -> Objective:
+    """The objective with a recipe's knobs.
+
+    Args:
+        section: the knobs.
+        sources: names of the data's sources; each is reported where there are several.
+    """
     weight = section.sft_weight
+    names = tuple(sources) if len(sources) > 1 else ()
+    own = {name: f"num_pairs/{name}" for name in names}
     return Objective(
-        forward_step=partial(forward_step, sums=PreferenceSums(section=section), of_rows=True),
-        sums=(
-            "loss_sum",
-            "chosen_loss_sum",
-            "margin_sum",
-            "accuracy_sum",
-            "chosen_reward_sum",
-            "rejected_reward_sum",
-            "chosen_log_p_sum",
-            "rejected_log_p_sum",
+        forward_step=partial(
+            forward_step, sums=PreferenceSums(section=section, sources=names), of_rows=True
         ),
+        sums=(*SUMS, "chosen_loss_sum", *(f"{sum_}/{name}" for name in names for sum_ in SUMS)),
         counts={
             "num_pairs": num_pairs,
             "num_chosen_tokens": num_chosen_tokens,
             "num_identical": identical_pairs,
+            **{own[name]: partial(_pairs_of, place=place) for place, name in enumerate(names)},
         },
         divisor="num_pairs",
         terms={"chosen_loss_sum": ("num_chosen_tokens", weight)} if weight else {},
-        report={
-            "preference_loss": ("loss_sum", "num_pairs"),
+        report={name: (sum_, "num_pairs") for name, sum_ in REPORT.items()}
+        | {
             "chosen_loss": ("chosen_loss_sum", "num_chosen_tokens"),
-            "margin": ("margin_sum", "num_pairs"),
-            "accuracy": ("accuracy_sum", "num_pairs"),
-            "chosen_reward": ("chosen_reward_sum", "num_pairs"),
-            "rejected_reward": ("rejected_reward_sum", "num_pairs"),
-            "chosen_log_p": ("chosen_log_p_sum", "num_pairs"),
-            "rejected_log_p": ("rejected_log_p_sum", "num_pairs"),
             "identical": ("num_identical", "num_pairs"),
+        },
+        by_source={
+            name: {column: (f"{sum_}/{name}", own[name]) for column, sum_ in REPORT.items()}
+            for name in names
+        },
+        remarks={
+            "num_identical": "pairs have two answers of the same tokens: they teach nothing, and "
+            "count as pairs (column `identical`)"
         },
     )

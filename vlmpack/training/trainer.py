@@ -31,6 +31,7 @@ from vlmpack.training.checkpoint import (
 )
 from vlmpack.training.metrics import TRACKED, MetricsLog, Progress, StepRow, Trackers
 from vlmpack.training.model_watch import check_trained_from
+from vlmpack.training.objective import ratios
 from vlmpack.training.record import SampleRecord, StepSamples
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.step import Stepper, StepSums
@@ -130,6 +131,7 @@ class Trainer:
     record: SampleRecord | None = None
     model: Mapping[str, str] = field(default_factory=dict)
     totals: Totals = field(default_factory=Totals)
+    _remarked: set[str] = field(default_factory=set)
     _saved_step: int = -1
     _validated_step: int = -1
     _saver: Saver = field(init=False)
@@ -240,7 +242,9 @@ class Trainer:
             )
             reporting.metrics.write(row.as_row())
             reporting.progress.update(row)
+            self._remark(sums.totals)
             if _due(self.totals.step, self.log_interval):
+                self._say_sources("", sums.totals)
                 tracked = {name: getattr(row, name) for name in TRACKED}
                 reporting.trackers.log(tracked | dict(row.reported), self.totals.step)
         return sums
@@ -271,7 +275,23 @@ class Trainer:
             )
             reporting.trackers.log(figures, self.totals.step)
             logger.info("step %d: validation loss %.4f", self.totals.step, loss)
+            self._say_sources("validation of ", totals)
         return loss
+
+    def _remark(self, totals: Mapping[str, float]) -> None:
+        """Say what a count means, the first time in a launch that it is not 0."""
+        for name, text in self.stepper.objective.remarks.items():
+            if totals[name] and name not in self._remarked:
+                self._remarked.add(name)
+                logger.warning("note: step %d: %d %s", self.totals.step, totals[name], text)
+
+    def _say_sources(self, what: str, totals: Mapping[str, float]) -> None:
+        """One line for each source of the data that the objective reports by itself."""
+        for source, report in self.stepper.objective.by_source.items():
+            found = {n: x for n, x in ratios(totals, report).items() if x is not None}
+            if found:
+                said = "  ".join(f"{n.replace('_', ' ')} {x:.4f}" for n, x in found.items())
+                logger.info("step %d: %s%s  %s", self.totals.step, what, source, said)
 
     def save(self, *, last: bool) -> None:
         """Write a checkpoint of the current step, unless there is one. Collective.

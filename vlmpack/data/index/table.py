@@ -166,6 +166,10 @@ class SampleTable:
         assert self.images_digests is not None
         return group_numbers(records, self.images_digests[numbers])
 
+    def sources(self, numbers: Int64s) -> Int64s:
+        """(n,) the place of each sample's source."""
+        return np.searchsorted(self.source_starts, numbers, side="right") - 1
+
     def shard_of(self, number: int) -> int:
         """The place of a sample's shard in `shards`."""
         return int(np.searchsorted(self.shard_starts, number, side="right")) - 1

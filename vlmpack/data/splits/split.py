@@ -73,6 +73,10 @@ class Split(Protocol):
     def placed(self, place: int) -> SampleRef:
         """What a worker needs of a sample, by its place in `fitted`."""
 
+    def sources(self, numbers: Int64s) -> Int64s:
+        """(n,) the place of each sample's source in the recipe's list, by its number in the
+        plan."""
+
     def epoch_length(self) -> EpochLength:
         """How long an epoch is, as far as that is known."""
 
@@ -150,6 +154,10 @@ class KnownSplit:
     def placed(self, place: int) -> SampleRef:
         """See Split: their numbers in the plan are their places."""
         return self.ref(place)
+
+    def sources(self, numbers: Int64s) -> Int64s:
+        """See Split."""
+        return self.fitted.table.sources(numbers)
 
     def epoch_length(self) -> EpochLength:
         """See Split."""

@@ -102,6 +102,11 @@ class StreamedSplit:
         """See Split. Every shard is indexed first."""
         return self.fitted.table.ref(place)
 
+    def sources(self, numbers: Int64s) -> Int64s:
+        """See Split. No shard is indexed for it."""
+        firsts = [source.first for source in self.plan.sources]
+        return np.searchsorted(firsts, numbers // SHARD_STRIDE, side="right") - 1
+
     def epoch_length(self) -> EpochLength:
         """See Split. Exact where every shard has its parts: then they are read, unless they are
         very many and nobody called `index_all`."""

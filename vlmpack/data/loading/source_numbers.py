@@ -1,0 +1,29 @@
+"""Which source each pair of a micro-batch is of, put beside it for metrics by source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from vlmpack.data.index.table import Int64s
+from vlmpack.data.loading.loader import MicroBatch
+
+
+def with_sources(
+    micro_batch: MicroBatch, places: Sequence[int], of: Callable[[Int64s], Int64s]
+) -> MicroBatch:
+    """The micro-batch with the source of each of its samples.
+
+    Args:
+        micro_batch: as it was loaded.
+        places: of each source of the split among all names of the recipe; empty where nobody asks.
+        of: (n,) numbers of samples -> their source in the split.
+    """
+    if not places:
+        return micro_batch
+    numbers = np.array([sample.number for sample in micro_batch.samples], dtype=np.int64)
+    found = np.array(places, dtype=np.int64)[of(numbers)]
+    return replace(micro_batch, batch=replace(micro_batch.batch, sources=torch.from_numpy(found)))
