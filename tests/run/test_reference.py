@@ -7,6 +7,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -22,6 +23,8 @@ from vlmpack.forecast.open import plan_recipe
 from vlmpack.proof.verify import VerifyOptions, verify_recipe
 from vlmpack.run.reference import make_references
 from vlmpack.training import reference as reference_pass
+from vlmpack.training import reference_file
+from vlmpack.training.reference_file import ReferenceFile
 
 NUM_PAIRS = 18
 TOTAL = 7
@@ -244,3 +247,30 @@ def test_two_processes_train_what_one_does(unbroken, tmp_path, shard):
     ours = rows(Path(values["run_dir"]), *SMOOTH)
     for found, wanted in zip(ours, rows(unbroken[1], *SMOOTH)[:4], strict=True):
         assert found == pytest.approx(wanted, rel=1e-4, abs=1e-4)
+
+
+def test_numbers_of_other_pairs_are_found_in_the_first_step(tmp_path, shard):
+    """A folder whose facts are right, and whose numbers are each those of the pair before."""
+    values = settings(tmp_path, shard, training__max_steps=1)
+    [made] = make_references(resolve(values, {}), Ranks())
+    [part] = made.folder.glob("*.part")
+    found = reference_file._rows_of(part)
+    part.unlink()
+    moved = [
+        (n, *row.tolist()[1:]) for n, row in zip(np.roll(found["number"], 1), found, strict=True)
+    ]
+    ReferenceFile(made.folder, {}, NUM_PAIRS).write([(int(n), c, r) for n, c, r in moved])
+    with pytest.raises(ReferenceCacheError, match=r"answer of sample '\d+' has log p") as caught:
+        run_recipe(resolve(values, {}))
+    assert f"the numbers in {made.folder.parent} are of another model, or of" in str(caught.value)
+    assert not rows(values["run_dir"], "loss"), "nothing was trained"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["in_batch", "online"])
+def test_in_bfloat16_the_first_step_is_held_to_what_two_packings_differ_by(tmp_path, shard, mode):
+    changes = PLANNED if mode == "online" else {}
+    values = settings(tmp_path, shard, model__dtype="bfloat16", training__max_steps=1, **changes)
+    run_recipe(resolve(values, {}))
+    [(margin,)] = rows(values["run_dir"], "margin")
+    assert abs(margin) < 0.01

@@ -72,6 +72,7 @@ class TrainData:
         self.dataset = dataset
         self.ledger = ledger
         self.reference: Float64s | None = None
+        self._sources = config.data.places_of(config.sources)
 
     @classmethod
     def open(
@@ -151,14 +152,6 @@ class TrainData:
     def fitted(self) -> Fitted:
         """All its samples, numbered from 0; what is not indexed yet is indexed first."""
         return self.split.fitted
-
-    @property
-    def _source_places(self) -> list[int]:
-        """Of each source among the recipe's names; empty where samples are no pairs, or of one."""
-        names = self.config.data.source_names
-        if len(names) < 2 or not self.dataset.encoder.pairs:
-            return []
-        return [names.index(source.name) for source in self.config.sources]
 
     def ref(self, number: int) -> SampleRef:
         """A sample by its number in the plan (and in the ledger)."""
@@ -285,7 +278,7 @@ class TrainData:
             bins = begin_bins(self.dataset, requests(), self.config.data, self.config.workers)
             yield None
             for micro_batch in bins:
-                sourced = with_sources(micro_batch, self._source_places, self.split.sources)
+                sourced = with_sources(micro_batch, self._sources, self.split.sources)
                 share.append(with_reference(sourced, self.reference, self.split.places))
                 planned, shares = coming[0]
                 if len(share) < len(shares.bins[rank]):
@@ -316,11 +309,11 @@ class TrainData:
             self.dataset, requests, self.config.data, self.config.workers
         ):
             self.ledger.record(micro_batch.skipped, epoch=None, batch=None)
-            sourced = with_sources(micro_batch, self._source_places, self.fitted.table.sources)
+            sourced = with_sources(micro_batch, self._sources, self.fitted.table.sources)
             yield with_reference(sourced, self.reference, lambda numbers: numbers)
 
     def numbered_batches(
-        self, numbers: Sequence[int], *, rank: int, dp: int
+        self, numbers: Sequence[int], *, rank: int, dp: int, together: int | None = None
     ) -> Iterator[MicroBatch]:
         """Some samples once, in their order or as packs hold them; ranks take equal steps, the last
         perhaps empty. Holes are not written down: what trains these samples meets them again.
@@ -328,17 +321,19 @@ class TrainData:
         Args:
             numbers: of the samples, as places in `fitted`.
             rank, dp: the data-parallel coordinate and size.
+            together: samples of a micro-batch; None for the recipe's.
 
         Raises:
             DataError: a bad sample whose class is not skipped.
         """
-        yield from begin_bins(
-            self.dataset, self._requests(numbers, rank, dp), self.config.data, self.config.workers
-        )
+        requests = self._requests(numbers, rank, dp, together)
+        yield from begin_bins(self.dataset, requests, self.config.data, self.config.workers)
 
-    def _requests(self, numbers: Sequence[int], rank: int, dp: int) -> Iterator[BinRequest]:
+    def _requests(
+        self, numbers: Sequence[int], rank: int, dp: int, together: int | None = None
+    ) -> Iterator[BinRequest]:
         """One rank's bins of a pass over samples."""
-        bins = self.split.pass_bins(numbers, self.config.training.micro_batch_size)
+        bins = self.split.pass_bins(numbers, together or self.config.training.micro_batch_size)
         for samples in assign(bins, dp)[rank]:
             yield BinRequest(tuple(map(self.split.placed, samples)))
 

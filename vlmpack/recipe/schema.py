@@ -7,6 +7,7 @@ What can be computed is not a field (see `derived.py`); what spans two sections 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -144,6 +145,11 @@ class DataSection(Section):
         """The names of the sources of `train` and `validation`, each once."""
         found = (*self.train, *(self.validation or ()))
         return tuple(dict.fromkeys(source.name for source in found))
+
+    def places_of(self, sources: Sequence[Source]) -> list[int]:
+        """The place of each source among `source_names`; empty where there is one name."""
+        names = self.source_names
+        return [names.index(source.name) for source in sources] if len(names) > 1 else []
 
     def splits(self) -> dict[str, tuple[Source, ...]]:
         """Every split by name, with its sources: none where the recipe has no such split."""

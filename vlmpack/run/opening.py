@@ -31,7 +31,7 @@ from vlmpack.run.begun_steps import BegunSteps
 from vlmpack.run.data_summary import data_summary, log_data
 from vlmpack.run.launch_memory import say_memory
 from vlmpack.run.place import Place
-from vlmpack.run.reference import attach_reference
+from vlmpack.run.reference import attach_reference, start_check
 from vlmpack.run.resume_point import choose_checkpoint, saved_state
 from vlmpack.run.session import Session
 from vlmpack.run.skip_notes import SkipNotes
@@ -84,9 +84,12 @@ def _open(setup: Setup, place: Place, model: ModelWatch, begun: BegunSteps, unre
     trained = _describe(setup, engine)
     for pairs in (train, splits.validation):  # with the folder's weights, before a checkpoint's
         attach_reference(setup, engine, fingerprint, pairs)
+    stepper = build_stepper(setup, engine, total_steps=steps)
+    if checkpoint.folder is None:
+        stepper.start = start_check(setup, engine, train)
     skips = SkipNotes(ledger)
     trainer = Trainer(
-        stepper=build_stepper(setup, engine, total_steps=steps),
+        stepper=stepper,
         total_steps=steps,
         checkpoint=recipe.checkpoint,
         validation_interval=recipe.evaluation.interval_steps,

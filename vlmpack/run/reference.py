@@ -21,6 +21,7 @@ from vlmpack.training.model_watch import watched_model
 from vlmpack.training.reference import make_reference
 from vlmpack.training.reference_file import ReferenceFile
 from vlmpack.training.run_dir import RunDir
+from vlmpack.training.start_check import FLOORS, Noise, StartCheck, measured_noise
 
 RULE = "log-probabilities 1"
 """Changes whenever the same model would be given other numbers."""
@@ -101,6 +102,31 @@ def attach_reference(
     )
     split.reference, computed = make_reference(engine, split, setup.ranks, file)
     return ReferencePass(name, file.folder, int(split.fitted.eligible.sum()), computed)
+
+
+def start_check(setup: Setup, engine: Engine, train: TrainData) -> StartCheck | None:
+    """What looks at the first step of a new run; None without a reference. Collective; the engine
+    has the weights of the model folder.
+
+    Raises:
+        DataError: a bad sample whose class is not skipped.
+    """
+    recipe = setup.recipe
+    if not recipe.objective.learns_pairs:
+        return None
+    ranks = setup.ranks
+    dtype = settled_compute(recipe.model, recipe.parallelism, setup.encoder, ranks.device).dtype
+    if not recipe.objective.keeps_reference:
+        noise = Noise(FLOORS[dtype])
+        return StartCheck(
+            engine=engine, noise=noise, cause="adapters that do not begin without effect"
+        )
+    noise = measured_noise(engine, train, ranks, dtype)
+    cause = (
+        f"the numbers in {reference_folder(recipe)} are of another model, or of other pairs; "
+        "remove that folder to have them made anew"
+    )
+    return StartCheck(engine=engine, noise=noise, cause=cause)
 
 
 def make_references(recipe: Recipe, ranks: Ranks) -> list[ReferencePass]:

@@ -29,7 +29,7 @@ step, as `training.preference` does.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from importlib import import_module
 from typing import Any, cast
@@ -41,7 +41,7 @@ from vlmpack.backends.engine import ForwardStep
 from vlmpack.backends.router_sum import ROUTER_REPORT, ROUTER_SUM
 from vlmpack.packing import Batch
 from vlmpack.recipe.objective import OBJECTIVES, ObjectiveSection
-from vlmpack.training.vlm_step import forward_step
+from vlmpack.training.vlm_step import TokenSums, cross_entropy, forward_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +165,22 @@ class Objective:
             for name, (divisor, weight) in self.terms.items()
         }
         return partial(cast(Any, self.forward_step), scales=scales)
+
+    def shown_to(self, look: Callable[[Tensor, Batch], None]) -> Objective:
+        """The same objective; its forward step, which takes `sums`, also shows what they are made
+        of.
+
+        Args:
+            look: called with the (L,) detached losses of each micro-batch, and the batch.
+        """
+        step = cast(Any, self.forward_step)
+        own: TokenSums = getattr(step, "keywords", {}).get("sums", cross_entropy)
+
+        def sums(losses: Tensor, batch: Batch) -> Mapping[str, Tensor]:
+            look(losses.detach(), batch)
+            return own(losses, batch)
+
+        return replace(self, forward_step=partial(step, sums=sums))
 
     def add_up(
         self, reports: Sequence[Mapping[str, Tensor]], device: torch.device

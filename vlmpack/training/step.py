@@ -24,6 +24,7 @@ from vlmpack.packing import Batch
 from vlmpack.training.first_step import FirstStepCheck, count_seen_images
 from vlmpack.training.objective import VOTES, Counts, Objective, ratios
 from vlmpack.training.optim import Schedule
+from vlmpack.training.start_check import StartCheck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,7 @@ class Stepper:
         dropout_seed: of the adapters' dropout; None where they have none.
         reference: gives batches of pairs their reference in each step; None where they come with
             it, or need none.
+        start: looks at the first step of a run of pairs; None for no look.
     """
 
     engine: Engine
@@ -84,6 +86,7 @@ class Stepper:
     check: FirstStepCheck | None = None
     dropout_seed: int | None = None
     reference: Callable[[Engine, Sequence[Batch]], list[Batch]] | None = None
+    start: StartCheck | None = None
 
     def train(
         self,
@@ -111,6 +114,7 @@ class Stepper:
         Raises:
             NonFiniteError: loss or gradient norm is not finite; no weight has changed.
             TrainabilityError: what is trained is not what the recipe says.
+            ReferenceCacheError: the first step's policy is not its reference.
         """
         started = time.perf_counter()
         if self.dropout_seed is not None:
@@ -119,8 +123,12 @@ class Stepper:
         self.engine.zero_gradients()
         if self.reference is not None:
             batches = self.reference(self.engine, batches)
+        start = self.start if step == 0 else None
+        objective = self.objective if start is None else start.watched(self.objective)
         reports = self.engine.forward_backward(
-            self._forward_step(batches), _watched(batches, names), num_microbatches=len(batches)
+            self._forward_step(batches, objective),
+            _watched(batches, names),
+            num_microbatches=len(batches),
         )
         ACTIVITY.enter("sums over all ranks")
         counts = Counts.of(
@@ -141,6 +149,8 @@ class Stepper:
             self._stop_on_non_finite(
                 step, reports, names or [batch.keys for batch in batches], result
             )
+        if start is not None:
+            start.judge(batches)
         if result.loss is not None:  # a global batch of holes teaches nothing, on every rank alike
             self._update(step, result, check)
         return result, {
@@ -153,7 +163,7 @@ class Stepper:
         if self.reference is not None:
             batches = self.reference(self.engine, batches)
         reports = self.engine.forward_backward(
-            self._forward_step(batches),
+            self._forward_step(batches, self.objective),
             _watched(batches, None, "validation"),
             num_microbatches=len(batches),
             forward_only=True,
@@ -185,17 +195,17 @@ class Stepper:
             counted[name] = sum(count(batch) for batch in batches)
         return counted
 
-    def _forward_step(self, batches: Sequence[Batch]) -> ForwardStep:
+    def _forward_step(self, batches: Sequence[Batch], objective: Objective) -> ForwardStep:
         """The objective's. Where terms of its loss have divisors of their own, the global batch is
         counted first, over all ranks; nothing is read on the host."""
-        names = sorted(self.objective.counted_before())
+        names = sorted(objective.counted_before())
         if not names:
-            return self.objective.forward_step
+            return objective.forward_step
         counted = self._counted(batches, Counts.of(batches))
         mine = [counted[name] if self.ranks.is_lead else 0 for name in names]
         host = torch.tensor(mine, dtype=torch.float64).to(self.engine.device, non_blocking=True)
         summed = self.ranks.sum_over_world(host)
-        return self.objective.step_with(dict(zip(names, summed.unbind(), strict=True)))
+        return objective.step_with(dict(zip(names, summed.unbind(), strict=True)))
 
     def _named(self, totals: Mapping[str, float], grad_norm: float = 0.0) -> StepSums:
         return StepSums(
