@@ -327,8 +327,10 @@ def _literal(marker: str) -> Key:
 
 
 IN_PAIRS = {
-    "rejected_response": r"|rejected\[0\] has the key 'ZEBRA'",
-    "rejected_messages": "|'rejected_messages' does not begin with the turns",
+    "rejected_response": r"|rejected\[0\] has the key 'ZEBRA'|says its answers twice|"
+    "excludes all of 'chosen' from the loss",
+    "rejected_messages": "|'rejected_messages' does not begin with the turns|"
+    "says its answers twice",
 }
 """What `convert` says of keys that it reads as another answer."""
 
