@@ -28,6 +28,7 @@ from vlmpack.training.preference import PreferenceSums, dpo
 from vlmpack.training.reference import log_probabilities
 
 PACKED = PackCollator(pad_token_id=561, num_position_axes=3, pad_to_multiple_of=8)
+SHARED = replace(PACKED, share_prefix=True)
 TIGHT = PackCollator(pad_token_id=561, num_position_axes=3)
 PADDED = PadCollator(pad_token_id=561, num_position_axes=3)
 
@@ -40,13 +41,14 @@ LAYOUTS = {
     "rows of 3, 1, 2": (PACKED, ((0, 1, 2), (3,), (4, 5))),
     "one row": (TIGHT, ((0, 1, 2, 3, 4, 5),)),
     "other order, an empty row": (PACKED, ((5, 3), (), (0, 4, 2, 1))),
+    "shared prefixes": (SHARED, ((0, 1, 2), (), (3,), (5, 4))),
     "padded": (PADDED, ((0, 1), (2,), (3, 4, 5))),
 }
 
 
 @pytest.fixture(scope="module")
 def pair_encoder():
-    return Encoder(TINY_MODEL, pairs=True)
+    return Encoder(TINY_MODEL, pairs=True).with_cuts()
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +128,15 @@ def test_log_probabilities_are_those_of_each_answer_alone(layout, engine, pairs,
         found = torch.tensor(log_probabilities(engine, batch), dtype=torch.float64)
         wanted = log_p[[2 * place + k for place in row for k in (0, 1)]]
         assert (found - wanted).abs().max().item() < 1e-11 if row else not found.numel()
+
+
+def test_prefixes_are_shared_where_they_are_said_to_be(pairs, stock):
+    shared = batches_of("shared prefixes", pairs, stock[1])
+    saved = [batch.num_shared_tokens for batch in shared]
+    assert min(saved[0], saved[2], saved[3]) > 0
+    separate = PACKED(pairs)
+    assert sum(batch.num_tokens for batch in shared) == separate.num_tokens
+    assert sum(batch.num_slots for batch in shared) < 0.75 * separate.num_slots
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -370,7 +381,8 @@ def test_any_pairs_in_any_rows(seed, engine, pair_encoder):
         size = draw.randint(1, len(order))
         rows.append(order[:size])
         order = order[size:]
-    collate = draw.choice([PADDED, TIGHT, PACKED, replace(PACKED, pad_to_multiple_of=16)])
+    wide, close = replace(PACKED, pad_to_multiple_of=16), replace(TIGHT, share_prefix=True)
+    collate = draw.choice([PADDED, TIGHT, PACKED, wide, close, SHARED])
     batches = [
         replace(
             collate([pairs[place] for place in row]),

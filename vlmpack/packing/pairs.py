@@ -118,13 +118,12 @@ def identical_pairs(batch: Batch) -> int:
     if batch.label_sequences is None:
         return 0
     if isinstance(batch, PackedBatch):
-        ids = batch.input_ids.flatten()
-        starts = [*accumulate(batch.segment_lengths, initial=0)]
-        pieces = [ids[at : at + n] for at, n in zip(starts, batch.segment_tokens, strict=False)]
-        whole = [
-            torch.cat([pieces[place] for place in segments])
-            for segments in batch.segments_of_sequences
-        ]
+        starts, ids = accumulate(batch.segment_lengths, initial=0), batch.input_ids.flatten()
+        tokens = batch.segment_tokens
+        whole = [ids[at : at + length] for at, length in zip(starts, tokens, strict=False)]
+        if batch.forks is not None:
+            paths = batch.segments_of_sequences
+            whole = [torch.cat([whole[place] for place in path]) for path in paths]
     else:
         whole = [row[:length] for row, length in zip(batch.input_ids, batch.lengths, strict=True)]
     return sum(torch.equal(whole[at], whole[at + 1]) for at in range(0, len(whole), 2))
