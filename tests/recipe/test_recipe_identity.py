@@ -53,6 +53,7 @@ ALLOWED = [
     "data.storage.endpoint=https://elsewhere.example.org",
     "packing.alignment=64",
     "packing.balance=none",
+    "packing.share_prefix=true",
     "parallelism.sharding=fsdp",
     "training.micro_batch_size=8",
     "training.max_steps=101",

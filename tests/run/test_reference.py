@@ -112,6 +112,29 @@ def test_planned_rows_train_the_same_steps(unbroken, tmp_path, shard):
     assert audited(run_dir).problems == []
 
 
+@pytest.mark.parametrize("mode", ["in_batch", "online"])
+def test_shared_prefixes_train_the_same_steps(mode, unbroken, tmp_path, shard):
+    """The prompt of a pair stands in its row once; its reference too, within rounding."""
+    planned = {
+        "packing__mode": "online",
+        "packing__scope": "batch",
+        "training__micro_batch_size": 1,
+    }
+    changes = planned if mode == "online" else {}
+    values = settings(tmp_path, shard, packing__share_prefix=True, **changes)
+    run_recipe(resolve(values | {"training": values["training"] | {"max_steps": 3}}, {}))
+    ours = Path(values["run_dir"])
+    for found, wanted in zip(rows(ours, *SMOOTH), rows(unbroken[1], *SMOOTH)[:3], strict=True):
+        assert found == pytest.approx(wanted, rel=1e-4, abs=1e-4)
+    (shared,) = zip(*rows(ours, "num_shared_tokens"), strict=True)
+    whole = rows(ours, "num_tokens", "num_slots", "fill")
+    assert min(shared) > 0
+    for (tokens, slots, fill), saved in zip(whole, shared, strict=True):
+        assert fill == pytest.approx((tokens - saved) / slots, abs=1e-6)
+        assert slots < tokens
+    assert audited(ours).problems == []
+
+
 def test_shards_indexed_on_the_way_have_their_own_reference(tmp_path):
     """Samples are numbered otherwise there; two shards, of which the second begins at 12."""
     for place, seeds in enumerate(((0, 1), (2,))):

@@ -51,6 +51,8 @@ def build_encoder(recipe: Recipe) -> Encoder:
         chat_template_kwargs=recipe.data.chat_template_kwargs,
         pairs=recipe.objective.learns_pairs,
     )
+    if recipe.packing.share_prefix:
+        encoder = encoder.with_cuts()
     encoder.load()  # now, to fail early
     _note_long_images(recipe, encoder)
     _note_thoughts(encoder)

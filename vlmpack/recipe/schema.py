@@ -197,6 +197,10 @@ class PackingSection(Section):
     """`cu_seqlens` of planned rows gets exactly `max_sequences` + 2 entries, its last value
     repeated (fixed shapes, for CUDA graphs). Needs `pad_to_max_length`."""
 
+    share_prefix: bool = False
+    """Neighbours in a row that begin alike have that once: the prompt and images of a pair, the
+    image of several questions. Exact; what may be shared ends behind the images or the prompt."""
+
     alignment: Count | None = None
     """Planned lengths are rounded up to a multiple of this many tokens, so a run can resume at
     any context parallelism CP whose 2*CP divides it. Null: the multiple of 2*CP from 8 up."""

@@ -3,7 +3,9 @@
 Rows of training steps:
 
     step, epoch, loss (null where every sample became a hole), grad_norm, learning_rate, num_tokens
-    (real), num_slots (computed, padding included), num_padded_slots (what mode none computes for
+    (real, as each sample has them alone), num_shared_tokens (those of them that stand in their row
+    once for several), num_shared_patches (of images that the tower encoded once for several
+    samples), num_slots (computed, padding included), num_padded_slots (what mode none computes for
     the same samples), num_label_tokens, num_samples, num_skipped, num_rows (micro-batches that hold
     a sample), imbalance (the largest planned cost of a replica over the mean; FLOPs, but tokens
     under packing.balance: none), fill, padding (1 - fill), seconds, data_wait_seconds,
@@ -46,6 +48,8 @@ class StepRow:
     grad_norm: float
     learning_rate: float
     num_tokens: int
+    num_shared_tokens: int = 0
+    num_shared_patches: int = 0
     num_slots: int
     num_padded_slots: int
     num_label_tokens: int
@@ -64,8 +68,8 @@ class StepRow:
 
     @property
     def fill(self) -> float:
-        """Real tokens per computed slot."""
-        return self.num_tokens / max(1, self.num_slots)
+        """Real tokens per computed slot, a shared one counted once."""
+        return (self.num_tokens - self.num_shared_tokens) / max(1, self.num_slots)
 
     @property
     def data_wait_share(self) -> float:
@@ -74,7 +78,7 @@ class StepRow:
 
     @property
     def tokens_per_second(self) -> float:
-        """Real tokens per second."""
+        """Real tokens per second, as each sample has them alone."""
         return self.num_tokens / max(1e-9, self.seconds)
 
     def as_row(self) -> dict[str, Any]:
@@ -292,6 +296,8 @@ class Progress:
             old = self._smooth.get(name, value)
             self._smooth[name] = old + (value - old) * 0.05 if name in self._smooth else value
         left = (self.total_steps - row.step) * self._smooth["seconds"]
+        share = row.num_shared_tokens / max(1, row.num_tokens)
+        shared = f"shared {share:.0%}  " if share else ""
         imbalance = f"imbalance {row.imbalance:.2f}  " if row.imbalance > 1 else ""
         loss = "no sample left" if row.loss is None else f"loss {row.loss:.4f}"
         beside = "".join(
@@ -301,7 +307,7 @@ class Progress:
         )
         return (
             f"{loss}  {beside}{self._smooth['rate']:,.0f} real tokens/s  "
-            f"fill {row.fill:.0%}  {row.num_samples} samples  {imbalance}"
+            f"fill {row.fill:.0%}  {shared}{row.num_samples} samples  {imbalance}"
             f"data wait {self._smooth['wait']:.0%}  ETA {_clock(left)}"
         )
 

@@ -50,7 +50,9 @@ class Counts:
 
     Args:
         num_label_tokens: tokens that carry loss.
-        num_tokens: real tokens.
+        num_tokens: real tokens, as each sample has them alone.
+        num_shared_tokens: those of them that were not computed again, where rows share prefixes.
+        num_shared_patches: patches that the tower did not encode again.
         num_slots: computed slots, padding included.
         num_padded_slots: slots that the same micro-batches take in mode `none`.
         num_samples: samples trained.
@@ -62,6 +64,8 @@ class Counts:
 
     num_label_tokens: int = 0
     num_tokens: int = 0
+    num_shared_tokens: int = 0
+    num_shared_patches: int = 0
     num_slots: int = 0
     num_padded_slots: int = 0
     num_samples: int = 0
@@ -76,6 +80,8 @@ class Counts:
         return cls(
             num_label_tokens=sum(batch.num_label_tokens for batch in batches),
             num_tokens=sum(batch.num_tokens for batch in batches),
+            num_shared_tokens=sum(batch.num_shared_tokens for batch in batches),
+            num_shared_patches=sum(batch.num_shared_patches for batch in batches),
             num_slots=sum(batch.num_slots for batch in batches),
             num_padded_slots=sum(batch.num_padded_slots for batch in batches),
             num_samples=sum(len(batch.keys) for batch in batches),

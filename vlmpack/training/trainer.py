@@ -226,6 +226,8 @@ class Trainer:
                 grad_norm=sums.grad_norm,
                 learning_rate=self.stepper.schedule(step),
                 num_tokens=sums.num_tokens,
+                num_shared_tokens=sums.num_shared_tokens,
+                num_shared_patches=sums.num_shared_patches,
                 num_slots=sums.num_slots,
                 num_padded_slots=sums.num_padded_slots,
                 num_label_tokens=sums.num_label_tokens,

@@ -72,7 +72,8 @@ def packing_mode(recipe: Recipe, begun: DataState | None = None) -> PackingMode:
 
 def evaluation_mode(recipe: Recipe) -> PackingMode:
     """The mode of the splits that are not trained on: they are read in order, bin by bin."""
-    section = PackingSection(mode="none" if recipe.packing.facts.pads else "in_batch")
+    mode: ModeName = "none" if recipe.packing.facts.pads else "in_batch"
+    section = PackingSection(mode=mode, share_prefix=recipe.packing.share_prefix)
     return packing_mode(recipe.model_copy(update={"packing": section}))
 
 

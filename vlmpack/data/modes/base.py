@@ -134,6 +134,7 @@ class PackingMode(ABC):
             pad_to_multiple_of=self.multiples.sequence,
             total_multiple_of=self.multiples.row,
             fixed=self.fixed_shape(),
+            share_prefix=self.packing.share_prefix,
         )
 
     def fixed_shape(self) -> FixedShape | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
+from vlmpack.packing import PackedBatch
 from vlmpack.proof.check import Check
 from vlmpack.proof.rows.findings import (
     BOUNDARIES,
@@ -21,6 +22,7 @@ from vlmpack.proof.rows.findings import (
 from vlmpack.proof.rows.images_check import check_images
 from vlmpack.proof.rows.row import Row, RowRules
 from vlmpack.proof.rows.slices_check import check_slices
+from vlmpack.proof.rows.unfold import check_forks, unfolded
 from vlmpack.words import counted
 
 
@@ -41,6 +43,8 @@ def check_rows(rows: Sequence[Row]) -> list[Check]:
     ]
     if any(row.batch.media is not None or _has_images(row) for row in rows):
         checks.append(("pixels in order", check_images, _say_images))
+    if any(isinstance(row.batch, PackedBatch) and row.batch.forks for row in rows):
+        checks.append(("shared prefixes", check_forks, _say_forks))
     if rules.budget is not None:
         checks.append(("budget", _budget, lambda *found: _say_budget(rules, *found)))
     if size > 1:
@@ -52,11 +56,19 @@ def _run(
     rows: Sequence[Row], name: str, check: Callable[[Row], Counts], say: Callable[..., str]
 ) -> Check:
     try:
-        counts = [check(row) for row in rows]
+        as_it_is = check in (_budget, check_forks)
+        counts = [check(row if as_it_is else unfolded(row)) for row in rows]
     except Broken as found:
         return Check(name=name, status="fail", detail=str(found), look_at=found.look_at)
     detail = say(*map(sum, zip(*counts, strict=True)))
     return Check(name=name, status="pass", detail=detail)
+
+
+def _say_forks(count: int, tokens: int) -> str:
+    return (
+        f"{counted(count, 'stretch', 'stretches')} of several samples, {tokens:,} tokens not "
+        "repeated; labels in branches alone"
+    )
 
 
 def _samples(row: Row) -> Counts:

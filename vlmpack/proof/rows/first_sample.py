@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from vlmpack.encode import Encoder
 from vlmpack.packing import Batch
-from vlmpack.proof.rows.view import Kind, SampleView, readable, view_samples
+from vlmpack.proof.rows.view import Kind, SampleView, readable, view_first
 from vlmpack.terminal import open_console
 from vlmpack.whole_file import write_atomically
 
@@ -60,7 +60,7 @@ def show_first_sample(
         batch = next((batch for batch in batches if batch.keys), None)
         if batch is None:
             return False
-        sample = next(view_samples(batch, encoder))
+        sample = view_first(batch, encoder)
         path = folder / "first-sample.txt"
         if not path.exists():
             write_atomically(path, "\n".join([_title(sample, "in [[ ]]"), *sample.lines()]) + "\n")

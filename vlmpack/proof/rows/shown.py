@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -17,7 +17,7 @@ from vlmpack.data.loading.read import SkippedSample
 from vlmpack.data.pipeline import TrainData
 from vlmpack.encode import Encoder, VLMSample
 from vlmpack.errors import DataError, ModelError
-from vlmpack.packing import CostModel, EncodedSample
+from vlmpack.packing import CostModel, EncodedSample, PackedBatch
 from vlmpack.packing.pairs import sequences_of
 from vlmpack.proof.rows.row import Row, RowRules, cut_row
 from vlmpack.proof.rows.view import RowView, SampleView, view_samples
@@ -50,8 +50,10 @@ class Segment:
 
     @property
     def name(self) -> str:
-        """The sample's key."""
-        return "tail" if self.sample is None else self.sample.key
+        """The sample's key; of what several share, the first one's and how many more."""
+        if self.sample is None:
+            return "tail"
+        return self.sample.name if self.sample.shared_by else self.sample.key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +83,7 @@ class ShownRow(Row):
                 Segment(
                     number=number,
                     start=start,
-                    length=self.batch.lengths[number] if has_sample else 0,
+                    length=self.shown.samples[number].num_tokens if has_sample else 0,
                     slots=end - start,
                     logical=(logical[number], logical[number + 1]),
                     sample=self.shown.samples[number] if has_sample else None,
@@ -99,7 +101,7 @@ class ShownRow(Row):
         patches = [t * h * w for t, h, w in grids]
         found = self.cost(
             np.array([batch.num_slots]),
-            np.array([sum(length**2 for length in batch.segment_lengths)]),
+            np.array([sum(_squares(batch))]),
             np.array([sum(patches)]),
             patch_squares=np.array([sum(count**2 for count in patches)]),
             labels=np.array([batch.num_label_tokens]),
@@ -209,9 +211,10 @@ def view_row(loaded: MicroBatch, read: Sequence[Any], encoder: Encoder, title: s
     """
     samples = []
     each = 2 if encoder.pairs else 1
-    for place, view in enumerate(view_samples(loaded.batch, encoder)):
+    for view in view_samples(loaded.batch, encoder):
+        place = view.sequence
         name, item = loaded.samples[place // each], read[place // each]
-        is_cooked = isinstance(item, VLMSample)
+        is_cooked = isinstance(item, VLMSample) and not view.shared_by
         messages = item.conversations[place % each] if is_cooked else ()
         images = encoder.image_rule.pictures(view.media) if view.media is not None else ()
         samples.append(
@@ -224,6 +227,14 @@ def view_row(loaded: MicroBatch, read: Sequence[Any], encoder: Encoder, title: s
         )
     rows, columns = loaded.batch.input_ids.shape
     return RowView(title, tuple(samples), loaded.skipped, rows, columns)
+
+
+def _squares(batch: PackedBatch) -> Iterator[int]:
+    """Of each segment's length; one that goes on from others attends to these as well."""
+    for number, length in enumerate(batch.segment_lengths):
+        path = () if batch.forks is None else batch.forks.path(number)
+        seen = sum(batch.segment_lengths[place] for place in path)
+        yield length**2 + 2 * length * seen
 
 
 def _own_positions(encoder: Encoder, item: EncodedSample) -> Tensor:

@@ -14,7 +14,7 @@ Everything is taken from the very tensors that training gets.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from typing import Any, Literal
 
@@ -25,7 +25,14 @@ from torch import Tensor
 from vlmpack.data.loading.read import SkippedSample
 from vlmpack.encode import Encoder
 from vlmpack.encode.pair_form import PAIR_NAMES
-from vlmpack.packing.batch import IGNORE_INDEX, Batch, GridTHW, Media, PaddedBatch
+from vlmpack.packing.batch import (
+    IGNORE_INDEX,
+    Batch,
+    GridTHW,
+    Media,
+    PackedBatch,
+    PaddedBatch,
+)
 
 Kind = Literal["given", "image", "learnt"]
 """Without loss; placeholders of an image; what the model must predict."""
@@ -75,6 +82,8 @@ class SampleView:
         roles: of its turns; empty where the tokens come from saved packs.
         images: the images after processing, normalisation undone, where they are to be drawn.
         answer: which of a pair's it is; empty where the sample is no pair.
+        sequence: the first of the batch's sequences that it is of.
+        shared_by: sequences that begin with it, where it is what several share; else 0.
     """
 
     key: str
@@ -88,10 +97,14 @@ class SampleView:
     roles: tuple[str, ...] = ()
     images: tuple[Image, ...] = ()
     answer: str = ""
+    sequence: int = 0
+    shared_by: int = 0
 
     @property
     def name(self) -> str:
-        """Its key, with the answer."""
+        """Its key, with the answer, or with how many share it."""
+        if self.shared_by:
+            return f"{self.key} and {self.shared_by - 1} more"
         return f"{self.key}, {self.answer}" if self.answer else self.key
 
     @property
@@ -126,9 +139,10 @@ class RowView:
         """The row as text."""
         tokens = sum(sample.num_tokens for sample in self.samples)
         labels = sum(sample.num_labels for sample in self.samples)
-        count = f"{len(self.samples)} samples"
+        sequences = sum(not sample.shared_by for sample in self.samples)
+        count = f"{sequences} samples"
         if any(sample.answer for sample in self.samples):
-            count = f"{len(self.samples) // 2} pairs"
+            count = f"{sequences // 2} pairs"
         yield (
             f"{self.title}: {count}, {tokens} tokens, {labels} labels in "
             f"{self.num_rows} x {self.num_columns} slots"
@@ -168,23 +182,51 @@ def view_samples(batch: Batch, encoder: Encoder) -> Iterator[SampleView]:
     ids, labels = batch.input_ids.flatten(), batch.labels.flatten()
     images = _Images(batch.media)
     keys, media = batch.sequence_keys, None
-    for place, (start, slots) in enumerate(_places(batch)):
-        if place == len(keys):
-            break
-        key, length = keys[place], batch.lengths[place]
+    members, tokens = _members(batch)
+    for (start, slots), length, of in zip(_places(batch), tokens, members, strict=False):
+        place = of[0]
         own, targets = ids[start : start + length], labels[start : start + length]
-        if not (batch.num_pairs and place % 2):  # the second of a pair shows what the first does
+        second = batch.num_pairs and place % 2 and len(of) == 1
+        if not second:  # that of a pair shows what the first does
             media = images.take(int((ids[start : start + slots] == encoder.placeholder_id).sum()))
         yield SampleView(
-            key=key,
+            key=keys[place],
             start=start,
             num_tokens=length,
             num_padding=slots - length,
             num_labels=int((targets != IGNORE_INDEX).sum()),
             runs=tuple(_runs(own, targets, encoder, media)),
             media=media,
-            answer=PAIR_NAMES[place % 2] if batch.num_pairs else "",
+            answer=PAIR_NAMES[place % 2] if batch.num_pairs and len(of) == 1 else "",
+            sequence=place,
+            shared_by=len(of) if len(of) > 1 else 0,
         )
+
+
+def view_first(batch: Batch, encoder: Encoder) -> SampleView:
+    """The first sequence of a batch that has one, whole: with what it shares."""
+    first = next(view_samples(batch, encoder))
+    if not isinstance(batch, PackedBatch) or batch.forks is None:
+        return first
+    views = list(view_samples(batch, encoder))
+    path = [views[number] for number in batch.segments_of_sequences[0]]
+    return replace(
+        path[-1],
+        num_tokens=batch.lengths[0],
+        runs=tuple(run for view in path for run in view.runs),
+        media=next((view.media for view in path if view.media is not None), None),
+    )
+
+
+def _members(batch: Batch) -> tuple[list[list[int]], tuple[int, ...]]:
+    """The sequences that each segment is of, and its tokens."""
+    if not isinstance(batch, PackedBatch):
+        return [[place] for place in range(len(batch.lengths))], batch.lengths
+    members: list[list[int]] = [[] for _ in batch.segment_tokens]
+    for sequence, segments in enumerate(batch.segments_of_sequences):
+        for number in segments:
+            members[number].append(sequence)
+    return members, batch.segment_tokens
 
 
 def _places(batch: Batch) -> Iterator[tuple[int, int]]:

@@ -149,7 +149,8 @@ def _read(train: TrainData, samples: Bin) -> Iterator[Chosen]:
         try:
             if isinstance(read, DataError):
                 raise read
-            encoded = train.dataset.encode(ref, read)
+            # Rows of samples by themselves, whatever the recipe's rows share.
+            encoded = replace(train.dataset.encode(ref, read), cuts=())
         except DataError as error:
             if not train.config.data.on_error.skips(error.error_class):
                 raise

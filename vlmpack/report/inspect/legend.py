@@ -50,7 +50,7 @@ def draw_legend(canvas: Canvas, row: ShownRow) -> None:
     size = row.rules.context
     ranks = (0, size - 1) if size > 1 else ()
     entries: list[tuple[str, str | None, str]] = [
-        (segment_color(0)[0], None, "a sample: number, key, tokens"),
+        (segment_color(0)[0], None, "a sample, or what several share: number, key, tokens"),
         (PAD, PAD_LINES, "padding"),
         (TEXT_TOKENS, None, "text tokens"),
         *([(IMAGE_TOKENS, None, "image tokens")] if has_images else []),

@@ -139,7 +139,7 @@ def _stored(number: int, image: Image) -> StoredImage:
 
 
 def _drawings(row: ShownRow, sizes: Sequence[tuple[int, int]]) -> Iterator[str]:
-    label = f"{len(row.shown.samples)} samples in {row.num_slots} slots, to scale"
+    label = f"{len(row.batch.lengths)} samples in {row.num_slots} slots, to scale"
     for name, width in LAYOUTS:
         canvas = Canvas(width)
         draw_lanes(canvas, row)

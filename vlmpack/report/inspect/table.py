@@ -44,12 +44,15 @@ def totals(row: ShownRow) -> dict[str, str]:
     gaps = sum(s.slots - s.length for s in segments if s.sample is not None)
     tail = sum(s.slots for s in segments if s.sample is None)
     found = {
-        "samples": f"{len(row.shown.samples):,}",
+        "samples": f"{len(batch.lengths):,}",
         "tokens": f"{batch.num_tokens:,} in {batch.num_slots:,} slots",
         "fill": _fill(row),
         "padding": f"{gaps + tail:,} slots ({_parts(row, gaps, tail)})",
         "loss tokens": f"{batch.num_label_tokens:,}",
     }
+    if batch.num_shared_tokens:
+        patches = batch.num_shared_patches
+        found["shared"] = f"{batch.num_shared_tokens:,} tokens, {patches:,} patches not repeated"
     if (media := batch.media) is not None:
         patches = sum(t * h * w for t, h, w in media.grid_thw)
         tokens = sum(media.num_tokens)
@@ -74,11 +77,11 @@ def _flops(count: float) -> str:
 
 def _fill(row: ShownRow) -> str:
     batch = row.batch
-    fill = f"{batch.num_tokens / max(1, batch.num_slots):.1%}"
-    budget = row.rules.budget
+    tokens, budget = batch.num_tokens - batch.num_shared_tokens, row.rules.budget
+    fill = f"{tokens / max(1, batch.num_slots):.1%}"
     if budget is None:
         return fill
-    return f"{fill}; {batch.num_tokens / budget.max_tokens:.1%} of the budget {budget.max_tokens:,}"
+    return f"{fill}; {tokens / budget.max_tokens:.1%} of the budget {budget.max_tokens:,}"
 
 
 def _parts(row: ShownRow, gaps: int, tail: int) -> str:

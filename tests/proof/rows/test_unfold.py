@@ -1,0 +1,119 @@
+"""Rows with shared prefixes pass every check, and each way to break one fails."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+
+import pytest
+from support.shards import TINY_MODEL
+from support.shared import collators, encoded_pairs, pairs_about_one_image, questions
+
+from vlmpack.alignment import Alignment
+from vlmpack.encode import Encoder
+from vlmpack.packing.pairs import sequences_of
+from vlmpack.proof.rows.checks import check_row
+from vlmpack.proof.rows.row import Row, RowRules
+from vlmpack.proof.rows.unfold import unfolded
+from vlmpack.proof.rows.view import RowView, view_first, view_samples
+
+
+@pytest.fixture(scope="module")
+def encoders():
+    return Encoder(TINY_MODEL).with_cuts(), Encoder(TINY_MODEL, pairs=True).with_cuts()
+
+
+@pytest.fixture(scope="module", params=["questions", "pairs"])
+def samples(request, encoders):
+    if request.param == "pairs":
+        return encoded_pairs(encoders[1], pairs_about_one_image())
+    return [encoders[0].encode(raw.cooked()) for raw in questions()]
+
+
+def row_of(batch, samples, encoder, multiple):
+    alone = tuple(part for sample in samples for part in sequences_of(sample))
+    return Row(
+        batch=batch,
+        alone=alone,
+        rules=RowRules(
+            context=1,
+            multiples=Alignment(multiple, 1),
+            placeholder_id=encoder.placeholder_id,
+            pad_token_id=561,
+        ),
+        planned=batch.keys,
+        positions=tuple(item.position_ids for item in alone),
+        sequences=len(sequences_of(samples[0])),
+    )
+
+
+def faults(row):
+    return {check.name for check in check_row(row) if check.status != "pass"}
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_a_shared_row_is_its_samples(multiple, samples, encoders):
+    batch = collators(encoders[0], multiple)[0](samples)
+    row = row_of(batch, samples, encoders[0], multiple)
+    checks = {check.name: check for check in check_row(row)}
+    assert faults(row) == set()
+    assert f"{batch.num_shared_tokens:,} tokens not repeated" in checks["shared prefixes"].detail
+    plain = unfolded(row).batch
+    assert plain.forks is None
+    assert plain.num_slots == collators(encoders[0], multiple)[1](samples).num_slots
+
+
+def changed(tensor, place, value):
+    copy = tensor.clone()
+    assert int(copy[place]) != value
+    copy[place] = value
+    return copy
+
+
+def test_what_is_wrong_in_one_is_found(samples, encoders):
+    batch = collators(encoders[0], 8)[0](samples)
+    starts = [*accumulate(batch.segment_lengths, initial=0)]
+    own = batch.forks.ends[0]
+    fork, shared = starts[own], starts[batch.forks.parents[own]]
+
+    def found(**fields):
+        return faults(row_of(replace(batch, **fields), samples, encoders[0], 8))
+
+    assert "samples" in found(input_ids=changed(batch.input_ids, (0, fork), 7))
+    assert "samples" in found(input_ids=changed(batch.input_ids, (0, shared), 7))
+    assert "positions" in found(position_ids=changed(batch.position_ids, (0, 0, fork), 0))
+    labels = changed(batch.labels, (0, shared), int(batch.input_ids[0, shared + 1]))
+    mask = labels != -100
+    learnt = {"labels": labels, "loss_mask": mask, "label_positions": mask[0].nonzero()[:, 0]}
+    assert {"shared prefixes", "labels and loss mask"} <= found(**learnt)
+    apart = replace(batch.forks, parents=(-1,) * len(batch.forks.parents))
+    assert "shared prefixes" in found(forks=apart)
+    ends = (batch.forks.ends[1], batch.forks.ends[0], *batch.forks.ends[2:])
+    assert faults(
+        row_of(replace(batch, forks=replace(batch.forks, ends=ends)), samples, encoders[0], 8)
+    )
+    pixels = replace(batch.media, pixel_values=batch.media.pixel_values.flip(0))
+    assert found(media=pixels) == {"pixels in order"}
+    gap = starts[own] + batch.forks.lengths[own]
+    if gap < starts[own + 1]:
+        assert "shared prefixes" in found(input_ids=changed(batch.input_ids, (0, gap), 7))
+
+
+def test_what_is_shared_is_shown_as_a_stretch_of_its_own(samples, encoders):
+    batch = collators(encoders[0])[0](samples)
+    views = tuple(view_samples(batch, encoders[0]))
+    assert [view.num_tokens for view in views] == list(batch.segment_tokens)
+    assert views[0].shared_by > 1
+    assert views[0].name == f"{batch.keys[0]} and {views[0].shared_by - 1} more"
+    assert views[0].media is not None
+    assert views[0].num_labels == 0
+    assert sum(view.num_labels for view in views) == batch.num_label_tokens
+    lines = [*RowView("row", views, (), *batch.input_ids.shape).lines()]
+    count = f"{len(samples)} pairs" if batch.num_pairs else f"{len(samples)} samples"
+    assert lines[0].startswith(f"row: {count}, {batch.num_slots} tokens")
+    whole = view_first(batch, encoders[0])
+    alone = collators(encoders[0])[1](samples)
+    first = next(view_samples(alone, encoders[0]))
+    assert whole.num_tokens == first.num_tokens == batch.lengths[0]
+    assert whole.lines() == first.lines()
+    assert whole.num_labels == first.num_labels

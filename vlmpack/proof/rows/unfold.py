@@ -1,0 +1,205 @@
+"""A row with shared prefixes against its samples: taken apart into one in which nothing is shared,
+which the other checks judge; and what must hold of the forks themselves.
+
+Nothing here asks the collator: slots follow from the lengths of segments and from which goes on
+from which.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from vlmpack.alignment import round_up
+from vlmpack.packing import Media, PackedBatch
+from vlmpack.packing.forks import Forks
+from vlmpack.proof.rows.findings import BOUNDARIES, COLLATOR, NO_LOSS, Broken, Counts
+from vlmpack.proof.rows.row import Row
+
+
+def check_forks(row: Row) -> Counts:
+    """Each sequence ends in a segment of its own; labels are there alone; boundaries are where the
+    lengths put them; slots between hold nothing.
+
+    Raises:
+        Broken: what does not hold.
+    """
+    batch = row.batch
+    assert isinstance(batch, PackedBatch)
+    forks = batch.forks
+    if forks is None:
+        return 0, 0
+    _check_ends(row, forks)
+    _check_bounds(row, batch, forks)
+    owned = set(forks.ends)
+    starts = [*accumulate(batch.segment_lengths, initial=0)]
+    labels, ids = batch.labels.flatten().tolist(), batch.input_ids.flatten().tolist()
+    for number, (start, end) in enumerate(pairwise(starts)):
+        tokens = forks.lengths[number] if number < forks.num_segments else 0
+        for slot in range(start, end):
+            if labels[slot] != NO_LOSS and (number not in owned or slot >= start + tokens):
+                raise Broken(
+                    f"slot {slot} of segment {number}, which no sequence has alone, learns "
+                    f"{labels[slot]}",
+                    COLLATOR,
+                )
+            if slot >= start + tokens and ids[slot] != row.rules.pad_token_id:
+                raise Broken(f"slot {slot} of no sample: token {ids[slot]}", COLLATOR)
+    shared = set(range(forks.num_segments)) - owned
+    return len(shared), batch.num_shared_tokens
+
+
+def _check_ends(row: Row, forks: Forks) -> None:
+    if len(forks.ends) != len(row.alone) or len(set(forks.ends)) != len(forks.ends):
+        raise Broken(
+            f"{len(row.alone)} sequences end in the segments {list(forks.ends)}; expected one each",
+            COLLATOR,
+        )
+    used = Counter(n for place in range(len(forks.ends)) for n in forks.whole(place))
+    for number in range(forks.num_segments):
+        least = 1 if number in forks.ends else 2
+        if used[number] < least or (least == 1 and used[number] > 1):
+            raise Broken(
+                f"segment {number} is of {used[number]} sequences; expected "
+                + ("its own alone" if least == 1 else "two or more"),
+                COLLATOR,
+            )
+
+
+def _check_bounds(row: Row, batch: PackedBatch, forks: Forks) -> None:
+    multiple, physical = row.rules.multiples.sequence, [0]
+    for length in forks.lengths[: forks.num_segments]:
+        physical.append(physical[-1] + round_up(length, multiple))
+    if row.boundaries[: len(physical)] != physical:
+        raise Broken(f"segments end at {row.boundaries}, their lengths say {physical}", BOUNDARIES)
+    logical = batch.cu_seqlens.tolist()
+    if [end - begin for begin, end in pairwise(logical)] != [*forks.lengths]:
+        raise Broken(f"cu_seqlens are {logical}, the segments have {forks.lengths}", BOUNDARIES)
+    if [*accumulate(batch.segment_lengths, initial=0)] != row.boundaries:
+        raise Broken("segment_lengths are not the differences of the boundaries", BOUNDARIES)
+    if row.num_slots != row.boundaries[-1] or row.num_slots % row.rules.multiples.row:
+        raise Broken(f"the row has {row.num_slots} slots", BOUNDARIES)
+
+
+def unfolded(row: Row) -> Row:
+    """The same row with nothing shared: each sequence's slots along its path, one behind the other.
+
+    Raises:
+        Broken: placeholders that get parts of images.
+    """
+    batch = row.batch
+    if not isinstance(batch, PackedBatch) or batch.forks is None:
+        return row
+    slots = _slots(batch)
+    lengths = tuple(map(len, slots))
+    physical = tuple(round_up(length, row.rules.multiples.sequence) for length in lengths)
+    tail = round_up(max(sum(physical), 1), max(row.rules.multiples.row, 1)) - sum(physical)
+    fillers = (tail,) if tail else ()
+
+    def gathered(values: Tensor, fill: int) -> Tensor:
+        parts = []
+        for place, size in zip(slots, physical, strict=True):
+            own = values[..., place]
+            gap = own.new_full((*own.shape[:-1], size - len(place)), fill)
+            parts += [own, gap]
+        parts.append(values.new_full((*values.shape[:-1], tail), fill))
+        return torch.cat(parts, dim=-1)
+
+    labels = gathered(batch.labels, NO_LOSS)
+    mask = gathered(batch.loss_mask.long(), 0).bool()
+    cu = [
+        torch.tensor([*accumulate((*each, *fillers), initial=0)]).int()
+        for each in (lengths, physical)
+    ]
+    media, sources, places = _images(row, batch, slots, physical)
+    flat = replace(
+        batch,
+        input_ids=gathered(batch.input_ids, row.rules.pad_token_id),
+        labels=labels,
+        loss_mask=mask,
+        position_ids=gathered(batch.position_ids, 0),
+        cu_seqlens=cu[0],
+        cu_seqlens_padded=None if physical == lengths else cu[1],
+        segment_lengths=(*physical, *fillers),
+        label_positions=mask.flatten().nonzero()[:, 0],
+        media=media,
+        media_positions=places,
+        media_sources=sources,
+        forks=None,
+    )
+    return replace(row, batch=flat)
+
+
+def _slots(batch: PackedBatch) -> list[list[int]]:
+    """Of each sequence, along its path."""
+    starts = [*accumulate(batch.segment_lengths, initial=0)]
+    tokens = batch.segment_tokens
+    return [
+        [slot for n in segments for slot in range(starts[n], starts[n] + tokens[n])]
+        for segments in batch.segments_of_sequences
+    ]
+
+
+def _images(
+    row: Row, batch: PackedBatch, slots: list[list[int]], physical: tuple[int, ...]
+) -> tuple[Media | None, Tensor | None, Tensor]:
+    """The images that the samples show, each sample's once; which features the placeholders of
+    each sequence get; and where these are."""
+    starts = [*accumulate(physical, initial=0)]
+    given = batch.media_positions.tolist()
+    own = [*range(len(given))] if batch.media_sources is None else batch.media_sources.tolist()
+    feature_of = dict(zip(given, own, strict=True))
+    places, wanted = [], []
+    for start, sequence in zip(starts, slots, strict=False):
+        shown = [place for place, slot in enumerate(sequence) if slot in feature_of]
+        places += [start + place for place in shown]
+        wanted.append([feature_of[sequence[place]] for place in shown])
+    media = batch.media
+    if media is None:
+        return None, None, torch.tensor(places, dtype=torch.int64)
+    images, sources, total = list[int](), list[int](), 0
+    for first in range(0, len(wanted), row.sequences):
+        numbers, at = _whole_images(media, wanted[first]), {}
+        for place, feature in enumerate(wanted[first], start=total):
+            at[feature] = place
+        for features in wanted[first : first + row.sequences]:
+            sources += [at.get(feature, -1) for feature in features]
+        images += numbers
+        total += len(wanted[first])
+    kept = _of_images(media, images)
+    alone = torch.tensor(sources)
+    in_order = torch.equal(alone, torch.arange(len(sources)))
+    return kept, None if in_order else alone, torch.tensor(places)
+
+
+def _whole_images(media: Media, features: list[int]) -> list[int]:
+    """The numbers of the images that these features are all of, in order."""
+    starts = [*accumulate(media.num_tokens, initial=0)]
+    numbers, place = list[int](), 0
+    while place < len(features):
+        number = next((n for n, start in enumerate(starts[:-1]) if start == features[place]), None)
+        count = 0 if number is None else media.num_tokens[number]
+        stop = place + count
+        if number is None or features[place:stop] != [
+            *range(starts[number], starts[number] + count)
+        ]:
+            raise Broken(f"placeholder {place} of a sequence begins no whole image", COLLATOR)
+        numbers.append(number)
+        place = stop
+    return numbers
+
+
+def _of_images(media: Media, numbers: list[int]) -> Media | None:
+    """Those images, one after the other; one may be there more than once."""
+    if not numbers:
+        return None
+    patches = media.pixel_values.split([t * h * w for t, h, w in media.grid_thw])
+    return Media(
+        pixel_values=torch.cat([patches[n] for n in numbers]),
+        grid_thw=tuple(media.grid_thw[n] for n in numbers),
+        num_tokens=tuple(media.num_tokens[n] for n in numbers),
+    )
