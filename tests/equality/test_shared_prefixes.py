@@ -12,9 +12,11 @@ from itertools import accumulate
 
 import pytest
 import torch
+from support.doubles import stock_double, stock_log_p, use_double
 from support.engines import make_engine
 from support.families import TEXT_FAMILIES, TINY, tiny_family_folder
 from support.runs import find_differences, relative_l2
+from support.shards import TINY_MODEL
 from support.shared import (
     by_sequence,
     collators,
@@ -28,6 +30,7 @@ from support.stock import StockProcessor, load_stock, run_one_by_one
 
 from vlmpack.capabilities.served import SERVED
 from vlmpack.encode import Encoder
+from vlmpack.errors import CapabilityError
 
 QUICK = ("qwen3_vl",)
 NAMED = ("qwen2_vl", "internvl", "llava_onevision")
@@ -88,6 +91,41 @@ def test_shared_rows_compute_what_each_sequence_does_alone(name, kind, case_of):
         assert shared.forks is not None, "something is shared"
         assert shared.num_slots < separate.num_slots
     assert find_differences(run_row(case.vlm, shared), case.reference[kind]) == []
+
+
+def test_questions_about_one_image_are_the_stock_models_in_double(monkeypatch):
+    """Five of them, and others beside: log p within 1e-11, every gradient within 1e-12."""
+    use_double(monkeypatch.setattr)
+    encoder = Encoder(TINY_MODEL).with_cuts()
+    samples = [encoder.encode(raw.cooked()) for raw in questions()]
+    batch = collators(encoder, 8)[0](samples)
+    assert batch.num_shared_tokens > 100
+    stock = stock_double()
+    alone = stock_log_p(stock, encoder, samples)
+    (-alone.sum() / batch.num_label_tokens).backward()
+    vlm = make_engine(TINY_MODEL, encoder).vlm.double()
+    run = run_row(vlm, batch)
+    for name, theirs in zip(run.losses, alone.detach(), strict=True):
+        assert abs(float(run.losses[name].double().sum() + theirs)) < 1e-11
+    for name, parameter in stock.named_parameters():
+        if parameter.grad is not None:
+            assert relative_l2(run.gradients[name], parameter.grad) < 1e-12, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("qwen3_5_text", "carry state"), ("nemotron_h", "carry state"), ("gemma3", "both directions")],
+)
+def test_models_that_would_not_compute_it_refuse_a_row(name, words, tmp_path):
+    folder = tiny_family_folder(name, tmp_path)
+    encoder = Encoder(folder, pairs=True).with_cuts()
+    vlm = make_engine(folder, encoder).vlm
+    text = [pair for pair in pairs_about_one_image() if not pair[0].images]
+    batch = collators(encoder)[0](encoded_pairs(encoder, text))
+    assert batch.forks is not None
+    with pytest.raises(CapabilityError, match=f"{words}.*packing.share_prefix: false"):
+        vlm(batch, batch.packed_seq_params())
 
 
 def test_five_questions_an_image_save_at_least_half_of_tokens_and_of_the_tower(case):

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
 from support.engines import EVERYTHING, engine_of, single_rank
 from support.runs import loss_errors, mean_loss, pack, split_by_sample
+from support.shared import collators, questions
 
 from vlmpack.attention import choose_attention, segment_attention
+from vlmpack.attention.forked import attention_of_row
+from vlmpack.attention.forks import fork_attention
+from vlmpack.attention.lse_kernels import kernel_with_lse
+from vlmpack.attention.merged import ForkedCalls
 from vlmpack.packing import move_batch, pad_batch_sequences
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
@@ -103,3 +109,35 @@ def test_a_kernel_equals_the_segment_loop(encoded, name, window, kv_heads):
     their_gradients = torch.autograd.grad(theirs.float().square().sum(), tensors)
     for mine, other in zip(our_gradients, their_gradients, strict=True):
         assert ((mine - other).norm() / other.norm()).item() < ATTENTION_TOLERANCE
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_a_kernels_merged_calls_equal_masks(encoder, name, window, kv_heads):
+    device = torch.device("cuda", 0)
+    cutting = encoder.with_cuts()
+    samples = [cutting.encode(raw.cooked()) for raw in questions()]
+    batch = move_batch(collators(cutting, 8)[0](samples), device)
+    params = batch.packed_seq_params()
+    choice = choose_attention(name, device=device, dtype=torch.bfloat16)
+    assert kernel_with_lse(name) is not None
+    tensors = [
+        torch.randn(
+            batch.num_slots, heads, 32, device=device, dtype=torch.bfloat16, requires_grad=True
+        )
+        for heads in (4, kv_heads, kv_heads)
+    ]
+    function = attention_of_row(choice, params, ForkedCalls.of(params))
+    ours = function(*tensors, params, window=window)
+    theirs = fork_attention(*tensors, params, params.forks, window=window)
+    starts = [0, *accumulate(params.segment_lengths)]
+    slots = torch.cat(
+        [at + torch.arange(n) for at, n in zip(starts, batch.segment_tokens, strict=False)]
+    ).to(device)
+    assert (ours - theirs)[slots].abs().max() < ATTENTION_TOLERANCE
+    mine, other = (
+        torch.autograd.grad(each[slots].float().square().sum(), tensors) for each in (ours, theirs)
+    )
+    for a, b in zip(mine, other, strict=True):
+        assert ((a - b).norm() / b.norm()).item() < ATTENTION_TOLERANCE

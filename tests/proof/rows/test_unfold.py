@@ -6,6 +6,8 @@ from dataclasses import replace
 from itertools import accumulate
 
 import pytest
+from support.pairs import write_pairs
+from support.recipes import run_settings, write_recipe
 from support.shards import TINY_MODEL
 from support.shared import collators, encoded_pairs, pairs_about_one_image, questions
 
@@ -13,9 +15,11 @@ from vlmpack.alignment import Alignment
 from vlmpack.encode import Encoder
 from vlmpack.packing.pairs import sequences_of
 from vlmpack.proof.rows.checks import check_row
+from vlmpack.proof.rows.opening import Wanted, open_row
 from vlmpack.proof.rows.row import Row, RowRules
 from vlmpack.proof.rows.unfold import unfolded
 from vlmpack.proof.rows.view import RowView, view_first, view_samples
+from vlmpack.report.inspect.page import render_page
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +121,25 @@ def test_what_is_shared_is_shown_as_a_stretch_of_its_own(samples, encoders):
     assert whole.num_tokens == first.num_tokens == batch.lengths[0]
     assert whole.lines() == first.lines()
     assert whole.num_labels == first.num_labels
+
+
+def test_inspect_shows_and_checks_a_shared_row(tmp_path):
+    shard = write_pairs(tmp_path / "pairs.tar", pairs_about_one_image())
+    settings = run_settings(
+        tmp_path,
+        data__train=str(shard),
+        data__index_dir=str(tmp_path / "i"),
+        objective__name="dpo",
+        packing__share_prefix=True,
+        training__micro_batch_size=4,
+    )
+    recipe = write_recipe(tmp_path / "recipe.yaml", settings)
+    row, _, encoder = open_row(recipe, Wanted(row=0))
+    assert row.batch.num_shared_tokens > 0
+    assert faults(row) == set()
+    shared = [segment for segment in row.segments if segment.sample and segment.sample.shared_by]
+    assert len(shared) >= 4
+    assert sum(segment.length for segment in row.segments) == row.num_slots
+    page = render_page(row, check_row(row), encoder, "recipe")
+    assert f"{row.batch.num_shared_tokens:,} tokens, " in page
+    assert f"{shared[0].name}" in page

@@ -230,7 +230,7 @@ def view_row(loaded: MicroBatch, read: Sequence[Any], encoder: Encoder, title: s
 
 
 def _squares(batch: PackedBatch) -> Iterator[int]:
-    """Of each segment's length; one that goes on from others attends to these as well."""
+    """Squared lengths of the segments; one that goes on from others attends to these as well."""
     for number, length in enumerate(batch.segment_lengths):
         path = () if batch.forks is None else batch.forks.path(number)
         seen = sum(batch.segment_lengths[place] for place in path)

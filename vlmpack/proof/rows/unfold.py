@@ -135,7 +135,7 @@ def unfolded(row: Row) -> Row:
 
 
 def _slots(batch: PackedBatch) -> list[list[int]]:
-    """Of each sequence, along its path."""
+    """The slots of each sequence, along its path."""
     starts = [*accumulate(batch.segment_lengths, initial=0)]
     tokens = batch.segment_tokens
     return [
