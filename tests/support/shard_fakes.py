@@ -128,6 +128,7 @@ class FakeEncoder:
     pad_token_id: ClassVar[int] = 0
     num_position_axes: ClassVar[int] = 1
     pairs: ClassVar[bool] = False
+    cuts: ClassVar[bool] = False
     fingerprint: str = "fake-1"
     former_fingerprints: tuple[str, ...] = ()
     former_rules: tuple[str, ...] = ()

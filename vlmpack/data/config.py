@@ -13,6 +13,7 @@ from vlmpack.data.loading.loader import WorkerSettings
 from vlmpack.data.modes import PackingMode, Uncut
 from vlmpack.data.plan.packers import AlignedSizes, Sizes
 from vlmpack.data.plan.shares import RowCost, token_cost
+from vlmpack.data.plan.sharing import PlannedSamples
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.recipe.schema import DataSection, TrainingSection
 from vlmpack.recipe.sources import Source
@@ -52,6 +53,7 @@ class DataConfig:
         sizes: Sizes,
         first_samples: Callable[[], Int64s] | None,
         aligned_sizes: AlignedSizes | None = None,
+        planned: PlannedSamples | None = None,
     ) -> Uncut:
         """The split as its mode cuts it."""
         return Uncut(
@@ -60,6 +62,7 @@ class DataConfig:
             sizes=sizes,
             first_samples=first_samples,
             aligned_sizes=aligned_sizes,
+            planned=planned,
         )
 
     @property

@@ -17,8 +17,8 @@ budget         bounds on what an image costs: refused, and written into an expor
 """
 
 from vlmpack.encode.decode import decode_image
-from vlmpack.encode.encoder import Encoder, SampleLength
-from vlmpack.encode.sample import ImagePart, Message, TextPart, VLMSample
+from vlmpack.encode.encoder import Encoder
+from vlmpack.encode.sample import ImagePart, Message, SampleLength, TextPart, VLMSample
 
 __all__ = [
     "Encoder",

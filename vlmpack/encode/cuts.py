@@ -12,12 +12,14 @@ branch, so the second cut is one token before the end of what is common.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from itertools import takewhile
 
 import numpy as np
 
 from vlmpack.encode.assemble import Tokens
+from vlmpack.encode.sample import VLMSample, said
 from vlmpack.families.base import ImageLayout
 from vlmpack.packing.batch import Cut
 
@@ -28,6 +30,16 @@ DIGEST_BYTES = 8
 def image_digest(data: bytes) -> bytes:
     """The digest of an image file that cuts are made of."""
     return blake2b(data, digest_size=DIGEST_BYTES).digest()
+
+
+def sibling(sample: VLMSample) -> VLMSample | None:
+    """Another sample that begins with the turns which all samples of a record have in common, so
+    that each of them finds where these end; None for a record's only sample."""
+    if not sample.num_common or sample.messages[sample.num_common].role == "tool":
+        return None
+    common = sample.messages[: sample.num_common]
+    asked = [said("user", ".")] if sample.messages[sample.num_common].role == "user" else []
+    return replace(sample, messages=(*common, *asked, said("assistant", ".")))
 
 
 def cuts_of(

@@ -9,7 +9,7 @@ import datetime
 import math
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -18,11 +18,11 @@ from vlmpack.encode.assemble import Tokens, assemble
 from vlmpack.encode.budget import refuse_budget, write_settings
 from vlmpack.encode.chat import ChatEncoder
 from vlmpack.encode.clock import noted_date, reads_clock, today
-from vlmpack.encode.cuts import cuts_of, image_digest
+from vlmpack.encode.cuts import cuts_of, image_digest, sibling
 from vlmpack.encode.decode import decode_images, which_image
 from vlmpack.encode.fingerprint import EncoderFacts
 from vlmpack.encode.pair_form import PAIR_NAMES, refuse_other_form
-from vlmpack.encode.sample import Beside, Message, VLMSample
+from vlmpack.encode.sample import Beside, Message, SampleLength, VLMSample
 from vlmpack.encode.template import no_vision_tower
 from vlmpack.encode.thoughts import last_turn_alone
 from vlmpack.encode.tokenizer import open_tokenizer
@@ -31,7 +31,7 @@ from vlmpack.errors import CapabilityError, DataError, ModelError, schema_error
 from vlmpack.families.base import Family, ImageLayout, ImageRule
 from vlmpack.families.registry import family_of
 from vlmpack.model_folder.images import made_with
-from vlmpack.packing import EncodedSample, Media
+from vlmpack.packing import Cut, EncodedSample, Media
 from vlmpack.packing.pairs import join_pair
 from vlmpack.recipe.images import MAX_IMAGE_PIXELS, ImagesSection
 
@@ -43,22 +43,6 @@ SAME_TOKENS = (3,)
 
 LossOn = Literal["assistant", "all"]
 Learn = Literal["all_turns", "last_turn"]
-
-
-@dataclass(frozen=True, slots=True)
-class SampleLength:
-    """What a sample costs, in tokens of the packed row and patches of the tower. Of a pair, tokens
-    are those of both sequences, and patches those of its images, which are encoded once.
-
-    Args:
-        num_chosen_tokens: of a pair's first sequence alone; 0 where there is no pair.
-    """
-
-    num_tokens: int
-    num_image_tokens: int
-    num_label_tokens: int
-    num_patches: int
-    num_chosen_tokens: int = 0
 
 
 class Encoder:
@@ -302,7 +286,31 @@ class Encoder:
         if not self.cuts:
             return whole
         digests = [image_digest(data) for data in sample.images]
-        return replace(whole, cuts=cuts_of(tokens, layouts, digests, seen))
+        return replace(whole, cuts=self._cuts(sample, tokens, layouts, digests, seen))
+
+    def forks(
+        self, sample: VLMSample, sizes: Sequence[tuple[int, int]], digests: Sequence[bytes]
+    ) -> tuple[Cut, ...]:
+        """Where a sample may fork: the cuts that `encode` gives it where it is asked for some.
+
+        Args:
+            sample, sizes: as of `length`.
+            digests: `image_digest` of each image's file.
+        """
+        layouts = self.layouts(sizes, sample.image_names)
+        return self._cuts(sample, self._tokens(sample, layouts), layouts, digests, sizes)
+
+    def _cuts(
+        self,
+        sample: VLMSample,
+        tokens: Sequence[Tokens],
+        layouts: Sequence[ImageLayout],
+        digests: Sequence[bytes],
+        sizes: Sequence[tuple[int, int]],
+    ) -> tuple[Cut, ...]:
+        other = sibling(sample)
+        beside = [] if other is None else self._tokens(other, layouts)
+        return cuts_of([*tokens, *beside], layouts, digests, sizes)
 
     def pixels(
         self, files: Sequence[bytes], sizes: Sequence[tuple[int, int]] | None = None

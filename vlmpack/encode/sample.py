@@ -124,3 +124,19 @@ class VLMSample:
     def num_images(self) -> int:
         """Number of image parts in the messages."""
         return sum(isinstance(part, ImagePart) for m in self.messages for part in m.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLength:
+    """What a sample costs, in tokens of the packed row and patches of the tower. Of a pair, tokens
+    are those of both sequences, and patches those of its images, which are encoded once.
+
+    Args:
+        num_chosen_tokens: of a pair's first sequence alone; 0 where there is no pair.
+    """
+
+    num_tokens: int
+    num_image_tokens: int
+    num_label_tokens: int
+    num_patches: int
+    num_chosen_tokens: int = 0

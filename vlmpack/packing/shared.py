@@ -16,13 +16,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from vlmpack.errors import PackingError
-from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, Media
+from vlmpack.packing.batch import IGNORE_INDEX, Cut, EncodedSample, Media
 from vlmpack.packing.media import concatenate_media
+
+
+class Forking(Protocol):
+    """A sequence that may share what it begins with: read already, or planned."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of it."""
+
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        """Where it may fork, the shorter one first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +61,7 @@ class Stretch:
         return self.stop - self.start
 
 
-def stretches_of(parts: Sequence[EncodedSample], *, least: int = 1) -> list[Stretch]:
+def stretches_of(parts: Sequence[Forking], *, least: int = 1) -> list[Stretch]:
     """How the sequences of a row are laid out: one stretch each where none share anything.
 
     Args:
@@ -56,21 +69,21 @@ def stretches_of(parts: Sequence[EncodedSample], *, least: int = 1) -> list[Stre
         least: tokens of a shared stretch. With the multiple that segments are rounded up to, a row
             never takes more slots than its sequences take by themselves.
     """
-    alike = [_alike(one, other) for one, other in pairwise(parts)]
+    common = [alike(one, other) for one, other in pairwise(parts)]
     found: list[Stretch] = []
-    _lay_out(parts, alike, least, (0, len(parts)), (-1, 0), found)
+    _lay_out(parts, common, least, (0, len(parts)), (-1, 0), found)
     return found
 
 
-def _alike(one: EncodedSample, other: EncodedSample) -> int:
+def alike(one: Forking, other: Forking) -> int:
     """Tokens before the last cut that both have."""
     both = set(one.cuts) & set(other.cuts)
     return max((cut.length for cut in both), default=0)
 
 
 def _lay_out(
-    parts: Sequence[EncodedSample],
-    alike: Sequence[int],
+    parts: Sequence[Forking],
+    common: Sequence[int],
     least: int,
     span: tuple[int, int],
     before: tuple[int, int],
@@ -79,26 +92,26 @@ def _lay_out(
     """Add the stretches of sequences that share the tokens before.
 
     Args:
-        alike: tokens that each sequence has in common with the next one.
+        common: tokens that each sequence has in common with the next one.
         least: tokens that are worth a stretch.
         span: the first sequence, and the one behind the last.
         before: the segment that they go on from, and the tokens up to its end.
     """
     parent, start = before
-    for first, last in _runs(alike, span, start + least):
+    for first, last in _runs(common, span, start + least):
         if last - first == 1:
             found.append(Stretch(parent, (first, last), start, parts[first].length, ends=True))
             continue
-        stop = min(alike[first : last - 1])
+        stop = min(common[first : last - 1])
         found.append(Stretch(parent, (first, last), start, stop, ends=False))
-        _lay_out(parts, alike, least, (first, last), (len(found) - 1, stop), found)
+        _lay_out(parts, common, least, (first, last), (len(found) - 1, stop), found)
 
 
-def _runs(alike: Sequence[int], span: tuple[int, int], least: int) -> Iterator[tuple[int, int]]:
+def _runs(common: Sequence[int], span: tuple[int, int], least: int) -> Iterator[tuple[int, int]]:
     """Runs of neighbours that have so many tokens in common."""
     first, last = span
     for place in range(first, last):
-        if place + 1 == last or alike[place] < least:
+        if place + 1 == last or common[place] < least:
             yield first, place + 1
             first = place + 1
 

@@ -43,7 +43,7 @@ from vlmpack.data.shards.schemas import cook, cook_text
 from vlmpack.data.shards.tar import read_members
 from vlmpack.data.tools.lint import LintOne, LintReport
 from vlmpack.encode import Encoder, ImagePart, Message, TextPart, VLMSample
-from vlmpack.encode.encoder import SampleLength
+from vlmpack.encode.sample import SampleLength
 from vlmpack.errors import DataError
 from vlmpack.packing import IGNORE_INDEX, EncodedSample
 from vlmpack.storage.fetch import LocalFetcher

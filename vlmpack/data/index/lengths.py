@@ -53,6 +53,9 @@ LENGTHS_SCHEMA = pa.schema(
 )
 """Columns of a part, row by row beside the index. Zeros and a reason for a bad sample."""
 
+CUTS = pa.list_(pa.struct([("length", pa.int32()), ("digest", pa.int64())]))
+"""Column `cuts` of a part of samples that may share what they begin with, the shorter one first."""
+
 CHOSEN = "num_chosen_tokens"
 """Column of a part of pairs beside these: tokens of the first of their two sequences."""
 
@@ -64,10 +67,12 @@ class SampleText:
     Args:
         sample: the conversation, without image bytes.
         sizes: (width, height) per image in token order, as seen.
+        digests: of the images' bytes, as the index has them.
     """
 
     sample: VLMSample
     sizes: tuple[ImageSize, ...]
+    digests: tuple[int, ...]
 
 
 def read_text(fetcher: Fetcher, stamp: ShardStamp, row: dict[str, Any]) -> SampleText:
@@ -95,7 +100,25 @@ def text_of(stamp: ShardStamp, row: dict[str, Any], document: bytes) -> SampleTe
         oriented_size(image["width"], image["height"], image["orientation"])
         for image in row["images"]
     )
-    return SampleText(text.sample, sizes)
+    return SampleText(text.sample, sizes, tuple(row["image_digests"]))
+
+
+def cuts_of_text(
+    encoder: Encoder, text: SampleText, sizes: Sequence[ImageSize]
+) -> list[tuple[int, int]]:
+    """(length, digest) of each place where a sample may fork; none where nobody asks.
+
+    Args:
+        sizes: of its images, where they are not as seen.
+
+    Raises:
+        DataError: as Encoder.length.
+    """
+    if not encoder.cuts:
+        return []
+    digests = [digest.to_bytes(8, "little", signed=True) for digest in text.digests]
+    found = encoder.forks(text.sample, sizes, digests)
+    return [(cut.length, int.from_bytes(cut.digest, "little", signed=True)) for cut in found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +138,8 @@ class LengthsBuilder:
     @property
     def rule(self) -> str:
         """The rule's name, with what changes its result."""
-        return f"{LENGTHS_RULE}-{self.index.rule}-{self.encoder.fingerprint}-{made_with()}"
+        cuts = "-cuts-1" if self.encoder.cuts else ""
+        return f"{LENGTHS_RULE}-{self.index.rule}-{self.encoder.fingerprint}-{made_with()}{cuts}"
 
     def __call__(self, part: Part) -> None:
         """Computes and writes the lengths of one shard.
@@ -139,6 +163,8 @@ class LengthsBuilder:
         columns = LENGTHS_SCHEMA
         if self.encoder.pairs:
             columns = columns.append(pa.field(CHOSEN, pa.int32()))
+        if self.encoder.cuts:
+            columns = columns.append(pa.field("cuts", CUTS))
         write_part(part.path, pa.Table.from_pylist(list(rows), schema=columns), {})
 
     def _rows(self, stamp: ShardStamp, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -170,10 +196,12 @@ class LengthsBuilder:
         """One row: the sample's length, or why it has none."""
         try:
             length = self.encoder.length(text.sample, text.sizes)
+            cuts = cuts_of_text(self.encoder, text, text.sizes)
         except DataError as error:
             return _bad_row(error.error_class, error.reason)
         counts = {name: getattr(length, name) for name in (*COUNTS, CHOSEN)}
-        return counts | {"error_class": None, "reason": None}
+        listed = [{"length": length, "digest": digest} for length, digest in cuts]
+        return counts | {"cuts": listed, "error_class": None, "reason": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +230,9 @@ class ShardBuilder(IndexBuilder):
         def note(row: IndexRow, sample: VLMSample | None) -> None:
             sizes = tuple(image.size for image in row.images)
             measured.append(
-                None if sample is None else self.lengths.measure(SampleText(sample, sizes))
+                None
+                if sample is None
+                else self.lengths.measure(SampleText(sample, sizes, row.image_digests))
             )
 
         rows = self.scan(part.stamp, note)
@@ -256,4 +286,5 @@ def lengths_digest(tables: Sequence[Any]) -> str:
 
 
 def _bad_row(error_class: str, reason: str) -> dict[str, Any]:
-    return dict.fromkeys((*COUNTS, CHOSEN), 0) | {"error_class": error_class, "reason": reason}
+    zeros: dict[str, Any] = dict.fromkeys((*COUNTS, CHOSEN), 0)
+    return zeros | {"cuts": [], "error_class": error_class, "reason": reason}

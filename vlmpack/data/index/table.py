@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from vlmpack.data.index.cuts import SampleCuts
 from vlmpack.data.index.groups import group_numbers, joined_digests
 from vlmpack.data.index.lengths import CHOSEN, COUNTS
 from vlmpack.data.index.shard_index import ShardIndex
@@ -102,6 +103,7 @@ class SampleTable:
         images_digests: (N,) int64, which images samples show, 0 for none; None where nobody asks.
         branches: (N,) int64, which of their record's samples they are, in whose order they come;
             -1 where a record is one sample. None where all are.
+        cuts: where samples may fork; None where nobody asks.
     """
 
     shards: tuple[ShardStamp, ...]
@@ -122,6 +124,7 @@ class SampleTable:
     num_chosen_tokens: Int64s | None = None
     images_digests: Int64s | None = None
     branches: Int64s | None = None
+    cuts: SampleCuts | None = None
 
     @property
     def num_samples(self) -> int:
@@ -226,6 +229,7 @@ def join_tables(sources: Sequence[tuple[Sequence[ShardIndex], Sequence[Any]]]) -
         shrunk={},
         unknown_keys=count_keys(index.unknown_keys for index in indexes),
         num_chosen_tokens=_int64s(lengths, CHOSEN) if CHOSEN in lengths.column_names else None,
+        cuts=SampleCuts.of(lengths.column("cuts")) if "cuts" in lengths.column_names else None,
         branches=_branches(rows.column("branch")),
         images_digests=joined_digests(rows.column("image_digests").combine_chunks()),
     )

@@ -10,6 +10,7 @@ from vlmpack.alignment import Alignment
 from vlmpack.data.index.overlong import SampleLimits
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.plan.packers import AlignedSizes, Packer, Sizes
+from vlmpack.data.plan.sharing import PlannedSamples
 from vlmpack.data.plan.state import IdentityValue
 from vlmpack.data.protocols import Collator
 from vlmpack.packing.budget import RowBudget
@@ -30,6 +31,7 @@ class Uncut:
             where shards are indexed as the run goes on.
         aligned_sizes: the same as `sizes` for rows that are planned: a pair takes each of its
             sequences rounded up; None where no sample is a pair.
+        planned: what is planned of samples, where they were measured for what they share.
     """
 
     global_batch_size: int
@@ -37,6 +39,7 @@ class Uncut:
     sizes: Sizes
     first_samples: Callable[[], Int64s] | None
     aligned_sizes: AlignedSizes | None = None
+    planned: PlannedSamples | None = None
 
     def planned_sizes(self, alignment: int) -> Sizes:
         """Tokens and patches of samples, as a planned row counts them."""

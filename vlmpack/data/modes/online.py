@@ -22,13 +22,21 @@ class Online(PackingMode):
         """See PackingMode: settled by a dry run over the first samples, where there are some."""
         per_row, in_rows = STREAMED_SAMPLES_PER_ROW, self.packing.counts_rows
         sizes = split.planned_sizes(self.budget.alignment)
+        planned = split.planned
         if split.first_samples is None:
             budget = self.budget.settled(None)
         elif not in_rows and self.budget.max_sequences is not None:
             budget = self.budget  # nothing is left to settle
         else:
             order = split.first_samples()
-            rows = self.budget.rows(*sizes(order))
+            tried = BudgetPacker(
+                budget=self.budget,
+                global_batch_size=split.global_batch_size,
+                scope="stream",
+                sizes=sizes,
+                planned=planned,
+            )
+            rows = tried.rows(order)
             per_row = -(-order.shape[0] // max(1, len(rows)))
             budget = self.budget.settled(rows)
         packer = BudgetPacker(
@@ -36,13 +44,22 @@ class Online(PackingMode):
             global_batch_size=split.global_batch_size,
             scope=self.packing.scope,
             sizes=sizes,
+            planned=planned,
         )
         return Cutting(packer, window_samples(split.global_batch_size, per_row if in_rows else 0))
 
     def identity(self, cutting: Cutting) -> dict[str, IdentityValue]:
         """See PackingMode."""
         budget = self.settled(cutting.packer).budget
-        return {**budget.knobs, "packing.scope": self.packing.scope, "window": cutting.window}
+        found: dict[str, IdentityValue] = {
+            **budget.knobs,
+            "packing.scope": self.packing.scope,
+            "window": cutting.window,
+        }
+        packer = cutting.packer
+        if isinstance(packer, BudgetPacker) and packer.planned is not None:
+            found["packing.share_prefix"] = True
+        return found
 
     def fixed_shape(self) -> FixedShape | None:
         """See PackingMode: `packing.pad_to_max_length` and `packing.pad_cu_seqlens`."""

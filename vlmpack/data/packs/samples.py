@@ -86,11 +86,12 @@ def _fitted(found: Any, facts: dict[str, Any]) -> Fitted:
     bad = np.zeros(found.num_rows, dtype=np.bool_)
     bad[list(faults)] = True
     sizes = enumerate(found.column("sizes").to_pylist())
+    columns: dict[str, Any] = {name: _int64s(found, name) for name in _NUMBERS}
     table = SampleTable(
         shards=tuple(ShardStamp(*shard) for shard in facts["shards"]),
         shard_starts=np.asarray(facts["shard_starts"], dtype=np.int64),
         source_starts=np.asarray(facts["source_starts"], dtype=np.int64),
-        **{name: _int64s(found, name) for name in _NUMBERS},
+        **columns,
         num_chosen_tokens=_int64s(found, _CHOSEN) if _CHOSEN in found.column_names else None,
         bad=bad,
         keys=found.column("key"),

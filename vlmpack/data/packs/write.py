@@ -35,6 +35,7 @@ from vlmpack.data.packs.manifest import (
 from vlmpack.data.packs.part_jobs import PART_BYTES, part_cuts, part_jobs
 from vlmpack.data.packs.parts import PartFacts, WritePart, facts_path, read_facts, tar_name
 from vlmpack.data.packs.samples import SAMPLES, save_samples
+from vlmpack.data.plan.packers import BudgetPacker
 from vlmpack.data.plan.packs import PackArrays
 from vlmpack.data.splits.checks import name_unknown_keys
 from vlmpack.data.splits.indexed import PreparedSplit, prepare_split
@@ -99,6 +100,12 @@ def make_packs(source: PackSource, folder: Path, order: PackOrder) -> Manifest:
             of other settings.
         DataError: a sample that cannot be encoded and may not be left out.
     """
+    packer = source.split.plan.packer
+    if isinstance(packer, BudgetPacker) and packer.planned is not None:
+        raise PacksError(
+            "packing.share_prefix: true, but saved rows have no beginnings in common; leave it "
+            "out, or train in mode online"
+        )
     with _claimed(folder):
         source.split.index_all()
         prepared = _prepared(source, order)

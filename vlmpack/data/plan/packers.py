@@ -18,6 +18,7 @@ from typing import Literal, Protocol
 
 from vlmpack.alignment import round_up
 from vlmpack.data.index.table import Int64s
+from vlmpack.data.plan.sharing import PlannedSamples, shared_rows
 from vlmpack.packing.budget import RowBudget
 
 Bin = tuple[int, ...]
@@ -96,12 +97,14 @@ class BudgetPacker:
         global_batch_size: rows in a global batch under scope `stream`, samples under `batch`.
         scope: whether rows are filled over the window, or inside fixed sets of samples.
         sizes: tokens and patches of samples.
+        planned: what is planned of samples, where a row has what they begin with once.
     """
 
     budget: RowBudget
     global_batch_size: int
     scope: Scope
     sizes: Sizes
+    planned: PlannedSamples | None = None
 
     @property
     def in_sets(self) -> bool:
@@ -127,7 +130,11 @@ class BudgetPacker:
         """The rows of some samples, none of them empty."""
         tokens, patches = self.sizes(order)
         samples: list[int] = order.tolist()
-        return [tuple(samples[place] for place in row) for row in self.budget.rows(tokens, patches)]
+        if self.planned is None:
+            rows = self.budget.rows(tokens, patches)
+        else:
+            rows = shared_rows(self.planned(order), patches, self.budget)
+        return [tuple(samples[place] for place in row) for row in rows]
 
 
 def window_samples(global_batch_size: int, samples_per_row: int = 0) -> int:

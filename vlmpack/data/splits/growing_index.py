@@ -38,6 +38,7 @@ from vlmpack.data.index.parts import (
 from vlmpack.data.index.shard_index import load_index, open_index
 from vlmpack.data.index.table import Int64s, SampleRef, SampleTable
 from vlmpack.data.loading.read import SkippedSample
+from vlmpack.data.plan.sharing import PlannedSample, planned_samples
 from vlmpack.data.shards.keys import describe_keys
 from vlmpack.data.splits.checks import dropped_samples
 from vlmpack.data.splits.index_ahead import IndexHelpers
@@ -257,6 +258,17 @@ class GrowingIndex:
             if by_image and table.images_digests is not None:
                 digests[where] = table.images_digests[rows[where]]
         return group_numbers(records, digests) if is_grouped else None
+
+    def planned(self, numbers: Int64s) -> list[PlannedSample]:
+        """(n,) what is planned of samples that were measured for what they share."""
+        shards, rows = np.divmod(numbers, SHARD_STRIDE)
+        found: list[PlannedSample] = [()] * numbers.shape[0]
+        for shard in np.unique(shards).tolist():
+            places = np.flatnonzero(shards == shard)
+            some = planned_samples(self.samples(shard).fitted.table, rows[places])
+            for place, sample in zip(places.tolist(), some, strict=True):
+                found[place] = sample
+        return found
 
     def ref(self, number: int) -> SampleRef:
         """What a worker needs of one sample."""

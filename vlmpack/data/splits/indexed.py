@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -28,6 +29,7 @@ from vlmpack.data.plan.batches import (
     dry_run_order,
 )
 from vlmpack.data.plan.orders import PLAN_RULE
+from vlmpack.data.plan.sharing import planned_samples
 from vlmpack.data.plan.state import Identity
 from vlmpack.data.splits.blending import blended_draws
 from vlmpack.data.splits.checks import (
@@ -166,7 +168,10 @@ def make_plan(config: DataConfig, fitted: Fitted, shuffle: Shuffle) -> tuple[Pla
     def first_samples() -> Int64s:
         return dry_run_order(sources, config.training.seed, shuffle, groups)
 
-    cutting = config.mode.cut(config.uncut(table.sizes, first_samples, table.aligned_sizes))
+    planned = None if table.cuts is None else partial(planned_samples, table)
+    cutting = config.mode.cut(
+        config.uncut(table.sizes, first_samples, table.aligned_sizes, planned)
+    )
     plan = Plan(
         sources,
         seed=config.training.seed,

@@ -268,7 +268,8 @@ def open_streamed(
         sizes = tuple(max(1, stamp.size) for stamp in shards)
         sources.append(StreamSource(source.name, first, sizes, count))
         first += len(shards)
-    cutting = config.mode.cut(config.uncut(index.sizes, None, index.aligned_sizes))
+    planned = index.planned if builder.lengths.encoder.cuts else None
+    cutting = config.mode.cut(config.uncut(index.sizes, None, index.aligned_sizes, planned))
     plan = WindowPlan(
         sources,
         index,
