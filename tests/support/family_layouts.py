@@ -22,10 +22,14 @@ from support import layouts
 from support.checkpoints import save_engine
 from support.engines import make_stepper
 from support.layouts import Layout, Trained, make_megatron, stepper_with, train
+from support.pairs import cooked_pair, raw_pairs
 from support.stock import load_stock
 
 from vlmpack.distributed import Ranks, stop_process_group
+from vlmpack.encode import Encoder
+from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.training.checkpoint import load_checkpoint, step_folder
+from vlmpack.training.preference import dpo
 
 FAMILY_LAYOUTS = {
     "one": Layout(),
@@ -152,6 +156,40 @@ def do_resume(job: Job) -> None:
     _go_on(job, stepper)
 
 
+def do_pairs(job: Job) -> None:
+    """SGD on pairs."""
+    engine = job.engine()
+    rows = train_pairs(engine, job.layout, job.model)
+    weights, same = layouts.whole_weights(engine)
+    assert same
+    if job.ranks.is_main:
+        Trained(rows, weights).save(job.stem)
+
+
+def train_pairs(engine: Any, layout: Layout, folder: Path) -> list[list[float]]:
+    """(loss, gradient norm, what else is reported) of some steps of preference training, four pairs
+    each; the reference of a model that knows no answer from another."""
+    stepper = stepper_with(engine, "sgd")
+    stepper.objective = dpo(ObjectiveSection(name="dpo", beta=0.05, sft_weight=1.0))
+    encoder = Encoder(folder, pairs=True)
+    pairs = [encoder.encode(cooked_pair(*pair)) for pair in raw_pairs(least=4)]
+    collate = layouts.collator(layout, pairs[0].position_ids.shape[0])
+    mine = [[0, 3], [1], [2], []][stepper.ranks.dp_rank :: layout.dp]
+    rows = []
+    for step in range(STEPS_AFTER):
+        batches = [
+            replace(
+                collate([pairs[place] for place in places]),
+                reference=torch.full((2 * len(places),), -50.0, dtype=torch.float64),
+            )
+            for places in mine
+        ]
+        sums, _ = stepper.train(step, batches, num_skipped=0, stop=False)
+        assert sums.totals["num_pairs"] == 4
+        rows.append([sums.loss, sums.grad_norm, *stepper.reported(sums).values()])
+    return rows
+
+
 def _go_on(job: Job, stepper: Any) -> None:
     rows = train(stepper, job.layout, STEPS_AFTER, job.model)
     if job.ranks.is_main:
@@ -202,6 +240,7 @@ JOBS: dict[str, Callable[[Job], None]] = {
     "resume": do_resume,
     "travel": do_travel,
     "shared": do_shared,
+    "pairs": do_pairs,
 }
 
 

@@ -65,6 +65,10 @@ LAUNCHES = {
         *(f"export:{family}:{BY_FAMILY[family][0]}" for family in TEXT),
     ],
     "more layouts": train_jobs(*FAMILIES, soak=True),
+    "pairs": [
+        *(f"pairs:{MOE}:{name}" for name in ("ep2", "cp2-ep2", "tp2")),
+        *(f"pairs:qwen3_vl:{name}" for name in ("cp2", "pp2")),
+    ],
     "one": [
         *(f"train:{family}:one" for family in ("qwen2_vl", "qwen3_vl", MOE)),
         f"aux:{MOE}:one",
@@ -72,7 +76,12 @@ LAUNCHES = {
     ],
 }
 """Jobs that share processes. The last one needs what is saved with experts."""
-MARKS = {"layouts": pytest.mark.slow, "more layouts": pytest.mark.soak, "one": pytest.mark.slow}
+MARKS = {
+    "layouts": pytest.mark.slow,
+    "more layouts": pytest.mark.soak,
+    "pairs": pytest.mark.soak,
+    "one": pytest.mark.slow,
+}
 LAUNCH_OF = {job: launch for launch, jobs in LAUNCHES.items() for job in jobs}
 
 
@@ -301,3 +310,19 @@ def test_a_run_goes_on_with_the_other_engine(done, folder, unbroken):
     layout = worker.FAMILY_LAYOUTS["one"]
     found = layouts.train(make_stepper(engine), layout, worker.STEPS_AFTER, folder / MOE)
     assert_goes_on(found, unbroken)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("job", LAUNCHES["pairs"])
+def test_pairs_take_the_steps_of_the_hf_engine(done, folder, job):
+    """Experts shared out, and features that go deep to both sequences of a pair."""
+    found = layouts.Trained.load(done(job))
+    family = folder / job.split(":")[1]
+    engine = make_engine(family, Encoder(family))
+    rows = worker.train_pairs(engine, layouts.LAYOUTS["one"], family)
+    weights = {name: p.detach().clone() for name, p in engine.parameters()}
+    start = layouts.start_weights(family)
+    errors = layouts.worst_errors(found, layouts.Trained(rows, weights), start)
+    print(f"\n{job} " + "  ".join(f"{what} {error:.1e}" for what, error in errors.items()))
+    assert layouts.beyond_tolerance(errors) == {}
+    assert rows[0][0] - rows[-1][0] > 0.1, "no lesson"

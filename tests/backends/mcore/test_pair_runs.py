@@ -10,12 +10,14 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from support.forked import run_ranks
 from support.pairs import raw_pairs, write_pairs
 from support.recipes import changed, rows, run_settings, write_recipe
-from support.whole_runs import finetune_in_ranks
+from support.whole_runs import environment, finetune_in_ranks
 
 from vlmpack.api import resolve, run_recipe
 from vlmpack.training.checkpoint import list_checkpoints, step_folder
+from vlmpack.training.reference_file import ReferenceFile
 
 pytestmark = pytest.mark.slow
 
@@ -155,3 +157,27 @@ def test_the_reference_says_how_it_was_made_and_not_in_which_layout(trained, roo
     assert facts["engine"] == "mcore"
     assert {"dtype", "attention", "weights"} < facts.keys()
     assert not {"tensor", "context", "pipeline", "alignment"} & facts.keys()
+
+
+@pytest.mark.soak
+def test_the_command_makes_the_same_reference_in_another_layout(trained, on_hf, root):
+    """`vlmpack reference` at PP 2, over padded rows; the run's is of CP 2 over planned ones."""
+    trained("cp2")
+    values = changed(
+        on_hf[0],
+        run_dir=str(root / "command"),
+        model__backend="mcore",
+        objective__reference_dir=str(root / "by-command"),
+        **LAYOUTS["pp2"],
+    )
+    recipe = write_recipe(root / "command.yaml", values)
+    done = run_ranks(["-m", "vlmpack", "reference", recipe], 2, environment=environment())
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert "train: 18 pairs, 18 of them computed now" in done.stdout
+    facts, tables = [], []
+    for folder in (root / "reference" / "train", root / "by-command" / "train"):
+        facts.append(json.loads((folder / "reference.json").read_text())["facts"])
+        tables.append(ReferenceFile(folder, facts[-1], 18).read())
+    assert facts[0] == facts[1], "a run of either layout takes both"
+    assert abs(tables[0]).min() > 1
+    assert abs(tables[0] - tables[1]).max() < 1e-3, "of -40 and less, float32"
