@@ -54,6 +54,7 @@ def test_a_planned_row_holds_the_longest_pair(minimal):
             "objective.label_smoothing: 0.1, but objective.loss 'hinge' has no probabilities",
         ),
         ([*DPO, "objective.loss=bco_pair"], "'bco_pair' looks across the batch"),
+        ([*DPO, "objective.loss=aot"], "'aot' looks across the batch"),
         ([*DPO, "objective.loss=sigmiod"], "did you mean 'sigmoid'"),
         (
             [*DPO, "packing.mode=offline", "packing.path=p", "training.micro_batch_size=1"],
@@ -70,7 +71,6 @@ def test_a_planned_row_holds_the_longest_pair(minimal):
             "training.global_batch_size 16 then counts pairs, as in the unpacked run",
         ),
         ([*DPO, "model.router_aux_loss_coef=0.1"], "looks across all tokens of a row"),
-        ([*DPO, "training.verify=true"], "'dpo' has pairs, which are not verified yet"),
         (
             [*OFF, "trainable.language=lora"],
             "are trained too (trainable.vision: full, trainable.projector: full), so without",

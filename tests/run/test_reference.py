@@ -20,7 +20,6 @@ from vlmpack.build.read_only import open_recipe
 from vlmpack.distributed import Ranks
 from vlmpack.errors import RecipeError, ReferenceCacheError
 from vlmpack.forecast.open import plan_recipe
-from vlmpack.proof.verify import VerifyOptions, verify_recipe
 from vlmpack.run.reference import make_references
 from vlmpack.training import reference as reference_pass
 from vlmpack.training import reference_file
@@ -252,12 +251,6 @@ def test_a_reference_of_each_step_is_not_made_beforehand(tmp_path, shard):
     values = settings(tmp_path, shard, objective__reference="adapters_off")
     with pytest.raises(RecipeError, match="'adapters_off' keeps no numbers: each step makes its"):
         make_references(resolve(values | {"trainable": lora}, {}), Ranks())
-
-
-def test_verify_refuses_pairs_by_name(tmp_path, shard):
-    recipe = resolve(settings(tmp_path, shard), {})
-    with pytest.raises(RecipeError, match="'dpo' has pairs, and verify compares conversations"):
-        verify_recipe(recipe, Ranks(), VerifyOptions(scratch=tmp_path))
 
 
 @pytest.mark.slow

@@ -157,9 +157,9 @@ GENERIC = "generic"
 """The file in `vlmpack/families` of the family that takes what the others do not."""
 
 
-_UNVERIFIED_PAIRS = Limit(
-    "no family of ours serves this class: it trains where `verify` passes, and verify "
-    "compares conversations, no pairs",
+_UNSHARED_IMAGES = Limit(
+    "no family of ours serves this class, which puts image features into the text itself, each in "
+    "one place; the two answers of a pair share them",
     "use objective.name: sft",
 )
 
@@ -170,7 +170,7 @@ def generic_line(model_type: str) -> ServedModel:
         title=model_type,
         family=GENERIC,
         has_experts=True,
-        limits={"DPO": _UNVERIFIED_PAIRS},
+        limits={"DPO": _UNSHARED_IMAGES},
         unshared="no family of ours serves this class, and nobody tried forks with it",
     )
 

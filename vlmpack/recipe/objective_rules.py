@@ -127,16 +127,3 @@ def a_reference_is_kept_where_there_is_one(objective: ObjectiveSection) -> list[
         "numbers; leave it out, or use reference: cached"
     )
     return [Problem(("objective", "reference_dir"), message)]
-
-
-def pairs_are_verified_elsewhere(
-    objective: ObjectiveSection, training: TrainingSection
-) -> list[Problem]:
-    """The comparison with the stock model takes conversations."""
-    if not objective.learns_pairs or not training.verify:
-        return []
-    message = (
-        f"true, but objective.name '{objective.name}' has pairs, which are not verified yet: "
-        "`vlmpack verify` with objective.name: sft and conversations shows the same model's rows"
-    )
-    return [Problem(("training", "verify"), message)]

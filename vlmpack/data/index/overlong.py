@@ -177,13 +177,16 @@ def _too_long(table: SampleTable, over: Sequence[int], limits: SampleLimits) -> 
     longer = [number for number in over if table.num_tokens[number] > limits.seq_length]
     column, knob = table.num_tokens, "training.seq_length"
     above, most = f"are longer than {knob} {limits.seq_length} tokens", "longest"
+    kind = "samples"
+    if table.num_chosen_tokens is not None:
+        kind, above = "pairs", f"{above} (both sequences of a pair together)"
     if not longer:
         column, knob = table.num_patches, "packing.max_vision_patches"
         above, most = f"have more vision patches than {knob} {limits.max_patches}", "largest"
     worst = sorted(longer or over, key=lambda number: (-int(column[number]), number))
     shown = ", ".join(f"{table.key(number)!r} {column[number]}" for number in worst[:5])
     return DataError(
-        f"{len(worst)} of {table.num_samples} samples {above}; the {most}: {shown}. Raise {knob}, "
+        f"{len(worst)} of {table.num_samples} {kind} {above}; the {most}: {shown}. Raise {knob}, "
         "or set data.over_long to drop or shrink_images",
         error_class="too_long",
         key=table.key(worst[0]) if len(worst) == 1 else None,

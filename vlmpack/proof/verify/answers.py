@@ -20,6 +20,7 @@ from vlmpack.encode.sample import said, strings
 from vlmpack.errors import DataError
 from vlmpack.packing import IGNORE_INDEX, EncodedSample
 from vlmpack.proof.check import Check
+from vlmpack.proof.verify.row import in_sequences
 
 ANSWERS = "answers are learnt"
 
@@ -55,9 +56,7 @@ def check_answers(
         None where there is no answer to look for.
     """
     looked_at = found = 0
-    for sample, messages in zip(samples, cooked, strict=True):
-        if messages is None:
-            continue
+    for sample, messages in _conversations(samples, cooked):
         for each in _said(encoder.taught(messages.messages)):
             is_result = each.message.role == "tool"
             if is_result and encoder.loss_on == "all":
@@ -74,6 +73,18 @@ def check_answers(
         return None
     detail = f"{found} of {looked_at}, by the tokens of their first and last characters"
     return Check(name=ANSWERS, status="pass" if found else "too few", detail=detail)
+
+
+def _conversations(
+    samples: Sequence[EncodedSample], cooked: Sequence[VLMSample | None]
+) -> Iterator[tuple[EncodedSample, VLMSample]]:
+    """Each sequence with what it was encoded from, as far as that is known."""
+    for sample, messages in zip(samples, cooked, strict=True):
+        if messages is not None:
+            parts = zip(in_sequences([sample]), messages.conversations, strict=True)
+            yield from (
+                (part, replace(messages, messages=turns, answers=())) for part, turns in parts
+            )
 
 
 @dataclass(frozen=True, slots=True)

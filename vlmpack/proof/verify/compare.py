@@ -178,7 +178,8 @@ def split_outputs(
     found: dict[int, Tensor] = {}
     for row, outputs in zip(compared.rows, packed.outputs, strict=True):
         theirs = {n: compared.reference.outputs[n].get(point.path) for n in row.numbers}
-        numbers = [n for n in row.numbers if theirs[n] is not None]
+        each = 1 if point.kind == "language model" else row.sequences  # a pair's images are once
+        numbers = [n for n in row.numbers[::each] if theirs[n] is not None]
         if not numbers:  # a row without images: the tower saw the blank one
             continue
         if point.kind == "language model":
@@ -191,7 +192,8 @@ def split_outputs(
         if len(value) != sum(counts):
             found.update({n: torch.empty(0) for n in numbers})
             continue
-        found.update(zip(numbers, value.split(counts), strict=True))
+        for number, part in zip(numbers, value.split(counts), strict=True):
+            found.update(dict.fromkeys(range(number, number + each), part))
     return found
 
 

@@ -89,6 +89,7 @@ def proof_key(setup: Setup, weights: Mapping[str, str]) -> str:
         "weights": dict(weights),
         "encoder": setup.encoder.fingerprint,
         "model": recipe.model.model_dump(mode="json", exclude={"path"}),
+        "pairs": recipe.objective.learns_pairs,
         "packing": recipe.packing.model_dump(mode="json"),
         "parallelism": recipe.parallelism.model_dump(mode="json"),
         "trainable": recipe.trainable.model_dump(mode="json"),

@@ -40,7 +40,8 @@ def group_samples(
     *,
     budget: RowBudget | None,
 ) -> list[list[int]]:
-    """Which samples share a row: at most `count` of them, and what the row has room for.
+    """Which samples share a row: at most `count` of them, and what the row has room for. More than
+    two pairs are in two rows or more.
 
     Args:
         samples: by number.
@@ -53,13 +54,18 @@ def group_samples(
     groups: list[list[int]] = [[]]
     filled = 0
     for number, sample in enumerate(samples):
-        slots = round_up(sample.length, collator.pad_to_multiple_of)
+        lengths = sample.sequences or (sample.length,)
+        slots = sum(round_up(length, collator.pad_to_multiple_of) for length in lengths)
         over = budget is not None and not budget.takes(filled + slots)
         if groups[-1] and (over or len(groups[-1]) == count):
             groups.append([])
             filled = 0
         groups[-1].append(number)
         filled += slots
+    if len(groups) == 1 and len(samples) > 2 and samples[0].sequences:
+        # Two rows of unlike numbers of pairs: a mean of their means is another one.
+        cut = len(samples) - len(samples) // 3
+        return [groups[0][:cut], groups[0][cut:]]
     return groups
 
 

@@ -12,14 +12,15 @@ has a gradient in the decoder's inputs at its own slots, and zeros at all others
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from vlmpack.data.protocols import Collator
 from vlmpack.packing import IGNORE_INDEX, EncodedSample
+from vlmpack.packing.pairs import join_pair, sequences_of
 from vlmpack.proof.check import Check
 from vlmpack.proof.verify.figures import names_of, quotient, relative_l2, worst
 from vlmpack.proof.verify.packed import Packed, PackedRun
@@ -55,6 +56,42 @@ def perturbed(sample: EncodedSample, ordinary: Tensor) -> EncodedSample:
     return replace(sample, input_ids=ids, media=media)
 
 
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """Other contents of a row.
+
+    Args:
+        name: of what is changed.
+        samples: to collate.
+        own: places of the sequences that may move.
+    """
+
+    name: str
+    samples: list[EncodedSample]
+    own: tuple[int, ...]
+
+
+def _changes(row: VerifiedRow, ordinary: Tensor) -> Iterator[_Change]:
+    """Each sample in turn; of pairs each answer with its prompt, and then the images of both."""
+    each = row.sequences
+    for place, sample in enumerate(row.samples):
+        before, after = list(row.samples[:place]), list(row.samples[place + 1 :])
+        if each == 1:
+            changed = perturbed(sample, ordinary)
+            yield _Change(sample.key, [*before, changed, *after], (place,))
+            continue
+        sides = sequences_of(sample)
+        for side, own in enumerate(sides):
+            other = replace(perturbed(own, ordinary), media=sample.media)
+            pair = join_pair(other, sides[1]) if side == 0 else join_pair(sides[0], other)
+            at = each * place + side
+            yield _Change(row.names[at], [*before, pair, *after], (at,))
+        if sample.media is not None:
+            pair = replace(sample, media=perturbed(sample, ordinary).media)
+            both = (each * place, each * place + 1)
+            yield _Change(f"the images of {sample.key}", [*before, pair, *after], both)
+
+
 def check_leaks(
     run: PackedRun,
     collator: Collator,
@@ -64,7 +101,7 @@ def check_leaks(
     shared_matmuls: bool,
     exact: bool = True,
 ) -> Check:
-    """Perturb every sample of every row in turn. Collective.
+    """Perturb every sample of every row in turn, each answer of a pair by itself. Collective.
 
     Args:
         run: the engine.
@@ -81,20 +118,18 @@ def check_leaks(
     tested = 0
     for row in rows:
         before = run.run([row], backward=False)
-        for place, sample in enumerate(row.alone):
-            samples = list(row.alone)
-            samples[place] = perturbed(sample, ordinary)
-            after = run.run([replace(row, batch=collator(samples))], backward=False)
+        names = [*row.names, "the tail"]
+        for change in _changes(row, ordinary):
+            after = run.run([replace(row, batch=collator(change.samples))], backward=False)
             tested += 1
             moved = _differences(row, before, after)
-            if moved[place] == 0.0 and _shows(row, place, before):
-                unmoved.append(sample.key)
+            if any(moved[own] == 0.0 and _shows(row, own, before) for own in change.own):
+                unmoved.append(change.name)
             for other, error in enumerate(moved):
-                if other != place:
+                if other not in change.own:
                     largest = worst([largest, error])
                     if not error <= bound:
-                        moving = row.alone[other].key if other < len(samples) else "the tail"
-                        leaks.append(f"{sample.key} moves {moving}")
+                        leaks.append(f"{change.name} moves {names[other]}")
     if not tested:
         return Check(
             name=NAME, status="too few", detail="no row has room for two samples: nothing can leak"
@@ -155,7 +190,7 @@ def check_gradient_leaks(run: PackedRun, rows: Sequence[VerifiedRow]) -> Check:
     largest = 0.0
     tested = 0
     for row in rows:
-        names = [*(sample.key for sample in row.alone), "the tail"]
+        names = [*row.names, "the tail"]
         spans = [*zip(row.starts, row.ends, strict=True), (row.ends[-1], row.num_slots)]
         for place, sample in enumerate(row.alone):
             if not bool((sample.labels != IGNORE_INDEX).any()):
@@ -167,9 +202,9 @@ def check_gradient_leaks(run: PackedRun, rows: Sequence[VerifiedRow]) -> Check:
             for other, part in enumerate(parts):
                 if other != place and part != 0.0:
                     largest = worst([largest, quotient(part, scale)])
-                    leaks.append(f"the loss of {sample.key} has a gradient in {names[other]}")
+                    leaks.append(f"the loss of {names[place]} has a gradient in {names[other]}")
             if not parts[place] > 0.0:
-                leaks.append(f"the loss of {sample.key} has no gradient of its own")
+                leaks.append(f"the loss of {names[place]} has no gradient of its own")
     if not tested:
         detail = "no row has labels beside another sample: nothing can leak"
         return Check(name=GRADIENTS, status="too few", detail=detail)

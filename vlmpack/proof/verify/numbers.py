@@ -32,14 +32,16 @@ from vlmpack.proof.verify.gradients import (
     part_of,
     with_missing,
 )
-from vlmpack.proof.verify.leak import check_leaks, ordinary_ids
+from vlmpack.proof.verify.leak import check_gradient_leaks, check_leaks, ordinary_ids
 from vlmpack.proof.verify.outputs import Point, has_experts
-from vlmpack.proof.verify.packed import Packed, PackedRun
+from vlmpack.proof.verify.packed import Packed, PackedRun, plain_step
+from vlmpack.proof.verify.pairs import PairFigures, PairStep, PairTargets, check_pairs
 from vlmpack.proof.verify.recurrent import check_stateful
 from vlmpack.proof.verify.recurrent_gradients import RECURRENT_PARTS, in_double
 from vlmpack.proof.verify.reference import How, Reference, Unpacked
-from vlmpack.proof.verify.row import VerifiedRow
+from vlmpack.proof.verify.row import VerifiedRow, in_sequences
 from vlmpack.proof.verify.trained import BeforeStep, check_trained
+from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.trainable import OptimSection
 from vlmpack.training.first_step import count_seen_images
 
@@ -63,6 +65,7 @@ class ReferenceRuns:
         stock: the class and its attention.
         exact: whether the packed run computes in float32.
         recurrent: paths of the modules that carry a state.
+        targets: what the preference loss must come to; None where samples are no pairs.
         own_rule: of their parameters, the errors of the stock model's own gradients, where
             `unpacked` has those of its recurrences in float64; see `recurrences_alone`.
     """
@@ -81,6 +84,7 @@ class ReferenceRuns:
     exact: bool
     recurrent: tuple[str, ...] = ()
     own_rule: Mapping[str, GradientError] = field(default_factory=dict)
+    targets: PairTargets | None = None
 
     @classmethod
     def make(
@@ -91,6 +95,7 @@ class ReferenceRuns:
         *,
         dtype: torch.dtype,
         half_weights: bool,
+        objective: ObjectiveSection | None = None,
     ) -> ReferenceRuns:
         """Run the stock model.
 
@@ -100,8 +105,13 @@ class ReferenceRuns:
             device: where.
             dtype: of the packed run.
             half_weights: whether a bfloat16 run has bfloat16 weights too, not matmuls alone.
+            objective: the recipe's, where samples are pairs.
         """
-        reference = Reference(encoder, samples, device)
+        samples = in_sequences(samples)
+        pairs = objective is not None and objective.learns_pairs
+        targets = PairTargets.of(objective, samples) if objective and pairs else None
+        weights = None if targets is None else targets.weights()
+        reference = Reference(encoder, samples, device, weights)
         exact = dtype is torch.float32
         unpacked = reference.run()
         longest = max(sample.length for sample in samples)
@@ -135,6 +145,7 @@ class ReferenceRuns:
             parts=parts,
             recurrent=recurrent,
             own_rule=own_rule,
+            targets=targets,
             positions=positions,
             positions_of=source,
             points=reference.points,
@@ -184,13 +195,14 @@ def verify_rows(
     Returns:
         On every rank the same.
     """
-    points, kept, shared, exact, recurrent = ranks.broadcast_object(
+    points, kept, shared, exact, recurrent, targets = ranks.broadcast_object(
         (
             reference.points,
             reference.kept,
             reference.shared_matmuls,
             reference.exact,
             reference.recurrent,
+            reference.targets,
         )
         if reference is not None
         else None
@@ -208,7 +220,9 @@ def verify_rows(
         exact=exact,
     )
     stateful = check_stateful(run, rows, recurrent, exact=exact) if recurrent else []
-    stepped = _one_step(run, rows, reference, optim)
+    if targets is not None and not stateful and run.model is not None:
+        stateful = [check_gradient_leaks(run, rows[:1])]
+    stepped = _one_step(run, rows, reference, optim, targets)
     seen = count_seen_images([row.batch for row in rows])
     trained = check_trained(engine, ranks, stepped.before, num_seen_images=seen)
 
@@ -229,6 +243,7 @@ class _Stepped:
         errors: of the gradients that the stock model has too; empty but on the main rank.
         adapters: what it has not.
         before: the step.
+        pairs: what the rows came to, of pairs.
     """
 
     packed: Packed
@@ -236,6 +251,7 @@ class _Stepped:
     errors: dict[str, GradientError]
     adapters: AdapterRun
     before: BeforeStep
+    pairs: PairFigures | None = None
 
     def compared_with(
         self,
@@ -255,6 +271,8 @@ class _Stepped:
         checks.append(check_losses(compared, self.packed.losses))
         if self.logits:
             checks.append(check_logits(compared, self.logits))
+        if self.pairs is not None:
+            checks += check_pairs(compared, self.pairs, self.packed, reference.points)
         expected = [n for n, g in theirs.items() if policy.of_parameter(n, g.ndim, paths).trains]
         errors = with_missing(self.errors, theirs, expected)
         checks += check_gradients(compared, errors, own, reference.parts, reference.own_rule)
@@ -266,13 +284,21 @@ def _one_step(
     rows: Sequence[VerifiedRow],
     reference: ReferenceRuns | None,
     optim: OptimSection,
+    targets: PairTargets | None,
 ) -> _Stepped:
     """Forward, backward, and one step of the optimizer. Collective."""
     engine = run.engine
     num_labels = sum(row.batch.num_label_tokens for row in rows)
     count = torch.tensor(float(num_labels * run.ranks.dp_size), device=engine.device)
+    figures, make_step = None, plain_step
+    if targets is not None:
+        pairs = PairStep(run, rows, targets)
+        rows, make_step = pairs.rows, pairs.forward_step
     engine.zero_gradients()
-    packed = run.run(rows, backward=True)
+    packed = run.run(rows, backward=True, make_step=make_step)
+    if targets is not None:
+        figures = pairs.figures(packed)
+        count = figures.divisor
     logits = _logits(run, rows, packed)
     engine.finish_gradients(count, None)
     adapters = AdapterRun.of(run.model, engine.policy.lora)
@@ -286,6 +312,7 @@ def _one_step(
         errors=gradient_errors(theirs, run.gradients(optim.betas[0])),
         adapters=adapters,
         before=before,
+        pairs=figures,
     )
 
 

@@ -21,6 +21,7 @@ from vlmpack.data.pipeline import TrainData
 from vlmpack.encode import Encoder
 from vlmpack.families.base import stock_arguments
 from vlmpack.packing import IGNORE_INDEX, EncodedSample, PackCollator
+from vlmpack.packing.pairs import sequences_of
 from vlmpack.proof.check import Check
 from vlmpack.proof.verify.compare import loss_error
 from vlmpack.proof.verify.figures import LOSS_BOUND, bounded, with_noise
@@ -70,7 +71,11 @@ def check_one_sample(setup: Setup, train: TrainData) -> Check:
 
 
 def _stock_losses(model: Any, encoder: Encoder, sample: EncodedSample, padding: int = 0) -> Tensor:
-    """(l,) of the stock model, with so many slots of padding at the right."""
+    """(l,) of the stock model, each sequence by itself, with so many slots of padding at the
+    right."""
+    parts = sequences_of(sample)
+    if len(parts) > 1:
+        return torch.cat([_stock_losses(model, encoder, part, padding) for part in parts])
     given = stock_arguments(encoder.family, sample, placeholder_id=encoder.placeholder_id)
     fill = {"input_ids": encoder.pad_token_id, "attention_mask": 0}
     fill |= dict.fromkeys(encoder.family.token_arguments(given["input_ids"] < 0), 0)

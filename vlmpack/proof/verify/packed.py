@@ -7,8 +7,8 @@ under transformers' names and in whatever pieces the ranks hold.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -20,15 +20,19 @@ from torch.distributed.tensor import DTensor
 
 from vlmpack.backends.boxes import TensorSlice
 from vlmpack.backends.cross_entropy import capped
-from vlmpack.backends.engine import Engine, LossFunction
+from vlmpack.backends.engine import Engine, ForwardStep, LossFunction
 from vlmpack.distributed import Ranks
 from vlmpack.packing import Batch, PackedBatch
 from vlmpack.proof.verify.outputs import Point, captured, patches_of
 from vlmpack.proof.verify.row import VerifiedRow
+from vlmpack.training.objective import SFT
 from vlmpack.training.vlm_step import cross_entropy, forward_step
 
 if TYPE_CHECKING:
     from vlmpack.backends.hf.model import PackedLM
+
+Look = Callable[[Tensor, Batch], None]
+"""(L,) losses of a row's label tokens, and its batch -> keeps what it needs of them."""
 
 SlotLosses = dict[int, dict[int, float]]
 """Row -> flat slot -> loss of the label token there."""
@@ -43,11 +47,18 @@ class Packed:
         outputs: of each row, (rows, D) by point; empty where the engine's model is not
             transformers' own.
         hidden: of each row (T, D), final hidden states of all its slots; empty likewise.
+        reports: the sums of each row, as the engine hands them back on this rank.
     """
 
     losses: SlotLosses
     outputs: list[dict[str, Tensor]]
     hidden: list[Tensor]
+    reports: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+def plain_step(look: Look) -> ForwardStep:
+    """Cross entropy; `look` sees the losses."""
+    return SFT.shown_to(look).forward_step
 
 
 class PackedRun:
@@ -69,21 +80,32 @@ class PackedRun:
         self.model = None if found is None else found.model
         self.logit_cap = None if found is None else found.logit_cap
 
-    def run(self, rows: Sequence[VerifiedRow], *, backward: bool) -> Packed:
-        """All rows as the micro-batches of one optimizer step; gradients are accumulated."""
+    def run(
+        self,
+        rows: Sequence[VerifiedRow],
+        *,
+        backward: bool,
+        make_step: Callable[[Look], ForwardStep] = plain_step,
+    ) -> Packed:
+        """All rows as the micro-batches of one optimizer step; gradients are accumulated.
+
+        Args:
+            rows: the micro-batches.
+            backward: whether there is a backward pass.
+            make_step: the forward step of a row, which shows its losses to what it is given.
+        """
         losses: SlotLosses = {}
         outputs: list[dict[str, Tensor]] = []
         hidden: list[Tensor] = []
         numbers = count()
 
-        def recorded(number: int, values: Tensor, batch: Batch) -> Mapping[str, Tensor]:
+        def record(number: int, values: Tensor, batch: Batch) -> None:
             slots = _label_slots(batch).tolist()
-            losses[number] = dict(zip(slots, values.detach().float().tolist(), strict=True))
-            return cross_entropy(values, batch)
+            losses[number] = dict(zip(slots, values.float().tolist(), strict=True))
 
         def step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[Tensor, LossFunction]:
             number = next(numbers)
-            computed = partial(forward_step, data_iterator, model, partial(recorded, number))
+            computed = partial(make_step(partial(record, number)), data_iterator, model)
             if self.model is None:
                 return computed()
             last, row = self.points[-1], rows[number]
@@ -97,13 +119,13 @@ class PackedRun:
             hidden.append(whole[last.path])
             return result
 
-        self.engine.forward_backward(
+        reports = self.engine.forward_backward(
             step,
             iter([row.batch for row in rows]),
             num_microbatches=len(rows),
             forward_only=not backward,
         )
-        return Packed(self._gathered(losses), outputs, hidden)
+        return Packed(self._gathered(losses), outputs, hidden, reports)
 
     def input_gradient(self, row: VerifiedRow, start: int, end: int) -> Tensor:
         """(T, D) of what enters the decoder, of the losses at slots `start` to `end` alone.

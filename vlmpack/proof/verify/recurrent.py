@@ -143,7 +143,7 @@ def _errors(call: HeardCall, row: VerifiedRow) -> dict[str, float]:
     if given[name].shape[dim] != row.num_slots:
         return {"the whole row": float("inf")}
     whole = _output(call.output)
-    keys = [*(sample.key for sample in row.alone), "the tail"]
+    keys = [*row.names, "the tail"]
     starts, ends = (*row.starts, row.ends[-1]), (*row.ends, row.num_slots)
     found = {}
     for key, start, end in zip(keys, starts, ends, strict=True):

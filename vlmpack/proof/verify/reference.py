@@ -33,7 +33,8 @@ class Unpacked:
         losses: (l,) float32 of each sample's label tokens in order.
         logits: (n, V) of each sample's kept slots.
         outputs: of each point, (rows, D) by sample; a point that a sample did not use is absent.
-        gradients: of the mean loss over all label tokens, under transformers' names.
+        gradients: of the mean loss over all label tokens, or of losses by the given weights, under
+            transformers' names.
     """
 
     losses: list[Tensor]
@@ -68,13 +69,19 @@ class Reference:
         encoder: the model folder's processor.
         samples: what is compared.
         device: where it computes.
+        weights: of each sample's summed loss in what is differentiated; None for the mean loss
+            over all label tokens.
 
     Raises:
         ModelError: the folder cannot be loaded.
     """
 
     def __init__(
-        self, encoder: Encoder, samples: Sequence[EncodedSample], device: torch.device
+        self,
+        encoder: Encoder,
+        samples: Sequence[EncodedSample],
+        device: torch.device,
+        weights: Sequence[float] | None = None,
     ) -> None:
         from vlmpack.backends.hf.load import load_model
 
@@ -84,6 +91,7 @@ class Reference:
         text = self.model.config.get_text_config()
         layers = sum(point.kind == "language model" for point in self.points)
         self.kept = kept_slots(samples, text.vocab_size + layers * text.hidden_size)
+        self.weights = [1 / self.num_labels] * len(samples) if weights is None else weights
         self._parameters = inspect.signature(self.model.forward).parameters
         self._rows: dict[int, dict[str, int]] = {}
         self._shared: set[str] = set()
@@ -171,7 +179,10 @@ class Reference:
             picked = logits[row, torch.searchsorted(wanted, at).to(self.device)]
             targets = sample.labels[at].to(self.device)
             losses.append(F.cross_entropy(picked.float(), targets, reduction="none"))
-        (torch.cat(losses).sum() / self.num_labels).backward()
+        weighted = [
+            each.sum() * self.weights[number] for each, number in zip(losses, numbers, strict=True)
+        ]
+        torch.stack(weighted).sum().backward()
         outputs = self._by_sample(found, numbers)
         done: list[_One] = []
         for row, number in enumerate(numbers):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vlmpack.alignment import Alignment
 from vlmpack.data.protocols import Collator
 from vlmpack.encode import Encoder
 from vlmpack.packing import EncodedSample
+from vlmpack.packing.pairs import sequences_of
 from vlmpack.proof.rows.row import Row, RowRules, cut_row
 
 
@@ -17,10 +18,29 @@ class VerifiedRow(Row):
     """A row of some of the samples.
 
     Args:
-        numbers: of its samples among all that are verified.
+        samples: that were collated; pairs, or those of `alone`.
+        numbers: of its sequences among all that are verified.
     """
 
+    samples: tuple[EncodedSample, ...]
     numbers: tuple[int, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its sequences, for messages."""
+        return tuple(part.key for part in in_sequences(self.samples))
+
+
+def in_sequences(samples: Sequence[EncodedSample]) -> list[EncodedSample]:
+    """What the stock model runs: the samples, or of pairs their sequences, chosen and rejected in
+    turn, each with its images and a name of its own."""
+    found = []
+    for sample in samples:
+        parts = sequences_of(sample)
+        sides = ("",) if len(parts) == 1 else (" (chosen)", " (rejected)")
+        named = zip(parts, sides, strict=True)
+        found += [replace(part, key=sample.key + side) for part, side in named]
+    return found
 
 
 def make_row(
@@ -36,7 +56,7 @@ def make_row(
 
     Args:
         collator: that makes it.
-        samples: all that are verified.
+        samples: all that are verified; pairs, or none of them.
         numbers: of those that are in it, in its order.
         encoder: the samples'.
         row_multiple: of the row's slots, as the parallel layout needs it, whatever the collator
@@ -45,9 +65,10 @@ def make_row(
     """
     chosen = [samples[number] for number in numbers]
     batch = collator(chosen)
+    sequences = max(1, len(chosen[0].sequences))
     return VerifiedRow(
         batch=batch,
-        alone=tuple(chosen),
+        alone=tuple(part for sample in chosen for part in sequences_of(sample)),
         rules=RowRules(
             context=context,
             multiples=Alignment(collator.pad_to_multiple_of, row_multiple),
@@ -56,5 +77,7 @@ def make_row(
         ),
         planned=tuple(sample.key for sample in chosen),
         slices=cut_row(batch, context) if context > 1 else (),
-        numbers=tuple(numbers),
+        sequences=sequences,
+        samples=tuple(chosen),
+        numbers=tuple(n * sequences + k for n in numbers for k in range(sequences)),
     )

@@ -28,7 +28,6 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.protocols import Collator
 from vlmpack.distributed import Ranks
-from vlmpack.errors import RecipeError
 from vlmpack.proof.check import Check
 from vlmpack.proof.rows.checks import check_rows
 from vlmpack.proof.verify.answers import check_answers
@@ -100,14 +99,6 @@ def verify_recipe(recipe: Recipe, ranks: Ranks, options: VerifyOptions) -> Verif
     Raises:
         VlmpackError: what is wrong with model folder or data, or a model that does not fit.
     """
-    if recipe.objective.learns_pairs:
-        raise RecipeError(
-            [
-                f"objective.name: '{recipe.objective.name}' has pairs, and verify compares "
-                "conversations; give it objective.name=sft and data of conversations: the model's "
-                "rows are the same. `vlmpack inspect` checks the rows of pairs"
-            ]
-        )
     recipe = settle_date(recipe, ranks)
     model = recipe.model.path
     if not options.tiny:
@@ -164,6 +155,7 @@ def verify_split(setup: Setup, train: TrainData, options: VerifyOptions) -> Veri
         "tiny": options.tiny,
         "weights": RANDOM_WEIGHTS if options.tiny else "the folder's",
         "mode": train.config.mode.name,
+        "objective": recipe.objective.name,
         "dtype": str(dtype).removeprefix("torch."),
         "engine": engine_facts,
         "samples_wanted": options.num_samples,
@@ -206,6 +198,7 @@ def _all_checks(
                 ranks.device,
                 dtype=dtype,
                 half_weights=setup.recipe.model.backend == "mcore",
+                objective=setup.recipe.objective,
             )
         )
 

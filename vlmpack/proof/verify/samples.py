@@ -149,8 +149,9 @@ def _read(train: TrainData, samples: Bin) -> Iterator[Chosen]:
         try:
             if isinstance(read, DataError):
                 raise read
-            # Rows of samples by themselves, whatever the recipe's rows share.
-            encoded = replace(train.dataset.encode(ref, read), cuts=())
+            encoded = train.dataset.encode(ref, read)
+            if encoded.cuts:  # rows of samples by themselves, whatever the recipe's rows share
+                encoded = replace(encoded, cuts=())
         except DataError as error:
             if not train.config.data.on_error.skips(error.error_class):
                 raise
