@@ -20,7 +20,6 @@ ONLINE = ["packing.mode=online", "training.micro_batch_size=1"]
     ("overrides", "words"),
     [
         (["packing.mode=none"], "packing.mode 'none' has a row for each sample"),
-        (ONLINE, r"fills rows over a stream \(packing.scope: stream\)"),
         (
             ["packing.mode=offline", "packing.path=p", "training.micro_batch_size=1"],
             "'offline' reads rows that were planned without",

@@ -101,8 +101,15 @@ class Rows:
     empty_slots: int
 
 
-def lay_out(layout: Layout, shape: RowShape) -> Rows:
-    """Rows and slots of every bin, as `PackCollator` and `PadCollator` make them."""
+def lay_out(layout: Layout, shape: RowShape, shared: Int64s | None = None) -> Rows:
+    """Rows and slots of every bin, as `PackCollator` and `PadCollator` make them.
+
+    Args:
+        layout: the bins.
+        shape: of the collator's rows.
+        shared: (b,) slots of each bin's segments, where they share what they begin with; what
+            attention runs over is then that of the samples alone, which is more.
+    """
     trained = layout.trained
     if shape.padded:
         width = _up(layout.longest_by_bin(layout.sequences.max(axis=1)), shape.row_multiple)
@@ -113,7 +120,7 @@ def lay_out(layout: Layout, shape: RowShape) -> Rows:
             rows=rows, slots=rows * width, squares=rows * width**2, empty_slots=shape.row_multiple
         )
     physical = _up(layout.sequences, shape.sequence_multiple)
-    filled = layout.by_bin(physical.sum(axis=1))
+    filled = layout.by_bin(physical.sum(axis=1)) if shared is None else shared
     least = max(shape.sequence_multiple, shape.row_multiple, shape.width)
     slots = np.where(trained > 0, np.maximum(_up(filled, shape.row_multiple), shape.width), least)
     squares = layout.by_bin((physical**2).sum(axis=1)) + (slots - filled) ** 2

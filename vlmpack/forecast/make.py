@@ -22,6 +22,7 @@ from vlmpack.forecast.modes import OFFLINE, ModePlanner, PlannedMode, mode_figur
 from vlmpack.forecast.parameters import ModelSizes
 from vlmpack.forecast.progress import Progress, counted, silent
 from vlmpack.forecast.sequences import sequence_figures
+from vlmpack.forecast.sharing import sharing_note
 from vlmpack.forecast.sources import left_out, source_figures
 from vlmpack.forecast.trained import EVERY_WEIGHT, TrainedSizes
 from vlmpack.packing.budget import RowBudget
@@ -192,6 +193,9 @@ def _run_steps(inputs: PlanInputs, own: PlannedMode, progress: Progress) -> int:
 
 def _notes(inputs: PlanInputs, own: PlannedMode, micro: int) -> tuple[str, ...]:
     notes = [inputs.unsized] if inputs.unsized else []
+    if own.planned is not None:
+        multiple = own.mode.shape().sequence_multiple
+        notes.append(sharing_note(own.layout, own.planned, multiple))
     if inputs.recipe.objective.learns_pairs:
         table, usable = inputs.split.fitted.table, inputs.split.fitted.eligible
         pairs = (

@@ -9,23 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import ceil
 
 import numpy as np
 
 from vlmpack.data.config import DataConfig
 from vlmpack.data.index.overlong import Fitted
+from vlmpack.data.index.table import Int64s
 from vlmpack.data.modes import MODES, PackingMode
 from vlmpack.data.plan.orders import seeded_order
 from vlmpack.data.plan.packers import Bin, Scope
 from vlmpack.data.plan.shares import RowCost
+from vlmpack.data.plan.sharing import PlannedSample, PlannedSamples, planned_samples
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.indexed import make_plan
 from vlmpack.data.splits.split import Split, first_epoch
 from vlmpack.forecast.figures import ModeFigures
 from vlmpack.forecast.layout import Layout, Rows, empty_bins, lay_out, layout_of
 from vlmpack.forecast.progress import Progress, counted
+from vlmpack.forecast.sharing import shared_slots
 from vlmpack.packing.budget import RowBudget
 from vlmpack.recipe.packing_modes import ModeName
 
@@ -49,6 +52,7 @@ class PlannedMode:
         is_recipes: whether the run does this.
         is_part: whether the layout is only the beginning of the epoch.
         own_name: shown in place of the mode's.
+        planned: what is planned of samples, where rows have what they begin with once.
     """
 
     mode: PackingMode
@@ -57,6 +61,7 @@ class PlannedMode:
     is_recipes: bool = False
     is_part: bool = False
     own_name: str = ""
+    planned: PlannedSamples | None = None
 
     @property
     def name(self) -> str:
@@ -66,7 +71,11 @@ class PlannedMode:
     @cached_property
     def rows(self) -> Rows:
         """What is computed for the layout's bins."""
-        return lay_out(self.layout, self.mode.shape())
+        shape = self.mode.shape()
+        if self.planned is None or shape.padded:
+            return lay_out(self.layout, shape)
+        shared = shared_slots(self.layout, self.planned, shape.sequence_multiple)
+        return lay_out(self.layout, shape, shared)
 
     @property
     def plans_rows(self) -> bool:
@@ -104,8 +113,17 @@ class ModePlanner:
         total = None if isinstance(plan, WindowPlan) else plan.num_windows
         counts = counted(windows, f"packing: {mode.label}", total, self.progress)
         layout = layout_of(counts, split.sizes, split.sequence_tokens)
+        planned = None
+        if self.fitted.table.cuts is not None:
+            table = self.fitted.table
+
+            def planned(numbers: Int64s) -> list[PlannedSample]:
+                return planned_samples(table, split.places(numbers))
+
         micro = self.config.training.micro_batch_size
-        return PlannedMode(mode=mode, layout=layout, micro_batch_size=micro, is_recipes=True)
+        return PlannedMode(
+            mode=mode, layout=layout, micro_batch_size=micro, is_recipes=True, planned=planned
+        )
 
     def mode(self, name: ModeName, scope: Scope = "stream") -> PackingMode:
         """A mode that the recipe need not have, with the recipe's limits."""
@@ -127,7 +145,10 @@ class ModePlanner:
         table = self.fitted.table
         layout = layout_of(counts, table.sizes, table.sequence_tokens)
         part = count < plan.num_windows
-        return PlannedMode(mode=mode, layout=layout, micro_batch_size=micro, is_part=part)
+        planned = None if table.cuts is None else partial(planned_samples, table)
+        return PlannedMode(
+            mode=mode, layout=layout, micro_batch_size=micro, is_part=part, planned=planned
+        )
 
     def offline(self, samples: Layout, *, is_recipes: bool) -> PlannedMode:
         """Mode `offline` with the planner `bfd`: as `vlmpack.data.packs.choose` has it."""

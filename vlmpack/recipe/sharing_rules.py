@@ -10,20 +10,17 @@ _KEY = ("packing", "share_prefix")
 
 
 def shared_rows_have_a_mode(packing: PackingSection) -> list[Problem]:
-    """A row is planned by what its samples take one by one."""
+    """A mode has rows of several samples, planned as they are made."""
     if not packing.share_prefix:
         return []
     if packing.facts.pads:
         why = "has a row for each sample, and nothing to share"
     elif packing.facts.reads_packs:
         why = "reads rows that were planned without"
-    elif packing.counts_rows:
-        why = "fills rows over a stream (packing.scope: stream) by lengths without"
     else:
         return []
     message = (
-        f"true, but packing.mode '{packing.mode}' {why}; use in_batch, or online with "
-        "packing.scope: batch, or leave it out"
+        f"true, but packing.mode '{packing.mode}' {why}; use in_batch or online, or leave it out"
     )
     return [Problem(_KEY, message)]
 

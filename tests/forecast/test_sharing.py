@@ -1,0 +1,46 @@
+"""What a plan says that sharing saves, counted by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vlmpack.data.modes import RowShape
+from vlmpack.data.plan.sharing import PlannedSample, PlannedSequence
+from vlmpack.forecast.layout import Layout, lay_out
+from vlmpack.forecast.sharing import shared_slots, sharing_note
+from vlmpack.packing.batch import Cut
+
+
+def layout_and_samples() -> tuple[Layout, list[PlannedSample]]:
+    """Two bins: five questions about an image of 10 tokens and 40 patches, then one more of them
+    with a text, and a hole."""
+    image = (Cut(10, b"i"),)
+    samples: list[PlannedSample] = [(PlannedSequence(14, image),)] * 6
+    samples += [(PlannedSequence(6, ()),), (PlannedSequence(0, ()),)]
+    tokens = np.asarray([sample[0].length for sample in samples])
+    layout = Layout(
+        numbers=np.arange(8),
+        tokens=tokens,
+        patches=np.asarray([40] * 6 + [0, 0]),
+        bins=np.asarray([5, 3]),
+        steps=np.asarray([2]),
+        sequences=tokens[:, None],
+    )
+    return layout, samples
+
+
+def test_a_bin_takes_what_its_samples_share_once() -> None:
+    layout, samples = layout_and_samples()
+    found = shared_slots(layout, lambda numbers: samples, 4)
+    assert found.tolist() == [12 + 5 * 4, 16 + 8]
+    rows = lay_out(layout, RowShape(sequence_multiple=4, row_multiple=8), found)
+    assert rows.slots.tolist() == [32, 24]
+    assert lay_out(layout, RowShape(sequence_multiple=4)).slots.tolist() == [80, 24]
+
+
+def test_the_note_has_tokens_patches_and_groups() -> None:
+    layout, samples = layout_and_samples()
+    note = sharing_note(layout, lambda numbers: samples, 4)
+    assert "rows hold 50 tokens where its samples alone have 90 (1.80 times as many)" in note
+    assert "80 patches instead of 240 (3.00 times)" in note
+    assert "5 samples share something, in groups of 5.0" in note
