@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from vlmpack.errors import RecipeError
-from vlmpack.recipe import check_world, engine_rules, load_recipe, objective_rules, rules
+from vlmpack.recipe import (
+    check_world,
+    engine_rules,
+    load_recipe,
+    objective_rules,
+    rules,
+    sharing_rules,
+)
 from vlmpack.recipe.engine_rules import mcore_version
 from vlmpack.recipe.load import SECTIONS
 from vlmpack.recipe.rules import RULES
@@ -397,11 +404,16 @@ KNOWN = {"config", "served", "world_size", "sections"}
 def test_every_rule_has_a_test():
     of_sections = {rule.__name__ for rule in RULES if not KNOWN & {*signature(rule).parameters}}
     of_installed = {"peft_is_installed"}  # in test_capability_rules.py
-    # Those about an objective are in test_objective_rules.py, each by what it says.
-    of_objective = {name for name, rule in vars(objective_rules).items() if rule in RULES}
-    assert "pairs_are_counted" in of_objective
+    # Those of these modules are in test files of their names, each by what it says.
+    elsewhere = {
+        name
+        for module in (objective_rules, sharing_rules)
+        for name, rule in vars(module).items()
+        if rule in RULES
+    }
+    assert {"pairs_are_counted", "shared_rows_have_a_mode"} <= elsewhere
     cases = {case[0] for case in CASES} | DIRECT | of_installed
-    assert of_sections - of_objective == cases
+    assert of_sections - elsewhere == cases
 
 
 def test_every_rule_names_what_is_known():
