@@ -20,6 +20,7 @@ DIGITS = ROOT / "assets" / "digits"
 MODEL = ROOT / "assets" / "tiny-qwen2_5_vl"
 HYBRID = ROOT / "assets" / "tiny-qwen3_5"
 TEXT = ROOT / "assets" / "text"
+PAIRS = ROOT / "assets" / "pairs"
 TEXT_MODEL = ROOT / "assets" / "tiny-qwen3"
 
 
@@ -53,7 +54,8 @@ def test_sizes_are_within_their_limits():
     assert size(HYBRID) <= 4e6
     assert size(TEXT_MODEL) <= 0.4 * 2**20
     assert size(TEXT) <= 0.3 * 2**20
-    assert size(ROOT / "assets") <= 19 * 2**20
+    assert size(PAIRS) <= 1.3e6
+    assert size(ROOT / "assets") <= 20 * 2**20
 
 
 def test_the_hybrid_is_qwen3_5_with_the_vocabulary_of_the_other_model():
@@ -143,6 +145,35 @@ def test_every_shard_passes_the_strict_reader(split, tmp_path):
     summary = TrainData.open(config, encoder).summary()
     assert summary.num_usable == summary.num_samples > 100
     assert not summary.num_bad
+
+
+# Pairs of readings
+
+
+def test_a_rejected_reading_is_one_digit_off_and_held_out_pairs_are_none_of_training():
+    splits = json.loads((PAIRS / "manifest.json").read_text())["splits"]
+    seen, rows = {}, set()
+    for split, said in splits.items():
+        [(name, digest)] = said["shards"].items()
+        assert hashlib.sha256((PAIRS / name).read_bytes()).hexdigest() == digest
+        documents = shard_documents(split, PAIRS)
+        assert len(documents) == said["pairs"] > 100
+        assert sum(images for *_, images in documents) == said["images"] > said["pairs"]
+        for key, document, _ in documents:
+            right, wrong = document["chosen"], document["rejected"]
+            assert len(right) == len(wrong), key
+            assert sum(a != b for a, b in zip(right, wrong, strict=True)) == 1, key
+            assert [turn["role"] for turn in document["messages"]] == ["user"]
+            rows.add(len(right))
+        seen[split] = pair_images(PAIRS / name)
+    assert rows == {1, 2, 3, 4, 5, 6, 7, 8}
+    assert not seen["train"] & seen["val"]
+
+
+def pair_images(path):
+    """The images of a shard, as bytes."""
+    with tarfile.open(path) as tar:
+        return {tar.extractfile(entry).read() for entry in tar if not entry.name.endswith("json")}
 
 
 # Text without images
