@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from vlmpack.report.document import render
 from vlmpack.report.run_files import RunFiles
-from vlmpack.report.tables import facts, headline, metric_tables, spread_rows
+from vlmpack.report.tables import facts, headline, metric_tables, spread_rows, validation_rows
 
 PICTURES = {
     "loss.png": "Loss of every step, smoothed, with validation and learning rate",
@@ -44,6 +44,7 @@ def render_page(run: RunFiles, drawn: Mapping[str, bytes | None]) -> str:
                 )
                 for metric, rows in metric_tables(run).items()
             ),
+            ("Validation", ("figure", "before", "after"), validation_rows(run)),
             (
                 "While training",
                 ("each step", "least", "median", "most"),

@@ -15,6 +15,7 @@ from vlmpack.evaluation.metrics import (
 )
 from vlmpack.report.run_files import RunFiles
 from vlmpack.report.style import percent
+from vlmpack.training.metrics import validations
 
 
 class Figure(NamedTuple):
@@ -35,7 +36,7 @@ class TaskRow(NamedTuple):
 
 
 _HIDDEN = {
-    *("identity", "tasks_before", "tasks_after"),
+    *("identity", "tasks_before", "tasks_after", "validation_before", "validation_after"),
     *(f"{key}_{when}" for key in FORMER_KEYS.values() for when in ("before", "after")),
 }
 """Fields of result.json that are shown otherwise or mean nothing to a reader."""
@@ -48,6 +49,11 @@ def headline(run: RunFiles) -> list[Figure]:
     for name, value in written_metrics(run.result, "after").items():
         note = f"{percent(before[name])} before training" if name in before else ""
         figures.append(Figure(name.replace("_", " "), percent(value), note))
+    first, last = _validated(run)
+    for field, name in _SHARES.items():
+        if field in first and field in last:
+            note = f"{percent(first[field])} before training"
+            figures.append(Figure(name, percent(last[field]), note))
     padded, real = run.number("padded_tokens"), run.number("real_tokens")
     computed = run.number("computed_tokens") or run.number("packed_tokens")
     if padded and computed:
@@ -96,6 +102,37 @@ def _groups(scores: Scores) -> dict[str, Group]:
         "all questions with images": scores.total,
         "text only, not counted above": scores.text_only,
     }
+
+
+_SHARES = {
+    "accuracy": "held-out pairs with a margin above 0",
+    "chosen_likelier": "held-out pairs whose chosen answer is likelier",
+}
+"""Figures of a validation of pairs that are shares -> what they are of."""
+
+
+class ValidationRow(NamedTuple):
+    """A figure of validations, as text."""
+
+    name: str
+    before: str
+    after: str
+
+
+def validation_rows(run: RunFiles) -> list[ValidationRow]:
+    """What validation found before the first step and at the end; empty without one of them."""
+    first, last = _validated(run)
+    return [
+        ValidationRow(name.replace("_", " "), _text(first[name]), _text(last[name]))
+        for name in first
+        if name != "step" and name in last
+    ]
+
+
+def _validated(run: RunFiles) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Of step 0 and of the last one; empty where there are not both."""
+    found = validations([*run.steps.values()])
+    return (found[0], found[-1]) if len(found) > 1 and found[0]["step"] == 0 else ({}, {})
 
 
 class SpreadRow(NamedTuple):

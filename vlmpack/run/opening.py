@@ -100,6 +100,7 @@ def _open(setup: Setup, place: Place, model: ModelWatch, begun: BegunSteps, unre
         validation=_validation_batches(setup, splits.validation),
         on_skips=skips,
         model=fingerprint,
+        validate_first=recipe.objective.learns_pairs,
     )
     if checkpoint.folder is not None:
         trainer.resume(checkpoint.folder)

@@ -31,6 +31,7 @@ from vlmpack.evaluation.predictions import (
 from vlmpack.model_folder.images import transformers_version
 from vlmpack.recipe import identity
 from vlmpack.run.session import Session
+from vlmpack.training.metrics import read_rows, validations
 from vlmpack.training.model_watch import check_model_again
 from vlmpack.version import __version__
 from vlmpack.whole_file import write_atomically
@@ -234,4 +235,7 @@ def write_result(session: Session, before: Scores | None, after: Scores | None) 
             if scores
             else None
         )
+    checked = validations(read_rows(session.place.run_dir.metrics))
+    figures["validation_before"] = next((row for row in checked if row["step"] == 0), None)
+    figures["validation_after"] = checked[-1] if checked else None
     write_atomically(session.place.run_dir.result, json.dumps(figures, indent=2) + "\n")

@@ -16,7 +16,8 @@ Rows of training steps:
     experts are chosen alike)
 
 Rows of validations: step, validation_loss, the same of what the objective reports,
-validation_label_tokens. Real tokens per second never count padding.
+validation_label_tokens; a run of pairs has one before its first step, of step 0. Real tokens per
+second never count padding.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -148,6 +149,20 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
     return rows
+
+
+def validations(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of validations by step: `step`, and what they found without `validation_`."""
+    return [
+        {"step": row["step"]}
+        | {
+            name.removeprefix("validation_"): value
+            for name, value in row.items()
+            if name.startswith("validation_")
+        }
+        for row in sorted(rows, key=lambda row: int(row["step"]))
+        if "validation_loss" in row
+    ]
 
 
 def require_trackers(section: LoggingSection) -> None:

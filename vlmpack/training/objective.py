@@ -120,6 +120,7 @@ class Objective:
         by_source: the same of each source of the data, as columns `NAME/SOURCE`, where the step has
             a sample of it.
         remarks: count -> what is said of it the first time that it is not 0.
+        shown: names of the report that the log gives after each validation.
 
     Raises:
         ValueError: a name that stands for two things, or for nothing.
@@ -133,6 +134,7 @@ class Objective:
     report: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     by_source: Mapping[str, Mapping[str, tuple[str, str]]] = field(default_factory=dict)
     remarks: Mapping[str, str] = field(default_factory=dict)
+    shown: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = [*self.sums, *self.counts, *(entry.name for entry in fields(Counts))]

@@ -112,7 +112,8 @@ class PreferenceSums:
         of_pairs = {
             "loss_sum": terms,
             "margin_sum": margin,
-            "accuracy_sum": (margin > 0).double() + 0.5 * (margin == 0).double(),
+            "accuracy_sum": _won(margin),
+            "chosen_likelier_sum": _won(log_p[0::2] - log_p[1::2]),
             "chosen_reward_sum": self.section.beta * chosen,
             "rejected_reward_sum": self.section.beta * rejected,
             "chosen_log_p_sum": log_p[0::2],
@@ -147,6 +148,11 @@ class PreferenceSums:
         return (difference - 1 / (2 * self.section.beta)).square()
 
 
+def _won(differences: Tensor) -> Tensor:
+    """1 where it is above 0, half a one where it is a tie."""
+    return (differences > 0).double() + 0.5 * (differences == 0).double()
+
+
 def num_pairs(batch: Batch) -> int:
     """Pairs of a micro-batch."""
     return batch.num_pairs
@@ -167,6 +173,7 @@ SUMS = (
     "loss_sum",
     "margin_sum",
     "accuracy_sum",
+    "chosen_likelier_sum",
     "chosen_reward_sum",
     "rejected_reward_sum",
     "chosen_log_p_sum",
@@ -214,4 +221,5 @@ def dpo(section: ObjectiveSection, sources: Sequence[str] = ()) -> Objective:
             "num_identical": "pairs have two answers of the same tokens: they teach nothing, and "
             "count as pairs (column `identical`)"
         },
+        shown=("margin", "accuracy", "chosen_likelier"),
     )

@@ -106,6 +106,7 @@ class Trainer:
         total_steps: optimizer steps of the whole run.
         checkpoint: when the state is saved, and how many are kept.
         validation_interval: steps between validations; None for the end alone.
+        validate_first: whether there is one before the first step, to compare later ones with.
         log_interval: steps between tracker calls.
         timeouts: how long a rank waits for the others.
         run_dir: where checkpoints and metrics go.
@@ -130,6 +131,7 @@ class Trainer:
     on_skips: Callable[[int, int], None] | None = None
     record: SampleRecord | None = None
     model: Mapping[str, str] = field(default_factory=dict)
+    validate_first: bool = False
     totals: Totals = field(default_factory=Totals)
     _remarked: set[str] = field(default_factory=set)
     _saved_step: int = -1
@@ -178,6 +180,8 @@ class Trainer:
 
     def _run(self, steps: Iterator[GlobalStep], reporting: Reporting | None) -> None:
         begun = self.totals.step
+        if self.validate_first and begun == 0:
+            self.validate(reporting)
         while self.totals.step < self.total_steps:
             with self.timeouts.of_step(is_first=self.totals.step == begun):
                 sums = self._one_step(steps, reporting)
@@ -276,7 +280,8 @@ class Trainer:
                 {"step": self.totals.step, **figures, "validation_label_tokens": labels}
             )
             reporting.trackers.log(figures, self.totals.step)
-            logger.info("step %d: validation loss %.4f", self.totals.step, loss)
+            shown = "".join(f", {n} {figures[f'validation_{n}']:.4f}" for n in objective.shown)
+            logger.info("step %d: validation loss %.4f%s", self.totals.step, loss, shown)
             self._say_sources("validation of ", totals)
         return loss
 
