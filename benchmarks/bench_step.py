@@ -43,9 +43,11 @@ def build(encoder: Encoder, *, width: int | None) -> PackedVLM:
     return PackedVLM(model, encoder.family, encoder.image_rule.smallest()).train()
 
 
-def batches_of(encoder: Encoder, mode: ModeName, micro_batch_size: int, count: int) -> list[Batch]:
+def batches_of(
+    encoder: Encoder, mode: ModeName, micro_batch_size: int, count: int, shards: str = SHARDS
+) -> list[Batch]:
     config = DataConfig(
-        data=DataSection(train=(Source(name="digits", path=SHARDS),), num_workers=0),
+        data=DataSection(train=(Source(name="digits", path=shards),), num_workers=0),
         training=TrainingSection(
             micro_batch_size=micro_batch_size, global_batch_size=micro_batch_size, seq_length=4096
         ),
@@ -60,7 +62,7 @@ def batches_of(encoder: Encoder, mode: ModeName, micro_batch_size: int, count: i
     return [micro.batch for step in steps for micro in step.micro_batches]
 
 
-def _language_only(vlm: PackedVLM, batches: list[Batch]) -> Callable[[], None]:
+def language_only(vlm: PackedVLM, batches: list[Batch]) -> Callable[[], None]:
     """Embeddings -> decoder -> head -> loss -> back to the embeddings."""
     embeds = [vlm.merge(batch).embeds.detach().requires_grad_() for batch in batches]
 
@@ -104,8 +106,8 @@ def bench_step(rounds: int, *, width: int | None, micro_batch_size: int = 16) ->
     assert abs(losses[0] - losses[1]) < 1e-4 * losses[0], f"losses differ: {losses}"
     seconds = medians(
         {
-            "language_packed": _language_only(vlm, packed),
-            "language_padded": _language_only(vlm, padded),
+            "language_packed": language_only(vlm, packed),
+            "language_padded": language_only(vlm, padded),
             "step_packed": _whole_step(vlm, packed),
             "step_padded": _whole_step(vlm, padded),
         },

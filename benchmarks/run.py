@@ -21,6 +21,7 @@ from bench_launch import bench_launch
 from bench_memory import bench_context_memory
 from bench_packers import bench_packers
 from bench_plan import bench_plan
+from bench_preference import bench_preference
 from bench_safety import bench_safety
 from bench_segments import bench_segments
 from bench_step import bench_step
@@ -66,6 +67,7 @@ def _benchmarks(rounds: int) -> dict[str, Callable[[], dict[str, object]]]:
         "packers": lambda: bench_packers(rounds),
         "step": lambda: bench_step(rounds, width=512),
         "step, demo model": lambda: bench_step(rounds, width=None),
+        "preference": lambda: bench_preference(rounds, width=512),
     }
     if find_spec("megatron") is None:
         return found
