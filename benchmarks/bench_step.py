@@ -22,7 +22,7 @@ from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.hf.load import load_model
 from vlmpack.backends.hf.model import MergedInputs, PackedVLM
 from vlmpack.data.config import DataConfig
-from vlmpack.data.modes import MODES
+from vlmpack.data.modes import MODES, PackingMode
 from vlmpack.data.pipeline import TrainData
 from vlmpack.encode import Encoder
 from vlmpack.packing import Batch
@@ -44,14 +44,19 @@ def build(encoder: Encoder, *, width: int | None) -> PackedVLM:
 
 
 def batches_of(
-    encoder: Encoder, mode: ModeName, micro_batch_size: int, count: int, shards: str = SHARDS
+    encoder: Encoder,
+    mode: ModeName,
+    micro_batch_size: int,
+    count: int,
+    shards: str = SHARDS,
+    kind: type[PackingMode] | None = None,
 ) -> list[Batch]:
     config = DataConfig(
         data=DataSection(train=(Source(name="digits", path=shards),), num_workers=0),
         training=TrainingSection(
             micro_batch_size=micro_batch_size, global_batch_size=micro_batch_size, seq_length=4096
         ),
-        mode=MODES[mode](
+        mode=(kind or MODES[mode])(
             packing=PackingSection(mode=mode),
             budget=RowBudget(max_tokens=4096),
             multiples=Alignment(1, 1),
