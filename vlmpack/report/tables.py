@@ -130,7 +130,7 @@ def validation_rows(run: RunFiles) -> list[ValidationRow]:
 
 
 def _validated(run: RunFiles) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Of step 0 and of the last one; empty where there are not both."""
+    """The validation of step 0 and the last one; empty where there are not both."""
     found = validations([*run.steps.values()])
     return (found[0], found[-1]) if len(found) > 1 and found[0]["step"] == 0 else ({}, {})
 
