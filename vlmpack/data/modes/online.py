@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vlmpack.data.modes.base import Cutting, PackingMode, Uncut
 from vlmpack.data.plan.packers import STREAMED_SAMPLES_PER_ROW, BudgetPacker, window_samples
+from vlmpack.data.plan.sharing import shared_rows
 from vlmpack.data.plan.state import IdentityValue
 from vlmpack.errors import RecipeError
 from vlmpack.packing.row_layout import FixedShape
@@ -29,14 +30,11 @@ class Online(PackingMode):
             budget = self.budget  # nothing is left to settle
         else:
             order = split.first_samples()
-            tried = BudgetPacker(
-                budget=self.budget,
-                global_batch_size=split.global_batch_size,
-                scope="stream",
-                sizes=sizes,
-                planned=planned,
-            )
-            rows = tried.rows(order)
+            tokens, patches = sizes(order)
+            if planned is None:
+                rows = self.budget.rows(tokens, patches)
+            else:
+                rows = shared_rows(planned(order), patches, self.budget)
             per_row = -(-order.shape[0] // max(1, len(rows)))
             budget = self.budget.settled(rows)
         packer = BudgetPacker(
