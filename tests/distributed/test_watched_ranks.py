@@ -146,6 +146,8 @@ def test_a_stopped_rank_of_a_run_is_named_in_time_under_torchrun(tmp_path, victi
         assert when - begun < WATCH + LATE
         err.wait(rf"rank {victim} \(process {pid} on .*\) has given no sign of life", 10, begun)
     finally:
+        for pid in children(launcher.pid):  # each a session of its own, and one of them stopped
+            os.kill(pid, signal.SIGKILL)
         os.killpg(launcher.pid, signal.SIGKILL)
         launcher.wait()
         err.close()
