@@ -20,6 +20,7 @@ from vlmpack.data.packs import restore
 from vlmpack.data.packs.write import PackOrder
 from vlmpack.distributed import Ranks
 from vlmpack.errors import PacksError
+from vlmpack.forecast.open import plan_recipe
 from vlmpack.proof.rows.checks import check_row
 from vlmpack.proof.rows.opening import rows_of_batch
 from vlmpack.proof.rows.shown import load_row
@@ -178,6 +179,21 @@ def test_the_command_compares_with_the_mean_of_pairs_in_a_pack(tmp_path, shard, 
     assert f"pairs 18 ({mean:.1f} a pack)" in printed
     assert "a step 4 pairs, exactly" in printed
     assert f"4 / {mean:.2f} = {round(4 / mean)} packs" in printed
+
+
+def test_plan_says_what_the_planner_of_packs_would_make(tmp_path, shard):
+    """Before there are any: by best-fit-decreasing inside each global batch."""
+    values = settings(tmp_path, shard, **ONE_ROW) | PACKS
+    saved = values | {"packing": PACKS["packing"] | {"mode": "offline", "path": str(tmp_path)}}
+    planned = plan_recipe(resolve(saved, {}), world_size=1)
+    made = pack_recipe(resolve(values, {}), tmp_path / "packs", PackOrder(planner="bfd"))
+    assert planned.mode.name == "offline, batch"
+    assert planned.mode.rows == made.num_packs
+    assert planned.batch.samples_per_row == NUM_PAIRS / made.num_packs
+    assert planned.batch.in_packs == pytest.approx(4 * made.num_packs / NUM_PAIRS)
+    assert planned.run_steps == 7
+    assert planned.steps_per_epoch == 5
+    assert any("inside each global batch" in note for note in planned.notes)
 
 
 @pytest.mark.slow

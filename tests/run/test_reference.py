@@ -166,7 +166,11 @@ def test_plan_counts_what_a_run_of_pairs_computes(tmp_path, shard, shuffle):
         own = next(figures for figures in found.modes if figures.is_recipes)
         assert own.slots == trained[mode]
         assert train.summary().padded_slots == sum(b.num_padded_slots for b in batches)
-        assert any("18 pairs" in note for note in found.notes)
+        assert found.reference.num_pairs == 18
+        names = [figures.name for figures in found.modes]
+        assert names == ["none", "in_batch", "online, batch", "offline, batch"]
+        assert {figures.samples for figures in found.modes} == {18}
+        assert {figures.steps for figures in found.modes} == {5}
     assert trained["none"] > 1.1 * trained["in_batch"]
 
 

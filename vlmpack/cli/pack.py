@@ -86,9 +86,9 @@ def _print_table(manifest: Manifest, folder: Path, seconds: float) -> None:
     from rich.table import Table
 
     table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row("packs", f"{manifest.num_packs:,} of up to {manifest.budget}")
-    per_pack = manifest.num_samples / max(1, manifest.num_packs)
     unit = "pairs" if manifest.holds_pairs else "samples"
+    table.add_row("packs", f"{manifest.num_packs:,} of up to {manifest.budget.text(unit)}")
+    per_pack = manifest.num_samples / max(1, manifest.num_packs)
     table.add_row(unit, f"{manifest.num_samples:,} ({per_pack:.1f} a pack)")
     size = manifest.global_batch_size
     if manifest.in_sets:
@@ -96,7 +96,7 @@ def _print_table(manifest: Manifest, folder: Path, seconds: float) -> None:
     if manifest.holds_pairs:
         in_packs = f"{size} / {per_pack:.2f} = {max(1, round(size / max(1.0, per_pack))):,} packs"
         table.add_row(
-            "", f"NeMo-Aligner's global batch size would be {in_packs}, so many pairs on average"
+            "", f"NeMo-Aligner's global batch size would be {in_packs}: as many pairs on average"
         )
     table.add_row("tokens", f"{manifest.num_tokens:,}")
     table.add_row("fill", f"{manifest.fill:.2%}")

@@ -29,8 +29,8 @@ def batch_figures(
         copies: of the model; a global batch in rows is a multiple of it.
     """
     size = recipe.training.global_batch_size
-    keeping = None  # scope `batch` keeps the samples of a step by itself
-    if not recipe.packing.varies_in_rows:
+    keeping = None  # scope `batch` keeps the samples of a step by itself, as pairs always are
+    if not (recipe.packing.varies_in_rows or recipe.objective.learns_pairs):
         keeping = max(1, round(size / max(1.0, samples_per_row) / copies)) * copies
     growth = own.mean_batch_samples / max(1e-9, unpacked.mean_batch_samples)
     scaled = None if abs(growth - 1) < SAME_BATCH else recipe.optim.lr * sqrt(growth)

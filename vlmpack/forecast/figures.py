@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
+
+Unit = Literal["sample", "pair"]
+"""A unit is what a sample is called: of preference training, a pair."""
 
 PERCENTILES = (0, 5, 25, 50, 75, 90, 95, 99, 100)
 SAME_BATCH = 0.02  # change of the batch below which it counts as the same: last ones are short
@@ -215,6 +219,12 @@ class BatchFigures:
         return (self.keeping_size or 0) * max(1.0, self.samples_per_row)
 
     @property
+    def in_packs(self) -> float:
+        """The batch counted in rows, at the mean samples of one: what a trainer that counts packs
+        has to be told."""
+        return self.global_batch_size / max(1.0, self.samples_per_row)
+
+    @property
     def growth(self) -> float:
         """Samples of a step, over the unpacked run's."""
         return self.samples / max(1e-9, self.unpacked_samples)
@@ -261,6 +271,27 @@ class MemoryFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceFigures:
+    """The forward pass of a reference model over the pairs of an epoch.
+
+    Args:
+        num_pairs, num_tokens, num_patches: of the pairs that are trained; those of validation come
+            on top.
+        steps: optimizer steps that take about as long: a step runs forward once, and backward for
+            twice as much.
+        num_bytes: that are kept on disk.
+        is_kept: whether it is made once, before the first step; else in every step.
+    """
+
+    num_pairs: int
+    num_tokens: int
+    num_patches: int
+    steps: float
+    num_bytes: int
+    is_kept: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
     """Everything that `vlmpack plan` shows.
 
@@ -276,6 +307,8 @@ class RunPlan:
         sequences, imbalance, batch, memory: see their classes. `memory` is None where the model
             folder does not say enough.
         notes: what a reader must know about these figures.
+        unit: what a sample is.
+        reference: of pairs, what the reference model computes.
     """
 
     model: str
@@ -293,6 +326,13 @@ class RunPlan:
     batch: BatchFigures
     memory: MemoryFigures | None
     notes: tuple[str, ...] = field(default=())
+    unit: Unit = "sample"
+    reference: ReferenceFigures | None = None
+
+    @property
+    def units(self) -> str:
+        """The plural of the unit."""
+        return f"{self.unit}s"
 
     @property
     def mode(self) -> ModeFigures:

@@ -60,6 +60,30 @@ class Layout:
         """(b,) maxima of (n,) values of samples."""
         return np.maximum.reduceat(values, self.bin_starts) if values.size else values
 
+    def sets(self) -> list[Int64s]:
+        """The places of the samples of each global batch."""
+        if not self.steps.size:
+            return []
+        counts = np.add.reduceat(self.bins, self.step_starts)
+        return np.split(np.arange(self.numbers.size), np.cumsum(counts)[:-1])
+
+    def packed_as(self, packs: Sequence[Int64s], steps: Int64s) -> Layout:
+        """The same samples, or some of them, in other bins.
+
+        Args:
+            packs: the places of each bin's samples.
+            steps: (s,) bins of each global batch.
+        """
+        order = np.concatenate([np.empty(0, np.int64), *packs])
+        return Layout(
+            self.numbers[order],
+            self.tokens[order],
+            self.patches[order],
+            np.fromiter(map(len, packs), np.int64, len(packs)),
+            steps,
+            self.sequences[order],
+        )
+
     @cached_property
     def trained(self) -> Int64s:
         """(b,) samples of each bin that are no holes."""

@@ -10,15 +10,16 @@ from vlmpack.data.config import DataConfig
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.modes import PackingMode
 from vlmpack.data.plan.batches import Plan, Position, dry_run_order
+from vlmpack.data.plan.packers import Scope
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.shards.keys import describe_keys
 from vlmpack.data.splits.split import Split
 from vlmpack.forecast.activations import recurrences_on
 from vlmpack.forecast.batch import batch_figures
-from vlmpack.forecast.figures import MemoryFigures, ModeFigures, RunPlan
+from vlmpack.forecast.figures import MemoryFigures, ModeFigures, ReferenceFigures, RunPlan
 from vlmpack.forecast.imbalance import imbalance_figures
 from vlmpack.forecast.memory import memory_figures
-from vlmpack.forecast.modes import OFFLINE, ModePlanner, PlannedMode, mode_figures
+from vlmpack.forecast.modes import ModePlanner, PlannedMode, mode_figures
 from vlmpack.forecast.parameters import ModelSizes
 from vlmpack.forecast.progress import Progress, counted, silent
 from vlmpack.forecast.sequences import sequence_figures
@@ -27,6 +28,9 @@ from vlmpack.forecast.sources import left_out, source_figures
 from vlmpack.forecast.trained import EVERY_WEIGHT, TrainedSizes
 from vlmpack.packing.budget import RowBudget
 from vlmpack.recipe import Recipe, derive
+
+REFERENCE_BYTES = 24
+"""Bytes that a reference keeps of a pair: its number, and two log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +72,15 @@ def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
     dry_tokens, dry_patches = _dry_run(inputs)
     budget = _settled_budget(inputs, dry_tokens, dry_patches)
     planner = ModePlanner(config=config, fitted=fitted, budget=budget, progress=progress)
-    planned = _all_modes(planner, split, offline=recipe.packing.facts.reads_packs, copies=copies)
+    pairs = recipe.objective.learns_pairs
+    planned = _all_modes(planner, split, recipe=recipe, copies=copies)
     by_name = {mode.name: mode for mode in planned}
     own = next(mode for mode in planned if mode.is_recipes)
-    rows = own if own.plans_rows else by_name[planner.mode("online").label]
+    scope: Scope = "batch" if pairs else "stream"
+    rows = own if own.plans_rows else by_name[planner.mode("online", scope).label]
     modes = tuple(mode_figures(mode, copies, config.row_cost, by_name["none"]) for mode in planned)
     figures = {mode.name: mode for mode in modes}
-    sequences = sequence_figures(rows, dry_tokens, dry_patches)
+    sequences = sequence_figures(rows, dry_tokens, dry_patches, fixed=not pairs)
     drawn = [source.num_draws for source in split.plan.sources]
     names = [source.name for source in config.sources]
     counts = [numbers.size for _, numbers in split.numbers()]
@@ -109,6 +115,29 @@ def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
         ),
         memory=_memory(inputs, figures[own.name]),
         notes=_notes(inputs, own, figures["in_batch"].micro_batch_size),
+        unit="pair" if pairs else "sample",
+        reference=_reference(inputs, steps),
+    )
+
+
+def _reference(inputs: PlanInputs, steps: int) -> ReferenceFigures | None:
+    """What the reference model computes; None where there is none.
+
+    Args:
+        steps: of an epoch.
+    """
+    objective = inputs.recipe.objective
+    if not objective.learns_pairs:
+        return None
+    table, usable = inputs.split.fitted.table, inputs.split.fitted.eligible
+    num_pairs = int(usable.sum())
+    return ReferenceFigures(
+        num_pairs=num_pairs,
+        num_tokens=int(table.num_tokens[usable].sum()),
+        num_patches=int(table.num_patches[usable].sum()),
+        steps=steps / 3,
+        num_bytes=num_pairs * REFERENCE_BYTES if objective.keeps_reference else 0,
+        is_kept=objective.keeps_reference,
     )
 
 
@@ -131,10 +160,12 @@ def _memory(inputs: PlanInputs, own: ModeFigures) -> MemoryFigures | None:
 
 
 def _all_modes(
-    planner: ModePlanner, split: Split, *, offline: bool, copies: int
+    planner: ModePlanner, split: Split, *, recipe: Recipe, copies: int
 ) -> list[PlannedMode]:
-    """In the order of the table; the recipe's own as the run plans it."""
+    """In the order of the table; the recipe's own as the run plans it. Of pairs those that there
+    are: their rows never leave a global batch."""
     own = planner.own(split)
+    pairs, offline = recipe.objective.learns_pairs, recipe.packing.facts.reads_packs
     saved = own.mode.facts.reads_packs
     offline = offline and not saved  # planned anew: `own` stands in for it
     own = replace(own, is_recipes=not offline)
@@ -142,15 +173,17 @@ def _all_modes(
     def planned(mode: PackingMode, micro: int = 1) -> PlannedMode:
         return own if own.name == mode.label else planner.other(mode, micro)
 
-    stream, batch = (planned(planner.mode("online", scope)) for scope in ("stream", "batch"))
-    micro = own.micro_batch_size
-    if own.plans_rows or micro < 2:
-        bins = stream.layout.bins
-        wanted = max(2, round(float(bins.mean())) if bins.size else 2)
+    scopes: tuple[Scope, ...] = ("batch",) if pairs else ("stream", "batch")
+    rows = [planned(planner.mode("online", scope)) for scope in scopes]
+    micro, least = own.micro_batch_size, 1 if pairs else 2
+    if own.plans_rows or micro < least:
+        bins = rows[0].layout.bins
+        wanted = max(least, round(float(bins.mean())) if bins.size else least)
         micro = _dividing(planner.config.training.global_batch_size // copies, wanted)
     none, in_batch = planned(planner.mode("none"), micro), planned(planner.mode("in_batch"), micro)
-    packed = own if saved else planner.offline(own.layout, is_recipes=offline)
-    modes = [none, in_batch, stream, batch, packed]
+    scope: Scope = "batch" if pairs or (offline and recipe.packing.varies_in_rows) else "stream"
+    packed = own if saved else planner.offline(own.layout, scope, is_recipes=offline)
+    modes = [none, in_batch, *rows, packed]
     return modes if any(own is mode for mode in modes) else [*modes, own]
 
 
@@ -160,12 +193,16 @@ def _dividing(whole: int, wanted: int) -> int:
 
 
 def _dry_run(inputs: PlanInputs) -> tuple[Int64s, Int64s]:
-    """(n,) tokens and patches of the first samples, in the order in which a run packs them."""
+    """(n,) tokens and patches of the first samples, in the order in which a run packs them, each
+    sequence of a pair rounded up."""
     split, plan = inputs.split, inputs.split.plan
     if isinstance(plan, WindowPlan):
-        return split.sizes(plan.plan_window(0, 0, split.start()).order)
-    shuffle = plan.shuffle if isinstance(plan, Plan) else "global"
-    return split.sizes(dry_run_order(plan.sources, inputs.config.training.seed, shuffle))
+        order = plan.plan_window(0, 0, split.start()).order
+    else:
+        shuffle = plan.shuffle if isinstance(plan, Plan) else "global"
+        order = dry_run_order(plan.sources, inputs.config.training.seed, shuffle)
+    planned = inputs.config.mode.budget.planned(split.sequence_tokens(order))
+    return planned, split.sizes(order)[1]
 
 
 def _settled_budget(inputs: PlanInputs, tokens: Int64s, patches: Int64s) -> RowBudget:
@@ -183,7 +220,7 @@ def _run_steps(inputs: PlanInputs, own: PlannedMode, progress: Progress) -> int:
         return training.max_steps
     epochs, first = training.num_epochs, int(own.layout.steps.size)
     assert epochs is not None  # one of the two is set, the recipe's rules see to it
-    if epochs == 1 or plan.packer.num_batches(1) is not None or own.name == OFFLINE:
+    if epochs == 1 or plan.packer.num_batches(1) is not None or own.own_name:
         return epochs * first
     if isinstance(plan, WindowPlan):
         return int(plan.steps_until(epochs, Position(), inputs.split.start()))
@@ -196,34 +233,27 @@ def _notes(inputs: PlanInputs, own: PlannedMode, micro: int) -> tuple[str, ...]:
     if own.planned is not None:
         multiple = own.mode.shape().sequence_multiple
         notes.append(sharing_note(own.layout, own.planned, multiple))
+    units = "samples"
     if inputs.recipe.objective.learns_pairs:
-        table, usable = inputs.split.fitted.table, inputs.split.fitted.eligible
-        pairs = (
-            f"{int(usable.sum()):,} pairs ({int(table.num_tokens[usable].sum()):,} tokens, "
-            f"{int(table.num_patches[usable].sum()):,} patches)"
-        )
-        when = f"before the first step one forward pass over {pairs} makes what is missing of"
-        if not inputs.recipe.objective.keeps_reference:
-            when = f"one more forward pass a step, over {pairs} an epoch, adapters off, makes"
+        units = "pairs"
         notes.append(
-            f"samples are pairs of two sequences; {when} the reference: a third of an epoch's "
-            "compute"
+            "a pair is two sequences: its tokens are those of both, its patches are counted once"
         )
     if own.plans_rows:
         notes.append(
-            f"none and in_batch are shown with micro-batches of {micro} samples, about as many as "
+            f"none and in_batch are shown with micro-batches of {micro} {units}, about as many as "
             "a planned row or a global batch holds; training.micro_batch_size is "
             f"{own.micro_batch_size}"
         )
     elif micro != own.micro_batch_size:
         notes.append(
-            f"in_batch is shown with micro-batches of {micro} samples; "
+            f"in_batch is shown with micro-batches of {micro} {units}; "
             f"training.micro_batch_size is {own.micro_batch_size}"
         )
     if inputs.split.fitted.table.bad.any():
-        notes.append("bad samples keep their place in a batch as holes, so no other sample moves")
+        notes.append(f"bad {units} keep their place in a batch as holes, so no other moves")
     notes.append(
-        "samples whose damage shows only when they are read (an image that cannot be decoded) are "
+        f"{units} whose damage shows only when they are read (an image that cannot be decoded) are "
         "not known here; a run counts them as holes"
     )
     if unknown := inputs.split.fitted.table.unknown_keys:
@@ -233,9 +263,12 @@ def _notes(inputs: PlanInputs, own: PlannedMode, micro: int) -> tuple[str, ...]:
             "data.shuffle is window: the recipe's mode is planned by it, the other modes by a "
             "shuffle over all samples"
         )
-    if own.name == OFFLINE:
+    if own.own_name:
+        kept, inside = "stream", ""
+        if own.mode.packing.varies_in_rows:
+            kept, inside = "batch", " inside each global batch"
         notes.append(
-            "packing.path holds no packs yet, so offline is planned by best-fit-decreasing; with "
-            "--planner stream it has the figures of online, stream"
+            f"packing.path holds no packs yet, so offline is planned by best-fit-decreasing{inside}"
+            f"; with --planner stream it has the figures of online, {kept}"
         )
     return tuple(notes)

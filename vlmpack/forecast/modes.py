@@ -7,7 +7,7 @@ as many samples as fill one of its rows on average.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import ceil
@@ -37,8 +37,8 @@ Windows = Iterator[Sequence[tuple[Bin, ...]]]
 MAX_PACKED = 131_072
 """Samples from which a mode that the recipe does not have is packed; beyond, it is carried over."""
 
-OFFLINE = "offline, bfd"
-"""Mode `offline` before its packs are made."""
+OFFLINE: Mapping[Scope, str] = {"stream": "offline, bfd", "batch": "offline, batch"}
+"""Mode `offline` before its packs are made, by scope."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class PlannedMode:
         micro_batch_size: samples in a micro-batch; 1 where rows are planned.
         is_recipes: whether the run does this.
         is_part: whether the layout is only the beginning of the epoch.
-        own_name: shown in place of the mode's.
+        own_name: shown in place of the mode's, where it stands for packs that are not made yet.
         planned: what is planned of samples, where rows have what they begin with once.
     """
 
@@ -150,33 +150,39 @@ class ModePlanner:
             mode=mode, layout=layout, micro_batch_size=micro, is_part=part, planned=planned
         )
 
-    def offline(self, samples: Layout, *, is_recipes: bool) -> PlannedMode:
-        """Mode `offline` with the planner `bfd`: as `vlmpack.data.packs.choose` has it."""
-        size = samples.numbers.size
-        most = size if is_recipes else MAX_PACKED
-        order = np.argsort(samples.numbers[:most], kind="stable")
-        tokens, patches = samples.tokens[order], samples.patches[order]
-        packs = self.budget.packs(tokens, patches)
-        # Neighbours of best-fit-decreasing are alike; a run permutes the packs.
-        packs = [
-            packs[n] for n in seeded_order(len(packs), self.config.training.seed, "packs").tolist()
-        ]
-        order = np.concatenate([np.empty(0, np.int64), *packs])
-        bins = np.fromiter(map(len, packs), np.int64, len(packs))
-        whole = self.config.training.global_batch_size
-        steps = np.full(-(-len(packs) // whole), whole, np.int64)
-        if len(packs) % whole:
-            steps[-1] = len(packs) % whole
-        sequences = samples.sequences[np.argsort(samples.numbers[:most], kind="stable")]
-        numbers = samples.numbers[order]
-        layout = Layout(numbers, tokens[order], patches[order], bins, steps, sequences[order])
+    def offline(self, samples: Layout, scope: Scope, *, is_recipes: bool) -> PlannedMode:
+        """Mode `offline` with the planner `bfd`: as `vlmpack.data.packs.choose` has it.
+
+        Args:
+            samples: of the epoch.
+            scope: `batch` keeps packs inside the global batches of that layout.
+            is_recipes: whether the run does this; then all of them are packed.
+        """
+        most = samples.numbers.size if is_recipes else MAX_PACKED
+        size, planned = (
+            self.config.training.global_batch_size,
+            self.budget.planned(samples.sequences),
+        )
+        steps: list[Int64s] = []
+        packs: list[Int64s] = []
+        for places in samples.sets() if scope == "batch" else [np.arange(samples.numbers.size)]:
+            places = places[places < most]
+            places = places[np.argsort(samples.numbers[places], kind="stable")]
+            found = self.budget.packs(planned[places], samples.patches[places])
+            packs += [places[pack] for pack in found]
+            steps.append(np.array([len(found)] if found else [], np.int64))
+        if scope == "stream":
+            # Neighbours of best-fit-decreasing are alike; a run permutes the packs.
+            order = seeded_order(len(packs), self.config.training.seed, "packs")
+            packs = [packs[place] for place in order.tolist()]
+            steps = [np.diff(np.append(np.arange(0, len(packs), size), len(packs)))]
         return PlannedMode(
-            mode=self.mode("offline"),
-            layout=layout,
+            mode=self.mode("offline", scope),
+            layout=samples.packed_as(packs, np.concatenate(steps)),
             micro_batch_size=1,
             is_recipes=is_recipes,
-            is_part=size > most,
-            own_name=OFFLINE,
+            is_part=samples.numbers.size > most,
+            own_name=OFFLINE[scope],
         )
 
 

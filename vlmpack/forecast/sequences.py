@@ -24,12 +24,15 @@ BOUND_MULTIPLE = 8
 COST_SAMPLES = 16_384
 
 
-def sequence_figures(mode: PlannedMode, tokens: Int64s, patches: Int64s) -> SequenceFigures:
+def sequence_figures(
+    mode: PlannedMode, tokens: Int64s, patches: Int64s, *, fixed: bool = True
+) -> SequenceFigures:
     """The samples in a row of a mode's epoch, and the choices of a bound.
 
     Args:
         mode: of planned rows.
         tokens, patches: (n,) of the dry run's samples, in the order of the run.
+        fixed: whether its rows may have a fixed shape; else there is nothing to choose.
     """
     bins = mode.layout.bins
     counts = np.bincount(bins) if bins.size else np.zeros(1, np.int64)
@@ -40,7 +43,7 @@ def sequence_figures(mode: PlannedMode, tokens: Int64s, patches: Int64s) -> Sequ
         percentiles=_percentiles(bins),
         histogram=tuple(zip(used.tolist(), counts[used].tolist(), strict=True)),
         dry_run_samples=int(tokens.size),
-        choices=bound_choices(mode.mode.budget, tokens, patches),
+        choices=bound_choices(mode.mode.budget, tokens, patches) if fixed else (),
     )
 
 

@@ -47,12 +47,25 @@ class RowBudget:
         }
 
     def __str__(self) -> str:
-        most = "" if self.max_sequences is None else f" and {self.max_sequences} samples"
+        return self.text("samples")
+
+    def text(self, units: str) -> str:
+        """What a row holds, in words; `units` is what samples are called."""
+        most = "" if self.max_sequences is None else f" and {self.max_sequences} {units}"
         return f"{self.max_tokens:,} tokens{most}"
 
     def takes(self, num_tokens: int) -> bool:
         """Whether a row may hold so many tokens."""
         return num_tokens <= self.max_tokens
+
+    def planned(self, sequences: Integers) -> Integers:
+        """(n,) tokens that samples count as, each of their sequences rounded up.
+
+        Args:
+            sequences: (n, k) tokens of each sequence of the samples.
+        """
+        found: Integers = (-(-sequences // self.alignment) * self.alignment).sum(axis=1)
+        return found
 
     def fill(self, num_tokens: int, num_rows: int) -> float:
         """Tokens over the slots of full rows."""

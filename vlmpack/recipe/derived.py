@@ -148,10 +148,11 @@ def derived_rows(recipe: Recipe, world_size: int) -> list[DerivedRow]:
     values, training, split = derive(recipe, world_size), recipe.training, recipe.parallelism
     micro = training.micro_batch_size
     copy = f"{split.tensor} tensor x {split.pipeline} pipeline x {split.context} context"
+    units = "pairs" if recipe.objective.learns_pairs else "samples"
     steps = DerivedRow(
         "gradient accumulation",
         "varies",
-        f"the rows of each step's {training.global_batch_size} samples / {values.data_parallel}",
+        f"the rows of each step's {training.global_batch_size} {units} / {values.data_parallel}",
     )
     if values.gradient_accumulation_steps is not None:
         steps = steps._replace(

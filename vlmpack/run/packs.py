@@ -21,7 +21,7 @@ def pack_recipe(recipe: Recipe, folder: Path, order: PackOrder) -> Manifest:
         order: what to make.
 
     Raises:
-        RecipeError: a recipe without planned rows.
+        RecipeError: a recipe without planned rows, or one that cannot train on saved ones.
         PacksError: the folder cannot be used.
         ModelError, DataError, EmptyDataError: what is wrong with model folder or data.
     """
@@ -37,6 +37,7 @@ def pack_recipe(recipe: Recipe, folder: Path, order: PackOrder) -> Manifest:
                 f"{counts}"
             ]
         )
+    load_recipe(recipe, {"packing.mode": "offline", "packing.path": str(folder)})  # it will train
     recipe = load_recipe(recipe, {"packing.mode": "online"})
     recipe = with_date(recipe, recipe.data.date or begun_packs(folder) or date_of(recipe))
     train, _ = open_recipe(recipe, order.on_index)

@@ -80,6 +80,19 @@ def test_bad_pairs_are_refused_by_name(answers, words):
         cook({"messages": [QUESTION], **answers})
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "What?", "chosen": "x", "rejected": "y"},
+        {"prompt": [QUESTION], "chosen": [QUESTION], "rejected": [QUESTION]},
+        {"chosen": [QUESTION, QUESTION], "rejected": [QUESTION, QUESTION], "images": ["0.png"]},
+    ],
+)
+def test_columns_of_another_trainer_point_to_the_command_that_converts_them(record):
+    with pytest.raises(DataError, match=r"as TRL writes pairs.*vlmpack data convert makes such"):
+        cook(record)
+
+
 def test_a_prompt_that_ends_with_an_answer_is_refused():
     messages = [QUESTION, {"role": "assistant", "content": "A cat."}]
     with pytest.raises(DataError, match="the turns end with the assistant's"):

@@ -19,6 +19,7 @@ from vlmpack.forecast.figures import (
     LeftOut,
     MemoryFigures,
     ModeFigures,
+    ReferenceFigures,
     RunPlan,
     SequenceFigures,
     SourceFigures,
@@ -116,6 +117,26 @@ def plan() -> RunPlan:
         ),
         notes=("a note",),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_pairs_are_called_pairs(plan: RunPlan, is_kept: bool) -> None:
+    reference = ReferenceFigures(
+        num_pairs=1000, num_tokens=2_000_000, num_patches=3000, steps=41_152.0, num_bytes=24_000,
+        is_kept=is_kept,
+    )  # fmt: skip
+    batch = replace(plan.batch, counts_rows=False, keeping_size=None, scaled_learning_rate=None)
+    pairs = replace(plan, unit="pair", reference=reference, batch=batch)
+    out = io.StringIO()
+    print_sections(sections(pairs), Console(file=out, width=80, highlight=False))
+    words = re.sub(r"\s+", " ", out.getvalue())
+    assert not re.search(r"\bsamples?\b", words)
+    assert "1024 / 12.30 = 83" in words
+    assert "exactly 1024 pairs" in words
+    assert "1,000 pairs (2,000,000 tokens, 3,000 patches), about as long as 41,152" in words
+    assert ("on disk 0.024 MB" in words) == is_kept
+    assert ("adapters off in each step" in words) != is_kept
+    assert "CUDA graphs" not in words, "rows of pairs have no fixed shape"
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -35,8 +35,8 @@ def choose_packs(split: Split, fitted: Fitted, planner: Planner, mode: PackingMo
 
     def packed(draws: Int64s) -> list[Int64s]:
         draws = np.sort(draws)
-        sizes = fitted.table.aligned_sizes(draws, budget.alignment)
-        return [draws[places] for places in budget.packs(*sizes)]
+        planned = budget.planned(fitted.table.sequence_tokens(draws))
+        return [draws[n] for n in budget.packs(planned, fitted.table.num_patches[draws])]
 
     if mode.packing.counts_rows:
         return PackArrays.unordered(packed(PackArrays.of(windows).numbers))

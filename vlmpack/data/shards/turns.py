@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from vlmpack.data.shards.branches import branches_of
-from vlmpack.data.shards.keys import is_absent, refuse_unknown, unknown_record_keys
+from vlmpack.data.shards.keys import PAIR_KEYS, is_absent, refuse_unknown, unknown_record_keys
 from vlmpack.data.shards.pairs import answers_of
 from vlmpack.data.shards.tools import FIELD_NAMES, beside_of, fields_of
 from vlmpack.encode.changes import CALLS
@@ -108,6 +108,12 @@ def conversation(record: Mapping[str, Any], dialect: Dialect[Source]) -> Convers
     """
     unknown = unknown_record_keys(record)
     schemas = [name for name in TURN_FIELDS if name in record]
+    if not schemas and not any(is_absent(record.get(name)) for name in PAIR_KEYS):
+        raise schema_error(
+            "the record has 'chosen' and 'rejected', but no turns that they answer, as TRL writes "
+            "pairs ('prompt', or two conversations that begin alike); expected the prompt's turns "
+            "as 'messages' beside them: vlmpack data convert makes such records"
+        )
     if len(schemas) != 1:
         found = ", ".join(map(repr, schemas or sorted(record)[:8])) or "nothing"
         raise schema_error(f"expected exactly one of 'messages' and 'conversations', found {found}")

@@ -23,20 +23,23 @@ def data_section(plan: RunPlan, max_sources: int) -> Section:
     rows = [_source(source, one_line(source.name), drawn) for source in shown]
     if len(plan.sources) > 1:
         rows.append(_source(plan.total, "total", drawn, all_tokens=drawn))
-    lines = ["loss, vision: shares of the tokens; p5 to max: tokens of a sample"]
+    lines = [f"loss, vision: shares of the tokens; p5 to max: tokens of a {plan.unit}"]
     if drawn is not None:
-        lines.append("drawn: samples of an epoch, by the weights; share: of the tokens of an epoch")
+        lines.append(
+            f"drawn: {plan.units} of an epoch, by the weights; share: of the tokens of an epoch"
+        )
     lines += [
         f"{count:,} more sources are in the page (--html) and in the JSON"
         for count in [len(plan.sources) - len(shown)]
         if count
     ]
     for reason, count in plan.total.num_dropped.items():
-        lines.append(f"{_samples(count)} dropped: {reason}")
+        lines.append(f"{counted(count, plan.unit)} dropped: {reason}")
     if plan.total.num_shrunk:
-        lines.append(f"{_samples(plan.total.num_shrunk)} with images made smaller to fit")
+        shrunk = counted(plan.total.num_shrunk, plan.unit)
+        lines.append(f"{shrunk} with images made smaller to fit")
     for kind, count in plan.total.num_bad.items():
-        lines.append(f"{_samples(count)} bad ({kind}): skipped as holes")
+        lines.append(f"{counted(count, plan.unit)} bad ({kind}): skipped as holes")
     if plan.left_out:
         first = plan.left_out[0]
         lines.append(f"the first of them: {one_line(first.key)} in {first.shard}: {first.reason}")
@@ -46,7 +49,7 @@ def data_section(plan: RunPlan, max_sources: int) -> Section:
         title="Data",
         columns=(
             Column("source", is_text=True),
-            Column("samples"),
+            Column(plan.units),
             Column("usable"),
             *((Column("drawn"), Column("share")) if drawn is not None else ()),
             *map(Column, ("tokens", "loss", "vision", "p5", "p50", "p95", "p99", "max")),
@@ -82,7 +85,3 @@ def _drawn_tokens(source: SourceFigures) -> float:
     """Tokens of an epoch: as many samples of the source's mean length as are drawn from it,
     the known holes among them counted as such."""
     return source.num_drawn * source.num_tokens / max(1, source.num_usable)
-
-
-def _samples(count: int) -> str:
-    return counted(count, "sample", "samples")

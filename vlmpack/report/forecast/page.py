@@ -36,10 +36,14 @@ def render_page(plan: RunPlan, pictures: list[Picture], *, title: str) -> str:
         about=f"plan of {plan.model}, packing.mode {mode.name}, "
         f"{counted(plan.world_size, 'process', 'processes')}",
         figures=[
-            ("samples", compact(plan.total.num_usable), samples),
+            (plan.units, compact(plan.total.num_usable), samples),
             ("steps", f"{plan.run_steps:,}", f"{plan.steps_per_epoch:,} an epoch"),
             ("padding", share(mode.padding), f"{share(none.padding)} unpacked"),
-            ("samples a step", compact(plan.batch.samples), f"{compact(plan.batch.tokens)} tokens"),
+            (
+                f"{plan.units} a step",
+                compact(plan.batch.samples),
+                f"{compact(plan.batch.tokens)} tokens",
+            ),
         ],
         pictures=pictures,
         sections=[*sections(plan, max_sources=MAX_SOURCES), *_left_out(plan)],

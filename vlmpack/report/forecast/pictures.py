@@ -54,8 +54,8 @@ def draw_pictures(plan: RunPlan) -> list[Picture]:
     own = plan.mode
     drawn = [
         Picture(
-            "How long the samples are",
-            "Usable samples by their tokens, image tokens included"
+            f"How long the {plan.units} are",
+            f"Usable {plan.units} by their tokens, image tokens included"
             + (", stacked by source" if len(plan.sources) > 1 else ""),
             _png(lambda axes: _lengths(axes, plan.sources)),
         ),
@@ -66,9 +66,13 @@ def draw_pictures(plan: RunPlan) -> list[Picture]:
             _png(lambda axes: _modes(axes, plan), left=0.27),
         ),
         Picture(
-            "Samples in a row",
-            f"Rows of {plan.sequences.mode} by the samples they hold; dashed: bounds for CUDA "
-            "graphs, with the share of rows below them",
+            f"{plan.units.capitalize()} in a row",
+            f"Rows of {plan.sequences.mode} by the {plan.units} they hold"
+            + (
+                "; dashed: bounds for CUDA graphs, with the share of rows below them"
+                if plan.sequences.choices
+                else ""
+            ),
             _png(lambda axes: _sequences(axes, plan)),
         ),
     ]
@@ -159,7 +163,7 @@ def _sequences(axes: Any, plan: RunPlan) -> None:
             ha="right", va="top", rotation=90, fontsize=SMALL, color=color,
         )  # fmt: skip
     axes.set_xlim(0, 1.03 * last + 0.5)
-    axes.set_xlabel("samples in a row")
+    axes.set_xlabel(f"{plan.units} in a row")
     axes.set_ylabel("rows")
     axes.xaxis.get_major_locator().set_params(integer=True, nbins=8)
     _count_axis(axes.yaxis)

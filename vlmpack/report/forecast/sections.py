@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlmpack.forecast.figures import SAME_BATCH, MemoryFigures, RunPlan
+from vlmpack.forecast.figures import SAME_BATCH, MemoryFigures, ReferenceFigures, RunPlan
 from vlmpack.report.forecast.data_section import data_section
 from vlmpack.report.forecast.numbers import compact, gib, share, times
 from vlmpack.report.forecast.section import Column, Section
@@ -22,6 +22,8 @@ def sections(plan: RunPlan, *, max_sources: int = MAX_SOURCES) -> tuple[Section,
         _imbalance(plan),
         _batch(plan),
     ]
+    if plan.reference is not None:
+        made.append(_reference(plan.reference))
     made.append(_memory(plan.memory) if plan.memory is not None else _no_memory())
     made.append(Section(title="Notes", lines=plan.notes))
     return tuple(made)
@@ -54,7 +56,10 @@ def _modes(plan: RunPlan) -> Section:
             Column("mode", is_text=True),
             *map(
                 Column,
-                ("rows", "slots", "padding", "row\nfull", "steps", "samples\na step", "compute"),
+                (
+                    *("rows", "slots", "padding", "row\nfull", "steps"),
+                    *(f"{plan.units}\na step", "compute"),
+                ),
             ),
         ),
         rows=tuple(rows),
@@ -66,7 +71,7 @@ def _modes(plan: RunPlan) -> Section:
             "slots: tokens and padding that are computed; row full: tokens of the "
             f"{row_tokens:,} that a planned row may hold; compute: FLOPs relative to none",
             *(
-                ["~: packed from a part of the samples; as the recipe's mode it is exact"]
+                [f"~: packed from a part of the {plan.units}; as the recipe's mode it is exact"]
                 if estimated
                 else []
             ),
@@ -77,6 +82,9 @@ def _modes(plan: RunPlan) -> Section:
 def _sequences(plan: RunPlan) -> Section:
     figures = plan.sequences
     listed = ", ".join(f"{name} {value}" for name, value in figures.percentiles.items())
+    average = f"{figures.mode}: {figures.mean:.1f} on average, {listed}"
+    if plan.unit == "pair":  # their rows have no fixed shape
+        return Section(title="Pairs in a row, two sequences each", lines=(average,))
     return Section(
         title="Samples in a row, and MAX_SEQS for CUDA graphs",
         columns=(
@@ -96,7 +104,7 @@ def _sequences(plan: RunPlan) -> Section:
         ),
         marked=tuple(i for i, choice in enumerate(figures.choices) if choice.is_recipes),
         lines=(
-            f"{figures.mode}: {figures.mean:.1f} on average, {listed}",
+            average,
             "choices are percentiles rounded up to 8, from rows without a bound over the first "
             f"{figures.dry_run_samples:,} samples: enforce one by packing.max_sequences, or let "
             "the rows above it run eagerly",
@@ -136,9 +144,9 @@ def _imbalance(plan: RunPlan) -> Section:
 
 def _batch(plan: RunPlan) -> Section:
     batch = plan.batch
-    unit = "rows" if batch.counts_rows else "samples"
+    unit = "rows" if batch.counts_rows else plan.units
     if batch.scaled_learning_rate is None:
-        rate = f"learning rate: {batch.learning_rate:g} stays, a step trains as many samples"
+        rate = f"learning rate: {batch.learning_rate:g} stays, a step trains as many {plan.units}"
     else:
         rate = (
             f"learning rate, a hint: the batch is {batch.growth:.3g} times the unpacked one, and "
@@ -147,7 +155,7 @@ def _batch(plan: RunPlan) -> Section:
         )
     return Section(
         title="Effective batch",
-        columns=(Column("a step trains", is_text=True), Column("samples"), Column("tokens")),
+        columns=(Column("a step trains", is_text=True), Column(plan.units), Column("tokens")),
         rows=(
             (
                 f"{plan.mode.name} ({batch.global_batch_size} {unit})",
@@ -155,13 +163,47 @@ def _batch(plan: RunPlan) -> Section:
                 compact(batch.tokens),
             ),
             (
-                f"unpacked ({batch.global_batch_size} samples)",
+                f"unpacked ({batch.global_batch_size} {plan.units})",
                 compact(batch.unpacked_samples),
                 compact(batch.unpacked_tokens),
             ),
         ),
         marked=(0,),
-        lines=(*_keeping_size(plan), rate),
+        lines=(*_keeping_size(plan), *_in_packs(plan), rate),
+    )
+
+
+def _in_packs(plan: RunPlan) -> tuple[str, ...]:
+    """The global batch size that NeMo-Aligner's users set for pairs; nothing without pairs."""
+    batch = plan.batch
+    if plan.unit != "pair":
+        return ()
+    return (
+        f"every step trains exactly {batch.global_batch_size} pairs, the last of an epoch perhaps "
+        "fewer; NeMo-Aligner counts packs, so its global batch size would be GBS / pairs per row = "
+        f"{batch.global_batch_size} / {batch.samples_per_row:.2f} = {max(1, round(batch.in_packs))}"
+        ", and a step as many pairs on average",
+    )
+
+
+def _reference(figures: ReferenceFigures) -> Section:
+    what = (
+        f"{figures.num_pairs:,} pairs ({figures.num_tokens:,} tokens, {figures.num_patches:,} "
+        f"patches), about as long as {figures.steps:,.0f} of its steps"
+    )
+    if not figures.is_kept:
+        return Section(
+            title="Reference model, adapters off in each step",
+            lines=(f"one more forward pass a step; in an epoch over {what}",),
+        )
+    return Section(
+        title="Reference model, a pass before the first step",
+        lines=(
+            f"one forward pass over the run's {what}; what is there already is not made again, and "
+            "validation's pairs come on top",
+            "memory: the run's own weights, without gradients, optimizer and kept activations, so "
+            f"less than a step takes; on disk {figures.num_bytes / 1e6:,.3g} MB",
+        ),
     )
 
 
