@@ -31,7 +31,7 @@ SIGNATURES = {
     "encode_sample": "(encoder, record, images=None, *, key='sample')",
     "finetune": "(recipe, **overrides)",
     "pack_batch_sequences": "(samples, *, pad_to_multiple_of=1, pad_token_id, total_multiple_of=1,"
-    " fixed=None)",
+    " fixed=None, share_prefix=False)",
     "packed_model": "(model, encoder, *, attention='auto', device=None, dtype=None,"
     " recurrence='auto')",
     "vlm_step": "(data_iterator, model)",

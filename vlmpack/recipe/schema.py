@@ -176,8 +176,8 @@ class PackingSection(Section):
     percentile, rounded up to a multiple of 8); 32 where shards are indexed as the run goes on."""
 
     scope: Literal["stream", "batch"] = "stream"
-    """Where planned rows are filled, while training or by `vlmpack pack`. `stream`: over a shuffle
-    window, and `training.global_batch_size` counts rows. `batch`: inside fixed sets of
+    """Where planned rows are filled, while training or by `vlmpack pack`. `stream`: over one
+    shuffle window, and `training.global_batch_size` counts rows. `batch`: inside fixed sets of
     `global_batch_size` samples, so that each optimizer step trains the samples that it would have
     trained unpacked."""
 
