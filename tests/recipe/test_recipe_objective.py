@@ -8,6 +8,8 @@ from support.toy_objective import FOCAL
 from vlmpack.errors import RecipeError
 from vlmpack.recipe import identity, identity_differences, load_recipe
 from vlmpack.recipe.objective import OBJECTIVES
+from vlmpack.recipe.schema import DataSection
+from vlmpack.recipe.sources import Source
 from vlmpack.training.objective import SFT, objective_of
 
 
@@ -23,3 +25,13 @@ def test_a_recipe_names_its_objective(minimal, monkeypatch):
     assert identity_differences(identity(plain), identity(other)) == [
         "objective.name: 'sft', by default, in the run folder, 'focal' in the recipe"
     ]
+
+
+def test_a_test_split_may_have_a_source_that_is_neither_trained_nor_validated():
+    data = DataSection(
+        train=(Source(name="a", path="a.tar"),),
+        validation=(Source(name="b", path="b.tar"),),
+        test=(Source(name="c", path="c.tar"),),
+    )
+    assert data.places_of(data.validation) == [1]
+    assert data.places_of(data.test) == []

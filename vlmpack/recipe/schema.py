@@ -147,9 +147,12 @@ class DataSection(Section):
         return tuple(dict.fromkeys(source.name for source in found))
 
     def places_of(self, sources: Sequence[Source]) -> list[int]:
-        """The place of each source among `source_names`; empty where there is one name."""
+        """The place of each source among `source_names`; empty where there is one name, and for a
+        test split, of which no objective reports anything."""
         names = self.source_names
-        return [names.index(source.name) for source in sources] if len(names) > 1 else []
+        if len(names) < 2 or any(source.name not in names for source in sources):
+            return []
+        return [names.index(source.name) for source in sources]
 
     def splits(self) -> dict[str, tuple[Source, ...]]:
         """Every split by name, with its sources: none where the recipe has no such split."""
