@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from vlmpack.data.modes import RowShape
-from vlmpack.data.plan.sharing import PlannedSample, PlannedSequence
 from vlmpack.forecast.layout import Layout, lay_out
 from vlmpack.forecast.sharing import shared_slots, sharing_note
 from vlmpack.packing.batch import Cut
+from vlmpack.packing.planned import PlannedSample, PlannedSequence
 
 
 def layout_and_samples() -> tuple[Layout, list[PlannedSample]]:

@@ -21,7 +21,7 @@ from vlmpack.data.modes import MODES, PackingMode
 from vlmpack.data.plan.orders import seeded_order
 from vlmpack.data.plan.packers import Bin, Scope
 from vlmpack.data.plan.shares import RowCost
-from vlmpack.data.plan.sharing import PlannedSample, PlannedSamples, planned_samples
+from vlmpack.data.plan.sharing import PlannedSamples, planned_samples
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.indexed import make_plan
 from vlmpack.data.splits.split import Split, first_epoch
@@ -30,6 +30,7 @@ from vlmpack.forecast.layout import Layout, Rows, empty_bins, lay_out, layout_of
 from vlmpack.forecast.progress import Progress, counted
 from vlmpack.forecast.sharing import shared_slots
 from vlmpack.packing.budget import RowBudget
+from vlmpack.packing.planned import PlannedSample
 from vlmpack.recipe.packing_modes import ModeName
 
 Windows = Iterator[Sequence[tuple[Bin, ...]]]

@@ -7,8 +7,9 @@ from itertools import pairwise
 import numpy as np
 
 from vlmpack.data.index.table import Int64s
-from vlmpack.data.plan.sharing import PlannedSample, PlannedSamples, planned_tokens
+from vlmpack.data.plan.sharing import PlannedSamples
 from vlmpack.forecast.layout import Layout
+from vlmpack.packing.planned import PlannedSample, planned_tokens
 from vlmpack.packing.shared import alike
 
 

@@ -18,12 +18,13 @@ from vlmpack.data.index.cuts import SampleCuts
 from vlmpack.data.index.lengths import CUTS, LengthsBuilder
 from vlmpack.data.index.shard_index import IndexBuilder
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.plan.sharing import planned_samples, planned_tokens
+from vlmpack.data.plan.sharing import planned_samples
 from vlmpack.encode import Encoder
 from vlmpack.errors import PacksError
 from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.collate import PackCollator
 from vlmpack.packing.pairs import sequences_of
+from vlmpack.packing.planned import planned_tokens
 from vlmpack.storage.fetch import LocalFetcher
 
 PICTURES, QUESTIONS = 6, 5

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from vlmpack.data.modes.base import Cutting, PackingMode, Uncut
 from vlmpack.data.plan.packers import STREAMED_SAMPLES_PER_ROW, BudgetPacker, window_samples
-from vlmpack.data.plan.sharing import shared_rows
 from vlmpack.data.plan.state import IdentityValue
 from vlmpack.errors import RecipeError
+from vlmpack.packing.planned import shared_rows
 from vlmpack.packing.row_layout import FixedShape
 
 

@@ -18,8 +18,9 @@ from typing import Literal, Protocol
 
 from vlmpack.alignment import round_up
 from vlmpack.data.index.table import Int64s
-from vlmpack.data.plan.sharing import PlannedSamples, shared_rows
+from vlmpack.data.plan.sharing import PlannedSamples
 from vlmpack.packing.budget import RowBudget
+from vlmpack.packing.planned import shared_rows
 
 Bin = tuple[int, ...]
 """Sample numbers that share a row (or the rows of one micro-batch)."""

@@ -38,12 +38,13 @@ from vlmpack.data.index.parts import (
 from vlmpack.data.index.shard_index import load_index, open_index
 from vlmpack.data.index.table import Int64s, SampleRef, SampleTable
 from vlmpack.data.loading.read import SkippedSample
-from vlmpack.data.plan.sharing import PlannedSample, planned_samples
+from vlmpack.data.plan.sharing import planned_samples
 from vlmpack.data.shards.keys import describe_keys
 from vlmpack.data.splits.checks import dropped_samples
 from vlmpack.data.splits.index_ahead import IndexHelpers
 from vlmpack.data.splits.indexed import fit_samples
 from vlmpack.errors import DataError
+from vlmpack.packing.planned import PlannedSample
 from vlmpack.storage.cache.cached import CachedFetcher
 from vlmpack.storage.fetch import ShardStamp
 

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from vlmpack.data.plan.packers import BudgetPacker
-from vlmpack.data.plan.sharing import (
+from vlmpack.packing.batch import IGNORE_INDEX, Cut, EncodedSample
+from vlmpack.packing.budget import RowBudget
+from vlmpack.packing.collate import pack_batch_sequences
+from vlmpack.packing.planned import (
     PlannedSample,
     PlannedSequence,
     items_of,
     planned_tokens,
     shared_rows,
 )
-from vlmpack.packing.batch import IGNORE_INDEX, Cut, EncodedSample
-from vlmpack.packing.budget import RowBudget
-from vlmpack.packing.collate import pack_batch_sequences
 
 Drawn = tuple[list[PlannedSample], list[int], list[int]]
 """Samples, the patches of each, and the group of each."""
