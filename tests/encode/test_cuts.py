@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import torch
 from support.pairs import cooked_pair, raw_pairs
 from support.shards import TINY_MODEL, RawSample, with_answer
 
+from vlmpack.data.shards.schemas import cook_texts
 from vlmpack.encode import Encoder
 from vlmpack.encode.assemble import Tokens
 from vlmpack.encode.cuts import cuts_of, image_digest
@@ -63,6 +65,23 @@ def test_questions_about_one_image_begin_alike(cutting):
     assert (other.input_ids[head:] != IGNORE_INDEX).all()
     elsewhere = cutting.encode(raw_pairs()[5][0].cooked())
     assert elsewhere.cuts[0].digest != one.cuts[0].digest
+
+
+def test_branches_of_an_image_behind_other_turns_are_cut_behind_it(cutting):
+    raw = raw_pairs()[2][0]
+    picture = {"role": "user", "content": [{"type": "image"}]}
+    before = [{"role": "system", "content": "Be brief."}, picture]
+    branches = [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": "a"}]
+        for text in ("how", "where to")
+    ]
+    record = json.dumps({"messages": before, "branches": branches}).encode()
+    texts = cook_texts("k", "s.tar", record, ("json", "0.png"))
+    assert [text.sample.num_common for text in texts] == [1, 1], "the system's turn alone is whole"
+    found = [cutting.encode(replace(t.sample, images=raw.images[:1])) for t in texts]
+    (cut,) = found[0].cuts
+    assert found[1].cuts == (cut,)
+    assert cut.length == int(found[0].media_positions[-1]) + 1
 
 
 def test_no_cut_without_images_nor_behind_a_label(cutting):

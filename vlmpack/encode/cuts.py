@@ -34,12 +34,14 @@ def image_digest(data: bytes) -> bytes:
 
 def sibling(sample: VLMSample) -> VLMSample | None:
     """Another sample that begins with the turns which all samples of a record have in common, so
-    that each of them finds where these end; None for a record's only sample."""
+    that each of them finds where these end; None for a record's only sample, and where an image
+    stands behind these turns, in one that a branch goes on with: no cut is before an image."""
     if not sample.num_common or sample.messages[sample.num_common].role == "tool":
         return None
     common = sample.messages[: sample.num_common]
     asked = [said("user", ".")] if sample.messages[sample.num_common].role == "user" else []
-    return replace(sample, messages=(*common, *asked, said("assistant", ".")))
+    other = replace(sample, messages=(*common, *asked, said("assistant", ".")))
+    return other if other.num_images == sample.num_images else None
 
 
 def cuts_of(
