@@ -135,6 +135,24 @@ def trained(engine: Any, online: dict[str, Any], batches: list[Any]) -> tuple[fl
     return sums.loss, found
 
 
+def test_pairs_of_packs_come_in_other_rows_where_these_are_asked_for(
+    online, engine, tmp_path
+) -> None:
+    """So that what rows differ by can be measured: a reference may be of other rows than a pack."""
+    data = packed(online, tmp_path / "packs", PackOrder())
+    numbers = next(iter(data.planned(data.start(), 1))).bins[0]
+    assert len(numbers) > 1
+    together, apart = (
+        list(data.numbered_batches(numbers, rank=0, dp=1, together=part))
+        for part in (len(numbers), 1)
+    )
+    assert [len(micro.samples) for micro in together] == [len(numbers)]
+    assert [micro.samples[0].number for micro in apart] == list(numbers)
+    whole = log_probabilities(engine, together[0].batch)
+    each = [value for micro in apart for value in log_probabilities(engine, micro.batch)]
+    assert each == pytest.approx(whole, abs=1e-11)
+
+
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=pytest.mark.slow if case == "long rows" else ()) for case in CASES],

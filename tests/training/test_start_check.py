@@ -114,10 +114,11 @@ def test_later_steps_are_not_looked_at(engine, pairs, numbers):
 
 
 class Planned:
-    """Pairs as a split whose first global batch is all of them, in rows of 3."""
+    """Pairs as a split whose first global batch is all of them, in such rows."""
 
-    def __init__(self, pairs):
+    def __init__(self, pairs, rows):
         self.pairs = pairs
+        self.rows = rows
         self.asked = []
         self.split = SimpleNamespace(places=lambda numbers: numbers)
 
@@ -125,21 +126,31 @@ class Planned:
         return None
 
     def planned(self, _state, _most):
-        return iter([SimpleNamespace(bins=[(5, 3, 1), (0, 2, 4)])])
+        return iter([SimpleNamespace(bins=self.rows)])
 
     def numbered_batches(self, numbers, *, rank, dp, together):
-        part = together or 2
-        for at in range(0, len(numbers), part):
-            row = numbers[at : at + part]
+        for at in range(0, len(numbers), together):
+            row = numbers[at : at + together]
             self.asked.append(tuple(row))
             samples = tuple(SimpleNamespace(number=number) for number in row)
             yield SimpleNamespace(batch=COLLATE([self.pairs[n] for n in row]), samples=samples)
 
 
-def test_what_two_packings_differ_by_is_measured(engine, pairs):
-    train = Planned(pairs)
+ONES = [(5,), (3,), (1,), (0,), (2,), (4,)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "asked"),
+    [
+        ([(5, 3, 1), (0, 2, 4)], [(5, 3, 1), (0, 2, 4), *ONES]),
+        (ONES, [*ONES, (5, 3), (1, 0), (2, 4)]),
+    ],
+)
+def test_what_two_packings_differ_by_is_measured(rows, asked, engine, pairs):
+    """Other rows than the first step's, also where each pair has its own."""
+    train = Planned(pairs, rows)
     found = measured_noise(engine, train, engine.ranks, torch.float32)
-    assert train.asked == [(5, 3, 1), (0, 2, 4), (5, 4), (3, 2), (1, 0)]
+    assert train.asked == asked
     assert found.floor == 1e-4
     assert 0 < found.measured < 1e-5, "rounding of another row, a root of a token"
     assert measured_noise(engine, train, engine.ranks, torch.bfloat16).floor == 1e-2

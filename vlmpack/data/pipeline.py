@@ -41,7 +41,7 @@ from vlmpack.data.splits.identity import short_digest
 from vlmpack.data.splits.indexed import open_indexed
 from vlmpack.data.splits.length_probe import probe_lengths
 from vlmpack.data.splits.part_settings import build_settings, make_builder
-from vlmpack.data.splits.split import Split
+from vlmpack.data.splits.split import Split, consecutive_bins
 from vlmpack.data.splits.streamed import open_streamed
 from vlmpack.data.splits.summary import DataSummary, EpochLength
 from vlmpack.data.splits.survey import DataLaunch
@@ -321,7 +321,7 @@ class TrainData:
         Args:
             numbers: of the samples, as places in `fitted`.
             rank, dp: the data-parallel coordinate and size.
-            together: samples of a micro-batch; None for the recipe's.
+            together: samples of a micro-batch, in rows of this pass's own; None for the recipe's.
 
         Raises:
             DataError: a bad sample whose class is not skipped.
@@ -333,7 +333,8 @@ class TrainData:
         self, numbers: Sequence[int], rank: int, dp: int, together: int | None = None
     ) -> Iterator[BinRequest]:
         """One rank's bins of a pass over samples."""
-        bins = self.split.pass_bins(numbers, together or self.config.training.micro_batch_size)
+        cut = consecutive_bins if together else self.split.pass_bins
+        bins = cut(numbers, together or self.config.training.micro_batch_size)
         for samples in assign(bins, dp)[rank]:
             yield BinRequest(tuple(map(self.split.placed, samples)))
 

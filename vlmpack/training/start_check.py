@@ -191,8 +191,8 @@ def sequence_name(batch: Batch, number: int) -> str:
 
 
 def measured_noise(engine: Engine, train: TrainData, ranks: Ranks, dtype: torch.dtype) -> Noise:
-    """What two packings of the same pairs differ by, with the weights as they are: rows as the
-    first step has them, and as the pass over the data has. Collective; nothing is drawn.
+    """What two packings of the same pairs differ by, with the weights as they are: rows of about as
+    many pairs as those of the first step, and other rows. Collective; nothing is drawn.
 
     Args:
         engine: with the reference model's weights.
@@ -211,10 +211,8 @@ def measured_noise(engine: Engine, train: TrainData, ranks: Ranks, dtype: torch.
     planned = [n for samples in first.bins for n in samples][:MEASURED_PAIRS]
     numbers: list[int] = train.split.places(np.array(planned, dtype=np.int64)).tolist()
     together = max(1, min(TOGETHER, len(first.bins[0])))
-    ours, theirs = (
-        _measured(engine, train, ranks, order, part)
-        for order, part in ((numbers, together), (sorted(numbers)[::-1], None))
-    )
+    apart = 1 if together > 1 else 2  # where the numbers were made in rows of pairs, or of one
+    ours, theirs = (_measured(engine, train, ranks, numbers, part) for part in (together, apart))
     differences = [
         abs(a - b) / math.sqrt(max(1, count))
         for key, (a, count) in ours.items()
@@ -224,7 +222,7 @@ def measured_noise(engine: Engine, train: TrainData, ranks: Ranks, dtype: torch.
 
 
 def _measured(
-    engine: Engine, train: TrainData, ranks: Ranks, numbers: Sequence[int], together: int | None
+    engine: Engine, train: TrainData, ranks: Ranks, numbers: Sequence[int], together: int
 ) -> dict[tuple[int, int], tuple[float, int]]:
     """(number of the pair, side) -> log p and label tokens, of rows of so many pairs."""
 
