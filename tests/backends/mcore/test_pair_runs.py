@@ -16,6 +16,8 @@ from support.recipes import changed, rows, run_settings, write_recipe
 from support.whole_runs import environment, finetune_in_ranks
 
 from vlmpack.api import resolve, run_recipe
+from vlmpack.data.packs.write import PackOrder
+from vlmpack.run.packs import pack_recipe
 from vlmpack.training.checkpoint import list_checkpoints, step_folder
 from vlmpack.training.reference_file import ReferenceFile
 
@@ -114,7 +116,7 @@ def validation(run_dir):
     return [[line[name] for name in names] for line in lines if "validation_loss" in line][-1]
 
 
-def assert_same_steps(ours, theirs):
+def assert_same_rows(ours, theirs):
     assert rows(ours, *COUNTS) == rows(theirs, *COUNTS)
     for name, bound in BOUNDS.items():
         found, wanted = ([value for (value,) in rows(run_dir, name)] for run_dir in (ours, theirs))
@@ -124,6 +126,10 @@ def assert_same_steps(ours, theirs):
         ]
         print(f"\n{ours.name} {name}: {max(far):.1e}")
         assert max(far) < bound, name
+
+
+def assert_same_steps(ours, theirs):
+    assert_same_rows(ours, theirs)
     assert validation(ours) == pytest.approx(validation(theirs), rel=1e-4, abs=1e-4)
 
 
@@ -145,6 +151,29 @@ def test_a_layout_takes_the_steps_of_the_hf_engine(name, trained, on_hf):
     margins = [abs(margin) for (margin,) in rows(run_dir, "margin")]
     assert margins[0] < 1e-4
     assert max(margins) > 1e-3, "the policy moves away"
+
+
+def test_saved_packs_train_the_same_steps_at_cp_2(on_hf, root):
+    """Their shards are gone by then; the reference is made from the packs."""
+    folder, run_dir = root / "packs", root / "on-packs"
+    values = changed(
+        on_hf[0],
+        run_dir=str(run_dir),
+        model__backend="mcore",
+        data__validation=None,
+        **LAYOUTS["cp2"],
+    )
+    pack_recipe(resolve(values, {"parallelism.context": 1}), folder, PackOrder(kind="shards"))
+    values = changed(values, packing__mode="offline", packing__path=str(folder))
+    shard = Path(values["data"]["train"])
+    gone = shard.rename(shard.with_suffix(".gone"))
+    try:
+        done = finetune_in_ranks(write_recipe(root / "on-packs.yaml", values), processes=2)
+    finally:
+        gone.rename(shard)
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert_same_rows(run_dir, on_hf[1])
+    assert first_row(run_dir)["preference_loss"] == pytest.approx(math.log(2), abs=1e-4)
 
 
 def test_a_run_goes_on_in_another_layout_with_the_same_reference(trained, on_hf):
