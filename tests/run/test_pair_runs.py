@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
 from collections import Counter
 from pathlib import Path
@@ -42,10 +43,13 @@ def settings(root: Path, shard: Path, **changes):
     return run_settings(root, **(values | changes))
 
 
-def test_a_run_says_what_held_out_pairs_were_before_and_are_after(tmp_path, shard):
+def test_a_run_says_what_held_out_pairs_were_before_and_are_after(tmp_path, shard, caplog):
     held_out = write_pairs(tmp_path / "held-out.tar", raw_pairs(7))
     values = settings(tmp_path, shard, data__validation=str(held_out), optim__lr=1e-3)
-    run_recipe(resolve(values, {}))
+    with caplog.at_level(logging.INFO, "vlmpack"):
+        run_recipe(resolve(values, {}))
+    assert f"{NUM_PAIRS} pairs, " in caplog.text
+    assert "each micro-batch of 2 pairs is one row" in caplog.text
     run_dir = Path(values["run_dir"])
     result = json.loads((run_dir / "result.json").read_text())
     before, after = result["validation_before"], result["validation_after"]

@@ -41,15 +41,20 @@ def data_summary(train: TrainData, state: DataState, summary: DataSummary) -> di
     }
 
 
-def log_data(config: DataConfig, summary: DataSummary) -> None:
-    """What the packing mode does to this data, in one line."""
+def log_data(config: DataConfig, summary: DataSummary, unit: str = "samples") -> None:
+    """What the packing mode does to this data, in one line.
+
+    Args:
+        unit: what samples are called.
+    """
     saved = summary.padding_removed / max(1, summary.padded_slots)
     lengths = summary.length_percentiles
     left_out = summary.num_samples - summary.num_usable
     logger.info(
-        "%-14s %d samples%s, %d to %d tokens (median %d), %s%d steps an epoch",
+        "%-14s %d %s%s, %d to %d tokens (median %d), %s%d steps an epoch",
         "data",
         summary.num_usable,
+        unit,
         f" ({left_out} of {summary.num_samples} left out)" if left_out else "",
         lengths[0],
         lengths[100],
@@ -72,17 +77,17 @@ def log_data(config: DataConfig, summary: DataSummary) -> None:
     elif mode.facts.plans_rows:
         each, fill = summary.row_samples / summary.num_rows, mode.budget.fill
         what = (
-            f"rows of up to {mode.budget}, {each:.1f} samples each, "
+            f"rows of up to {mode.budget.text(unit)}, {each:.1f} {unit} each, "
             f"{fill(summary.epoch_tokens, summary.num_rows):.1%} full; a step trains "
             + (
-                f"{whole} rows, about {whole * each:.0f} samples"
+                f"{whole} rows, about {whole * each:.0f} {unit}"
                 if mode.packing.counts_rows
-                else f"{whole} samples"
+                else f"{whole} {unit}"
             )
         )
     else:
         what = (
-            f"each micro-batch of {config.training.micro_batch_size} samples is one row; "
+            f"each micro-batch of {config.training.micro_batch_size} {unit} is one row; "
             f"{saved:.0%} of the slots that padded rows would take are gone"
         )
     logger.info("%-14s %s: %s", "packing", mode.name, what)

@@ -181,7 +181,8 @@ def _open_splits(setup: Setup, place: Place, ledger: Ledger, saved: DataState | 
     if setup.recipe.evaluation.generate:
         test = open_split(setup, "data.test", ledger)
     summary = train.summary()
-    log_data(train.config, summary)
+    unit = "pairs" if setup.recipe.objective.learns_pairs else "samples"
+    log_data(train.config, summary, unit)
     for split in (validation, test):
         if split is not None:
             name_unknown_keys(split.fitted.table.unknown_keys, split.config.key)
