@@ -84,7 +84,9 @@ def lint(
     reports: list[LintReport] = []
     refuse = reading.recipe is not None and reading.recipe.data.unknown_keys == "refuse"
     folder = reading.index_folder(index_dir)
-    work = LintOne(reading.fetcher, reading.caps, encoder, refuse, folder, pair_encoder)
+    work = LintOne(
+        reading.fetcher, reading.caps, encoder, refuse, folder, pair_encoder, reading.paired
+    )
     with BytesBar("checking", len(paths)) as bar:
         count = num_processes(processes, paths, LINT_BYTES_A_SECOND)
         for report in lint_shards(reading.shards, work, processes=count, preload=preload):

@@ -26,12 +26,14 @@ class Reading:
         fetcher: reads them.
         caps: limits of one sample.
         recipe: where one was given.
+        paired: paths of those that the recipe's objective takes its pairs from.
     """
 
     shards: tuple[FoundShard, ...]
     fetcher: Fetcher
     caps: SampleCaps
     recipe: Recipe | None
+    paired: frozenset[str] = frozenset()
 
     @property
     def paths(self) -> list[str]:
@@ -88,25 +90,32 @@ def open_reading(
     caps = SampleCaps()
     if max_image_pixels is not None:
         caps = SampleCaps(max_image_pixels=max_image_pixels)
+    paired = frozenset[str]()
     if shards:
         found = find_shards(shards, key="SHARDS", fetcher=fetcher)
     elif loaded is not None:
-        found = _all_splits(loaded, fetcher)
+        splits = _all_splits(loaded, fetcher)
+        found = list({shard.path: shard for each in splits.values() for shard in each}.values())
+        if loaded.objective.learns_pairs:
+            trained = (splits.get(name, []) for name in ("train", "validation"))
+            paired = frozenset(shard.path for each in trained for shard in each)
     else:
         raise RecipeError(["SHARDS: names no shard; give a path, or --recipe"])
-    return Reading(tuple(found), fetcher, caps, loaded)
+    return Reading(tuple(found), fetcher, caps, loaded, paired)
 
 
-def _all_splits(recipe: Recipe, fetcher: Fetcher) -> list[FoundShard]:
-    """The shards of every split, each once."""
+def _all_splits(recipe: Recipe, fetcher: Fetcher) -> dict[str, list[FoundShard]]:
+    """The shards of every split."""
     from vlmpack.storage.sources import find_shards
 
-    found: dict[str, FoundShard] = {}
-    for name, sources in recipe.data.splits().items():
-        for source in sources:
-            shards = find_shards([source.path], key=f"data.{name}", fetcher=fetcher)
-            found.update((shard.path, shard) for shard in shards if shard.path not in found)
-    return list(found.values())
+    return {
+        name: [
+            shard
+            for source in sources
+            for shard in find_shards([source.path], key=f"data.{name}", fetcher=fetcher)
+        ]
+        for name, sources in recipe.data.splits().items()
+    }
 
 
 def _storage(items: Sequence[str]) -> StorageSection:

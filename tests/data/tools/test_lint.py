@@ -180,3 +180,28 @@ def test_pairs_are_faults_of_a_recipe_that_trains_none(
     found = json.loads(done.stdout)
     assert found["samples"] == len(raw_pairs())
     assert len(found["findings"]) == (len(raw_pairs()) if objective == "sft" else 0), found
+
+
+def test_a_conversation_among_pairs_is_a_finding_and_among_test_questions_none(
+    tmp_path: Path,
+) -> None:
+    """Which split a shard is of says what its records must be."""
+    pairs = write_pairs(tmp_path / "pairs.tar", raw_pairs())
+    plain, questions = (
+        write_shard(tmp_path / f"{name}.tar", [(name, {"json": chat_json("q", "a")})])
+        for name in ("plain", "questions")
+    )
+    settings = run_settings(
+        tmp_path,
+        data__train=[str(pairs), str(plain)],
+        data__validation=None,
+        data__test=str(questions),
+        objective__name="dpo",
+    )
+    recipe = write_recipe(tmp_path / "r.yaml", settings)
+    args = ["data", "lint", "--recipe", str(recipe), "--processes", "1", "--json"]
+    found = json.loads(CliRunner().invoke(app, args).stdout)
+    assert found["samples"] == len(raw_pairs()) + 2
+    [finding] = found["findings"]
+    assert (finding["key"], finding["error_class"]) == ("plain", "schema")
+    assert "objective.name: dpo learns from pairs" in finding["reason"]

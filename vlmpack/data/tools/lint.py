@@ -95,6 +95,7 @@ class LintOne:
         refuse_unknown_keys: whether a record with a key that is not read is a fault.
         index_dir: where index parts lie that shards are compared with; none is made.
         pair_encoder: of records that are pairs; None where they are refused.
+        paired: paths of shards where every record must be one.
     """
 
     fetcher: Fetcher
@@ -103,6 +104,7 @@ class LintOne:
     refuse_unknown_keys: bool = False
     index_dir: Path | None = None
     pair_encoder: Encoder | None = None
+    paired: frozenset[str] = frozenset()
 
     def __call__(self, shard: FoundShard) -> LintReport:
         """All findings of one shard."""
@@ -176,7 +178,7 @@ class LintOne:
                 )
                 count += 1
             encoder = self.encoder
-            if sample.answers and self.pair_encoder is not None:
+            if self.pair_encoder is not None and (sample.answers or raw.shard in self.paired):
                 encoder = self.pair_encoder
             if encoder is not None:
                 sizes = [oriented_size(i.width, i.height, i.orientation) for i in row.images]
