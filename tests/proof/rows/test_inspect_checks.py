@@ -454,7 +454,7 @@ def said_by_verify(
 ) -> set[tuple[str, str]]:
     """What `vlmpack verify` says of the row before its engine runs."""
     own = {item.name: getattr(row, item.name) for item in fields(Row)}
-    verified = VerifiedRow(**own, numbers=tuple(range(len(row.alone))))
+    verified = VerifiedRow(**own, samples=row.alone, numbers=tuple(range(len(row.alone))))
     monkeypatch.setattr(
         verify_run, "build_verified_engine", lambda *_: SimpleNamespace(description={})
     )
