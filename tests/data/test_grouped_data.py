@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.packed_splits import BUDGET, SIZES, PackEncoder, pack
 from support.recorded import count_steps, launch
@@ -16,6 +17,8 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.errors import PacksError, RunIdentityError
+from vlmpack.forecast.modes import ModePlanner
+from vlmpack.forecast.progress import silent
 from vlmpack.proof.audit.audit import audit_run
 from vlmpack.recipe.sources import Source
 from vlmpack.training.run_dir import RunDir
@@ -217,3 +220,19 @@ def test_packs_keep_groups_and_say_that_they_do(
     pack(opened(questions, group_by="none", **order), tmp_path / "plain", kind=kind)
     with pytest.raises(PacksError, match=r"data.group_by: none in the packs, image in the recipe"):
         opened(questions, **(saved | {"path": str(tmp_path / "plain")}))
+
+
+@pytest.mark.parametrize("kind", ["tokens", "shards"])
+def test_packs_of_grouped_samples_are_planned_beside_other_modes(
+    questions: tuple[str, Path], tmp_path: Path, kind: Any
+) -> None:
+    """Packs that hold the samples themselves do not say which of them show the same image."""
+    order = {"mode": "online", "budget": BUDGET, "encoder": PackEncoder(), **SIZES}
+    pack(opened(questions, **order), tmp_path / "packs", kind=kind)
+    data = opened(
+        questions,
+        **(order | {"mode": "offline", "path": str(tmp_path / "packs"), "max_tokens": 64}),
+    )
+    planner = ModePlanner(config=data.config, fitted=data.fitted, budget=BUDGET, progress=silent)
+    found = planner.other(planner.mode("online"))
+    assert np.sort(found.layout.numbers).tolist() == list(range(QUESTIONS * (PICTURES + 1)))

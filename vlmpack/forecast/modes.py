@@ -136,7 +136,10 @@ class ModePlanner:
         """An epoch in a mode that the recipe does not have: where rows are planned, whole windows
         of about MAX_PACKED samples of it."""
         training = self.config.training.model_copy(update={"micro_batch_size": micro})
-        config = replace(self.config, mode=mode, training=training)
+        data = self.config.data
+        if self.fitted.table.images_digests is None:  # packs that hold the samples have none
+            data = data.model_copy(update={"group_by": "none"})
+        config = replace(self.config, mode=mode, training=training, data=data)
         plan, _ = make_plan(config, self.fitted, "global")
         count = plan.num_windows
         if mode.facts.plans_rows:
