@@ -21,10 +21,6 @@ ONLINE = ["packing.mode=online", "training.micro_batch_size=1"]
     [
         (["packing.mode=none"], "packing.mode 'none' has a row for each sample"),
         (
-            ["packing.mode=offline", "packing.path=p", "training.micro_batch_size=1"],
-            "'offline' reads rows that were planned without",
-        ),
-        (
             [*ONLINE, "packing.scope=batch", "packing.pad_to_max_length=true"],
             r"rows of fixed shape \(packing.pad_to_max_length\) share no prefixes",
         ),
@@ -50,6 +46,12 @@ def test_sharing_is_no_part_of_a_run_whose_steps_stay_the_same(mode, objective, 
     assert made[0].shape() == made[1].shape()
     collators = [each.collator(pad_token_id=0, num_position_axes=1) for each in made]
     assert [each.share_prefix for each in collators] == [True, False]
+
+
+def test_saved_packs_may_share(minimal):
+    offline = ["packing.mode=offline", "packing.path=p", "training.micro_batch_size=1"]
+    made = packing_mode(load_recipe(minimal, [*SHARE, *offline]))
+    assert made.collator(pad_token_id=0, num_position_axes=1).share_prefix
 
 
 def test_validation_shares_as_training_does(minimal):

@@ -151,6 +151,39 @@ def test_rows_of_saved_pairs_are_checked_as_any(unbroken):
         assert row.sequences == 2
 
 
+def test_packs_that_share_prompts_train_the_rows_that_plan_counts(unbroken, tmp_path, shard):
+    """Before and behind the packing; each row is checked along its paths, as `inspect` does."""
+    values = settings(tmp_path, shard, **ONE_ROW, training__max_steps=5)
+    shares = {**PACKS["packing"], "share_prefix": True}
+    saved = {**shares, "mode": "offline", "path": str(tmp_path / "packs")}
+    offline = resolve(values | {"packing": saved}, {})
+    before = plan_recipe(offline, world_size=1)
+    pack_recipe(
+        resolve(values | {"packing": shares}, {}), tmp_path / "packs", PackOrder(kind="shards")
+    )
+    after = plan_recipe(offline, world_size=1)
+    run_recipe(offline)
+    run_dir = Path(values["run_dir"])
+    ours = rows(run_dir, *COLUMNS)
+    online = values | {"packing": shares, "run_dir": str(tmp_path / "online")}
+    run_recipe(resolve(online, {}))
+    for found, wanted in zip(ours, rows(tmp_path / "online", *COLUMNS), strict=True):
+        assert found == pytest.approx(wanted, rel=2e-4, abs=2e-4)
+    trained = sum(n for (n,) in rows(run_dir, "num_slots"))
+    alone = sum(n for (n,) in rows(unbroken[1], "num_slots")[:5])
+    assert trained < 0.9 * alone
+    for plan, name in ((before, "offline, shared"), (after, "offline, saved")):
+        own = next(figures for figures in plan.modes if figures.is_recipes)
+        assert (own.name, own.slots, own.steps) == (name, trained, 5)
+        assert any(note.startswith("packing.share_prefix: an epoch") for note in plan.notes)
+    assert any("no packs yet; with packing.share_prefix" in note for note in before.notes)
+    train, encoder = open_recipe(offline)
+    for one in rows_of_batch(train, 0, None, None):
+        row = load_row(train, encoder, one.samples, one.title, 1)
+        assert [check for check in check_row(row) if check.fails] == []
+    assert audited(run_dir).problems == []
+
+
 def test_what_does_not_fit_is_refused_by_name(unbroken):
     def refusal(**changes):
         values = json.loads(json.dumps(unbroken[0]))

@@ -106,7 +106,8 @@ def _print_table(manifest: Manifest, folder: Path, seconds: float) -> None:
         table.add_row("not resized", f"{manifest.num_kept_original:,} {unit}")
     saved = sum(size for size in manifest.files.values() if isinstance(size, int))
     kinds = manifest.kind if manifest.media is None else f"{manifest.kind}, {manifest.media} images"
-    table.add_row("kind", f"{kinds}; planner {manifest.planner}")
+    shares = "; packing.share_prefix" if manifest.shares else ""
+    table.add_row("kind", f"{kinds}; planner {manifest.planner}{shares}")
     if saved:
         table.add_row("bytes", size_text(saved))
     table.add_row("seconds", f"{seconds:.1f}")

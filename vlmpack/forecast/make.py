@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import ceil
 
 import torch
 
@@ -19,7 +20,7 @@ from vlmpack.forecast.batch import batch_figures
 from vlmpack.forecast.figures import MemoryFigures, ModeFigures, ReferenceFigures, RunPlan
 from vlmpack.forecast.imbalance import imbalance_figures
 from vlmpack.forecast.memory import memory_figures
-from vlmpack.forecast.modes import ModePlanner, PlannedMode, mode_figures
+from vlmpack.forecast.modes import SHARED, ModePlanner, PlannedMode, mode_figures
 from vlmpack.forecast.parameters import ModelSizes
 from vlmpack.forecast.progress import Progress, counted, silent
 from vlmpack.forecast.sequences import sequence_figures
@@ -182,7 +183,13 @@ def _all_modes(
         micro = _dividing(planner.config.training.global_batch_size // copies, wanted)
     none, in_batch = planned(planner.mode("none"), micro), planned(planner.mode("in_batch"), micro)
     scope: Scope = "batch" if pairs or (offline and recipe.packing.varies_in_rows) else "stream"
-    packed = own if saved else planner.offline(own.layout, scope, is_recipes=offline)
+    if saved:
+        packed = own
+    elif own.planned is not None:
+        online = rows[scopes.index(scope)]
+        packed = planner.offline_shared(online, scope, is_recipes=offline)
+    else:
+        packed = planner.offline(own.layout, scope, is_recipes=offline)
     modes = [none, in_batch, *rows, packed]
     return modes if any(own is mode for mode in modes) else [*modes, own]
 
@@ -220,8 +227,10 @@ def _run_steps(inputs: PlanInputs, own: PlannedMode, progress: Progress) -> int:
         return training.max_steps
     epochs, first = training.num_epochs, int(own.layout.steps.size)
     assert epochs is not None  # one of the two is set, the recipe's rules see to it
-    if epochs == 1 or plan.packer.num_batches(1) is not None or own.own_name:
+    if epochs == 1 or plan.packer.num_batches(1) is not None:
         return epochs * first
+    if own.own_name:  # later epochs permute the packs
+        return first + (epochs - 1) * ceil(own.layout.bins.size / training.global_batch_size)
     if isinstance(plan, WindowPlan):
         return int(plan.steps_until(epochs, Position(), inputs.split.start()))
     later = counted(range(1, epochs), "packing: later epochs", epochs - 1, progress)
@@ -263,7 +272,12 @@ def _notes(inputs: PlanInputs, own: PlannedMode, micro: int) -> tuple[str, ...]:
             "data.shuffle is window: the recipe's mode is planned by it, the other modes by a "
             "shuffle over all samples"
         )
-    if own.own_name:
+    if own.own_name == SHARED:
+        notes.append(
+            "packing.path holds no packs yet; with packing.share_prefix they are the rows of "
+            f"online, {own.mode.packing.scope}, so offline has its figures"
+        )
+    elif own.own_name:
         kept, inside = "stream", ""
         if own.mode.packing.varies_in_rows:
             kept, inside = "batch", " inside each global batch"

@@ -40,6 +40,8 @@ MAX_PACKED = 131_072
 
 OFFLINE: Mapping[Scope, str] = {"stream": "offline, bfd", "batch": "offline, batch"}
 """Mode `offline` before its packs are made, by scope."""
+SHARED = "offline, shared"
+"""The same where rows have what samples begin with once: packs are then online's rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +155,17 @@ class ModePlanner:
         return PlannedMode(
             mode=mode, layout=layout, micro_batch_size=micro, is_part=part, planned=planned
         )
+
+    def offline_shared(self, online: PlannedMode, scope: Scope, *, is_recipes: bool) -> PlannedMode:
+        """Mode `offline` with the planner `stream`: the one for packs that share beginnings.
+
+        Args:
+            online: the same rows, before they are saved.
+            scope: of these.
+            is_recipes: whether the run does this.
+        """
+        mode = self.mode("offline", scope)
+        return replace(online, mode=mode, is_recipes=is_recipes, own_name=SHARED)
 
     def offline(self, samples: Layout, scope: Scope, *, is_recipes: bool) -> PlannedMode:
         """Mode `offline` with the planner `bfd`: as `vlmpack.data.packs.choose` has it.

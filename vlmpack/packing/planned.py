@@ -20,7 +20,7 @@ from vlmpack.alignment import round_up
 from vlmpack.packing.batch import Cut
 from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.limits import Integers
-from vlmpack.packing.shared import alike, stretches_of
+from vlmpack.packing.shared import Stretch, alike, stretches_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,13 @@ def planned_tokens(samples: Sequence[PlannedSample], alignment: int) -> int:
     Args:
         alignment: multiple that each segment is rounded up to.
     """
+    return sum(round_up(each.length, alignment) for each in shared_stretches(samples, alignment))
+
+
+def shared_stretches(samples: Sequence[PlannedSample], alignment: int) -> list[Stretch]:
+    """How some samples are laid out in a row; arguments as of `planned_tokens`."""
     sequences = [sequence for sample in samples for sequence in sample]
-    stretches = stretches_of(sequences, least=alignment)
-    return sum(round_up(each.length, alignment) for each in stretches)
+    return stretches_of(sequences, least=alignment)
 
 
 def items_of(

@@ -10,17 +10,12 @@ _KEY = ("packing", "share_prefix")
 
 
 def shared_rows_have_a_mode(packing: PackingSection) -> list[Problem]:
-    """A mode has rows of several samples, planned as they are made."""
-    if not packing.share_prefix:
-        return []
-    if packing.facts.pads:
-        why = "has a row for each sample, and nothing to share"
-    elif packing.facts.reads_packs:
-        why = "reads rows that were planned without"
-    else:
+    """A mode has rows of several samples."""
+    if not packing.share_prefix or not packing.facts.pads:
         return []
     message = (
-        f"true, but packing.mode '{packing.mode}' {why}; use in_batch or online, or leave it out"
+        f"true, but packing.mode '{packing.mode}' has a row for each sample, and nothing to share; "
+        "use in_batch, online or offline, or leave it out"
     )
     return [Problem(_KEY, message)]
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from support.packed_splits import pack
 from support.shard_fakes import chat_json, config_for, image_bytes, write_shard
 from support.shards import TINY_MODEL
 
@@ -20,7 +19,6 @@ from vlmpack.data.index.shard_index import IndexBuilder
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.sharing import planned_samples
 from vlmpack.encode import Encoder
-from vlmpack.errors import PacksError
 from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.collate import PackCollator
 from vlmpack.packing.pairs import sequences_of
@@ -168,13 +166,6 @@ def test_rows_are_as_large_as_planned(
             for one in (data, plain)
         ]
         assert members[0] == members[1]
-
-
-def test_saved_rows_share_nothing(
-    shards: tuple[str, Path], cutting: Encoder, tmp_path: Path
-) -> None:
-    with pytest.raises(PacksError, match=r"packing.share_prefix: true, but saved rows"):
-        pack(opened(shards, cutting), tmp_path / "packs")
 
 
 def test_lengths_with_cuts_are_parts_of_their_own(cutting: Encoder) -> None:

@@ -61,7 +61,7 @@ def check_packs(manifest: Manifest, folder: Path, config: DataConfig, encoder: E
         for name, before, now in settings
         if before != now
     ]
-    lines += _other_sets(manifest, config)
+    lines += [*_other_sets(manifest, config), *_other_sharing(manifest, config)]
     alignment, multiple = manifest.budget.alignment, config.mode.multiples.sequence
     if alignment % multiple:
         lines.append(
@@ -81,6 +81,19 @@ def _other_sets(manifest: Manifest, config: DataConfig) -> list[str]:
         f"training.global_batch_size: {before} in the packs, which are cut inside sets of {before} "
         f"{what}, {now} in the recipe; for sets of {now} pack again with "
         f"training.global_batch_size={now}"
+    ]
+
+
+def _other_sharing(manifest: Manifest, config: DataConfig) -> list[str]:
+    """A pack is as full as what its samples share, or do not, lets it be."""
+    before, now = (
+        str(shares).lower() for shares in (manifest.shares, config.mode.packing.share_prefix)
+    )
+    if before == now:
+        return []
+    return [
+        f"packing.share_prefix: {before} in the packs, {now} in the recipe; pack again with "
+        f"packing.share_prefix={now}, or train with {before}"
     ]
 
 

@@ -17,7 +17,9 @@ from vlmpack.data.plan.state import IdentityValue
 from vlmpack.errors import UNREADABLE, PacksError
 from vlmpack.packing.budget import RowBudget
 
-PACKS_VERSION = 3
+PACKS_VERSION = 4
+"""The version of packs that hold what their samples begin with once."""
+IN_SETS = 3
 """The version of packs that are cut inside global batches."""
 STREAMED = 2
 """The version of packs over the stream, which earlier versions of vlmpack read, too."""
@@ -26,6 +28,9 @@ WITHOUT_DIGEST = 1
 MANIFEST = "pack.json"
 UNFINISHED = "unfinished.json"
 DIGEST = "digest"
+
+_LATER = ("in_sets", "shares")
+"""Fields that older packs do not have."""
 
 Kind = Literal["plan", "tokens", "shards"]
 """What is saved: which samples share a pack; their tokens too; their images too."""
@@ -48,7 +53,8 @@ class Manifest:
         global_batch_size: packs in a global batch of that order; `in_sets` samples.
         num_samples: draws in an epoch, holes included.
         num_packs: in an epoch.
-        num_tokens: of the samples, without alignment.
+        shares: whether a pack holds what neighbours begin with once.
+        num_tokens: of the samples, without alignment; what they share once.
         num_holes: samples that could not be encoded when the packs were made.
         num_kept_original: under `resized`, samples whose images are kept as they were, since a
             saved copy would not give the same pixels.
@@ -77,6 +83,7 @@ class Manifest:
     sources: tuple[tuple[str, float | None], ...]
     weights: Literal["samples", "tokens"] | None = None
     in_sets: bool = False
+    shares: bool = False
     plan: str
     files: Mapping[str, str | int]
 
@@ -91,11 +98,12 @@ class Manifest:
         return self.encoder.get("samples") == "pairs"
 
     def to_json(self) -> str:
-        """The text of the manifest's file. Packs over the stream have no word of sets, as before
-        there were any."""
+        """The text of the manifest's file. Packs over the stream have no word of sets, nor those
+        without shared beginnings of these, as before there were any."""
+        version = IN_SETS if self.in_sets else STREAMED
         value = {
-            "version": PACKS_VERSION if self.in_sets else STREAMED,
-            **{name: part for name, part in asdict(self).items() if part or name != "in_sets"},
+            "version": PACKS_VERSION if self.shares else version,
+            **{name: part for name, part in asdict(self).items() if part or name not in _LATER},
             "fill": round(self.fill, 6),
             "fingerprints": {
                 "index": digest(json.dumps(dict(self.data), sort_keys=True).encode()),
@@ -126,7 +134,7 @@ def read_manifest(folder: Path) -> Manifest:
         value = json.loads(path.read_text(encoding="utf-8"))
         is_whole = take_seal(value)
         version = value.pop("version")
-        if version not in (WITHOUT_DIGEST, STREAMED, PACKS_VERSION):
+        if version not in (WITHOUT_DIGEST, STREAMED, IN_SETS, PACKS_VERSION):
             raise PacksError(
                 f"packing.path: {path} has version {version}; this vlmpack reads {PACKS_VERSION}. "
                 "Pack again"

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from vlmpack.data.index.cuts import MOST, SampleCuts
 from vlmpack.data.index.overlong import Dropped, Fitted
 from vlmpack.data.index.table import Int64s, SampleTable
 from vlmpack.errors import PacksError
@@ -27,6 +28,7 @@ _NUMBERS = (
     "num_patches",
 )
 _CHOSEN = "num_chosen_tokens"
+_CUTS = ("cut_lengths", "cut_digests")
 _FACTS = b"vlmpack.split"
 
 
@@ -39,6 +41,7 @@ def save_samples(fitted: Fitted) -> bytes:
         "key": pa.array(table.keys.to_pylist(), pa.string()),
         **{name: getattr(table, name) for name in _NUMBERS},
         **({} if table.num_chosen_tokens is None else {_CHOSEN: table.num_chosen_tokens}),
+        **_cut_columns(table.cuts),
         "eligible": fitted.eligible,
         "error_class": pa.array([name for name, _ in faults], pa.string()),
         "reason": pa.array([reason for _, reason in faults], pa.string()),
@@ -93,6 +96,7 @@ def _fitted(found: Any, facts: dict[str, Any]) -> Fitted:
         source_starts=np.asarray(facts["source_starts"], dtype=np.int64),
         **columns,
         num_chosen_tokens=_int64s(found, _CHOSEN) if _CHOSEN in found.column_names else None,
+        cuts=_cuts(found),
         bad=bad,
         keys=found.column("key"),
         faults=faults,
@@ -105,6 +109,22 @@ def _fitted(found: Any, facts: dict[str, Any]) -> Fitted:
         np.asarray(found.column("eligible").to_numpy(zero_copy_only=False), dtype=np.bool_),
         tuple(Dropped(number, reason) for number, reason in dropped if reason is not None),
     )
+
+
+def _cut_columns(cuts: SampleCuts | None) -> dict[str, Any]:
+    """Where samples may fork, two places each; nothing where nobody asks."""
+    if cuts is None:
+        return {}
+    kind = pa.list_(pa.int64(), MOST)
+    columns = (cuts.lengths.tolist(), cuts.digests.tolist())
+    return {name: pa.array(column, kind) for name, column in zip(_CUTS, columns, strict=True)}
+
+
+def _cuts(found: Any) -> SampleCuts | None:
+    if _CUTS[0] not in found.column_names:
+        return None
+    columns = (found.column(name).to_pylist() for name in _CUTS)
+    return SampleCuts(*(np.asarray(each, np.int64).reshape(-1, MOST) for each in columns))
 
 
 def _int64s(found: Any, name: str) -> Int64s:

@@ -3,7 +3,8 @@
     000000012.safetensors     of n samples, T tokens, A position axes, M image tokens, int32:
         input_ids (T), labels (T), position_ids (A, T), lengths (n), media_positions (M; counted
         from each sample's start), num_media_tokens (n), num_images (n), resized (n); of pairs
-        also first_sequences (n), the tokens of the first of a sample's two sequences
+        also first_sequences (n), the tokens of the first of a sample's two sequences; where packs
+        share beginnings also num_cuts (n), cut_lengths and cut_digests (C, int64) of each cut
     000000012.0000.png        the images in sample order, in kind `shards`
 
 A sample that could not be encoded has length 0. The tar is one that any reader of WebDataset reads:
@@ -16,6 +17,7 @@ import json
 import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import torch
 from safetensors import SafetensorError
@@ -25,13 +27,14 @@ from torch import Tensor
 from vlmpack.data.shards.tar import read_span
 from vlmpack.data.shards.tar_header import BLOCK_BYTES, padded_size
 from vlmpack.errors import DataError
-from vlmpack.packing.batch import EncodedSample
+from vlmpack.packing.batch import Cut, EncodedSample
 
 ARCHIVE_END = bytes(2 * BLOCK_BYTES)
 _TOKENS = "safetensors"
 _COLUMNS = ("input_ids", "labels", "position_ids", "lengths", "media_positions")
 _COUNTS = ("num_media_tokens", "num_images", "resized")
 _FIRST = "first_sequences"
+_CUTS = ("num_cuts", "cut_lengths", "cut_digests")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,8 @@ def write_span(pack: int, samples: Sequence[SavedSample | None], num_axes: int) 
             0 if s is None or not s.tokens.sequences else s.tokens.sequences[0] for s in samples
         ]
         tensors[_FIRST] = counts(firsts)
+    if any(t.cuts for t in tokens):
+        tensors.update(_cut_columns([() if s is None else s.tokens.cuts for s in samples]))
     keys = json.dumps([None if s is None else s.tokens.key for s in samples])
     members = [_member(f"{pack:09d}.{_TOKENS}", save(tensors, {"keys": keys}))]
     images = [image for sample in there for image in sample.images]
@@ -145,6 +150,7 @@ def _split(tensors: dict[str, Tensor], images: list[bytes], key: str) -> list[Sa
     ids, labels = (tensors[name].long().split(lengths) for name in ("input_ids", "labels"))
     positions = tensors["position_ids"].long().split(lengths, dim=1)
     media_positions = tensors["media_positions"].long().split(media)
+    cuts = _cuts_of(tensors, len(lengths))
     samples: list[SavedSample | None] = []
     first = 0
     for place, count in enumerate(tensors["num_images"].tolist()):
@@ -160,9 +166,34 @@ def _split(tensors: dict[str, Tensor], images: list[bytes], key: str) -> list[Sa
             position_ids=positions[place],
             media_positions=media_positions[place],
             sequences=_sequences(pair_firsts[place], lengths[place]),
+            cuts=cuts[place],
         )
         samples.append(SavedSample(tokens, count, mine, bool(resized[place])))
     return samples
+
+
+def _cut_columns(cuts: Sequence[tuple[Cut, ...]]) -> dict[str, Tensor]:
+    """The cuts of each sample as columns, by name."""
+    flat = [cut for each in cuts for cut in each]
+    digests = [int.from_bytes(cut.digest, "little", signed=True) for cut in flat]
+    columns = ([len(each) for each in cuts], [cut.length for cut in flat], digests)
+    return {
+        name: torch.tensor(column, dtype=torch.int64)
+        for name, column in zip(_CUTS, columns, strict=True)
+    }
+
+
+def _cuts_of(tensors: dict[str, Tensor], count: int) -> list[tuple[Cut, ...]]:
+    """The cuts of each of a pack's samples; none where it has no columns of them."""
+    if _CUTS[0] not in tensors:
+        return [()] * count
+    counts, lengths, digests = (tensors[name].tolist() for name in _CUTS)
+    flat = [
+        Cut(length, digest.to_bytes(8, "little", signed=True))
+        for length, digest in zip(lengths, digests, strict=True)
+    ]
+    ends = list(accumulate(counts, initial=0))
+    return [tuple(flat[start:stop]) for start, stop in pairwise(ends)]
 
 
 def _sequences(first: int, length: int) -> tuple[int, ...]:

@@ -37,6 +37,7 @@ from vlmpack.data.packs.parts import PartFacts, WritePart, facts_path, read_fact
 from vlmpack.data.packs.samples import SAMPLES, save_samples
 from vlmpack.data.plan.packers import BudgetPacker
 from vlmpack.data.plan.packs import PackArrays
+from vlmpack.data.plan.sharing import held_tokens
 from vlmpack.data.splits.checks import name_unknown_keys
 from vlmpack.data.splits.indexed import PreparedSplit, prepare_split
 from vlmpack.data.splits.part_settings import build_settings, make_builder
@@ -101,10 +102,11 @@ def make_packs(source: PackSource, folder: Path, order: PackOrder) -> Manifest:
         DataError: a sample that cannot be encoded and may not be left out.
     """
     packer = source.split.plan.packer
-    if isinstance(packer, BudgetPacker) and packer.planned is not None:
+    shares = isinstance(packer, BudgetPacker) and packer.planned is not None
+    if shares and order.planner != "stream":
         raise PacksError(
-            "packing.share_prefix: true, but saved rows have no beginnings in common; leave it "
-            "out, or train in mode online"
+            f"--planner {order.planner}: orders samples by size, but with packing.share_prefix: "
+            "true neighbours share what they begin with; use --planner stream"
         )
     with _claimed(folder):
         source.split.index_all()
@@ -113,6 +115,9 @@ def make_packs(source: PackSource, folder: Path, order: PackOrder) -> Manifest:
         mode = source.config.mode
         arrays = choose_packs(source.split, prepared.fitted, order.planner, mode)
         manifest = _manifest(source, order, prepared, arrays)
+        if shares:
+            held = held_tokens(prepared.fitted.table, arrays.each(), mode.budget.alignment)
+            manifest = replace(manifest, shares=True, num_tokens=held)
         try:
             _begin(folder, manifest, order.part_packs)
             facts: list[PartFacts] = []

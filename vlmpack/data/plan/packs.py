@@ -10,7 +10,7 @@ window is a stretch of global batches.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
@@ -66,6 +66,11 @@ class PackArrays:
         """The samples of a pack, in row order."""
         members: list[int] = self.numbers[self.starts[pack] : self.starts[pack + 1]].tolist()
         return tuple(members)
+
+    def each(self) -> Iterator[Int64s]:
+        """The samples of each pack, in row order."""
+        for start, stop in pairwise(self.starts.tolist()):
+            yield self.numbers[start:stop]
 
     def to_mapping(self) -> dict[str, Int64s]:
         """The arrays by the names of their fields."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from vlmpack.data.index.table import Int64s, SampleTable
 from vlmpack.packing.batch import Cut
-from vlmpack.packing.planned import PlannedSample, PlannedSequence
+from vlmpack.packing.planned import PlannedSample, PlannedSequence, shared_stretches
 
 PlannedSamples = Callable[[Int64s], list[PlannedSample]]
 """(n,) sample numbers -> what is planned of each."""
@@ -31,3 +31,15 @@ def planned_samples(table: SampleTable, numbers: Int64s) -> list[PlannedSample]:
         )
         found.append(tuple(PlannedSequence(count, cuts) for count in counts))
     return found
+
+
+def held_tokens(table: SampleTable, rows: Iterable[Int64s], alignment: int) -> int:
+    """Tokens of rows, without alignment, that hold what neighbours share once.
+
+    Args:
+        table: with cuts.
+        rows: the numbers of the samples of each, in row order.
+        alignment: multiple that segments are rounded up to.
+    """
+    found = (shared_stretches(planned_samples(table, row), alignment) for row in rows)
+    return sum(each.length for stretches in found for each in stretches)
