@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+from support.plans import mode_of
 
 from vlmpack.data.modes import RowShape
 from vlmpack.forecast.layout import Layout, lay_out
-from vlmpack.forecast.sharing import shared_slots, sharing_note
+from vlmpack.forecast.sharing import shared_slots, shared_sums, sharing_note
 from vlmpack.packing.batch import Cut
 from vlmpack.packing.planned import PlannedSample, PlannedSequence
 
@@ -36,6 +37,19 @@ def test_a_bin_takes_what_its_samples_share_once() -> None:
     rows = lay_out(layout, RowShape(sequence_multiple=4, row_multiple=8), found)
     assert rows.slots.tolist() == [32, 24]
     assert lay_out(layout, RowShape(sequence_multiple=4)).slots.tolist() == [80, 24]
+
+
+def test_a_bin_has_an_image_that_its_samples_share_once() -> None:
+    layout, samples = layout_and_samples()
+    assert layout.by_bin(layout.patches).tolist() == [200, 40]
+    assert shared_sums(layout, lambda numbers: samples, 4, layout.patches).tolist() == [40, 40]
+    squares = shared_sums(layout, lambda numbers: samples, 4, layout.patches**2)
+    assert squares.tolist() == [1600, 1600]
+
+
+def test_shared_tokens_are_in_a_row_once_and_never_less_than_no_padding() -> None:
+    found = mode_of(tokens=9000, held_tokens=3000, slots=4000, row_tokens=1000, rows=5)
+    assert (found.fill, found.padding, found.row_fill) == (0.75, 0.25, 0.6)
 
 
 def test_the_note_has_tokens_patches_and_groups() -> None:

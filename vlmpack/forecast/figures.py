@@ -79,6 +79,7 @@ class ModeFigures:
         samples: trained in the epoch.
         rows: of the epoch.
         tokens: real ones.
+        held_tokens: of them in rows, where what samples share stands once.
         slots: computed, padding included, empty bins too.
         empty_rows: bins without samples that fill the model copies' last shares up.
         row_tokens: what a row may hold; 0 where rows are not planned.
@@ -97,6 +98,7 @@ class ModeFigures:
     samples: int
     rows: int
     tokens: int
+    held_tokens: int
     slots: int
     empty_rows: int
     row_tokens: int
@@ -109,8 +111,8 @@ class ModeFigures:
 
     @property
     def fill(self) -> float:
-        """Real tokens per computed slot: `fill` of metrics.jsonl, over the epoch."""
-        return self.tokens / max(1, self.slots)
+        """Tokens in rows per computed slot: `fill` of metrics.jsonl, over the epoch."""
+        return self.held_tokens / max(1, self.slots)
 
     @property
     def padding(self) -> float:
@@ -119,8 +121,8 @@ class ModeFigures:
 
     @property
     def row_fill(self) -> float | None:
-        """Real tokens per token that the rows may hold; None where rows are not planned."""
-        return self.tokens / max(1, self.rows * self.row_tokens) if self.row_tokens else None
+        """Tokens in rows per token that these may hold; None where rows are not planned."""
+        return self.held_tokens / max(1, self.rows * self.row_tokens) if self.row_tokens else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

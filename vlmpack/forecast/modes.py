@@ -28,7 +28,7 @@ from vlmpack.data.splits.split import Split, first_epoch
 from vlmpack.forecast.figures import ModeFigures
 from vlmpack.forecast.layout import Layout, Rows, empty_bins, lay_out, layout_of
 from vlmpack.forecast.progress import Progress, counted
-from vlmpack.forecast.sharing import shared_slots
+from vlmpack.forecast.sharing import shared_slots, shared_sums
 from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.planned import PlannedSample
 from vlmpack.recipe.packing_modes import ModeName
@@ -75,10 +75,32 @@ class PlannedMode:
     def rows(self) -> Rows:
         """What is computed for the layout's bins."""
         shape = self.mode.shape()
-        if self.planned is None or shape.padded:
+        if self._sharing is None:
             return lay_out(self.layout, shape)
-        shared = shared_slots(self.layout, self.planned, shape.sequence_multiple)
+        shared = shared_slots(self.layout, self._sharing, shape.sequence_multiple)
         return lay_out(self.layout, shape, shared)
+
+    @property
+    def _sharing(self) -> PlannedSamples | None:
+        return None if self.mode.shape().padded else self.planned
+
+    @cached_property
+    def held_tokens(self) -> int:
+        """Tokens that the rows hold, what samples share once."""
+        if self._sharing is None:
+            return int(self.layout.tokens.sum())
+        return int(shared_slots(self.layout, self._sharing, 1).sum())
+
+    def image_sums(self, values: Int64s) -> Int64s:
+        """(b,) what each bin has of something that images take, those that samples share once.
+
+        Args:
+            values: (n,) of the samples.
+        """
+        if self._sharing is None:
+            return self.layout.by_bin(values)
+        multiple = self.mode.shape().sequence_multiple
+        return shared_sums(self.layout, self._sharing, multiple, values)
 
     @property
     def plans_rows(self) -> bool:
@@ -230,13 +252,14 @@ def mode_figures(
         samples=samples,
         rows=round(int(rows.rows.sum()) * scale),
         tokens=tokens,
+        held_tokens=round(mode.held_tokens * scale),
         slots=round(slots * scale),
         empty_rows=round(empty * scale),
         row_tokens=mode.mode.budget.max_tokens if mode.plans_rows else 0,
         vision_patches=int(whole.patches.sum()),
         compute=_epoch_cost(mode, costs) * scale / max(1e-9, _epoch_cost(unpacked, costs)),
         max_row_slots=int(rows.slots.max(initial=0)),
-        max_row_patches=int(layout.by_bin(layout.patches).max(initial=0)),
+        max_row_patches=int(mode.image_sums(layout.patches).max(initial=0)),
         mean_batch_samples=samples / max(1, steps),
         mean_batch_tokens=tokens / max(1, steps),
     )
@@ -244,9 +267,5 @@ def mode_figures(
 
 def _epoch_cost(mode: PlannedMode, costs: RowCost) -> float:
     rows, layout = mode.rows, mode.layout
-    patches = layout.by_bin(layout.patches)
-    return float(
-        costs(
-            rows.slots, rows.squares, patches, patch_squares=layout.by_bin(layout.patches**2)
-        ).sum()
-    )
+    patches, squares = (mode.image_sums(layout.patches**power) for power in (1, 2))
+    return float(costs(rows.slots, rows.squares, patches, patch_squares=squares).sum())

@@ -25,17 +25,32 @@ def shared_slots(layout: Layout, planned: PlannedSamples, multiple: int) -> Int6
     return np.asarray(counts, dtype=np.int64)
 
 
+def shared_sums(layout: Layout, planned: PlannedSamples, multiple: int, values: Int64s) -> Int64s:
+    """(b,) what each bin has of something that images take, those that samples share once.
+
+    Args:
+        layout, planned, multiple: as of `shared_slots`.
+        values: (n,) of the samples: their patches, say.
+    """
+    found = []
+    for samples, places in _bins(layout, planned):
+        begins = _begins(samples, multiple)
+        found.append(
+            sum(int(values[at]) for at, begin in zip(places, begins, strict=True) if begin)
+        )
+    return np.asarray(found, dtype=np.int64)
+
+
 def sharing_note(layout: Layout, planned: PlannedSamples, multiple: int) -> str:
     """What sharing saves of the tokens and the vision patches of an epoch, and of how many samples
     groups are, as the rows hold them; arguments as of `shared_slots`."""
-    patches, groups, grouped = 0, 0, 0
-    for samples, costs in _bins(layout, planned):
-        begins = [True, *(alike(a[-1], b[0]) < multiple for a, b in pairwise(samples))]
-        patches += sum(cost for cost, begin in zip(costs, begins, strict=True) if begin)
-        sizes = np.diff([*np.flatnonzero(begins), len(samples)])
+    groups, grouped = 0, 0
+    for samples, _ in _bins(layout, planned):
+        sizes = np.diff([*np.flatnonzero(_begins(samples, multiple)), len(samples)])
         groups += int((sizes > 1).sum())
         grouped += int(sizes[sizes > 1].sum())
     tokens, alone = int(shared_slots(layout, planned, 1).sum()), int(layout.tokens.sum())
+    patches = int(shared_sums(layout, planned, multiple, layout.patches).sum())
     images = int(layout.patches.sum())
     return (
         f"packing.share_prefix: an epoch's rows hold {tokens:,} tokens where its samples alone "
@@ -45,12 +60,17 @@ def sharing_note(layout: Layout, planned: PlannedSamples, multiple: int) -> str:
     )
 
 
+def _begins(samples: list[PlannedSample], multiple: int) -> list[bool]:
+    """Whether each sample of a bin shares nothing with the one before it."""
+    begins = [alike(a[-1], b[0]) < multiple for a, b in pairwise(samples)]
+    return [True, *begins][: len(samples)]
+
+
 def _bins(layout: Layout, planned: PlannedSamples) -> list[tuple[list[PlannedSample], list[int]]]:
-    """The samples of each bin that are no holes, and their patches."""
-    samples = planned(layout.numbers)
-    tokens, patches = layout.tokens.tolist(), layout.patches.tolist()
+    """The samples of each bin that are no holes, and their places in the layout."""
+    samples, tokens = planned(layout.numbers), layout.tokens.tolist()
     found = []
     for start, count in zip(layout.bin_starts.tolist(), layout.bins.tolist(), strict=True):
         places = [place for place in range(start, start + count) if tokens[place]]
-        found.append(([samples[place] for place in places], [patches[place] for place in places]))
+        found.append(([samples[place] for place in places], places))
     return found

@@ -52,7 +52,8 @@ def mode(name: str, **values: object) -> ModeFigures:
     given = {
         "is_recipes": False, "is_estimated": False, "micro_batch_size": 4, "steps": 123_456,
         "counts_rows": False, "samples": 987_654, "rows": 1_234_567, "tokens": 987_654_321,
-        "slots": 1_987_654_321, "empty_rows": 12, "row_tokens": 0, "vision_patches": 3,
+        "held_tokens": 987_654_321, "slots": 1_987_654_321, "empty_rows": 12, "row_tokens": 0,
+        "vision_patches": 3,
         "compute": 0.4321, "max_row_slots": 8192, "max_row_patches": 16_000,
         "mean_batch_samples": 1023.9, "mean_batch_tokens": 1_048_576.5,
     }  # fmt: skip

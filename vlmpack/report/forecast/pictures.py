@@ -126,7 +126,7 @@ def _modes(axes: Any, plan: RunPlan) -> None:
     most = max(mode.slots for mode in plan.modes)
     for place, mode in enumerate(plan.modes):
         axes.barh(-place, mode.slots, height=0.46, color=PADDING, linewidth=0)
-        axes.barh(-place, mode.tokens, height=0.46, color=BLUE, linewidth=0)
+        axes.barh(-place, mode.held_tokens, height=0.46, color=BLUE, linewidth=0)
         axes.text(
             0, 0.26 - place, f"{share(mode.padding)} padding, {mode.steps:,} steps",
             va="bottom", fontsize=SMALL, color=INK,
