@@ -36,7 +36,7 @@ ONE_ROW = {"training__micro_batch_size": 1}
 @pytest.fixture(scope="module")
 def shard(tmp_path_factory):
     pairs = list(itertools.chain.from_iterable(raw_pairs(seed) for seed in range(3)))
-    return write_pairs(tmp_path_factory.mktemp("pairs") / "pairs.tar", pairs)
+    return write_pairs(tmp_path_factory.mktemp("packed-pairs") / "pairs.tar", pairs)
 
 
 def settings(root: Path, shard: Path, **changes):

@@ -27,7 +27,7 @@ COLUMNS = ("loss", "grad_norm", "margin", "accuracy", "chosen_log_p", "num_sampl
 @pytest.fixture(scope="module")
 def shard(tmp_path_factory):
     pairs = list(itertools.chain.from_iterable(raw_pairs(seed) for seed in range(3)))
-    return write_pairs(tmp_path_factory.mktemp("pairs") / "pairs.tar", pairs)
+    return write_pairs(tmp_path_factory.mktemp("runs-of-pairs") / "pairs.tar", pairs)
 
 
 def settings(root: Path, shard: Path, **changes):

@@ -37,7 +37,7 @@ SMOOTH = tuple(name for name in COLUMNS if name != "accuracy")
 @pytest.fixture(scope="module")
 def shard(tmp_path_factory):
     pairs = list(itertools.chain.from_iterable(raw_pairs(seed) for seed in range(3)))
-    return write_pairs(tmp_path_factory.mktemp("pairs") / "pairs.tar", pairs)
+    return write_pairs(tmp_path_factory.mktemp("reference-pairs") / "pairs.tar", pairs)
 
 
 def settings(root: Path, shard: Path, **changes):

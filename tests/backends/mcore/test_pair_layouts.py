@@ -61,7 +61,7 @@ def stock():
 @pytest.fixture(scope="module")
 def found(stock, tmp_path_factory):
     """What the ranks wrote for a job; jobs of as many processes and one mark share a launch."""
-    folder = tmp_path_factory.mktemp("pairs")
+    folder = tmp_path_factory.mktemp("layouts-of-pairs")
     torch.save(stock[1], folder / "reference.pt")
     script = pair_layouts.__file__
 
