@@ -23,7 +23,7 @@ from vlmpack.api import resolve, run_recipe
 @pytest.mark.parametrize(
     ("micro", "sharding"),
     [
-        pytest.param(2, "none", id="ddp-2"),
+        pytest.param(2, "none", id="ddp-2", marks=pytest.mark.slow),
         pytest.param(4, "none", id="ddp-4", marks=pytest.mark.soak),
         pytest.param(4, "fsdp", id="fsdp-4", marks=pytest.mark.soak),
     ],

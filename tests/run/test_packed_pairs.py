@@ -151,6 +151,7 @@ def test_rows_of_saved_pairs_are_checked_as_any(unbroken):
         assert row.sequences == 2
 
 
+@pytest.mark.slow
 def test_packs_that_share_prompts_train_the_rows_that_plan_counts(unbroken, tmp_path, shard):
     """Before and behind the packing; each row is checked along its paths, as `inspect` does."""
     values = settings(tmp_path, shard, **ONE_ROW, training__max_steps=5)

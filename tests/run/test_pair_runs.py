@@ -72,6 +72,7 @@ def test_a_run_says_what_held_out_pairs_were_before_and_are_after(tmp_path, shar
     assert accuracy in page and "<h2>Validation</h2>" in page
 
 
+@pytest.mark.slow
 def test_answers_count_as_likelier_whatever_the_reference_says(tmp_path, shard):
     """All pairs turned round: the shares add up to 1, at step 0 where no margin says anything."""
     found = []
