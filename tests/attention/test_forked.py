@@ -4,22 +4,20 @@ declared: their arithmetic is played by plain torch."""
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from attention.test_forks import ROWS, real
-from attention.test_merged import Plain
+from attention.test_forks import ROWS, attend, real
+from attention.test_merged import Plain, with_forks
 from attention.test_segments import inputs, params_of
 
 from vlmpack.attention import AttentionChoice, BlockMasks, choose_attention, segment_attention
 from vlmpack.attention import forked as forked_module
-from vlmpack.attention.forked import attention_of_row
-from vlmpack.attention.forks import fork_attention
+from vlmpack.attention.forked import ForkedRow, attention_of_row
 from vlmpack.attention.kernels import torch_varlen_attention
 from vlmpack.attention.lse_kernels import FlashKernel, TorchKernel, kernel_with_lse
-from vlmpack.attention.merged import ForkedCalls, VarlenCall, merged_attention
+from vlmpack.attention.merged import ForkedCalls, Qkv, VarlenCall, merged_attention
 from vlmpack.errors import CapabilityError
 from vlmpack.packing.forks import Forks
 
@@ -29,7 +27,7 @@ KERNEL = AttentionChoice("torch_varlen", torch_varlen_attention, "played")
 
 def row(name="a tree"):
     forks = Forks(*ROWS[name])
-    return replace(params_of(forks.lengths), forks=forks)
+    return with_forks(params_of(forks.lengths), forks)
 
 
 def test_a_row_without_forks_gets_the_choice_itself():
@@ -41,15 +39,15 @@ def test_masks_do_where_no_kernel_can(monkeypatch):
     monkeypatch.setattr(forked_module, "_kernel", lambda name: called.append(name) or Plain())
     params = row()
     tensors = inputs(sum(params.segment_lengths), kv_heads=2, dtype=torch.float64)
-    calls = ForkedCalls.of(params)
-    for given, window in ((None, None), (calls, 3)):
+    made = ForkedRow(params)
+    for given, window in ((None, None), (made, 3)):
         ours = attention_of_row(KERNEL, params, given)(*tensors, params, window=window)
-        theirs = fork_attention(*tensors, params, params.forks, window=window)
+        theirs = attend(tensors, params, params.forks, window=window)
         assert torch.equal(ours, theirs)
     assert called == []
-    ours = attention_of_row(KERNEL, params, calls)(*tensors, params)
+    ours = attention_of_row(KERNEL, params, made)(*tensors, params)
     assert called == ["torch_varlen"]
-    theirs = fork_attention(*tensors, params, params.forks)
+    theirs = attend(tensors, params, params.forks)
     slots = real(params.forks, params.segment_lengths)
     assert torch.allclose(ours[slots], theirs[slots], rtol=0, atol=1e-12)
 
@@ -75,13 +73,15 @@ class PlayedOps:
 
     def _flash_attention_forward(self, q, k, v, cq, ck, mq, mk, dropout, causal, debug, *, scale):
         assert (dropout, debug) == (0.0, False)
-        return *Plain().forward(q, k, v, call_of((cq, ck, mq, mk), causal), scale), None, None, None
+        call = call_of((cq, ck, mq, mk), causal)
+        return *Plain().forward(Qkv(q, k, v), call, scale), None, None, None
 
     def _flash_attention_backward(
         self, grad, q, k, v, out, lse, cq, ck, mq, mk, dropout, causal, rng, unused, *, scale
     ):
         assert (dropout, len(rng), len(unused)) == (0.0, 2, 0)
-        return Plain().backward(grad, q, k, v, out, lse, call_of((cq, ck, mq, mk), causal), scale)
+        call = call_of((cq, ck, mq, mk), causal)
+        return Plain().backward(grad, Qkv(q, k, v), out, lse, call, scale)
 
 
 def played_interface():
@@ -93,7 +93,8 @@ def played_interface():
         causal, window_size_left=-1, window_size_right=-1,
     ):  # fmt: skip
         bounds = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        return *Plain().forward(q, k, v, call_of(bounds, causal), softmax_scale), None, None
+        call = call_of(bounds, causal)
+        return *Plain().forward(Qkv(q, k, v), call, softmax_scale), None, None
 
     def _flash_attn_varlen_backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
@@ -102,7 +103,7 @@ def played_interface():
     ):  # fmt: skip
         bounds = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         call = call_of(bounds, causal)
-        found = Plain().backward(dout, q, k, v, out, softmax_lse, call, softmax_scale)
+        found = Plain().backward(dout, Qkv(q, k, v), out, softmax_lse, call, softmax_scale)
         for place, value in zip((dq, dk, dv), found, strict=True):
             place.copy_(value)
 
@@ -119,7 +120,7 @@ def test_a_kernels_pieces_make_one_softmax(kernel):
     tensors = inputs(sum(params.segment_lengths), dtype=torch.float64)
     slots = real(params.forks, params.segment_lengths)
     ours = merged_attention(*tensors, ForkedCalls.of(params), kernel)[slots]
-    theirs = fork_attention(*tensors, params, params.forks)[slots]
+    theirs = attend(tensors, params, params.forks)[slots]
     assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
     weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1)).double()
     mine, stock = (torch.autograd.grad((each * weights).sum(), tensors) for each in (ours, theirs))

@@ -9,7 +9,7 @@ import torch
 from attention.test_segments import inputs, params_of
 
 from vlmpack.attention import segment_attention
-from vlmpack.attention.forks import fork_attention
+from vlmpack.attention.forks import ForkGroups, fork_attention
 from vlmpack.packing.forks import Forks
 
 ROWS = {
@@ -37,6 +37,11 @@ def one_by_one(tensors, forks, physical, *, window=None):
     return rows
 
 
+def attend(tensors, params, forks, **options):
+    groups = ForkGroups(forks, params.segment_lengths, tensors[0].device)
+    return fork_attention(*tensors, groups, **options)
+
+
 def real(forks, physical):
     starts = (0, *accumulate(physical))
     return torch.cat(
@@ -53,7 +58,7 @@ def test_equals_the_samples_one_by_one(row, multiple, window):
     params = params_of(forks.lengths, physical if multiple > 1 else None)
     tensors = inputs(sum(physical), kv_heads=2, dtype=torch.float64)
     slots = real(forks, physical)
-    ours = fork_attention(*tensors, params, forks, window=window)[slots]
+    ours = attend(tensors, params, forks, window=window)[slots]
     theirs = one_by_one(tensors, forks, physical, window=window)[slots]
     assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
     weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1)).double()
@@ -67,23 +72,23 @@ def test_branches_are_strangers_and_the_path_sees_none_of_them():
     forks = Forks((-1, 0, 0), (5, 3, 3))
     tensors = [part.detach() for part in inputs(11)]
     params = params_of(forks.lengths)
-    before = fork_attention(*tensors, params, forks)
+    before = attend(tensors, params, forks)
     for part in tensors:
         part[5:8] = 7.0  # the first answer
-    after = fork_attention(*tensors, params, forks)
+    after = attend(tensors, params, forks)
     assert torch.equal(before[:5], after[:5])
     assert torch.equal(before[8:], after[8:])
     assert not torch.equal(before[5:8], after[5:8])
     for part in tensors:
         part[:5] = 3.0  # the prompt reaches both
-    assert not torch.equal(fork_attention(*tensors, params, forks)[8:], after[8:])
+    assert not torch.equal(attend(tensors, params, forks)[8:], after[8:])
 
 
 def test_a_branch_that_sees_its_sibling_is_found():
     tensors = inputs(11, dtype=torch.float64)
     right, wrong = Forks((-1, 0, 0), (5, 3, 3)), Forks((-1, 0, 1), (5, 3, 3))
     theirs = one_by_one(tensors, right, right.lengths)
-    ours = fork_attention(*tensors, params_of(wrong.lengths), wrong)
+    ours = attend(tensors, params_of(wrong.lengths), wrong)
     assert (ours - theirs)[8:].abs().max() > 0.05
 
 
@@ -102,4 +107,16 @@ def test_forks_that_are_none_are_refused(parents, lengths, said):
 
 def test_forks_of_another_row_are_refused():
     with pytest.raises(ValueError, match="room for"):
-        fork_attention(*inputs(8), params_of((4, 4)), Forks((-1, 0), (4, 5)))
+        attend(inputs(8), params_of((4, 4)), Forks((-1, 0), (4, 5)))
+
+
+def test_a_row_has_each_of_its_masks_once():
+    forks = Forks((-1, 0, 0, -1, 3, 3, 0), (5, 3, 4, 5, 3, 3, 3))
+    groups = ForkGroups(forks, forks.lengths, torch.device("cpu"))
+    asked = [groups.mask(each.seen, each.length, 4) for each in groups.groups]
+    assert [each.seen for each in groups.groups] == [0, 5, 5, 0, 5, 5]
+    assert len({id(mask) for mask in asked}) == 3, "of a prompt, of branches of 3, and of 4"
+    again = [groups.mask(each.seen, each.length, 4) for each in groups.groups]
+    assert all(one is two for one, two in zip(asked, again, strict=True))
+    other = groups.mask(5, 3, 3)
+    assert not torch.equal(other, asked[1]), "another window has another mask"

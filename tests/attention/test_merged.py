@@ -7,13 +7,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from attention.test_forks import ROWS, real
+from attention.test_forks import ROWS, attend, real
 from attention.test_segments import inputs, params_of
 
 from vlmpack.attention import merged
-from vlmpack.attention.forks import fork_attention
-from vlmpack.attention.merged import ForkedCalls, merged_attention
+from vlmpack.attention.merged import ForkedCalls, Qkv, merged_attention
 from vlmpack.errors import CapabilityError
+from vlmpack.packing.fork_paths import fork_paths
 from vlmpack.packing.forks import Forks
 
 FORKED = ["two answers", "unequal answers", "two prompts", "a tree"]
@@ -35,7 +35,8 @@ class Plain:
             scores = scores.masked_fill(~torch.ones(scores.shape[1:]).bool().tril(), -torch.inf)
         return scores
 
-    def forward(self, query, key, value, call, scale):
+    def forward(self, qkv, call, scale):
+        query, key, value = qkv
         out, lse = torch.zeros_like(query), query.new_zeros(query.shape[1], query.shape[0])
         for q, k in self._stretches(call):
             scores = self._scores(query[q], key[k], call, scale)
@@ -43,8 +44,9 @@ class Plain:
             out[q] = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), value[k])
         return out, lse
 
-    def backward(self, grad, query, key, value, out, lse, call, scale):
-        dq, dk, dv = (torch.zeros_like(part) for part in (query, key, value))
+    def backward(self, grad, qkv, out, lse, call, scale):
+        query, key, value = qkv
+        dq, dk, dv = (torch.zeros_like(part) for part in qkv)
         for q, k in self._stretches(call):
             scores = self._scores(query[q], key[k], call, scale)
             weights = (scores - lse[:, q, None]).exp()
@@ -53,21 +55,25 @@ class Plain:
             each = weights * (each - (grad[q] * out[q]).sum(-1).T[..., None]) * scale
             dq[q] += torch.einsum("hqk,khd->qhd", each, key[k])
             dk[k] += torch.einsum("hqk,qhd->khd", each, query[q])
-        return dq, dk, dv
+        return Qkv(dq, dk, dv)
+
+
+def with_forks(params, forks):
+    return replace(params, forks=forks, fork_paths=fork_paths(forks, params.segment_lengths))
 
 
 def row_of(name, multiple=1):
     forks = Forks(*ROWS[name])
     physical = tuple(-(-n // multiple) * multiple for n in forks.lengths)
     params = params_of(forks.lengths, physical if multiple > 1 else None)
-    return forks, replace(params, forks=forks), real(forks, physical)
+    return forks, with_forks(params, forks), real(forks, physical)
 
 
 def differences(name, multiple=1):
     forks, params, slots = row_of(name, multiple)
     tensors = inputs(sum(params.segment_lengths), dtype=torch.float64)
     ours = merged_attention(*tensors, ForkedCalls.of(params), Plain())[slots]
-    theirs = fork_attention(*tensors, params, forks)[slots]
+    theirs = attend(tensors, params, forks)[slots]
     weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1)).double()
     grads = [torch.autograd.grad((each * weights).sum(), tensors) for each in (ours, theirs)]
     value = (ours - theirs).abs().max().item()
@@ -104,7 +110,8 @@ def test_what_varlen_calls_cannot_say_is_refused():
     forks, params, _ = row_of("two answers")
     apart = replace(forks, parents=(-1, -1, 0))
     with pytest.raises(CapabilityError, match=r"branches side by side.*segments"):
-        ForkedCalls.of(replace(params, forks=apart))
-    for none in (None, replace(forks, parents=(-1,) * len(forks.lengths))):
+        with_forks(params, apart)
+    none = replace(forks, parents=(-1,) * len(forks.lengths))
+    for row in (replace(params, forks=None, fork_paths=()), with_forks(params, none)):
         with pytest.raises(CapabilityError, match="without forks"):
-            ForkedCalls.of(replace(params, forks=none))
+            ForkedCalls.of(row)

@@ -16,10 +16,9 @@ from support.runs import loss_errors, mean_loss, pack, split_by_sample
 from support.shared import collators, questions
 
 from vlmpack.attention import choose_attention, segment_attention
-from vlmpack.attention.forked import attention_of_row
+from vlmpack.attention.forked import ForkedRow, attention_of_row
 from vlmpack.attention.forks import fork_attention
 from vlmpack.attention.lse_kernels import kernel_with_lse
-from vlmpack.attention.merged import ForkedCalls
 from vlmpack.packing import move_batch, pad_batch_sequences
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
@@ -128,9 +127,10 @@ def test_a_kernels_merged_calls_equal_masks(encoder, name, window, kv_heads):
         )
         for heads in (4, kv_heads, kv_heads)
     ]
-    function = attention_of_row(choice, params, ForkedCalls.of(params))
+    row = ForkedRow(params)
+    function = attention_of_row(choice, params, row)
     ours = function(*tensors, params, window=window)
-    theirs = fork_attention(*tensors, params, params.forks, window=window)
+    theirs = fork_attention(*tensors, row.groups, window=window)
     starts = [0, *accumulate(params.segment_lengths)]
     slots = torch.cat(
         [at + torch.arange(n) for at, n in zip(starts, batch.segment_tokens, strict=False)]

@@ -7,12 +7,12 @@ log-sum-exp: masks take these cases, on any device, and are as exact.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from torch import Tensor
 
 from vlmpack.attention.blocks import BlockMasks
-from vlmpack.attention.forks import fork_attention
+from vlmpack.attention.forks import ForkGroups, fork_attention
 from vlmpack.attention.lse_kernels import kernel_with_lse
 from vlmpack.attention.merged import ForkedCalls, merged_attention
 from vlmpack.attention.varlen import AttentionChoice, VarlenAttention
@@ -22,17 +22,41 @@ from vlmpack.packing.batch import PackedSeqParams
 _kernel = cache(kernel_with_lse)
 
 
+@dataclass(frozen=True)
+class ForkedRow:
+    """A row with forks, and what the layers of a model need of it, made once.
+
+    Args:
+        params: of the row.
+    """
+
+    params: PackedSeqParams
+
+    @cached_property
+    def calls(self) -> ForkedCalls:
+        """For kernels."""
+        return ForkedCalls.of(self.params)
+
+    @cached_property
+    def groups(self) -> ForkGroups:
+        """For masks."""
+        params = self.params
+        assert params.forks is not None
+        return ForkGroups(params.forks, params.segment_lengths, params.cu_seqlens_q.device)
+
+
 def attention_of_row(
-    choice: AttentionChoice, params: PackedSeqParams, calls: ForkedCalls | None
+    choice: AttentionChoice, params: PackedSeqParams, row: ForkedRow | None
 ) -> VarlenAttention:
     """What computes a row: the choice itself where it has no forks.
 
     Args:
         choice: the run's implementation.
         params: of the row.
-        calls: of its forks, where a kernel may take them.
+        row: made of `params` for all layers; where it is None, the row's forks are computed with
+            masks that are made anew.
     """
-    return choice.function if params.forks is None else _Forked(choice, calls)
+    return choice.function if params.forks is None else _Forked(choice, row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +64,7 @@ class _Forked:
     """Attention over forks, with arguments and result of `segment_attention`."""
 
     choice: AttentionChoice
-    calls: ForkedCalls | None
+    row: ForkedRow | None
 
     def __call__(
         self,
@@ -55,18 +79,17 @@ class _Forked:
         masks: BlockMasks | None = None,
     ) -> Tensor:
         """Refuses image blocks (CapabilityError)."""
-        assert params.forks is not None
         if masks is not None or not causal:
             raise CapabilityError(
                 "the row shares prefixes, and some of its tokens attend in both directions; set "
                 "packing.share_prefix: false"
             )
-        calls = self.calls if window is None else None
-        kernel = None if calls is None else _kernel(self.choice.name)
-        if kernel is None or calls is None:
-            forks = params.forks
-            return fork_attention(query, key, value, params, forks, scale=scale, window=window)
-        groups = query.shape[1] // key.shape[1]
-        if groups > 1:  # torch's kernel has no grouped-query form
-            key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
-        return merged_attention(query, key, value, calls, kernel, scale=scale)
+        row = self.row
+        kernel = None if row is None or window is not None else _kernel(self.choice.name)
+        if kernel is None or row is None:
+            groups = (row or ForkedRow(params)).groups
+            return fork_attention(query, key, value, groups, scale=scale, window=window)
+        repeats = query.shape[1] // key.shape[1]
+        if repeats > 1:  # torch's kernel has no grouped-query form
+            key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
+        return merged_attention(query, key, value, row.calls, kernel, scale=scale)

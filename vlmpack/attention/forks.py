@@ -20,7 +20,7 @@ behind it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from vlmpack.attention.segments import dense_attention
-from vlmpack.packing.batch import PackedSeqParams
 from vlmpack.packing.forks import Forks
 
 
@@ -37,16 +36,61 @@ class _Siblings:
     """Segments next to one another, of one parent and one physical length.
 
     Args:
-        path: what they go on from.
+        path: slots of the segments that they go on from, the first one's first.
         length: of each of them.
-        start: the first one's first slot.
         count: how many there are.
     """
 
-    path: tuple[int, ...]
+    path: tuple[slice, ...]
     length: int
-    start: int
     count: int
+
+    @property
+    def seen(self) -> int:
+        """Tokens of the path."""
+        return sum(place.stop - place.start for place in self.path)
+
+
+class ForkGroups:
+    """The segments of a row that attend in one call, and their masks, each made when a layer first
+    asks for it and read by the rest.
+
+    Args:
+        forks: which segments go on from which.
+        segment_lengths: physical lengths of as many segments.
+        device: of the queries. Masks are made there from host integers; nothing is read back.
+
+    Raises:
+        ValueError: forks of other segments, or a gap that is shorter than nothing.
+    """
+
+    def __init__(self, forks: Forks, segment_lengths: Sequence[int], device: torch.device) -> None:
+        physical = tuple(segment_lengths)
+        if len(physical) != len(forks.lengths) or any(
+            logical > room for logical, room in zip(forks.lengths, physical, strict=True)
+        ):
+            raise ValueError(
+                f"forks of segments of {forks.lengths} tokens, but the row's have room for "
+                f"{physical}"
+            )
+        self.groups = tuple(_siblings(forks, physical))
+        self._device = device
+        self._made: dict[tuple[int, int, int | None], Tensor | None] = {}
+
+    def mask(self, seen: int, length: int, window: int | None) -> Tensor | None:
+        """(length, seen + length) bool, True where a token sees a key; None where it is plain
+        causal attention of the segment alone.
+
+        Args:
+            seen: tokens of the path.
+            length: of the segment.
+            window: sliding window in tokens along the path, the token itself included; None for
+                all.
+        """
+        key = (seen, length, window)
+        if key not in self._made:
+            self._made[key] = _mask(*key, self._device)
+        return self._made[key]
 
 
 def _siblings(forks: Forks, physical: tuple[int, ...]) -> Iterator[_Siblings]:
@@ -55,15 +99,15 @@ def _siblings(forks: Forks, physical: tuple[int, ...]) -> Iterator[_Siblings]:
     for (_, length), numbers in alike:
         first, *rest = numbers
         if length:
-            yield _Siblings(forks.path(first), length, starts[first], 1 + len(rest))
+            path = (slice(starts[n], starts[n] + forks.lengths[n]) for n in forks.path(first))
+            yield _Siblings(tuple(path), length, 1 + len(rest))
 
 
 def fork_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    params: PackedSeqParams,
-    forks: Forks,
+    groups: ForkGroups,
     *,
     scale: float | None = None,
     window: int | None = None,
@@ -74,55 +118,40 @@ def fork_attention(
         query: (T, Hq, D).
         key: (T, Hkv, D); Hq is a multiple of Hkv (grouped-query attention).
         value: (T, Hkv, D).
-        params: the boundaries; physical segments are used.
-        forks: which segments go on from which, as many as `params` has.
+        groups: of the row.
         scale: factor on the scores; 1 / sqrt(D) if None.
         window: sliding window in tokens along the path, the token itself included; None for all.
 
     Returns:
         (T, Hq, D).
-
-    Raises:
-        ValueError: forks of other segments, or a gap that is shorter than nothing.
     """
-    physical = params.segment_lengths
-    if len(physical) != len(forks.lengths) or any(
-        logical > room for logical, room in zip(forks.lengths, physical, strict=True)
-    ):
-        raise ValueError(
-            f"forks of segments of {forks.lengths} tokens, but the row's have room for {physical}"
-        )
-    starts = tuple(accumulate(physical, initial=0))
-    groups = list(_siblings(forks, physical))
-    sizes = [each.length * each.count for each in groups]
+    sizes = [each.length * each.count for each in groups.groups]
     parts = zip(*(whole.split(sizes) for whole in (query, key, value)), strict=True)
     outputs: list[Tensor] = []
-    for each, own in zip(groups, parts, strict=True):
+    for each, own in zip(groups.groups, parts, strict=True):
         q, k, v = (
             part.view(each.count, each.length, *part.shape[1:]).transpose(1, 2) for part in own
         )
-        before = [slice(starts[n], starts[n] + forks.lengths[n]) for n in each.path]
-        seen = sum(place.stop - place.start for place in before)
+        seen = each.seen
         if seen:
             k, v = (
-                torch.cat((_shared(whole, before, each.count), mine), dim=2)
+                torch.cat((_shared(whole, each.path, each.count), mine), dim=2)
                 for whole, mine in ((key, k), (value, v))
             )
-        mask = _mask(seen, each.length, window, query.device)
+        mask = groups.mask(seen, each.length, window)
         out = dense_attention(q, k, v, mask=mask, causal=True, scale=scale)
         outputs.append(out.transpose(1, 2).reshape(-1, *query.shape[1:]))
     return torch.cat(outputs)
 
 
-def _shared(whole: Tensor, places: list[slice], count: int) -> Tensor:
+def _shared(whole: Tensor, places: Sequence[slice], count: int) -> Tensor:
     """(count, H, path, D): keys or values of a path, for so many segments."""
     path = torch.cat([whole[place] for place in places])
     return path.transpose(0, 1).expand(count, -1, -1, -1)
 
 
 def _mask(seen: int, length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """(length, seen + length) bool, True where a token sees a key; None where it is plain causal
-    attention of the segment alone."""
+    """See `ForkGroups.mask`."""
     if not seen and (window is None or window >= length):
         return None
     mask = torch.ones(length, seen + length, dtype=torch.bool, device=device).tril_(seen)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmpack.attention.merged import VarlenCall, VarlenKernel
+from vlmpack.attention.merged import Qkv, VarlenCall, VarlenKernel
 
 _TORCH = {
     "_flash_attention_forward": "query key value cum_seq_q cum_seq_k max_q max_k dropout_p "
@@ -45,37 +45,27 @@ class TorchKernel:
 
     ops: Any
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, qkv: Qkv, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
         """See VarlenKernel."""
         bounds = (call.cu_q, call.cu_k, call.max_q, call.max_k)
         out, lse, *_ = self.ops._flash_attention_forward(
-            query, key, value, *bounds, 0.0, call.causal, False, scale=scale
+            *qkv, *bounds, 0.0, call.causal, False, scale=scale
         )
         return out, lse
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: VarlenCall,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, grad: Tensor, qkv: Qkv, out: Tensor, lse: Tensor, call: VarlenCall, scale: float
+    ) -> Qkv:
         """See VarlenKernel."""
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
-        unused = torch.empty(0, device=query.device)
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=grad.device)
+        unused = torch.empty(0, device=grad.device)
         bounds = (call.cu_q, call.cu_k, call.max_q, call.max_k)
-        found: tuple[Tensor, Tensor, Tensor] = self.ops._flash_attention_backward(
+        found = self.ops._flash_attention_backward(
             grad.contiguous(),
-            *(query, key, value, out, lse, *bounds, 0.0, call.causal, no_dropout, unused),
+            *(*qkv, out, lse, *bounds, 0.0, call.causal, no_dropout, unused),
             scale=scale,
         )
-        return found
+        return Qkv(*found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +78,12 @@ class FlashKernel:
 
     interface: Any
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, qkv: Qkv, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
         """See VarlenKernel."""
         out, lse, *_ = self.interface._flash_attn_varlen_forward(
-            q=query.contiguous(),
-            k=key.contiguous(),
-            v=value.contiguous(),
+            q=qkv.query.contiguous(),
+            k=qkv.key.contiguous(),
+            v=qkv.value.contiguous(),
             cu_seqlens_q=call.cu_q,
             cu_seqlens_k=call.cu_k,
             max_seqlen_q=call.max_q,
@@ -107,31 +95,21 @@ class FlashKernel:
         return out, lse
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: VarlenCall,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, grad: Tensor, qkv: Qkv, out: Tensor, lse: Tensor, call: VarlenCall, scale: float
+    ) -> Qkv:
         """See VarlenKernel."""
-        dq, dk, dv = (
-            torch.empty_like(part, memory_format=torch.contiguous_format)
-            for part in (query, key, value)
-        )
+        empty = (torch.empty_like(part, memory_format=torch.contiguous_format) for part in qkv)
+        found = Qkv(*empty)
         self.interface._flash_attn_varlen_backward(
             dout=grad.contiguous(),
-            q=query.contiguous(),
-            k=key.contiguous(),
-            v=value.contiguous(),
+            q=qkv.query.contiguous(),
+            k=qkv.key.contiguous(),
+            v=qkv.value.contiguous(),
             out=out,
             softmax_lse=lse,
-            dq=dq,
-            dk=dk,
-            dv=dv,
+            dq=found.query,
+            dk=found.key,
+            dv=found.value,
             cu_seqlens_q=call.cu_q,
             cu_seqlens_k=call.cu_k,
             max_seqlen_q=call.max_q,
@@ -146,7 +124,7 @@ class FlashKernel:
             deterministic=False,
             rng_state=None,
         )
-        return dq, dk, dv
+        return found
 
 
 def kernel_with_lse(name: str) -> VarlenKernel | None:

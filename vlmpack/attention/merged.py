@@ -14,14 +14,13 @@ A path is read once by all branches behind it: they are one stretch of queries.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from vlmpack.errors import CapabilityError
-from vlmpack.packing.batch import PackedSeqParams, Span
+from vlmpack.packing.batch import PackedSeqParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,25 +40,28 @@ class VarlenCall:
     causal: bool
 
 
+class Qkv(NamedTuple):
+    """What attends to what in a call: slots of a row, all or some.
+
+    Args:
+        query: (T, Hq, D).
+        key, value: (S, Hkv, D), as many heads as the kernel takes.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
 class VarlenKernel(Protocol):
     """A varlen attention kernel with its lse, and its backward pass."""
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, qkv: Qkv, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
         """(T, Hq, D) outputs and (Hq, T) float32 lse."""
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: VarlenCall,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, grad: Tensor, qkv: Qkv, out: Tensor, lse: Tensor, call: VarlenCall, scale: float
+    ) -> Qkv:
         """Gradients of query, key and value, for outputs and lse that may be those of more keys
         than the call's."""
 
@@ -78,6 +80,14 @@ class PathCall:
     branches: Tensor
     paths: Tensor
 
+    def of(self, qkv: Qkv) -> Qkv:
+        """What the call takes of a whole row."""
+        return Qkv(
+            qkv.query.index_select(0, self.branches),
+            qkv.key.index_select(0, self.paths),
+            qkv.value.index_select(0, self.paths),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ForkedCalls:
@@ -93,49 +103,20 @@ class ForkedCalls:
 
     @classmethod
     def of(cls, params: PackedSeqParams) -> ForkedCalls:
-        """Those of a row; made on the host, and moved to the device of `params` once a row.
+        """Those of a row; its tensors are where those of `params` are.
 
         Raises:
-            CapabilityError: branches that do not stand together behind their segment, or no branch.
+            CapabilityError: no branch.
         """
-        forks = params.forks
-        if forks is None or max(forks.parents, default=-1) < 0:
+        if not params.fork_paths:
             raise CapabilityError("a row without forks needs one varlen call, not two")
-        starts = tuple(accumulate(params.segment_lengths, initial=0))
-        levels: dict[int, list[tuple[Span, Span]]] = {}
-        for number in sorted(set(forks.parents) - {-1}):
-            behind = [n for n in range(len(forks.parents)) if number in forks.path(n)]
-            if behind != [*range(number + 1, number + 1 + len(behind))]:
-                raise CapabilityError(
-                    "varlen calls take branches side by side behind what they go on from; this row "
-                    "has others: set model.attention to segments"
-                )
-            queries = (starts[behind[0]], starts[behind[-1] + 1])
-            keys = (starts[number], starts[number] + forks.lengths[number])
-            levels.setdefault(len(forks.path(number)), []).append((queries, keys))
         cu = params.cu_seqlens_physical
-        return cls(
-            own=VarlenCall(cu, cu, params.max_seqlen_q, params.max_seqlen_kv, causal=True),
-            paths=tuple(_path_call(levels[depth], cu.device) for depth in sorted(levels)),
-        )
-
-
-def _path_call(spans: list[tuple[Span, Span]], device: torch.device) -> PathCall:
-    """The call of stretches of queries, each with its keys."""
-
-    def bounds(places: list[Span]) -> tuple[Tensor, int]:
-        sizes = [stop - start for start, stop in places]
-        cu = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
-        return cu.to(device, non_blocking=True), max(sizes)
-
-    def slots(places: list[Span]) -> Tensor:
-        found = torch.cat([torch.arange(*span) for span in places])
-        return found.to(device, non_blocking=True)
-
-    queries, keys = ([*places] for places in zip(*spans, strict=True))
-    (cu_q, max_q), (cu_k, max_k) = bounds(queries), bounds(keys)
-    call = VarlenCall(cu_q, cu_k, max_q, max_k, causal=False)
-    return PathCall(call, slots(queries), slots(keys))
+        paths = []
+        for each in params.fork_paths:
+            bounds = (each.cu_branches, each.cu_paths, each.max_branches, each.max_paths)
+            paths.append(PathCall(VarlenCall(*bounds, causal=False), each.branches, each.paths))
+        own = VarlenCall(cu, cu, params.max_seqlen_q, params.max_seqlen_kv, causal=True)
+        return cls(own, tuple(paths))
 
 
 def merge_lse(
@@ -170,23 +151,24 @@ class _Merged(torch.autograd.Function):
         kernel: VarlenKernel,
         scale: float,
     ) -> Tensor:
-        out, lse = kernel.forward(query, key, value, calls.own, scale)
+        whole = Qkv(query, key, value)
+        out, lse = kernel.forward(whole, calls.own, scale)
         for each in calls.paths:
-            path = kernel.forward(*_of_path(query, key, value, each), each.call, scale)
+            path = kernel.forward(each.of(whole), each.call, scale)
             out, lse = merge_lse((out, lse), path, each.branches)
-        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.save_for_backward(*whole, out, lse)
         ctx.calls, ctx.kernel, ctx.scale = calls, kernel, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
-        calls, kernel = ctx.calls, ctx.kernel
-        found = kernel.backward(grad, query, key, value, out, lse, calls.own, ctx.scale)
+        *qkv, out, lse = ctx.saved_tensors
+        whole, calls, kernel = Qkv(*qkv), ctx.calls, ctx.kernel
+        found = kernel.backward(grad, whole, out, lse, calls.own, ctx.scale)
         for each in calls.paths:
             path = kernel.backward(
                 grad.index_select(0, each.branches),
-                *_of_path(query, key, value, each),
+                each.of(whole),
                 out.index_select(0, each.branches),
                 lse.index_select(1, each.branches).contiguous(),
                 each.call,
@@ -200,16 +182,6 @@ class _Merged(torch.autograd.Function):
         return *found, None, None, None
 
 
-def _of_path(
-    query: Tensor, key: Tensor, value: Tensor, path: PathCall
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        query.index_select(0, path.branches),
-        key.index_select(0, path.paths),
-        value.index_select(0, path.paths),
-    )
-
-
 def merged_attention(
     query: Tensor,
     key: Tensor,
@@ -219,7 +191,8 @@ def merged_attention(
     *,
     scale: float | None = None,
 ) -> Tensor:
-    """What `fork_attention` computes, by two calls of a varlen kernel.
+    """What `fork_attention` computes, by one call of a varlen kernel for what segments see of
+    themselves, and one for each depth of forks.
 
     Args:
         query: (T, Hq, D).

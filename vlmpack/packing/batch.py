@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from vlmpack.packing.fork_paths import ForkPath
 from vlmpack.packing.forks import Forks
 
 IGNORE_INDEX = -100
@@ -122,6 +123,7 @@ class PackedSeqParams:
         segment_lengths: the N physical lengths as host integers, so that a loop over segments
             never reads the device; 0 for those that only fill `cu_seqlens` up.
         forks: which segments go on from which; None where each is by itself.
+        fork_paths: the same in slots, as varlen calls take it; empty where each is by itself.
     """
 
     qkv_format: Literal["thd"] = "thd"
@@ -133,6 +135,7 @@ class PackedSeqParams:
     max_seqlen_kv: int
     segment_lengths: tuple[int, ...]
     forks: Forks | None = None
+    fork_paths: tuple[ForkPath, ...] = ()
 
     @property
     def cu_seqlens_physical(self) -> Tensor:
@@ -278,6 +281,7 @@ class PackedBatch(_Slots):
         padding_mask: (1, T) bool, True for slots of no sample; None where nobody asks for it.
         forks: which segments go on from which, and where each sequence ends; None where each is a
             segment of its own.
+        fork_paths: the same in slots, as varlen calls take it; empty where each is its own.
         num_shared_patches: of images that the tower does not encode again, since another sample of
             the row shows them.
         fixed_shape: whether all rows of the run have T slots: `max_seqlen` is then T in each, since
@@ -302,6 +306,7 @@ class PackedBatch(_Slots):
     padding_mask: Tensor | None = None
     fixed_shape: bool = False
     forks: Forks | None = None
+    fork_paths: tuple[ForkPath, ...] = ()
 
     @property
     def num_shared_tokens(self) -> int:
@@ -338,6 +343,7 @@ class PackedBatch(_Slots):
             max_seqlen_kv=self.max_seqlen,
             segment_lengths=self.segment_lengths,
             forks=self.forks,
+            fork_paths=self.fork_paths,
         )
 
 
@@ -356,7 +362,7 @@ class PaddedBatch(_Slots):
 
 Batch = PackedBatch | PaddedBatch
 BatchT = TypeVar("BatchT", bound=Batch)
-Part = Media | ContextSlice | MediaShare
+Part = Media | ContextSlice | MediaShare | ForkPath
 TensorsT = TypeVar("TensorsT", bound=PackedBatch | PaddedBatch | Part)
 
 
@@ -367,8 +373,10 @@ def _map_tensors(value: TensorsT, function: Callable[[Tensor], Tensor]) -> Tenso
         item = getattr(value, field.name)
         if isinstance(item, Tensor):
             changed[field.name] = function(item)
-        elif isinstance(item, (Media, ContextSlice, MediaShare)):
+        elif isinstance(item, Part):
             changed[field.name] = _map_tensors(item, function)
+        elif field.name == "fork_paths":
+            changed[field.name] = tuple(_map_tensors(each, function) for each in item)
     return replace(value, **changed)
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from vlmpack.errors import PackingError
 from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, Media, PackedBatch
+from vlmpack.packing.fork_paths import fork_paths
 from vlmpack.packing.forks import Forks
 from vlmpack.packing.limits import whole
 from vlmpack.packing.media import check_media, image_blocks, media_of
@@ -175,14 +176,16 @@ def _pack_shared(
     )
     separate = sum(s.media.pixel_values.shape[0] for s in samples if s.media is not None)
     tails = (*layout.physical, *layout.fillers)[len(stretches) :]
+    forks = Forks(
+        parents=(*(each.parent for each in stretches), *(-1 for _ in tails)),
+        lengths=(*layout.lengths, *tails),
+        ends=tuple(place for place, each in enumerate(stretches) if each.ends),
+    )
     return replace(
         with_pairs(row, samples, parts),
         lengths=tuple(part.length for part in parts),
-        forks=Forks(
-            parents=(*(each.parent for each in stretches), *(-1 for _ in tails)),
-            lengths=(*layout.lengths, *tails),
-            ends=tuple(place for place, each in enumerate(stretches) if each.ends),
-        ),
+        forks=forks,
+        fork_paths=fork_paths(forks, row.segment_lengths),
         image_blocks=image_blocks(shown, row.media_positions),
         media_sources=sources,
         num_shared_patches=separate - (0 if media is None else media.pixel_values.shape[0]),

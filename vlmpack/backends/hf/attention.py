@@ -40,7 +40,7 @@ def _attend(
         attention_mask: always None here; anything else means that a caller built a mask that
             this function would ignore.
         options: scaling, dropout, sliding_window, and what the model's forward was given:
-            `packed_seq_params` for a THD row, with `forked_calls` on a GPU where it has forks, or
+            `packed_seq_params` for a THD row, with `forked_row` where it has forks, or
             `padded_rows=True`; and `image_masks` where an image's tokens attend in both directions.
 
     Returns:
@@ -73,7 +73,7 @@ def _attend(
     if params is not None:
         # Under autocast rotary leaves queries and keys in float32 while values are bfloat16;
         # varlen kernels, unlike scaled_dot_product_attention, are not on autocast's list.
-        output = attention_of_row(choice, params, options.get("forked_calls"))(
+        output = attention_of_row(choice, params, options.get("forked_row"))(
             query[0].transpose(0, 1).to(value.dtype),
             key[0].transpose(0, 1).to(value.dtype),
             value[0].transpose(0, 1),

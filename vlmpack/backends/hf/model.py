@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmpack.attention import BlockMasks
-from vlmpack.attention.merged import ForkedCalls
+from vlmpack.attention.forked import ForkedRow
 from vlmpack.backends.cross_entropy import capped, linear_cross_entropy
 from vlmpack.backends.hf.recurrence import (
     ROW_ARGUMENT,
@@ -83,10 +83,9 @@ def _boundaries(batch: Batch, params: PackedSeqParams | None) -> dict[str, Any]:
         raise CapabilityError(
             "a packed row needs packed_seq_params; without them samples would mix"
         )
-    on_kernels = params.forks is not None and batch.input_ids.is_cuda
     return {
         "packed_seq_params": params,
-        "forked_calls": ForkedCalls.of(params) if on_kernels else None,
+        "forked_row": None if params.forks is None else ForkedRow(params),
         ROW_ARGUMENT: RowSegments.of(params),
         **transformers_spelling(params),
     }

@@ -33,6 +33,7 @@ BOUNDARIES = (
     "max_length_q",
     "max_length_k",
     "image_masks",
+    "forked_row",
     ROW_ARGUMENT,
 )
 """Keyword arguments that say where samples end."""

@@ -69,7 +69,7 @@ def megatron_params(
             "no such rows; use model.backend: hf"
         )
     theirs = {field.name: getattr(params, field.name) for field in fields(params)}
-    del theirs["segment_lengths"], theirs["forks"]
+    del theirs["segment_lengths"], theirs["forks"], theirs["fork_paths"]
     return RowParams(**theirs, row=params, cos=cos, sin=sin, context=context, deep=deep)
 
 

@@ -130,6 +130,7 @@ def unfolded(row: Row) -> Row:
         media_positions=places,
         media_sources=sources,
         forks=None,
+        fork_paths=(),
     )
     return replace(row, batch=flat)
 

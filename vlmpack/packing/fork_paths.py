@@ -1,0 +1,99 @@
+"""Which slots go on from which in a row of forks, as varlen calls take them: host work, done once
+where the row is made.
+
+Three questions about one image, the last one asked of a pair; a letter is one slot:
+
+    segment   0      1   2   3    4  5
+    holds     i i i  h   w   y y  a  b       parents (-1, 0, 0, 0, 3, 3)
+    depth 0   queries h w y y a b            keys i i i     all that goes on from segment 0
+    depth 1   queries a b                    keys y y       all that goes on from segment 3
+
+Queries of one call have no slot twice, and those of a deeper call are some of the call before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from vlmpack.errors import CapabilityError
+from vlmpack.packing.forks import Forks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkPath:
+    """All that goes on from segments of one depth, with these segments.
+
+    Args:
+        branches: (B,) int64, slots of the row that go on, the stretch of each segment in one piece.
+        paths: (P,) int64, slots of the segments that they go on from, without gaps.
+        cu_branches, cu_paths: (N + 1,) int32, where the stretches of both begin and end.
+        max_branches, max_paths: the longest stretch of both, host integers.
+    """
+
+    branches: Tensor
+    paths: Tensor
+    cu_branches: Tensor
+    cu_paths: Tensor
+    max_branches: int
+    max_paths: int
+
+
+def fork_paths(forks: Forks, physical: Sequence[int]) -> tuple[ForkPath, ...]:
+    """What goes on from segments that go on from none, from those that go on from these, and so on.
+
+    Args:
+        forks: of a row.
+        physical: lengths of its segments, gaps counted.
+
+    Raises:
+        CapabilityError: branches that do not stand together behind their segment.
+    """
+    starts = [*accumulate(physical, initial=0)]
+    depths: list[int] = []
+    for parent in forks.parents:
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    behind, last = [0] * len(starts), [*range(len(starts))]  # how many go on, and the last of them
+    for number in range(len(forks.parents) - 1, -1, -1):
+        parent = forks.parents[number]
+        if parent >= 0:
+            behind[parent] += 1 + behind[number]
+            last[parent] = max(last[parent], last[number])
+    levels: dict[int, list[tuple[range, range]]] = {}
+    for number, (depth, tokens) in enumerate(zip(depths, forks.lengths, strict=True)):
+        if not behind[number]:
+            continue
+        if last[number] - number != behind[number]:
+            raise CapabilityError(
+                "varlen calls take branches side by side behind what they go on from; this row "
+                "has others: set model.attention to segments"
+            )
+        queries = range(starts[number + 1], starts[last[number] + 1])
+        keys = range(starts[number], starts[number] + tokens)
+        levels.setdefault(depth, []).append((queries, keys))
+    return tuple(_path(levels[depth]) for depth in sorted(levels))
+
+
+def _path(stretches: Sequence[tuple[range, range]]) -> ForkPath:
+    """Stretches of queries, each with its keys."""
+    queries, keys = zip(*stretches, strict=True)
+    return ForkPath(
+        branches=_slots(queries),
+        paths=_slots(keys),
+        cu_branches=_bounds(queries),
+        cu_paths=_bounds(keys),
+        max_branches=max(map(len, queries)),
+        max_paths=max(map(len, keys)),
+    )
+
+
+def _slots(places: Sequence[range]) -> Tensor:
+    return torch.cat([torch.arange(each.start, each.stop) for each in places])
+
+
+def _bounds(places: Sequence[range]) -> Tensor:
+    return torch.tensor([0, *accumulate(map(len, places))], dtype=torch.int32)
