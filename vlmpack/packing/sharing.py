@@ -65,12 +65,12 @@ def share_media(batch: PackedBatch, *, rank: int, size: int) -> PackedBatch:
     )
     return replace(
         batch,
-        media=_select(media, by_rank[rank]),
+        media=select_images(media, by_rank[rank]),
         media_share=MediaShare(order=order, counts=counts, rank=rank),
     )
 
 
-def _select(media: Media, numbers: Sequence[int]) -> Media | None:
+def select_images(media: Media, numbers: Sequence[int]) -> Media | None:
     """Some images of a batch; None for none."""
     if not numbers:
         return None
