@@ -16,6 +16,16 @@ def counted(count: int, one: str, many: str | None = None) -> str:
     return f"{count:,} {one if count == 1 else many or f'{one}s'}"
 
 
+def kind_of(value: object) -> str:
+    """What a message calls a value of JSON that is not as expected: a list, an int, missing."""
+    names = {type(None): "missing", list: "a list", dict: "an object", str: "a string"}
+    if value == []:
+        return "an empty list"
+    name = type(value).__name__
+    article = "an" if name[0] in "aeiou" else "a"
+    return names.get(type(value), f"{article} {name}")
+
+
 def indented(lines: Iterable[str]) -> str:
     """The middle of a message that goes on below it: a line each, set in."""
     return "\n".join(f"  {line}" for line in lines)

@@ -340,7 +340,7 @@ def keys() -> Iterator[Key]:
     yield Key("plain", "nothing", lambda case: None)
     yield Key("system", "system", _system)
     yield Key("system, and a turn of it", "system", _system_turn)
-    yield _beside("system", 7, "'system' beside the turns is a int")
+    yield _beside("system", 7, "'system' beside the turns is an int")
     for name in ("system", "task", "images", "image", "source"):
         for value in EMPTY:
             if not (name == "images" or (name == "task" and value == [])):
@@ -353,19 +353,19 @@ def keys() -> Iterator[Key]:
     for name, value in (("source", "ZEBRA"), ("label", 3), ("Notes", 0), ("meta", {"a": [False]})):
         yield _beside(name, value, unknown=True)
     yield _beside("Tools", 0, "did you mean 'tools'")
-    yield _beside("tools", 7, "'tools' is a int; expected a list")
-    yield _beside("tools", ["ZEBRA"], r"tools\[0\] is a str; expected an object")
+    yield _beside("tools", 7, "'tools' is an int; expected a list")
+    yield _beside("tools", ["ZEBRA"], r"tools\[0\] is a string; expected an object")
     yield _beside("chat_template_kwargs", [7], "'chat_template_kwargs' is a list; expected an obj")
     yield _beside("chat_template_kwargs", {"tools": [7]}, "'tools', which is no variable")
     yield _beside("id", "ZEBRA")
-    yield _beside("task", 7, "'task' is a int")
+    yield _beside("task", 7, "'task' is an int")
     yield _beside("meta", {"a": None, "b": [{}][:0]})
     unread = ("reasoning_content", "tool_calls", "name", "images", "losss", "x", "tool_call_id")
     for place in (0, 1):
         for name in unread:
             reason = f"has the key '{name}', which would be lost"
             if place == 1 and name in ("reasoning_content", "tool_calls"):
-                reason = f"{name}.* is a (list|str); expected (a text|an object)"
+                reason = f"{name}.* is a (list|string); expected (a text|an object)"
             yield _in_turn(place, {name: ["ZEBRA"]}, reason)
             for value in EMPTY:
                 yield _in_turn(place, {name: value})

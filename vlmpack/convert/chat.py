@@ -25,12 +25,11 @@ from vlmpack.data.shards.turns import (
     TURN_FIELDS,
     Dialect,
     conversation,
-    kind_of,
 )
 from vlmpack.encode.changes import CALLS
 from vlmpack.encode.sample import NOTHING_BESIDE, Beside, ImagePart, Message
 from vlmpack.errors import schema_error
-from vlmpack.words import counted
+from vlmpack.words import counted, kind_of
 
 ImageSource = str | bytes
 """A path relative to the image root, or the encoded file itself."""

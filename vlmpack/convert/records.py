@@ -20,6 +20,7 @@ from vlmpack.data.shards.json_text import parse_json
 from vlmpack.data.shards.keys import BRANCHES, MEANT_ELSEWHERE, PAIR_KEYS, RECORD_KEYS, misspelt
 from vlmpack.data.shards.turns import OTHER_MEDIA
 from vlmpack.errors import DataError, VlmpackError, schema_error
+from vlmpack.words import kind_of
 
 FORMATS = ("auto", "jsonl", "llava", "hf")
 """What `--format` takes; `auto` goes by a folder, and by the name's end."""
@@ -104,8 +105,7 @@ def _json_items(path: Path) -> Iterator[Record]:
     except (OSError, ValueError, RecursionError) as error:
         raise schema_error(f"cannot be read as JSON: {error}", shard=str(path)) from error
     if not isinstance(items, list):
-        found = type(items).__name__
-        raise schema_error(f"holds a {found}; expected a list of records", shard=str(path))
+        raise schema_error(f"holds {kind_of(items)}; expected a list of records", shard=str(path))
     for number, item in enumerate(items):
         yield _checked(f"{path}, item {number}", item)
 
@@ -119,7 +119,7 @@ def _from_json(place: str, line: bytes) -> Record:
 
 def _checked(place: str, value: object) -> Record:
     if not isinstance(value, dict):
-        return Record(place, None, f"is a {type(value).__name__}; expected an object")
+        return Record(place, None, f"is {kind_of(value)}; expected an object")
     return Record(place, value)
 
 

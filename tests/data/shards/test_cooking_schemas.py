@@ -337,7 +337,7 @@ BAD: list[tuple[Any, tuple[str, ...], str]] = [
     (
         llava(("human", "<image>"), ("gpt", "A"), image=7),
         ("0.jpg",),
-        "image 0 beside the turns is a int; expected a member",
+        "image 0 beside the turns is an int; expected a member",
     ),
     (chat(("user", "Q"), ("critic", "A")), (), r"messages\[1\] has the role 'critic'"),
     (llava(("user", "Q"), ("gpt", "A")), (), "has the from 'user'"),
@@ -367,7 +367,7 @@ BAD: list[tuple[Any, tuple[str, ...], str]] = [
         r"conversations\[0\] marks a video \(<video>\); .*a literal <video> is written in",
     ),
     (chat(("user", ["words"]), ("assistant", "A")), (), "type None"),
-    (chat(("user", 5), ("assistant", "A")), (), "content is a int"),
+    (chat(("user", 5), ("assistant", "A")), (), "content is an int"),
     (chat(("user", []), ("assistant", "A")), (), "content is an empty list"),
     (chat(("user", [{"type": "text"}]), ("assistant", "A")), (), "text that is missing"),
     ({"messages": []}, (), "empty list"),
@@ -387,8 +387,8 @@ BAD: list[tuple[Any, tuple[str, ...], str]] = [
     (b'{"messages": [], "messages": []}', (), "the key 'messages' stands twice"),
     (b"[" * 100_000, (), "cannot be parsed"),
     (b'{"messages": [{"role": "assistant", "content": "\\ud800"}]}', (), "surrogate"),
-    ({**chat(("user", "Q"), ("assistant", "A")), "task": 3}, (), "'task' is a int"),
-    ({**chat(("user", "Q"), ("assistant", "A")), "system": 3}, (), "'system' .* is a int; expec"),
+    ({**chat(("user", "Q"), ("assistant", "A")), "task": 3}, (), "'task' is an int"),
+    ({**chat(("user", "Q"), ("assistant", "A")), "system": 3}, (), "'system' .* is an int; expec"),
     (
         {**chat(("system", "S"), ("user", "Q"), ("assistant", "A")), "system": "T"},
         (),

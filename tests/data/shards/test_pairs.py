@@ -57,7 +57,9 @@ def test_an_empty_pair_of_columns_is_none():
     ("answers", "words"),
     [
         ({"chosen": "A cat."}, "has 'chosen', but no 'rejected' answer"),
-        ({"rejected": "A cat.", "chosen": []}, "has 'rejected', but no 'chosen' answer"),
+        ({"chosen": "A cat.", "rejected": None}, "has 'chosen', but no 'rejected' answer"),
+        ({"chosen": "A cat.", "rejected": ""}, "has 'chosen', but an empty 'rejected' answer"),
+        ({"rejected": "A cat.", "chosen": []}, "has 'rejected', but an empty 'chosen' answer"),
         (
             {"chosen": {"role": "assistant", "content": [{"type": "image"}]}, "rejected": "x"},
             "chosen shows an image inside an answer",
@@ -70,7 +72,14 @@ def test_an_empty_pair_of_columns_is_none():
             {"chosen": "x", "rejected": {"role": "assistant", "content": "y", "loss": False}},
             "excludes all of 'rejected' from the loss",
         ),
-        ({"chosen": 3, "rejected": "x"}, "chosen is a int; expected an object"),
+        (
+            {"chosen": 3, "rejected": "x"},
+            "chosen is an int; expected a text or a turn of the assistant, or a list of turns",
+        ),
+        (
+            {"chosen": "x", "rejected": ["y", True]},
+            r"rejected\[1\] is a bool; expected a text or a turn of the assistant$",
+        ),
         ({"chosen": "x", "rejected_response": "y"}, "has .chosen., but no|has .rejected_response."),
         ({"chosen": "x", "rejectd": "y"}, "did you mean 'rejected'"),
     ],

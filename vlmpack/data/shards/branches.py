@@ -21,6 +21,7 @@ from typing import Any
 from vlmpack.data.shards.keys import BRANCHES, PAIR_KEYS, is_absent
 from vlmpack.encode.sample import ImagePart, Message, TextPart
 from vlmpack.errors import schema_error
+from vlmpack.words import kind_of
 
 Turns = tuple[Message, ...]
 
@@ -70,9 +71,7 @@ def branches_of(
             "record of its own, and samples of one image stand together by data.group_by: image"
         )
     if not isinstance(value, list):
-        raise schema_error(
-            f"{BRANCHES!r} is of type {type(value).__name__}; expected a list, an item a branch"
-        )
+        raise schema_error(f"{BRANCHES!r} is {kind_of(value)}; expected a list, an item a branch")
     return tuple(_branch(turns, n, common, read, said) for n, turns in enumerate(value))
 
 
@@ -111,7 +110,7 @@ def _branch(
     where = f"{BRANCHES}[{number}]"
     turns = [said(value)] if isinstance(value, str) and value else value
     if not isinstance(turns, list) or not turns:
-        found = "empty" if not turns else f"of type {type(turns).__name__}"
+        found = "empty" if not turns else kind_of(turns)
         raise schema_error(f"{where} is {found}; expected a list of turns, or an answer's text")
     messages = []
     for place, turn in enumerate(turns):

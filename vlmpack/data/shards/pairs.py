@@ -16,7 +16,7 @@ from typing import Any
 from vlmpack.data.shards.keys import PAIR_KEYS, is_absent
 from vlmpack.encode.sample import ImagePart, Message
 from vlmpack.errors import schema_error
-from vlmpack.words import counted
+from vlmpack.words import counted, kind_of
 
 Turns = tuple[Message, ...]
 
@@ -41,9 +41,10 @@ def answers_of(
         return ()
     if len(given) == 1:
         [missing] = {*PAIR_KEYS} - {*given}
+        found = "no" if record.get(missing) is None else "an empty"
         raise schema_error(
-            f"the record has {given[0]!r}, but no {missing!r} answer; expected both, or one answer "
-            "as the last of the turns"
+            f"the record has {given[0]!r}, but {found} {missing!r} answer; expected both, or one "
+            "answer as the last of the turns"
         )
     return tuple(_answer(name, record[name], read, said) for name in PAIR_KEYS)
 
@@ -58,6 +59,11 @@ def _answer(
     found = []
     for place, turn in enumerate(turns):
         where = f"{name}[{place}]" if isinstance(value, list) else name
+        if not isinstance(turn, str | dict):
+            others = "" if isinstance(value, list) else ", or a list of turns"
+            raise schema_error(
+                f"{where} is {kind_of(turn)}; expected a text or a turn of the assistant{others}"
+            )
         message = read(said(turn) if isinstance(turn, str) else turn, where)
         if any(isinstance(part, ImagePart) for part in message.parts):
             raise schema_error(

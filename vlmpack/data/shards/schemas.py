@@ -27,10 +27,10 @@ from vlmpack.data.shards.branches import branch_key, joined
 from vlmpack.data.shards.json_text import parse_json
 from vlmpack.data.shards.naming import JSON_FIELD, is_image
 from vlmpack.data.shards.raw import RawSample
-from vlmpack.data.shards.turns import CHAT_ROLES, Conversation, Dialect, conversation, kind_of
+from vlmpack.data.shards.turns import CHAT_ROLES, Conversation, Dialect, conversation
 from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError, schema_error
-from vlmpack.words import counted
+from vlmpack.words import counted, kind_of
 
 
 @dataclass(frozen=True, slots=True)

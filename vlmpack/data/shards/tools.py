@@ -25,6 +25,7 @@ from vlmpack.encode.changes import CALLS, THOUGHTS
 from vlmpack.encode.sample import Beside, strings
 from vlmpack.encode.variables import is_variable
 from vlmpack.errors import schema_error
+from vlmpack.words import kind_of
 
 FIELDS: Mapping[str, frozenset[str]] = {
     "assistant": frozenset((CALLS, *THOUGHTS)),
@@ -54,9 +55,7 @@ def beside_of(record: Mapping[str, Any]) -> Beside:
     if isinstance(given, str):
         given = _parsed(given, "'chat_template_kwargs'")
     if not isinstance(given, dict):
-        raise schema_error(
-            f"'chat_template_kwargs' is a {type(given).__name__}; expected an object"
-        )
+        raise schema_error(f"'chat_template_kwargs' is {kind_of(given)}; expected an object")
     for name in given:
         if not is_variable(name):
             raise schema_error(
@@ -72,11 +71,11 @@ def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
         return ()
     tools = _parsed(value, "'tools'") if isinstance(value, str) else value
     if not isinstance(tools, list):
-        raise schema_error(f"'tools' is a {type(tools).__name__}; expected a list of tools")
+        raise schema_error(f"'tools' is {kind_of(tools)}; expected a list of tools")
     for place, tool in enumerate(tools):
         if not isinstance(tool, dict) or not tool:
             raise schema_error(
-                f"tools[{place}] is a {type(tool).__name__}; expected an object with its JSON "
+                f"tools[{place}] is {kind_of(tool)}; expected an object with its JSON "
                 "schema: {'type': 'function', 'function': {'name': ..., 'parameters': ...}}"
             )
     _check_values(tools, "tools")
@@ -114,7 +113,7 @@ def fields_of(turn: Mapping[str, Any], role: str, where: str) -> dict[str, Any]:
         elif isinstance(value, str):
             fields[key] = value
         else:
-            raise schema_error(f"{where}.{key} is a {type(value).__name__}; expected a text")
+            raise schema_error(f"{where}.{key} is {kind_of(value)}; expected a text")
     _check_values(fields, where)
     return fields
 
@@ -123,18 +122,18 @@ def _calls(value: object, where: str) -> list[dict[str, Any]]:
     if isinstance(value, str):
         value = _parsed(value, where)
     if not isinstance(value, list):
-        raise schema_error(f"{where} is a {type(value).__name__}; expected a list of calls")
+        raise schema_error(f"{where} is {kind_of(value)}; expected a list of calls")
     return [_call(call, f"{where}[{place}]") for place, call in enumerate(value)]
 
 
 def _call(call: object, where: str) -> dict[str, Any]:
     if not isinstance(call, dict):
-        raise schema_error(f"{where} is a {type(call).__name__}; expected an object")
+        raise schema_error(f"{where} is {kind_of(call)}; expected an object")
     refuse_unknown(call, _CALL_KEYS, where)
     kept = {key: item for key, item in call.items() if key == "arguments" or not is_absent(item)}
     function = kept.get("function", kept)
     if not isinstance(function, dict):
-        raise schema_error(f"{where}.function is a {type(function).__name__}; expected an object")
+        raise schema_error(f"{where}.function is {kind_of(function)}; expected an object")
     if function is not kept:
         refuse_unknown(function, _FUNCTION_KEYS, f"{where}.function")
         if "name" in kept or not is_absent(kept.pop("arguments", None)):
@@ -155,8 +154,7 @@ def _arguments(value: object, where: str) -> dict[str, Any]:
     arguments = _parsed(value, f"{where}: its arguments") if isinstance(value, str) else value
     if not isinstance(arguments, dict):
         raise schema_error(
-            f"{where} has arguments that are a {type(arguments).__name__}; expected an object, or "
-            "its JSON"
+            f"{where} has arguments that are {kind_of(arguments)}; expected an object, or its JSON"
         )
     return arguments
 

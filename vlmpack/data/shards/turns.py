@@ -21,7 +21,7 @@ from vlmpack.data.shards.tools import FIELD_NAMES, beside_of, fields_of
 from vlmpack.encode.changes import CALLS
 from vlmpack.encode.sample import Beside, ImagePart, Message, Role, TextPart
 from vlmpack.errors import schema_error
-from vlmpack.words import counted
+from vlmpack.words import counted, kind_of
 
 IMAGE_MARKER = "<image>"
 VIDEO_MARKER = "<video>"
@@ -363,11 +363,3 @@ def _other_media(kind: str) -> str:
         else "what is said in it, as text, would do"
     )
     return f"this version trains on images and text: {instead}"
-
-
-def kind_of(value: object) -> str:
-    """What a message calls a value that is not as expected."""
-    names = {type(None): "missing", list: "a list", dict: "an object", str: "a string"}
-    if value == []:
-        return "an empty list"
-    return names.get(type(value), f"a {type(value).__name__}")
