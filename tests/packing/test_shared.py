@@ -129,8 +129,8 @@ def test_identical_answers_are_counted_through_forks(pairs, collate):
         },
         media_positions=torch.cat([chosen.media_positions, chosen.media_positions + chosen.length]),
     )
-    assert [identical_pairs(make([twice, *pairs[1:]])) for make in collate] == [1, 1]
-    assert [identical_pairs(make(pairs)) for make in collate] == [0, 0]
+    assert [identical_pairs(make([twice, *pairs[1:]])) for make in collate] == [(0,), (0,)]
+    assert [identical_pairs(make(pairs)) for make in collate] == [(), ()]
 
 
 def test_a_pair_whose_answers_share_nothing_has_its_images_once(pairs, collate):

@@ -29,9 +29,21 @@ def test_a_recipe_names_its_objective(minimal, monkeypatch):
 
 def test_a_test_split_may_have_a_source_that_is_neither_trained_nor_validated():
     data = DataSection(
-        train=(Source(name="a", path="a.tar"),),
-        validation=(Source(name="b", path="b.tar"),),
+        train=(Source(name="a", path="a.tar"), Source(name="b", path="b.tar")),
         test=(Source(name="c", path="c.tar"),),
     )
-    assert data.places_of(data.validation) == [1]
+    assert data.places_of(data.train) == [0, 1]
     assert data.places_of(data.test) == []
+
+
+def test_a_source_is_reported_by_itself_where_its_split_has_another_one():
+    a, b, c = (Source(name=name, path=f"{name}.tar") for name in "abc")
+    one_each = DataSection(train=(a,), validation=(b,))
+    assert one_each.source_names == ()
+    assert one_each.places_of(one_each.train) == one_each.places_of(one_each.validation) == []
+    several = DataSection(train=(a, b), validation=(a,))
+    assert several.source_names == ("a", "b")
+    assert several.places_of(several.validation) == []  # validation_margin is a's already
+    held = DataSection(train=(a,), validation=(c, b))
+    assert (held.source_names, held.places_of(held.validation)) == (("c", "b"), [0, 1])
+    assert held.places_of(held.train) == []

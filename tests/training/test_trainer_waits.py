@@ -14,6 +14,7 @@ from vlmpack.data.loading.global_step import GlobalStep
 from vlmpack.data.plan.state import DataState
 from vlmpack.distributed.timeouts import CollectiveTimeouts
 from vlmpack.recipe.schema import CheckpointSection
+from vlmpack.training.objective import SFT
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.step import StepSums
 from vlmpack.training.stop import StopFlag
@@ -49,6 +50,7 @@ def test_a_checkpoint_is_published_outside_of_the_steps_timeout(tmp_path: Path) 
     sums = StepSums(totals={}, loss=None)
     stepper: Any = SimpleNamespace(
         ranks=single_rank(),
+        objective=SFT,
         train=lambda *_, **__: (sums, {}),
         engine=SimpleNamespace(parameter_shapes=dict, optimizer_steps=0, owned_slices=None),
     )

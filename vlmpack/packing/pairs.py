@@ -113,10 +113,11 @@ def label_sequences(parts: Sequence[EncodedSample]) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(parts)), counts)
 
 
-def identical_pairs(batch: Batch) -> int:
-    """Pairs of a batch on CPU whose two sequences are the same tokens: they teach nothing."""
+def identical_pairs(batch: Batch) -> tuple[int, ...]:
+    """The pairs of a batch on CPU whose two sequences are the same tokens, which teach nothing: the
+    place of each among the batch's samples."""
     if batch.label_sequences is None:
-        return 0
+        return ()
     if isinstance(batch, PackedBatch):
         starts, ids = accumulate(batch.segment_lengths, initial=0), batch.input_ids.flatten()
         tokens = batch.segment_tokens
@@ -126,4 +127,5 @@ def identical_pairs(batch: Batch) -> int:
             whole = [torch.cat([whole[place] for place in path]) for path in paths]
     else:
         whole = [row[:length] for row, length in zip(batch.input_ids, batch.lengths, strict=True)]
-    return sum(torch.equal(whole[at], whole[at + 1]) for at in range(0, len(whole), 2))
+    pairs = zip(whole[::2], whole[1::2], strict=True)
+    return tuple(place for place, pair in enumerate(pairs) if torch.equal(*pair))

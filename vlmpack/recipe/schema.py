@@ -142,15 +142,16 @@ class DataSection(Section):
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """The names of the sources of `train` and `validation`, each once."""
-        found = (*self.train, *(self.validation or ()))
-        return tuple(dict.fromkeys(source.name for source in found))
+        """The names of the sources that are reported by themselves, each once: those of `train`
+        and of `validation`, where it has several."""
+        several = (each for each in (self.train, self.validation or ()) if len(each) > 1)
+        return tuple(dict.fromkeys(source.name for each in several for source in each))
 
     def places_of(self, sources: Sequence[Source]) -> list[int]:
-        """The place of each source among `source_names`; empty where there is one name, and for a
-        test split, of which no objective reports anything."""
+        """The place of each source of a split among `source_names`; empty where it has one, whose
+        figures are the split's, and for a test split, of which no objective reports anything."""
         names = self.source_names
-        if len(names) < 2 or any(source.name not in names for source in sources):
+        if len(sources) < 2 or any(source.name not in names for source in sources):
             return []
         return [names.index(source.name) for source in sources]
 

@@ -100,6 +100,20 @@ _COLUMNS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Remark:
+    """What is said of a count the first time that it is not 0.
+
+    Args:
+        one, many: what follows the number, 1 or another.
+        which: the samples of a micro-batch that are counted, by their places in it.
+    """
+
+    one: str
+    many: str
+    which: Callable[[Batch], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
     """A loss, how it is averaged, and what is said about it.
 
@@ -133,7 +147,7 @@ class Objective:
     terms: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     report: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     by_source: Mapping[str, Mapping[str, tuple[str, str]]] = field(default_factory=dict)
-    remarks: Mapping[str, str] = field(default_factory=dict)
+    remarks: Mapping[str, Remark] = field(default_factory=dict)
     shown: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

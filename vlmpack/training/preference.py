@@ -25,7 +25,7 @@ from vlmpack.errors import ReferenceCacheError
 from vlmpack.packing import Batch, ContextSlice, PackedBatch
 from vlmpack.packing.pairs import identical_pairs
 from vlmpack.recipe.objective import ObjectiveSection
-from vlmpack.training.objective import Objective
+from vlmpack.training.objective import Objective, Remark
 from vlmpack.training.vlm_step import forward_step
 
 
@@ -203,7 +203,7 @@ def dpo(section: ObjectiveSection, sources: Sequence[str] = ()) -> Objective:
         counts={
             "num_pairs": num_pairs,
             "num_chosen_tokens": num_chosen_tokens,
-            "num_identical": identical_pairs,
+            "num_identical": lambda batch: len(identical_pairs(batch)),
             **{own[name]: partial(_pairs_of, place=place) for place, name in enumerate(names)},
         },
         divisor="num_pairs",
@@ -218,8 +218,13 @@ def dpo(section: ObjectiveSection, sources: Sequence[str] = ()) -> Objective:
             for name in names
         },
         remarks={
-            "num_identical": "pairs have two answers of the same tokens: they teach nothing, and "
-            "count as pairs (column `identical`)"
+            "num_identical": Remark(
+                one="pair has two answers of the same tokens: it teaches nothing, and counts as a "
+                "pair (column `identical`)",
+                many="pairs have two answers of the same tokens: they teach nothing, and count as "
+                "pairs (column `identical`)",
+                which=identical_pairs,
+            )
         },
         shown=("margin", "accuracy", "chosen_likelier"),
     )

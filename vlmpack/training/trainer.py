@@ -218,6 +218,7 @@ class Trainer:
         )
         seconds = time.perf_counter() - started
         self.totals.add(sums, seconds, data.state.to_json())
+        self._remark(sums.totals, data, samples)
         if self.record is not None:
             self.record.write(samples)
         if self.on_skips is not None:
@@ -248,7 +249,6 @@ class Trainer:
             )
             reporting.metrics.write(row.as_row())
             reporting.progress.update(row)
-            self._remark(sums.totals)
             if _due(self.totals.step, self.log_interval):
                 self._say_sources("", sums.totals)
                 tracked = {name: getattr(row, name) for name in TRACKED}
@@ -285,12 +285,23 @@ class Trainer:
             self._say_sources("validation of ", totals)
         return loss
 
-    def _remark(self, totals: Mapping[str, float]) -> None:
-        """Say what a count means, the first time in a launch that it is not 0."""
-        for name, text in self.stepper.objective.remarks.items():
-            if totals[name] and name not in self._remarked:
-                self._remarked.add(name)
-                logger.warning("note: step %d: %d %s", self.totals.step, totals[name], text)
+    def _remark(self, totals: Mapping[str, float], data: GlobalStep, samples: StepSamples) -> None:
+        """Say what a count means, and of which sample, the first time in a launch that it is not 0.
+        Collective then: the totals are the same on all ranks, the sample is one rank's."""
+        for name, remark in self.stepper.objective.remarks.items():
+            if not totals[name] or name in self._remarked:
+                continue
+            self._remarked.add(name)
+            mine = [
+                names[place]
+                for names, micro_batch in zip(samples.names, data.micro_batches, strict=True)
+                for place in remark.which(micro_batch.batch)
+            ]
+            found = [one for rank in self.stepper.ranks.gather_objects(mine[:1]) for one in rank]
+            count = int(totals[name])
+            said = f"{count:,} {remark.one if count == 1 else remark.many}"
+            first = f", {'first ' if count > 1 else ''}{found[0]}"
+            logger.warning("note: step %d: %s%s", self.totals.step, said, first)
 
     def _say_sources(self, what: str, totals: Mapping[str, float]) -> None:
         """One line for each source of the data that the objective reports by itself."""

@@ -1,0 +1,81 @@
+"""A remark names the first sample that it is about, whichever rank trained it, once a launch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.engines import single_rank
+
+from vlmpack.data.loading.global_step import GlobalStep
+from vlmpack.data.plan.state import DataState
+from vlmpack.distributed.timeouts import CollectiveTimeouts
+from vlmpack.recipe.schema import CheckpointSection
+from vlmpack.training.objective import Remark
+from vlmpack.training.run_dir import RunDir
+from vlmpack.training.step import StepSums
+from vlmpack.training.stop import StopFlag
+from vlmpack.training.trainer import Trainer
+
+ODD = Remark(one="sample is odd", many="samples are odd", which=lambda batch: batch)
+
+
+class _TwoRanks:
+    """This process, and another one whose samples are asked for like this one's."""
+
+    def __init__(self, *others: str) -> None:
+        self.others, self.calls = list(others), 0
+        self.one = single_rank()
+
+    def gather_objects(self, value: list[str]) -> list[list[str]]:
+        self.calls += 1
+        assert len(value) <= 1  # a name travels, not all of them
+        return [value, self.others[:1]]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.one, name)
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "said"),
+    [
+        ([[], [1]], [], "1 sample is odd, d (s.tar)"),
+        ([[1], [0, 1]], ["z (t.tar)"], "4 samples are odd, first b (s.tar)"),
+        ([[], []], ["y (t.tar)", "z (t.tar)"], "2 samples are odd, first y (t.tar)"),
+    ],
+)
+def test_a_remark_names_its_first_sample(tmp_path: Path, caplog, own, others, said):
+    """The middle case counts its 3 and another rank's 1."""
+    ranks = _TwoRanks(*others)
+    count = sum(map(len, own)) + len(others)
+    kinds = iter([0, count, count])  # the first step has none, the third is not told again
+    stepper: Any = SimpleNamespace(
+        ranks=ranks,
+        objective=SimpleNamespace(remarks={"num_odd": ODD}),
+        train=lambda *_, **__: (StepSums(totals={"num_odd": next(kinds)}, loss=None), {}),
+    )
+    trainer = Trainer(
+        stepper=stepper,
+        total_steps=3,
+        checkpoint=CheckpointSection(),
+        validation_interval=None,
+        log_interval=1,
+        timeouts=CollectiveTimeouts(first=60, later=60),
+        run_dir=RunDir(tmp_path),
+        stop=StopFlag(),
+    )
+    rows = [[SimpleNamespace(shard="s.tar", key=key) for key in keys] for keys in ("ab", "cd")]
+    micro_batches: Any = tuple(
+        SimpleNamespace(batch=odd, samples=row, skipped=())
+        for odd, row in zip(own, rows, strict=True)
+    )
+    step = GlobalStep(
+        epoch=0, batch=0, num_samples=4, num_rows=2, imbalance=1.0, micro_batches=micro_batches,
+        state=DataState(0, 0, 0, 0, (), ()),
+    )  # fmt: skip
+    for _ in range(3):
+        trainer._one_step(iter([step]), None)
+    assert caplog.messages == [f"note: step 2: {said}"]
+    assert ranks.calls == 1
