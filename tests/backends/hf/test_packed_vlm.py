@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from support.recorders import MadeTensors
 from support.runs import pack
 from support.samples import text_sample
 from support.shards import TINY_MODEL
+from transformers import AttentionInterface
 
 from vlmpack.attention import AttentionChoice, segment_attention
+from vlmpack.attention.varlen import AttentionName
 from vlmpack.backends import cross_entropy
 from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.hf.model import transformers_spelling
@@ -28,6 +31,21 @@ TEXT_BOUNDARIES = {
     "max_length_q",
     "max_length_k",
 }
+
+
+@pytest.mark.parametrize("name", get_args(AttentionName))
+def test_transformers_takes_each_implementation_by_the_name_it_gets(vlm, name):
+    """With "flash" in a name it looks for a kernel of that name on the hub, and stops."""
+    before = vlm.language.config._attn_implementation
+    try:
+        registered = register_attention(AttentionChoice(name, segment_attention, ""))
+        vlm.language.set_attn_implementation(registered)
+        assert vlm.language.config._attn_implementation == registered
+        AttentionInterface.register("vlmpack_flash_attn", segment_attention)
+        with pytest.raises(ValueError, match="vlmpack_flash_attn"):
+            vlm.language.set_attn_implementation("vlmpack_flash_attn")
+    finally:
+        vlm.language.config._attn_implementation = before
 
 
 # The tower and the text's boundaries never mix

@@ -111,9 +111,13 @@ def _padded_rows(
 
 
 def register_attention(choice: AttentionChoice) -> str:
-    """Make an implementation known to transformers; the name for `set_attn_implementation`."""
+    """Make an implementation known to transformers; the name for `set_attn_implementation`.
+
+    The name never has "flash" in it: transformers looks for a kernel of that name on the hub then.
+    """
     from transformers import AttentionInterface
 
-    name = f"vlmpack_{choice.name}{'_image_blocks' if choice.image_blocks else ''}"
+    kernel = choice.name.replace("flash_attn", "fa")
+    name = f"vlmpack_{kernel}{'_image_blocks' if choice.image_blocks else ''}"
     AttentionInterface.register(name, partial(_attend, choice))
     return name
