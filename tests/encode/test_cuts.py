@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -15,8 +17,9 @@ from vlmpack.data.shards.schemas import cook_texts
 from vlmpack.encode import Encoder
 from vlmpack.encode.assemble import Tokens
 from vlmpack.encode.cuts import cuts_of, image_digest
+from vlmpack.errors import PackingError
 from vlmpack.families.base import ImageLayout
-from vlmpack.packing import IGNORE_INDEX
+from vlmpack.packing import IGNORE_INDEX, pack_batch_sequences
 from vlmpack.packing.pairs import sequences_of
 
 
@@ -82,6 +85,78 @@ def test_branches_of_an_image_behind_other_turns_are_cut_behind_it(cutting):
     (cut,) = found[0].cuts
     assert found[1].cuts == (cut,)
     assert cut.length == int(found[0].media_positions[-1]) + 1
+
+
+BEFORE = [
+    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Look."}]},
+    {"role": "assistant", "content": "Yes"},
+]
+
+
+def branches_of(texts):
+    """The samples of one record whose branches ask these after an answer of the assistant."""
+    branches = [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": "a"}] for text in texts
+    ]
+    record = json.dumps({"messages": BEFORE, "branches": branches}).encode()
+    image = raw_pairs()[2][0].images[:1]
+    cooked = cook_texts("k", "s.tar", record, ("json", "0.png"))
+    return [replace(text.sample, images=image) for text in cooked]
+
+
+def test_branches_share_their_turns_however_they_begin(cutting):
+    found = [cutting.encode(one) for one in branches_of(["how", ".5 or 5?", "...", " .", "!", "a"])]
+    behind_image, behind_turns = found[0].cuts
+    assert behind_turns.length > behind_image.length
+    assert {one.cuts for one in found} == {(behind_image, behind_turns)}
+    ends = found[0].input_ids[: behind_turns.length]
+    assert cutting.tokenizer.decode(ends).endswith("<|im_start|>user\n")
+
+
+@pytest.fixture
+def joining(tmp_path):
+    """A model folder whose tokenizer makes one token of two line breaks."""
+    folder = tmp_path / "joining"
+    shutil.copytree(TINY_MODEL, folder)
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    break_ = "\u010a"
+    model = tokenizer["model"]
+    assert [break_, break_] not in model["merges"]
+    model["merges"].append([break_, break_])
+    model["vocab"][break_ * 2] = 1 + max(
+        *model["vocab"].values(), *(token["id"] for token in tokenizer["added_tokens"])
+    )
+    path.write_text(json.dumps(tokenizer))
+    return folder
+
+
+def test_a_token_across_a_fork_is_the_sample_s_own(joining):
+    """The line break before a branch and the one that it begins with are one token: nothing of it
+    is cut, and each sample of the row has the ids that it has alone."""
+    samples = branches_of(["how", "\nhow", "\nwhere", "who"])
+    encoder = Encoder(joining)
+    found = [encoder.with_cuts().encode(one) for one in samples]
+    alone = [encoder.encode(one).input_ids for one in samples]
+    joined = encoder.tokenizer("\n\n").input_ids
+    assert len(joined) == 1
+    assert [joined[0] in ids.tolist() for ids in alone] == [False, True, True, False]
+    lengths = [one.cuts[-1].length for one in found]
+    assert lengths == [lengths[0], lengths[0] - 1, lengths[0] - 1, lengths[0]]
+    row = pack_batch_sequences(found, pad_token_id=encoder.pad_token_id, share_prefix=True)
+    assert row.num_shared_tokens > 0
+    ends = [*accumulate(row.segment_lengths)]
+    parts = [
+        row.input_ids[0, end - length : end]
+        for end, length in zip(ends, row.segment_lengths, strict=True)
+    ]
+    for path, ids in zip(row.segments_of_sequences, alone, strict=True):
+        assert torch.equal(torch.cat([parts[place] for place in path]), ids)
+    wrong = replace(found[1], cuts=(found[1].cuts[0], found[0].cuts[-1]))  # a cut inside the token
+    with pytest.raises(PackingError, match="but other tokens, positions or images before it"):
+        pack_batch_sequences(
+            [found[0], wrong], pad_token_id=encoder.pad_token_id, share_prefix=True
+        )
 
 
 def test_no_cut_without_images_nor_behind_a_label(cutting):

@@ -38,9 +38,11 @@ def sibling(sample: VLMSample) -> VLMSample | None:
     stands behind these turns, in one that a branch goes on with: no cut is before an image."""
     if not sample.num_common or sample.messages[sample.num_common].role == "tool":
         return None
-    common = sample.messages[: sample.num_common]
-    asked = [said("user", ".")] if sample.messages[sample.num_common].role == "user" else []
-    other = replace(sample, messages=(*common, *asked, said("assistant", ".")))
+    common, first = sample.messages[: sample.num_common], sample.messages[sample.num_common]
+    # Of one beginning, it would go on like a branch that begins so, whose cut would be another's.
+    begin = "!" if first.text.lstrip().startswith(".") else "."
+    asked = [said("user", begin)] if first.role == "user" else []
+    other = replace(sample, messages=(*common, *asked, said("assistant", begin)))
     return other if other.num_images == sample.num_images else None
 
 

@@ -138,7 +138,7 @@ class LengthsBuilder:
     @property
     def rule(self) -> str:
         """The rule's name, with what changes its result."""
-        cuts = "-cuts-1" if self.encoder.cuts else ""
+        cuts = "-cuts-2" if self.encoder.cuts else ""
         return f"{LENGTHS_RULE}-{self.index.rule}-{self.encoder.fingerprint}-{made_with()}{cuts}"
 
     def __call__(self, part: Part) -> None:
