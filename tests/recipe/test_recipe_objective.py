@@ -36,6 +36,13 @@ def test_a_test_split_may_have_a_source_that_is_neither_trained_nor_validated():
     assert data.places_of(data.test) == []
 
 
+def test_nothing_to_group_by_is_the_default(minimal):
+    assert load_recipe(minimal, ["data.group_by=null"]) == load_recipe(minimal)
+    assert load_recipe(minimal, ["data.group_by=image"]).data.group_by == "image"
+    with pytest.raises(RecipeError, match=r"data.group_by: .*'images'.* did you mean 'image'"):
+        load_recipe(minimal, ["data.group_by=images"])
+
+
 def test_a_source_is_reported_by_itself_where_its_split_has_another_one():
     a, b, c = (Source(name=name, path=f"{name}.tar") for name in "abc")
     one_each = DataSection(train=(a,), validation=(b,))

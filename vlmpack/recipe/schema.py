@@ -104,9 +104,12 @@ class DataSection(Section):
     max_image_pixels: Count = MAX_IMAGE_PIXELS
     """Images with more pixels (width x height) are decode errors, before they are decoded."""
 
-    group_by: Literal["none", "image"] = "none"
+    group_by: Annotated[
+        Literal["none", "image"], BeforeValidator(lambda given: "none" if given is None else given)
+    ] = "none"
     """What stands together in the order of an epoch. `image`: the records that show the same
-    images, byte for byte, of one source; within a shuffle window where `shuffle` is `window`."""
+    images, byte for byte, of one source; within a shuffle window where `shuffle` is `window`.
+    Null: `none`."""
 
     learn: Literal["all_turns", "last_turn"] = "all_turns"
     """Which of the assistant's turns are learnt, beside what the data exclude: all, or the last of
