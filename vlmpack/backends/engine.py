@@ -40,15 +40,17 @@ class Compute:
     Args:
         dtype: of matmuls and attention.
         attention: over packed rows; None for Transformer Engine's.
+        why: Transformer Engine's, where it is chosen; a choice has its own reason.
     """
 
     dtype: torch.dtype
     attention: AttentionChoice | None
+    why: str = "as the recipe asks"
 
     def described(self) -> dict[str, str]:
         """What was chosen, for the log and the report."""
         chosen = self.attention
-        said = "transformer_engine (as the recipe asks)"
+        said = f"transformer_engine ({self.why})"
         if chosen is not None:
             said = f"{chosen.name} ({chosen.reason})"
         return {"compute dtype": str(self.dtype).removeprefix("torch."), "attention": said}

@@ -31,10 +31,16 @@ def settled_compute(
     """
     dtype, family = compute_dtype(model, device), encoder.family
     if model.attention == "transformer_engine":
-        from vlmpack.backends.mcore.transformer_engine import require_transformer_engine
+        from vlmpack.backends.mcore.te_versions import require_transformer_engine
 
         require_transformer_engine(device)
         return Compute(dtype, None)
+    if model.backend == "mcore" and model.attention == "auto":
+        from vlmpack.backends.mcore.te_versions import passed_transformer_engine
+
+        version = passed_transformer_engine(device, dtype)
+        if version is not None:
+            return Compute(dtype, None, f"tests/gpu has passed with {version}")
     if split.context > 1 and model.attention == "auto":
         why = "with context parallelism; or transformer_engine"
         return Compute(dtype, AttentionChoice("segments", segment_attention, why))

@@ -29,6 +29,12 @@ RANGES: Mapping[str, Range] = {
     "peft": Range("0.20", "1"),
 }
 
+TRANSFORMER_ENGINE = "transformer-engine"
+
+BESIDE_MEGATRON: Mapping[str, Range] = {TRANSFORMER_ENGINE: Range("2.9", "2.12")}
+"""What megatron-core 0.16 asks of packages that it runs without, too: the range that its own
+metadata name. No capability follows from them, so no record of one holds their versions."""
+
 TESTED: Mapping[str, str | None] = {
     "transformers": "5.23.0",
     "megatron-core": "0.16.1",
@@ -49,10 +55,24 @@ def _version(name: str) -> str | None:
         return None
 
 
+def range_of(name: str) -> Range:
+    """The versions of a package that are wanted."""
+    return {**RANGES, **BESIDE_MEGATRON}[name]
+
+
+def how_to_install(name: str) -> str:
+    """The command."""
+    wanted = range_of(name)
+    if name == TRANSFORMER_ENGINE:  # compiled where it is installed, against the torch of there
+        return (
+            f"pip install --no-build-isolation '{name}[pytorch]>={wanted.lowest},<{wanted.below}'"
+        )
+    return f"pip install '{name}>={wanted.lowest},<{wanted.below}'"
+
+
 def version_limit(name: str, version: str | None) -> Limit | None:
     """What keeps `version` of a package, None if absent, from being used."""
-    wanted = RANGES[name]
-    would_do = f"pip install '{name}>={wanted.lowest},<{wanted.below}'"
+    wanted, would_do = range_of(name), how_to_install(name)
     if version is None:
         return Limit(f"needs {name}, which is not installed", would_do)
     if release(wanted.lowest) <= release(version) < release(wanted.below):

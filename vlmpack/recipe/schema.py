@@ -45,7 +45,8 @@ class ModelSection(Section):
     )
     """Attention over packed rows: a loop over segments (any device), torch's varlen kernel or
     flash-attn (CUDA), or Transformer Engine's (mcore engine, CUDA). `auto`: the fastest one that
-    this machine has; with context parallelism `segments`; Transformer Engine only by name."""
+    this machine has; with context parallelism `segments`; Transformer Engine by name, until its
+    version is among those that the tests have passed with on a GPU."""
 
     recurrence: Literal["auto", "torch", "kernels"] = "auto"
     """hf engine: what runs layers that carry state over packed rows. `torch`: torch's operators

@@ -6,7 +6,7 @@ this rank's tokens travel with the packed-sequence params, built once per micro-
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -35,6 +35,8 @@ class RowParams(MegatronPackedSeqParams):
         sin: the same.
         context: this rank's slice; None where rows are whole.
         deep: what the first layers add to their outputs (DeepStack).
+        pad_between_seqs: for Transformer Engine, which would look for gaps in every layer: here an
+            alignment gap counts as its segment's tail, so there are none.
     """
 
     row: PackedSeqParams | None = None
@@ -42,6 +44,7 @@ class RowParams(MegatronPackedSeqParams):
     sin: Tensor | None = None
     context: ContextSlice | None = None
     deep: tuple[Tensor, ...] = ()
+    pad_between_seqs: bool = False
 
     def rotated(self, query: Tensor, key: Tensor) -> list[Tensor]:
         """Queries and keys, (T / CP, H, D), at their tokens' positions."""
@@ -57,8 +60,13 @@ def megatron_params(
     context: ContextSlice | None,
     deep: tuple[Tensor, ...],
 ) -> RowParams:
-    """Our params in Megatron's class, field by field; logical and padded offsets as TE wants them
-    (padded ones only where they differ).
+    """Our params in Megatron's class: one tensor of physical boundaries for all four of its fields.
+
+    Gaps come last in their segments, so causal attention over physical ones is exact for every real
+    token. With logical boundaries Transformer Engine up to 2.17 drops real keys under context
+    parallelism where the row's only gap is behind its last sample (TransformerEngine#3331) and
+    compares boundaries on the host in every layer; without padded ones its ring refuses the row.
+    That the four are one object is how newer versions tell that there are no gaps.
 
     Raises:
         CapabilityError: segments that go on from others.
@@ -68,9 +76,21 @@ def megatron_params(
             "this row holds once what its samples begin with, and attention on this engine knows "
             "no such rows; use model.backend: hf"
         )
-    theirs = {field.name: getattr(params, field.name) for field in fields(params)}
-    del theirs["segment_lengths"], theirs["forks"], theirs["fork_paths"]
-    return RowParams(**theirs, row=params, cos=cos, sin=sin, context=context, deep=deep)
+    cu_seqlens = params.cu_seqlens_physical
+    return RowParams(
+        qkv_format=params.qkv_format,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q_padded=cu_seqlens,
+        cu_seqlens_kv_padded=cu_seqlens,
+        max_seqlen_q=params.max_seqlen_q,
+        max_seqlen_kv=params.max_seqlen_kv,
+        row=params,
+        cos=cos,
+        sin=sin,
+        context=context,
+        deep=deep,
+    )
 
 
 class PackedCoreAttention(MegatronModule):

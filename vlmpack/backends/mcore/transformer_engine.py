@@ -1,16 +1,16 @@
-"""Transformer Engine's layers and attention for packed rows. Needs CUDA; never run so far.
+"""Transformer Engine's layers and attention for packed rows. Needs CUDA.
 
-Boundaries reach Transformer Engine as it wants them: logical offsets, and padded ones only where
-they differ. Under context parallelism it cuts each sequence zigzag by the padded offsets, as
+Never run on a GPU yet. What it is handed is held against its own signatures and its own rule of
+cutting a row, by version (`tests/backends/mcore/test_te_contract.py`), and its layers against ours
+with a stand-in for its modules. Boundaries are physical ones, one tensor for all of its arguments:
+see `attention.megatron_params`. Under context parallelism it cuts each segment zigzag by them, as
 `packing.context` does, and exchanges keys and values in a ring.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
-import torch
 from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -18,11 +18,16 @@ from torch import Tensor
 
 from vlmpack.backends.mcore.attention import RowParams
 from vlmpack.backends.mcore.router import PackedRouter, with_parts
-from vlmpack.errors import CapabilityError
 
 
 class RotatedTEAttention(TEDotProductAttention):
     """Transformer Engine's attention after our rotation of queries and keys."""
+
+    def __init__(self, *args: Any, **arguments: Any) -> None:
+        super().__init__(*args, **arguments)
+        # megatron-core 0.16 hands over the fields of its own class alone, without this one: then
+        # Transformer Engine compares the boundaries on the host, in every layer.
+        self.kept_packed_seq_params.add("pad_between_seqs")
 
     def forward(
         self,
@@ -42,22 +47,6 @@ class RotatedTEAttention(TEDotProductAttention):
         return output
 
 
-def require_transformer_engine(device: torch.device) -> None:
-    """Raise CapabilityError where Transformer Engine cannot run."""
-    if device.type != "cuda":
-        raise CapabilityError(
-            f"model.attention: transformer_engine needs a CUDA device, this one is {device.type}; "
-            f"use auto or segments"
-        )
-    try:
-        importlib.import_module("transformer_engine.pytorch")
-    except (ImportError, OSError) as error:
-        raise CapabilityError(
-            f"model.attention: transformer_engine cannot be imported ({error}); install "
-            f"transformer-engine[pytorch], or use auto"
-        ) from error
-
-
 def transformer_engine_layer(*, num_experts: int | None, qk_norm: bool) -> ModuleSpec:
     """A decoder layer's spec."""
     spec = get_gpt_layer_with_transformer_engine_spec(num_experts=num_experts, qk_layernorm=qk_norm)
@@ -70,4 +59,4 @@ def transformer_engine_layer(*, num_experts: int | None, qk_norm: bool) -> Modul
     )
 
 
-__all__ = ["TENorm", "require_transformer_engine", "transformer_engine_layer"]
+__all__ = ["TENorm", "transformer_engine_layer"]
