@@ -22,7 +22,7 @@ from assets.build.digits import DigitSample, SampleMaker, chat_record, jpeg
 from assets.build.handwriting import load_split
 
 SEED = 47
-SPLITS = {"train": 288, "val": 152}
+SPLITS = {"train": 1440, "val": 304}
 """Pairs."""
 TWO_IMAGES_SHARE = 0.1
 """Share of pairs whose question names one of two rows."""

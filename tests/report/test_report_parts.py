@@ -93,6 +93,24 @@ def test_the_load_balancing_loss_is_drawn_between_loss_and_learning_rate(
     assert len(drawn) == 1, "a dense model has none"
 
 
+@pytest.mark.parametrize("last", [0.6, 0.01])
+def test_the_loss_of_pairs_is_said_to_be_of_pairs(tmp_path, monkeypatch, last) -> None:
+    said = []
+    label_ends = loss_picture._label_ends
+
+    def noted(axes, labels):
+        label_ends(axes, labels)
+        said.append(axes.get_ylabel())
+
+    monkeypatch.setattr(loss_picture, "_label_ends", noted)
+    for more in ({}, {"preference_loss": 0.5}):
+        rows = [{"step": n, "loss": loss} | more for n, loss in enumerate((0.7, last))]
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert draw_loss(read_run(tmp_path))
+    scale = "" if last == 0.6 else " (log scale)"
+    assert said == [f"loss per label token{scale}", f"loss per pair{scale}"]
+
+
 @pytest.mark.parametrize("batch", [[1], [50] * 16, [900, 20, 20, 20]])
 def test_lengths_of_any_shape_are_drawn(tmp_path, batch: list[int]) -> None:
     write_run(tmp_path, num_steps=1, num_questions=1)
