@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
+from vlmpack.cli.app import app
 from vlmpack.convert.chat import chat_turns
 from vlmpack.convert.records import open_records
 from vlmpack.errors import DataError
@@ -45,6 +49,58 @@ def test_images_stand_in_the_prompt():
     }
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "Which?", "chosen": "A cat.", "rejected": "A dog."},
+        {"prompt": [ASKED], "chosen": [CAT], "rejected": [DOG]},
+        {"chosen": [ASKED, CAT], "rejected": [ASKED, DOG]},
+    ],
+)
+def test_images_beside_texts_stand_where_trl_puts_them(record):
+    found = chat_turns({**record, "images": ["b.png", "a.png"]})
+    assert found.placed
+    assert found.images == ("b.png", "a.png")
+    shown = [{"type": "image", "image": name} for name in ("0.png", "1.png")]
+    assert found.document(("0.png", "1.png")) == {
+        **WANTED,
+        "messages": [{**ASKED, "content": [*shown, {"type": "text", "text": "Which?"}]}],
+    }
+
+
+def test_images_go_into_the_first_turn_of_the_user():
+    system, later = ({"role": role, "content": "x"} for role in ("system", "user"))
+    turns = [system, ASKED, CAT, later]
+    found = chat_turns({"prompt": turns, "images": ["a.png"], "chosen": [CAT], "rejected": [DOG]})
+    assert [turn.text.count("Which?") for turn in found.turns] == [0, 1, 0, 0]
+    assert [len(turn.parts) for turn in found.turns] == [1, 2, 1, 1]
+
+
+def test_a_place_that_a_record_names_is_kept():
+    marked = {"prompt": "Which <image>?", "images": ["a.png"], "chosen": "x", "rejected": "y"}
+    found = chat_turns(marked)
+    assert not found.placed
+    assert [type(part).__name__ for part in found.turns[0].parts] == [
+        *("TextPart", "ImagePart", "TextPart"),
+    ]
+    assert not chat_turns(FORMS["TRL, texts"]).placed
+    with pytest.raises(DataError, match="1 <image> marker in the conversation, but 2 images named"):
+        chat_turns({**marked, "images": ["a.png", "b.png"]})
+
+
+def test_the_command_says_where_images_were_put(tmp_path, capsys):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    record = {**FORMS["TRL, texts"], "images": ["a.png"]}
+    source = tmp_path / "pairs.jsonl"
+    source.write_text("\n".join(map(json.dumps, [record, FORMS["TRL, texts"]])))
+    command = ["data", "convert", str(source), str(tmp_path / "out"), "--index-dir", str(tmp_path)]
+    app(command, standalone_mode=False)
+    said = capsys.readouterr().err
+    assert "1 record with images and no place for them: they stand before the first text" in said
+    manifest = json.loads((tmp_path / "out-manifest.json").read_text())
+    assert manifest["placed"] == 1
+
+
 def test_tables_with_a_prompt_of_their_own_are_read(tmp_path):
     path = tmp_path / "train.parquet"
     pq.write_table(pa.Table.from_pylist([FORMS["TRL, turns"], FORMS["TRL, turns"]]), path)
@@ -71,6 +127,19 @@ def test_tables_with_a_prompt_of_their_own_are_read(tmp_path):
             "does not begin with the turns",
         ),
         ({"messages": [ASKED, CAT], "rejected_images": ["a.png"]}, "about the same images here"),
+        ({"prompt": "x", "chosen": "y", "rejected": ""}, "'chosen', but an empty 'rejected' answ"),
+        ({"prompt": "x", "rejected": "y"}, "has 'rejected', but no 'chosen' answer; expected both"),
+        *(
+            (
+                {"prompt": [turn], "images": ["a.png"], "chosen": "y", "rejected": "z"},
+                r"names 1 image, and no turn of its prompt shows one; expected an image part .* or "
+                r"<image> at the place of each, or turns that are texts alone",
+            )
+            for turn in (
+                {"role": "system", "content": "x"},
+                {"role": "user", "content": [{"type": "text", "text": "x"}]},
+            )
+        ),
     ],
 )
 def test_what_is_no_pair_is_refused_by_name(record, words):

@@ -98,6 +98,12 @@ def _print_report(report: ConvertReport, out: Path) -> None:
         say(f"left out ({item.error_class}): {item.place}: {item.reason}", err=True)
     if report.unknown_keys:
         say(f"keys of records that were not read: {describe_keys(report.unknown_keys)}", err=True)
+    if report.placed:
+        say(
+            f"{counted(report.placed, 'record')} with images and no place for them: they stand "
+            "before the first text of the user, where TRL puts them",
+            err=True,
+        )
     total = sum(shard.num_bytes for shard in report.shards)
     left_out = f", {len(report.skipped)} left out" if report.skipped else ""
     say(

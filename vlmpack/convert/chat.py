@@ -55,6 +55,7 @@ class ChatTurns:
         beside: what the chat template gets beside the turns.
         answers: of a pair, the chosen one and the rejected one; else empty.
         branches: of a record of several samples, the turns of each behind these.
+        placed: whether the places of the images were chosen here, since the record has none.
     """
 
     turns: tuple[Message, ...]
@@ -63,6 +64,7 @@ class ChatTurns:
     beside: Beside = NOTHING_BESIDE
     answers: tuple[tuple[Message, ...], ...] = ()
     branches: tuple[tuple[Message, ...], ...] = ()
+    placed: bool = False
 
     def document(self, names: Sequence[str]) -> dict[str, Any]:
         """A shard's JSON, its images under these member names."""
@@ -107,7 +109,8 @@ def chat_turns(record: dict[str, Any]) -> ChatTurns:
     Raises:
         DataError: class `schema`; says what was found and what was expected.
     """
-    said = conversation(_parsed(record), _FILES)
+    parsed, placed = as_pair(_parsed(record))
+    said = conversation(parsed, _FILES)
     images = tuple(source for source in said.images if source is not None)
     if unnamed := len(said.images) - len(images):
         raise schema_error(
@@ -115,7 +118,13 @@ def chat_turns(record: dict[str, Any]) -> ChatTurns:
             "without a name, nor does the record name any ('image' or 'images')"
         )
     return ChatTurns(
-        said.messages, images, said.unknown_keys, said.beside, said.answers, said.branches
+        said.messages,
+        images,
+        said.unknown_keys,
+        said.beside,
+        said.answers,
+        said.branches,
+        placed,
     )
 
 
@@ -131,7 +140,7 @@ def _parsed(record: dict[str, Any]) -> dict[str, Any]:
     if "tools" in record:
         record = record | {"tools": with_wrapped_tools(record["tools"])}
     lists = {name: record[name] for name in TURN_FIELDS if isinstance(record.get(name), list)}
-    return as_pair(record | {schema: respelt(turns, schema) for schema, turns in lists.items()})
+    return record | {schema: respelt(turns, schema) for schema, turns in lists.items()}
 
 
 def _part_image(part: Mapping[str, Any], where: str) -> ImageSource | None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from vlmpack.convert.chat import chat_turns
+from vlmpack.convert.chat import ChatTurns, chat_turns
 from vlmpack.convert.images import ImageRoot
 from vlmpack.convert.records import Record
 from vlmpack.convert.settings import ConvertSettings
@@ -52,12 +52,15 @@ class ConvertReport:
         shards: written, in order.
         skipped: records that were left out.
         unknown_keys: keys of the records that were not read -> records.
+        placed: samples whose images were put before the first text of the user, since nothing in
+            their records says where they stand.
     """
 
     records: int
     shards: tuple[WrittenShard, ...]
     skipped: tuple[SkippedRecord, ...]
     unknown_keys: Mapping[str, int] = field(default_factory=dict)
+    placed: int = 0
 
     @property
     def samples(self) -> int:
@@ -86,11 +89,11 @@ def convert(
     skipped: list[SkippedRecord] = []
     unknown: Counter[str] = Counter()
     images = ImageRoot(settings.image_root, settings.caps)
-    number = written = 0
+    number = written = placed = 0
     try:
         for number, record in enumerate(records, start=1):
             try:
-                fields, unknown_keys = sample_fields(record, number - 1, images, settings.encoder)
+                fields, turns = sample_fields(record, number - 1, images, settings.encoder)
             except DataError as error:
                 if not settings.skip_bad:
                     raise DataError(
@@ -101,7 +104,8 @@ def convert(
                 skipped.append(SkippedRecord(record.place, error.error_class, error.reason))
                 continue
             shards.write(_key(number - 1), fields)
-            unknown.update(unknown_keys)
+            unknown.update((*turns.unknown_keys, *record.unread))
+            placed += turns.placed
             written += 1
             if progress is not None:
                 progress(number, written)
@@ -112,7 +116,9 @@ def convert(
         shards.abandon()
         if isinstance(records, Generator):
             records.close()  # with its file, which the fault's traceback would keep open
-    report = ConvertReport(number, tuple(shards.shards), tuple(skipped), count_keys([unknown]))
+    report = ConvertReport(
+        number, tuple(shards.shards), tuple(skipped), count_keys([unknown]), placed
+    )
     if not report.samples:
         first = f"; the first: {skipped[0].place}: {skipped[0].reason}" if skipped else ""
         raise EmptyDataError(f"none of {number} records can be used{first}")
@@ -122,9 +128,9 @@ def convert(
 
 def sample_fields(
     record: Record, number: int, images: ImageRoot, encoder: Encoder | None = None
-) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    """The members of one sample (the JSON, and images as 0.jpg, 1.png, ...), and the keys of its
-    record that are not read.
+) -> tuple[dict[str, bytes], ChatTurns]:
+    """The members of one sample (the JSON, and images as 0.jpg, 1.png, ...), and what was read of
+    its record.
 
     Raises:
         DataError: class `schema`, `integrity` or `decode`; the reason has no place.
@@ -156,7 +162,7 @@ def sample_fields(
             sample = replace(cooked.sample, image_names=paths)
             encoder.measure(sample, [image.size for image in loaded])
     members = {name: image.data for name, image in zip(names, loaded, strict=True)}
-    return {JSON_FIELD: data} | members, (*turns.unknown_keys, *record.unread)
+    return {JSON_FIELD: data} | members, turns
 
 
 def _key(number: int) -> str:
