@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 from support.pairs import raw_pairs, write_pairs
 from support.recipes import rewrite, rows, run_settings
+from support.shards import TINY_MODEL
 from support.whole_runs import audited, finetune_in_ranks, run_until
 
 from vlmpack.api import resolve, run_recipe
@@ -20,6 +23,8 @@ from vlmpack.build.read_only import open_recipe
 from vlmpack.distributed import Ranks
 from vlmpack.errors import RecipeError, ReferenceCacheError
 from vlmpack.forecast.open import plan_recipe
+from vlmpack.run import opening
+from vlmpack.run import reference as reference_of_runs
 from vlmpack.run.reference import make_references
 from vlmpack.training import reference as reference_pass
 from vlmpack.training import reference_file
@@ -196,6 +201,30 @@ def test_a_pass_that_was_stopped_goes_on(tmp_path, shard, monkeypatch):
     assert again.num_computed == 0
     whole = {p.name: p.read_bytes() for p in found.folder.glob("*.part")}
     assert len(whole) == 5
+
+
+def test_another_reference_is_refused_before_the_engine_is_built(
+    unbroken, tmp_path, shard, monkeypatch
+):
+    monkeypatch.setattr(opening, "build_engine", pytest.fail)
+    monkeypatch.setattr(reference_of_runs, "build_engine", pytest.fail)
+    folder = str(unbroken[1] / "reference")
+    model = tmp_path / "model"
+    shutil.copytree(TINY_MODEL, model)
+    weights = load_file(str(model / "model.safetensors"))
+    name = min(weights)
+    save_file(weights | {name: weights[name] + 1}, model / "model.safetensors", {"format": "pt"})
+    whole = {path: path.read_bytes() for path in Path(folder).rglob("*.*")}
+    for changes, words in (
+        ({"model__dtype": "bfloat16"}, "dtype: float32 there, bfloat16 here"),
+        ({"model__path": str(model)}, "weights: .* there, .* here"),
+    ):
+        other = settings(tmp_path, shard, objective__reference_dir=folder, **changes)
+        for launch in (run_recipe, lambda recipe: make_references(recipe, Ranks())):
+            with pytest.raises(ReferenceCacheError, match=words) as caught:
+                launch(resolve(other, {}))
+            assert len(str(caught.value).splitlines()) == 3, "the one difference"
+    assert whole == {path: path.read_bytes() for path in Path(folder).rglob("*.*")}
 
 
 def test_a_reference_of_other_tokens_or_another_type_is_refused(unbroken, tmp_path, shard):

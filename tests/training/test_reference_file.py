@@ -33,7 +33,11 @@ def test_another_reference_is_refused_with_every_difference(tmp_path):
     assert "weights: ab there, cd here" in text
     assert "date: absent there, 2026-11-22 here" in text
     assert "dtype" not in text
-    assert "objective.reference_dir" in text
+    assert "objective.reference_dir, by default `reference` in run_dir" in text
+    assert "may be another run's" in text
+    assert "emove" not in text
+    assert file(tmp_path).is_there
+    assert not file(tmp_path / "other").is_there
 
 
 def test_a_damaged_part_is_made_again_and_a_damaged_record_refused(tmp_path, caplog):
@@ -49,10 +53,15 @@ def test_a_damaged_part_is_made_again_and_a_damaged_record_refused(tmp_path, cap
     assert "is damaged; its pairs are computed again" in caplog.text
     record = tmp_path / "reference" / "reference.json"
     record.write_text(record.read_text().replace('"version": 1', '"version": 9'))
-    with pytest.raises(ReferenceCacheError, match="has version 9"):
+    with pytest.raises(
+        ReferenceCacheError, match=r"has version 9.*: it may be another run's; .*reference_dir"
+    ):
         file(tmp_path).read()
     record.write_text("{")
-    with pytest.raises(ReferenceCacheError, match="is damaged"):
+    with pytest.raises(
+        ReferenceCacheError,
+        match=r"is damaged: .*put the file back, or have .*objective.reference_dir",
+    ):
         file(tmp_path).read()
 
 

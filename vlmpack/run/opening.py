@@ -31,7 +31,7 @@ from vlmpack.run.begun_steps import BegunSteps
 from vlmpack.run.data_summary import data_summary, log_data
 from vlmpack.run.launch_memory import say_memory
 from vlmpack.run.place import Place
-from vlmpack.run.reference import attach_reference, start_check
+from vlmpack.run.reference import attach_reference, refuse_other_reference, start_check
 from vlmpack.run.resume_point import choose_checkpoint, saved_state
 from vlmpack.run.session import Session
 from vlmpack.run.skip_notes import SkipNotes
@@ -75,12 +75,13 @@ def _open(setup: Setup, place: Place, model: ModelWatch, begun: BegunSteps, unre
     checkpoint = ranks.on_main(lambda: choose_checkpoint(recipe.checkpoint, run_dir))
     steps = total_steps(recipe.training, train, checkpoint.state)
     begun.begin(train, checkpoint.state, max_steps=steps)
+    known = refuse_other_reference(setup, model, (train, splits.validation))
     ACTIVITY.enter("launch: loading the model")
     engine = build_engine(setup)
     if unread:
         engine.description["kept"] = f"{unread}: not trained, in the export as they are"
     set_timeout(split.timeout_seconds)  # of the engine's own groups too
-    fingerprint = model.settle()
+    fingerprint = known or model.settle()
     trained = _describe(setup, engine)
     for pairs in (train, splits.validation):  # with the folder's weights, before a checkpoint's
         attach_reference(setup, engine, fingerprint, pairs)

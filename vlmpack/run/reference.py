@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from vlmpack.data.pipeline import TrainData
 from vlmpack.distributed import Ranks
 from vlmpack.errors import RecipeError
 from vlmpack.recipe import Recipe
-from vlmpack.training.model_watch import watched_model
+from vlmpack.training.model_watch import ModelWatch, watched_model
 from vlmpack.training.reference import make_reference
 from vlmpack.training.reference_file import ReferenceFile
 from vlmpack.training.run_dir import RunDir
@@ -94,14 +94,49 @@ def attach_reference(
     """
     if split is None or not setup.recipe.objective.keeps_reference:
         return None
-    name = split.config.key.removeprefix("data.")
-    file = ReferenceFile(
-        reference_folder(setup.recipe) / name,
+    file = _file(setup, model, split)
+    split.reference, computed = make_reference(engine, split, setup.ranks, file)
+    return ReferencePass(file.folder.name, file.folder, int(split.fitted.eligible.sum()), computed)
+
+
+def _file(setup: Setup, model: Mapping[str, str], split: TrainData) -> ReferenceFile:
+    """Where the numbers of a split lie; its folder is named after the split."""
+    return ReferenceFile(
+        reference_folder(setup.recipe) / split.config.key.removeprefix("data."),
         reference_facts(setup, model, split),
         split.fitted.table.num_samples,
     )
-    split.reference, computed = make_reference(engine, split, setup.ranks, file)
-    return ReferencePass(name, file.folder, int(split.fitted.eligible.sum()), computed)
+
+
+def refuse_other_reference(
+    setup: Setup, model: ModelWatch, splits: Sequence[TrainData | None]
+) -> Mapping[str, str] | None:
+    """See that numbers which are there already are this run's, before the engine is built: the
+    weights' digests are waited for then. Collective.
+
+    Returns:
+        The model's digests; None where there are no numbers, and none were waited for.
+
+    Raises:
+        ReferenceCacheError: a folder of another reference.
+        RunIdentityError, ModelError: as `ModelWatch.settle`.
+    """
+    if not setup.recipe.objective.keeps_reference:
+        return None
+    of_pairs, ranks = [split for split in splits if split is not None], setup.ranks
+    unknown = {"weights": "", "config": ""}
+    if not ranks.on_main(lambda: any(_file(setup, unknown, s).is_there for s in of_pairs)):
+        return None
+    digests = model.settle()
+
+    def compare() -> None:
+        for split in of_pairs:
+            file = _file(setup, digests, split)
+            if file.is_there:
+                file.refuse_other()
+
+    ranks.on_main(compare)
+    return digests
 
 
 def start_check(setup: Setup, engine: Engine, train: TrainData) -> StartCheck | None:
@@ -124,7 +159,7 @@ def start_check(setup: Setup, engine: Engine, train: TrainData) -> StartCheck | 
     noise = measured_noise(engine, train, ranks, dtype)
     cause = (
         f"the numbers in {reference_folder(recipe)} are of another model, or of other pairs; "
-        "remove that folder to have them made anew"
+        "set objective.reference_dir to another folder to have them made anew"
     )
     return StartCheck(engine=engine, noise=noise, cause=cause)
 
@@ -157,8 +192,9 @@ def make_references(recipe: Recipe, ranks: Ranks) -> list[ReferencePass]:
     splits = [open_split(setup, key, Ledger(None)) for key in ("data.train", "data.validation")]
     try:
         with watched_model(folder, ranks, RunDir(Path(recipe.run_dir))) as model:
+            known = refuse_other_reference(setup, model, splits)
             engine = build_engine(setup)
-            digests = model.settle()
+            digests = known or model.settle()
         passes = [attach_reference(setup, engine, digests, split) for split in splits]
     finally:
         for split in splits:

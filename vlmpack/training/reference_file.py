@@ -28,6 +28,11 @@ VERSION = 1
 
 FACTS_NAME = "reference.json"
 
+_ELSEWHERE = (
+    "have this run's made in another folder: objective.reference_dir, by default `reference` in "
+    "run_dir"
+)
+
 _SEAL = 16
 _ROW = np.dtype([("number", "<i8"), ("chosen", "<f8"), ("rejected", "<f8")])
 
@@ -59,7 +64,7 @@ class ReferenceFile:
         path = self.folder / FACTS_NAME
         if not path.exists():
             return found
-        self._refuse_other(path)
+        self.refuse_other()
         for part in sorted(self.folder.glob("*.part")):
             rows = _rows_of(part)
             if rows is None:
@@ -92,16 +97,30 @@ class ReferenceFile:
                 f"{error.strerror or error}; choose another folder"
             ) from error
 
-    def _refuse_other(self, path: Path) -> None:
+    @property
+    def is_there(self) -> bool:
+        """Whether somebody began to make numbers there."""
+        return (self.folder / FACTS_NAME).exists()
+
+    def refuse_other(self) -> None:
+        """Compare what the folder's numbers were made from with what these would be. It may be
+        another run's, so nobody is told to remove it.
+
+        Raises:
+            ReferenceCacheError: they differ, or the record is damaged or of another version.
+        """
+        path = self.folder / FACTS_NAME
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             version, facts = content["version"], dict(content["facts"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ReferenceCacheError(f"{path} is damaged: {error}; remove the folder") from error
+            raise ReferenceCacheError(
+                f"{path} is damaged: {error}; put the file back, or {_ELSEWHERE}"
+            ) from error
         if version != VERSION:
             raise ReferenceCacheError(
-                f"{path} has version {version}, this version of vlmpack reads {VERSION}; remove "
-                "the folder, or set objective.reference_dir to another"
+                f"{path} has version {version}, this version of vlmpack reads {VERSION}: "
+                f"it may be another run's; {_ELSEWHERE}"
             )
         lines = [
             f"  {name}: {facts.get(name, 'absent')} there, {self.facts.get(name, 'absent')} here"
@@ -111,8 +130,9 @@ class ReferenceFile:
         if lines:
             listed = "\n".join(lines)
             raise ReferenceCacheError(
-                f"{self.folder} holds log-probabilities of another reference:\n{listed}\nRemove "
-                "the folder to have them made anew, or set objective.reference_dir to another"
+                f"{self.folder} holds log-probabilities of another reference:\n{listed}\nThey "
+                "may be another run's. Train with the model and the recipe that they were made "
+                f"from, or {_ELSEWHERE}"
             )
 
 
