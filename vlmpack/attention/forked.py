@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vlmpack.attention.blocks import BlockMasks
 from vlmpack.attention.forks import ForkGroups, fork_attention
+from vlmpack.attention.kernels import whole_heads
 from vlmpack.attention.lse_kernels import kernel_with_lse
 from vlmpack.attention.merged import ForkedCalls, merged_attention
 from vlmpack.attention.varlen import AttentionChoice, VarlenAttention
@@ -92,4 +93,6 @@ class _Forked:
         repeats = query.shape[1] // key.shape[1]
         if repeats > 1:  # torch's kernel has no grouped-query form
             key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
-        return merged_attention(query, key, value, row.calls, kernel, scale=scale)
+        own = query.shape[-1]
+        query, key, value, scale = whole_heads(query, key, value, scale)
+        return merged_attention(query, key, value, row.calls, kernel, scale=scale)[..., :own]

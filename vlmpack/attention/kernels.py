@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from vlmpack.attention.blocks import BlockMasks
 from vlmpack.errors import CapabilityError
@@ -18,6 +18,29 @@ from vlmpack.packing.batch import PackedSeqParams
 BLOCKS_NEED_MASKS = (
     "an image's tokens attend in both directions here, which takes a mask; segments has one"
 )
+
+
+HEAD_MULTIPLE = 8
+"""torch's kernel, and flash-attn's without its public function, refuse heads of other widths."""
+
+
+def whole_heads(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Query, key and value of heads that the kernels take, and the factor of their scores.
+
+    Zeros behind the channels change no score; of the output the first channels are the result.
+
+    Args:
+        query, key, value: (T, H, D) each, of one D.
+        scale: 1 / sqrt(D) if None.
+    """
+    width = query.shape[-1]
+    scale = width**-0.5 if scale is None else scale
+    missing = -width % HEAD_MULTIPLE
+    if missing:
+        query, key, value = (nn.functional.pad(part, (0, missing)) for part in (query, key, value))
+    return query, key, value, scale
 
 
 def _varlen_attention(
@@ -56,9 +79,11 @@ def _varlen_attention(
     groups = query.shape[1] // key.shape[1]
     if groups > 1:  # torch 2.11's kernel has no grouped-query form
         key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
+    own = query.shape[-1]
+    query, key, value, scale = whole_heads(query, key, value, scale)
     found = varlen_attn(query, key, value, *bounds, scale=scale, window_size=sides)
     assert isinstance(found, Tensor)  # a tuple only where the log-sum-exp was asked for
-    return found
+    return found[..., :own]
 
 
 torch_varlen_attention = partial(_varlen_attention, "torch_varlen")

@@ -100,8 +100,8 @@ class NemotronOmni(ImageFamily):
             tower.embeddings(media.pixel_values, grids),
             cu_seqlens=ends if len(lengths) > 1 else None,  # one image is a plain sequence
         ).last_hidden_state[0]
-        device = hidden.device
-        picked = hidden.index_select(0, merge_order(media.grid_thw, prefix).to(device))
+        order = merge_order(media.grid_thw, prefix).to(hidden.device, non_blocking=True)
+        picked = hidden.index_select(0, order)
         if model.vision_final_layernorm is not None:
             picked = model.vision_final_layernorm(picked)
         merged = picked.view(-1, MERGE**2 * picked.shape[-1])

@@ -1,0 +1,321 @@
+"""A GPU whose numbers lie on the CPU: its tensors are on `cuda:0` for torch, autograd and autocast.
+
+    with fake_gpu() as gpu:       # in a process that has the device guard (guard.py)
+        ...                       # device="cuda" is there; a CPU computes each operator
+    gpu.waits                     # where the host waited for the device, and for what
+
+Whatever asks for the device sees CUDA, so every branch for CUDA is taken, autocast follows CUDA's
+lists, and operators that only CUDA has are in kernels.py. A tensor of the CPU that meets one of the
+device raises, as there; dtypes are the CPU kernels' to refuse. What it cannot show: speed, memory
+beyond what tensors hold, and anything that a CUDA kernel does otherwise than its contract says.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from fake_cuda.kernels import KERNELS
+from torch import Tensor
+from torch._library.custom_ops import OPDEFS
+from torch.overrides import TorchFunctionMode
+from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+
+CUDA = torch.device("cuda", 0)
+HERE = str(Path(__file__).parent)
+TORCH = str(Path(torch.__file__).parent)
+aten = torch.ops.aten
+
+READS = {
+    aten._local_scalar_dense.default: "one number",
+    aten.nonzero.default: "how many are not zero",
+    aten.masked_select.default: "how many a mask selects",
+    aten._unique2.default: "how many differ",
+    aten.unique_dim.default: "how many differ",
+    aten.unique_consecutive.default: "how many differ",
+    aten.bincount.default: "the largest",
+    aten.equal.default: "whether all are equal",
+}
+"""Operators for whose result, or its shape, the host waits."""
+
+INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+WITH_CPU_TENSORS = {"aten::copy_", "aten::_to_copy", *INDEXING}
+"""Operators that take tensors of both devices; indices on the CPU are copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The host waited for the device.
+
+    Args:
+        what: it waited for.
+        place: "folder/file.py:line" of the innermost code that is not torch's, its folder the
+            outermost package; or "backward" where autograd called the operator.
+    """
+
+    what: str
+    place: str
+
+
+class FakeCudaTensor(Tensor):
+    """A tensor on `cuda:0`, made by `FakeCuda` alone.
+
+    Args:
+        held: its numbers, on the CPU.
+    """
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> FakeCudaTensor:
+        return Tensor._make_wrapper_subclass(
+            cls,
+            held.shape,
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=CUDA,
+        )
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _active().run(func, args, kwargs or {})
+
+    # Modules then move their parameters by swapping tensors, not by setting their data.
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["held"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> FakeCudaTensor:
+        return FakeCudaTensor(inner["held"])
+
+    def __repr__(self) -> str:
+        return f"FakeCudaTensor({tuple(self.shape)}, {self.dtype})"
+
+    def tolist(self) -> Any:
+        """As torch's own, which refuses subclasses."""
+        _active().wait("a list")
+        return self.held.tolist()
+
+    def numpy(self, *_: Any, **__: Any) -> Any:
+        """Refused, as for any tensor on a GPU."""
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu()")
+
+
+class _FlashAttention(TorchFunctionMode):
+    """`scaled_dot_product_attention` without a mask is a flash kernel on CUDA, which keeps no
+    scores; torch would take its plain form for a device that has no kernels."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            given = inspect.signature(_sdpa).bind(*args, **kwargs).arguments
+            plain = given.get("attn_mask") is None and not given.get("enable_gqa")
+            if plain and isinstance(given["query"], FakeCudaTensor):
+                return _sdpa(**given)
+        return func(*args, **kwargs)
+
+
+def _sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    parts = [query, key, value]
+    if torch.is_autocast_enabled("cuda"):
+        parts = [part.to(torch.get_autocast_dtype("cuda")) for part in parts]
+    flash = aten._scaled_dot_product_flash_attention_for_cpu
+    return flash(*parts, dropout_p, is_causal, scale=scale)[0]
+
+
+class FakeCuda(TorchDispatchMode):
+    """The device; `fake_gpu` opens it. `waits` has where the host waited for it, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[Wait] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(func, args, kwargs or {})
+
+    def wait(self, what: str) -> None:
+        """The host waits now."""
+        self.waits.append(Wait(what, _place(sys._getframe(1))))
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """One operator."""
+        tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        on_device = any(isinstance(x, FakeCudaTensor) for x in tensors)
+        named = kwargs.get("device")
+        target = None if named is None else torch.device(named).type
+        if func is aten.is_pinned.default:  # locked pages have nothing that could be told apart
+            return False
+        if func is aten._pin_memory.default:
+            return args[0].clone()
+        if not on_device and target != "cuda":
+            return func(*args, **kwargs)
+        if func._schema.name in OPDEFS:  # made of others in Python
+            with self:
+                return OPDEFS[func._schema.name]._init_fn(*args, **kwargs)
+        self._watch(func, args, kwargs, tensors, target)
+        kernel = KERNELS.get(func)
+        if kernel is None:
+            _require_one_device(func, tensors, on_device)
+        held = {id(x.held): x for x in tensors if isinstance(x, FakeCudaTensor)}
+        plain, options = tree_map(_held, (args, kwargs))
+        if target is not None:
+            options = {**options, "device": "cpu"}
+        out = (kernel or func)(*plain, **{k: v for k, v in options.items() if k != "pin_memory"})
+        _require_same_shapes(func, held)
+        if target == "cpu" or (func is aten.copy_.default and args[0].device.type == "cpu"):
+            return args[0] if func is aten.copy_.default else out
+        return tree_map_only(
+            Tensor, lambda x: held[id(x)] if id(x) in held else FakeCudaTensor(x), out
+        )
+
+    def _watch(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
+        target: str | None,
+    ) -> None:
+        """Note whether the host waits for this operator."""
+        if func in READS:
+            self.wait(READS[func])
+        elif func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
+            self.wait("how often in all")
+        elif func is aten._to_copy.default and target is not None:
+            source = "cuda" if isinstance(args[0], FakeCudaTensor) else "cpu"
+            self._copied(source, target, bool(kwargs.get("non_blocking")))
+        elif func is aten.copy_.default:
+            self._copied(args[1].device.type, args[0].device.type, any(args[2:]))
+        elif func._schema.name in INDEXING:
+            self._indexed(func, args)
+
+    def _copied(self, source: str, target: str, non_blocking: bool) -> None:
+        if source == "cuda" and target == "cpu":
+            self.wait("a copy to the host")
+        elif source == "cpu" and target == "cuda" and not non_blocking:
+            self.wait("a copy to the device")
+
+    def _indexed(self, func: Any, args: Any) -> None:
+        given = [index for index in args[1] if index is not None]
+        masks = [index for index in given if index.dtype in (torch.bool, torch.uint8)]
+        fills = len(args) > 2 and args[2].numel() == 1 and len(masks) == len(given)
+        if masks and not fills:  # else it is masked_fill
+            self.wait("how many a mask selects")
+        if any(index.device.type == "cpu" and index.ndim for index in given):
+            self.wait("a copy to the device")
+
+
+_OPEN: list[FakeCuda] = []
+
+
+@contextmanager
+def fake_gpu() -> Iterator[FakeCuda]:
+    """`cuda:0`, while it is open; one at a time."""
+    assert not _OPEN, "one fake device at a time"
+    gpu, lifted = FakeCuda(), torch._C._only_lift_cpu_tensors()
+    with _cuda_by_name(gpu), _FlashAttention(), gpu:
+        _OPEN.append(gpu)
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) is seen then
+        try:
+            yield gpu
+        finally:
+            torch._C._set_only_lift_cpu_tensors(lifted)
+            _OPEN.clear()
+
+
+def _active() -> FakeCuda:
+    if not _OPEN:
+        raise RuntimeError("a tensor of a fake device that is closed")
+    return _OPEN[-1]
+
+
+def _held(value: Any) -> Any:
+    return value.held if isinstance(value, FakeCudaTensor) else value
+
+
+def _require_one_device(func: Any, tensors: list[Tensor], on_device: bool) -> None:
+    if not on_device or func._schema.name in WITH_CPU_TENSORS:
+        return
+    strangers = [x for x in tensors if not isinstance(x, FakeCudaTensor) and x.ndim > 0]
+    if strangers:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but {func} got "
+            + ", ".join(f"{tuple(x.shape)} on {x.device}" for x in tensors)
+        )
+
+
+def _require_same_shapes(func: Any, held: dict[int, FakeCudaTensor]) -> None:
+    """A tensor cannot change its shape in place here: torch keeps it, too."""
+    for tensor in held.values():
+        if tensor.held.shape != tensor.shape:
+            raise NotImplementedError(f"{func} changes a tensor's shape in place")
+
+
+def _place(frame: FrameType | None) -> str:
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((HERE, TORCH, "<")):
+            _, _, package = file.rpartition("site-packages/")
+            name = (
+                package if package != file else str(Path(file).relative_to(Path(HERE).parents[1]))
+            )
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "backward"
+
+
+@contextmanager
+def _cuda_by_name(gpu: FakeCuda) -> Iterator[None]:
+    """What is asked of a device by name, answered for the fake one."""
+    properties = SimpleNamespace(
+        name="fake", major=9, minor=0, multi_processor_count=132, total_memory=80 << 30
+    )
+    state = torch.zeros(16, dtype=torch.uint8)
+    answers: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_lazy_init": lambda: None,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda _: None,
+        "get_device_properties": lambda _=None: properties,
+        "get_device_capability": lambda _=None: (9, 0),
+        "is_bf16_supported": lambda *_, **__: True,
+        "mem_get_info": lambda _=None: (80 << 30, 80 << 30),
+        "get_rng_state": lambda _=None: state.clone(),
+        "set_rng_state": lambda *_: None,
+        "synchronize": lambda _=None: gpu.wait("all work"),
+    }
+    with ExitStack() as changed:
+        for name, answer in answers.items():
+            changed.enter_context(patch.object(torch.cuda, name, answer))
+        # torch runs its fused and foreach kernels for these types alone.
+        known = [*_foreach_utils._foreach_supported_types, FakeCudaTensor]
+        changed.enter_context(patch.object(_foreach_utils, "_foreach_supported_types", known))
+        yield

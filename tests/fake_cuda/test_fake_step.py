@@ -1,0 +1,156 @@
+"""The optimizer step of every family on the GPU that a CPU plays: every branch for CUDA is taken in
+bfloat16, it learns what the step on CPU learns, and the host waits where it is known to."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import cache
+from typing import Any
+
+import pytest
+from fake_cuda.families import Case, Seen
+from fake_cuda.guard import run_under_guard, why_not
+from fake_cuda.plants import PLANTS
+from fake_cuda.waits import BACKWARD, OURS, THIRD_PARTY
+from support.families import FAMILIES, ROUTED, VISION_FAMILIES
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+]
+
+LOSS_TOLERANCE = 2e-2
+"""Relative, of bfloat16 to float32: five roundings of 8 bits, as in tests/gpu."""
+NORM_TOLERANCE = 5e-2
+"""Of the gradient's norm: a dozen roundings."""
+ROUTED_TOLERANCE = 0.2
+"""Of both, where experts are chosen: a rounded score chooses another one."""
+
+HYBRIDS = ("qwen3_5", "nemotron_h")
+PACKAGES = (
+    "flash_attn",
+    "causal_conv1d",
+    "fla.ops.gated_delta_rule",
+    "mamba_ssm.ops.triton.ssd_combined",
+)
+ON_PACKAGES = [
+    Case(family="qwen2_5_vl", packages=PACKAGES),
+    *(Case(family=name, packages=PACKAGES, recurrence="kernels") for name in HYBRIDS),
+]
+IN_CI = [*(Case(family=name) for name in FAMILIES), *ON_PACKAGES]
+"""With images where there is a tower, LoRA beside a frozen part."""
+GROUPS = tuple(tuple(IN_CI[start::3]) for start in range(3))
+"""What one process runs: loading torch and transformers takes as long as seven families."""
+
+
+@cache
+def _ran(cases: tuple[Case, ...]) -> dict[Case, Seen]:
+    """These, in one process."""
+    answers: list[dict[str, Any]] = run_under_guard(
+        "fake_cuda.families", [asdict(case) for case in cases]
+    )
+    return dict(zip(cases, (Seen(**answer) for answer in answers), strict=True))
+
+
+def _in_ci() -> dict[Case, Seen]:
+    return {case: seen for group in GROUPS for case, seen in _ran(group).items()}
+
+
+def _require(case: Case, seen: Seen) -> None:
+    """What any step must show."""
+    assert seen.error == ""
+    assert seen.elsewhere == []
+    assert seen.trained
+    assert seen.without_gradient == []
+    assert seen.frozen_with_gradient == []
+    assert seen.unmoved == []
+    routed = case.family in ROUTED
+    rel = ROUTED_TOLERANCE if routed else LOSS_TOLERANCE
+    assert seen.loss == pytest.approx(seen.cpu_loss, rel=rel)
+    rel = ROUTED_TOLERANCE if routed else NORM_TOLERANCE
+    assert seen.grad_norm == pytest.approx(seen.cpu_grad_norm, rel=rel)
+    assert _unknown(case, seen) == []
+
+
+def _unknown(case: Case, seen: Seen) -> list[tuple[str, str]]:
+    """Waits of no list; the step's own read is there once."""
+    what, place = OURS
+    waits = [(found, line) for found, line in seen.waits]
+    own = [(found, line) for found, line in waits if line.startswith(f"{place}:")]
+    assert [found for found, _ in own] == [what]
+    known = {(found, "backward") for found in BACKWARD.get(case.family, ())}
+    return [
+        wait
+        for wait in waits
+        if wait not in own and wait not in known and wait[1] not in THIRD_PARTY
+    ]
+
+
+@pytest.mark.parametrize("case", IN_CI, ids=lambda case: case.name)
+def test_a_step_on_the_gpu_is_that_on_the_cpu(case: Case) -> None:
+    seen = next(_ran(group)[case] for group in GROUPS if case in group)
+    _require(case, seen)
+    if case.packages:
+        assert seen.attention.startswith("flash_attn")
+
+
+def test_the_list_of_waits_has_no_line_too_many() -> None:
+    ran = _in_ci()
+    places = {place for seen in ran.values() for _, place in seen.waits}
+    assert set(THIRD_PARTY) - places == set()
+    for case, seen in ran.items():
+        found = {what for what, place in seen.waits if place == "backward"}
+        assert found == set(BACKWARD.get(case.family, ())), case.name
+
+
+EXPECTED = {
+    "a read in the loss": ("one number", "vlmpack/backends/hf/model.py"),
+    "a read in the tower": ("one number", "transformers/models/qwen2_5_vl/"),
+    "a copy of the batch that waits": ("a copy to the device", "vlmpack/packing/batch.py"),
+    "positions on the CPU": "on the same device",
+    "no autocast": "bfloat16 or float16",
+}
+"""By plant: the wait that is found, or what is said."""
+
+
+@cache
+def _planted() -> dict[str, tuple[Case, Seen]]:
+    cases = tuple(Case(family="qwen2_5_vl", plant=name) for name in PLANTS)
+    return {str(case.plant): (case, seen) for case, seen in _ran(cases).items()}
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_fault_is_found(plant: str) -> None:
+    case, seen = _planted()[plant]
+    expected = EXPECTED[plant]
+    if isinstance(expected, str):
+        assert expected in seen.error
+        return
+    assert seen.error == ""
+    unknown = _unknown(case, seen)
+    assert unknown
+    assert all(what == expected[0] and place.startswith(expected[1]) for what, place in unknown)
+
+
+PRODUCT = [
+    Case(family=name, images=images, vision=vision, language=language, **how)
+    for name in FAMILIES
+    for images in ((True, False) if name in VISION_FAMILIES else (False,))
+    for vision, language in (
+        ("frozen", "lora"),
+        ("full", "full"),
+        ("lora", "lora"),
+        ("full", "frozen"),
+    )
+    if name in VISION_FAMILIES or language != "frozen"
+    for how in ({}, {"packages": PACKAGES}, {"attention": "segments", "recompute": True})
+]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_way_to_train_a_family(family: str) -> None:
+    cases = tuple(case for case in PRODUCT if case.family == family)
+    assert len(cases) >= 6
+    for case, seen in _ran(cases).items():
+        _require(case, seen)
