@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 from support.plans import mode_of
 
+from vlmpack.alignment import Alignment
 from vlmpack.data.modes import RowShape
+from vlmpack.data.modes.online import Online
 from vlmpack.forecast.layout import Layout, lay_out
-from vlmpack.forecast.sharing import shared_slots, shared_sums, sharing_note
+from vlmpack.forecast.modes import PlannedMode
+from vlmpack.forecast.sharing import held_by, sharing_note, shown_by
 from vlmpack.packing.batch import Cut
+from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.planned import PlannedSample, PlannedSequence
+from vlmpack.recipe.schema import PackingSection
 
 
 def layout_and_samples() -> tuple[Layout, list[PlannedSample]]:
@@ -30,9 +38,18 @@ def layout_and_samples() -> tuple[Layout, list[PlannedSample]]:
     return layout, samples
 
 
+def layout_mode(alignment: int) -> Online:
+    """A mode whose segments are rounded up."""
+    return Online(
+        packing=PackingSection(mode="online", share_prefix=True),
+        budget=RowBudget(max_tokens=512, alignment=alignment),
+        multiples=Alignment(alignment, alignment),
+    )
+
+
 def test_a_bin_takes_what_its_samples_share_once() -> None:
     layout, samples = layout_and_samples()
-    found = shared_slots(layout, lambda numbers: samples, 4)
+    found = held_by(layout, lambda numbers: samples, 4).slots
     assert found.tolist() == [12 + 5 * 4, 16 + 8]
     rows = lay_out(layout, RowShape(sequence_multiple=4, row_multiple=8), found)
     assert rows.slots.tolist() == [32, 24]
@@ -42,8 +59,9 @@ def test_a_bin_takes_what_its_samples_share_once() -> None:
 def test_a_bin_has_an_image_that_its_samples_share_once() -> None:
     layout, samples = layout_and_samples()
     assert layout.by_bin(layout.patches).tolist() == [200, 40]
-    assert shared_sums(layout, lambda numbers: samples, 4, layout.patches).tolist() == [40, 40]
-    squares = shared_sums(layout, lambda numbers: samples, 4, layout.patches**2)
+    held = held_by(layout, lambda numbers: samples, 4)
+    assert shown_by(layout, held, layout.patches).tolist() == [40, 40]
+    squares = shown_by(layout, held, layout.patches**2)
     assert squares.tolist() == [1600, 1600]
 
 
@@ -54,7 +72,40 @@ def test_shared_tokens_are_in_a_row_once_and_never_less_than_no_padding() -> Non
 
 def test_the_note_has_tokens_patches_and_groups() -> None:
     layout, samples = layout_and_samples()
-    note = sharing_note(layout, lambda numbers: samples, 4)
+    note = sharing_note(layout, held_by(layout, lambda numbers: samples, 4))
     assert "rows hold 50 tokens where its samples alone have 90 (1.80 times as many)" in note
     assert "80 patches instead of 240 (3.00 times)" in note
     assert "5 samples share something, in groups of 5.0" in note
+
+
+def test_what_is_shorter_than_the_alignment_is_held_by_each() -> None:
+    """Rows of segments of 16 share no image of 10 tokens: they hold it as often as it is shown."""
+    layout, samples = layout_and_samples()
+    held = {each: held_by(layout, lambda numbers: samples, each) for each in (1, 8, 16)}
+    assert [held[each].tokens.tolist() for each in held] == [[30, 20], [30, 20], [70, 20]]
+    assert held[16].begins.tolist() == [True] * 7 + [False], "a hole begins nothing"
+    assert "5 samples share" in sharing_note(layout, held[8])
+    assert "0 samples share" in sharing_note(layout, held[16])
+    online = layout_mode(alignment=16)
+    mode = PlannedMode(
+        mode=online, layout=layout, micro_batch_size=1, planned=lambda numbers: samples
+    )
+    assert mode.held_tokens == 90
+    shared = replace(mode, mode=layout_mode(alignment=8))
+    assert shared.held_tokens == 50
+
+
+def test_samples_are_planned_once_a_mode() -> None:
+    layout, samples = layout_and_samples()
+    asked = []
+
+    def planned(numbers: Any) -> list[PlannedSample]:
+        asked.append(numbers)
+        return samples
+
+    mode = PlannedMode(
+        mode=layout_mode(alignment=4), layout=layout, micro_batch_size=1, planned=planned
+    )
+    assert (mode.held_tokens, mode.rows.slots.sum()) == (50, 56)
+    assert mode.image_sums(layout.patches).tolist() == [40, 40]
+    assert len(asked) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from vlmpack.data.plan.packers import BudgetPacker
+from vlmpack.packing import planned
 from vlmpack.packing.batch import IGNORE_INDEX, Cut, EncodedSample
 from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.collate import pack_batch_sequences
@@ -141,6 +143,33 @@ def test_an_item_is_cut_where_it_would_not_fit_a_row() -> None:
     assert found == [(range(3), 22, 7), (range(3, 6), 22, 7)]
     few = replace(budget, max_sequences=2)
     assert [len(item.places) for item in items_of(samples, [7] * 6, few)] == [2, 2, 2]
+
+
+def test_items_are_those_of_growing_one_by_one_in_fewer_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted: list[int] = []
+
+    def counting(some: Sequence[PlannedSample], alignment: int) -> int:
+        counted.append(len(some))
+        return planned_tokens(some, alignment)
+
+    monkeypatch.setattr(planned, "planned_tokens", counting)
+    samples, patches, _ = drawn_groups(np.random.default_rng(3), 150)
+    budget = RowBudget(max_tokens=48)
+    grown, first = [], 0
+    for place in range(1, len(samples) + 1):
+        shares = place < len(samples) and _follows(samples, [place - 1, place], 1)
+        if not shares or planned_tokens(samples[first : place + 1], 1) > 48:
+            grown.append(range(first, place))
+            first = place
+    assert [item.places for item in items_of(samples, patches, budget)] == grown
+    assert {len(places) for places in grown} == {1, 2, 3, 4}
+    large: list[PlannedSample] = [(PlannedSequence(14, (Cut(10, b"i"),)),)] * 1000
+    counted.clear()
+    (item,) = items_of(large, [1] * 1000, RowBudget(max_tokens=4010))
+    assert (len(item.places), item.tokens) == (1000, 4010)
+    assert len(counted) < 12, "each growth counted all before it"
 
 
 def test_a_bound_on_samples_alone_is_kept_as_well_as_one_on_patches() -> None:

@@ -20,7 +20,7 @@ from vlmpack.forecast.batch import batch_figures
 from vlmpack.forecast.figures import MemoryFigures, ModeFigures, ReferenceFigures, RunPlan
 from vlmpack.forecast.imbalance import imbalance_figures
 from vlmpack.forecast.memory import memory_figures
-from vlmpack.forecast.modes import SHARED, ModePlanner, PlannedMode, mode_figures
+from vlmpack.forecast.modes import SHARED, ModePlanner, PlannedMode, mode_figures, planned_of
 from vlmpack.forecast.parameters import ModelSizes
 from vlmpack.forecast.progress import Progress, counted, silent
 from vlmpack.forecast.sequences import sequence_figures
@@ -28,6 +28,7 @@ from vlmpack.forecast.sharing import sharing_note
 from vlmpack.forecast.sources import left_out, source_figures
 from vlmpack.forecast.trained import EVERY_WEIGHT, TrainedSizes
 from vlmpack.packing.budget import RowBudget
+from vlmpack.packing.planned import PlannedSample, shared_rows
 from vlmpack.recipe import Recipe, derive
 
 REFERENCE_BYTES = 24
@@ -70,8 +71,8 @@ def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
     """
     recipe, config, split = inputs.recipe, inputs.config, inputs.split
     copies, fitted = inputs.copies, split.fitted
-    dry_tokens, dry_patches = _dry_run(inputs)
-    budget = _settled_budget(inputs, dry_tokens, dry_patches)
+    dry = _dry_run(inputs)
+    budget = _settled_budget(inputs, dry)
     planner = ModePlanner(config=config, fitted=fitted, budget=budget, progress=progress)
     pairs = recipe.objective.learns_pairs
     planned = _all_modes(planner, split, recipe=recipe, copies=copies)
@@ -81,7 +82,9 @@ def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
     rows = own if own.plans_rows else by_name[planner.mode("online", scope).label]
     modes = tuple(mode_figures(mode, copies, config.row_cost, by_name["none"]) for mode in planned)
     figures = {mode.name: mode for mode in modes}
-    sequences = sequence_figures(rows, dry_tokens, dry_patches, fixed=not pairs)
+    # Rows of fixed shape hold no pairs and share nothing.
+    fixed = not pairs and own.planned is None
+    sequences = sequence_figures(rows, dry.tokens, dry.patches, fixed=fixed)
     drawn = [source.num_draws for source in split.plan.sources]
     names = [source.name for source in config.sources]
     counts = [numbers.size for _, numbers in split.numbers()]
@@ -199,25 +202,48 @@ def _dividing(whole: int, wanted: int) -> int:
     return max(size for size in range(1, wanted + 1) if max(1, whole) % size == 0)
 
 
-def _dry_run(inputs: PlanInputs) -> tuple[Int64s, Int64s]:
-    """(n,) tokens and patches of the first samples, in the order in which a run packs them, each
-    sequence of a pair rounded up."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DryRun:
+    """The first samples, in the order in which a run packs them.
+
+    Args:
+        tokens, patches: (n,) theirs, each sequence of a pair rounded up.
+        planned: what is planned of them, where rows have what they begin with once.
+    """
+
+    tokens: Int64s
+    patches: Int64s
+    planned: list[PlannedSample] | None
+
+    def rows(self, budget: RowBudget) -> list[list[int]]:
+        """The rows that a budget makes of them, as places."""
+        if self.planned is None:
+            return budget.rows(self.tokens, self.patches)
+        return shared_rows(self.planned, self.patches, budget)
+
+
+def _dry_run(inputs: PlanInputs) -> _DryRun:
     split, plan = inputs.split, inputs.split.plan
     if isinstance(plan, WindowPlan):
         order = plan.plan_window(0, 0, split.start()).order
+    elif isinstance(plan, Plan):
+        seed = inputs.config.training.seed
+        order = dry_run_order(plan.sources, seed, plan.shuffle, plan.groups)
     else:
-        shuffle = plan.shuffle if isinstance(plan, Plan) else "global"
-        order = dry_run_order(plan.sources, inputs.config.training.seed, shuffle)
-    planned = inputs.config.mode.budget.planned(split.sequence_tokens(order))
-    return planned, split.sizes(order)[1]
+        order = dry_run_order(plan.sources, inputs.config.training.seed, "global")
+    tokens = inputs.config.mode.budget.planned(split.sequence_tokens(order))
+    planned = planned_of(split)
+    return _DryRun(
+        tokens=tokens,
+        patches=split.sizes(order)[1],
+        planned=None if planned is None else planned(order),
+    )
 
 
-def _settled_budget(inputs: PlanInputs, tokens: Int64s, patches: Int64s) -> RowBudget:
+def _settled_budget(inputs: PlanInputs, dry: _DryRun) -> RowBudget:
     """The budget of planned rows, with the bound on sequences that the run has or would have."""
     mode = inputs.config.mode
-    if mode.facts.plans_rows:
-        return mode.budget
-    return mode.budget.settled(mode.budget.rows(tokens, patches))
+    return mode.budget if mode.facts.plans_rows else mode.budget.settled(dry.rows(mode.budget))
 
 
 def _run_steps(inputs: PlanInputs, own: PlannedMode, progress: Progress) -> int:
@@ -239,9 +265,8 @@ def _run_steps(inputs: PlanInputs, own: PlannedMode, progress: Progress) -> int:
 
 def _notes(inputs: PlanInputs, own: PlannedMode, micro: int) -> tuple[str, ...]:
     notes = [inputs.unsized] if inputs.unsized else []
-    if own.planned is not None:
-        multiple = own.mode.shape().sequence_multiple
-        notes.append(sharing_note(own.layout, own.planned, multiple))
+    if own.held is not None:
+        notes.append(sharing_note(own.layout, own.held))
     units = "samples"
     if inputs.recipe.objective.learns_pairs:
         units = "pairs"

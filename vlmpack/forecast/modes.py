@@ -21,16 +21,15 @@ from vlmpack.data.modes import MODES, PackingMode
 from vlmpack.data.plan.orders import seeded_order
 from vlmpack.data.plan.packers import Bin, Scope
 from vlmpack.data.plan.shares import RowCost
-from vlmpack.data.plan.sharing import PlannedSamples, planned_samples
+from vlmpack.data.plan.sharing import HeldRows, PlannedSamples, planned_samples
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.indexed import make_plan
 from vlmpack.data.splits.split import Split, first_epoch
 from vlmpack.forecast.figures import ModeFigures
 from vlmpack.forecast.layout import Layout, Rows, empty_bins, lay_out, layout_of
 from vlmpack.forecast.progress import Progress, counted
-from vlmpack.forecast.sharing import shared_slots, shared_sums
+from vlmpack.forecast.sharing import held_by, shown_by
 from vlmpack.packing.budget import RowBudget
-from vlmpack.packing.planned import PlannedSample
 from vlmpack.recipe.packing_modes import ModeName
 
 Windows = Iterator[Sequence[tuple[Bin, ...]]]
@@ -74,22 +73,21 @@ class PlannedMode:
     @cached_property
     def rows(self) -> Rows:
         """What is computed for the layout's bins."""
-        shape = self.mode.shape()
-        if self._sharing is None:
-            return lay_out(self.layout, shape)
-        shared = shared_slots(self.layout, self._sharing, shape.sequence_multiple)
-        return lay_out(self.layout, shape, shared)
-
-    @property
-    def _sharing(self) -> PlannedSamples | None:
-        return None if self.mode.shape().padded else self.planned
+        held = self.held
+        return lay_out(self.layout, self.mode.shape(), None if held is None else held.slots)
 
     @cached_property
+    def held(self) -> HeldRows | None:
+        """What the rows hold, what samples share once; None where nothing is shared."""
+        shape = self.mode.shape()
+        if self.planned is None or shape.padded:
+            return None
+        return held_by(self.layout, self.planned, shape.sequence_multiple)
+
+    @property
     def held_tokens(self) -> int:
         """Tokens that the rows hold, what samples share once."""
-        if self._sharing is None:
-            return int(self.layout.tokens.sum())
-        return int(shared_slots(self.layout, self._sharing, 1).sum())
+        return int((self.layout if self.held is None else self.held).tokens.sum())
 
     def image_sums(self, values: Int64s) -> Int64s:
         """(b,) what each bin has of something that images take, those that samples share once.
@@ -97,10 +95,9 @@ class PlannedMode:
         Args:
             values: (n,) of the samples.
         """
-        if self._sharing is None:
+        if self.held is None:
             return self.layout.by_bin(values)
-        multiple = self.mode.shape().sequence_multiple
-        return shared_sums(self.layout, self._sharing, multiple, values)
+        return shown_by(self.layout, self.held, values)
 
     @property
     def plans_rows(self) -> bool:
@@ -138,13 +135,7 @@ class ModePlanner:
         total = None if isinstance(plan, WindowPlan) else plan.num_windows
         counts = counted(windows, f"packing: {mode.label}", total, self.progress)
         layout = layout_of(counts, split.sizes, split.sequence_tokens)
-        planned = None
-        if self.fitted.table.cuts is not None:
-            table = self.fitted.table
-
-            def planned(numbers: Int64s) -> list[PlannedSample]:
-                return planned_samples(table, split.places(numbers))
-
+        planned = planned_of(split)
         micro = self.config.training.micro_batch_size
         return PlannedMode(
             mode=mode, layout=layout, micro_batch_size=micro, is_recipes=True, planned=planned
@@ -223,6 +214,15 @@ class ModePlanner:
             is_part=samples.numbers.size > most,
             own_name=OFFLINE[scope],
         )
+
+
+def planned_of(split: Split) -> PlannedSamples | None:
+    """What is planned of samples, by their numbers in the split's plan; None where none share what
+    they begin with."""
+    table = split.fitted.table
+    if table.cuts is None:
+        return None
+    return lambda numbers: planned_samples(table, split.places(numbers))
 
 
 def mode_figures(

@@ -80,20 +80,35 @@ def items_of(
         patches: of each sample's images.
         budget: of a row.
     """
+    most = len(samples) if budget.max_sequences is None else budget.max_sequences
     first = 0
-    tokens = planned_tokens(samples[:1], budget.alignment)
-    for place in range(1, len(samples) + 1):
-        whole = 0
-        if place < len(samples) and _share(samples[place - 1], samples[place], budget.alignment):
-            whole = planned_tokens(samples[first : place + 1], budget.alignment)
-        most = budget.max_sequences
-        if whole and budget.takes(whole) and (most is None or place + 1 - first <= most):
-            tokens = whole
-            continue
-        if place > first:
-            yield Item(range(first, place), tokens, patches[first])
-        first = place
-        tokens = planned_tokens(samples[place : place + 1], budget.alignment)
+    while first < len(samples):
+        company = 1
+        while first + company < len(samples) and company < most:
+            place = first + company
+            if not goes_on(samples[place - 1], samples[place], budget.alignment):
+                break
+            company += 1
+        kept, tokens = _fitting(samples[first : first + company], budget)
+        yield Item(range(first, first + kept), tokens, patches[first])
+        first += kept
+
+
+def _fitting(samples: Sequence[PlannedSample], budget: RowBudget) -> tuple[int, int]:
+    """How many of some neighbours, from the first on, fit a row together, and the tokens that they
+    take; one is always taken.
+
+    The number is searched by halves. A sample more takes more, but where rounding up decides: then
+    a larger number may fit than the one that is found.
+    """
+    low, high = 1, len(samples)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if budget.takes(planned_tokens(samples[:middle], budget.alignment)):
+            low = middle
+        else:
+            high = middle - 1
+    return low, planned_tokens(samples[:low], budget.alignment)
 
 
 def shared_rows(
@@ -127,6 +142,6 @@ def _within(most: int | None, items: Sequence[range]) -> list[list[int]]:
     return rows
 
 
-def _share(one: PlannedSample, other: PlannedSample, least: int) -> bool:
-    """Whether neighbours have so many tokens in common."""
+def goes_on(one: PlannedSample, other: PlannedSample, least: int) -> bool:
+    """Whether a sample has so many tokens in common with the one before it."""
     return alike(one[-1], other[0]) >= least
