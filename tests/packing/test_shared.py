@@ -14,9 +14,10 @@ from vlmpack.encode import Encoder
 from vlmpack.errors import PackingError
 from vlmpack.packing import IGNORE_INDEX, Cut, EncodedSample, padding_mask, slice_for_context
 from vlmpack.packing.forks import Forks
+from vlmpack.packing.media import each_once
 from vlmpack.packing.pairs import identical_pairs, sequences_of
 from vlmpack.packing.row_layout import FixedShape
-from vlmpack.packing.shared import Stretch, each_once, stretches_of
+from vlmpack.packing.shared import Stretch, stretches_of
 from vlmpack.training.first_step import count_seen_images
 
 

@@ -32,13 +32,12 @@ from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, Media, PackedBatc
 from vlmpack.packing.fork_paths import fork_paths
 from vlmpack.packing.forks import Forks
 from vlmpack.packing.limits import whole
-from vlmpack.packing.media import check_media, image_blocks, media_of
+from vlmpack.packing.media import check_media, each_once, image_blocks
 from vlmpack.packing.pairs import sequences_of, with_pairs
 from vlmpack.packing.row_layout import FixedShape, RowLayout
 from vlmpack.packing.shared import (
     Stretch,
     check_shared,
-    each_once,
     places_of,
     shown_media,
     stretches_of,
@@ -132,6 +131,7 @@ def pack_batch_sequences(
     )
     if is_shared:
         return _pack_shared(samples, parts, stretches, layout, pad_token_id)
+    media, sources = each_once([part.media for part in parts])
     row = pack_rows(
         [part.input_ids for part in parts],
         [part.labels for part in parts],
@@ -139,11 +139,12 @@ def pack_batch_sequences(
         layout=layout,
         pad_token_id=pad_token_id,
         keys=tuple(s.key for s in samples),
-        media=media_of(samples),
+        media=media,
         media_positions=[part.media_positions for part in parts],
     )
     blocks = image_blocks([part.media for part in parts], row.media_positions)
-    return with_pairs(replace(row, image_blocks=blocks), samples, parts)
+    row = replace(row, image_blocks=blocks, media_sources=sources)
+    return with_pairs(row, samples, parts)
 
 
 def _pack_shared(

@@ -49,6 +49,30 @@ def check_media(sample: EncodedSample) -> None:
         )
 
 
+def each_once(shown: Sequence[Media | None]) -> tuple[Media | None, Tensor | None]:
+    """The images of a row, and the feature of each placeholder; None for them in their order.
+
+    Args:
+        shown: by each sequence, or by each stretch of those that share something; both sequences of
+            a pair show the same object.
+    """
+    kept: dict[int, tuple[Media, int]] = {}
+    sources, total = [], 0
+    for media in shown:
+        if media is None:
+            continue
+        count = sum(media.num_tokens)
+        if id(media) not in kept:
+            kept[id(media)] = media, total
+            total += count
+        first = kept[id(media)][1]
+        sources.append(torch.arange(first, first + count))
+    if not kept:
+        return None, None
+    images = concatenate_media([media for media, _ in kept.values()])
+    return images, None if len(sources) == len(kept) else torch.cat(sources)
+
+
 def media_of(samples: Sequence[EncodedSample]) -> Media | None:
     """The images of all samples in sample order, or None where there is none."""
     media = [sample.media for sample in samples if sample.media is not None]

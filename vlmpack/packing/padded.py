@@ -13,7 +13,7 @@ from vlmpack.alignment import round_up
 from vlmpack.errors import PackingError
 from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, PaddedBatch
 from vlmpack.packing.collate import check_sample
-from vlmpack.packing.media import image_blocks, media_of
+from vlmpack.packing.media import each_once, image_blocks
 from vlmpack.packing.pairs import sequences_of, with_pairs
 
 
@@ -49,17 +49,19 @@ def pad_batch_sequences(
     labels = rows([part.labels for part in parts], IGNORE_INDEX)
     loss_mask = labels != IGNORE_INDEX
     slots = torch.cat([part.media_positions + row * width for row, part in enumerate(parts)])
+    media, sources = each_once([part.media for part in parts])
     batch = PaddedBatch(
         input_ids=rows([part.input_ids for part in parts], pad_token_id),
         labels=labels,
         loss_mask=loss_mask,
         position_ids=rows([part.position_ids for part in parts], 0),
         label_positions=loss_mask.flatten().nonzero().squeeze(1),
-        media=media_of(samples),
+        media=media,
         media_positions=slots,
         keys=tuple(s.key for s in samples),
         lengths=tuple(part.length for part in parts),
         image_blocks=image_blocks([part.media for part in parts], slots),
+        media_sources=sources,
     )
     return with_pairs(batch, samples, parts)
 

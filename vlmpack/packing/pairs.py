@@ -95,16 +95,7 @@ def with_pairs(
             f"sample {pairs[0].key!r} is a pair and sample {other.key!r} is none; expected one "
             "kind in a batch"
         )
-    sources, first = [], 0
-    for sample in samples:
-        num_features = sum(sample.media.num_tokens) if sample.media is not None else 0
-        sources += [torch.arange(first, first + num_features)] * len(sample.sequences)
-        first += num_features
-    return replace(
-        batch,
-        media_sources=torch.cat(sources) if batch.media is not None else None,
-        label_sequences=label_sequences(parts),
-    )
+    return replace(batch, label_sequences=label_sequences(parts))
 
 
 def label_sequences(parts: Sequence[EncodedSample]) -> Tensor:

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from vlmpack.errors import PackingError
 from vlmpack.packing.batch import IGNORE_INDEX, Cut, EncodedSample, Media
-from vlmpack.packing.media import concatenate_media
 
 
 class Forking(Protocol):
@@ -167,26 +166,3 @@ def shown_media(
         parts[each.sequences[0]].media if len(own) else None
         for each, own in zip(stretches, places, strict=True)
     ]
-
-
-def each_once(shown: Sequence[Media | None]) -> tuple[Media | None, Tensor | None]:
-    """The images of a row, and the feature of each placeholder; None for them in their order.
-
-    Args:
-        shown: by stretch; a pair whose sequences share no tokens shows the same images twice.
-    """
-    kept: dict[int, tuple[Media, int]] = {}
-    sources, total = [], 0
-    for media in shown:
-        if media is None:
-            continue
-        count = sum(media.num_tokens)
-        if id(media) not in kept:
-            kept[id(media)] = media, total
-            total += count
-        first = kept[id(media)][1]
-        sources.append(torch.arange(first, first + count))
-    if not kept:
-        return None, None
-    images = concatenate_media([media for media, _ in kept.values()])
-    return images, None if len(sources) == len(kept) else torch.cat(sources)
