@@ -24,6 +24,7 @@ from vlmpack.encode import Encoder
 from vlmpack.errors import PacksError
 from vlmpack.packing.batch import Media, PackedBatch
 from vlmpack.packing.budget import RowBudget
+from vlmpack.packing.fork_paths import ForkPath
 
 WORDS = ("what", "where is it", "why", "how many of them are there", "who")
 SHARED: dict[str, Any] = {"share_prefix": True}
@@ -94,8 +95,10 @@ def same(one: Any, two: Any) -> bool:
     """Bit by bit, whatever the fields are."""
     if isinstance(one, torch.Tensor):
         return isinstance(two, torch.Tensor) and torch.equal(one, two)
-    if isinstance(one, PackedBatch | Media):
+    if isinstance(one, PackedBatch | Media | ForkPath):
         return all(same(getattr(one, n), getattr(two, n)) for n in type(one).__dataclass_fields__)
+    if isinstance(one, tuple) and isinstance(two, tuple):
+        return len(one) == len(two) and all(map(same, one, two))
     return bool(one == two)
 
 
