@@ -18,7 +18,7 @@ from support.weight_headers import write_headers
 
 from vlmpack.alignment import Alignment
 from vlmpack.data.modes import Online, RowShape
-from vlmpack.data.plan.shares import share_out, token_cost
+from vlmpack.data.plan.shares import Known, share_out, token_cost
 from vlmpack.errors import ModelError
 from vlmpack.forecast.batch import batch_figures
 from vlmpack.forecast.imbalance import imbalance_figures
@@ -92,14 +92,15 @@ def test_imbalance_is_what_the_pipeline_deals(ranks: int) -> None:
     def sizes(numbers: Any) -> Any:
         return tokens[numbers], patches[numbers]
 
-    layout = layout_of([batches], sizes, lambda numbers: tokens[numbers][:, None])
+    known = Known(sizes=sizes, sequence_tokens=lambda numbers: tokens[numbers][:, None])
+    layout = layout_of([batches], sizes, known.sequence_tokens)
     mode = PlannedMode(mode=MODE, layout=layout, micro_batch_size=1, is_recipes=True)
     figures = {one.data_parallel: one for one in imbalance_figures(mode, ranks, COSTS)}
     found = figures[ranks]
     assert found.is_recipes and found.steps == 8 and found.micro_batches == 12 // ranks
     for balanced, value in ((False, found.total_dealt), (True, found.total_balanced)):
         shares = [
-            share_out(batch, ranks, sizes=sizes, row_cost=COSTS, balanced=balanced).imbalance
+            share_out(batch, ranks, known=known, row_cost=COSTS, balanced=balanced).imbalance
             for batch in batches
         ]
         assert value == pytest.approx(np.mean(shares))

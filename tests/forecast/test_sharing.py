@@ -11,6 +11,8 @@ from support.plans import mode_of
 from vlmpack.alignment import Alignment
 from vlmpack.data.modes import RowShape
 from vlmpack.data.modes.online import Online
+from vlmpack.data.plan.shares import token_cost
+from vlmpack.forecast.imbalance import imbalance_figures
 from vlmpack.forecast.layout import Layout, lay_out
 from vlmpack.forecast.modes import PlannedMode
 from vlmpack.forecast.sharing import held_by, sharing_note, shown_by
@@ -109,3 +111,15 @@ def test_samples_are_planned_once_a_mode() -> None:
     assert (mode.held_tokens, mode.rows.slots.sum()) == (50, 56)
     assert mode.image_sums(layout.patches).tolist() == [40, 40]
     assert len(asked) == 1
+
+
+def test_ranks_are_as_far_apart_as_what_they_compute() -> None:
+    """One bin a rank, of 30 and 20 tokens: as samples alone they have 70 and 20."""
+    layout, samples = layout_and_samples()
+    mode = PlannedMode(
+        mode=layout_mode(alignment=4), layout=layout, micro_batch_size=1, planned=lambda _: samples
+    )
+    [shared] = imbalance_figures(mode, 2, token_cost)
+    assert shared.total_dealt == 30 / 25
+    [alone] = imbalance_figures(replace(mode, planned=None), 2, token_cost)
+    assert alone.total_dealt == 70 / 45

@@ -34,7 +34,7 @@ from vlmpack.data.plan.batches import Plan, PlannedBatch
 from vlmpack.data.plan.eras import admit, check_identity, taken_over
 from vlmpack.data.plan.packers import Bin
 from vlmpack.data.plan.packs import PackPlan
-from vlmpack.data.plan.shares import Shares, assign, share_out
+from vlmpack.data.plan.shares import Known, Shares, assign, share_out
 from vlmpack.data.plan.state import DataState, Era, Identity
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.identity import short_digest
@@ -362,7 +362,12 @@ class TrainData:
         return share_out(
             bins,
             dp,
-            sizes=self.split.sizes,
+            known=Known(
+                sizes=self.split.sizes,
+                sequence_tokens=self.split.sequence_tokens,
+                planned=self.split.planned,
+                alignment=self.config.mode.multiples.sequence,
+            ),
             row_cost=self.config.row_cost,
             balanced=self.config.mode.packing.balance == "cost",
         )

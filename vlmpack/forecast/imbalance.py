@@ -33,11 +33,12 @@ def imbalance_figures(
     layout = mode.layout
     if not layout.steps.size:
         return ()
+    held = mode.held
     costs = row_cost(
-        layout.by_bin(layout.tokens),
-        layout.by_bin(layout.squares),
-        layout.by_bin(layout.patches),
-        patch_squares=layout.by_bin(layout.patches**2),
+        layout.by_bin(layout.tokens) if held is None else held.tokens,
+        layout.by_bin(layout.squares) if held is None else held.squares,
+        mode.image_sums(layout.patches),
+        patch_squares=mode.image_sums(layout.patches**2),
     )
     whole = int(np.median(layout.steps))
     sizes = [2**k for k in range(1, 20) if 2**k <= min(whole, MAX_RANKS)]

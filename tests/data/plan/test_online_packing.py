@@ -17,7 +17,7 @@ from vlmpack.data.plan.packers import (
     BudgetPacker,
     window_samples,
 )
-from vlmpack.data.plan.shares import bin_costs, share_out, token_cost
+from vlmpack.data.plan.shares import Known, bin_costs, share_out, token_cost
 from vlmpack.data.plan.state import DataState
 from vlmpack.errors import DataError, RunIdentityError
 from vlmpack.packing.budget import RowBudget, advised_max_sequences
@@ -315,7 +315,9 @@ def test_ranks_get_equal_numbers_and_the_members_stay(dp: int) -> None:
             shares = share_out(
                 bins,
                 dp,
-                sizes=packer.sizes,
+                known=Known(
+                    sizes=packer.sizes, sequence_tokens=lambda numbers: tokens[numbers][:, None]
+                ),
                 row_cost=lambda t, s, p, *, patch_squares: np.stack(
                     [t + s / 4096, 2.0 * p], axis=1
                 ),
@@ -341,9 +343,11 @@ def test_costs_are_sums_over_a_bin() -> None:
     def row_cost(total: Any, squares: Any, vision: Any, *, patch_squares: Any) -> Any:
         return np.stack([total, squares, vision, patch_squares], axis=1).astype(np.float64)
 
-    costs = bin_costs(
-        [(0, 2), (), (1,)], lambda numbers: (tokens[numbers], patches[numbers]), row_cost
+    known = Known(
+        sizes=lambda numbers: (tokens[numbers], patches[numbers]),
+        sequence_tokens=lambda numbers: tokens[numbers][:, None],
     )
+    costs = bin_costs([(0, 2), (), (1,)], known, row_cost)
     assert costs.tolist() == [[10, 58, 1, 1], [0, 0, 0, 0], [5, 25, 4, 16]]
     assert token_cost(tokens, tokens, tokens, patch_squares=tokens).tolist() == [[3], [5], [7]]
 

@@ -2,12 +2,13 @@
 
 The members of the batch stay what the plan says, so an optimizer step computes the same whatever
 the ranks; only the time that the slowest rank takes changes. What a bin costs follows from lengths
-alone: its tokens, the sum of its squared sample lengths, its vision patches.
+alone: its tokens, the sum of its squared sequence lengths, its vision patches; what samples share
+in a row is there once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.plan.packers import Bin, Sizes
+from vlmpack.data.plan.sharing import PlannedSamples, held_rows
 from vlmpack.packing.balance import balance
 
 Floats = npt.NDArray[np.float64]
@@ -31,11 +33,28 @@ class RowCost(Protocol):
 
         Args:
             tokens: (n,) tokens of each row.
-            squares: (n,) sums of the squared lengths of its samples.
+            squares: (n,) sums of the squared lengths of its sequences.
             patches: (n,) its vision patches.
             patch_squares: (n,) sums of the squared patches of its samples: what attention inside an
                 image costs, exact where a sample has one image, else an upper bound.
         """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What is known of samples before they are read.
+
+    Args:
+        sizes: tokens and patches.
+        sequence_tokens: (n, k) tokens of each of their sequences: 2 of a pair, else 1.
+        planned: what is planned of them, where rows have what they begin with once.
+        alignment: multiple that the segments of those rows are rounded up to.
+    """
+
+    sizes: Sizes
+    sequence_tokens: Callable[[Int64s], Int64s]
+    planned: PlannedSamples | None = None
+    alignment: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,27 +77,28 @@ def token_cost(
     return tokens.astype(np.float64)[:, None]
 
 
-def bin_costs(bins: Sequence[Bin], sizes: Sizes, row_cost: RowCost) -> Floats:
+def bin_costs(bins: Sequence[Bin], known: Known, row_cost: RowCost) -> Floats:
     """(n, k) costs of bins; of empty ones nothing.
 
     Args:
-        sizes: tokens and patches of samples.
+        known: of their samples.
         row_cost: of the model.
     """
     counts = np.fromiter(map(len, bins), dtype=np.int64, count=len(bins))
     numbers = np.fromiter((n for samples in bins for n in samples), np.int64, int(counts.sum()))
-    tokens, patches = sizes(numbers)
+    tokens, patches = known.sizes(numbers)
     owner = np.repeat(np.arange(len(bins)), counts)
 
     def summed(values: Int64s) -> Int64s:
         return np.bincount(owner, weights=values, minlength=len(bins)).astype(np.int64)
 
-    costs = row_cost(
-        summed(tokens),
-        summed(tokens * tokens),
-        summed(patches),
-        patch_squares=summed(patches * patches),
-    )
+    if known.planned is None:
+        held = summed(tokens), summed((known.sequence_tokens(numbers) ** 2).sum(axis=1))
+    else:
+        rows = held_rows(known.planned(numbers), counts.tolist(), known.alignment)
+        held = rows.tokens, rows.squares
+        patches = np.where(rows.begins, patches, 0)
+    costs = row_cost(*held, summed(patches), patch_squares=summed(patches * patches))
     return np.where(counts[:, None] > 0, costs, 0.0)
 
 
@@ -98,21 +118,21 @@ def fill_up(bins: Sequence[Bin], dp: int) -> list[Bin]:
 
 
 def share_out(
-    bins: Sequence[Bin], dp: int, *, sizes: Sizes, row_cost: RowCost, balanced: bool
+    bins: Sequence[Bin], dp: int, *, known: Known, row_cost: RowCost, balanced: bool
 ) -> Shares:
     """A global batch's bins by rank.
 
     Args:
         bins: none of them empty.
         dp: ranks.
-        sizes: tokens and patches of samples.
+        known: of their samples.
         row_cost: of the model.
         balanced: whether the ranks' costs are evened out; else bins go round in turn.
     """
     if dp == 1:
         return Shares([list(bins)], 1.0)
     filled = fill_up(bins, dp)
-    costs = bin_costs(filled, sizes, row_cost)
+    costs = bin_costs(filled, known, row_cost)
     if balanced:
         dealt = balance(costs, dp)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from vlmpack.data.config import DataConfig
@@ -13,6 +14,7 @@ from vlmpack.data.loading.read import SkippedSample
 from vlmpack.data.plan.batches import Cursors, Plan, PlannedBatch, Position
 from vlmpack.data.plan.packers import Bin
 from vlmpack.data.plan.packs import PackArrays, PackPlan
+from vlmpack.data.plan.sharing import PlannedSamples, planned_samples
 from vlmpack.data.plan.state import DataState, Identity
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.length_probe import probed_samples
@@ -58,6 +60,10 @@ class Split(Protocol):
 
     def sequence_tokens(self, numbers: Int64s) -> Int64s:
         """(n, k) tokens of each sequence of samples: 2 of a pair, else 1."""
+
+    @property
+    def planned(self) -> PlannedSamples | None:
+        """What is planned of samples, where rows have what they begin with once."""
 
     def places(self, numbers: Int64s) -> Int64s:
         """(n,) where samples stand in `fitted`, by their number in the plan."""
@@ -142,6 +148,12 @@ class KnownSplit:
     def sequence_tokens(self, numbers: Int64s) -> Int64s:
         """See Split."""
         return self.fitted.table.sequence_tokens(numbers)
+
+    @property
+    def planned(self) -> PlannedSamples | None:
+        """See Split."""
+        table = self.fitted.table
+        return None if table.cuts is None else partial(planned_samples, table)
 
     def places(self, numbers: Int64s) -> Int64s:
         """See Split."""

@@ -18,6 +18,7 @@ from vlmpack.data.index.table import Int64s, SampleRef
 from vlmpack.data.plan.batches import Cursors, Position
 from vlmpack.data.plan.packers import Bin
 from vlmpack.data.plan.packs import PackArrays
+from vlmpack.data.plan.sharing import PlannedSamples
 from vlmpack.data.plan.state import DataState, Identity
 from vlmpack.data.plan.streams import StreamSource
 from vlmpack.data.plan.windows import WINDOW_RULE, WindowPlan
@@ -87,6 +88,11 @@ class StreamedSplit:
     def sequence_tokens(self, numbers: Int64s) -> Int64s:
         """See Split."""
         return self.index.sequence_tokens(numbers)
+
+    @property
+    def planned(self) -> PlannedSamples | None:
+        """See Split."""
+        return self.index.planned if self.index.builder.lengths.encoder.cuts else None
 
     def places(self, numbers: Int64s) -> Int64s:
         """See Split. Every shard is indexed first."""
