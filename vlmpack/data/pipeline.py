@@ -359,18 +359,10 @@ class TrainData:
 
     def shares(self, bins: Sequence[Bin], dp: int) -> Shares:
         """Which data-parallel rank trains which bins of a global batch."""
-        return share_out(
-            bins,
-            dp,
-            known=Known(
-                sizes=self.split.sizes,
-                sequence_tokens=self.split.sequence_tokens,
-                planned=self.split.planned,
-                alignment=self.config.mode.multiples.sequence,
-            ),
-            row_cost=self.config.row_cost,
-            balanced=self.config.mode.packing.balance == "cost",
-        )
+        split, mode = self.split, self.config.mode
+        known = Known(split.sizes, split.sequence_tokens, split.planned, mode.multiples.sequence)
+        even = mode.packing.balance == "cost"
+        return share_out(bins, dp, known=known, row_cost=self.config.row_cost, balanced=even)
 
     def request(self, samples: Bin) -> BinRequest:
         """What a worker needs to load a bin of the plan."""

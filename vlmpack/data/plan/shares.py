@@ -40,7 +40,7 @@ class RowCost(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Known:
     """What is known of samples before they are read.
 
@@ -48,13 +48,13 @@ class Known:
         sizes: tokens and patches.
         sequence_tokens: (n, k) tokens of each of their sequences: 2 of a pair, else 1.
         planned: what is planned of them, where rows have what they begin with once.
-        alignment: multiple that the segments of those rows are rounded up to.
+        multiple: that the segments of those rows are rounded up to.
     """
 
     sizes: Sizes
     sequence_tokens: Callable[[Int64s], Int64s]
     planned: PlannedSamples | None = None
-    alignment: int = 1
+    multiple: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def bin_costs(bins: Sequence[Bin], known: Known, row_cost: RowCost) -> Floats:
     if known.planned is None:
         held = summed(tokens), summed((known.sequence_tokens(numbers) ** 2).sum(axis=1))
     else:
-        rows = held_rows(known.planned(numbers), counts.tolist(), known.alignment)
+        rows = held_rows(known.planned(numbers), counts.tolist(), known.multiple)
         held = rows.tokens, rows.squares
         patches = np.where(rows.begins, patches, 0)
     costs = row_cost(*held, summed(patches), patch_squares=summed(patches * patches))
