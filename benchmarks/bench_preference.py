@@ -78,7 +78,7 @@ def tower_calls(vlm: PackedVLM, batches: Sequence[Batch]) -> float:
     seen: list[int] = []
 
     def count(_module: nn.Module, _args: Any, given: Any) -> None:
-        seen.append(len(given["grid_thw"]))
+        seen.append(len(given["tower_inputs"].images.lengths))
 
     with (
         torch.no_grad(),

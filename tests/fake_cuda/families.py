@@ -30,6 +30,7 @@ from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.backends.policy import TrainingPolicy
 from vlmpack.encode import Encoder
 from vlmpack.packing import Batch, pack_batch_sequences, pin_batch
+from vlmpack.packing.media import tell_tower
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.recipe.trainable import LoraSection, TrainableSection
 
@@ -109,15 +110,17 @@ def _policy(case: Case, has_tower: bool) -> TrainingPolicy:
 
 def _batches(case: Case, encoder: Encoder) -> list[Batch]:
     """Two micro-batches of one step, of three samples each with gaps between them; with images,
-    the first sample but one has none."""
+    the first sample but one has none. As a worker makes them: the tower is told of its images."""
     raw = mixed_samples() if case.images and encoder.takes_images else text_samples()[:6]
     samples = [encoder.encode(sample.cooked()) for sample in raw]
     if not encoder.takes_images:
         assert all(sample.media is None for sample in samples)
-    return [
+    rows = [
         pack_batch_sequences(part, pad_to_multiple_of=8, pad_token_id=encoder.pad_token_id)
         for part in (samples[0::2], samples[1::2])
     ]
+    rule = encoder.family.tower_rule_of(encoder.folder)
+    return [tell_tower(row, rule) for row in rows]
 
 
 def _stepped(case: Case, folder: Path, device: torch.device, seen: Seen) -> tuple[float, float]:

@@ -24,7 +24,7 @@ from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.families.pixtral import PixtralImageRule
-from vlmpack.families.pixtral_tower import tower_output
+from vlmpack.families.pixtral_tower import PixtralTowerRule, tower_output
 from vlmpack.families.registry import family_of
 from vlmpack.recipe.images import ImagesSection
 
@@ -71,10 +71,14 @@ def patches_of(media):
     return [t * h * w for t, h, w in media.grid_thw]
 
 
+def output_of(tower, media):
+    return tower_output(tower, media, PixtralTowerRule()(media.grid_thw))
+
+
 def test_one_call_is_the_stock_tower_image_by_image(shown):
     family, vlm, stock, media = shown
     with torch.no_grad():
-        ours = tower_output(vlm.vision, media)
+        ours = output_of(vlm.vision, media)
         alone = []
         for rows, grid in zip(
             media.pixel_values.split(patches_of(media)), media.grid_thw, strict=True
@@ -89,12 +93,12 @@ def test_images_do_not_see_each_other(shown):
     _, vlm, _, media = shown
     counts = patches_of(media)
     with torch.no_grad():
-        before = tower_output(vlm.vision, media).split(counts)
+        before = output_of(vlm.vision, media).split(counts)
         pixels = media.pixel_values.clone()
         pixels.split(counts)[2].neg_()
-        after = tower_output(vlm.vision, replace(media, pixel_values=pixels)).split(counts)
+        after = output_of(vlm.vision, replace(media, pixel_values=pixels)).split(counts)
         one_image = replace(media, grid_thw=((1, sum(counts), 1),))
-        mixed = tower_output(vlm.vision, one_image).split(counts)
+        mixed = output_of(vlm.vision, one_image).split(counts)
     same = [torch.equal(a, b) for a, b in zip(after, before, strict=True)]
     assert same == [True, True, False, True, True]
     assert relative_l2(mixed[0], before[0]) > 1e-2, "the control sees other images"
@@ -119,7 +123,7 @@ def test_memory_grows_with_the_patches_and_not_with_their_square(shown):
     square = many.pixel_values.shape[0] ** 2
     arguments = family.image_arguments(many)
     with torch.no_grad(), Largest() as ours:
-        tower_output(vlm.vision, many)
+        output_of(vlm.vision, many)
     with torch.no_grad(), Largest() as theirs:
         stock.model.vision_tower(**arguments)
     assert ours.numel < square / 5
@@ -254,6 +258,6 @@ def test_dropout_in_the_tower_is_refused(shown):
     try:
         vlm.train()
         with pytest.raises(CapabilityError, match="attention_dropout of vision_config"):
-            tower_output(vlm.vision, media)
+            output_of(vlm.vision, media)
     finally:
         attention.dropout = 0.0

@@ -66,8 +66,9 @@ def keys_with_images(mixed):
 def test_the_tower_returns_features_for_the_first_layers(qwen3):
     vlm, batch, _ = qwen3
     merged = vlm.merge(batch)
-    placeholders = batch.media_positions.shape[0]
-    assert [tuple(deep.shape) for deep in merged.deep] == [(placeholders, 64)] * 2
+    assert [tuple(deep.shape) for deep in merged.deep] == [(batch.num_slots, 64)] * 2
+    for deep in merged.deep:
+        assert torch.equal(deep.any(1).nonzero()[:, 0], batch.media_positions)
     assert not torch.equal(*merged.deep)
 
 

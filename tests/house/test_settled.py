@@ -16,7 +16,7 @@ DECIDERS = {
     "convert/records.py": "the form of a user's records, no knob of a recipe",
     "data/packs/compare.py": "what a recipe leaves open is as its saved packs have it",
     "data/splits/survey.py": "data.shuffle, from the shards found: the survey holds the outcome",
-    "families/pixtral_tower.py": "its tower takes the fastest kernel whatever the recipe says",
+    "families/tower_attention.py": "towers take the fastest kernel whatever the recipe says",
     "own_loop.py": "a public default, for whoever has no recipe",
     "proof/verify/engine.py": "a kernel without float32 gives way before the engine is built",
     "recurrence/choose.py": "the fastest kernels, from device and dtype alone",

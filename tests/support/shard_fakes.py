@@ -113,6 +113,13 @@ def image_tokens(width: int, height: int) -> int:
     return math.ceil(width / BLOCK) * math.ceil(height / BLOCK)
 
 
+class FakeFamily:
+    """A family without a vision tower to be told anything."""
+
+    def tower_rule_of(self, folder: Path) -> None:
+        """None."""
+
+
 @dataclass(frozen=True)
 class FakeEncoder:
     """Bytes as tokens.
@@ -129,6 +136,8 @@ class FakeEncoder:
     num_position_axes: ClassVar[int] = 1
     pairs: ClassVar[bool] = False
     cuts: ClassVar[bool] = False
+    folder: ClassVar[Path] = Path()
+    family: ClassVar[FakeFamily] = FakeFamily()
     fingerprint: str = "fake-1"
     former_fingerprints: tuple[str, ...] = ()
     former_rules: tuple[str, ...] = ()

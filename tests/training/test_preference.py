@@ -153,7 +153,8 @@ def test_loss_and_every_gradient_are_the_unpacked_ones(loss, layout, engine, pai
 def test_the_tower_encodes_the_images_of_a_pair_once(engine, pairs, stock):
     seen = []
     hook = engine.vlm.vision.register_forward_pre_hook(
-        lambda _module, args, given: seen.append(given["grid_thw"].shape[0]), with_kwargs=True
+        lambda _module, args, given: seen.append(len(given["tower_inputs"].images.lengths)),
+        with_kwargs=True,
     )
     batches = batches_of("rows of 3, 1, 2", pairs, stock[1])
     for batch in batches:

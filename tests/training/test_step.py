@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,9 +10,12 @@ import torch
 from support.engines import make_engine, make_stepper
 from support.recorders import HostReads
 from support.runs import mean_loss
+from support.shards import TINY_MODEL
 
 from vlmpack.errors import NonFiniteError
+from vlmpack.families.registry import family_of
 from vlmpack.packing import PackCollator, pad_batch_sequences
+from vlmpack.packing.media import tell_tower
 from vlmpack.training.vlm_step import forward_step
 
 COLLATE = PackCollator(pad_token_id=561, num_position_axes=3, pad_to_multiple_of=8)
@@ -134,30 +136,33 @@ def reads_of_step(stepper, batches):
 
 @pytest.mark.parametrize("mode", ["in_batch", "none"])
 def test_the_host_reads_once_per_optimizer_step(stepper, encoded, mode):
-    """One tolist before the optimizer, for any number of micro-batches.
-
-    The tower is transformers' code; its reads are listed with `pytest -s`, and they are all that
-    grows with the micro-batches.
-    """
+    """One tolist before the optimizer, for any number of micro-batches; none in the tower, whose
+    boundaries come with the batch."""
+    rule = family_of(TINY_MODEL).tower_rule_of(TINY_MODEL)
 
     def collate(samples):
-        if mode == "in_batch":
-            return COLLATE(samples)
-        return pad_batch_sequences(samples, pad_token_id=561)
+        padded = mode == "none"
+        batch = pad_batch_sequences(samples, pad_token_id=561) if padded else COLLATE(samples)
+        return tell_tower(batch, rule)
 
     with_images = [sample for sample in encoded if sample.media is not None]
     one = reads_of_step(stepper, [collate(with_images)])
     three = reads_of_step(stepper, [collate(with_images)] * 3)
     assert one.ours == three.ours == [("tolist", "step.py:train")]
+    assert one.of_the_tower == three.of_the_tower == []
 
-    def listed(reads):
-        return Counter(reads.of_the_tower)
 
-    print("\nreads of one tower call:")
-    for (method, place), count in sorted(listed(one).items()):
-        print(f"  {count} x {method} in {place}")
-    assert listed(one), "the recorder no longer sees the tower"
-    assert listed(three) == Counter({read: 3 * count for read, count in listed(one).items()})
+def test_a_read_planted_in_the_tower_would_be_seen(stepper, encoded, monkeypatch):
+    """Once a block and micro-batch."""
+    tower = stepper.engine.vlm.vision
+    for block in tower.blocks:
+        forward = block.mlp.forward
+        monkeypatch.setattr(
+            block.mlp, "forward", lambda x, forward=forward: forward(x) * (1 + 0 * x.sum().item())
+        )
+    reads = reads_of_step(stepper, [COLLATE([s for s in encoded if s.media is not None])] * 2)
+    planted = [place for method, place in reads.of_the_tower if method == "item"]
+    assert planted == ["test_step.py:<lambda>"] * 2 * len(tower.blocks)
 
 
 def test_the_recorder_of_host_reads_sees_each_kind(encoded):

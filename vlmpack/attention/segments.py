@@ -6,6 +6,7 @@ block-diagonal mask computes T x T scores, nested tensors have no causal kernel)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 
 import torch
@@ -38,6 +39,8 @@ def segment_attention(
     """Attention inside each segment of a THD row, never across.
 
     Runs of segments of one length share a call: they are a view, (run, length, heads, width).
+    Bidirectional segments of one length share it wherever they lie: a vision tower has many short
+    ones, the attention windows of its images.
 
     Args:
         query: (T, Hq, D).
@@ -64,6 +67,8 @@ def segment_attention(
         raise ValueError("masks of image blocks go with causal attention over the same segments")
     if not causal and params.cu_seqlens_q_padded is not None:
         raise ValueError("bidirectional attention needs segments without alignment gaps")
+    if not causal:
+        return _bidirectional(query, key, value, params.segment_lengths, scale, window)
     if masks is None:
         masks = BlockMasks(params.segment_lengths, (), query.device)
     runs = [
@@ -77,10 +82,39 @@ def segment_attention(
     outputs: list[Tensor] = []
     for (length, inside, count), qkv in zip(runs, parts, strict=True):
         q, k, v = (part.view(count, length, *part.shape[1:]).transpose(1, 2) for part in qkv)
-        mask = masks.mask(length, inside, window) if causal else _band(length, window, query.device)
-        out = dense_attention(q, k, v, mask=mask, causal=causal, scale=scale)
+        mask = masks.mask(length, inside, window)
+        out = dense_attention(q, k, v, mask=mask, causal=True, scale=scale)
         outputs.append(out.transpose(1, 2).reshape(count * length, *query.shape[1:]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _bidirectional(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Sequence[int],
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    """(T, Hq, D): each segment sees itself; one call for each length that there is."""
+    runs = [(length, len(list(run))) for length, run in groupby(lengths) if length]
+    pieces = [
+        whole.split([length * count for length, count in runs]) for whole in (query, key, value)
+    ]
+    places: dict[int, list[int]] = {}
+    for place, (length, _) in enumerate(runs):
+        places.setdefault(length, []).append(place)
+    outputs: dict[int, Tensor] = {}
+    for length, same in places.items():
+        qkv = [
+            own[same[0]] if len(same) == 1 else torch.cat([own[n] for n in same]) for own in pieces
+        ]
+        q, k, v = (part.view(-1, length, *part.shape[1:]).transpose(1, 2) for part in qkv)
+        mask = _band(length, window, query.device)
+        out = dense_attention(q, k, v, mask=mask, causal=False, scale=scale)
+        flat = out.transpose(1, 2).reshape(-1, *query.shape[1:])
+        outputs.update(zip(same, flat.split([length * runs[n][1] for n in same]), strict=True))
+    return torch.cat([outputs[place] for place in range(len(runs))])
 
 
 def dense_attention(

@@ -15,7 +15,9 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
+from vlmpack.errors import CapabilityError
 from vlmpack.packing import CostModel, EncodedSample, GridTHW, Media
+from vlmpack.packing.vision import TowerRule
 from vlmpack.recipe.images import ImagesSection
 
 NO_TOKEN = -1
@@ -235,6 +237,36 @@ class Family(ABC):
             model: the transformers model with its head.
             media: pixels in the tower's dtype and on its device.
         """
+
+    def tower_rule(self, vision: Mapping[str, Any]) -> TowerRule | None:
+        """What makes `Media.tower` of grids, in the workers that make rows; None where the tower
+        makes it itself.
+
+        Args:
+            vision: `vision_config` of config.json, the class's defaults filled in.
+        """
+        return None
+
+    def tower_rule_of(self, folder: Path) -> TowerRule | None:
+        """`tower_rule` of a model folder.
+
+        Raises:
+            ModelError: config.json is none of the family's.
+        """
+        return None
+
+    def tower_features(self, tower: Any, media: Media) -> ImageFeatures:
+        """`image_features` by the tower alone, for a family whose projector is part of it: the
+        mcore engine has no more of the transformers model.
+
+        Args:
+            tower: the module at `modules.vision`.
+            media: as of `image_features`.
+
+        Raises:
+            CapabilityError: the projector lies elsewhere.
+        """
+        raise CapabilityError(f"the projector of {self.name} is no part of its vision tower")
 
     @abstractmethod
     def auto_class(self) -> Any:

@@ -21,8 +21,9 @@ from vlmpack.families.base import ImageFeatures, ImageLayout
 from vlmpack.families.configs import whole_config_of
 from vlmpack.families.image_family import ImageFamily
 from vlmpack.families.image_processor import ProcessorRule, blank, family_processor, media_of
-from vlmpack.families.pixtral_tower import tower_output
+from vlmpack.families.pixtral_tower import PixtralTowerRule, tower_output
 from vlmpack.families.tiles import patch_rows, patch_side, tiles_of
+from vlmpack.families.tower_attention import inputs_of
 from vlmpack.packing import Media
 from vlmpack.recipe.images import ImagesSection
 
@@ -160,13 +161,21 @@ class Pixtral(ImageFamily):
         assert self.modules.vision is not None
         tower = model.get_submodule(self.modules.vision)
         projector = model.get_submodule(self.modules.projectors[0])
-        hidden = tower_output(tower, media)
+        hidden = tower_output(tower, media, inputs_of(self.tower_rule, tower, media))
         if not self.merges:
             return ImageFeatures(projector(hidden))
         side = tower.patch_size
         return ImageFeatures(
             projector(hidden, [(h * side, w * side) for _, h, w in media.grid_thw])
         )
+
+    def tower_rule(self, vision: Mapping[str, Any]) -> PixtralTowerRule:
+        """Places of patches, and where images end."""
+        return PixtralTowerRule()
+
+    def tower_rule_of(self, folder: Path) -> PixtralTowerRule:
+        """From the folder's config.json."""
+        return self.tower_rule(whole_config_of(folder)["vision_config"])
 
     def tower(self, config: Mapping[str, Any]) -> flops.Tower:
         """A tower whose attention spans a whole image."""

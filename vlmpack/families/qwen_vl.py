@@ -15,8 +15,11 @@ from torch import Tensor
 from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths
+from vlmpack.families.configs import whole_config_of
 from vlmpack.families.image_family import ImageFamily
 from vlmpack.families.image_processor import ProcessorRule, blank, family_processor, media_of
+from vlmpack.families.qwen_tower import QwenTowerRule, tower_output
+from vlmpack.families.tower_attention import inputs_of
 from vlmpack.packing import CostModel, GridTHW, Media
 from vlmpack.recipe.images import ImagesSection
 
@@ -171,11 +174,20 @@ class QwenVL(ImageFamily):
 
     def image_features(self, model: Any, media: Media) -> ImageFeatures:
         """The tower itself: `get_image_features` reads the grids back on the host."""
-        arguments = self.image_arguments(media)
         assert self.modules.vision is not None
-        output = model.get_submodule(self.modules.vision)(
-            arguments["pixel_values"], grid_thw=arguments["image_grid_thw"]
-        )
+        return self.tower_features(model.get_submodule(self.modules.vision), media)
+
+    def tower_rule(self, vision: Mapping[str, Any]) -> QwenTowerRule:
+        """Positions, boundaries and attention windows; by transformers' own functions."""
+        return QwenTowerRule.of(vision)
+
+    def tower_rule_of(self, folder: Path) -> QwenTowerRule:
+        """From the folder's config.json."""
+        return self.tower_rule(whole_config_of(folder)["vision_config"])
+
+    def tower_features(self, tower: Any, media: Media) -> ImageFeatures:
+        """With what the batch tells of its images, so that nothing is read on the host."""
+        output = tower_output(tower, media, inputs_of(self.tower_rule, tower, media))
         deep = tuple(output.deepstack_features) if self.modules.deep_features else ()
         return ImageFeatures(output.pooler_output, deep)
 

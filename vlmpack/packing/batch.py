@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vlmpack.packing.fork_paths import ForkPath
 from vlmpack.packing.forks import Forks
+from vlmpack.packing.vision import TowerInputs, TowerSegments
 
 IGNORE_INDEX = -100
 """Label of a token that has no loss (the value transformers and PyTorch use)."""
@@ -43,6 +44,7 @@ class Media:
         blocks: placeholder tokens of each run of each image, host integers that sum to
             `num_tokens`, for families whose tokens attend in both directions inside a run; None
             for the others.
+        tower: what the vision tower is told of them beside pixels; None where nobody has made it.
     """
 
     pixel_values: Tensor
@@ -50,6 +52,7 @@ class Media:
     num_tokens: tuple[int, ...]
     image_sizes: tuple[tuple[int, int], ...] | None = None
     blocks: tuple[tuple[int, ...], ...] | None = None
+    tower: TowerInputs | None = None
 
     @property
     def num_images(self) -> int:
@@ -362,7 +365,7 @@ class PaddedBatch(_Slots):
 
 Batch = PackedBatch | PaddedBatch
 BatchT = TypeVar("BatchT", bound=Batch)
-Part = Media | ContextSlice | MediaShare | ForkPath
+Part = Media | ContextSlice | MediaShare | ForkPath | TowerInputs | TowerSegments
 TensorsT = TypeVar("TensorsT", bound=PackedBatch | PaddedBatch | Part)
 
 
@@ -385,8 +388,8 @@ def pin_batch(batch: BatchT) -> BatchT:
     return _map_tensors(batch, lambda tensor: tensor.pin_memory())
 
 
-def move_batch(batch: BatchT, device: torch.device) -> BatchT:
-    """The batch on `device`; asynchronous where the source is pinned."""
+def move_batch(batch: TensorsT, device: torch.device) -> TensorsT:
+    """The batch, or a part of one, on `device`; asynchronous where the source is pinned."""
     if device.type == "cpu":
         return batch
     return _map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))

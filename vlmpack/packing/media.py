@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import TypeVar
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from vlmpack.errors import PackingError
-from vlmpack.packing.batch import EncodedSample, Media, Span
+from vlmpack.packing.batch import BatchT, EncodedSample, Media, Span, move_batch
+from vlmpack.packing.vision import TowerRule
 
 ItemT = TypeVar("ItemT")
 
@@ -88,6 +90,25 @@ def concatenate_media(media: Sequence[Media]) -> Media:
         image_sizes=_of_all_images([item.image_sizes for item in media]),
         blocks=_of_all_images([item.blocks for item in media]),
     )
+
+
+def tell_tower(batch: BatchT, rule: TowerRule | None) -> BatchT:
+    """The batch with what its vision tower is told of its images, worked out on the host.
+
+    Args:
+        batch: on CPU.
+        rule: of the model's tower; None for one that makes it itself.
+    """
+    media = batch.media
+    if media is None or rule is None:
+        return batch
+    return replace(batch, media=replace(media, tower=rule(media.grid_thw)))
+
+
+def move_media(media: Media, device: torch.device, dtype: torch.dtype) -> Media:
+    """Images on `device`, their pixels in `dtype`; asynchronous where the source is pinned."""
+    moved = move_batch(media, device)
+    return replace(moved, pixel_values=moved.pixel_values.to(dtype))
 
 
 def _of_all_images(parts: Sequence[tuple[ItemT, ...] | None]) -> tuple[ItemT, ...] | None:

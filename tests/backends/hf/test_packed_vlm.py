@@ -51,7 +51,7 @@ def test_transformers_takes_each_implementation_by_the_name_it_gets(vlm, name):
 # The tower and the text's boundaries never mix
 
 
-def test_the_tower_gets_pixels_and_grids_alone(vlm, encoded):
+def test_the_tower_gets_pixels_and_what_is_told_of_images_alone(vlm, encoded):
     calls, options = [], []
     attention = [m for m in vlm.vision.modules() if type(m).__name__.endswith("VisionAttention")]
     assert len(attention) == 4
@@ -73,13 +73,17 @@ def test_the_tower_gets_pixels_and_grids_alone(vlm, encoded):
     finally:
         for hook in hooks:
             hook.remove()
-    assert calls == [(1, {"grid_thw"})], "one call for all images of the micro-batch"
+    assert [count for count, _ in calls] == [1], "one call for all images of the micro-batch"
+    assert calls[0][1] >= {"grid_thw", "tower_inputs", "cu_seqlens", "window_index"}
+    assert not calls[0][1] & TEXT_BOUNDARIES
     assert len(options) == 4
     assert not any(names & TEXT_BOUNDARIES for names in options)
 
 
-def test_the_tower_keeps_stock_attention(vlm):
-    assert vlm.vision.config._attn_implementation == "sdpa"
+def test_tower_and_decoder_have_attention_of_their_own(vlm, encoded):
+    batch = pack(encoded, alignment=8)
+    vlm(batch, batch.packed_seq_params())
+    assert vlm.vision.config._attn_implementation == "vlmpack_flash_images"
     assert vlm.language.config._attn_implementation == "vlmpack_segments"
 
 

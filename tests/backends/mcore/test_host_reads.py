@@ -11,9 +11,12 @@ from support.engines import make_stepper
 from support.layouts import LAYOUTS, Layout, collator, make_megatron
 from support.pair_layouts import KNOBS, batches_of, four_pairs
 from support.recorders import HostReads
+from support.shards import TINY_MODEL
 
 from vlmpack.attention import segment_attention
 from vlmpack.distributed import start_process_group
+from vlmpack.families.registry import family_of
+from vlmpack.packing.media import tell_tower
 from vlmpack.training.preference import dpo
 
 pytestmark = [
@@ -40,7 +43,9 @@ def rows(encoded):
     text = [sample for sample in encoded if sample.media is None]
     assert images
     assert text
-    return {"images": COLLATE(images), "text": COLLATE(text), "both": COLLATE(encoded)}
+    rule = family_of(TINY_MODEL).tower_rule_of(TINY_MODEL)
+    rows = {"images": COLLATE(images), "text": COLLATE(text), "both": COLLATE(encoded)}
+    return {name: tell_tower(row, rule) for name, row in rows.items()}
 
 
 def reads_of_step(stepper, batches, step=1):
@@ -51,18 +56,13 @@ def reads_of_step(stepper, batches, step=1):
 
 @pytest.mark.parametrize("kind", ["images", "text", "both"])
 def test_the_host_reads_once_per_optimizer_step(stepper, rows, kind):
-    """The tower's reads, listed with `pytest -s`, are all that grows with the micro-batches."""
+    """None in the tower, whose boundaries come with the batch."""
     one = reads_of_step(stepper, [rows[kind]])
     three = reads_of_step(stepper, [rows[kind]] * 3)
-    listed = Counter(one.of_the_tower)
-    print(f"\n{kind}: reads of one tower call:")
-    for (method, place), count in sorted(listed.items()):
-        print(f"  {count} x {method} in {place}")
     assert one.ours == three.ours == OURS
     assert one.of_megatron == three.of_megatron == []
     assert one.of("torch.optim") == three.of("torch.optim"), "grows with the micro-batches"
-    assert listed, "the recorder no longer sees the tower"
-    assert Counter(three.of_the_tower) == Counter({r: 3 * n for r, n in listed.items()})
+    assert one.of_the_tower == three.of_the_tower == []
 
 
 def test_three_different_micro_batches(stepper, rows):
@@ -98,6 +98,18 @@ def test_a_read_in_a_layer_would_be_seen(stepper, rows, monkeypatch):
     monkeypatch.setattr(core, "varlen", reading)
     reads = reads_of_step(stepper, [rows["both"]] * 3)
     assert Counter(reads.ours) == Counter(OURS + 3 * [("item", "test_host_reads.py:reading")])
+
+
+def test_a_read_in_the_tower_would_be_seen(stepper, rows, monkeypatch):
+    """Once a block and micro-batch."""
+    blocks = stepper.engine.model.vision.blocks
+    for block in blocks:
+        forward = block.mlp.forward
+        monkeypatch.setattr(
+            block.mlp, "forward", lambda x, forward=forward: forward(x) * (1 + 0 * x.sum().item())
+        )
+    reads = reads_of_step(stepper, [rows["both"]] * 3)
+    assert reads.of_the_tower == 3 * len(blocks) * [("item", "test_host_reads.py:<lambda>")]
 
 
 def test_a_read_of_megatron_would_be_seen(stepper, rows, monkeypatch):

@@ -1,7 +1,7 @@
 """Our varlen attention as an attention implementation of transformers.
 
-Only the language model gets it. The vision tower keeps an implementation of its own: transformers
-calls it once per image or window, without the text's boundaries, and the two must never mix.
+Only the language model gets it. A vision tower has one of its own, under another name and with
+other arguments (`families/tower_attention.py`), and the two never mix: each refuses the other's.
 
 No mask function is registered on purpose: for an implementation without one, transformers builds
 no mask at all, neither T x T nor by looking for sample boundaries in the positions.
@@ -48,6 +48,11 @@ def _attend(
     """
     if attention_mask is not None:
         raise CapabilityError("vlmpack attention takes boundaries, not an attention mask")
+    if options.get("tower_inputs") is not None:
+        raise CapabilityError(
+            f"{type(module).__name__} of the language model was called with tower_inputs, where "
+            f"images end; its samples end elsewhere"
+        )
     if options.get("dropout"):
         raise CapabilityError(
             "attention dropout is not supported: packed and unpacked runs would differ; "

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from vlmpack.attention import BlockMasks
 from vlmpack.attention.forked import ForkedRow
 from vlmpack.backends.cross_entropy import capped, linear_cross_entropy
+from vlmpack.backends.hf.deep_features import take_whole_rows
 from vlmpack.backends.hf.recurrence import (
     ROW_ARGUMENT,
     packed_row,
@@ -34,6 +35,7 @@ from vlmpack.capabilities.refused import refusal
 from vlmpack.errors import CapabilityError
 from vlmpack.families.base import Family, ImageFeatures
 from vlmpack.packing import Batch, Media, PackedSeqParams, PaddedBatch
+from vlmpack.packing.media import move_media
 from vlmpack.recurrence import RowSegments
 
 ROPE_OF_THE_LONGEST = ("dynamic", "longrope")
@@ -46,7 +48,8 @@ class MergedInputs:
 
     Args:
         embeds: (T, D) token embeddings with the image features in place of the placeholders.
-        deep: as in `ImageFeatures`; empty for a batch without images.
+        deep: (T, D) for each of the decoder's first layers, added to its output there: the deep
+            ones of `ImageFeatures` at the placeholders, zeros elsewhere.
     """
 
     embeds: Tensor
@@ -111,16 +114,16 @@ def block_masks(
     return {"image_masks": BlockMasks(lengths, blocks, device, in_windows_alone=in_windows_alone)}
 
 
-def _deep_arguments(batch: Batch, merged: MergedInputs) -> dict[str, Any]:
-    """Keyword arguments that tell the decoder what to add where; none without deep features.
+def _deep_arguments(merged: MergedInputs) -> dict[str, Any]:
+    """Keyword arguments that tell the decoder what to add; none without deep features. Without a
+    mask, see `take_whole_rows`."""
+    return {"deepstack_visual_embeds": list(merged.deep)} if merged.deep else {}
 
-    transformers indexes with the mask, which on a GPU reads its count on the host twice a layer.
-    """
-    if not merged.deep:
-        return {}
-    mask = torch.zeros_like(batch.input_ids, dtype=torch.bool)
-    mask.view(-1).index_fill_(0, batch.media_positions, True)
-    return {"visual_pos_masks": mask, "deepstack_visual_embeds": list(merged.deep)}
+
+def _at_placeholders(layer: Tensor, batch: Batch, embeds: Tensor) -> Tensor:
+    """(T, D) zeros with (M, D) deep features at the placeholders."""
+    placed = _placed(layer.to(embeds.dtype), batch)
+    return torch.zeros_like(embeds).index_copy(0, batch.media_positions, placed)
 
 
 def _placed(features: Tensor, batch: Batch) -> Tensor:
@@ -215,7 +218,7 @@ class PackedLM(nn.Module):
         self._refuse_forks(packed_seq_params)
         axes, rows, slots = batch.position_ids.shape
         arguments = {
-            **_deep_arguments(batch, merged),
+            **_deep_arguments(merged),
             **_boundaries(batch, packed_seq_params),
             **self._image_masks(batch, packed_seq_params),
             **self.family.decoder_arguments(self.model, batch.input_ids, batch.media_positions),
@@ -274,7 +277,10 @@ class PackedVLM(PackedLM):
 
     def __init__(self, model: nn.Module, family: Family, blank: Media) -> None:
         super().__init__(model, family)
-        self.blank = blank
+        if self.paths.deep_features:
+            take_whole_rows(self.language)
+        rule = family.tower_rule(self.model.config.to_dict().get("vision_config", {}))
+        self.blank = blank if rule is None else replace(blank, tower=rule(blank.grid_thw))
 
     @property
     def vision(self) -> Any:
@@ -298,7 +304,8 @@ class PackedVLM(PackedLM):
         images = self.image_features(media, embeds.device)
         if batch.media is None:  # the blank image keeps every part of the tower in the graph
             unused = sum((deep.sum() for deep in images.deep), images.features.sum())
-            return MergedInputs(embeds + 0.0 * unused.to(embeds.dtype))
+            none = tuple(torch.zeros_like(embeds) for _ in images.deep)
+            return MergedInputs(embeds + 0.0 * unused.to(embeds.dtype), none)
         wanted = batch.num_features
         if images.features.shape[0] != wanted:
             raise CapabilityError(
@@ -306,11 +313,10 @@ class PackedVLM(PackedLM):
                 f"{wanted} placeholder tokens"
             )
         features = _placed(images.features.to(embeds.dtype), batch)
-        deep = tuple(_placed(layer, batch) for layer in images.deep)
+        deep = tuple(_at_placeholders(layer, batch, embeds) for layer in images.deep)
         return MergedInputs(embeds.index_copy(0, batch.media_positions, features), deep)
 
     def image_features(self, media: Media, device: torch.device) -> ImageFeatures:
         """Features of all images; one call of the tower."""
         dtype = next(p.dtype for p in self.vision.parameters() if p.is_floating_point())
-        pixels = media.pixel_values.to(device=device, dtype=dtype, non_blocking=True)
-        return self.family.image_features(self.model, replace(media, pixel_values=pixels))
+        return self.family.image_features(self.model, move_media(media, device, dtype))

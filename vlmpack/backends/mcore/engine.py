@@ -55,6 +55,7 @@ from vlmpack.packing import (
     share_media,
     slice_for_context,
 )
+from vlmpack.packing.media import tell_tower
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
 
@@ -199,6 +200,7 @@ class MegatronEngine:
             row = replace(row, media=None)
         elif self.groups.tp_cp.size() > 1:
             row = share_media(row, rank=self.groups.tp_cp.rank(), size=self.groups.tp_cp.size())
+            row = tell_tower(row, self.model.tower_rule)
         return pin_batch(row) if self.device.type == "cuda" else row
 
     def zero_gradients(self) -> None:

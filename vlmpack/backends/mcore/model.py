@@ -11,6 +11,7 @@ states travels between stages.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,7 +38,10 @@ from vlmpack.backends.mcore.config import decoder_spec, padded_vocabulary
 from vlmpack.backends.mcore.deep_features import add_after, enter
 from vlmpack.backends.mcore.weights.dims import LanguageDims
 from vlmpack.errors import CapabilityError
+from vlmpack.families.base import ImageFeatures
 from vlmpack.packing import Media, PackedBatch, PackedSeqParams
+from vlmpack.packing.media import move_media
+from vlmpack.packing.vision import TowerRule
 from vlmpack.recipe.schema import ParallelismSection
 
 
@@ -61,10 +65,14 @@ class VisionTower(NamedTuple):
         module: transformers' tower with its projector.
         blank: the smallest image: a rank without images runs it with weight zero, so that the
             tower's gradients exist on every rank.
+        features: the family's `tower_features`.
+        rule: what makes `Media.tower`; None for a tower that makes it itself.
     """
 
     module: nn.Module
     blank: Media
+    features: Callable[[nn.Module, Media], ImageFeatures]
+    rule: TowerRule | None
 
 
 class MegatronVLM(MegatronModule):
@@ -98,6 +106,8 @@ class MegatronVLM(MegatronModule):
         self.share_embeddings_and_output_weights = dims.tied
         self.blank = tower.blank if tower is not None else None
         self.vision = tower.module if tower is not None else None
+        self.tower_features = tower.features if tower is not None else None
+        self.tower_rule = tower.rule if tower is not None else None
         self.gpt = GPTModel(
             config,
             decoder_spec(config, dims, varlen),
@@ -224,16 +234,12 @@ class MegatronVLM(MegatronModule):
         """(m, D) features of this rank's images, in one call of the tower; with DeepStack those of
         each layer beside them, (m, D * (1 + layers))."""
         assert self.blank is not None  # on the first stage
+        assert self.tower_features is not None
         chosen = media if media is not None else self.blank
         tower: Any = self.vision
         weight = next(tower.parameters())
-        grid_thw = torch.tensor(chosen.grid_thw).to(weight.device, non_blocking=True)
-        pixels = chosen.pixel_values.to(device=weight.device, dtype=weight.dtype, non_blocking=True)
-        output = tower(pixels, grid_thw=grid_thw)
-        features: Tensor = output.pooler_output
-        if self.dims.deep_features:
-            features = torch.cat((features, *output.deepstack_features), dim=1)
-        return features
+        images = self.tower_features(tower, move_media(chosen, weight.device, weight.dtype))
+        return torch.cat((images.features, *images.deep), dim=1)
 
     def _scatter(self, embeds: Tensor, batch: PackedBatch) -> Tensor:
         """(T', 1, D): first the slice of the CP rank, then the share of the TP rank."""

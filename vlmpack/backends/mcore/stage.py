@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -41,7 +42,11 @@ def vision_tower(
         parameter.data = parameter.data.to(config.params_dtype)
     if config.recompute_granularity is not None:
         recompute_layers(tower)
-    return VisionTower(tower, encoder.image_rule.smallest())
+    family, blank = encoder.family, encoder.image_rule.smallest()
+    rule = family.tower_rule(tower.config.to_dict())
+    if rule is not None:
+        blank = replace(blank, tower=rule(blank.grid_thw))
+    return VisionTower(tower, blank, family.tower_features, rule)
 
 
 def replicated(model: MegatronVLM, *, distributed: bool) -> DistributedDataParallel:

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -29,6 +29,8 @@ from vlmpack.data.protocols import Collator
 from vlmpack.encode import Encoder
 from vlmpack.errors import DataError
 from vlmpack.packing.batch import EncodedSample, PackedBatch, PaddedBatch, pin_batch
+from vlmpack.packing.media import tell_tower
+from vlmpack.packing.vision import TowerRule
 from vlmpack.recipe.on_error import OnErrorSection
 from vlmpack.recipe.schema import DataSection
 from vlmpack.words import counted
@@ -124,6 +126,11 @@ class BinDataset(Dataset[MicroBatch | SkippedSample]):
         with ACTIVITY.during("loading samples", [ref.key for ref in request.samples]):
             return self._load(request)
 
+    @cached_property
+    def _tower_rule(self) -> TowerRule | None:
+        """What makes `Media.tower`, which the worker that makes a row adds to its images."""
+        return self.encoder.family.tower_rule_of(self.encoder.folder)
+
     def _load(self, request: BinRequest) -> MicroBatch | SkippedSample:
         encoded: list[EncodedSample] = []
         samples: list[TrainedSample] = []
@@ -150,6 +157,8 @@ class BinDataset(Dataset[MicroBatch | SkippedSample]):
             encode_seconds += time.perf_counter() - begin
         begin = time.perf_counter()
         batch = self.collator(encoded) if encoded else self.collator.empty()
+        if batch.media is not None:
+            batch = tell_tower(batch, self._tower_rule)
         encode_seconds += time.perf_counter() - begin
         return MicroBatch(
             batch=batch,

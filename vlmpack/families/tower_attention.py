@@ -1,0 +1,147 @@
+"""Attention of vision towers: all images of a batch, or all of their windows, in one call.
+
+Registered with transformers under names of its own. The text's function has another name, takes
+other arguments, and each of the two refuses those of the other: no image is cut where a sample
+ends, and no sample where an image ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmpack.attention import VarlenAttention, choose_attention
+from vlmpack.errors import CapabilityError
+from vlmpack.packing import Media, PackedSeqParams, move_batch
+from vlmpack.packing.vision import TowerInputs, TowerRule, TowerSegments
+
+ROWS = "vlmpack_images"
+"""For towers that hand over all patches as one row whatever computes attention."""
+
+FLASH_ROWS = "vlmpack_flash_images"
+"""For towers that do so for what transformers takes for flash attention, by its name, and call
+others once for each image and window, with lengths that they read on the host."""
+
+OF_TEXT = ("packed_seq_params", "padded_rows", "image_masks")
+"""Arguments that tell the language model's attention where samples end."""
+
+
+def tower_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    tower_inputs: TowerInputs | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention inside each image or window of a row of patches, in both directions.
+
+    Args:
+        module: the calling attention module.
+        query: (1, H, P, D).
+        key: (1, H, P, D).
+        value: (1, H, P, D).
+        attention_mask: None with `tower_inputs`.
+        tower_inputs: where images and windows end; None where the class's own forward calls.
+        cu_seq_lens_q: (n + 1,) int32, which of the two a block wants, where it says so: a tensor of
+            `tower_inputs`, itself.
+        options: scaling, dropout.
+
+    Returns:
+        (1, P, H, D) and no weights.
+
+    Raises:
+        CapabilityError: boundaries of the text, others than those of `tower_inputs`, or dropout.
+    """
+    found = [name for name in OF_TEXT if options.get(name) is not None]
+    if found:
+        raise CapabilityError(
+            f"{type(module).__name__} of the vision tower was called with {found[0]}, where the "
+            f"text's samples end; images end elsewhere"
+        )
+    if tower_inputs is None and cu_seq_lens_q is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    if options.get("dropout"):
+        raise CapabilityError(
+            "attention dropout is not supported in the vision tower; set attention_dropout of "
+            "vision_config to 0 in the model's config.json"
+        )
+    segments = _segments(tower_inputs, cu_seq_lens_q)
+    # Rotary leaves queries and keys in float32 under autocast; kernels want one dtype.
+    q, k, v = (part[0].transpose(0, 1).to(value.dtype) for part in (query, key, value))
+    function = _best_attention(value.device, value.dtype)
+    output = function(q, k, v, _params(segments), causal=False, scale=options.get("scaling"))
+    return output[None], None
+
+
+def _segments(inputs: TowerInputs | None, cu_seqlens: Tensor | None) -> TowerSegments:
+    """Those that a block wants; read from the device where the class's own forward calls alone."""
+    if inputs is None:
+        assert cu_seqlens is not None
+        return TowerSegments(cu_seqlens=cu_seqlens, lengths=tuple(cu_seqlens.diff().tolist()))
+    if cu_seqlens is None or cu_seqlens is inputs.images.cu_seqlens:
+        return inputs.images
+    if inputs.windows is None or cu_seqlens is not inputs.windows.cu_seqlens:
+        raise CapabilityError(
+            "a block of the vision tower attends inside other boundaries than those of the batch's "
+            "images and windows; this version of transformers derives them again"
+        )
+    return inputs.windows
+
+
+def _params(segments: TowerSegments) -> PackedSeqParams:
+    return PackedSeqParams(
+        cu_seqlens_q=segments.cu_seqlens,
+        cu_seqlens_kv=segments.cu_seqlens,
+        max_seqlen_q=segments.max_seqlen,
+        max_seqlen_kv=segments.max_seqlen,
+        segment_lengths=segments.lengths,
+    )
+
+
+@cache
+def _best_attention(device: torch.device, dtype: torch.dtype) -> VarlenAttention:
+    return choose_attention("auto", device=device, dtype=dtype).function
+
+
+def inputs_of(
+    make_rule: Callable[[Mapping[str, Any]], TowerRule], tower: Any, media: Media
+) -> TowerInputs:
+    """What a tower is told of the images of a batch: as the batch has it, or made here, of grids
+    that are host integers.
+
+    Args:
+        make_rule: the family's `tower_rule`.
+        tower: transformers' vision tower.
+        media: the images, on its device.
+    """
+    if media.tower is not None:
+        return media.tower
+    made = make_rule(tower.config.to_dict())(media.grid_thw)
+    return move_batch(made, media.pixel_values.device)
+
+
+def use_tower_attention(tower: Any, name: str) -> None:
+    """For good: a layer that is computed again in the backward pass must find it too. The class's
+    own forward goes on working.
+
+    Args:
+        tower: transformers' vision tower.
+        name: `ROWS` or `FLASH_ROWS`.
+    """
+    if tower.config._attn_implementation == name:
+        return
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(name, tower_attention)
+    # set_attn_implementation looks on the hub for whatever has "flash" in its name.
+    tower.config._attn_implementation = name
