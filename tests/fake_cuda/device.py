@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -95,6 +95,16 @@ class FakeCudaTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _active().run(func, args, kwargs or {})
+
+    @property
+    def data(self) -> Tensor:
+        """As torch's own."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        torch._C.TensorBase.data.__set__(self, value)  # shape and strides
+        self.held = _held(value)
 
     # Modules then move their parameters by swapping tensors, not by setting their data.
     def __tensor_flatten__(self) -> tuple[list[str], None]:
@@ -290,6 +300,40 @@ def _place(frame: FrameType | None) -> str:
     return "backward"
 
 
+def _set_data(parameter: torch.nn.Parameter, value: Tensor) -> None:
+    """A parameter of the CPU that gets data on the device is one of the device, as a whole."""
+    if not isinstance(value, FakeCudaTensor):
+        torch._C.TensorBase.data.__set__(parameter, value)
+        return
+    moved = torch.nn.Parameter(value, parameter.requires_grad)
+    vars(moved).update(vars(parameter))
+    torch.utils.swap_tensors(parameter, moved)
+
+
+class _Stream:
+    """The one stream, or an event of it: everything runs in order."""
+
+    def __init__(self, gpu: FakeCuda) -> None:
+        self.gpu = gpu
+
+    def record(self, stream: object = None) -> None:
+        """Nothing to remember."""
+
+    def record_event(self, event: object = None) -> _Stream:
+        """An event is a stream here."""
+        return self
+
+    wait_stream = wait_event = wait = record
+
+    def query(self) -> bool:
+        """All work is done."""
+        return True
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        self.gpu.wait("all work")
+
+
 @contextmanager
 def _cuda_by_name(gpu: FakeCuda) -> Iterator[None]:
     """What is asked of a device by name, answered for the fake one."""
@@ -297,7 +341,8 @@ def _cuda_by_name(gpu: FakeCuda) -> Iterator[None]:
         name="fake", major=9, minor=0, multi_processor_count=132, total_memory=80 << 30
     )
     state = torch.zeros(16, dtype=torch.uint8)
-    answers: dict[str, Callable[..., Any]] = {
+    stream = _Stream(gpu)
+    answers: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "_lazy_init": lambda: None,
@@ -308,13 +353,25 @@ def _cuda_by_name(gpu: FakeCuda) -> Iterator[None]:
         "get_device_capability": lambda _=None: (9, 0),
         "is_bf16_supported": lambda *_, **__: True,
         "mem_get_info": lambda _=None: (80 << 30, 80 << 30),
-        "get_rng_state": lambda _=None: state.clone(),
-        "set_rng_state": lambda *_: None,
+        "get_rng_state": lambda device=None: state.clone(),
+        "set_rng_state": lambda *_, **__: None,
+        "manual_seed": lambda _: None,
+        "default_generators": (SimpleNamespace(set_state=lambda _: None, get_state=state.clone),),
         "synchronize": lambda _=None: gpu.wait("all work"),
+        "Stream": lambda *_, **__: stream,
+        "Event": lambda *_, **__: stream,
+        "current_stream": lambda _=None: stream,
+        "default_stream": lambda _=None: stream,
+        "stream": lambda _: nullcontext(),
+        "is_current_stream_capturing": lambda: False,
     }
     with ExitStack() as changed:
         for name, answer in answers.items():
             changed.enter_context(patch.object(torch.cuda, name, answer))
+        for name in ("get_rng_state", "set_rng_state"):  # the module's own, which others import
+            changed.enter_context(patch.object(torch.cuda.random, name, answers[name]))
+        data = property(lambda tensor: torch._C.TensorBase.data.__get__(tensor), _set_data)
+        changed.enter_context(patch.object(torch.nn.Parameter, "data", data, create=True))
         # torch runs its fused and foreach kernels for these types alone.
         known = [*_foreach_utils._foreach_supported_types, FakeCudaTensor]
         changed.enter_context(patch.object(_foreach_utils, "_foreach_supported_types", known))

@@ -6,8 +6,10 @@ Neither has been run on a GPU by this version's tests unless the README says so.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Literal
+from collections.abc import Callable
+from functools import cache, partial
+from inspect import signature
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -41,6 +43,12 @@ def whole_heads(
     if missing:
         query, key, value = (nn.functional.pad(part, (0, missing)) for part in (query, key, value))
     return query, key, value, scale
+
+
+@cache
+def _takes_groups(varlen_attn: Callable[..., object]) -> bool:
+    """Whether this torch's has a grouped-query form; 2.11's has none."""
+    return "enable_gqa" in signature(varlen_attn).parameters
 
 
 def _varlen_attention(
@@ -77,11 +85,14 @@ def _varlen_attention(
     from torch.nn.attention.varlen import varlen_attn
 
     groups = query.shape[1] // key.shape[1]
-    if groups > 1:  # torch 2.11's kernel has no grouped-query form
+    grouped: dict[str, Any] = {}
+    if groups > 1 and _takes_groups(varlen_attn):
+        grouped = {"enable_gqa": True}
+    elif groups > 1:  # as often in memory
         key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
     own = query.shape[-1]
     query, key, value, scale = whole_heads(query, key, value, scale)
-    found = varlen_attn(query, key, value, *bounds, scale=scale, window_size=sides)
+    found = varlen_attn(query, key, value, *bounds, scale=scale, window_size=sides, **grouped)
     assert isinstance(found, Tensor)  # a tuple only where the log-sum-exp was asked for
     return found[..., :own]
 

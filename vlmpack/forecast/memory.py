@@ -18,7 +18,9 @@ With h the decoder's width and e the bytes of a number:
     mcore so are main weights. Weights in 4 bits (QLoRA) take 0.516 bytes and no copy. Components in
     front of the first trained one record no graph: no copies of their weights, and of a frozen
     tower's activations one block at a time. What adapters themselves keep (rank numbers a token and
-    layer, with dropout a copy of their input) is left out.
+    layer, with dropout a copy of their input) is left out. Torch's own attention (`segments`, and
+    all of float32) copies its output, q e more; where one matrix makes a tower's queries, keys and
+    values, it lives as long as the values do, 2 columns more.
     logits   one chunk in float32, three times (values, gradient, exponentials)
 
 Compared with what autograd keeps of tiny models (hf, CPU): 0.95 to 1.1 times the activations in
@@ -194,8 +196,7 @@ class _Estimate:
         held, updated = -(-count // shards), -(-self._trained(rank) // shards)
         copied = 0
         if shards > 1:
-            root = sizes.embedding + sizes.head
-            copied = self.number * (root + 2 * sizes.largest_block)
+            copied = self.number * (sizes.outside + 2 * sizes.largest_block)
         elif self.model.dtype == "bfloat16":
             copied = 2 * (count - trained.before_graph)
         return 4 * held + round(NF4_BYTES * trained.packed) + copied, 4 * updated, 8 * updated
@@ -234,7 +235,14 @@ class _Estimate:
         """Bytes that a layer keeps of each token on one rank."""
         numbers = Numbers(self.number, self._norm_bytes())
         norms, wide, whole = layer_bytes(layer, self.sizes.hidden, numbers, self.recurrences)
+        if self._by_segments():  # what the kernel makes, and its copy for the projection
+            wide += self.number * layer.query
         return norms // narrow + wide // self.split.tensor + whole
+
+    def _by_segments(self) -> bool:
+        """Whether attention is torch's own, a segment at a time, as far as the recipe says it."""
+        model = self.model
+        return model.attention == "segments" or model.dtype == "float32"
 
     def _tower_block(self, rank: _Rank) -> tuple[int, int, int]:
         """Bytes a patch keeps in a block of the tower, blocks, and patches of this rank."""
@@ -242,7 +250,9 @@ class _Estimate:
         if vision is None or not rank.has_tower:
             return 0, 0, 0
         mlp = (4 if vision.gated else 2) * vision.intermediate
-        block = 2 * self._norm_bytes() * vision.width + self.number * (4 * vision.width + mlp)
+        attention = 6 if vision.fused else 4  # rotated ones beside the values' whole tensor
+        block = 2 * self._norm_bytes() * vision.width
+        block += self.number * (attention * vision.width + mlp)
         return block, vision.blocks, -(-self.mode.max_row_patches // (split.tensor * split.context))
 
     def _norm_bytes(self) -> int:

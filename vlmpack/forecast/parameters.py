@@ -25,12 +25,14 @@ _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerSizes:
-    """The vision tower: blocks, their width, query and key heads' total width, MLP width."""
+    """The vision tower: blocks, their width, MLP width, whether the MLP has a gate, and whether one
+    matrix makes queries, keys and values, which then lie in one tensor."""
 
     blocks: int
     width: int
     intermediate: int
     gated: bool
+    fused: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,8 @@ class ModelSizes:
         vectors: those of the layers that are no matrices (norms, biases), and the final norm.
         experts: parameters of all experts of all layers.
         largest_block: of one decoder layer or vision block.
+        outside: parameters in no layer or block: embedding, head, final norm, of the tower what
+            makes patches and the projector.
         hidden: the decoder's width.
         decoder: its layers, one by one.
         vocabulary: rows of the head.
@@ -58,6 +62,7 @@ class ModelSizes:
     vectors: int
     experts: int
     largest_block: int
+    outside: int
     hidden: int
     decoder: tuple[LayerSizes, ...]
     vocabulary: int
@@ -134,10 +139,11 @@ def _sizes(
     return ModelSizes(
         **groups,
         largest_block=max(blocks.values(), default=0),
+        outside=sum(groups.values()) - sum(blocks.values()),
         hidden=text["hidden_size"],
         decoder=decoder_layers(language, text),
         vocabulary=text["vocab_size"],
-        vision=_tower(config.get("vision_config")) if groups["tower"] else None,
+        vision=_tower(config.get("vision_config"), held) if groups["tower"] else None,
         files=files,
     )
 
@@ -154,7 +160,9 @@ def _group(name: str, shape: tuple[int, ...]) -> str:
     return "layers" if len(shape) > 1 and _LAYER.search(name) else "vectors"
 
 
-def _tower(vision: Mapping[str, Any] | None) -> TowerSizes | None:
+def _tower(
+    vision: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...]]
+) -> TowerSizes | None:
     if vision is None:
         return None
     # Qwen2-VL calls the width embed_dim, and its hidden_size is the language model's.
@@ -166,4 +174,5 @@ def _tower(vision: Mapping[str, Any] | None) -> TowerSizes | None:
         or vision.get("mlp_dim")
         or int(width * vision["mlp_ratio"]),
         gated=vision.get("hidden_act") == "silu",
+        fused=any(name.endswith(".attn.qkv.weight") for name in shapes),
     )
