@@ -41,6 +41,7 @@ ALLOWED = [
     "model.backend=mcore",
     "model.attention=segments",
     "model.recurrence=torch",
+    "model.fused_layers=none",
     "model.activation_checkpointing=true",
     "data.train={path: data/train-*.tar, name: renamed}",
     "data.num_workers=0",

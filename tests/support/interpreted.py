@@ -77,11 +77,23 @@ def applied(
 
 
 class Interpreter:
-    """The process; requests one at a time."""
+    """The process; requests one at a time.
 
-    def __init__(self) -> None:
+    Args:
+        packages: which of the worker's it imports.
+    """
+
+    def __init__(self, packages: str = "recurrences") -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "support.interpreted_worker", str(FOLDER)],
+            [
+                sys.executable,
+                "-W",
+                "ignore",
+                "-m",
+                "support.interpreted_worker",
+                str(FOLDER),
+                packages,
+            ],
             env=os.environ
             | {
                 "PYTHONPATH": os.pathsep.join(map(str, (FOLDER, ROOT / "tests", ROOT))),

@@ -1,8 +1,9 @@
 """Run by `support.interpreted`: kernels of other packages, interpreted on a CPU by Triton.
 
-    TRITON_INTERPRET=1 python -m support.interpreted_worker FOLDER
+    TRITON_INTERPRET=1 python -m support.interpreted_worker FOLDER PACKAGES
 
-FOLDER is on the module search path and holds Triton and the packages. Pickled requests come in on
+FOLDER is on the module search path and holds Triton and the packages; PACKAGES says which to
+import. Pickled requests come in on
 stdin, (name of a function of this module, its arguments), and pickled answers leave on stdout:
 (True, result) or (False, traceback).
 
@@ -24,13 +25,17 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy
 import torch
+import triton
+import triton.language as tl
 from support.interpreted import Case, applied
 from support.kept import kept_bytes
 from support.recurrences import segments, with_gradients
 from torch import Tensor
-from triton.runtime import driver
+from triton.runtime import driver, interpreter
 
+from vlmpack.backends import fused
 from vlmpack.recurrence import KINDS, choose_recurrence, kernels
 
 
@@ -73,6 +78,27 @@ def _counted(*bounds: Any) -> Iterator[_Counter]:
     return map(_Counter, builtins.range(*bounds))
 
 
+def _float32(argument: Any) -> Any:
+    """A Python float that a kernel is called with is a scalar of float32 there, and has `.to`."""
+    if not isinstance(argument, float):
+        return _converted(argument)
+    handle = interpreter.TensorHandle(numpy.array([argument], dtype=numpy.float32), tl.float32)
+    return tl.tensor(handle, tl.float32)
+
+
+_converted = interpreter._implicit_cvt
+
+
+@triton.jit
+def _rsqrt(x):  # type: ignore[no-untyped-def]
+    return tl.rsqrt(x)
+
+
+@triton.jit
+def _tanh(x):  # type: ignore[no-untyped-def]
+    return 2 * tl.sigmoid(2 * x) - 1
+
+
 def _filled(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(allocate)
     def filled(*args: Any, **options: Any) -> Tensor:
@@ -82,18 +108,24 @@ def _filled(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return filled
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder: Path, packages: str) -> None:
     """Stand in for a GPU, and import the packages."""
     driver.set_active(_Driver())
     torch.cuda.device = lambda _: nullcontext()  # type: ignore[misc,assignment]
     torch.cuda.get_device_properties = (  # type: ignore[assignment]
         lambda _: SimpleNamespace(multi_processor_count=1)
     )
-    # Its own __init__ imports the CUDA extension, which nobody built.
-    sys.modules["mamba_ssm"] = package = ModuleType("mamba_ssm")
-    package.__path__ = [str(folder / "mamba_ssm")]
-    for name in PACKAGES:
+    interpreter._implicit_cvt = _float32
+    # Their own __init__ import the CUDA extension, which nobody built, and kernels of all kinds.
+    for name in ("mamba_ssm", "liger_kernel", "liger_kernel.ops"):
+        sys.modules[name] = package = ModuleType(name)
+        package.__path__ = [str(folder / name.replace(".", "/"))]
+    for name in PACKAGES[packages]:
         import_module(name)
+    for name, function in {"rsqrt": _rsqrt, "tanh": _tanh}.items():  # libdevice's are not there
+        for module in PACKAGES["liger"]:
+            if hasattr(sys.modules.get(module), name):
+                setattr(sys.modules[module], name, function)
     for name, module in list(sys.modules.items()):
         if name.startswith("fla."):
             module.range = _counted  # type: ignore[attr-defined]
@@ -102,11 +134,18 @@ def prepare(folder: Path) -> None:
     torch.Tensor.new_empty = _filled(torch.Tensor.new_empty)  # type: ignore[method-assign]
 
 
-PACKAGES = (
-    "fla.modules.convolution",
-    "fla.ops.gated_delta_rule",
-    "mamba_ssm.ops.triton.ssd_combined",
-)
+PACKAGES = {
+    "recurrences": (
+        "fla.modules.convolution",
+        "fla.ops.gated_delta_rule",
+        "mamba_ssm.ops.triton.ssd_combined",
+    ),
+    "liger": (
+        "liger_kernel.ops.rms_norm",
+        "liger_kernel.ops.swiglu",
+        "liger_kernel.ops.geglu",
+    ),
+}
 KERNELS: dict[str, Callable[..., Tensor]] = {
     "convolution": kernels.fla_convolution,
     "delta_rule": kernels.fla_delta_rule,
@@ -148,6 +187,24 @@ def of_given_chunks(case: Case, tensors: list[Tensor], chunks: Tensor | None) ->
     return with_gradients(applied(kernels.fla_delta_rule, case.kind, leaves, row), leaves)
 
 
+def fused_norm(form: fused.NormForm, tensors: list[Tensor], eps: float) -> list[Tensor]:
+    """Output and gradients of liger's norm, as our layers call it."""
+    leaves = [x.requires_grad_() for x in tensors]
+    return with_gradients(fused.liger_norm(*leaves, eps, form), leaves)
+
+
+def fused_gated(activation: fused.Activation, tensors: list[Tensor]) -> list[Tensor]:
+    """Output and gradients of liger's gated activation, of what layers before it made."""
+    leaves = [x.requires_grad_() for x in tensors]
+    made = [1.0 * x for x in leaves]  # its backward pass writes over them
+    return with_gradients(fused.liger_gated(*made, activation), leaves)
+
+
+def why_no_liger() -> str | None:
+    """What `auto` finds on CUDA."""
+    return fused.why_no_liger(torch.device("cuda", 0))
+
+
 def chosen() -> dict[str, tuple[str, str]]:
     """What is chosen for a model in bfloat16 on CUDA: name and reason."""
     choice = choose_recurrence(device=torch.device("cuda", 0), dtype=torch.bfloat16)
@@ -157,7 +214,7 @@ def chosen() -> dict[str, tuple[str, str]]:
 def main() -> None:
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr  # what a package prints is no answer
-    prepare(Path(sys.argv[1]))
+    prepare(Path(sys.argv[1]), sys.argv[2])
     while True:
         try:
             name, arguments = pickle.load(requests)

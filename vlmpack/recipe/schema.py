@@ -53,6 +53,12 @@ class ModelSection(Section):
     (any device). `kernels`: flash-linear-attention, causal-conv1d or mamba-ssm (CUDA) for every
     kind of layer that the model has, or an error. `auto`: kernels where one can run, else torch."""
 
+    fused_layers: Literal["auto", "none", "liger", "compile"] = "auto"
+    """What runs RMS norms and the activation of gated MLPs: the model's own modules (`none`),
+    liger's kernels (CUDA, `pip install liger-kernel`), or what torch.compile makes of the formulas
+    (any device). `auto`: on CUDA liger where it is installed, and on the mcore engine Megatron's
+    fused SwiGLU. Modules of another formula keep their own."""
+
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
 

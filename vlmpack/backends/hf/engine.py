@@ -16,6 +16,7 @@ from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice
 from vlmpack.backends.digests import digests
 from vlmpack.backends.engine import Compute, ForwardStep, norms_by_component, or_one
 from vlmpack.backends.export import save_model_folder
+from vlmpack.backends.fused import choose_fused
 from vlmpack.backends.hf.adapters import (
     adapters_off,
     apply_policy,
@@ -25,6 +26,7 @@ from vlmpack.backends.hf.adapters import (
 )
 from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.hf.experts import settle_experts
+from vlmpack.backends.hf.fused_layers import describe_fused
 from vlmpack.backends.hf.load import load_model
 from vlmpack.backends.hf.parameter_boxes import (
     load_slices,
@@ -98,6 +100,7 @@ class HFEngine:
                 kinds=recurrence_kinds(language),
             ),
         )
+        fused = describe_fused(loaded, *choose_fused(model.fused_layers, ranks.device))
         if model.activation_checkpointing:
             recompute_layers(loaded)
         apply_policy(
@@ -138,6 +141,7 @@ class HFEngine:
             **experts,
             **describe_router_loss(language, model.router_aux_loss_coef),
             **recurrences.described(),
+            "fused layers": fused,
             "parameters": f"{sum(count.parameters for count in self.components):,}",
             "trained": describe_counts(self.components),
         }

@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from vlmpack.alignment import round_up
 from vlmpack.attention import VarlenAttention
+from vlmpack.backends.fused import FusedOps
 from vlmpack.backends.mcore.attention import PackedCoreAttention
 from vlmpack.backends.mcore.norm import RMSNorm
 from vlmpack.backends.mcore.router import PackedRouter, with_parts
@@ -32,7 +33,12 @@ from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
 
 def transformer_config(
-    dims: LanguageDims, model: ModelSection, sizes: ParallelismSection, *, dtype: torch.dtype
+    dims: LanguageDims,
+    model: ModelSection,
+    sizes: ParallelismSection,
+    *,
+    dtype: torch.dtype,
+    fused_activation: bool = False,
 ) -> TransformerConfig:
     """Megatron's config.
 
@@ -41,6 +47,7 @@ def transformer_config(
         model: what the recipe says of it.
         sizes: how it is spread.
         dtype: of weights and activations.
+        fused_activation: whether SwiGLU is one kernel, which Megatron has torch compile.
     """
     recompute: dict[str, Any] = {}
     if model.activation_checkpointing:
@@ -82,7 +89,7 @@ def transformer_config(
         perform_initialization=False,
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=fused_activation,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         **_experts(dims.experts, sizes, model.router_aux_loss_coef),
@@ -114,7 +121,10 @@ def _experts(
 
 
 def decoder_spec(
-    config: TransformerConfig, dims: LanguageDims, varlen: VarlenAttention | None
+    config: TransformerConfig,
+    dims: LanguageDims,
+    varlen: VarlenAttention | None,
+    fused: FusedOps | None = None,
 ) -> TransformerBlockSubmodules:
     """This stage's layers.
 
@@ -123,11 +133,13 @@ def decoder_spec(
         dims: the language model's sizes.
         varlen: attention over whole rows, in Megatron's local layers; None for Transformer
             Engine's layers and attention.
+        fused: what runs norms; None for torch's operators. Transformer Engine has its own.
     """
     build: Callable[..., ModuleSpec]
     norm: Any
     if varlen is not None:
-        build, norm = partial(_local_layer, varlen), RMSNorm
+        norm = ModuleSpec(module=RMSNorm, params={"ops": fused})
+        build = partial(_local_layer, varlen, norm)
     else:
         from vlmpack.backends.mcore import transformer_engine  # needs CUDA
 
@@ -142,7 +154,9 @@ def decoder_spec(
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def _local_layer(varlen: VarlenAttention, *, num_experts: int | None, qk_norm: bool) -> ModuleSpec:
+def _local_layer(
+    varlen: VarlenAttention, norm: ModuleSpec, *, num_experts: int | None, qk_norm: bool
+) -> ModuleSpec:
     """Megatron's local layer with our norms and our attention."""
     spec = get_gpt_layer_local_spec(
         num_experts=num_experts,
@@ -152,12 +166,12 @@ def _local_layer(varlen: VarlenAttention, *, num_experts: int | None, qk_norm: b
     )
     layer = spec.submodules
     core = ModuleSpec(module=PackedCoreAttention, params={"varlen": varlen})
-    head_norms = {"q_layernorm": RMSNorm, "k_layernorm": RMSNorm} if qk_norm else {}
+    head_norms = {"q_layernorm": norm, "k_layernorm": norm} if qk_norm else {}
     dense = num_experts is None
     return with_parts(
         spec,
-        input_layernorm=RMSNorm,
-        pre_mlp_layernorm=RMSNorm,
+        input_layernorm=norm,
+        pre_mlp_layernorm=norm,
         mlp=layer.mlp if dense else with_parts(layer.mlp, router=PackedRouter),
         self_attention=with_parts(layer.self_attention, core_attention=core, **head_norms),
     )

@@ -23,6 +23,7 @@ from vlmpack.backends.export import save_model_folder
 from vlmpack.backends.mcore.collectives import sum_parts
 from vlmpack.backends.mcore.config import transformer_config
 from vlmpack.backends.mcore.cpu import megatron_on_cpu
+from vlmpack.backends.mcore.fused import FusedParts, launch_queues
 from vlmpack.backends.mcore.groups import in_words, start_model_parallel
 from vlmpack.backends.mcore.layout import LocalParameter, WeightLayout, local_parameters
 from vlmpack.backends.mcore.model import MegatronVLM
@@ -99,10 +100,14 @@ class MegatronEngine:
         self.known = megatron_family(self.skeleton.config.model_type)
         dims = LanguageDims.from_transformers(self.skeleton.config, self.known)
         dims.check(split)
+        on_te = compute.attention is None
+        fused = FusedParts.of(model, self.device, transformer_engine=on_te)
         with PretrainedReader(folder, self.known) as reader, megatron_on_cpu():
             reader.check(self.shapes, passed_over(self.skeleton))
             self.groups = start_model_parallel(split)
-            config = transformer_config(dims, model, split, dtype=compute.dtype)
+            config = transformer_config(
+                dims, model, split, dtype=compute.dtype, fused_activation=fused.activation
+            )
             model_parallel_cuda_manual_seed(0)  # recomputation wants generators; dropout is 0
             self.model: MegatronVLM = MegatronVLM(
                 config,
@@ -111,6 +116,7 @@ class MegatronEngine:
                 self.groups,
                 varlen=None if compute.attention is None else compute.attention.function,
                 tower=vision_tower(config, self.skeleton, encoder),
+                fused=fused.norm,
             ).to(self.device)
             self.router_sum = None
             if model.router_aux_loss_coef and dims.experts is not None:
@@ -129,9 +135,9 @@ class MegatronEngine:
             )
             self.layout = WeightLayout(parameters, self.optimizer)
             self.layout.load(reader, optimizer_steps=0)
-        self.description = self._described(compute)
+        self.description = self._described(compute, fused)
 
-    def _described(self, compute: Compute) -> dict[str, str]:
+    def _described(self, compute: Compute, fused: FusedParts) -> dict[str, str]:
         """What was chosen, for the log and the report."""
         ranks = self.ranks
         return {
@@ -139,6 +145,8 @@ class MegatronEngine:
             "processes": f"{ranks.world_size} ({in_words(self.split)}, {ranks.dp_size} replicas)",
             "device": str(ranks.device),
             **compute.described(),
+            "fused layers": fused.described,
+            **launch_queues(self.split, self.device),
             "optimizer": "distributed" if self.split.distributed_optimizer else "replicated",
             "parameters": f"{sum(count.parameters for count in self.components):,}",
             "trained": describe_counts(self.components),

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from vlmpack.attention import VarlenAttention, rope_cos_sin
 from vlmpack.backends.cross_entropy import VocabularyShard, chunk_rows, linear_cross_entropy
+from vlmpack.backends.fused import FusedOps
 from vlmpack.backends.mcore.attention import RowParams, megatron_params
 from vlmpack.backends.mcore.collectives import gather_features
 from vlmpack.backends.mcore.config import decoder_spec, padded_vocabulary
@@ -84,6 +85,7 @@ class MegatronVLM(MegatronModule):
         sizes: how the model is spread.
         groups: Megatron's process groups, of that spread.
         varlen: attention over whole rows; None for Transformer Engine.
+        fused: what runs norms; None for torch's operators.
         tower: on the first stage of a vision-language model; None on the others, and where the
             model is a language model alone.
     """
@@ -97,6 +99,7 @@ class MegatronVLM(MegatronModule):
         *,
         varlen: VarlenAttention | None,
         tower: VisionTower | None,
+        fused: FusedOps | None = None,
     ) -> None:
         super().__init__(config=config)
         self.dims, self.sizes, self.groups = dims, sizes, groups
@@ -110,7 +113,7 @@ class MegatronVLM(MegatronModule):
         self.tower_rule = tower.rule if tower is not None else None
         self.gpt = GPTModel(
             config,
-            decoder_spec(config, dims, varlen),
+            decoder_spec(config, dims, varlen, fused),
             vocab_size=padded_vocabulary(dims, sizes),
             max_sequence_length=0,  # positions are data; Megatron builds none
             pre_process=self.pre_process,

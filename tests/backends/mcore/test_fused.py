@@ -1,0 +1,99 @@
+"""Fused parts of Megatron's layers: the flag for SwiGLU, and norms of ours, as the formulas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.engines import EVERYTHING, engine_of, make_stepper, single_rank
+from support.layouts import LAYOUTS
+from support.shards import TINY_MODEL
+from support.token_losses import in_rows
+
+from vlmpack.backends.fused import FusedOps
+from vlmpack.backends.mcore.fused import FusedParts, launch_queues
+from vlmpack.backends.mcore.norm import RMSNorm
+from vlmpack.encode import Encoder
+from vlmpack.errors import CapabilityError
+from vlmpack.recipe.schema import ModelSection, ParallelismSection
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.distributed.*is deprecated:FutureWarning",
+    r"ignore:The \.grad attribute of a Tensor that is not a leaf",
+)
+CUDA = torch.device("cuda", 0)
+
+
+def played(calls, *, offset=0.0):
+    def norm(x, weight, eps, form):
+        calls.append(form)
+        return form.eager(x, weight + offset, eps)
+
+    def gated(gate, up, activation):
+        raise AssertionError("Megatron has its own")
+
+    return FusedOps("played", "a test", norm, gated)
+
+
+def trained(requested):
+    """What a step reports, the weights after it, and the engine."""
+    model = ModelSection(
+        path=str(TINY_MODEL),
+        backend="mcore",
+        dtype="float32",
+        attention="segments",
+        fused_layers=requested,
+    )
+    parts = (Encoder(TINY_MODEL), single_rank(), EVERYTHING)
+    engine = engine_of(model, ParallelismSection(), *parts)
+    report, _ = make_stepper(engine).train(0, in_rows(LAYOUTS["one"]), num_skipped=0, stop=False)
+    return (report.loss, report.grad_norm), dict(engine.whole_tensors()), engine
+
+
+@pytest.mark.slow
+def test_a_step_is_the_one_without(monkeypatch):
+    plain, weights, engine = trained("auto")
+    assert engine.description["fused layers"].startswith("norms: none (liger's kernels need a CUDA")
+    assert not engine.model.config.bias_activation_fusion
+    calls = []
+    monkeypatch.setattr("vlmpack.backends.fused.compiled_ops", lambda: played(calls))
+    found, others, engine = trained("compile")
+    assert engine.description["fused layers"] == "norms: played (a test); SwiGLU: Megatron's"
+    assert engine.model.config.bias_activation_fusion
+    norms = [module for module in engine.model.modules() if isinstance(module, RMSNorm)]
+    assert len(norms) > 3 and all(norm.ops is not None for norm in norms)
+    assert len(calls) == len(norms) * len(in_rows(LAYOUTS["one"]))
+    assert found == pytest.approx(plain, rel=1e-6)
+    assert weights.keys() == others.keys()
+    assert max((weights[n] - others[n]).abs().max().item() for n in weights) < 1e-5
+    monkeypatch.setattr("vlmpack.backends.fused.compiled_ops", lambda: played([], offset=1e-3))
+    wrong, _, _ = trained("compile")
+    assert wrong != pytest.approx(plain, rel=1e-5)
+
+
+def parts(requested, device, *, te=False):
+    model = ModelSection(path="a", backend="mcore", fused_layers=requested)
+    return FusedParts.of(model, device, transformer_engine=te)
+
+
+def test_what_is_fused_where():
+    found = parts("auto", CUDA)
+    assert found.norm is None and found.activation
+    assert "liger_kernel" in found.described and found.described.endswith("SwiGLU: Megatron's")
+    assert parts("auto", CUDA, te=True).described.startswith("norms: Transformer Engine's; SwiGLU")
+    for off in (parts("none", CUDA), parts("auto", torch.device("cpu"))):
+        assert off.norm is None and not off.activation and off.described.endswith("SwiGLU: none")
+    with pytest.raises(CapabilityError, match=r"model\.fused_layers: liger cannot run"):
+        parts("liger", CUDA)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(None, "not set; up to Hopper"), ("8", "8; up to Hopper"), ("1", "1")]
+)
+def test_the_log_says_whether_kernels_start_in_order(monkeypatch, value, said):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
+    for split in (ParallelismSection(tensor=2), ParallelismSection(context=2)):
+        assert launch_queues(split, CUDA)["CUDA_DEVICE_MAX_CONNECTIONS"].startswith(said)
+        assert launch_queues(split, torch.device("cpu")) == {}
+    assert launch_queues(ParallelismSection(), CUDA) == {}

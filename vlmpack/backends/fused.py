@@ -1,0 +1,186 @@
+"""Norms and gated activations in one kernel each: liger's, or what torch.compile makes of ours.
+
+In eager mode an RMS norm is six kernels that each read and write a row, and the activation of a
+gated MLP two. Neither has products of matrices, so on a GPU they cost what they read and write.
+
+    rms_norm      y = (offset + weight) * x / rms(x), the mean of squares in float32 (1910.07467)
+    gated         y = activation(gate) * up
+
+Two habits of rounding are in use: the normed x is rounded to its own dtype before the weight
+(Llama, Qwen2, Qwen3), or the product alone (Gemma, Qwen3.5, Nemotron-H). liger has both. What
+torch.compile makes keeps the product in float32 either way, which rounds once less.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib import metadata
+from inspect import signature
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, silu
+
+from vlmpack.errors import CapabilityError
+
+FusedName = Literal["auto", "none", "liger", "compile"]
+"""What can be asked for: `model.fused_layers` of a recipe."""
+
+Activation = Literal["silu", "gelu_tanh"]
+"""What a gated MLP applies to its gate: SiLU (SwiGLU), or GELU by its tanh form (GeGLU)."""
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NormForm:
+    """Which RMS norm.
+
+    Args:
+        offset: added to the weight: 1 where weights are kept as differences from 1.
+        rounds_first: whether the normed x is rounded to its dtype before the weight.
+    """
+
+    offset: float
+    rounds_first: bool
+
+    def eager(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """(..., D) -> (..., D): the formula itself."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        if self.rounds_first:
+            return weight * wide.to(x.dtype)
+        return ((self.offset + weight.float()) * wide).to(x.dtype)
+
+
+FORMS = (NormForm(0.0, True), NormForm(0.0, False), NormForm(1.0, False))
+"""Those that are in use, and that liger rounds as the models do: with an offset and rounding first
+it would keep the sum of offset and weight in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedOps:
+    """What runs norms and gated activations.
+
+    Args:
+        name: of the package, or `compile`.
+        reason: one phrase for the log.
+        norm: (x, weight, eps, form) -> the normed x, in the dtype of x.
+        gated: (gate, up, activation) -> their product.
+    """
+
+    name: str
+    reason: str
+    norm: Callable[[Tensor, Tensor, float, NormForm], Tensor]
+    gated: Callable[[Tensor, Tensor, Activation], Tensor]
+
+
+_LIGER: dict[tuple[str, str], tuple[str, ...]] = {
+    ("rms_norm", "LigerRMSNormFunction"): ("X", "W", "eps", "offset", "casting_mode", "in_place"),
+    ("swiglu", "LigerSiLUMulFunction"): ("a", "b"),
+    ("geglu", "LigerGELUMulFunction"): ("a", "b"),
+}
+"""liger's functions by module, and what each takes first."""
+
+
+def _liger_function(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
+
+
+def why_no_liger(device: torch.device) -> str | None:
+    """Why liger's kernels cannot run here; None where they can."""
+    if device.type != "cuda":
+        return f"liger's kernels need a CUDA device, this one is {device.type}"
+    for (module, name), wanted in _LIGER.items():
+        try:
+            function = _liger_function(module, name)
+        except (ImportError, AttributeError, OSError) as error:
+            return (
+                f"liger_kernel.ops.{module}.{name} cannot be imported ({error}); pip install "
+                f"liger-kernel"
+            )
+        _, *taken = signature(function.forward).parameters
+        if tuple(taken[: len(wanted)]) != wanted:
+            return (
+                f"{name} of the installed liger-kernel takes {', '.join(taken)} where "
+                f"{', '.join(wanted)} are expected"
+            )
+    return None
+
+
+def liger_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
+    """liger's kernel. Not in place: its backward pass would write into a gradient that the residual
+    stream may read, too."""
+    casting = "llama" if form.rounds_first else "gemma"
+    function = _liger_function("rms_norm", "LigerRMSNormFunction")
+    output: Tensor = function.apply(x, weight, eps, form.offset, casting, False)
+    return output
+
+
+def liger_gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """liger's kernel. Its backward pass writes over gate and up, which nothing else keeps."""
+    module, name = {
+        "silu": ("swiglu", "LigerSiLUMulFunction"),
+        "gelu_tanh": ("geglu", "LigerGELUMulFunction"),
+    }[activation]
+    output: Tensor = _liger_function(module, name).apply(gate, up)
+    return output
+
+
+@cache
+def _compiled(function: Callable[..., Tensor], backend: str) -> Callable[..., Tensor]:
+    compiled: Callable[..., Tensor] = torch.compile(
+        function, dynamic=True, fullgraph=True, backend=backend
+    )
+    return compiled
+
+
+def _plain_gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    return ACTIVATIONS[activation](gate) * up
+
+
+def compiled_ops(reason: str = "as the recipe asks", *, backend: str = "inductor") -> FusedOps:
+    """What torch.compile makes of the formulas: of these functions alone, not of layers, so that no
+    attention, hook or gather breaks its graphs and rows of any width share one."""
+
+    def norm(x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
+        return _compiled(form.eager, backend)(x, weight, eps)
+
+    def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        return _compiled(_plain_gated, backend)(gate, up, activation)
+
+    return FusedOps("compile", reason, norm, gated)
+
+
+def liger_ops(reason: str) -> FusedOps:
+    """liger's kernels."""
+    return FusedOps("liger", reason, liger_norm, liger_gated)
+
+
+def choose_fused(requested: FusedName, device: torch.device) -> tuple[FusedOps | None, str]:
+    """What runs norms and gated activations on `device`, None for the model's own; and why.
+
+    Raises:
+        CapabilityError: what is asked for by name cannot run here.
+    """
+    if requested == "none":
+        return None, "as the recipe asks"
+    if requested == "compile":
+        return compiled_ops(), "as the recipe asks"
+    why = why_no_liger(device)
+    if why is None:
+        version = metadata.version("liger-kernel")
+        said = "as the recipe asks" if requested == "liger" else "first choice"
+        return liger_ops(f"{version}, {said}"), said
+    if requested == "liger":
+        raise CapabilityError(
+            f"model.fused_layers: liger cannot run: {why}; use auto, none or compile"
+        )
+    return None, why

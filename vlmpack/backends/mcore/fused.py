@@ -1,0 +1,64 @@
+"""Which of a Megatron layer's parts run as one kernel each.
+
+Norms are ours, by what `model.fused_layers` comes to; with Transformer Engine they are its own.
+SwiGLU is Megatron's flag `bias_activation_fusion`, which has torch compile it. Rotations are ours
+and need no flag: `apply_rope_fusion` is another op, which loops over sequences. The residual sum
+without dropout is one kernel, so `bias_dropout_fusion` has nothing to fuse; `persist_layer_norm`
+and `masked_softmax_fusion` are about layer norms and scores that no model here has.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from vlmpack.backends.fused import FusedOps, choose_fused
+from vlmpack.recipe.schema import ModelSection, ParallelismSection
+
+
+@dataclass(frozen=True, slots=True)
+class FusedParts:
+    """What is fused.
+
+    Args:
+        norm: what runs norms; None for torch's operators one by one.
+        activation: whether SwiGLU is one kernel.
+        described: one line for the log.
+    """
+
+    norm: FusedOps | None
+    activation: bool
+    described: str
+
+    @classmethod
+    def of(
+        cls, model: ModelSection, device: torch.device, *, transformer_engine: bool
+    ) -> FusedParts:
+        """Those of a recipe on a device.
+
+        Raises:
+            CapabilityError: what is asked for by name cannot run here.
+        """
+        norm, why = choose_fused(model.fused_layers, device)
+        activation = model.fused_layers != "none" and (norm is not None or device.type == "cuda")
+        norms = f"none ({why})" if norm is None else f"{norm.name} ({norm.reason})"
+        if transformer_engine:
+            norms = "Transformer Engine's"
+        swiglu = "Megatron's" if activation else "none"
+        return cls(norm, activation, f"norms: {norms}; SwiGLU: {swiglu}")
+
+
+def launch_queues(split: ParallelismSection, device: torch.device) -> dict[str, str]:
+    """For the log: whether CUDA starts kernels in the order in which they are launched.
+
+    Under tensor and context parallelism collectives run beside matmuls. With more than one queue a
+    matmul may take the multiprocessors before the collective that was launched first; up to Hopper,
+    CUDA_DEVICE_MAX_CONNECTIONS=1 has them start in order. CUDA reads it once, at its first use.
+    """
+    found = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if device.type != "cuda" or max(split.tensor, split.context) == 1:
+        return {}
+    said = "1" if found == "1" else f"{found or 'not set'}; up to Hopper GPUs set it to 1"
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": said}
