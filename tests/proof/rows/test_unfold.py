@@ -20,6 +20,7 @@ from vlmpack.proof.rows.row import Row, RowRules
 from vlmpack.proof.rows.unfold import unfolded
 from vlmpack.proof.rows.view import RowView, view_first, view_samples
 from vlmpack.report.inspect.page import render_page
+from vlmpack.report.inspect.table import totals
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,30 @@ def test_a_shared_row_is_its_samples(multiple, samples, encoders):
     assert f"{batch.num_shared_tokens:,} tokens not repeated" in checks["shared prefixes"].detail
     plain = unfolded(row).batch
     assert plain.forks is None
-    assert plain.num_slots == collators(encoders[0], multiple)[1](samples).num_slots
+    apart = collators(encoders[0], multiple)[1](samples)
+    assert plain.num_slots == apart.num_slots
+    # As trained, and beside it with nothing shared: the slots of the row that nobody unfolded.
+    held, alone = sum(batch.segment_tokens), sum(item.length for item in samples)
+    assert held < alone
+    assert checks["padding"].detail == (
+        f"{batch.num_slots - held:,} of {batch.num_slots:,} slots, all of them the fill token "
+        f"without loss; with nothing shared {apart.num_slots - alone:,} of {apart.num_slots:,} "
+        "slots"
+    )
+    detail = checks["boundaries"].detail
+    assert f"{batch.cu_seqlens.numel()} of them over {batch.num_slots:,} slots, as the" in detail
+    assert f"{apart.cu_seqlens.numel()} of them over {apart.num_slots:,} slots" in detail
+    detail = checks["pixels in order"].detail
+    assert detail.startswith(f"{batch.media.num_images} image")
+    assert f"in {batch.media_positions.numel():,} placeholders; with nothing shared" in detail
+    assert detail.endswith(f"in {apart.media_positions.numel():,} placeholders")
+
+
+def test_a_row_that_shares_nothing_says_one_number(samples, encoders):
+    batch = collators(encoders[0], 8)[1](samples)
+    checks = check_row(row_of(batch, samples, encoders[0], 8))
+    assert len(checks) >= 6
+    assert not [check for check in checks if check.fails or "nothing shared" in check.detail]
 
 
 def changed(tensor, place, value):
@@ -100,7 +124,8 @@ def test_what_is_wrong_in_one_is_found(samples, encoders):
     assert found(media=pixels) == {"pixels in order"}
     gap = starts[own] + batch.forks.lengths[own]
     if gap < starts[own + 1]:
-        assert "shared prefixes" in found(input_ids=changed(batch.input_ids, (0, gap), 7))
+        broken = found(input_ids=changed(batch.input_ids, (0, gap), 7))
+        assert broken == {"shared prefixes", "padding"}
 
 
 def test_what_is_shared_is_shown_as_a_stretch_of_its_own(samples, encoders):
@@ -140,6 +165,13 @@ def test_inspect_shows_and_checks_a_shared_row(tmp_path):
     shared = [segment for segment in row.segments if segment.sample and segment.sample.shared_by]
     assert len(shared) >= 4
     assert sum(segment.length for segment in row.segments) == row.num_slots
+    shown, alone = totals(row), sum(item.length for item in row.alone)
+    assert row.batch.num_slots + row.batch.num_shared_tokens == alone
+    assert shown["tokens"] == (
+        f"{row.num_slots:,} in {row.num_slots:,} slots ({alone:,} in {alone:,} with nothing shared)"
+    )
+    assert shown["pairs"] == str(len(row.batch.keys))
     page = render_page(row, check_row(row), encoder, "recipe")
     assert f"{row.batch.num_shared_tokens:,} tokens, " in page
+    assert f"{len(row.batch.keys)} pairs in {row.num_slots} slots, to scale" in page
     assert f"{shared[0].name}" in page

@@ -22,7 +22,7 @@ from vlmpack.proof.rows.findings import (
 from vlmpack.proof.rows.images_check import check_images
 from vlmpack.proof.rows.row import Row, RowRules
 from vlmpack.proof.rows.slices_check import check_slices
-from vlmpack.proof.rows.unfold import check_forks, unfolded
+from vlmpack.proof.rows.unfold import check_forks, free_slots, unfolded
 from vlmpack.words import counted
 
 
@@ -42,7 +42,7 @@ def check_rows(rows: Sequence[Row]) -> list[Check]:
         ("padding", _padding, _say_padding),
     ]
     if any(row.batch.media is not None or _has_images(row) for row in rows):
-        checks.append(("pixels in order", check_images, _say_images))
+        checks.append(("pixels in order", _images, _say_images))
     if any(isinstance(row.batch, PackedBatch) and row.batch.forks for row in rows):
         checks.append(("shared prefixes", check_forks, _say_forks))
     if rules.budget is not None:
@@ -56,7 +56,7 @@ def _run(
     rows: Sequence[Row], name: str, check: Callable[[Row], Counts], say: Callable[..., str]
 ) -> Check:
     try:
-        as_it_is = check in (_budget, check_forks)
+        as_it_is = check in (_boundaries, _padding, _images, _budget, check_forks)
         counts = [check(row if as_it_is else unfolded(row)) for row in rows]
     except Broken as found:
         return Check(name=name, status="fail", detail=str(found), look_at=found.look_at)
@@ -170,6 +170,13 @@ def _say_positions(row: Row) -> str:
 
 
 def _boundaries(row: Row) -> Counts:
+    """How many there are and the slots between them: in the row, and with nothing shared."""
+    apart = unfolded(row)
+    _check_boundaries(apart)
+    return len(row.boundaries), row.num_slots, len(apart.boundaries), apart.num_slots
+
+
+def _check_boundaries(row: Row) -> None:
     physical, rules = row.boundaries, row.rules
     multiple = rules.multiples.sequence
     if physical[0] != 0 or physical[-1] != row.num_slots:
@@ -194,7 +201,6 @@ def _boundaries(row: Row) -> Counts:
                 BOUNDARIES,
             )
     _lengths(row, physical)
-    return len(physical), row.num_slots
 
 
 def _lengths(row: Row, physical: list[int]) -> None:
@@ -230,33 +236,67 @@ def _why(rules: RowRules) -> str:
     return f" (2 x CP {rules.context})" if rules.context > 1 else ""
 
 
-def _say_boundaries(rules: RowRules, count: int, slots: int) -> str:
+def _say_boundaries(rules: RowRules, *found: int) -> str:
     multiple = rules.multiples.sequence
     also = f", all multiples of {multiple}{_why(rules)}" if multiple > 1 else ""
-    return f"{count} of them over {slots:,} slots, as the samples' lengths say{also}"
+
+    def amount(count: int, slots: int) -> str:
+        return f"{count} of them over {slots:,} slots"
+
+    return f"{amount(*found[:2])}, as the samples' lengths say{also}{_unshared(amount, found)}"
+
+
+def _unshared(amount: Callable[..., str], found: Counts) -> str:
+    """What a row would have if it shared nothing, where it does.
+
+    Args:
+        amount: says half of `found`.
+        found: counts of the row as it is trained, and the same ones with nothing shared.
+    """
+    half = len(found) // 2
+    apart = found[half:]
+    return f"; with nothing shared {amount(*apart)}" if apart != found[:half] else ""
 
 
 def _padding(row: Row) -> Counts:
+    """Slots of no sample and all slots: of the row, whose own are judged, and with nothing
+    shared."""
     ids, labels = row.batch.input_ids.flatten().tolist(), row.batch.labels.flatten().tolist()
-    free = [slot for slot, owner in enumerate(owners_of(row)[:-1]) if owner == -1]
+    free, apart = free_slots(row), unfolded(row)
     for slot in free:
         if ids[slot] != row.rules.pad_token_id or labels[slot] != NO_LOSS:
             raise Broken(
                 f"slot {slot} of no sample: token {ids[slot]}, label {labels[slot]}", COLLATOR
             )
-    return len(free), row.num_slots
+    return len(free), row.num_slots, len(free_slots(apart)), apart.num_slots
 
 
-def _say_padding(free: int, slots: int) -> str:
-    return f"{free:,} of {slots:,} slots, all of them the fill token without loss"
+def _say_padding(*found: int) -> str:
+    def amount(free: int, slots: int) -> str:
+        return f"{free:,} of {slots:,} slots"
+
+    said = f"{amount(*found[:2])}, all of them the fill token without loss"
+    return said + _unshared(amount, found)
 
 
 def _has_images(row: Row) -> bool:
     return any(item.media is not None for item in row.alone)
 
 
-def _say_images(images: int, features: int) -> str:
-    return f"{counted(images, 'image')}, bit by bit, in {counted(features, 'placeholder')}"
+def _images(row: Row) -> Counts:
+    """Images and placeholders: of the row, and with nothing shared."""
+    apart, media = check_images(unfolded(row)), row.batch.media
+    images = media.num_images if media is not None else 0
+    return images, int(row.batch.media_positions.shape[0]), *apart
+
+
+def _say_images(*found: int) -> str:
+    def amount(images: int, features: int) -> str:
+        return f"{counted(images, 'image')} in {counted(features, 'placeholder')}"
+
+    images, features = found[:2]
+    said = f"{counted(images, 'image')}, bit by bit, in {counted(features, 'placeholder')}"
+    return said + _unshared(amount, found)
 
 
 def _budget(row: Row) -> Counts:

@@ -17,7 +17,14 @@ from torch import Tensor
 from vlmpack.alignment import round_up
 from vlmpack.packing import Media, PackedBatch
 from vlmpack.packing.forks import Forks
-from vlmpack.proof.rows.findings import BOUNDARIES, COLLATOR, NO_LOSS, Broken, Counts
+from vlmpack.proof.rows.findings import (
+    BOUNDARIES,
+    COLLATOR,
+    NO_LOSS,
+    Broken,
+    Counts,
+    owners_of,
+)
 from vlmpack.proof.rows.row import Row
 
 
@@ -133,6 +140,15 @@ def unfolded(row: Row) -> Row:
         fork_paths=(),
     )
     return replace(row, batch=flat)
+
+
+def free_slots(row: Row) -> list[int]:
+    """The slots that hold nothing of any sequence: gaps of alignment and the tail."""
+    batch = row.batch
+    if not isinstance(batch, PackedBatch) or batch.forks is None:
+        return [slot for slot, owner in enumerate(owners_of(row)[:-1]) if owner == -1]
+    held = {slot for sequence in _slots(batch) for slot in sequence}
+    return [slot for slot in range(row.num_slots) if slot not in held]
 
 
 def _slots(batch: PackedBatch) -> list[list[int]]:

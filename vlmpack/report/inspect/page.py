@@ -25,6 +25,7 @@ from vlmpack.report.inspect.lanes import draw_lanes
 from vlmpack.report.inspect.legend import segment_color
 from vlmpack.report.inspect.table import COLUMNS, WORDS, table_rows, totals
 from vlmpack.whole_file import write_atomically
+from vlmpack.words import counted
 
 LAYOUTS = (("wide", 1480.0), ("medium", 860.0), ("narrow", 372.0))
 """(class, width in pixels at which it is drawn); the style sheet chooses."""
@@ -139,7 +140,8 @@ def _stored(number: int, image: Image) -> StoredImage:
 
 
 def _drawings(row: ShownRow, sizes: Sequence[tuple[int, int]]) -> Iterator[str]:
-    label = f"{len(row.batch.lengths)} samples in {row.num_slots} slots, to scale"
+    what = "pair" if row.batch.num_pairs else "sample"
+    label = f"{counted(len(row.batch.keys), what)} in {row.num_slots} slots, to scale"
     for name, width in LAYOUTS:
         canvas = Canvas(width)
         draw_lanes(canvas, row)

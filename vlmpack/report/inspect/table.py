@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
+from vlmpack.alignment import round_up
 from vlmpack.proof.rows.shown import Segment, ShownRow
 
 COLUMNS = ("", "key", "shard", "tokens", "image", "loss", "logical", "physical", "positions")
@@ -43,9 +44,10 @@ def totals(row: ShownRow) -> dict[str, str]:
     batch, segments, context = row.batch, row.segments, row.rules.context
     gaps = sum(s.slots - s.length for s in segments if s.sample is not None)
     tail = sum(s.slots for s in segments if s.sample is None)
+    what = "pairs" if batch.num_pairs else "samples"
     found = {
-        "samples": f"{len(batch.lengths):,}",
-        "tokens": f"{batch.num_tokens:,} in {batch.num_slots:,} slots",
+        what: f"{len(batch.keys):,}",
+        "tokens": _tokens(row),
         "fill": _fill(row),
         "padding": f"{gaps + tail:,} slots ({_parts(row, gaps, tail)})",
         "loss tokens": f"{batch.num_label_tokens:,}",
@@ -65,6 +67,16 @@ def totals(row: ShownRow) -> dict[str, str]:
     if row.shown.holes:
         found["left out"] = f"{len(row.shown.holes)} bad samples"
     return found
+
+
+def _tokens(row: ShownRow) -> str:
+    """Tokens and slots as they are computed: what samples share, once."""
+    batch = row.batch
+    found = f"{batch.num_tokens - batch.num_shared_tokens:,} in {batch.num_slots:,} slots"
+    if not batch.num_shared_tokens:
+        return found
+    slots = round_up(row.ends[-1], row.rules.multiples.row)
+    return f"{found} ({batch.num_tokens:,} in {slots:,} with nothing shared)"
 
 
 def _flops(count: float) -> str:
