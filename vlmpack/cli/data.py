@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -58,16 +58,29 @@ def lint(
     processes: Processes = None,
     max_image_pixels: MaxImagePixels = None,
     index_dir: IndexDir = None,
+    objective: Annotated[
+        Literal["sft", "dpo"] | None,
+        typer.Option(
+            help="What SHARDS are for: dpo holds every record to a pair of answers, sft to none. "
+            "With --recipe it is the recipe's.",
+            show_default="either form passes",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check shards down to the pixels: one line a fault, exit code 1 if there is any."""
-    from vlmpack.data.shards.keys import describe_keys
     from vlmpack.data.tools.lint import LintOne, LintReport, lint_shards, lint_summary
     from vlmpack.encode import Encoder
+    from vlmpack.recipe.objective import LEARN_PAIRS
 
     reading = open_reading(
-        shards, recipe=recipe, storage=storage, max_image_pixels=max_image_pixels
+        shards,
+        recipe=recipe,
+        storage=storage,
+        max_image_pixels=max_image_pixels,
+        objective=objective,
     )
+    refuses_pairs = reading.objective not in (None, *LEARN_PAIRS)
     if model is None and reading.recipe is not None:
         model = Path(reading.recipe.model.path)
     encoder = pair_encoder = None
@@ -78,15 +91,14 @@ def lint(
         preload = WORKER_PRELOAD
         encoder = Encoder(model, **_settings(reading))
         assert encoder.chat is not None  # a wrong folder is named before any shard is read
-        if reading.recipe is None or reading.recipe.objective.learns_pairs:
+        if not refuses_pairs:
             pair_encoder = Encoder(model, **_settings(reading), pairs=True)
     paths = reading.paths
     reports: list[LintReport] = []
     refuse = reading.recipe is not None and reading.recipe.data.unknown_keys == "refuse"
     folder = reading.index_folder(index_dir)
-    work = LintOne(
-        reading.fetcher, reading.caps, encoder, refuse, folder, pair_encoder, reading.paired
-    )
+    read = (reading.fetcher, reading.caps, encoder, refuse, folder, pair_encoder)
+    work = LintOne(*read, paired=reading.paired, refuse_pairs=refuses_pairs)
     with BytesBar("checking", len(paths)) as bar:
         count = num_processes(processes, paths, LINT_BYTES_A_SECOND)
         for report in lint_shards(reading.shards, work, processes=count, preload=preload):
@@ -99,22 +111,38 @@ def lint(
     if as_json:
         say(json.dumps(summary, indent=1))
     else:
-        if summary["unknown_keys"]:
-            known = describe_keys(summary["unknown_keys"])
-            say(f"keys of records that are not read: {known}", err=True)
-        classes = ", ".join(f"{count} {name}" for name, count in summary["by_class"].items())
-        say(
-            ", ".join(counted(summary[f"{one}s"], one) for one in ("shard", "sample", "image"))
-            + f", {size_text(summary['bytes']) or 0}: "
-            + (
-                f"{counted(len(summary['findings']), 'fault')} ({classes})"
-                if classes
-                else "no fault"
-            ),
-            err=True,
-        )
+        _print_lint(summary, reading.objective)
     if summary["findings"]:
         raise typer.Exit(1)
+
+
+def _print_lint(summary: dict[str, Any], objective: str | None) -> None:
+    """The figures, on stderr: findings alone are on stdout."""
+    from vlmpack.data.shards.keys import describe_keys
+
+    if summary["unknown_keys"]:
+        known = describe_keys(summary["unknown_keys"])
+        say(f"keys of records that are not read: {known}", err=True)
+    if some := summary["records_sharing_an_image"]:
+        say(
+            f"{counted(some, 'record')} with an image that another one has too; "
+            f"{summary['records_sharing_all_images']:,} with the very images of another, in their "
+            "order, which data.group_by: image puts together within a source",
+            err=True,
+        )
+    if objective is None and summary["samples"]:
+        say(
+            f"pairs of answers: {summary['pairs']:,} of {counted(summary['samples'], 'sample')}; "
+            "pairs were not asked for, nor refused: --objective dpo, sft or --recipe does",
+            err=True,
+        )
+    classes = ", ".join(f"{count} {name}" for name, count in summary["by_class"].items())
+    say(
+        ", ".join(counted(summary[f"{one}s"], one) for one in ("shard", "sample", "image"))
+        + f", {size_text(summary['bytes']) or 0}: "
+        + (f"{counted(len(summary['findings']), 'fault')} ({classes})" if classes else "no fault"),
+        err=True,
+    )
 
 
 def _settings(reading: Reading) -> dict[str, Any]:

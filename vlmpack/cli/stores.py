@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from vlmpack.storage.fetch import Fetcher
     from vlmpack.storage.sources import FoundShard
 
+TRAINED = ("train", "validation")
+"""Splits whose records have the objective's form; the others are questions to a model."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:
@@ -26,13 +30,15 @@ class Reading:
         fetcher: reads them.
         caps: limits of one sample.
         recipe: where one was given.
-        paired: paths of those that the recipe's objective takes its pairs from.
+        objective: `objective.name` of the recipe or the option; None where neither is given.
+        paired: paths of those that the objective takes its pairs from.
     """
 
     shards: tuple[FoundShard, ...]
     fetcher: Fetcher
     caps: SampleCaps
     recipe: Recipe | None
+    objective: str | None = None
     paired: frozenset[str] = frozenset()
 
     @property
@@ -57,6 +63,7 @@ def open_reading(
     recipe: Path | None,
     storage: Sequence[str] | None,
     max_image_pixels: int | None,
+    objective: str | None = None,
 ) -> Reading:
     """Put options and recipe together.
 
@@ -65,15 +72,21 @@ def open_reading(
         recipe: a recipe or a run folder.
         storage: `key=value` of `data.storage`.
         max_image_pixels: instead of the recipe's.
+        objective: what shards without a recipe are for, by the names of `objective.name`.
 
     Raises:
         RecipeError: what is wrong with any of them.
     """
     from vlmpack.data.shards.caps import SampleCaps
+    from vlmpack.recipe.objective import LEARN_PAIRS
     from vlmpack.storage.sources import find_shards
 
     loaded: Recipe | None = None
     fetcher: Fetcher
+    if recipe is not None and objective is not None:
+        raise RecipeError(
+            ["--objective: --recipe has an objective.name of its own; expected one of the two"]
+        )
     if recipe is not None:
         from vlmpack.build.data import build_fetcher
         from vlmpack.build.read_only import recipe_file
@@ -90,18 +103,37 @@ def open_reading(
     caps = SampleCaps()
     if max_image_pixels is not None:
         caps = SampleCaps(max_image_pixels=max_image_pixels)
-    paired = frozenset[str]()
+    if loaded is not None:
+        objective = loaded.objective.name
+    asked: list[FoundShard] = []
     if shards:
         found = find_shards(shards, key="SHARDS", fetcher=fetcher)
+        if loaded is not None and objective in LEARN_PAIRS:
+            asked = _asked_questions(loaded, fetcher)
     elif loaded is not None:
         splits = _all_splits(loaded, fetcher)
         found = list({shard.path: shard for each in splits.values() for shard in each}.values())
-        if loaded.objective.learns_pairs:
-            trained = (splits.get(name, []) for name in ("train", "validation"))
-            paired = frozenset(shard.path for each in trained for shard in each)
+        trained = {shard.path for name in TRAINED for shard in splits.get(name, [])}
+        asked = [shard for shard in found if shard.path not in trained]
     else:
         raise RecipeError(["SHARDS: names no shard; give a path, or --recipe"])
-    return Reading(tuple(found), fetcher, caps, loaded, paired)
+    paired = frozenset[str]()
+    if objective in LEARN_PAIRS:
+        paired = frozenset(shard.path for shard in found) - {shard.path for shard in asked}
+    return Reading(tuple(found), fetcher, caps, loaded, objective, paired)
+
+
+def _asked_questions(recipe: Recipe, fetcher: Fetcher) -> list[FoundShard]:
+    """Shards of the recipe whose samples are no pairs: those of the splits that are not trained.
+    A split that cannot be listed has none of the shards that were named."""
+    from vlmpack.storage.sources import find_shards
+
+    found: list[FoundShard] = []
+    for name, sources in recipe.data.splits().items():
+        for source in sources if name not in TRAINED else ():
+            with suppress(RecipeError):
+                found += find_shards([source.path], key=f"data.{name}", fetcher=fetcher)
+    return found
 
 
 def _all_splits(recipe: Recipe, fetcher: Fetcher) -> dict[str, list[FoundShard]]:

@@ -205,3 +205,87 @@ def test_a_conversation_among_pairs_is_a_finding_and_among_test_questions_none(
     [finding] = found["findings"]
     assert (finding["key"], finding["error_class"]) == ("plain", "schema")
     assert "objective.name: dpo learns from pairs" in finding["reason"]
+
+
+def command(*args: str) -> Any:
+    return CliRunner().invoke(app, ["data", "lint", *args, "--processes", "1"])
+
+
+@pytest.fixture
+def both_forms(tmp_path: Path) -> tuple[str, str]:
+    """A shard of pairs, and one with a conversation."""
+    pairs = write_pairs(tmp_path / "pairs.tar", raw_pairs())
+    plain = write_shard(tmp_path / "plain.tar", [("plain", {"json": chat_json("q", "a")})])
+    return str(pairs), str(plain)
+
+
+@pytest.mark.parametrize(
+    "model", [(), pytest.param(("--model", str(TINY_MODEL)), marks=pytest.mark.slow)]
+)
+def test_shards_without_a_recipe_are_held_to_the_objective_that_is_named(
+    both_forms: tuple[str, str], model: tuple[str, ...]
+) -> None:
+    """With a model or without; where nobody says what they are for, that is said."""
+    pairs = len(raw_pairs())
+    told = command(*both_forms, *model)
+    assert told.exit_code == 0
+    assert f"pairs of answers: {pairs} of {pairs + 1} samples; pairs were not asked" in told.output
+    told = command(*both_forms, *model, "--objective", "dpo", "--json")
+    found = json.loads(told.stdout)
+    assert told.exit_code == 1
+    [finding] = found["findings"]
+    assert (finding["key"], finding["error_class"]) == ("plain", "schema")
+    assert "the record has no 'chosen' and no 'rejected' answer" in finding["reason"]
+    assert found["pairs"] == pairs
+    found = json.loads(command(*both_forms, *model, "--objective", "sft", "--json").stdout)
+    assert len(found["findings"]) == pairs
+    assert all("the record is a pair" in finding["reason"] for finding in found["findings"])
+    assert found["pairs"] == 0
+    told = command(both_forms[0], *model, "--objective", "dpo")
+    assert told.exit_code == 0 and "not asked" not in told.output
+
+
+@pytest.mark.slow
+def test_shards_named_beside_a_recipe_are_held_to_its_objective(
+    tmp_path: Path, both_forms: tuple[str, str]
+) -> None:
+    """But for those that it only asks questions of."""
+    pairs, plain = both_forms
+    questions = write_shard(tmp_path / "test.tar", [("asked", {"json": chat_json("q", "a")})])
+    settings = run_settings(
+        tmp_path,
+        data__train=pairs,
+        data__validation=None,
+        data__test=str(questions),
+        objective__name="dpo",
+    )
+    recipe = ["--recipe", str(write_recipe(tmp_path / "r.yaml", settings))]
+    found = json.loads(command(*recipe, pairs, plain, str(questions), "--json").stdout)
+    assert [finding["key"] for finding in found["findings"]] == ["plain"]
+    Path(questions).unlink()
+    found = json.loads(command(*recipe, pairs, plain, "--json").stdout)
+    assert [finding["key"] for finding in found["findings"]] == ["plain"]
+    told = command(*recipe, pairs, "--objective", "sft")
+    assert told.exit_code == 1
+    assert "--recipe has an objective.name of its own" in str(told.exception)
+
+
+def test_records_that_share_images_are_counted_over_all_shards(tmp_path: Path) -> None:
+    picture = [image_bytes(8, 8, seed=seed) for seed in range(4)]
+    shown = {"a": [0], "b": [0], "c": [1, 2], "d": [2, 1], "e": [3], "f": [], "g": []}
+    records = [
+        (
+            key,
+            {"json": chat_json("q", key, len(images))}
+            | {f"{place}.png": picture[image] for place, image in enumerate(images)},
+        )
+        for key, images in shown.items()
+    ]
+    paths = [
+        str(write_shard(tmp_path / f"{number}.tar", records[number::2])) for number in range(2)
+    ]
+    told = command(*paths)
+    assert "4 records with an image that another one has too; 2 with the very" in told.output
+    found = json.loads(command(*paths, "--json").stdout)
+    assert (found["records_sharing_an_image"], found["records_sharing_all_images"]) == (4, 2)
+    assert "another one has too" not in command(paths[0]).output, "a and b lie in two shards"

@@ -39,3 +39,21 @@ def joined_digests(lists: Any) -> Int64s:
     if digests.size:
         found[counts > 0] = np.add.reduceat(digests * powers[place], starts[counts > 0])
     return found.view(np.int64)
+
+
+def shared_images(lists: Any) -> tuple[int, int]:
+    """How many samples show an image that another one shows too; and how many show exactly those of
+    another one, in their order, which are those that stand together in a group.
+
+    Args:
+        lists: pyarrow list array of the digests of each.
+    """
+    counts = np.asarray(lists.value_lengths(), dtype=np.int64)
+    digests = np.asarray(lists.flatten(), dtype=np.int64)
+    owners = np.repeat(np.arange(counts.shape[0]), counts)
+    shown = np.unique(np.stack([digests, owners]), axis=1)  # an image once in each sample
+    _, place, seen = np.unique(shown[0], return_inverse=True, return_counts=True)
+    some = np.unique(shown[1, seen[place] > 1])
+    joined = joined_digests(lists)
+    _, seen = np.unique(joined[joined != 0], return_counts=True)
+    return int(some.size), int(seen[seen > 1].sum())

@@ -15,6 +15,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
+from vlmpack.data.index.groups import shared_images
 from vlmpack.data.index.part_file import read_part
 from vlmpack.data.index.parts import part_for
 from vlmpack.data.index.shard_index import (
@@ -32,6 +35,7 @@ from vlmpack.data.shards.raw import REINDEX, RawSample, changed_since_indexed
 from vlmpack.data.shards.schemas import cook
 from vlmpack.encode import Encoder, decode_image
 from vlmpack.encode.decode import which_image
+from vlmpack.encode.pair_form import refuse_other_form
 from vlmpack.errors import DataError, schema_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 from vlmpack.storage.sources import FoundShard
@@ -74,6 +78,8 @@ class LintReport:
         num_bytes: its size.
         findings: in the shard's order.
         unknown_keys: keys of the records that are not read -> records.
+        pairs: samples without a fault that are pairs of answers.
+        digests: (records,) pyarrow lists: of the images of each record without a fault.
     """
 
     shard: str
@@ -82,6 +88,8 @@ class LintReport:
     num_bytes: int
     findings: tuple[Finding, ...]
     unknown_keys: Mapping[str, int] = field(default_factory=dict)
+    pairs: int = 0
+    digests: Any = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +104,7 @@ class LintOne:
         index_dir: where index parts lie that shards are compared with; none is made.
         pair_encoder: of records that are pairs; None where they are refused.
         paired: paths of shards where every record must be one.
+        refuse_pairs: whether a record that is one is a fault, with or without an encoder.
     """
 
     fetcher: Fetcher
@@ -105,19 +114,24 @@ class LintOne:
     index_dir: Path | None = None
     pair_encoder: Encoder | None = None
     paired: frozenset[str] = frozenset()
+    refuse_pairs: bool = False
 
     def __call__(self, shard: FoundShard) -> LintReport:
         """All findings of one shard."""
         path = shard.path
         rows: list[IndexRow] = []
-        images, size = 0, 0
+        images, size, pairs = 0, 0, 0
         fault: DataError | None = None
         try:
             stamp = shard.stamp or self.fetcher.head(path)
             size = stamp.size
             for raw in self._index.samples(stamp):
                 found = index_rows(raw, self.caps)
-                images += sum(self._check_content(raw, row) for row in found if not row.reason)
+                for row in found:
+                    if not row.reason:
+                        decoded, is_pair = self._check_content(raw, row)
+                        images += decoded
+                        pairs += is_pair
                 rows += found
             flag_repeated_keys(rows)
             self._compare_with_index(stamp, rows)
@@ -132,7 +146,8 @@ class LintOne:
         if fault is not None:
             findings.append(Finding(path, fault.key, fault.offset, fault.error_class, fault.reason))
         unknown = unknown_keys_of(rows)
-        return LintReport(path, len(rows), images, size, tuple(findings), unknown)
+        digests = _digests_of(rows)
+        return LintReport(path, len(rows), images, size, tuple(findings), unknown, pairs, digests)
 
     @property
     def _index(self) -> IndexBuilder:
@@ -165,9 +180,10 @@ class LintOne:
                 fault = changed_since_indexed(row.crc32, checksum)
                 row.error_class, row.reason = fault.error_class, fault.reason
 
-    def _check_content(self, raw: RawSample, row: IndexRow) -> int:
-        """Decode every image, and encode; notes a fault in the row. Returns the images decoded."""
-        count = 0
+    def _check_content(self, raw: RawSample, row: IndexRow) -> tuple[int, bool]:
+        """Decode every image, and encode; notes a fault in the row. Returns the images decoded,
+        and whether the sample is a pair without a fault."""
+        count, is_pair = 0, False
         try:
             sample = cook(raw, row.branch)
             for index, data in enumerate(() if row.branch else sample.images):  # once a record
@@ -177,6 +193,8 @@ class LintOne:
                     max_pixels=self.caps.max_image_pixels,
                 )
                 count += 1
+            if raw.shard in self.paired or self.refuse_pairs:
+                refuse_other_form(sample, pairs=raw.shard in self.paired)
             encoder = self.encoder
             if self.pair_encoder is not None and (sample.answers or raw.shard in self.paired):
                 encoder = self.pair_encoder
@@ -194,9 +212,17 @@ class LintOne:
                     f"the record has keys that are not read: {', '.join(row.unknown_keys)} "
                     "(data.unknown_keys: refuse)",
                 )
+            is_pair = bool(sample.answers)
         except DataError as error:
             row.error_class, row.reason = error.error_class, error.reason
-        return count
+        return count, is_pair
+
+
+def _digests_of(rows: Sequence[IndexRow]) -> Any:
+    """Lists of the images' digests, one of each record without a fault; a record that holds several
+    samples shows its images once."""
+    records = {row.offset: row.image_digests for row in rows if row.reason is None}
+    return pa.array(list(records.values()), type=pa.list_(pa.int64()))
 
 
 def lint_shards(
@@ -224,10 +250,15 @@ def lint_shards(
 def lint_summary(reports: Sequence[LintReport]) -> dict[str, Any]:
     """Figures over all shards, and the findings."""
     findings = [finding for report in reports for finding in report.findings]
+    digests = [report.digests for report in reports if report.digests is not None]
+    some, all_of_them = shared_images(pa.concat_arrays(digests)) if digests else (0, 0)
     return {
         "shards": len(reports),
         "samples": sum(report.samples for report in reports),
+        "pairs": sum(report.pairs for report in reports),
         "images": sum(report.images for report in reports),
+        "records_sharing_an_image": some,
+        "records_sharing_all_images": all_of_them,
         "bytes": sum(report.num_bytes for report in reports),
         "unknown_keys": count_keys(report.unknown_keys for report in reports),
         "by_class": dict(sorted(Counter(item.error_class for item in findings).items())),
