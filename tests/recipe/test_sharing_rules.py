@@ -79,6 +79,7 @@ def test_families_that_cannot_say_why(served, words):
     (found,) = families_share_prefixes(PackingSection(share_prefix=True), served)
     assert served.title in found.message
     assert words in found.message
+    assert found.path == ("packing", "share_prefix") and found.message.endswith("; use false")
     assert families_share_prefixes(PackingSection(), served) == []
 
 

@@ -158,9 +158,9 @@ GENERIC = "generic"
 
 
 _UNSHARED_IMAGES = Limit(
-    "no family of ours serves this class, which puts image features into the text itself, each in "
-    "one place; the two answers of a pair share them",
-    "use objective.name: sft",
+    "no family of ours serves this class; image features would go into its text each in one place, "
+    "and the two answers of a pair share them",
+    "use objective.name: sft, or a model that a family of ours serves (`vlmpack families`)",
 )
 
 

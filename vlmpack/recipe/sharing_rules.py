@@ -58,4 +58,5 @@ def families_share_prefixes(packing: PackingSection, served: ServedModel) -> lis
     """A family's attention is the only thing that passes from token to token, and ours."""
     if not packing.share_prefix or served.unshared is None:
         return []
-    return [Problem(_KEY, f"true, but {served.title} cannot: {served.unshared}; leave it out")]
+    message = f"true, but {served.title} cannot share prefixes: {served.unshared}; use false"
+    return [Problem(_KEY, message)]
