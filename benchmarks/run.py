@@ -25,6 +25,7 @@ from bench_preference import bench_preference
 from bench_safety import bench_safety
 from bench_segments import bench_segments
 from bench_step import bench_step
+from bench_tower import bench_tower
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -87,10 +88,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds of each variant")
     parser.add_argument("--no-save", action="store_true", help="print only")
+    parser.add_argument("--before", help="an older checkout, which `tower` is compared with")
     parser.add_argument("--only", help="benchmarks whose name contains this")
     arguments = parser.parse_args()
     results: dict[str, dict[str, object]] = {}
-    for name, run in _benchmarks(arguments.rounds).items():
+    benchmarks = _benchmarks(arguments.rounds)
+    if arguments.before:
+        benchmarks["tower"] = lambda: bench_tower(arguments.rounds, arguments.before)
+    for name, run in benchmarks.items():
         if arguments.only and arguments.only not in name:
             continue
         results[name] = run()
@@ -101,6 +106,8 @@ def main() -> None:
         command = f"python benchmarks/run.py --only {arguments.only!r}" if part else "make bench"
         if arguments.rounds != parser.get_default("rounds"):
             command += f" --rounds {arguments.rounds}"
+        if arguments.before:
+            command += " --before CHECKOUT"
         path = RESULTS / f"cpu-{time.strftime('%Y-%m-%d')}{part}.json"
         content = {"command": command, "hardware": _hardware(), "results": results}
         path.write_text(json.dumps(content, indent=2) + "\n")
