@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from vlmpack.alignment import round_up
-from vlmpack.errors import PackingError
+from vlmpack.errors import CapabilityError, PackingError
 from vlmpack.packing.limits import positive, short_value
 
 MAX_MULTIPLE = 1 << 24
 """The most tokens of a multiple: padding to more is a mistake, and no memory has room for it."""
+
+
+class UnreadLengths(tuple[int, ...]):
+    """The lengths of segments in a captured graph, where boundaries alone say them: how many there
+    are can be asked, what they are cannot (CapabilityError)."""
+
+    __slots__ = ()
+
+    def __new__(cls, count: int) -> UnreadLengths:
+        """Stand for `count` segments."""
+        return super().__new__(cls, [0] * count)
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise CapabilityError(
+            "the lengths of a row's segments were read on the host inside a captured graph, which "
+            "would keep those of the first row; set training.cuda_graphs: none"
+        )
+
+    def __iter__(self) -> Iterator[int]:
+        return self._refuse()
+
+    __getitem__ = _refuse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,9 +31,12 @@ class RowSegments:
         lengths: the N physical lengths, host integers that sum to T; 0 for those that only fill
             boundaries up.
         cu_seqlens: (N + 1,) int32, the segments' offsets, on the row's device.
+        width: T; None for the sum of `lengths`, which a captured graph does not know.
     """
 
-    def __init__(self, lengths: tuple[int, ...], cu_seqlens: Tensor) -> None:
+    def __init__(
+        self, lengths: tuple[int, ...], cu_seqlens: Tensor, *, width: int | None = None
+    ) -> None:
         if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] != len(lengths) + 1:
             raise ValueError(
                 f"{len(lengths)} segments have {len(lengths) + 1} boundaries, but cu_seqlens has "
@@ -41,7 +44,7 @@ class RowSegments:
             )
         self.lengths = lengths
         self.cu_seqlens = cu_seqlens
-        self.width = sum(lengths)
+        self.width = sum(lengths) if width is None else width
         self._made: dict[Hashable, Any] = {}
 
     @staticmethod

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from vlmpack.attention import BlockMasks
 from vlmpack.attention.forked import ForkedRow
 from vlmpack.backends.cross_entropy import capped, linear_cross_entropy
+from vlmpack.backends.hf.decoder_graph import DecoderGraph
 from vlmpack.backends.hf.deep_features import take_whole_rows
 from vlmpack.backends.hf.recurrence import (
     ROW_ARGUMENT,
@@ -31,6 +32,7 @@ from vlmpack.backends.hf.recurrence import (
     stateful_modules,
 )
 from vlmpack.backends.hf.router_loss import RouterLoss
+from vlmpack.backends.recording import Recorder
 from vlmpack.capabilities.refused import refusal
 from vlmpack.errors import CapabilityError
 from vlmpack.families.base import Family, ImageFeatures
@@ -143,6 +145,8 @@ class PackedLM(nn.Module):
     model: Any
     router_loss: RouterLoss | None = None
     """What a mixture of experts is trained with beside the losses."""
+    graph: DecoderGraph | None = None
+    """Replays the decoder for training rows of one shape."""
 
     def __init__(self, model: nn.Module, family: Family) -> None:
         super().__init__()
@@ -216,7 +220,9 @@ class PackedLM(nn.Module):
     ) -> Tensor:
         """(T, D) hidden states from merged inputs; raises as `hidden_states`."""
         self._refuse_forks(packed_seq_params)
-        axes, rows, slots = batch.position_ids.shape
+        if packed_seq_params is not None and self.graph is not None and self.graph.takes(batch):
+            require_replaced(self.stateful)
+            return self.graph(batch, packed_seq_params, merged.embeds, merged.deep)
         arguments = {
             **_deep_arguments(merged),
             **_boundaries(batch, packed_seq_params),
@@ -228,14 +234,29 @@ class PackedLM(nn.Module):
             arguments["output_router_logits"] = True
         require_replaced(self.stateful if packed_seq_params is not None else ())
         with packed_row() if packed_seq_params is not None else nullcontext():
-            output = self.language(
-                inputs_embeds=merged.embeds.view(rows, slots, -1),
-                position_ids=batch.position_ids if axes > 1 else batch.position_ids[0],
-                use_cache=False,
-                **arguments,
-            )
+            output = self._run(merged.embeds, batch.position_ids, arguments)
         hidden: Tensor = output.last_hidden_state.flatten(0, 1)
         return hidden if beside is None else beside.beside(hidden, output.router_logits, batch)
+
+    def _run(self, embeds: Tensor, position_ids: Tensor, arguments: Mapping[str, Any]) -> Any:
+        """The decoder's output for (B * S, D) embeddings and (A, B, S) positions."""
+        axes, rows, slots = position_ids.shape
+        return self.language(
+            inputs_embeds=embeds.view(rows, slots, -1),
+            position_ids=position_ids if axes > 1 else position_ids[0],
+            use_cache=False,
+            **arguments,
+        )
+
+    def capture_decoder(self, recorder: Recorder) -> DecoderGraph:
+        """Have the decoder recorded at the first training row of fixed shape, and replayed."""
+
+        def run(embeds: Tensor, position_ids: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+            hidden: Tensor = self._run(embeds, position_ids, arguments).last_hidden_state
+            return hidden.flatten(0, 1)
+
+        self.graph = DecoderGraph(self.language, run, recorder)
+        return self.graph
 
     def _refuse_forks(self, params: PackedSeqParams | None) -> None:
         """Raise CapabilityError for shared prefixes that the model would not compute."""
