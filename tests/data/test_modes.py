@@ -186,3 +186,52 @@ def test_the_shape_of_all_rows_is_that_of_the_settled_budget() -> None:
     assert mode.settled(unknown.packer).budget.max_sequences == 32, "nothing to try"
     free = replace(mode, packing=section.model_copy(update={"pad_to_max_length": False}))
     assert free.fixed_shape() is None and free.shape().width == 0
+
+
+def graphs(sequences: int | None = None, **section: Any) -> Online:
+    return Online(
+        packing=PackingSection(mode="online", **section),
+        budget=RowBudget(max_tokens=64, alignment=4, max_sequences=section.get("max_sequences")),
+        multiples=Alignment(1, 1),
+        captures=True,
+        graph_sequences=sequences,
+    )
+
+
+def test_the_plan_counts_the_slots_of_captured_rows(shards: tuple[str, Path]) -> None:
+    data = opened(shards, graphs(2))
+    steps = list(data.batches(data.start(), rank=0, dp=1, max_steps=data.steps_per_epoch()))
+    made = [micro.batch for step in steps for micro in step.micro_batches]
+    assert {batch.overflows for batch in made} == {False, True}
+    assert {batch.num_slots for batch in made if not batch.overflows} == {64}
+    check_shape(shards, graphs(2))
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_graphs_change_no_member_of_any_row(shards: tuple[str, Path], shuffle: str) -> None:
+    plain, captured = (opened(shards, mode, shuffle) for mode in (mode_of("online"), graphs()))
+    assert keys_of(plain, plain.start()) == keys_of(captured, captured.start())
+    assert plain.identity == captured.identity
+    *_, third = plain.batches(plain.start(), rank=0, dp=1, max_steps=3)
+    assert keys_of(captured, third.state) == keys_of(plain, third.state), "either goes on"
+
+
+def test_what_fits_a_graph_is_the_fullest_row_of_the_dry_run() -> None:
+    split = Uncut(
+        global_batch_size=4,
+        micro_batch_size=1,
+        sizes=lambda numbers: (np.full(len(numbers), 4), np.zeros(len(numbers), np.int64)),
+        first_samples=lambda: np.arange(100),
+    )
+    for scope in ("stream", "batch"):
+        mode = graphs(max_sequences=100, scope=scope)
+        settled = mode.settled(mode.cut(split).packer)  # 16 samples of 4 tokens in 64
+        shape = FixedShape(row_tokens=64, max_sequences=16, overflows=True)
+        assert settled.fixed_shape() == shape
+        assert settled.shape().most_filled == 16
+    few = graphs(max_sequences=5)
+    assert few.settled(few.cut(split).packer).fixed_shape().max_sequences == 5
+    unknown = few.cut(replace(split, first_samples=None))
+    assert few.settled(unknown.packer).fixed_shape().max_sequences == 5, "nothing to try"
+    own = graphs(3)
+    assert own.settled(own.cut(split).packer).fixed_shape().max_sequences == 3

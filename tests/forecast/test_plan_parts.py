@@ -68,8 +68,10 @@ def test_a_bound_covers_and_costs_what_packing_says() -> None:
     patches = np.zeros_like(tokens)
     open_budget = RowBudget(max_tokens=512, alignment=8)
     budget = replace(open_budget, max_sequences=8)
-    free = [len(row) for row in open_budget.rows(tokens, patches)]
-    choices = bound_choices(budget, tokens, patches)
+    aligned = -(-tokens // 8) * 8
+    rows = open_budget.rows(tokens, patches)
+    free = [len(row) for row in rows]
+    choices = bound_choices(budget, aligned, patches)
     assert [choice.max_sequences for choice in choices if choice.is_recipes] == [8]
     assert choices[-1].covered == 1.0 and choices[-1].extra_rows == 0.0
     assert choices[-1].max_sequences - 8 < max(free) <= choices[-1].max_sequences
@@ -79,7 +81,11 @@ def test_a_bound_covers_and_costs_what_packing_says() -> None:
         bounded = enforced.rows(tokens, patches)
         assert choice.extra_rows == pytest.approx(len(bounded) / len(free) - 1)
         assert choice.covered == np.mean(np.asarray(free) <= choice.max_sequences)
+        slots = [512 if len(row) <= choice.max_sequences else sum(aligned[row]) for row in rows]
+        assert choice.tails == pytest.approx(1 - sum(aligned) / sum(slots))
+        assert choice.boundary_bytes == 4 * (choice.max_sequences + 2)
     assert choices[0].covered < 0.9 and choices[0].extra_rows > 0
+    assert 0 < choices[0].tails <= choices[-1].tails
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vlmpack.attention import segment_attention
-from vlmpack.errors import PackingError
+from vlmpack.errors import CapabilityError, PackingError
 from vlmpack.packing import (
     IGNORE_INDEX,
     EncodedSample,
@@ -19,6 +19,7 @@ from vlmpack.packing import (
     padding_mask,
     slice_for_context,
 )
+from vlmpack.packing.row_layout import UnreadLengths
 
 FIXED = FixedShape(row_tokens=24, max_sequences=3)
 
@@ -122,3 +123,23 @@ def test_attention_passes_over_segments_without_tokens() -> None:
         torch.testing.assert_close(out[part], expected, rtol=0, atol=0)
     leaky = replace(batch, segment_lengths=(8, 0, 16, 0)).packed_seq_params()
     assert not torch.equal(segment_attention(query, key, value, leaky)[4:8], out[4:8])
+
+
+def test_a_row_of_too_many_samples_keeps_its_own_shape_where_it_may() -> None:
+    shape = replace(FIXED, overflows=True)
+    fits, free = row(3, 2, 4, fixed=shape), row(3, 2, 4, 5, fixed=None)
+    assert fits.fixed_shape and not fits.overflows and fits.num_slots == 24
+    found = row(3, 2, 4, 5, fixed=shape)
+    assert found.overflows and not found.fixed_shape
+    assert found.cu_seqlens.tolist() == free.cu_seqlens.tolist() == [0, 3, 5, 9, 14]
+    assert found.max_seqlen == free.max_seqlen == 5 and not free.overflows
+    with pytest.raises(PackingError, match="room for 3"):
+        row(3, 2, 4, 5, fixed=FIXED)
+
+
+def test_lengths_of_captured_rows_can_be_counted_but_not_read() -> None:
+    lengths = UnreadLengths(4)
+    assert len(lengths) == 4
+    for read in (sum, max, list, lambda each: each[0], lambda each: [*each]):
+        with pytest.raises(CapabilityError, match="inside a captured graph"):
+            read(lengths)

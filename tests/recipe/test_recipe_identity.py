@@ -215,6 +215,8 @@ def test_every_key_is_either_identity_or_free(minimal):
         "data.date=2026-11-22",
         "data.learn=last_turn",
         "data.group_by=image",
+        "training.cuda_graphs=decoder",  # free: test_graph_rules
+        "training.cuda_graph_max_sequences=8",
         *IMAGES,
         *TRAINABLE,
     ]

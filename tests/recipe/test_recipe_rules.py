@@ -13,6 +13,7 @@ from vlmpack.errors import RecipeError
 from vlmpack.recipe import (
     check_world,
     engine_rules,
+    graph_rules,
     load_recipe,
     objective_rules,
     rules,
@@ -407,7 +408,7 @@ def test_every_rule_has_a_test():
     # Those of these modules are in test files of their names, each by what it says.
     elsewhere = {
         name
-        for module in (objective_rules, sharing_rules)
+        for module in (graph_rules, objective_rules, sharing_rules)
         for name, rule in vars(module).items()
         if rule in RULES
     }

@@ -41,11 +41,13 @@ class Compute:
         dtype: of matmuls and attention.
         attention: over packed rows; None for Transformer Engine's.
         why: Transformer Engine's, where it is chosen; a choice has its own reason.
+        captures: whether the decoder of rows of one shape is recorded and replayed.
     """
 
     dtype: torch.dtype
     attention: AttentionChoice | None
     why: str = "as the recipe asks"
+    captures: bool = False
 
     def described(self) -> dict[str, str]:
         """What was chosen, for the log and the report."""
@@ -53,7 +55,8 @@ class Compute:
         said = f"transformer_engine ({self.why})"
         if chosen is not None:
             said = f"{chosen.name} ({chosen.reason})"
-        return {"compute dtype": str(self.dtype).removeprefix("torch."), "attention": said}
+        found = {"compute dtype": str(self.dtype).removeprefix("torch."), "attention": said}
+        return found | ({"captured": "the decoder of planned rows"} if self.captures else {})
 
 
 class Engine(Protocol):

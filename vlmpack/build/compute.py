@@ -22,9 +22,17 @@ def compute_dtype(model: ModelSection, device: torch.device) -> torch.dtype:
 
 
 def settled_compute(
-    model: ModelSection, split: ParallelismSection, encoder: Encoder, device: torch.device
+    model: ModelSection,
+    split: ParallelismSection,
+    encoder: Encoder,
+    device: torch.device,
+    *,
+    captures: bool = False,
 ) -> Compute:
     """What an engine computes with on `device`.
+
+    Args:
+        captures: whether the decoder is recorded (`training.cuda_graphs`).
 
     Raises:
         CapabilityError: that attention cannot run here, or knows no context parallelism.
@@ -50,10 +58,11 @@ def settled_compute(
         dtype=dtype,
         image_blocks=family.modules.image_blocks,
         largest_head=family.largest_head,
+        fixed_shape=captures,
     )
     if split.context > 1 and choice.name != "segments":
         raise CapabilityError(
             f"model.attention: {choice.name} knows no context parallelism (parallelism.context is "
             f"{split.context}); use segments or transformer_engine"
         )
-    return Compute(dtype, choice)
+    return Compute(dtype, choice, captures=captures)

@@ -39,7 +39,8 @@ def build_engine(setup: Setup) -> Engine:
     """
     recipe = setup.recipe
     model, split, encoder, ranks = recipe.model, recipe.parallelism, setup.encoder, setup.ranks
-    compute = settled_compute(model, split, encoder, ranks.device)
+    captures = recipe.training.cuda_graphs == "decoder"
+    compute = settled_compute(model, split, encoder, ranks.device, captures=captures)
     parts = (model, split, encoder, ranks, setup.policy, compute)
     if model.backend == "mcore":
         from vlmpack.backends.mcore.engine import MegatronEngine  # megatron-core is an extra

@@ -80,6 +80,7 @@ _gemma4 = partial(
     ServedModel,
     has_experts=True,
     attention=OnlyAttention(("segments",), _WIDE_HEADS),
+    limits={"CUDA graphs": Limit(_WIDE_HEADS)},
     bent_logits=True,
 )
 
@@ -124,7 +125,7 @@ SERVED: Mapping[str, ServedModel] = {
         family="gemma3",
         decoders=("gemma3_text",),
         attention=OnlyAttention(("segments",), _BOTH_WAYS),
-        limits={"CP": Limit(_BOTH_WAYS)},
+        limits={"CP": Limit(_BOTH_WAYS), "CUDA graphs": Limit(_BOTH_WAYS)},
         unshared=_BLOCKS,
     ),
     "gemma3_text": ServedModel(title="Gemma 3 (text)", family="gemma3_text", bent_logits=True),
@@ -164,13 +165,18 @@ _UNSHARED_IMAGES = Limit(
 )
 
 
+_UNCAPTURED = Limit(
+    "no family of ours serves this class, and it is run whole, with what follows from each row"
+)
+
+
 def generic_line(model_type: str) -> ServedModel:
     """The line of a class that the generic family trains; nobody said whether it has experts."""
     return ServedModel(
         title=model_type,
         family=GENERIC,
         has_experts=True,
-        limits={"DPO": _UNSHARED_IMAGES},
+        limits={"DPO": _UNSHARED_IMAGES, "CUDA graphs": _UNCAPTURED},
         unshared="no family of ours serves this class, and nobody tried forks with it",
     )
 

@@ -134,6 +134,10 @@ class BoundChoice:
         max_sequences: the bound.
         covered: share of unbounded rows that keep it: the others would run without a CUDA graph.
         extra_rows: rows that the packer makes more when it enforces the bound, as a share.
+        tails: share of the slots that tails fill where the covered rows are filled up for a graph
+            and the others are not.
+        boundary_bytes: of `cu_seqlens` with so many samples; what else a graph keeps of a row
+            is the same for all bounds.
         is_recipes: whether the recipe's plan has this bound.
     """
 
@@ -141,6 +145,8 @@ class BoundChoice:
     max_sequences: int
     covered: float
     extra_rows: float
+    tails: float
+    boundary_bytes: int
     is_recipes: bool
 
 

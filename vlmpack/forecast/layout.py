@@ -146,7 +146,9 @@ def lay_out(layout: Layout, shape: RowShape, shared: Int64s | None = None) -> Ro
     physical = _up(layout.sequences, shape.sequence_multiple)
     filled = layout.by_bin(physical.sum(axis=1)) if shared is None else shared
     least = max(shape.sequence_multiple, shape.row_multiple, shape.width)
-    slots = np.where(trained > 0, np.maximum(_up(filled, shape.row_multiple), shape.width), least)
+    most = trained.max(initial=0) if shape.most_filled is None else shape.most_filled
+    width = np.where(trained <= most, shape.width, 0)
+    slots = np.where(trained > 0, np.maximum(_up(filled, shape.row_multiple), width), least)
     squares = layout.by_bin((physical**2).sum(axis=1)) + (slots - filled) ** 2
     return Rows(rows=np.ones_like(slots), slots=slots, squares=squares, empty_slots=least)
 

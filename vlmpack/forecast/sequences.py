@@ -23,6 +23,9 @@ BOUND_MULTIPLE = 8
 
 COST_SAMPLES = 16_384
 
+BOUNDARY_BYTES = 4
+"""Bytes of an entry of `cu_seqlens`, int32; a row has two more than samples."""
+
 
 def sequence_figures(
     mode: PlannedMode, tokens: Int64s, patches: Int64s, *, fixed: bool = True
@@ -54,9 +57,11 @@ def bound_choices(budget: RowBudget, tokens: Int64s, patches: Int64s) -> tuple[B
         budget: of a row; its own bound is marked.
         tokens, patches: (n,) of the samples; the cost is taken from the first COST_SAMPLES.
     """
-    free = _row_sizes(tokens, patches, replace(budget, max_sequences=None))
-    if not free.size:
+    free_rows = replace(budget, max_sequences=None).rows(tokens, patches)
+    if not free_rows:
         return ()
+    free = np.fromiter(map(len, free_rows), np.int64, len(free_rows))
+    held = np.array([tokens[row].sum() for row in free_rows], np.int64)
     bounds: dict[int, str] = {}
     for name, size in _percentiles(free).items():
         bound = round_up(size, BOUND_MULTIPLE)
@@ -78,6 +83,8 @@ def bound_choices(budget: RowBudget, tokens: Int64s, patches: Int64s) -> tuple[B
                 max_sequences=bound,
                 covered=float((free <= bound).mean()),
                 extra_rows=extra,
+                tails=budget.tails(held[free <= bound], int(held[free > bound].sum())),
+                boundary_bytes=BOUNDARY_BYTES * (bound + 2),
                 is_recipes=bound == own,
             )
         )

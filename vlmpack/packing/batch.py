@@ -209,6 +209,7 @@ class _Slots:
     reference: Tensor | None = None
     num_shared_patches: int = 0
     sources: Tensor | None = None
+    overflows: bool = False
 
     @property
     def sequence_keys(self) -> tuple[str, ...]:
@@ -299,6 +300,7 @@ class PackedBatch(_Slots):
             where nobody asks for them.
         sources: (samples,) int64, the source of each sample, in the order of the recipe's names;
             None where nobody asks for it.
+        overflows: whether the row has too many sequences for the shape that the run's others have.
     """
 
     cu_seqlens: Tensor

@@ -71,6 +71,17 @@ class RowBudget:
         """Tokens over the slots of full rows."""
         return num_tokens / max(1, num_rows * self.max_tokens)
 
+    def tails(self, filled: Integers, others: int) -> float:
+        """The share of slots that tails fill where some rows are filled up, and others are not.
+
+        Args:
+            filled: (n,) tokens of the rows that are.
+            others: tokens of the others, all together.
+        """
+        slots = filled.shape[0] * self.max_tokens + others
+        tails = slots - others - int(filled.sum())
+        return float(tails / max(1, slots))
+
     def rows(self, tokens: Integers, patches: Integers) -> list[list[int]]:
         """Rows of samples that come in order, filled by StreamPacker, as places in that order.
 

@@ -123,11 +123,12 @@ def pack_batch_sequences(
     parts = [part for sample in samples for part in sequences_of(sample)]
     stretches = stretches_of(parts, least=pad_to_multiple_of) if share_prefix else []
     is_shared = len(stretches) > len(parts)
+    overflows = fixed is not None and not fixed.has_room_for(len(parts))
     layout = RowLayout(
         lengths=tuple(each.length for each in (stretches if is_shared else parts)),
         pad_to_multiple_of=pad_to_multiple_of,
         total_multiple_of=total_multiple_of,
-        fixed=fixed,
+        fixed=None if overflows else fixed,
     )
     if is_shared:
         return _pack_shared(samples, parts, stretches, layout, pad_token_id)
@@ -143,7 +144,7 @@ def pack_batch_sequences(
         media_positions=[part.media_positions for part in parts],
     )
     blocks = image_blocks([part.media for part in parts], row.media_positions)
-    row = replace(row, image_blocks=blocks, media_sources=sources)
+    row = replace(row, image_blocks=blocks, media_sources=sources, overflows=overflows)
     return with_pairs(row, samples, parts)
 
 

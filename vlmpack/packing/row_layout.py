@@ -45,10 +45,21 @@ class FixedShape:
             masked in the experts' statistics).
         max_sequences: samples that a row may hold; `cu_seqlens` gets this many + 2 entries (the
             ghost's and the leading 0), its last value repeated. None: as many as the row needs.
+        overflows: whether a row of more samples is one of any shape, instead of an error.
     """
 
     row_tokens: int
     max_sequences: int | None = None
+    overflows: bool = False
+
+    @property
+    def most_filled(self) -> int | None:
+        """Samples up to which a row gets this shape; None where each does, or is an error."""
+        return self.max_sequences if self.overflows else None
+
+    def has_room_for(self, sequences: int) -> bool:
+        """Whether a row of so many samples gets this shape; no other one has a shape of its own."""
+        return self.most_filled is None or sequences <= self.most_filled
 
     @property
     def num_segments(self) -> int | None:

@@ -19,7 +19,13 @@ from vlmpack.recipe.images import ImagesSection
 from vlmpack.recipe.model_rules import ModelConfig
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.problems import KeyPath, Problem
-from vlmpack.recipe.schema import DataSection, ModelSection, PackingSection, ParallelismSection
+from vlmpack.recipe.schema import (
+    DataSection,
+    ModelSection,
+    PackingSection,
+    ParallelismSection,
+    TrainingSection,
+)
 from vlmpack.recipe.trainable import TrainableSection
 
 
@@ -118,5 +124,8 @@ def _asked(sections: Mapping[str, object]) -> Iterator[tuple[KeyPath, object, Fe
             yield ("parallelism", name), getattr(split, name), feature
     if isinstance(objective, ObjectiveSection) and objective.learns_pairs:
         yield ("objective", "name"), objective.name, "DPO"
+    training = sections.get("training")
+    if isinstance(training, TrainingSection) and training.cuda_graphs != "none":
+        yield ("training", "cuda_graphs"), training.cuda_graphs, "CUDA graphs"
     if isinstance(trainable, TrainableSection):
         yield from ((("trainable", name), "lora", "LoRA") for name in trainable.uses("lora"))

@@ -6,9 +6,9 @@ cost, the date and the variables that a template gets, which answers are learnt;
 and the budgets and scope of planned rows; sequence length, global batch, seed, length of the run;
 what is trained, by which adapters; the objective; the optimizer, its learning rates and schedule.
 Out, so free to change on resume: engine, attention, recurrence, fused layers and recomputation,
-parallelism, micro-batch size, balance, fixed shapes, workers, the policy for bad samples,
-evaluation, checkpoints, logging, export, folders. Out too: `packing.alignment` and `packing.path`,
-since the plan records the one and the packs' fingerprint.
+parallelism, micro-batch size, balance, fixed shapes, CUDA graphs, workers, the policy for bad
+samples, evaluation, checkpoints, logging, export, folders. Out too: `packing.alignment` and
+`packing.path`, since the plan records the one and the packs' fingerprint.
 
 With `checkpoint.on_data_change: new_era` the training sources, their weights and the epoch size
 may change as well: the run goes on as a new era.

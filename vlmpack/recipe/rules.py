@@ -8,10 +8,11 @@ are). A rule is left out while something that it needs is unknown or has problem
 Every public function of the modules below that returns problems is a rule: to write it is all that
 a new one takes. The rules about sources and images are in `data_rules.py`, about rows in
 `packing_rules.py`, about what rows share in `sharing_rules.py`, places on disk in `path_rules.py`,
-about the engines in `engine_rules.py`, about the model's own sizes in `model_rules.py`, what its
-family can do in `capability_rules.py`, about what is trained in `trainable_rules.py`, what is
-minimised in `objective_rules.py`, about the length of a run, its batches and what is shown of
-it in `run_rules.py`, about the number of processes in `world_rules.py`.
+about the engines in `engine_rules.py`, about captured decoders in `graph_rules.py`, about the
+model's own sizes in `model_rules.py`, what its family can do in `capability_rules.py`, about what
+is trained in `trainable_rules.py`, what is minimised in `objective_rules.py`, about the length of
+a run, its batches and what is shown of it in `run_rules.py`, about the number of processes in
+`world_rules.py`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from vlmpack.recipe import (
     capability_rules,
     data_rules,
     engine_rules,
+    graph_rules,
     model_rules,
     objective_rules,
     packing_rules,
@@ -49,6 +51,7 @@ _MODULES = (
     packing_rules,
     sharing_rules,
     engine_rules,
+    graph_rules,
     data_rules,
     trainable_rules,
     path_rules,

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from vlmpack.recipe.export import ExportSection
 from vlmpack.recipe.images import MAX_IMAGE_PIXELS, ImagesSection
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.on_error import OnErrorSection
@@ -204,8 +205,7 @@ class PackingSection(Section):
     """Mode `offline`: the folder that `vlmpack pack` wrote."""
 
     pad_to_max_length: bool = False
-    """Planned rows are filled up to exactly `max_tokens` by a tail segment of their own (fixed
-    shapes, for CUDA graphs)."""
+    """Planned rows are filled up to exactly `max_tokens` by a tail segment of their own."""
 
     pad_cu_seqlens: bool = False
     """`cu_seqlens` of planned rows gets exactly `max_sequences` + 2 entries, its last value
@@ -292,6 +292,14 @@ class TrainingSection(Section):
     seed: int = Field(default=0, ge=0, le=2**32 - 1)
     """Seed of the sample order and of every random number of the run."""
 
+    cuda_graphs: Literal["none", "decoder"] = "none"
+    """`decoder`: CUDA graphs replay the decoder of planned rows (hf engine), filled up to
+    `packing.max_tokens`; what is trained stays the same. On a CPU: to try it, not to be fast."""
+
+    cuda_graph_max_sequences: Count | Literal["auto"] = "auto"
+    """Samples up to which a row fits the graph; a row of more runs without, and is counted. `auto`:
+    the fullest row of a dry run of the packer, rounded up to a multiple of 8."""
+
     verify: bool = False
     """Before the first step, do what `vlmpack verify` does, on 8 samples in float32, and stop if
     packed samples do not compute what each computes alone. Loads the model twice more."""
@@ -367,16 +375,6 @@ class LoggingSection(Section):
     watch_seconds: float = Field(default=60.0, ge=1, le=86400)
     """The longest silence while nothing moves: by then a line says what is waited for, and which
     process, loader or store keeps the others waiting."""
-
-
-class ExportSection(Section):
-    """The finetuned model as a transformers folder, at the end of the run."""
-
-    enabled: bool = True
-    """Write it."""
-
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the exported weights. `auto`: as in the folder `model.path`."""
 
 
 class Recipe(Section):

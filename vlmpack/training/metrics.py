@@ -7,9 +7,10 @@ Rows of training steps:
     once for several), num_shared_patches (of images that the tower encoded once for several
     samples), num_slots (computed, padding included), num_padded_slots (what mode none computes for
     the same samples), num_label_tokens, num_samples, num_skipped, num_rows (micro-batches that hold
-    a sample), imbalance (the largest planned cost of a replica over the mean; FLOPs, but tokens
-    under packing.balance: none), fill, padding (1 - fill), seconds, data_wait_seconds,
-    data_wait_share, read_seconds and encode_seconds (in the loader, beside the training),
+    a sample), num_eager_rows (those of too many samples for the captured graph), imbalance (the
+    largest planned cost of a replica over the mean; FLOPs, but tokens under packing.balance: none),
+    fill, padding (1 - fill), seconds, data_wait_seconds, data_wait_share, read_seconds and
+    encode_seconds (in the loader, beside the training),
     forward_backward_seconds, optimizer_seconds, tokens_per_second; before these, what the objective
     reports beside the loss, and router_loss where model.router_aux_loss_coef asks for it: the
     experts' load-balancing loss without that weight, a mean over layers and real tokens (1: all
@@ -57,6 +58,7 @@ class StepRow:
     num_samples: int
     num_skipped: int
     num_rows: int
+    num_eager_rows: int = 0
     imbalance: float
     seconds: float
     data_wait_seconds: float

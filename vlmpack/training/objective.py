@@ -57,6 +57,7 @@ class Counts:
         num_padded_slots: slots that the same micro-batches take in mode `none`.
         num_samples: samples trained.
         num_skipped: samples left out as holes.
+        num_eager_rows: rows of too many samples for the captured graph.
         num_seen_images: image tokens that a label comes after; 0 once nobody asks.
         stop_votes: ranks that were asked to stop.
         num_writing: ranks that are still writing a checkpoint.
@@ -70,6 +71,7 @@ class Counts:
     num_padded_slots: int = 0
     num_samples: int = 0
     num_skipped: int = 0
+    num_eager_rows: int = 0
     num_seen_images: int = 0
     stop_votes: int = 0
     num_writing: int = 0
@@ -85,6 +87,7 @@ class Counts:
             num_slots=sum(batch.num_slots for batch in batches),
             num_padded_slots=sum(batch.num_padded_slots for batch in batches),
             num_samples=sum(len(batch.keys) for batch in batches),
+            num_eager_rows=sum(batch.overflows for batch in batches),
             **more,
         )
 

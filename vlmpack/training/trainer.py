@@ -239,6 +239,7 @@ class Trainer:
                 num_samples=sums.num_samples,
                 num_skipped=sums.num_skipped,
                 num_rows=data.num_rows,
+                num_eager_rows=sums.num_eager_rows,
                 imbalance=data.imbalance,
                 seconds=seconds,
                 data_wait_seconds=waited,

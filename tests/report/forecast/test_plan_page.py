@@ -91,6 +91,7 @@ def plan() -> RunPlan:
             choices=tuple(
                 BoundChoice(
                     basis=basis, max_sequences=n, covered=1 - 1e-6 * (40 - n), extra_rows=0.00001,
+                    tails=0.0123, boundary_bytes=4 * (n + 2),
                     is_recipes=n == 32,
                 )
                 for n, basis in choices

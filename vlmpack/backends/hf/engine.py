@@ -47,6 +47,7 @@ from vlmpack.backends.policy import (
     describe_counts,
 )
 from vlmpack.backends.recompute import recompute_layers
+from vlmpack.backends.recording import recorder_on as recorder
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.packing import Batch
@@ -97,12 +98,13 @@ class HFEngine:
                 requested=model.recurrence,
                 device=ranks.device,
                 dtype=compute.dtype,
+                fixed_shape=compute.captures,
                 kinds=recurrence_kinds(language),
             ),
         )
         fused = describe_fused(loaded, *choose_fused(model.fused_layers, ranks.device))
         if model.activation_checkpointing:
-            recompute_layers(loaded)
+            recompute_layers(loaded, preserve_rng_state=not compute.captures)
         apply_policy(
             loaded, self.paths, policy, device=ranks.device, compute_dtype=self.compute_dtype
         )
@@ -126,6 +128,7 @@ class HFEngine:
             shard_model(self.vlm, ranks, compute_dtype=self.compute_dtype)
         else:
             self.module = self.accelerator.prepare_model(self.vlm.to(ranks.device))
+        self.graph = self.vlm.capture_decoder(recorder(self.device)) if compute.captures else None
         self.optimizer = build_adamw(
             self.parameters(),
             policy.optim,

@@ -26,7 +26,7 @@ from vlmpack.data.modes.online import Offline, Online
 from vlmpack.data.plan.state import DataState
 from vlmpack.packing.budget import RowBudget
 from vlmpack.recipe import Recipe
-from vlmpack.recipe.derived import multiples, row_bounds
+from vlmpack.recipe.derived import graph_sequences, multiples, row_bounds
 from vlmpack.recipe.packing_modes import ModeName
 from vlmpack.recipe.schema import PackingSection
 
@@ -67,6 +67,8 @@ def packing_mode(recipe: Recipe, begun: DataState | None = None) -> PackingMode:
             **row_bounds(packing, recipe.training, parallelism, pairs=recipe.objective.learns_pairs)
         ),
         multiples=multiples(parallelism),
+        captures=recipe.training.cuda_graphs != "none",
+        graph_sequences=graph_sequences(recipe.training),
     )
 
 
@@ -74,7 +76,8 @@ def evaluation_mode(recipe: Recipe) -> PackingMode:
     """The mode of the splits that are not trained on: they are read in order, bin by bin."""
     mode: ModeName = "none" if recipe.packing.facts.pads else "in_batch"
     section = PackingSection(mode=mode, share_prefix=recipe.packing.share_prefix)
-    return packing_mode(recipe.model_copy(update={"packing": section}))
+    training = recipe.training.model_copy(update={"cuda_graphs": "none"})
+    return packing_mode(recipe.model_copy(update={"packing": section, "training": training}))
 
 
 def keep_alignment(recipe: Recipe, begun: DataState | None) -> Recipe:

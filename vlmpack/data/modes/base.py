@@ -68,13 +68,15 @@ class RowShape:
         padded: one row a sample, all as wide as the longest (mode `none`); else one row a bin.
         sequence_multiple: each segment of a packed row is filled up to a multiple of this.
         row_multiple: each row is filled up to a multiple of this.
-        width: every packed row is filled up to this many tokens; 0 for rows of any width.
+        width: packed rows are filled up to this many tokens; 0 for rows of any width.
+        most_filled: samples up to which a row is filled up; None for any number.
     """
 
     padded: bool = False
     sequence_multiple: int = 1
     row_multiple: int = 1
     width: int = 0
+    most_filled: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +87,16 @@ class PackingMode(ABC):
         packing: the recipe's section.
         budget: of a planned row. Its bound on sequences may be open until the split is cut.
         multiples: of segments and rows, in tokens.
+        captures: whether a graph replays the rows, which then have its shape.
+        graph_sequences: samples up to which a row fits the graph; it may be open until the split is
+            cut.
     """
 
     packing: PackingSection
     budget: RowBudget
     multiples: Alignment
+    captures: bool = False
+    graph_sequences: int | None = None
 
     @property
     def name(self) -> ModeName:
@@ -151,4 +158,5 @@ class PackingMode(ABC):
             sequence_multiple=self.multiples.sequence,
             row_multiple=self.multiples.row,
             width=0 if fixed is None else fixed.row_tokens,
+            most_filled=None if fixed is None else fixed.most_filled,
         )

@@ -95,6 +95,7 @@ def open_packed(
             global_batch_size=config.training.global_batch_size,
             scope="batch" if manifest.in_sets else "stream",
             sizes=fitted.table.sizes,
+            fullest=int(arrays.sizes.max(initial=0)),
         ),
         keeps_order=(manifest.planner == "stream" or manifest.in_sets)
         and (manifest.seed, manifest.global_batch_size)

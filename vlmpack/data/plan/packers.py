@@ -99,6 +99,7 @@ class BudgetPacker:
         scope: whether rows are filled over the window, or inside fixed sets of samples.
         sizes: tokens and patches of samples.
         planned: what is planned of samples, where a row has what they begin with once.
+        fullest: samples of the fullest row that is known: of all, or of a dry run; None for none.
     """
 
     budget: RowBudget
@@ -106,6 +107,7 @@ class BudgetPacker:
     scope: Scope
     sizes: Sizes
     planned: PlannedSamples | None = None
+    fullest: int | None = None
 
     @property
     def in_sets(self) -> bool:

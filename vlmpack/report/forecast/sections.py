@@ -91,6 +91,7 @@ def _sequences(plan: RunPlan) -> Section:
             Column("max\nsequences"),
             Column("from", is_text=True),
             *map(Column, ("rows\ncovered", "eager\ninstead", "rows more\nif enforced")),
+            *map(Column, ("slots\nin tails", "bytes of\nboundaries")),
         ),
         rows=tuple(
             (
@@ -99,6 +100,8 @@ def _sequences(plan: RunPlan) -> Section:
                 share(choice.covered, 2),
                 share(1 - choice.covered, 2),
                 share(choice.extra_rows, 2),
+                share(choice.tails, 1),
+                f"{choice.boundary_bytes:,}",
             )
             for choice in figures.choices
         ),
@@ -108,6 +111,9 @@ def _sequences(plan: RunPlan) -> Section:
             "choices are percentiles rounded up to 8, from rows without a bound over the first "
             f"{figures.dry_run_samples:,} samples: enforce one by packing.max_sequences, or let "
             "the rows above it run eagerly",
+            "training.cuda_graphs: decoder fills the covered rows up (slots in tails), and keeps "
+            "embeddings and positions of one row and a second copy of the decoder's trained "
+            "gradients whatever the bound; cuda_graph_max_sequences: auto covers the fullest row",
         ),
     )
 

@@ -1,0 +1,74 @@
+"""An engine whose decoder is captured has the losses and gradients of one that is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.engines import EVERYTHING, policy, single_rank
+from support.runs import relative_l2
+from support.shards import TINY_MODEL
+
+from vlmpack.backends.hf.engine import HFEngine
+from vlmpack.build.compute import settled_compute
+from vlmpack.packing import FixedShape, PackCollator
+from vlmpack.recipe.schema import ModelSection, ParallelismSection
+from vlmpack.training.objective import SFT
+
+
+def _engine(encoder, trained, *, captures, checkpointing=False):
+    model = ModelSection(
+        path=str(TINY_MODEL), dtype="float32", activation_checkpointing=checkpointing
+    )
+    split, ranks = ParallelismSection(), single_rank()
+    compute = settled_compute(model, split, encoder, ranks.device, captures=captures)
+    return HFEngine(model, split, encoder, ranks, trained, compute)
+
+
+def _gradients(engine, rows):
+    engine.zero_gradients()
+    reports = engine.forward_backward(SFT.forward_step, iter(rows), num_microbatches=len(rows))
+    losses = [float(report["loss_sum"]) for report in reports]
+    return losses, {n: p.grad.clone() for n, p in engine.parameters() if p.grad is not None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("max_sequences", "trained", "checkpointing"),
+    [
+        (1, EVERYTHING, False),
+        (8, EVERYTHING, True),
+        (32, policy("frozen", "frozen", "lora"), False),
+    ],
+)
+def test_losses_and_gradients_are_those_of_free_rows(
+    max_sequences, trained, checkpointing, encoder, encoded
+):
+    bins = [encoded, encoded[:1], [], encoded[2:4], encoded[4:5]]
+    shape = FixedShape(row_tokens=300, max_sequences=max_sequences, overflows=True)
+    free = PackCollator(pad_token_id=561, num_position_axes=3)
+    fixed = PackCollator(pad_token_id=561, num_position_axes=3, fixed=shape)
+    captured = _engine(encoder, trained, captures=True, checkpointing=checkpointing)
+    plain = _engine(encoder, trained, captures=False)
+    rows = [fixed(samples) for samples in bins]
+    overflowing = [len(samples) > max_sequences for samples in bins]
+    assert [row.overflows for row in rows] == overflowing
+    for _ in range(2):
+        losses, gradients = _gradients(captured, rows)
+        wanted, reference = _gradients(plain, [free(samples) for samples in bins])
+        assert losses == pytest.approx(wanted, rel=1e-6)
+        assert gradients.keys() == reference.keys() and gradients
+        for name, theirs in reference.items():
+            assert relative_l2(gradients[name], theirs) <= 1e-5, name
+        for engine in (captured, plain):  # the next pass is of other weights
+            for _, parameter in engine.parameters():
+                with torch.no_grad():
+                    parameter.mul_(1.01)
+    assert captured.graph.captures == 1
+    assert captured.graph.replays == 2 * (len(bins) - sum(overflowing))
+    assert "captured" in captured.description and "captured" not in plain.description
+    # validation and its rows run without
+    with torch.no_grad():
+        captured.forward_backward(
+            SFT.forward_step, iter(rows[:1]), num_microbatches=1, forward_only=True
+        )
+    assert captured.graph.captures == 1

@@ -1,0 +1,95 @@
+"""Which rows a captured decoder can replay, and what is refused with which knob."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from vlmpack.capabilities.limits import FEATURES
+from vlmpack.capabilities.served import SERVED, generic_line
+from vlmpack.capabilities.table import row_of
+from vlmpack.data.modes import evaluation_mode, packing_mode
+from vlmpack.recipe import identity, load_recipe
+from vlmpack.recipe.capability_rules import family_has_the_features
+
+GRAPHS = ["training.cuda_graphs=decoder"]
+ONLINE = ["packing.mode=online", "training.micro_batch_size=1"]
+LORA = ["trainable.language=lora"]
+
+
+def _about_graphs(problems: list[str]) -> list[str]:
+    return [each for each in problems if "cuda_graph" in each]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["packing.mode=none"], "the rows of packing.mode 'none' share no width"),
+        (["packing.mode=in_batch"], "the rows of packing.mode 'in_batch' share no width"),
+        ([*ONLINE, "model.backend=mcore"], "asserts that packed_seq_params is None"),
+        ([*ONLINE, "model.attention=segments"], "a loop over each row's own lengths"),
+        ([*ONLINE, "parallelism.sharding=fsdp"], "gathers the weights of each layer"),
+        ([*ONLINE, "packing.share_prefix=true"], "packing.share_prefix: true"),
+        (
+            [*ONLINE, "packing.scope=batch", "objective.name=dpo"],
+            "'dpo' have no fixed shape yet",
+        ),
+        ([*ONLINE, *LORA, "trainable.lora.dropout=0.1"], "dropout 0.1 draws random numbers"),
+        ([*ONLINE, *LORA, "trainable.lora.quantize=nf4"], "quantize 'nf4' was never captured"),
+        ([*ONLINE, "model.router_aux_loss_coef=0.1"], "needs the routers' logits"),
+    ],
+)
+def test_what_cannot_be_captured_is_refused_by_name(overrides, words, problems_of):
+    found = _about_graphs(problems_of([*GRAPHS, *overrides]))
+    assert len(found) == 1 and re.search(words, found[0])
+    assert _about_graphs(problems_of(overrides)) == []
+
+
+def test_planned_rows_are_captured(problems_of):
+    assert problems_of([*GRAPHS, *ONLINE]) == []
+    assert problems_of([*GRAPHS, *ONLINE, *LORA, "model.attention=torch_varlen"]) == []
+    offline = ["packing.mode=offline", "packing.path=p", "training.micro_batch_size=1"]
+    assert problems_of([*GRAPHS, *offline]) == []
+
+
+def test_a_bound_without_graphs_is_refused(problems_of):
+    bound = "training.cuda_graph_max_sequences=16"
+    assert problems_of([*GRAPHS, *ONLINE, bound]) == []
+    (found,) = problems_of([*ONLINE, bound])
+    assert "16, but training.cuda_graphs is none" in found
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "gemma4", "gemma4_text", "never_heard_of"])
+def test_families_that_need_the_loop_are_refused(model_type, minimal):
+    recipe = load_recipe(minimal, [*GRAPHS, *ONLINE])
+    line = SERVED.get(model_type) or generic_line(model_type)
+    sections = {name: getattr(recipe, name) for name in type(recipe).model_fields}
+    (found,) = family_has_the_features(recipe.model, line, sections)
+    assert found.path == ("training", "cuda_graphs")
+
+
+def test_the_table_says_where_graphs_are():
+    assert "CUDA graphs" in FEATURES
+    versions = {"transformers": "5.23.0", "megatron-core": "0.16.1", "peft": "0.18.0"}
+    cells = {name: row_of(name, versions).cells for name in ("qwen2_5_vl", "qwen3_5", "gemma3")}
+    assert cells["qwen2_5_vl"]["hf"]["CUDA graphs"] is None
+    assert cells["qwen3_5"]["hf"]["CUDA graphs"] is None
+    assert cells["gemma3"]["hf"]["CUDA graphs"] is not None
+    assert "packed_seq_params" in str(cells["qwen2_5_vl"]["mcore"]["CUDA graphs"])
+
+
+def test_graphs_are_no_part_of_a_run(minimal):
+    graphs = [*GRAPHS, "training.cuda_graph_max_sequences=16"]
+    with_graphs, without = (load_recipe(minimal, [*ONLINE, *more]) for more in (graphs, []))
+    assert identity(with_graphs) == identity(without)
+    assert packing_mode(with_graphs).budget == packing_mode(without).budget
+
+
+def test_rows_of_a_graph_are_full_without_other_knobs(minimal):
+    bound = "training.cuda_graph_max_sequences=16"
+    recipe = load_recipe(minimal, [*ONLINE, *GRAPHS, bound, "packing.max_tokens=8192"])
+    shape = packing_mode(recipe).fixed_shape()
+    assert shape is not None and shape.overflows
+    assert (shape.row_tokens, shape.max_sequences) == (8192, 16)
+    assert evaluation_mode(recipe).fixed_shape() is None

@@ -1,0 +1,17 @@
+"""The recipe's section on what is written at the end of a run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from vlmpack.recipe.sources import Section
+
+
+class ExportSection(Section):
+    """The finetuned model as a transformers folder, at the end of the run."""
+
+    enabled: bool = True
+    """Write it."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the exported weights. `auto`: as in the folder `model.path`."""
