@@ -218,7 +218,7 @@ def test_what_a_rank_holds_under_each_sharding(tmp_path: Path) -> None:
     assert staged.activations < plain.activations
     lean = memory(4, 4, model__activation_checkpointing=True)
     assert lean.activations < plain.activations / 2
-    assert plain.activations == 1000 * 4 * (20 * 64 + 2 * (2 * 64 + 2 * 32 + 4 * 256))
+    assert plain.activations == 1000 * 4 * (26 * 64 + 2 * (2 * 64 + 2 * 32 + 4 * 256))
 
 
 @pytest.mark.slow

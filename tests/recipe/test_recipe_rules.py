@@ -190,6 +190,13 @@ CASES = [
         MCORE | {"model.attention": "transformer_engine"},
     ),
     (
+        "selective_sees_products",
+        MCORE
+        | {"model.attention": "transformer_engine", "model.activation_checkpointing": "selective"},
+        "model.activation_checkpointing: 'selective' keeps what torch's matrix products make",
+        MCORE | {"model.attention": "transformer_engine", "model.activation_checkpointing": 2},
+    ),
+    (
         "recurrence_needs_hf",
         MCORE | {"model.recurrence": "torch"},
         "model.recurrence: 'torch' needs model.backend: hf; 'mcore' trains no layers that carry",

@@ -23,7 +23,7 @@ from support.toy_objective import FOCAL, focal, take_step
 
 from vlmpack.distributed.timeouts import CollectiveTimeouts
 from vlmpack.packing import PackCollator
-from vlmpack.recipe.schema import CheckpointSection
+from vlmpack.recipe.checkpoint import CheckpointSection
 from vlmpack.training.metrics import MetricsLog, Progress, Trackers, read_rows
 from vlmpack.training.objective import Objective
 from vlmpack.training.run_dir import RunDir

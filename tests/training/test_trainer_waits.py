@@ -13,7 +13,7 @@ from support.engines import single_rank
 from vlmpack.data.loading.global_step import GlobalStep
 from vlmpack.data.plan.state import DataState
 from vlmpack.distributed.timeouts import CollectiveTimeouts
-from vlmpack.recipe.schema import CheckpointSection
+from vlmpack.recipe.checkpoint import CheckpointSection
 from vlmpack.training.objective import SFT
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.step import StepSums

@@ -1,28 +1,148 @@
-"""Activation checkpointing of a transformers model."""
+"""Activation checkpointing, the same for transformers' layers and Megatron's.
+
+    value of `model.activation_checkpointing` -> which layers run inside torch's checkpoint, and
+    what such a layer keeps:
+
+    none        no layer does
+    selective   every layer; outputs of matrix products and of attention kernels are kept, norms,
+                activations, rotations and the like are computed again
+    n           every n-th layer of a stack; it keeps its input alone
+    full        every layer; likewise
+
+Values and gradients are those of `none` bit for bit wherever kernels are deterministic. What is
+kept by `selective` is recognised at torch's dispatcher, so kernels that do not go through it
+(Transformer Engine's) are computed again.
+"""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
-def recompute_layers(model: Any, *, preserve_rng_state: bool = True) -> None:
-    """Recompute each layer in the backward pass.
+from vlmpack.recipe.recompute import Recomputed, is_recomputed
+
+KEPT = frozenset(
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::_scaled_mm",
+        "aten::_grouped_mm",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "torch_attn::_varlen_attn",
+        "flash_attn::_flash_attn_varlen_forward",
+    }
+)
+"""Operators whose outputs `selective` keeps. Batched products (`bmm`) are those of scores and of
+recurrences, which are large and cheap, so they are made again."""
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = operator.name().partition(".")[0] in KEPT
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+Run = Callable[..., Any]
+"""Calls its first argument with the others, and computes it again in the backward pass."""
+
+
+def _run(value: Recomputed, *, draws: bool) -> Run:
+    arguments: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
+    if value == "selective":
+        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    return partial(checkpoint, **arguments)
+
+
+def recompute_layers(model: Any, value: Recomputed, *, draws: bool) -> None:
+    """Activation checkpointing of a transformers model, of its towers too.
 
     transformers then makes the output of every embedding, that of patches too, ask for a gradient,
     which reentrant checkpoints need. Ours are not, and a frozen tower would be recomputed for
     nothing: its blocks record no graph as long as nothing in front of them asks for a gradient.
 
     Args:
-        model: of transformers.
-        preserve_rng_state: whether a layer draws the same random numbers again, for which their
-            state is read on the host: needed where something drops, and nothing for a CUDA graph.
+        model: transformers'.
+        value: of the recipe.
+        draws: whether layers draw random numbers, which they must draw alike again.
     """
+    if value == "none":
+        return
     with warnings.catch_warnings():
         # transformers 5.17 has this name alone; newer ones rename it and keep it until 6.
         warnings.simplefilter("ignore", FutureWarning)
-        model.gradient_checkpointing_enable(
-            {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
-        )
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     if getattr(model, "_require_grads_hook", None) is not None:
         model.disable_input_require_grads()
+    run = _run(value, draws=draws)
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = run
+    for place, layer in _stacked(model):
+        layer.gradient_checkpointing = is_recomputed(place, value)
+
+
+def _stacked(model: nn.Module) -> Iterator[tuple[int, Any]]:
+    """Every layer that transformers checkpoints, with its place in its stack."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for stack in model.modules():
+        if isinstance(stack, nn.ModuleList):
+            layers = [layer for layer in stack if isinstance(layer, GradientCheckpointingLayer)]
+            yield from enumerate(layers)
+
+
+def recompute_modules(layers: Iterable[nn.Module], value: Recomputed) -> None:
+    """Activation checkpointing of layers that are called with tensors by name, such as Megatron's.
+    They draw no random numbers.
+
+    Hooks of a layer stay outside of what is computed again.
+
+    Args:
+        layers: one stack, in order.
+        value: of the recipe.
+    """
+    run = _run(value, draws=False)
+    for place, layer in enumerate(layers):
+        if is_recomputed(place, value):
+            vars(layer)["forward"] = _again(layer, layer.forward, run)
+
+
+def _again(layer: nn.Module, forward: Run, run: Run) -> Run:
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        return run(forward, *args, **kwargs) if layer.training else forward(*args, **kwargs)
+
+    return computed
+
+
+def draws_random_numbers(model: Any, *, adapter_dropout: float) -> bool:
+    """Whether training draws random numbers inside of layers: dropout of any kind, jitter of
+    routers. Entries of config.json count whether the class reads them or not.
+
+    Args:
+        model: transformers'.
+        adapter_dropout: of adapters that the layers will get.
+    """
+    if adapter_dropout > 0:
+        return True
+    rates = (getattr(m, name, 0) for m in model.modules() for name in ("p", "drop_prob"))
+    config = model.config.to_dict()
+    return any(isinstance(rate, float) and rate > 0 for rate in (*rates, *_rates(config)))
+
+
+def _rates(config: Mapping[str, Any]) -> Iterator[Any]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _rates(value)
+        elif "drop" in str(key) or "jitter" in str(key):
+            yield value

@@ -4,9 +4,11 @@ With h the decoder's width, q and k the widths of its query and key heads, f the
 a token passes, e the bytes of a number, and n what a norm keeps of a column:
 
     norms        n of each column that passes one, h times their number; n - e of normed heads,
-                 whose output only a rotation reads
+                 whose output only a rotation reads; under autocast, where each matrix casts its
+                 input anew, 2 h e more of attention and h e of a gated MLP
     attention    (2 q + 2 k) e, and 3 e of each column of a gate behind it
-    MLP          4 f e, 3 f e without a gate; experts 3 e of each column of their copies of a token
+    MLP          4 f e, 3 f e without a gate; experts 3 e of each column of their copies of a token;
+                 Megatron's local layers keep f e more of a gated one, and (q + k) e of attention
     own inputs   (per-layer inputs of width p) 6 p e, and two norms of p
     recurrence   with D channels of the convolution, H heads with keys of K and values of V columns,
                  H_k K columns of keys before heads share them, and chunks of C slots, in float32
@@ -20,6 +22,10 @@ a token passes, e the bytes of a number, and n what a norm keeps of a column:
                  Packages' kernels keep their inputs: of the convolution 2 D e; of
                  flash-linear-attention's rule (2 H_k K + H V + 64 H) e; of mamba-ssm's scan H V e.
                  What else they need is made anew in the backward pass.
+
+What matrix products and attention alone make, which `selective` recomputation keeps: (2 q + 2 k) e
+and e of a gate's columns, 2 f e of an MLP, f e without a gate, what a recurrence's projection
+makes, and h e of each projection back to the width; experts' e of each column of their copies.
 
 Norms, attention and MLP: after Korthikanti et al., 2205.05198, section 4, without attention scores,
 which varlen kernels do not keep, and without dropout. Recurrences: counted from what autograd keeps
@@ -84,10 +90,15 @@ class Numbers:
     Args:
         number: e, bytes of an activation.
         norm: n, bytes that a norm keeps.
+        cast: whether each matrix casts its input anew, as under autocast.
+        mixed: whether layers are Megatron's local ones: queries, keys and values are one matrix's,
+            which lives as long as the values do, and the MLP copies one of its halves.
     """
 
     number: int
     norm: int
+    cast: bool = False
+    mixed: bool = False
 
 
 def layer_bytes(
@@ -106,10 +117,44 @@ def layer_bytes(
     wide = e * (2 * layer.query + 2 * layer.key + 3 * layer.gate)
     wide += e * (4 if layer.gated else 3) * layer.mlp
     wide += (numbers.norm - e) * layer.head_norms
+    if numbers.mixed:
+        wide += e * (layer.query + layer.key + layer.gated * layer.mlp)
     whole = 3 * e * layer.sent + (6 * e + 2 * numbers.norm) * layer.own_input
     if layer.recurrent is not None:
         whole += _recurrent_bytes(layer.recurrent, e, recurrences)
-    return numbers.norm * layer.norms * hidden, wide, whole
+    norms = numbers.norm * layer.norms
+    if numbers.cast:  # query, key and value; gate and up
+        norms += e * (2 * bool(layer.query and layer.key))
+        norms += e * bool(layer.mlp and layer.gated and not layer.sent)
+    return norms * hidden, wide, whole
+
+
+def product_bytes(layer: LayerSizes, hidden: int, e: int) -> tuple[int, int]:
+    """Bytes a token of what a layer's matrix products and attention make.
+
+    Args:
+        hidden: h.
+        e: bytes of an activation.
+
+    Returns:
+        Those of heads and columns (a tensor-parallel rank has its share), and those that every rank
+        keeps.
+    """
+    wide = e * (2 * layer.query + 2 * layer.key + layer.gate)
+    wide += e * (2 if layer.gated else 1) * layer.mlp
+    back = bool(layer.query) + bool(layer.mlp and not layer.sent) + bool(layer.own_input)
+    whole = e * (layer.sent + layer.own_input)
+    if layer.recurrent is not None:
+        back += 1
+        whole += e * _projected(layer.recurrent)
+    return wide, whole + e * hidden * back
+
+
+def _projected(sizes: RecurrentSizes) -> int:
+    """Columns of what enters a recurrence, gates included."""
+    if sizes.kind == "convolution":
+        return 3 * sizes.channels
+    return sizes.channels + sizes.inner + (2 if sizes.kind == "delta_rule" else 1) * sizes.heads
 
 
 def _recurrent_bytes(sizes: RecurrentSizes, e: int, recurrences: Recurrences) -> int:

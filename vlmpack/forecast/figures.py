@@ -250,6 +250,8 @@ class MemoryFigures:
         where: which rank that is.
         dtype: of the compute.
         weights, gradients, optimizer, activations, logits: bytes.
+        again: of the activations those that are computed again, one layer at a time.
+        recomputed: what `model.activation_checkpointing` comes to, and why where it is `auto`.
         row_tokens, row_patches: the micro-batch that the activations are of.
         rows_in_flight: micro-batches whose activations a stage holds at once.
         formula: in words, with what is left out.
@@ -266,7 +268,9 @@ class MemoryFigures:
     gradients: int
     optimizer: int
     activations: int
+    again: int
     logits: int
+    recomputed: str
     row_tokens: int
     row_patches: int
     rows_in_flight: int

@@ -23,6 +23,7 @@ from vlmpack.forecast.memory import memory_figures
 from vlmpack.forecast.modes import SHARED, ModePlanner, PlannedMode, mode_figures, planned_of
 from vlmpack.forecast.parameters import ModelSizes
 from vlmpack.forecast.progress import Progress, counted, silent
+from vlmpack.forecast.recompute import given_room, least_that_fits
 from vlmpack.forecast.sequences import sequence_figures
 from vlmpack.forecast.sharing import sharing_note
 from vlmpack.forecast.sources import left_out, source_figures
@@ -30,6 +31,7 @@ from vlmpack.forecast.trained import EVERY_WEIGHT, TrainedSizes
 from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.planned import PlannedSample, shared_rows
 from vlmpack.recipe import Recipe, derive
+from vlmpack.recipe.schema import ModelSection
 
 REFERENCE_BYTES = 24
 """Bytes that a reference keeps of a pair: its number, and two log-probabilities."""
@@ -149,18 +151,36 @@ def _memory(inputs: PlanInputs, own: ModeFigures) -> MemoryFigures | None:
     """The fullest rank's; None where the model folder does not say its sizes."""
     if inputs.sizes is None:
         return None
-    recipe = inputs.recipe
+    recipe, sizes = inputs.recipe, inputs.sizes
     model = recipe.model.settled("bfloat16")  # what a GPU computes in
-    return memory_figures(
-        model,
-        recipe.parallelism,
-        inputs.sizes,
-        own,
-        global_batch_size=recipe.training.global_batch_size,
-        world_size=inputs.world_size,
-        trained=inputs.trained,
-        recurrences=recurrences_on(torch.device("cuda"), model),
-    )
+
+    def estimate(model: ModelSection) -> MemoryFigures:
+        return memory_figures(
+            model,
+            recipe.parallelism,
+            sizes,
+            own,
+            global_batch_size=recipe.training.global_batch_size,
+            world_size=inputs.world_size,
+            trained=inputs.trained,
+            recurrences=recurrences_on(torch.device("cuda"), model),
+        )
+
+    if model.activation_checkpointing != "auto":
+        return estimate(model)
+    room, where = given_room(model)
+    if not room and torch.cuda.is_available():
+        room, where = torch.cuda.mem_get_info()[1], "the GPU here"
+    if room:
+        return least_that_fits(model, estimate, room, where)[1]
+    figures = estimate(model)
+    return replace(figures, recomputed=f"{figures.recomputed} ({UNKNOWN})")
+
+
+UNKNOWN = (
+    "auto: no GPU is here, so the figures are those of full; set model.memory_gib to a GPU's for "
+    "what it comes to there"
+)
 
 
 def _all_modes(

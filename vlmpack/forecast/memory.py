@@ -10,10 +10,12 @@ With h the decoder's width and e the bytes of a number:
              layers, embedding and head are cut by tensor, layers by pipeline, experts by expert;
              the tower is whole on the first stage
     activations of a decoder's layer, in bytes a token: `vlmpack/forecast/activations.py`, with n,
-             what a norm keeps of a column: 12 in float32, 10 under autocast, 8 with fsdp in
-             bfloat16, 2 e with mcore. The tower's blocks likewise, by patches: two norms, 4 columns
-             of attention, 4 of the MLP; a plain MLP keeps 2. With activation checkpointing: e h a
-             layer, and the largest layer or one block whole
+             what a norm keeps of a column: 12 in float32, 10 under autocast, 8 with fsdp or
+             mcore in bfloat16, 2 e with Transformer Engine. The tower's blocks likewise, by
+             patches: two norms, 4 columns of attention, 4 of the MLP; a plain MLP keeps 2. A layer
+             that is computed again keeps its input, 4 h under autocast, else e h, and with
+             `selective` what matrix products and attention made; beside all of that the rest of the
+             largest one, for a while
     Gradients and AdamW's numbers are those of trained parameters alone, adapters included, and with
     mcore so are main weights. Weights in 4 bits (QLoRA) take 0.516 bytes and no copy. Components in
     front of the first trained one record no graph: no copies of their weights, and of a frozen
@@ -35,12 +37,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vlmpack.forecast.activations import Numbers, Recurrences, layer_bytes, state_lines
+from vlmpack.forecast.activations import (
+    Numbers,
+    Recurrences,
+    layer_bytes,
+    product_bytes,
+    state_lines,
+)
 from vlmpack.forecast.figures import MemoryFigures, ModeFigures
 from vlmpack.forecast.layers import LayerSizes
 from vlmpack.forecast.parameters import ModelSizes
 from vlmpack.forecast.trained import EVERY_WEIGHT, TrainedSizes
 from vlmpack.recipe.derived import data_parallel_size
+from vlmpack.recipe.recompute import described, is_recomputed
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
 LOGIT_COPIES = 3
@@ -59,6 +68,14 @@ class LargestMicroBatch:
     micro_batch_size: int
     max_row_slots: int
     max_row_patches: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Tower:
+    """The tower's activations: bytes kept, and computed again at once."""
+
+    kept: int
+    again: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +173,7 @@ class _Estimate:
         weights, gradients, optimizer = (
             self._mcore_state(rank) if self.model.backend == "mcore" else self._hf_state(rank)
         )
+        kept, again = self._activations(rank)
         return MemoryFigures(
             parameters=self.sizes.parameters,
             tower_parameters=self.sizes.tower,
@@ -167,8 +185,10 @@ class _Estimate:
             weights=weights,
             gradients=gradients,
             optimizer=optimizer,
-            activations=rank.in_flight * self._activations(rank),
+            activations=rank.in_flight * kept + again,
+            again=again,
             logits=self._logits() if rank.has_head else 0,
+            recomputed=described(self.model.recomputed),
             row_tokens=self.mode.max_row_slots,
             row_patches=self.mode.max_row_patches,
             rows_in_flight=rank.in_flight,
@@ -213,27 +233,29 @@ class _Estimate:
             optimizer = each * (-(-dense // over) + -(-experts // expert_over))
         return self.number * rank.parameters, 4 * updated, optimizer
 
-    def _activations(self, rank: _Rank) -> int:
-        split, sizes, mode, number = self.split, self.sizes, self.mode, self.number
-        recompute = self.model.activation_checkpointing
-        tokens = -(-mode.max_row_slots // split.context)
+    def _activations(self, rank: _Rank) -> tuple[int, int]:
+        """What a micro-batch keeps at the end of its forward pass, and the largest part that is
+        then computed again at once."""
+        split, sizes, recomputed = self.split, self.sizes, self.model.recomputed
+        tokens = -(-self.mode.max_row_slots // split.context)
         narrow = split.tensor if split.sequence else 1
-        layers = [self._layer(layer, narrow) for layer in sizes.decoder]
-        block, blocks, patches = self._tower_block(rank)
-        keeps = self.trained.tower_keeps
-        if not recompute:
-            language = rank.layers * sum(layers) // max(1, len(layers))
-            return tokens * language + patches * block * (blocks if keeps else 1)
-        kept = tokens * rank.layers * number * sizes.hidden // narrow
-        if sizes.vision is not None and keeps:
-            kept += patches * blocks * number * sizes.vision.width
-        return kept + max(
-            tokens * max(layers, default=0), patches * block
-        )  # one of them is computed again at a time
+        kept, again = 0, 0
+        for place, layer in enumerate(sizes.decoder):
+            whole = self._layer(layer, narrow)
+            held = self._kept(layer, narrow) if is_recomputed(place, recomputed) else whole
+            kept, again = kept + held, max(again, whole - held)
+        blocks = self._tower(rank)
+        language = tokens * (rank.layers * kept // max(1, len(sizes.decoder)))
+        return language + blocks.kept, max(tokens * again, blocks.again)
 
     def _layer(self, layer: LayerSizes, narrow: int) -> int:
         """Bytes that a layer keeps of each token on one rank."""
-        numbers = Numbers(self.number, self._norm_bytes())
+        numbers = Numbers(
+            self.number,
+            self._norm_bytes(),
+            cast=self._residual() > self.number,
+            mixed=self._local(),
+        )
         norms, wide, whole = layer_bytes(layer, self.sizes.hidden, numbers, self.recurrences)
         if self._by_segments():  # what the kernel makes, and its copy for the projection
             wide += self.number * layer.query
@@ -243,6 +265,35 @@ class _Estimate:
         """Whether attention is torch's own, a segment at a time, as far as the recipe says it."""
         model = self.model
         return model.attention == "segments" or model.dtype == "float32"
+
+    def _kept(self, layer: LayerSizes, narrow: int) -> int:
+        """The same of a layer that is computed again: its input and, of `selective`, what matrix
+        products and attention made."""
+        held = self._residual() * self.sizes.hidden // narrow
+        if self.model.recomputed == "selective":
+            wide, whole = product_bytes(layer, self.sizes.hidden, self.number)
+            held += wide // self.split.tensor + whole
+        return held
+
+    def _residual(self) -> int:
+        """Bytes of a number between layers: on the hf engine embeddings are float32, and so is what
+        layers add to, but where FSDP2 gathers them in bfloat16."""
+        apart = self.model.backend == "mcore" or self.split.sharding == "fsdp"
+        return self.number if apart else 4
+
+    def _tower(self, rank: _Rank) -> _Tower:
+        """What the tower keeps; of a frozen one, one block at a time."""
+        block, blocks, patches = self._tower_block(rank)
+        vision, recomputed = self.sizes.vision, self.model.recomputed
+        if vision is None or not self.trained.tower_keeps:
+            return _Tower(0, patches * block)
+        held = self.number * vision.width
+        if recomputed == "selective":
+            mlp = (2 if vision.gated else 1) * vision.intermediate
+            held += self.number * (6 * vision.width + mlp)
+        fewer = sum(is_recomputed(place, recomputed) for place in range(blocks))
+        kept = patches * (fewer * held + (blocks - fewer) * block)
+        return _Tower(kept, patches * (block - held) if fewer else 0)
 
     def _tower_block(self, rank: _Rank) -> tuple[int, int, int]:
         """Bytes a patch keeps in a block of the tower, blocks, and patches of this rank."""
@@ -257,11 +308,15 @@ class _Estimate:
 
     def _norm_bytes(self) -> int:
         """That a norm keeps for each column of a token."""
-        if self.model.backend == "mcore":
+        if self.model.attention == "transformer_engine":
             return 2 * self.number
         if self.model.dtype == "float32":
             return 12
-        return 8 if self.split.sharding == "fsdp" else 10
+        return 8 if self._local() or self.split.sharding == "fsdp" else 10
+
+    def _local(self) -> bool:
+        """Whether layers are Megatron's own, not Transformer Engine's."""
+        return self.model.backend == "mcore" and self.model.attention != "transformer_engine"
 
     def _logits(self) -> int:
         from vlmpack.backends.cross_entropy import chunk_rows  # imports torch
@@ -286,8 +341,12 @@ class _Estimate:
             state += "; gradients and AdamW's numbers of trained parameters alone"
         norm, number, sizes = 2 * self._norm_bytes(), self.number, self.sizes
         layer = f"{norm} h + {number} (2 q + 2 k + 4 f) bytes a token and layer"
-        if self.model.activation_checkpointing:
-            layer = f"{number} h bytes a token and layer, and one layer of {layer}"
+        if self.model.recomputed != "none":
+            kept = f"{self._residual()} h"
+            if self.model.recomputed == "selective":
+                kept += f" + {number} (2 q + 2 k + 2 f + 2 h)"
+            every = "" if isinstance(self.model.recomputed, str) else " that is computed again"
+            layer = f"{kept} bytes a token and layer{every}, and one layer of {layer}"
         return (
             f"weights + gradients + AdamW: {state}",
             f"activations of the largest micro-batch: {layer} (h width, q and k heads, f MLP "

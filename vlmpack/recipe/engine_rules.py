@@ -50,6 +50,18 @@ def transformer_engine_needs_mcore(model: ModelSection) -> list[Problem]:
     return [Problem(("model", "attention"), message)]
 
 
+def selective_sees_products(model: ModelSection) -> list[Problem]:
+    """What `selective` keeps passes torch's dispatcher; Transformer Engine's products do not."""
+    if model.activation_checkpointing != "selective" or model.attention != "transformer_engine":
+        return []
+    message = (
+        "'selective' keeps what torch's matrix products make, and model.attention: "
+        "transformer_engine has its own, which would all be computed again; use auto, full or a "
+        "number"
+    )
+    return [Problem(("model", "activation_checkpointing"), message)]
+
+
 def recurrence_needs_hf(model: ModelSection) -> list[Problem]:
     """No layers that carry state run on Megatron here."""
     if model.recurrence == "auto" or model.backend == "hf":

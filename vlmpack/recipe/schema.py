@@ -12,11 +12,13 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from vlmpack.recipe.checkpoint import CheckpointSection
 from vlmpack.recipe.export import ExportSection
 from vlmpack.recipe.images import MAX_IMAGE_PIXELS, ImagesSection
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.on_error import OnErrorSection
 from vlmpack.recipe.packing_modes import FACTS, ModeFacts, ModeName
+from vlmpack.recipe.recompute import Recomputation, Recomputed
 from vlmpack.recipe.sources import OptionalSources, Section, Source, Sources, as_tuple
 from vlmpack.recipe.storage import CacheSection, StorageSection
 from vlmpack.recipe.template import IsoDate, TemplateVariables
@@ -60,13 +62,26 @@ class ModelSection(Section):
     (any device). `auto`: on CUDA liger where it is installed, and on the mcore engine Megatron's
     fused SwiGLU. Modules of another formula keep their own."""
 
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    activation_checkpointing: Recomputation = "none"
+    """What is computed again in the backward pass instead of being kept. `none`; `selective`: all
+    of a layer but matrix products and attention, so hardly any compute; n: every n-th layer of
+    decoder and tower; `full`: every layer, for about a third more compute. `auto`: the least of
+    these (with n 4, 3, 2) that by the estimate of `vlmpack plan` fits 90% of the memory."""
+
+    memory_gib: float | None = Field(default=None, gt=0)
+    """Memory of the device that `activation_checkpointing: auto` is for. Null: what the device at
+    hand has; on CPU a process's share of the machine's."""
 
     router_aux_loss_coef: float = Field(default=0.0, ge=0)
     """Mixtures of experts: weight of the load-balancing loss, which is a mean over all tokens of a
     row; beside the mean loss of label tokens it counts tokens / label tokens times. It takes the
     place of `output_router_logits` and `router_aux_loss_coef` in config.json."""
+
+    @property
+    def recomputed(self) -> Recomputed:
+        """What is computed again; all, where nobody has settled what `auto` is."""
+        asked = self.activation_checkpointing
+        return "full" if asked == "auto" else asked
 
     def settled(self, auto: Literal["float32", "bfloat16"]) -> ModelSection:
         """With what `dtype: auto` is on the device at hand."""
@@ -334,29 +349,6 @@ class EvaluationSection(Section):
 
     batch_size: Count = 16
     """Samples per forward pass and process, for the loss and for generation."""
-
-
-class CheckpointSection(Section):
-    """When the run's state is saved, and whether a run continues from it."""
-
-    interval_steps: Count | None = None
-    """Optimizer steps between two checkpoints. Null: only at the end and on SIGTERM."""
-
-    keep: Count = 2
-    """Newest checkpoints that stay on disk."""
-
-    asynchronous: bool = False
-    """Copy the state and write it while training goes on; needs host memory for a copy of each
-    process's share. The last checkpoint, and the one on SIGTERM, are always waited for."""
-
-    resume: Literal["auto", "never", "required"] = "auto"
-    """`auto`: continue from the run folder's newest checkpoint if it has one; `never`: start
-    anew; `required`: stop if there is none."""
-
-    on_data_change: Literal["refuse", "new_era", "new_segment"] = "refuse"
-    """A resume with other shards, rewritten ones, or other weights: stop with the differences, or
-    go on with the new data from the next global batch, as a new era that begins an epoch.
-    `new_segment` is what earlier versions called `new_era`."""
 
 
 class LoggingSection(Section):

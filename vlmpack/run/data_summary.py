@@ -26,7 +26,7 @@ def data_summary(train: TrainData, state: DataState, summary: DataSummary) -> di
         state: where the launch begins; the examples are its first micro-batches, fewer where its
             window has fewer: other ranks wait, and no further shard is indexed for them.
     """
-    usable = train.split.usable_tokens().tolist()
+    usable = train.split.usable_sizes()[0].tolist()
     window = train.plan.packed(state.position, state.cursors)[state.batch :]
     bins = [samples for batch in window for samples in batch][:EXAMPLE_MICRO_BATCHES]
     examples = [[train.ref(number).num_tokens for number in samples] for samples in bins]

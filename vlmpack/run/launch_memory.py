@@ -8,6 +8,8 @@ samples that are indexed.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from math import ceil, inf
 
 import numpy as np
 
@@ -19,7 +21,9 @@ from vlmpack.forecast.activations import recurrences_on
 from vlmpack.forecast.figures import MemoryFigures
 from vlmpack.forecast.memory import LargestMicroBatch, memory_figures
 from vlmpack.forecast.parameters import read_sizes
+from vlmpack.forecast.recompute import given_room, least_that_fits
 from vlmpack.forecast.trained import trained_sizes
+from vlmpack.recipe.schema import ModelSection
 from vlmpack.run.machine_memory import Room, room_of
 
 logger = logging.getLogger("vlmpack")
@@ -28,31 +32,63 @@ DRAWN = 1000
 """Micro-batches that are drawn for the largest one, where rows are not planned by a budget."""
 
 
-def say_memory(setup: Setup, train: TrainData) -> None:
-    """One line: the estimate, what there is; a warning with the knobs where it is more. Of the main
-    rank alone.
+def settled_memory(setup: Setup, train: TrainData) -> Setup:
+    """The setup with what `model.activation_checkpointing: auto` comes to, the same on every rank.
+    The main rank says the estimate and what there is; a warning with the knobs where it is more.
+    Collective.
 
-    A model folder without the sizes that the estimate needs is passed over.
+    A model folder without the sizes that the estimate needs is passed over: `auto` is then `full`.
     """
-    ranks = setup.ranks
-    room = room_of(ranks.device)
+    ranks, recipe = setup.ranks, setup.recipe
+    least = min(ranks.gather_objects(room_of(ranks.device)), key=_share)
+    model = ranks.on_main(lambda: _settled(setup, train, least))
+    return replace(setup, recipe=recipe.model_copy(update={"model": model}))
+
+
+def _share(room: Room | None) -> float:
+    """Bytes of each process."""
+    return inf if room is None else room.size / room.processes
+
+
+def _settled(setup: Setup, train: TrainData, room: Room | None) -> ModelSection:
+    """The recipe's model section, with a value in the place of auto."""
+    recipe, ranks = setup.recipe, setup.ranks
+    asked = recipe.model
     try:
         sizes = read_sizes(setup.encoder.folder)
     except ModelError:
-        return
-    if sizes is None or room is None:
-        return
-    model = settled_model(setup.recipe.model, ranks.device)
-    figures = memory_figures(
-        model,
-        setup.recipe.parallelism,
-        sizes,
-        largest_micro_batch(train),
-        global_batch_size=train.config.training.global_batch_size,
-        world_size=ranks.world_size,
-        trained=trained_sizes(setup.policy, setup.encoder),
-        recurrences=recurrences_on(ranks.device, model),
-    )
+        sizes = None
+    given, where = given_room(asked)
+    if sizes is None or (room is None and not given):
+        return asked
+
+    def estimate(model: ModelSection) -> MemoryFigures:
+        return memory_figures(
+            model,
+            recipe.parallelism,
+            sizes,
+            largest_micro_batch(train),
+            global_batch_size=train.config.training.global_batch_size,
+            world_size=ranks.world_size,
+            trained=trained_sizes(setup.policy, setup.encoder),
+            recurrences=recurrences_on(ranks.device, model),
+        )
+
+    model = settled_model(asked, ranks.device)
+    if asked.activation_checkpointing != "auto":
+        figures = estimate(model)
+    else:
+        if room is not None and not given:
+            given, where = int(_share(room)), room.where
+        model, figures = least_that_fits(model, estimate, given, where)
+        logger.info("%-14s %s", "recomputed", figures.recomputed)
+    if room is not None:
+        _say(figures, room)
+    chosen = model.activation_checkpointing
+    return asked.model_copy(update={"activation_checkpointing": chosen})
+
+
+def _say(figures: MemoryFigures, room: Room) -> None:
     line = memory_line(figures, room)
     if figures.total * room.processes > room.size:
         logger.warning("%-14s %s\n%s", "memory", line, ADVICE)
@@ -63,7 +99,7 @@ def say_memory(setup: Setup, train: TrainData) -> None:
 ADVICE = (
     "That is more than there is: the kernel (or CUDA) may end this run without a word. Less: "
     "trainable.* frozen or lora, parallelism.sharding: fsdp or model.backend: mcore over more "
-    "processes, model.activation_checkpointing: true, a smaller training.micro_batch_size, "
+    "processes, model.activation_checkpointing: auto or full, a smaller training.micro_batch_size, "
     "packing.max_tokens, packing.max_vision_patches or training.seq_length. `vlmpack plan` has the "
     "figures one by one"
 )
@@ -74,26 +110,29 @@ def memory_line(figures: MemoryFigures, room: Room) -> str:
     parts = ("weights", "gradients", "optimizer", "activations", "logits")
     each = ", ".join(f"{name} {_gib(getattr(figures, name))}" for name in parts)
     shared = f", for {room.processes} processes" if room.processes > 1 else ""
-    blind = figures.tower_parameters > 0 and figures.row_patches == 0
-    without = ", without the vision tower's activations" if blind else ""
     return (
-        f"about {_gib(figures.total)} GiB a process ({each}{without}); {room.where} has "
+        f"about {_gib(figures.total)} GiB a process ({each}); {room.where} has "
         f"{_gib(room.size)} GiB{shared}"
     )
 
 
 def largest_micro_batch(train: TrainData) -> LargestMicroBatch:
     """Its slots: of a planned row its budget; else the largest of many drawn micro-batches. Its
-    patches: the budget's, 0 without one: no length of a sample says how many it has."""
+    patches: as many as those slots would have of the sample that has the most for its length, but
+    no more than the budget's."""
     mode, micro = train.config.mode, train.config.training.micro_batch_size
+    lengths, patches = train.split.usable_sizes()
+    densest = float((patches / np.maximum(lengths, 1)).max(initial=0.0))
     if mode.facts.plans_rows:
-        return LargestMicroBatch(1, mode.budget.max_tokens, mode.budget.max_patches or 0)
-    lengths = train.split.usable_tokens()
+        slots = mode.budget.max_tokens
+        dense = ceil(slots * densest)
+        return LargestMicroBatch(1, slots, min(dense, mode.budget.max_patches or dense))
     if not lengths.size:
         return LargestMicroBatch(micro, 0, 0)
-    drawn = np.random.default_rng(0).choice(lengths, (DRAWN, micro))
-    rows = drawn.max(axis=1) * micro if mode.facts.pads else drawn.sum(axis=1)
-    return LargestMicroBatch(micro, int(rows.max()), 0)
+    drawn = np.random.default_rng(0).integers(lengths.size, size=(DRAWN, micro))
+    tokens = lengths[drawn]
+    rows = tokens.max(axis=1) * micro if mode.facts.pads else tokens.sum(axis=1)
+    return LargestMicroBatch(micro, int(rows.max()), int(patches[drawn].sum(axis=1).max()))
 
 
 def _gib(size: int) -> str:

@@ -29,7 +29,7 @@ from vlmpack.proof.verify.at_start import verify_at_start
 from vlmpack.proof.verify.gate import require_proof
 from vlmpack.run.begun_steps import BegunSteps
 from vlmpack.run.data_summary import data_summary, log_data
-from vlmpack.run.launch_memory import say_memory
+from vlmpack.run.launch_memory import settled_memory
 from vlmpack.run.place import Place
 from vlmpack.run.reference import attach_reference, refuse_other_reference, start_check
 from vlmpack.run.resume_point import choose_checkpoint, saved_state
@@ -67,7 +67,7 @@ def _open(setup: Setup, place: Place, model: ModelWatch, begun: BegunSteps, unre
     saved = ranks.on_main(lambda: saved_state(recipe.checkpoint, run_dir))
     splits = _open_splits(setup, place, ledger, saved)
     train = splits.train
-    ranks.on_main(lambda: say_memory(setup, train))
+    setup = settled_memory(setup, train)
     if setup.encoder.family.proven_by_verify:
         require_proof(setup, run_dir.path / "verify", train, model.hashing.finish())
     elif recipe.training.verify and saved is None:

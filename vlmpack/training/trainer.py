@@ -21,7 +21,7 @@ from vlmpack.errors import (
     TrainabilityError,
 )
 from vlmpack.packing import Batch
-from vlmpack.recipe.schema import CheckpointSection
+from vlmpack.recipe.checkpoint import CheckpointSection
 from vlmpack.training.checkpoint import (
     CheckpointContent,
     Saver,

@@ -46,11 +46,12 @@ from vlmpack.backends.policy import (
     count_components,
     describe_counts,
 )
-from vlmpack.backends.recompute import recompute_layers
+from vlmpack.backends.recompute import draws_random_numbers, recompute_layers
 from vlmpack.backends.recording import recorder_on as recorder
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.packing import Batch
+from vlmpack.recipe.recompute import described
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.recurrence import choose_recurrence
 
@@ -103,8 +104,9 @@ class HFEngine:
             ),
         )
         fused = describe_fused(loaded, *choose_fused(model.fused_layers, ranks.device))
-        if model.activation_checkpointing:
-            recompute_layers(loaded, preserve_rng_state=not compute.captures)
+        dropout = policy.lora.dropout if policy.lora is not None else 0.0
+        draws = draws_random_numbers(loaded, adapter_dropout=dropout)
+        recompute_layers(loaded, model.recomputed, draws=draws and not compute.captures)
         apply_policy(
             loaded, self.paths, policy, device=ranks.device, compute_dtype=self.compute_dtype
         )
@@ -145,6 +147,7 @@ class HFEngine:
             **describe_router_loss(language, model.router_aux_loss_coef),
             **recurrences.described(),
             "fused layers": fused,
+            "recomputed": described(model.recomputed),
             "parameters": f"{sum(count.parameters for count in self.components):,}",
             "trained": describe_counts(self.components),
         }

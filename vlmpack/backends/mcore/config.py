@@ -49,13 +49,6 @@ def transformer_config(
         dtype: of weights and activations.
         fused_activation: whether SwiGLU is one kernel, which Megatron has torch compile.
     """
-    recompute: dict[str, Any] = {}
-    if model.activation_checkpointing:
-        recompute = {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
     return TransformerConfig(
         num_layers=dims.layers,
         hidden_size=dims.hidden,
@@ -93,7 +86,6 @@ def transformer_config(
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         **_experts(dims.experts, sizes, model.router_aux_loss_coef),
-        **recompute,
     )
 
 

@@ -40,6 +40,7 @@ from vlmpack.backends.policy import (
     count_components,
     describe_counts,
 )
+from vlmpack.backends.recompute import recompute_modules
 from vlmpack.backends.skeleton import model_skeleton
 from vlmpack.backends.unread import passed_over
 from vlmpack.distributed import Ranks
@@ -57,6 +58,7 @@ from vlmpack.packing import (
     slice_for_context,
 )
 from vlmpack.packing.media import tell_tower
+from vlmpack.recipe.recompute import described
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
 
@@ -115,9 +117,10 @@ class MegatronEngine:
                 split,
                 self.groups,
                 varlen=None if compute.attention is None else compute.attention.function,
-                tower=vision_tower(config, self.skeleton, encoder),
+                tower=vision_tower(config, self.skeleton, encoder, model.recomputed),
                 fused=fused.norm,
             ).to(self.device)
+            recompute_modules(self.model.gpt.decoder.layers, model.recomputed)
             self.router_sum = None
             if model.router_aux_loss_coef and dims.experts is not None:
                 self.router_sum = report_routers(self.model, len(dims.experts.layers))
@@ -147,6 +150,7 @@ class MegatronEngine:
             **compute.described(),
             "fused layers": fused.described,
             **launch_queues(self.split, self.device),
+            "recomputed": described(self.config.recomputed),
             "optimizer": "distributed" if self.split.distributed_optimizer else "replicated",
             "parameters": f"{sum(count.parameters for count in self.components):,}",
             "trained": describe_counts(self.components),

@@ -18,13 +18,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from vlmpack.backends.mcore.model import MegatronVLM, VisionTower
-from vlmpack.backends.recompute import recompute_layers
+from vlmpack.backends.recompute import draws_random_numbers, recompute_layers
 from vlmpack.encode import Encoder
 from vlmpack.model_folder.load import build_part
+from vlmpack.recipe.recompute import Recomputed
 
 
 def vision_tower(
-    config: TransformerConfig, skeleton: nn.Module, encoder: Encoder
+    config: TransformerConfig, skeleton: nn.Module, encoder: Encoder, recomputed: Recomputed
 ) -> VisionTower | None:
     """The vision tower with its projector, weights still to be read; None where the model has none,
     and on all stages but the first.
@@ -33,6 +34,7 @@ def vision_tower(
         config: Megatron's configuration.
         skeleton: the transformers model without weights.
         encoder: the model folder's processor.
+        recomputed: what is computed again in the backward pass.
     """
     path = encoder.family.modules.vision
     if path is None or not parallel_state.is_pipeline_first_stage():
@@ -40,8 +42,8 @@ def vision_tower(
     tower: Any = build_part(skeleton.get_submodule(path))
     for parameter in tower.parameters():  # buffers stay float32: rotary frequencies
         parameter.data = parameter.data.to(config.params_dtype)
-    if config.recompute_granularity is not None:
-        recompute_layers(tower)
+    draws = draws_random_numbers(tower, adapter_dropout=0.0)
+    recompute_layers(tower, recomputed, draws=draws)
     family, blank = encoder.family, encoder.image_rule.smallest()
     rule = family.tower_rule(tower.config.to_dict())
     if rule is not None:

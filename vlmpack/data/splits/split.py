@@ -96,8 +96,8 @@ class Split(Protocol):
     def index_all(self) -> None:
         """Indexes what is not indexed yet, so that `epoch_length` is exact."""
 
-    def usable_tokens(self) -> Int64s:
-        """(n,) the lengths of the usable samples that are known."""
+    def usable_sizes(self) -> tuple[Int64s, Int64s]:
+        """(n,) tokens and (n,) vision patches of the usable samples that are known."""
 
     def probed(self, count: int, state: DataState) -> list[SampleRef]:
         """A few samples whose predicted lengths are worth a check.
@@ -186,9 +186,10 @@ class KnownSplit:
     def index_all(self) -> None:
         """See Split."""
 
-    def usable_tokens(self) -> Int64s:
+    def usable_sizes(self) -> tuple[Int64s, Int64s]:
         """See Split."""
-        return self.fitted.table.num_tokens[self.fitted.eligible]
+        table, usable = self.fitted.table, self.fitted.eligible
+        return table.num_tokens[usable], table.num_patches[usable]
 
     def probed(self, count: int, state: DataState) -> list[SampleRef]:
         """See Split."""

@@ -182,11 +182,13 @@ class StreamedSplit:
             found.append((source.name, np.concatenate([self.index.glance(s) for s in shards])))
         return found
 
-    def usable_tokens(self) -> Int64s:
+    def usable_sizes(self) -> tuple[Int64s, Int64s]:
         """See Split: of the shards that the first window needed."""
         self._first_order()
         kept = self.index.kept()
-        return np.concatenate([one.table.num_tokens[one.eligible] for one in kept])
+        tokens = [one.table.num_tokens[one.eligible] for one in kept]
+        patches = [one.table.num_patches[one.eligible] for one in kept]
+        return np.concatenate(tokens), np.concatenate(patches)
 
     def probed(self, count: int, state: DataState) -> list[SampleRef]:
         """See Split: of the window that the run begins with, which is indexed first; at most

@@ -250,6 +250,7 @@ def _memory(memory: MemoryFigures) -> Section:
             f"{compact(memory.parameters)} parameters, {compact(memory.tower_parameters)} of them "
             f"in the vision tower, from {memory.counted_from};{trained} micro-batch of "
             f"{memory.row_tokens:,} slots and {memory.row_patches:,} patches{flight}",
+            f"computed again in the backward pass: {memory.recomputed}",
             *memory.formula,
             *([_ON_GPUS] if memory.dtype == "bfloat16" else []),
         ),

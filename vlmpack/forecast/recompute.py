@@ -1,0 +1,64 @@
+"""What `model.activation_checkpointing: auto` comes to: the least that fits, by plan's estimate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from vlmpack.forecast.figures import MemoryFigures
+from vlmpack.recipe.recompute import Recomputed, described
+from vlmpack.recipe.schema import ModelSection
+
+LADDER: tuple[Recomputed, ...] = ("none", "selective", 4, 3, 2, "full")
+"""From no matrix product that is computed again to all of them."""
+
+SHARE = 0.9
+"""Of the memory that an estimate may fill: it leaves out the CUDA context, NCCL's buffers,
+temporaries of kernels and fragmentation."""
+
+Estimate = Callable[[ModelSection], MemoryFigures]
+"""The fullest rank's bytes with one of the ladder's values."""
+
+
+def given_room(model: ModelSection) -> tuple[int, str]:
+    """Bytes of `model.memory_gib`, and whose they are in words; 0 where it is not set."""
+    return round((model.memory_gib or 0) * 2**30), "model.memory_gib"
+
+
+def least_that_fits(
+    model: ModelSection, estimate: Estimate, room: int, where: str
+) -> tuple[ModelSection, MemoryFigures]:
+    """The model section with the first value of the ladder whose estimate fits; the last where none
+    does.
+
+    Args:
+        model: its dtype settled. What it says of recomputation is replaced.
+        estimate: of a model section.
+        room: bytes that one process has.
+        where: whose they are, in words.
+
+    Returns:
+        The section, and its figures with the reason.
+    """
+    fits = SHARE * room
+    tried: list[str] = []
+    for value in LADDER:
+        if value == "selective" and model.attention == "transformer_engine":
+            continue  # its matrix products are not seen, so it would compute all of them again
+        chosen = model.model_copy(update={"activation_checkpointing": value})
+        figures = estimate(chosen)
+        if figures.total <= fits or value == LADDER[-1]:
+            break
+        tried.append(f"{value} {_gib(figures.total)}")
+    verb = "fits" if figures.total <= fits else "does not fit either"
+    reason = (
+        f"auto: about {_gib(figures.total)} GiB, which {verb} in {SHARE:.0%} of the "
+        f"{_gib(room)} GiB of {where}"
+    )
+    if tried:
+        reason += f"; too large: {', '.join(tried)}"
+    return chosen, replace(figures, recomputed=f"{described(value)} ({reason})")
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.1f}"
