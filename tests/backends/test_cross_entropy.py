@@ -7,7 +7,12 @@ import torch
 import torch.nn.functional as F
 from support.recorders import MadeTensors
 
-from vlmpack.backends.cross_entropy import CHUNK_ELEMENTS, chunk_rows, linear_cross_entropy
+from vlmpack.backends.cross_entropy import (
+    CHUNK_BYTES,
+    CUDA_CHUNK_BYTES,
+    chunk_rows,
+    linear_cross_entropy,
+)
 from vlmpack.packing import IGNORE_INDEX
 
 VOCABULARY, WIDTH = 50, 16
@@ -102,8 +107,11 @@ def test_an_ignored_label_is_an_error_not_a_loss():
 
 
 def test_chunks_bound_the_logits():
-    assert chunk_rows(152_064) * 152_064 <= CHUNK_ELEMENTS
-    assert chunk_rows(CHUNK_ELEMENTS * 2) == 1
+    for cuda, most in ((False, CHUNK_BYTES), (True, CUDA_CHUNK_BYTES)):
+        rows = chunk_rows(152_064, cuda=cuda)
+        assert 4 * rows * 152_064 <= most < 4 * (rows + 1) * 152_064
+        assert chunk_rows(most * 2, cuda=cuda) == 1
+    assert 8 <= CUDA_CHUNK_BYTES // CHUNK_BYTES <= 16
     hidden, weight, targets = inputs(40)
     with MadeTensors() as tensors:
         linear_cross_entropy(hidden, weight, targets, rows_per_chunk=6).sum().backward()

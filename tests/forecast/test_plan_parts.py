@@ -207,6 +207,12 @@ def test_what_a_rank_holds_under_each_sharding(tmp_path: Path) -> None:
     sharded = memory(4, 4, parallelism__sharding="fsdp")
     assert sharded.optimizer == 2 * count
     assert sharded.weights == count + 2 * (128_000 + 2 * layer)
+    fsdp = {"parallelism__sharding": "fsdp", "training__global_batch_size": 256}
+    assert memory(4, 4, **fsdp).gradients == 4 * count + count, "whole until the step's last"
+    assert memory(4, 4, parallelism__gradient_sync="micro_batch", **fsdp).gradients == count
+    assert memory(4, 4, **{**fsdp, "training__global_batch_size": 64}).gradients == count
+    copies = memory(4, 4, parallelism__replicate=2, **fsdp)
+    assert (copies.gradients, copies.optimizer) == (4 * count + 2 * count, 4 * count)
     whole = memory(4, 4, model__backend="mcore")
     assert (whole.weights, whole.gradients, whole.optimizer) == (2 * count, 4 * count, 3 * count)
     kept = memory(4, 4, model__backend="mcore", parallelism__distributed_optimizer=False)

@@ -59,6 +59,7 @@ ALLOWED = [
     "packing.balance=none",
     "packing.share_prefix=true",
     "parallelism.sharding=fsdp",
+    "parallelism={sharding: fsdp, replicate: 2, gradient_sync: micro_batch}",
     "training.micro_batch_size=8",
     "training.max_steps=101",
     "training.verify=true",

@@ -210,6 +210,18 @@ CASES = [
         MCORE | {"parallelism.distributed_optimizer": True},
     ),
     (
+        "fsdp_fields_need_fsdp",
+        {"parallelism.replicate": 2},
+        "parallelism.replicate: 2, but parallelism.sharding is none; use fsdp",
+        {"parallelism.replicate": 2, "parallelism.sharding": "fsdp"},
+    ),
+    (
+        "fsdp_fields_need_fsdp",
+        {"parallelism.gradient_sync": "micro_batch"},
+        "parallelism.gradient_sync: micro_batch, but parallelism.sharding is none; use fsdp",
+        {"parallelism.gradient_sync": "micro_batch", "parallelism.sharding": "fsdp"},
+    ),
+    (
         "sequence_needs_tensor",
         MCORE | {"parallelism.sequence": True},
         "parallelism.sequence: true, but parallelism.tensor is 1",
@@ -534,6 +546,15 @@ def test_world_size_must_divide_the_global_batch(minimal):
     )
     with pytest.raises(RecipeError, match="or a data-parallel size that divides 16"):
         check_world(recipe, 3)
+
+
+@pytest.mark.parametrize("world_size", [2, 5, 1])
+def test_sharded_copies_split_the_world(minimal, world_size):
+    fsdp = {"parallelism.sharding": "fsdp", "training.global_batch_size": 40}
+    recipe = load_recipe(minimal, {**fsdp, "parallelism.replicate": 2})
+    check_world(recipe, 10)
+    with pytest.raises(RecipeError, match=r"parallelism\.replicate: 2 sharded copies over"):
+        check_world(recipe, world_size)
 
 
 def test_world_size_must_hold_whole_model_copies(minimal):

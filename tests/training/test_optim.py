@@ -60,7 +60,6 @@ def test_weights_decay_and_biases_and_norms_do_not():
     optimizer = build_adamw(
         list(model.named_parameters()),
         OptimSection(lr=1.0, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3),
-        fused=False,
         policy_of=trained_alone,
     )
     decays = {
@@ -79,7 +78,6 @@ def test_every_parameter_of_the_tiny_model_is_optimised_once(session_engine):
     optimizer = build_adamw(
         parameters,
         OptimSection(lr=1.0, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1),
-        fused=True,
         policy_of=trained_alone,
     )
     seen = [id(p) for group in optimizer.param_groups for p in group["params"]]

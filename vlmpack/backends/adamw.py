@@ -16,18 +16,17 @@ def build_adamw(
     parameters: Sequence[tuple[str, nn.Parameter]],
     optim: OptimSection,
     *,
-    fused: bool,
     policy_of: Callable[[str, int], ParameterPolicy],
 ) -> torch.optim.AdamW:
     """AdamW (1711.05101) with two groups a component: weights that decay, and biases and norms that
     do not (`vlmpack.backends.policy` says why LoRA matrices do).
 
-    A group has `lr_scale` beside torch's own keys; see `set_learning_rate`.
+    One kernel updates all tensors, shards too. A group has `lr_scale` beside torch's own keys; see
+    `set_learning_rate`.
 
     Args:
         parameters: names and parameters.
         optim: hyper-parameters; the learning rate is set every step by the schedule.
-        fused: one kernel for all tensors; not for sharded parameters.
         policy_of: what is said of a parameter of that name and number of dimensions.
     """
     members: dict[ParameterPolicy, list[nn.Parameter]] = {}
@@ -42,7 +41,7 @@ def build_adamw(
         }
         for said in sorted(members, key=lambda said: (said.component, not said.decays))
     ]
-    return torch.optim.AdamW(groups, lr=0.0, betas=optim.betas, eps=optim.eps, fused=fused or None)
+    return torch.optim.AdamW(groups, lr=0.0, betas=optim.betas, eps=optim.eps, fused=True)
 
 
 def set_learning_rate(groups: Iterable[dict[str, Any]], lr: float) -> None:

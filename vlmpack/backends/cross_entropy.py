@@ -15,13 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 25
-"""Largest number of float32 logits held at once (128 MiB)."""
+CHUNK_BYTES = 128 << 20
+"""Largest size of the float32 logits held at once: what fits caches of a CPU's memory system."""
+
+CUDA_CHUNK_BYTES = 1 << 30
+"""The same on CUDA, where products of 220 rows (V = 152k) are too thin to fill a GPU."""
 
 
-def chunk_rows(vocabulary: int) -> int:
-    """Label tokens per chunk: as many as CHUNK_ELEMENTS allows, at least 1."""
-    return max(1, CHUNK_ELEMENTS // vocabulary)
+def chunk_rows(vocabulary: int, *, cuda: bool) -> int:
+    """Label tokens per chunk: as many as the bytes allow, at least 1.
+
+    Args:
+        vocabulary: rows of the head.
+        cuda: whether it runs there.
+    """
+    return max(1, (CUDA_CHUNK_BYTES if cuda else CHUNK_BYTES) // (4 * vocabulary))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +147,7 @@ def linear_cross_entropy(
         hidden: (L, D) final hidden states of the label tokens; cast to autocast's dtype inside it.
         weight: (V, D) the head, or this rank's rows of it.
         targets: (L,) int64, each in [0, V of the whole head); L may be 0.
-        rows_per_chunk: label tokens per chunk; None for `chunk_rows(V)`.
+        rows_per_chunk: label tokens per chunk; None for `chunk_rows` of V.
         shard: where the head is split over tensor-parallel ranks: each rank calls with the same
             hidden states and gets the same losses; the gradient of `hidden` is this rank's part of
             a sum over the group, as Megatron's column-parallel layers have it.
@@ -151,7 +159,9 @@ def linear_cross_entropy(
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):  # cast here: backward runs outside autocast
         hidden = hidden.to(torch.get_autocast_dtype(kind))
-    rows = rows_per_chunk if rows_per_chunk is not None else chunk_rows(weight.shape[0])
+    rows = rows_per_chunk
+    if rows is None:
+        rows = chunk_rows(weight.shape[0], cuda=hidden.is_cuda)
     losses: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, weight.to(hidden.dtype), targets, rows, shard, cap
     )

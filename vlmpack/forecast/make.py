@@ -166,7 +166,7 @@ def _memory(inputs: PlanInputs, own: ModeFigures) -> MemoryFigures | None:
             recurrences=recurrences_on(torch.device("cuda"), model),
         )
 
-    if model.activation_checkpointing != "auto":
+    if not model.recomputes_what_fits:
         return estimate(model)
     room, where = given_room(model)
     if not room and torch.cuda.is_available():

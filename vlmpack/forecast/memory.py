@@ -4,7 +4,8 @@ With h the decoder's width and e the bytes of a number:
 
     hf       weights 4, gradients 4, AdamW's moments 8 bytes a parameter, over all ranks with fsdp;
              bfloat16 adds a 2-byte copy of the weights (fsdp: of two blocks and of what lies
-             outside the blocks)
+             outside the blocks); with fsdp and several micro-batches a step, whole gradients as
+             well, unless each micro-batch is reduced
     mcore    weights e, gradients 4, main weights and moments 12 bytes (8 in float32), these over
              data- and context-parallel ranks with the distributed optimizer; matrices of decoder
              layers, embedding and head are cut by tensor, layers by pipeline, experts by expert;
@@ -109,6 +110,7 @@ def memory_figures(
     world_size: int,
     trained: TrainedSizes = EVERY_WEIGHT,
     recurrences: Recurrences = TORCH_FORMS,
+    cuda: bool = True,
 ) -> MemoryFigures:
     """The fullest rank's.
 
@@ -118,11 +120,12 @@ def memory_figures(
         global_batch_size: in what the mode counts.
         trained: what is.
         recurrences: how layers that carry state run.
+        cuda: whether the head's chunks are a GPU's.
     """
     accumulation = global_batch_size // mode.micro_batch_size
     accumulation //= data_parallel_size(split, world_size)
     estimate = _Estimate(
-        model, split, sizes, mode, max(1, accumulation), world_size, trained, recurrences
+        model, split, sizes, mode, max(1, accumulation), world_size, trained, recurrences, cuda
     )
     return max((estimate.of(rank) for rank in estimate.ranks()), key=lambda one: one.total)
 
@@ -137,6 +140,7 @@ class _Estimate:
     world_size: int
     trained: TrainedSizes
     recurrences: Recurrences
+    cuda: bool
 
     @property
     def number(self) -> int:
@@ -212,14 +216,18 @@ class _Estimate:
     def _hf_state(self, rank: _Rank) -> tuple[int, int, int]:
         sizes, trained = self.sizes, self.trained
         count = rank.parameters - trained.packed + trained.adapters
-        shards = self.world_size if self.split.sharding == "fsdp" else 1
-        held, updated = -(-count // shards), -(-self._trained(rank) // shards)
+        split, all_updated = self.split, self._trained(rank)
+        shards = self.world_size // split.replicate if split.sharding == "fsdp" else 1
+        held, updated = -(-count // shards), -(-all_updated // shards)
+        gradients = 4 * updated
+        if shards > 1 and self.accumulation > 1 and split.gradient_sync == "step":
+            gradients += 4 * all_updated  # whole until the last micro-batch's are reduced
         copied = 0
         if shards > 1:
             copied = self.number * (sizes.outside + 2 * sizes.largest_block)
         elif self.model.dtype == "bfloat16":
             copied = 2 * (count - trained.before_graph)
-        return 4 * held + round(NF4_BYTES * trained.packed) + copied, 4 * updated, 8 * updated
+        return 4 * held + round(NF4_BYTES * trained.packed) + copied, gradients, 8 * updated
 
     def _mcore_state(self, rank: _Rank) -> tuple[int, int, int]:
         split = self.split
@@ -321,8 +329,9 @@ class _Estimate:
     def _logits(self) -> int:
         from vlmpack.backends.cross_entropy import chunk_rows  # imports torch
 
-        rows = min(self.mode.max_row_slots, chunk_rows(self.sizes.vocabulary))
-        return LOGIT_COPIES * 4 * rows * self.sizes.vocabulary // self.split.tensor
+        held = self.sizes.vocabulary // self.split.tensor  # of the head's rows
+        rows = min(self.mode.max_row_slots, chunk_rows(held, cuda=self.cuda))
+        return LOGIT_COPIES * 4 * rows * held
 
     def _formula(self) -> tuple[str, ...]:
         mcore = self.model.backend == "mcore"
@@ -333,10 +342,14 @@ class _Estimate:
             state = f"{self.number} + 4 + {each} bytes a parameter (the last{over or ' whole'})"
         else:
             over = (
-                f" over {self.world_size} ranks" if split.sharding == "fsdp" else " on every rank"
+                f" over {self.world_size // split.replicate} ranks"
+                if split.sharding == "fsdp"
+                else " on every rank"
             )
             copy = " + copies in bfloat16" if self.model.dtype == "bfloat16" else ""
             state = f"4 + 4 + 8 bytes a parameter{over}{copy}"
+            if split.sharding == "fsdp" and self.accumulation > 1 and split.gradient_sync == "step":
+                state += ", and whole gradients until a step's last micro-batch"
         if self.trained != EVERY_WEIGHT:
             state += "; gradients and AdamW's numbers of trained parameters alone"
         norm, number, sizes = 2 * self._norm_bytes(), self.number, self.sizes

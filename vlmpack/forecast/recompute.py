@@ -13,7 +13,7 @@ LADDER: tuple[Recomputed, ...] = ("none", "selective", 4, 3, 2, "full")
 """From no matrix product that is computed again to all of them."""
 
 SHARE = 0.9
-"""Of the memory that an estimate may fill: it leaves out the CUDA context, NCCL's buffers,
+"""An estimate may fill this share of the memory: it leaves out the CUDA context, NCCL's buffers,
 temporaries of kernels and fragmentation."""
 
 Estimate = Callable[[ModelSection], MemoryFigures]

@@ -85,6 +85,17 @@ def fsdp_needs_hf(model: ModelSection, parallelism: ParallelismSection) -> list[
     return [Problem(("parallelism", "sharding"), message)]
 
 
+def fsdp_fields_need_fsdp(parallelism: ParallelismSection) -> list[Problem]:
+    """What says how FSDP2 shards."""
+    whole, problems = ParallelismSection(), []
+    for name in ("replicate", "gradient_sync"):
+        value = getattr(parallelism, name)
+        if parallelism.sharding != "fsdp" and value != getattr(whole, name):
+            message = f"{value}, but parallelism.sharding is none; use fsdp, or leave it out"
+            problems.append(Problem(("parallelism", name), message))
+    return problems
+
+
 def used_splits(parallelism: ParallelismSection) -> dict[str, Feature]:
     """The keys that spread a model copy over processes, each with its column of the table."""
     whole = ParallelismSection()

@@ -78,6 +78,11 @@ class ModelSection(Section):
     place of `output_router_logits` and `router_aux_loss_coef` in config.json."""
 
     @property
+    def recomputes_what_fits(self) -> bool:
+        """Whether the memory decides what is computed again."""
+        return self.activation_checkpointing == "auto"
+
+    @property
     def recomputed(self) -> Recomputed:
         """What is computed again; all, where nobody has settled what `auto` is."""
         asked = self.activation_checkpointing
@@ -272,6 +277,14 @@ class ParallelismSection(Section):
     sharding: Literal["none", "fsdp"] = "none"
     """hf engine: `none` keeps a full copy on each process (DDP), `fsdp` shards parameters,
     gradients and optimizer state over the data-parallel processes (FSDP2)."""
+
+    replicate: Count = 1
+    """hf engine, `fsdp`: groups of processes that each hold a whole sharded copy (HSDP), so that
+    only gradients travel between groups; the number of nodes, say."""
+
+    gradient_sync: Literal["step", "micro_batch"] = "step"
+    """hf engine, `fsdp`: gradients are reduce-scattered once an optimizer step, and lie whole in
+    float32 until then, or behind each micro-batch: less memory, more traffic."""
 
     distributed_optimizer: bool = True
     """mcore engine: shard AdamW's state over the data- and context-parallel processes."""

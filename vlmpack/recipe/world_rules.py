@@ -21,6 +21,18 @@ def world_splits_into_copies(parallelism: ParallelismSection, world_size: int) -
     return [Problem(("parallelism",), message)]
 
 
+def copies_split_the_world(parallelism: ParallelismSection, world_size: int) -> list[Problem]:
+    """Each sharded copy of HSDP has the same number of processes, two or more."""
+    copies = parallelism.replicate
+    if copies == 1 or (world_size % copies == 0 and world_size > copies):
+        return []
+    message = (
+        f"{copies} sharded copies over {world_size} processes, expected a divisor of {world_size} "
+        f"below it; each copy is sharded over world size / replicate processes"
+    )
+    return [Problem(("parallelism", "replicate"), message)]
+
+
 def experts_split_over_processes(parallelism: ParallelismSection, world_size: int) -> list[Problem]:
     """The processes of a stage, over all copies, share the experts of its layers out evenly."""
     stage = world_size // parallelism.pipeline

@@ -72,10 +72,11 @@ def _settled(setup: Setup, train: TrainData, room: Room | None) -> ModelSection:
             world_size=ranks.world_size,
             trained=trained_sizes(setup.policy, setup.encoder),
             recurrences=recurrences_on(ranks.device, model),
+            cuda=ranks.device.type == "cuda",
         )
 
     model = settled_model(asked, ranks.device)
-    if asked.activation_checkpointing != "auto":
+    if not asked.recomputes_what_fits:
         figures = estimate(model)
     else:
         if room is not None and not given:

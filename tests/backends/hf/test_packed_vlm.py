@@ -125,7 +125,7 @@ def label_heavy(mixed):
 
 def test_no_tensor_of_row_times_vocabulary_is_made(vlm, label_heavy, monkeypatch):
     vocabulary, rows = 576, 24
-    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", rows * vocabulary)
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 4 * rows * vocabulary)
     assert label_heavy.num_label_tokens > 10 * rows
     with MadeTensors() as tensors:
         losses = vlm(label_heavy, label_heavy.packed_seq_params())

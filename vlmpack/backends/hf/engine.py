@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from vlmpack.backends.adamw import build_adamw, set_learning_rate
 from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice
+from vlmpack.backends.clip import clip_factor, multiply_all
 from vlmpack.backends.digests import digests
 from vlmpack.backends.engine import Compute, ForwardStep, norms_by_component, or_one
 from vlmpack.backends.export import save_model_folder
@@ -104,9 +105,8 @@ class HFEngine:
             ),
         )
         fused = describe_fused(loaded, *choose_fused(model.fused_layers, ranks.device))
-        dropout = policy.lora.dropout if policy.lora is not None else 0.0
-        draws = draws_random_numbers(loaded, adapter_dropout=dropout)
-        recompute_layers(loaded, model.recomputed, draws=draws and not compute.captures)
+        draws = _draws(loaded, policy) and not compute.captures  # no graph reads their state
+        recompute_layers(loaded, model.recomputed, draws=draws)
         apply_policy(
             loaded, self.paths, policy, device=ranks.device, compute_dtype=self.compute_dtype
         )
@@ -117,30 +117,34 @@ class HFEngine:
         balance = self.vlm.router_loss = router_loss(language, model.router_aux_loss_coef)
         self.router_sum = None if balance is None else balance.sum
         self.sharded = split.sharding == "fsdp" and ranks.world_size > 1
+        self.sync_each = split.gradient_sync == "micro_batch"
         self.module: nn.Module = self.vlm
         # Autocast is ours: accelerate keeps its mixed precision per process, not per model.
         # A class that nobody wrote down may have trained weights that no sample reaches.
+        stranger = encoder.family.proven_by_verify
         replicas = DistributedDataParallelKwargs(
-            find_unused_parameters=encoder.family.proven_by_verify
+            find_unused_parameters=stranger, gradient_as_bucket_view=True
         )
         self.accelerator = Accelerator(
             cpu=ranks.device.type == "cpu", mixed_precision="no", kwargs_handlers=[replicas]
         )
         if self.sharded:
-            shard_model(self.vlm, ranks, compute_dtype=self.compute_dtype)
+            shard_model(self.vlm, ranks, compute_dtype=compute.dtype, replicate=split.replicate)
         else:
             self.module = self.accelerator.prepare_model(self.vlm.to(ranks.device))
         self.graph = self.vlm.capture_decoder(recorder(self.device)) if compute.captures else None
+        # DDP's buckets are where gradients lie: dropped ones would be made anew beside them. But
+        # weights that no sample reaches must have none: AdamW would let those with zeros decay.
+        self.drops_gradients = self.sharded or ranks.world_size == 1 or stranger
         self.optimizer = build_adamw(
             self.parameters(),
             policy.optim,
-            fused=not self.sharded,
             policy_of=lambda name, ndim: policy.of_parameter(name, ndim, self.paths),
         )
         self.optimizer_steps = 0
         self.description = {
             "engine": "hf (transformers + accelerate)",
-            "processes": f"{ranks.world_size} ({_replicas(ranks, sharded=self.sharded)})",
+            "processes": f"{ranks.world_size} ({_replicas(ranks, split)})",
             "device": str(ranks.device),
             **compute.described(),
             **experts,
@@ -196,7 +200,8 @@ class HFEngine:
     def _synchronise(self, last: bool) -> Any:
         if self.sharded:
             module: Any = self.vlm
-            module.set_requires_gradient_sync(last)
+            module.set_requires_gradient_sync(last or self.sync_each)
+            module.set_requires_all_reduce(last)  # over the copies of HSDP
             return nullcontext()
         if self.ranks.world_size == 1 or last:
             return nullcontext()
@@ -206,8 +211,8 @@ class HFEngine:
         return [(name, p.grad) for name, p in self.parameters() if p.grad is not None]
 
     def zero_gradients(self) -> None:
-        """Drop the gradients."""
-        self.optimizer.zero_grad(set_to_none=True)
+        """Drop the gradients, or set them to zero where they lie."""
+        self.optimizer.zero_grad(set_to_none=self.drops_gradients)
         if self.router_sum is not None:
             self.router_sum.clear()
 
@@ -217,15 +222,14 @@ class HFEngine:
         DDP and FSDP2 average the replicas' gradients of sums: dp / divisor turns that into the
         gradient of the mean over the global batch.
         """
-        scale = self.ranks.dp_size / or_one(divisor)
         gradients = [gradient for _, gradient in self._gradients()]
-        for gradient in gradients:
-            gradient.mul_(scale.to(gradient.dtype))
+        held = [local_part(gradient) for gradient in gradients]  # whose products need no dispatch
+        multiply_all(held, self.ranks.dp_size / or_one(divisor))
         norm = torch.nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         if max_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_([p for _, p in self.parameters()], max_norm, norm)
+            multiply_all(held, clip_factor(norm, max_norm))
         return norm
 
     def step(self, lr: float) -> None:
@@ -304,7 +308,16 @@ class HFEngine:
             model.train(was_training)
 
 
-def _replicas(ranks: Ranks, *, sharded: bool) -> str:
+def _draws(model: Any, policy: TrainingPolicy) -> bool:
+    """Whether layers draw random numbers, those of adapters that they will get included."""
+    dropout = policy.lora.dropout if policy.lora is not None else 0.0
+    return draws_random_numbers(model, adapter_dropout=dropout)
+
+
+def _replicas(ranks: Ranks, split: ParallelismSection) -> str:
     if ranks.world_size == 1:
         return "no replicas"
-    return "FSDP2" if sharded else "DDP"
+    if split.sharding == "none":
+        return "DDP"
+    copies = split.replicate
+    return "FSDP2" if copies == 1 else f"HSDP: {copies} copies over {ranks.world_size // copies}"

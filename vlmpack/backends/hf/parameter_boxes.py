@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from vlmpack.backends.boxes import MOMENTS, Kind, ReadSlice, TensorSlice
-from vlmpack.backends.hf.sharding import local_slice
+from vlmpack.backends.hf.sharding import copy_of, local_slice
 from vlmpack.distributed import Ranks
 from vlmpack.packing.sharing import spread_by_size
 
@@ -20,12 +20,16 @@ Named = Sequence[tuple[str, nn.Parameter]]
 def owned_slices(
     parameters: Named, optimizer: torch.optim.Optimizer, ranks: Ranks, *, moments: bool
 ) -> Iterator[tuple[Kind, TensorSlice, Tensor]]:
-    """Shards of this rank, and its part of the parameters that every rank holds."""
-    sizes = {name: p.numel() for name, p in parameters if not isinstance(p, DTensor)}
-    owners = spread_by_size(sizes, ranks.world_size)
+    """Shards of this rank, of those that several copies hold its part, and its part of the
+    parameters that every rank holds."""
+    places = {name: copy_of(parameter, ranks) for name, parameter in parameters}
+    owners: dict[str, int] = {}
+    for copies in {copies for copies, _ in places.values()}:
+        alike = {name: p.numel() for name, p in parameters if places[name][0] == copies}
+        owners |= spread_by_size(alike, copies)
     for name, parameter in parameters:
         box = local_slice(name, parameter)
-        if 0 in box.lengths or owners.get(name, ranks.rank) != ranks.rank:
+        if 0 in box.lengths or owners[name] != places[name][1]:
             continue
         yield "model", box, local_part(parameter)
         if moments:
@@ -45,9 +49,9 @@ def load_slices(
         _fill(parameter, read("model", box))
         if optimizer_steps == 0:
             continue
-        # A fused AdamW keeps its step count beside the weights, the plain one on the CPU.
-        home = parameter.device if optimizer.defaults["fused"] else "cpu"
-        state: dict[str, Tensor] = {"step": torch.tensor(float(optimizer_steps), device=home)}
+        # A fused AdamW keeps its step count beside the weights.
+        count = torch.tensor(float(optimizer_steps), device=parameter.device)
+        state: dict[str, Tensor] = {"step": count}
         for kind in MOMENTS:
             state[kind] = torch.zeros_like(parameter, requires_grad=False)
             _fill(state[kind], read(kind, box))

@@ -23,15 +23,23 @@ def _repeated_blocks(part: nn.Module) -> list[nn.Module]:
     return max(lists, key=len, default=[])
 
 
-def shard_model(vlm: PackedLM, ranks: Ranks, *, compute_dtype: torch.dtype) -> None:
-    """Shard parameters, gradients and moments over all ranks, in place.
+def shard_model(
+    vlm: PackedLM, ranks: Ranks, *, compute_dtype: torch.dtype, replicate: int = 1
+) -> None:
+    """Shard parameters, gradients and moments over ranks, in place.
 
     Args:
         vlm: in float32, on CPU or on its device; the shards end up on the device.
         ranks: all of them become one mesh.
         compute_dtype: parameters are gathered in it; gradients are reduced in float32.
+        replicate: groups of neighbouring ranks that hold a whole model each (HSDP).
     """
-    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    each = ranks.world_size // replicate
+    if replicate == 1:
+        mesh = init_device_mesh(ranks.device.type, (each,))
+    else:
+        names = ("replicate", "shard")
+        mesh = init_device_mesh(ranks.device.type, (replicate, each), mesh_dim_names=names)
     # Inputs are in the compute dtype already, but for rotary cos and sin, which stay float32.
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -40,6 +48,16 @@ def shard_model(vlm: PackedLM, ranks: Ranks, *, compute_dtype: torch.dtype) -> N
         for block in _repeated_blocks(part):
             fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(vlm, mesh=mesh, mp_policy=policy)
+
+
+def copy_of(value: Tensor, ranks: Ranks) -> tuple[int, int]:
+    """How many ranks hold the same of a tensor as this one, and which of them this one is."""
+    if not isinstance(value, DTensor):
+        return ranks.world_size, ranks.rank
+    mesh = value.device_mesh
+    if mesh.ndim == 1:
+        return 1, 0
+    return mesh.size(0), mesh.get_local_rank(0)
 
 
 def local_slice(name: str, value: Tensor) -> TensorSlice:

@@ -278,7 +278,8 @@ class MegatronVLM(MegatronModule):
             hidden[:, 0].index_select(0, positions),
             weight[:real_rows],
             targets,
-            rows_per_chunk=chunk_rows(weight.shape[0]),  # the same on every rank, padding counted
+            # The same on every rank, padding counted.
+            rows_per_chunk=chunk_rows(weight.shape[0], cuda=hidden.is_cuda),
             shard=self._shard(start),
         )
 

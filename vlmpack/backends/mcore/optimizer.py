@@ -19,6 +19,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import Tensor, nn
 
+from vlmpack.backends.clip import clip_factor, multiply_all
 from vlmpack.recipe.trainable import OptimSection
 
 LR_SCALE = "lr_scale"
@@ -110,11 +111,8 @@ class MegatronAdamW:
             squares.append(total)
         norm = torch.stack(squares).sum().sqrt()
         if max_norm is not None:
-            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            for part in self.parts:
-                for parameter in part.get_parameters():
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(factor)
+            held = (parameter.grad for part in self.parts for parameter in part.get_parameters())
+            multiply_all([grad for grad in held if grad is not None], clip_factor(norm, max_norm))
         return norm
 
     @torch.no_grad()
