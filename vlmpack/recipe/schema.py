@@ -63,14 +63,12 @@ class ModelSection(Section):
     fused SwiGLU. Modules of another formula keep their own."""
 
     activation_checkpointing: Recomputation = "none"
-    """What is computed again in the backward pass instead of being kept. `none`; `selective`: all
-    of a layer but matrix products and attention, so hardly any compute; n: every n-th layer of
-    decoder and tower; `full`: every layer, for about a third more compute. `auto`: the least of
-    these (with n 4, 3, 2) that by the estimate of `vlmpack plan` fits 90% of the memory."""
+    """What is computed again in the backward pass, not kept. `selective`: all but matrix products
+    and attention; n: every n-th layer of decoder and tower; `full`: every layer, a third more
+    compute. `auto`: the least (n is 4, 3, 2) that by plan's estimate fits 90% of the memory."""
 
     memory_gib: float | None = Field(default=None, gt=0)
-    """Memory of the device that `activation_checkpointing: auto` is for. Null: what the device at
-    hand has; on CPU a process's share of the machine's."""
+    """What `activation_checkpointing: auto` may count on. Null: what the device at hand has."""
 
     router_aux_loss_coef: float = Field(default=0.0, ge=0)
     """Mixtures of experts: weight of the load-balancing loss, which is a mean over all tokens of a
@@ -279,12 +277,10 @@ class ParallelismSection(Section):
     gradients and optimizer state over the data-parallel processes (FSDP2)."""
 
     replicate: Count = 1
-    """hf engine, `fsdp`: groups of processes that each hold a whole sharded copy (HSDP), so that
-    only gradients travel between groups; the number of nodes, say."""
+    """hf engine, `fsdp`: groups of processes with a whole sharded copy each (HSDP); nodes, say."""
 
     gradient_sync: Literal["step", "micro_batch"] = "step"
-    """hf engine, `fsdp`: gradients are reduce-scattered once an optimizer step, and lie whole in
-    float32 until then, or behind each micro-batch: less memory, more traffic."""
+    """hf engine, `fsdp`: when gradients are reduce-scattered; they lie whole until then."""
 
     distributed_optimizer: bool = True
     """mcore engine: shard AdamW's state over the data- and context-parallel processes."""

@@ -122,9 +122,8 @@ class HFEngine:
         # Autocast is ours: accelerate keeps its mixed precision per process, not per model.
         # A class that nobody wrote down may have trained weights that no sample reaches.
         stranger = encoder.family.proven_by_verify
-        replicas = DistributedDataParallelKwargs(
-            find_unused_parameters=stranger, gradient_as_bucket_view=True
-        )
+        buckets = {"find_unused_parameters": stranger, "gradient_as_bucket_view": True}
+        replicas = DistributedDataParallelKwargs(**buckets)
         self.accelerator = Accelerator(
             cpu=ranks.device.type == "cpu", mixed_precision="no", kwargs_handlers=[replicas]
         )
@@ -133,8 +132,7 @@ class HFEngine:
         else:
             self.module = self.accelerator.prepare_model(self.vlm.to(ranks.device))
         self.graph = self.vlm.capture_decoder(recorder(self.device)) if compute.captures else None
-        # DDP's buckets are where gradients lie: dropped ones would be made anew beside them. But
-        # weights that no sample reaches must have none: AdamW would let those with zeros decay.
+        # DDP's buckets hold them; but weights that no sample reaches must have none, or they decay.
         self.drops_gradients = self.sharded or ranks.world_size == 1 or stranger
         self.optimizer = build_adamw(
             self.parameters(),
