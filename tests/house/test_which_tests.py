@@ -15,6 +15,7 @@ BY_HAND = {
     "vlmpack.families.llava": "families/test_family_equality.py",
     "vlmpack.families.qwen2_5_vl": "families/test_family_equality.py",
     "vlmpack.families.qwen2_vl": "families/test_family_equality.py",
+    "vlmpack.families.qwen_tower": "families/test_tower_attention.py",
     "vlmpack.forecast.open": "integration/test_plan_runs.py",
     "vlmpack.proof.verify.at_start": "proof/verify/test_verify_run.py",
     "vlmpack.recipe.json_nodes": "recipe/test_recipe_load.py",

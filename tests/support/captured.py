@@ -49,7 +49,7 @@ def packed(
     )
     replace_kernels(language, recurrences)
     if checkpointing:
-        recompute_layers(model, preserve_rng_state=False)
+        recompute_layers(model, "full", draws=False)
         model.train()
     return packed_model(model, encoder), encoder
 

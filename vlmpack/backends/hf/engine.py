@@ -82,8 +82,6 @@ class HFEngine:
         policy: TrainingPolicy,
         compute: Compute,
     ) -> None:
-        from accelerate import Accelerator, DistributedDataParallelKwargs
-
         self.ranks, self.device = ranks, ranks.device
         self.policy, self.paths = policy, encoder.family.modules
         self.compute_dtype = compute.dtype
@@ -122,11 +120,7 @@ class HFEngine:
         # Autocast is ours: accelerate keeps its mixed precision per process, not per model.
         # A class that nobody wrote down may have trained weights that no sample reaches.
         stranger = encoder.family.proven_by_verify
-        buckets = {"find_unused_parameters": stranger, "gradient_as_bucket_view": True}
-        replicas = DistributedDataParallelKwargs(**buckets)
-        self.accelerator = Accelerator(
-            cpu=ranks.device.type == "cpu", mixed_precision="no", kwargs_handlers=[replicas]
-        )
+        self.accelerator = _accelerator(ranks, find_unused=stranger)
         if self.sharded:
             shard_model(self.vlm, ranks, compute_dtype=compute.dtype, replicate=split.replicate)
         else:
@@ -319,3 +313,15 @@ def _replicas(ranks: Ranks, split: ParallelismSection) -> str:
         return "DDP"
     copies = split.replicate
     return "FSDP2" if copies == 1 else f"HSDP: {copies} copies over {ranks.world_size // copies}"
+
+
+def _accelerator(ranks: Ranks, *, find_unused: bool) -> Any:
+    """What wraps the model in DDP, whose buckets are where gradients lie."""
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
+    replicas = DistributedDataParallelKwargs(
+        find_unused_parameters=find_unused, gradient_as_bucket_view=True
+    )
+    return Accelerator(
+        cpu=ranks.device.type == "cpu", mixed_precision="no", kwargs_handlers=[replicas]
+    )
