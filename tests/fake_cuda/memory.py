@@ -273,7 +273,8 @@ def compare(layout: Layout, folder: Path) -> Compared:
         split,
         read_sizes(folder),
         mode_of(max_row_slots=batch.num_slots, max_row_patches=batch.media.pixel_values.shape[0]),
-        global_batch_size=64 * 16,
+        # One micro-batch a rank, as is counted; stages want many.
+        global_batch_size=16 * (64 if split.pipeline > 1 else world),
         world_size=world,
         trained=trained_sizes(policy, encoder),
         recurrences=recurrences_on(ranks.device, model),

@@ -46,7 +46,9 @@ def main(model: Path, folder: Path) -> None:
         engine.forward_backward(forward_step, iter(mine), num_microbatches=len(mine))
         engine.finish_gradients(torch.tensor(7.0), None)
         whole = {
-            name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).contiguous()
+            name: (
+                p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad.clone()
+            ).contiguous()
             for name, p in engine.parameters()
         }
         stepper = make_stepper(engine)

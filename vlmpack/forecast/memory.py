@@ -261,7 +261,8 @@ class _Estimate:
         numbers = Numbers(
             self.number,
             self._norm_bytes(),
-            cast=self._residual() > self.number,
+            # A frozen matrix keeps no input; the adapters beside it are few.
+            cast=self._residual() > self.number and self.trained.language,
             mixed=self._local(),
         )
         norms, wide, whole = layer_bytes(layer, self.sizes.hidden, numbers, self.recurrences)
