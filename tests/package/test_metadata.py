@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from vlmpack.capabilities.versions import RANGES, version_limit
+from vlmpack.capabilities.versions import BESIDE_MEGATRON, RANGES, version_limit
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -67,8 +67,9 @@ def advised():
     for path in sorted((ROOT / "recipes").glob("*.yaml")):
         for line in re.findall(r"pip install '([^']+)'", path.read_text()):
             yield path.relative_to(ROOT), line
-    for name in RANGES:
-        yield Path("vlmpack/capabilities/versions.py"), version_limit(name, None).would_do[13:-1]
+    for name in (*RANGES, *BESIDE_MEGATRON):
+        (line,) = re.findall("'(.+)'", version_limit(name, None).would_do)
+        yield Path("vlmpack/capabilities/versions.py"), line
 
 
 def test_no_message_advises_to_install_what_no_index_has():
