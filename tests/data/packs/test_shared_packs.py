@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,7 @@ from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.encode import Encoder
 from vlmpack.errors import PacksError
-from vlmpack.packing.batch import Media, PackedBatch
 from vlmpack.packing.budget import RowBudget
-from vlmpack.packing.fork_paths import ForkPath
 
 WORDS = ("what", "where is it", "why", "how many of them are there", "who")
 SHARED: dict[str, Any] = {"share_prefix": True}
@@ -95,8 +93,10 @@ def same(one: Any, two: Any) -> bool:
     """Bit by bit, whatever the fields are."""
     if isinstance(one, torch.Tensor):
         return isinstance(two, torch.Tensor) and torch.equal(one, two)
-    if isinstance(one, PackedBatch | Media | ForkPath):
-        return all(same(getattr(one, n), getattr(two, n)) for n in type(one).__dataclass_fields__)
+    if is_dataclass(one):
+        return type(one) is type(two) and all(
+            same(getattr(one, each.name), getattr(two, each.name)) for each in fields(one)
+        )
     if isinstance(one, tuple) and isinstance(two, tuple):
         return len(one) == len(two) and all(map(same, one, two))
     return bool(one == two)
