@@ -116,6 +116,7 @@ def test_nothing_left_to_do(data: TrainData) -> None:
     assert list(data.batches(state, rank=0, dp=1, max_steps=3)) == []
 
 
+@pytest.mark.slow
 def test_workers_change_nothing(folder: Path) -> None:
     """0 and 2 workers: the same tensors, in the same order; the global generator is not drawn."""
     pattern = str(folder / "s-*.tar")

@@ -59,6 +59,7 @@ def test_the_first_rank_speaks_and_names_the_one_that_is_stopped(world):
     assert world.speakers() == [0]
 
 
+@pytest.mark.slow
 def test_the_next_rank_speaks_where_the_first_is_stopped(world):
     world.stop(0)
     time.sleep(0.9 * SECONDS)

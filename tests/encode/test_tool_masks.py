@@ -145,6 +145,7 @@ def test_ids_and_masks_are_those_of_transformers(name: str, count: int) -> None:
     assert changes > count // 5 or name not in ("qwen3", "qwen3.5", "llama-3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("name", ["qwen3.5", "mistral", "gemma-4"])
 def test_a_token_that_straddles_the_start_of_an_answer_belongs_to_it(name: str, kind: str) -> None:

@@ -188,6 +188,7 @@ def test_every_step_is_the_unpacked_one(case, engine, online, stock, tmp_path) -
     assert [len(members) for members in sets] == [5, 5, 2]
 
 
+@pytest.mark.slow
 def test_the_order_of_pairs_rows_and_ranks_changes_nothing(engine, online, stock, tmp_path) -> None:
     """And a mean of each row's mean would."""
     data = packed(online, tmp_path / "packs", PackOrder(kind="tokens"))

@@ -118,6 +118,7 @@ def test_every_tensor_is_accounted_for(tmp_path, name):
     assert all("audio" in n for n in never) and bool(never) == bool(audio)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen3.6-27B", "Qwen3.6-35B-A3B", "Gemma-4-31B"])
 def test_the_text_form_of_each(tmp_path, name):
     """None is published but Qwen3.8-2.4T-A95B, which has the mixture's kinds of names."""

@@ -96,6 +96,7 @@ def test_a_rank_that_fails_ends_the_others_and_says_why(tmp_path: Path) -> None:
     assert time.monotonic() - start < 50
 
 
+@pytest.mark.slow
 def test_ranks_that_hang_are_killed_all(tmp_path: Path) -> None:
     done = run_ranks([script(tmp_path, RANKS), "hang"], 2, timeout=6)
     assert done.returncode == -9

@@ -82,6 +82,7 @@ def test_a_recipe_error_under_torchrun_ends_all_ranks(
     assert "global_batch_size" in done.stderr
 
 
+@pytest.mark.slow
 def test_sigterm_saves_at_a_step_boundary_and_exits_with_75(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -19,6 +19,8 @@ from vlmpack.errors import RunIdentityError, VlmpackError
 from vlmpack.run.export import export_run
 from vlmpack.run.session import Session
 
+pytestmark = pytest.mark.slow
+
 
 def settings_of(place: Path, **values: Any) -> dict[str, Any]:
     """A run of one step on a copy of the tiny model, its tower frozen."""

@@ -81,6 +81,7 @@ def test_resume_at_any_step_is_bit_equal(
         assert_same_run(run_dir, unbroken)
 
 
+@pytest.mark.slow
 def test_resume_with_workers_and_another_micro_batch_split(
     short: dict[str, Any], tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -137,6 +138,7 @@ def test_the_length_of_a_run_follows_the_checkpoint_that_is_loaded(
     assert epochs == [(1, 0), (2, 0), (3, 1), (4, 1), (5, 1), (6, 2), (7, 2), (8, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writing", [False, True], ids=["done at once", "never done"])
 def test_background_checkpoints_are_those_of_a_waiting_run(
     short: dict[str, Any], tmp_path: Path, monkeypatch: Any, writing: bool
@@ -200,6 +202,7 @@ def test_a_run_killed_before_its_checkpoint_is_published_resumes_from_the_one_be
     assert not list(checkpoints.glob(".tmp-*"))
 
 
+@pytest.mark.slow
 def test_a_failure_in_the_background_ends_the_run(
     settings: dict[str, Any], monkeypatch: Any
 ) -> None:
@@ -218,6 +221,7 @@ def test_a_failure_in_the_background_ends_the_run(
     assert [path.name for path in checkpoints.iterdir()] == ["step-00000002"]
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_trained_again(settings: dict[str, Any]) -> None:
     first = run_recipe(resolve(settings, {}))
     before = Path(settings["run_dir"], "metrics.jsonl").read_text()
@@ -225,6 +229,7 @@ def test_a_finished_run_is_not_trained_again(settings: dict[str, Any]) -> None:
     assert Path(settings["run_dir"], "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.slow
 def test_a_finished_run_can_be_made_longer(
     settings: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -239,6 +244,7 @@ def test_a_finished_run_can_be_made_longer(
     assert [row[0] for row in rows(settings["run_dir"], "step")] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_the_resolved_recipe_in_the_run_folder_resumes_alone(
     settings: dict[str, Any], monkeypatch: Any
 ) -> None:
@@ -256,6 +262,7 @@ def test_another_identity_is_refused_with_every_difference(settings: dict[str, A
     assert "optim.lr" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_run_that_saved_nothing_begins_again_with_another_lr(
     settings: dict[str, Any], monkeypatch: Any, caplog: Any
 ) -> None:
@@ -293,6 +300,7 @@ def test_a_run_that_saved_nothing_begins_again_with_another_lr(
         run_recipe(resolve(settings, {}))
 
 
+@pytest.mark.slow
 def test_resume_never_wants_an_empty_folder(settings: dict[str, Any]) -> None:
     run_recipe(resolve(settings, {}))
     again = changed(settings, checkpoint__resume="never", training__max_steps=4)

@@ -26,6 +26,7 @@ def settings(root: Path, pairs, **changes):
     return run_settings(root, **(values | changes))
 
 
+@pytest.mark.slow
 def test_a_pair_over_budget_counts_both_of_its_sequences(tmp_path):
     """Each of them alone would fit."""
     pairs = raw_pairs()

@@ -73,6 +73,7 @@ def unbroken(tmp_path_factory, shard):
     return values, Path(values["run_dir"])
 
 
+@pytest.mark.slow
 def test_a_run_on_packs_trains_the_unpacked_steps(unbroken, tmp_path, shard):
     """In its first epoch, with the seed of the packs; the shards are needed no more."""
     plain = settings(tmp_path, shard)

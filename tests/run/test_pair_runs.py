@@ -43,6 +43,7 @@ def settings(root: Path, shard: Path, **changes):
     return run_settings(root, **(values | changes))
 
 
+@pytest.mark.slow
 def test_a_run_says_what_held_out_pairs_were_before_and_are_after(tmp_path, shard, caplog):
     held_out = write_pairs(tmp_path / "held-out.tar", raw_pairs(7))
     values = settings(tmp_path, shard, data__validation=str(held_out), optim__lr=1e-3)

@@ -82,6 +82,7 @@ def test_the_run_trained_what_was_planned(unbroken):
     assert audited(unbroken[1]).problems == []
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_bit_by_bit(unbroken, tmp_path, shard, monkeypatch):
     """In the second epoch, with the reference of its first launch."""
     values = settings(tmp_path, shard)
@@ -104,6 +105,7 @@ PLANNED = {
 }
 
 
+@pytest.mark.slow
 def test_planned_rows_train_the_same_steps(unbroken, tmp_path, shard):
     """`packing.scope: batch`: the same pairs in each step, in other rows."""
     values = settings(tmp_path, shard, **PLANNED)
@@ -139,6 +141,7 @@ def test_shared_prefixes_train_the_same_steps(mode, unbroken, tmp_path, shard):
     assert audited(ours).problems == []
 
 
+@pytest.mark.slow
 def test_shards_indexed_on_the_way_have_their_own_reference(tmp_path):
     """Samples are numbered otherwise there; two shards, of which the second begins at 12."""
     for place, seeds in enumerate(((0, 1), (2,))):
@@ -227,6 +230,7 @@ def test_another_reference_is_refused_before_the_engine_is_built(
     assert whole == {path: path.read_bytes() for path in Path(folder).rglob("*.*")}
 
 
+@pytest.mark.slow
 def test_a_reference_of_other_tokens_or_another_type_is_refused(unbroken, tmp_path, shard):
     folder = str(unbroken[1] / "reference")
     other = settings(tmp_path, shard, objective__reference_dir=folder, model__dtype="bfloat16")
@@ -237,6 +241,7 @@ def test_a_reference_of_other_tokens_or_another_type_is_refused(unbroken, tmp_pa
     assert found.num_computed == 0, "beta has no part in it"
 
 
+@pytest.mark.slow
 def test_a_pair_that_cannot_be_read_leaves_a_hole(tmp_path, shard):
     copy = tmp_path / "damaged.tar"
     copy.write_bytes(shard.read_bytes())

@@ -19,6 +19,8 @@ from support.shards import TINY_MODEL
 
 from vlmpack.training.checkpoint import find_damage, list_checkpoints, step_folder
 
+pytestmark = pytest.mark.slow
+
 STEP_TOLERANCE = 1e-5
 """Relative, loss and gradient norm: the stated bound of the project."""
 UPDATE_TOLERANCE = 1e-3

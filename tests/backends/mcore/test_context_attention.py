@@ -96,6 +96,7 @@ def results(tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_two_processes_compute_the_row_forward_and_backward(results, expected):
     output, gradients = expected
     assert len(set(worker.SEGMENTS)) > 1

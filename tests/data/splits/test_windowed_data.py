@@ -444,6 +444,7 @@ def test_seeded_windows_mix_shards(folder: Path, tmp_path: Path) -> None:
     assert set(first.tolist()) & set(second.tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "batch"), [(1, 1), (2, 0), (5, 1)])
 def test_shards_that_a_run_stopped_in_may_not_be_indexed_as_others(
     folder: Path, tmp_path: Path, steps: int, batch: int

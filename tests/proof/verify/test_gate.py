@@ -133,6 +133,7 @@ def test_a_cache_that_cannot_be_written_costs_the_record_alone(made, tmp_path, m
     assert "the next launch verifies again" in caplog.text
 
 
+@pytest.mark.slow
 def test_text_alone_is_no_proof_for_a_later_launch_with_images(made, tmp_path, caplog):
     write_shard(tmp_path / "texts.tar", images=False)
     texts = settings(made, tmp_path / "run")

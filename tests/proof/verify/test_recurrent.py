@@ -145,6 +145,7 @@ def test_no_reset_behind_alignment_gaps(tmp_path, monkeypatch):
     assert failed(checks) == {OUTPUTS, "logits of each sample", "leak test", ALONE}
 
 
+@pytest.mark.slow
 def test_a_reset_at_every_chunk(tmp_path, monkeypatch):
     """Nothing leaks: what is lost is what a sample should have kept of itself."""
     subject = subject_of(tmp_path, monkeypatch, "qwen3_5_text")

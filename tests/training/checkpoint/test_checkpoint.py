@@ -324,6 +324,7 @@ def test_a_file_that_does_not_read_back_is_no_checkpoint(tmp_path, monkeypatch):
     assert newest_checkpoint(tmp_path) == (older, [])
 
 
+@pytest.mark.slow
 def test_a_file_size_limit_is_an_error_and_leaves_the_previous_one(tmp_path):
     """The kernel's own refusal to write, in a process of its own."""
     save(tmp_path, 1)
