@@ -60,6 +60,7 @@ def test_silence_is_broken_in_time_with_phase_step_samples_waits_and_stack(activ
     assert "in heard" not in again, "once is enough"
 
 
+@pytest.mark.slow
 def test_whoever_moves_or_has_no_orders_is_left_alone(activity):
     moving = heard(activity, 3 * SECONDS, act=lambda: activity.enter("optimizer"))
     assert moving == []

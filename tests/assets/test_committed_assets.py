@@ -123,6 +123,7 @@ def test_lengths_of_training_samples_differ_by_a_factor_of_six(encoder):
     assert high >= 6 * low
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "val", "test"])
 def test_every_shard_passes_the_strict_reader(split, tmp_path):
     from vlmpack.data.config import DataConfig

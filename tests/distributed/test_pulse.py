@@ -94,6 +94,7 @@ def test_many_are_counted(world):
     assert lines[-1] == "and 2 more ranks"
 
 
+@pytest.mark.slow
 def test_a_store_that_does_not_answer_is_news_and_ends_nothing():
     class Silent:
         def set(self, key, value):

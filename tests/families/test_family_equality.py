@@ -343,6 +343,7 @@ def test_ids_labels_and_pixels_are_those_of_the_stock_processor(case):
             assert torch.equal(torch.as_tensor(arguments[name]), torch.as_tensor(value)), name
 
 
+@pytest.mark.slow
 def test_the_predicted_length_is_the_actual_one_for_200_image_sizes(vision_case):
     draw = random.Random(0)
     sizes = [(8, 1600), (1600, 8), (1, 200), (200, 1), (1, 1), (16, 16), (1200, 900), (513, 511)]

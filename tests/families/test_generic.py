@@ -108,6 +108,7 @@ def test_three_images_are_what_the_stock_processor_makes_of_all_at_once(
             assert torch.equal(mine[name], torch.as_tensor(theirs[name]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llava_next", "lfm2"])
 def test_packed_equals_stock_one_by_one(model_type):
     assert try_class(model_type) == Swept("proven")

@@ -49,6 +49,7 @@ def pixels(path: Path) -> bytes:
         return image.convert("RGB").tobytes()
 
 
+@pytest.mark.slow
 def test_report_is_self_contained_and_can_be_made_again_without_the_questions(tmp_path) -> None:
     run = tmp_path / "demo"
     asked = write_run(run, num_steps=60, num_questions=40)

@@ -63,6 +63,7 @@ def test_processes_of_a_machine_share_it(system, monkeypatch):
     assert room_of(torch.device("cpu")).processes == 4
 
 
+@pytest.mark.slow
 def test_a_launch_that_needs_more_than_there_is_says_so_with_the_knobs(
     tmp_path, monkeypatch, caplog
 ):

@@ -34,6 +34,7 @@ def nobody() -> str:
         return f"http://127.0.0.1:{probe.getsockname()[1]}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["head", "list"])
 def test_an_unreachable_endpoint_is_named_soon_and_once(
     nobody: str, call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -108,6 +108,7 @@ def test_two_processes_compute_the_row_forward_and_backward(results, expected):
             torch.testing.assert_close(found[name], whole[mine])
 
 
+@pytest.mark.slow
 def test_the_gather_restores_the_order_and_its_backward_sums(results):
     tokens = sum(worker.SEGMENTS)
     for found in results:
@@ -115,6 +116,7 @@ def test_the_gather_restores_the_order_and_its_backward_sums(results):
         assert found["of gather"].tolist() == [3.0] * (tokens // 2), "1 from rank 0, 2 from rank 1"
 
 
+@pytest.mark.slow
 def test_features_come_in_image_order_and_gradients_go_home(results):
     """Context-parallel ranks each saw a part, so theirs are summed; tensor-parallel ones all."""
     first = torch.arange(6.0).view(3, 2)
@@ -130,6 +132,7 @@ def test_features_come_in_image_order_and_gradients_go_home(results):
                 assert torch.equal(gradient, home)
 
 
+@pytest.mark.slow
 def test_a_sum_of_parts_is_everywhere_and_each_rank_differentiates_its_own(results):
     """As if the other parts were constants: an all-reduce in backward would count them twice."""
     for found in results:

@@ -160,6 +160,7 @@ def show(what, errors):
     print(f"\n{what}: " + "  ".join(f"{name} {error:.1e}" for name, error in errors.items()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", layouts.OPTIMIZERS)
 @pytest.mark.parametrize(("family", "name"), PAIRS)
 def test_five_steps_are_those_of_one_process(trained, expected, start, family, name, optimizer):

@@ -119,6 +119,7 @@ def test_decode_errors_are_met_while_training(tmp_path: Path) -> None:
     assert caught.value.shard == pattern and caught.value.offset is not None
 
 
+@pytest.mark.slow
 def test_errors_keep_their_place_out_of_a_worker(tmp_path: Path) -> None:
     pattern = bad_image_shard(tmp_path, lambda number: number == 5, 16)
     strict = open_data(

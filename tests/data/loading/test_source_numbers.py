@@ -97,6 +97,7 @@ def run(tmp_path_factory):
     return Path(values["run_dir"]), "\n".join(said)
 
 
+@pytest.mark.slow
 def test_a_run_reports_each_source_of_training_and_validation(run):
     lines = [json.loads(line) for line in (run[0] / "metrics.jsonl").read_text().splitlines()]
     steps, checks = [r for r in lines if "loss" in r], [r for r in lines if "validation_loss" in r]

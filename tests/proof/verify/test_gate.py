@@ -73,6 +73,7 @@ def record(run_dir: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_first_launch_verifies_and_later_ones_find_its_record(made, tmp_path, monkeypatch):
     vlmpack.finetune(settings(made, tmp_path / "first"))
     assert (tmp_path / "first" / "metrics.jsonl").is_file()
