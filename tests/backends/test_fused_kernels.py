@@ -1,5 +1,5 @@
-"""liger's norms and gated activations, run by Triton's interpreter on a CPU, against the formulas;
-`make kernels` installs them. Never run on a GPU yet."""
+"""liger's norms, gated activations and rotations, run by Triton's interpreter on a CPU, against the
+formulas; `make kernels` installs them. Never run on a GPU yet."""
 
 from __future__ import annotations
 
@@ -91,5 +91,66 @@ def test_gated_activations_and_their_gradients_are_the_formula(interpreter, acti
     assert worst(got, of_gated(activation, tensors[::-1])) > 0.1
 
 
+def of_rotation(tensors, grads, angles):
+    """Outputs and gradients: columns i and i + R / 2 of a head are one complex number."""
+    turn = torch.polar(torch.ones_like(angles).double(), angles.double())[:, :, None]
+    width = angles.shape[-1]
+
+    def turned(x, turn):
+        first, second, rest = x.double().split((width, width, x.shape[-1] - 2 * width), dim=-1)
+        number = torch.complex(first, second) * turn
+        return torch.cat((number.real, number.imag, rest), dim=-1)
+
+    return [*(turned(x, turn) for x in tensors), *(turned(x, turn.conj()) for x in grads)]
+
+
+PACKED = torch.tensor([[0, 1, 2, 0, 0, 1, 2, 3]])
+"""Positions of three samples of a row."""
+ROTATIONS = {
+    "queries and keys": ((3, 1), 20, 20, PACKED),
+    "a part of the head": ((2, 2), 24, 8, PACKED),
+    "one of them": ((3,), 24, 24, PACKED),
+    "two rows alike": ((4, 2), 16, 16, PACKED.repeat(2, 1)),
+    "two rows of one positions": ((4, 2), 16, 16, PACKED),
+    "two rows": ((2, 2), 16, 16, torch.stack((PACKED[0], PACKED[0].flip(0)))),
+}
+"""Heads, their columns, those that are rotated, positions; "alike" and "of one" are two rows."""
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("name", ROTATIONS)
+def test_rotations_and_their_gradients_are_complex_products(interpreter, name, dtype):
+    """Heads of queries and keys differ in number, as under grouped-query attention; nothing that
+    the kernel is handed is written over."""
+    heads, width, turned, positions = ROTATIONS[name]
+    rows = 2 if name.startswith("two rows") else 1
+    frequencies = 10.0 ** -torch.linspace(0, 1, turned // 2)
+    angles = positions[..., None] * frequencies
+    shapes = [(rows, positions.shape[1], count, width) for count in heads]
+    tensors, grads = drawn(*shapes, dtype=dtype), drawn(*shapes, dtype=dtype)[::-1]
+    if len(set(shapes)) > 1:
+        grads = grads[::-1]
+    cos, sin = (part.repeat(1, 1, 2) for part in (angles.cos(), angles.sin()))
+    got, is_kept = interpreter("fused_rotate", tensors, grads, cos, sin, True)
+    want = of_rotation(tensors, grads, angles)
+    assert [x.dtype for x in got] == [dtype] * len(got)
+    assert worst(got, want) < BOUND[dtype]
+    assert is_kept
+    runs_on = torch.arange(positions.shape[1])[None, :, None] * frequencies
+    assert worst(got, of_rotation(tensors, grads, runs_on)) > 0.1, "positions restart"
+    assert worst(got, of_rotation(tensors, grads, -angles)) > 0.1
+
+
+def test_ligers_own_function_writes_over_what_it_is_handed(interpreter):
+    """Which is why ours copies; a layer that recomputes all but its products would be handed the
+    queries of its forward pass rotated."""
+    shapes = (1, 8, 3, 16), (1, 8, 1, 16)
+    tensors, angles = drawn(*shapes), PACKED[..., None] * torch.ones(8)
+    cos, sin = (part.repeat(1, 1, 2) for part in (angles.cos(), angles.sin()))
+    got, is_kept = interpreter("fused_rotate", tensors, drawn(*shapes), cos, sin, False)
+    assert not is_kept
+    assert worst(got, of_rotation(tensors, drawn(*shapes), angles)) < BOUND[torch.float32]
+
+
 def test_the_installed_version_is_one_that_auto_takes(interpreter):
-    assert interpreter("why_no_liger") is None
+    assert interpreter("why_no_liger") == (None, None)

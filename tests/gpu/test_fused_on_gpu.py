@@ -1,4 +1,4 @@
-"""Fused norms and gated activations on CUDA at widths of 3B and 7B models, against the formulas.
+"""Fused norms, activations and rotations on CUDA at widths of 3B and 7B models, as the formulas.
 
 Never run on a GPU yet: written from liger's published sources; `tests/backends` runs its kernels by
 Triton's interpreter.
@@ -13,7 +13,14 @@ import torch
 from support.engines import EVERYTHING, engine_of, single_rank
 from support.runs import mean_loss, pack, split_by_sample
 
-from vlmpack.backends.fused import ACTIVATIONS, FORMS, compiled_ops, liger_ops, why_no_liger
+from vlmpack.backends.fused import (
+    ACTIVATIONS,
+    FORMS,
+    compiled_ops,
+    liger_ops,
+    rotated,
+    why_no_liger,
+)
 from vlmpack.packing import move_batch
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
@@ -77,6 +84,30 @@ def test_gated_activations(name, dtype, activation, columns):
     leaves = drawn((1, 4096, columns), (1, 4096, columns), dtype=dtype)
     got = ops_of(name).gated(*(1.0 * x for x in leaves), activation)
     assert off_by(got, leaves, lambda g, u: ACTIVATIONS[activation](g) * u) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("angles", BOUND, ids=str)
+@pytest.mark.parametrize(("heads", "width", "turned"), [((28, 4), 128, 128), ((16, 2), 256, 64)])
+def test_rotations(name, dtype, angles, heads, width, turned):
+    """Of queries and keys of a row whose positions restart; angles are never narrower."""
+    if torch.promote_types(dtype, angles) != angles:
+        pytest.skip("engines keep the model's own there")
+    leaves = drawn(*((1, 8192, count, width) for count in heads), dtype=dtype)
+    positions = torch.arange(8192, device=DEVICE) % 3000
+    frequencies = 10000.0 ** -torch.linspace(0, 1, turned // 2, device=DEVICE)
+    angle = (positions[:, None] * frequencies).repeat(1, 2)[None]
+    cos, sin = angle.cos().to(angles), angle.sin().to(angles)
+    made = [1.0 * x for x in leaves]
+    got = torch.cat(tuple(ops_of(name).rotate(made, cos, sin)), dim=2)
+    assert got.dtype is dtype
+    assert all(torch.equal(a, b) for a, b in zip(made, leaves, strict=True)), "written over"
+
+    def exact(*parts):
+        return torch.cat([rotated(x, cos.double(), sin.double()) for x in parts], dim=2)
+
+    assert off_by(got, leaves, exact) < BOUND[dtype]
 
 
 @pytest.mark.parametrize("name", OPS)

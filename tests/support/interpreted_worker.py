@@ -144,6 +144,7 @@ PACKAGES = {
         "liger_kernel.ops.rms_norm",
         "liger_kernel.ops.swiglu",
         "liger_kernel.ops.geglu",
+        "liger_kernel.ops.rope",
     ),
 }
 KERNELS: dict[str, Callable[..., Tensor]] = {
@@ -200,9 +201,28 @@ def fused_gated(activation: fused.Activation, tensors: list[Tensor]) -> list[Ten
     return with_gradients(fused.liger_gated(*made, activation), leaves)
 
 
-def why_no_liger() -> str | None:
-    """What `auto` finds on CUDA."""
-    return fused.why_no_liger(torch.device("cuda", 0))
+def fused_rotate(
+    tensors: list[Tensor], grads: list[Tensor], cos: Tensor, sin: Tensor, with_copies: bool
+) -> tuple[list[Tensor], bool]:
+    """Outputs and gradients of liger's rotation, as our layers call it or by its own function; and
+    whether what it was handed, forward and backward, is as it was."""
+    made = [1.0 * x.requires_grad_() for x in tensors]
+    before = [x.detach().clone() for x in (*made, *grads)]
+    if with_copies:
+        out = fused.liger_rotate(made, cos, sin)
+    else:
+        function: Any = import_module("liger_kernel.ops.rope").LigerRopeFunction
+        heads_first = function.apply(*(x.transpose(1, 2) for x in made), cos, sin)
+        out = [x.transpose(1, 2) for x in heads_first]
+    answer = [x.detach().clone() for x in out]
+    found = torch.autograd.grad(out, made, grads)
+    is_kept = all(map(torch.equal, before, (x.detach() for x in (*made, *grads))))
+    return [*answer, *(x.clone() for x in found)], is_kept
+
+
+def why_no_liger() -> tuple[str | None, str | None]:
+    """What `auto` finds on CUDA, and of rotations."""
+    return fused.why_no_liger(torch.device("cuda", 0)), fused.why_no_liger_rotation()
 
 
 def chosen() -> dict[str, tuple[str, str]]:

@@ -1,10 +1,12 @@
-"""Norms and gated activations in one kernel each: liger's, or what torch.compile makes of ours.
+"""Norms, gated activations and rotations in one kernel each: liger's, or torch.compile's of ours.
 
-In eager mode an RMS norm is six kernels that each read and write a row, and the activation of a
-gated MLP two. Neither has products of matrices, so on a GPU they cost what they read and write.
+In eager mode an RMS norm is six kernels that each read and write a row, the activation of a gated
+MLP two, the rotation of queries and keys ten. None has products of matrices, so on a GPU they cost
+what they read and write.
 
     rms_norm      y = (offset + weight) * x / rms(x), the mean of squares in float32 (1910.07467)
     gated         y = activation(gate) * up
+    rotation      y = x * cos + rotate_half(x) * sin, rotate_half([a, b]) = [-b, a] (2104.09864)
 
 Two habits of rounding are in use: the normed x is rounded to its own dtype before the weight
 (Llama, Qwen2, Qwen3), or the product alone (Gemma, Qwen3.5, Nemotron-H). liger has both. What
@@ -14,7 +16,7 @@ torch.compile makes keeps the product in float32 either way, which rounds once l
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import metadata
@@ -65,21 +67,46 @@ FORMS = (NormForm(0.0, True), NormForm(0.0, False), NormForm(1.0, False))
 it would keep the sum of offset and weight in float32."""
 
 
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The formula itself: heads rotated in float32 or wider, rounded once.
+
+    Args:
+        x: (B, T, H, D).
+        cos: (B, T, R) or (1, T, R), R <= D: columns of a head from R on stay as they are.
+        sin: the same.
+
+    Returns:
+        (B, T, H, D) in the dtype of x.
+    """
+    width = cos.shape[-1]
+    wide = x[..., :width].to(torch.promote_types(x.dtype, torch.float32))
+    first, second = wide.chunk(2, dim=-1)
+    turned = wide * cos[:, :, None] + torch.cat((-second, first), dim=-1) * sin[:, :, None]
+    return torch.cat((turned.to(x.dtype), x[..., width:]), dim=-1)
+
+
+Rotate = Callable[[Sequence[Tensor], Tensor, Tensor], Sequence[Tensor]]
+"""(one or two tensors of (B, T, H, D), cos, sin) -> `rotated` of each. The second half of cos and
+of sin repeats the first."""
+
+
 @dataclass(frozen=True, slots=True)
 class FusedOps:
-    """What runs norms and gated activations.
+    """What runs norms, gated activations and rotations.
 
     Args:
         name: of the package, or `compile`.
         reason: one phrase for the log.
         norm: (x, weight, eps, form) -> the normed x, in the dtype of x.
         gated: (gate, up, activation) -> their product.
+        rotate: see `Rotate`; None where the installed version cannot.
     """
 
     name: str
     reason: str
     norm: Callable[[Tensor, Tensor, float, NormForm], Tensor]
     gated: Callable[[Tensor, Tensor, Activation], Tensor]
+    rotate: Rotate | None
 
 
 _LIGER: dict[tuple[str, str], tuple[str, ...]] = {
@@ -115,6 +142,26 @@ def why_no_liger(device: torch.device) -> str | None:
     return None
 
 
+_LIGER_ROTATIONS = {
+    "rope_forward": ("q", "k", "cos", "sin"),
+    "rope_backward": ("dq", "dk", "cos", "sin"),
+}
+"""Functions of liger's `rope`, and what each takes first."""
+
+
+def why_no_liger_rotation() -> str | None:
+    """Why liger's rotation cannot be taken where its other kernels can; None where it can. Without
+    `rotary_dim` its kernel takes every head to be rotated whole, and reads beyond cos otherwise."""
+    for name, wanted in _LIGER_ROTATIONS.items():
+        try:
+            taken = tuple(signature(_liger_function("rope", name)).parameters)
+        except (ImportError, AttributeError, OSError) as error:
+            return f"liger_kernel.ops.rope.{name} cannot be imported ({error})"
+        if taken[: len(wanted)] != wanted or "rotary_dim" not in taken:
+            return f"its {name} takes no rotary_dim, as that of liger-kernel 0.8.5 does"
+    return None
+
+
 def liger_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
     """liger's kernel. Not in place: its backward pass would write into a gradient that the residual
     stream may read, too."""
@@ -132,6 +179,39 @@ def liger_gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     }[activation]
     output: Tensor = _liger_function(module, name).apply(gate, up)
     return output
+
+
+class _LigerRotation(torch.autograd.Function):
+    """liger's kernel on copies, in both directions.
+
+    It writes where it reads, and torch does not see that it did. What it would write over may be
+    read again: a layer that recomputes all but its products is handed the queries of its forward
+    pass, then rotated twice; a gradient may be another's, too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, cos: Tensor, sin: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(cos, sin)
+        return _turned("rope_forward", tensors, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        return None, None, *_turned("rope_backward", grads, *ctx.saved_tensors)
+
+
+def _turned(name: str, tensors: Sequence[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    copies = [x.clone(memory_format=torch.contiguous_format) for x in tensors]
+    if len(copies) == 1:  # the kernel takes two: a head that nobody reads
+        copies.append(copies[0].new_empty((*copies[0].shape[:2], 1, copies[0].shape[-1])))
+    heads_first = [x.transpose(1, 2) for x in copies]
+    turned = _liger_function("rope", name)(*heads_first, cos, sin, rotary_dim=cos.shape[-1])
+    return tuple(x.transpose(1, 2) for x in turned[: len(tensors)])
+
+
+def liger_rotate(tensors: Sequence[Tensor], cos: Tensor, sin: Tensor) -> Sequence[Tensor]:
+    """liger's kernel, which computes in the dtype of cos."""
+    out: tuple[Tensor, ...] = _LigerRotation.apply(cos, sin, *tensors)  # type: ignore[no-untyped-call]
+    return out
 
 
 @cache
@@ -156,16 +236,22 @@ def compiled_ops(reason: str = "as the recipe asks", *, backend: str = "inductor
     def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         return _compiled(_plain_gated, backend)(gate, up, activation)
 
-    return FusedOps("compile", reason, norm, gated)
+    def rotate(tensors: Sequence[Tensor], cos: Tensor, sin: Tensor) -> Sequence[Tensor]:
+        return [_compiled(rotated, backend)(x, cos, sin) for x in tensors]
+
+    return FusedOps("compile", reason, norm, gated, rotate)
 
 
 def liger_ops(reason: str) -> FusedOps:
-    """liger's kernels."""
-    return FusedOps("liger", reason, liger_norm, liger_gated)
+    """liger's kernels, as far as the installed version has them."""
+    why = why_no_liger_rotation()
+    if why is not None:
+        return FusedOps("liger", f"{reason}; no rotations: {why}", liger_norm, liger_gated, None)
+    return FusedOps("liger", reason, liger_norm, liger_gated, liger_rotate)
 
 
 def choose_fused(requested: FusedName, device: torch.device) -> tuple[FusedOps | None, str]:
-    """What runs norms and gated activations on `device`, None for the model's own; and why.
+    """What runs norms, activations and rotations on `device`, None for the model's own; and why.
 
     Raises:
         CapabilityError: what is asked for by name cannot run here.

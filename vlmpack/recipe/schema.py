@@ -57,10 +57,10 @@ class ModelSection(Section):
     kind of layer that the model has, or an error. `auto`: kernels where one can run, else torch."""
 
     fused_layers: Literal["auto", "none", "liger", "compile"] = "auto"
-    """What runs RMS norms and the activation of gated MLPs: the model's own modules (`none`),
-    liger's kernels (CUDA, `pip install liger-kernel`), or what torch.compile makes of the formulas
-    (any device). `auto`: on CUDA liger where it is installed, and on the mcore engine Megatron's
-    fused SwiGLU. Modules of another formula keep their own."""
+    """What runs RMS norms, the activation of gated MLPs and the rotation of queries and keys: the
+    model's own code (`none`), liger's kernels (CUDA, `pip install liger-kernel`), or what
+    torch.compile makes of the formulas (any device). `auto`: on CUDA liger where it is installed,
+    and on the mcore engine Megatron's fused SwiGLU. Modules of another formula keep their own."""
 
     activation_checkpointing: Recomputation = "none"
     """What is computed again in the backward pass, not kept. `selective`: all but matrix products

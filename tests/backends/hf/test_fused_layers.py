@@ -17,7 +17,14 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from vlmpack.backends import fused
-from vlmpack.backends.fused import ACTIVATIONS, FORMS, FusedOps, NormForm, compiled_ops
+from vlmpack.backends.fused import (
+    ACTIVATIONS,
+    FORMS,
+    FusedOps,
+    NormForm,
+    compiled_ops,
+    rotated,
+)
 from vlmpack.backends.hf.fused_layers import fuse_layers, mlp_activation, norm_form
 from vlmpack.errors import CapabilityError
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
@@ -56,7 +63,11 @@ def played(calls=None):
         calls.append("gated")
         return ACTIVATIONS[activation](gate) * up
 
-    return FusedOps("played", "a test", norm, gated)
+    def rotate(tensors, cos, sin):
+        calls.append("rotation")
+        return [rotated(x, cos, sin) for x in tensors]
+
+    return FusedOps("played", "a test", norm, gated, rotate)
 
 
 @pytest.mark.parametrize(("which", "form"), CLASSES.items(), ids=str)
@@ -130,7 +141,7 @@ def test_gated_mlps_are_told_by_what_they_compute():
 
 def test_drawing_weights_leaves_the_generator_alone():
     model, before = nn.Sequential(MLP(), Wrong("")), torch.get_rng_state()
-    assert fuse_layers(model, played()).described() == "1 norms, 1 gated MLPs"
+    assert fuse_layers(model, played()).described() == "1 norms, 1 gated MLPs, 0 rotations"
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -177,11 +188,12 @@ def test_an_engine_trains_as_without(tiny_folder, encoder, encoded, monkeypatch,
     engine = built(tiny_folder, encoder, "compile", activation_checkpointing=recompute)
     kinds = [type(module).__name__ for module in plain.vlm.model.modules()]
     norms, mlps = (sum(kind.endswith(end) for kind in kinds) for end in ("RMSNorm", "MLP"))
-    said = f"played (a test): {norms} norms, {mlps} gated MLPs"
-    assert engine.description["fused layers"] == said and min(norms, mlps) > 3
+    rotations = sum(kind.endswith("Attention") for kind in kinds)
+    said = f"played (a test): {norms} norms, {mlps} gated MLPs, {rotations} rotations"
+    assert engine.description["fused layers"] == said and min(norms, mlps, rotations) > 3
     assert [name for name, _ in engine.vlm.model.named_parameters()] == names
     (losses, gradients), (others, expected) = step(engine, encoded), step(plain, encoded)
-    assert {"norm", "gated"} == set(calls)
+    assert {"norm", "gated", "rotation"} == set(calls)
     torch.testing.assert_close(losses, others, rtol=1e-6, atol=1e-6)
     for name, gradient in gradients.items():
         assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm() + 1e-8, name
@@ -217,9 +229,11 @@ def test_what_torch_compiles_is_the_formula(form):
     ops = compiled_ops(backend="aot_eager")
     for rows in (3, 9):
         x, weight = torch.randn(rows, 16, requires_grad=True), torch.randn(16, requires_grad=True)
+        heads, angle = x[None, :, :, None].expand(-1, -1, -1, 6), torch.randn(1, rows, 4)
         for mine, plain in (
             (ops.norm(x, weight, 1e-6, form), form.eager(x, weight, 1e-6)),
             (ops.gated(x, x + 1, "silu"), nn.functional.silu(x) * (x + 1)),
+            (ops.rotate([heads], angle, angle + 1)[0], rotated(heads, angle, angle + 1)),
         ):
             torch.testing.assert_close(mine, plain, rtol=1e-6, atol=1e-6)
             wanted = [t for t in (x, weight) if plain is not None]
@@ -237,15 +251,20 @@ LIGER = {
         "LigerRMSNormFunction": "ctx, X, W, eps, offset=0.0, casting_mode='llama', in_place=True",
         "LigerSiLUMulFunction": "ctx, a, b",
         "LigerGELUMulFunction": "ctx, a, b",
+        "rope_forward": "q, k, cos, sin",
+        "rope_backward": "dq, dk, cos, sin",
     },
     "0.8.5": {
         "LigerRMSNormFunction": "ctx, X, W, eps, offset=0.0, casting_mode='llama', in_place=True, "
         "row_mode=None",
         "LigerSiLUMulFunction": "ctx, a, b, gate_multiplier=1.0, down_multiplier=1.0",
         "LigerGELUMulFunction": "ctx, a, b",
+        "rope_forward": "q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None",
+        "rope_backward": "dq, dk, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None",
     },
 }
-"""What the forward functions of these versions take, from the published sources."""
+"""What functions, and the forward functions of classes, of these versions take, from the published
+sources."""
 
 
 def published(version):
@@ -253,6 +272,9 @@ def published(version):
     made = {}
     for name, arguments in LIGER[version].items():
         forward = eval(f"lambda {arguments}: locals()")
+        if name.startswith("rope"):
+            made[name] = forward
+            continue
         apply = partial(forward, None)
         members = {"forward": staticmethod(forward), "apply": staticmethod(apply)}
         made[name] = type(name, (), members)
@@ -273,7 +295,13 @@ def test_liger_is_taken_on_cuda_where_its_functions_fit(monkeypatch, version):
     monkeypatch.setattr(fused, "_liger_function", lambda _, name: make[name])
     monkeypatch.setattr(fused.metadata, "version", lambda _: version)
     ops, _ = fused.choose_fused("auto", device)
-    assert (ops.name, ops.reason) == ("liger", f"{version}, first choice")
+    reason = f"{version}, first choice"
+    if version == "0.5.10":  # rotates whole heads, whatever the width of cos
+        assert ops.rotate is None
+        reason += "; no rotations: its rope_forward takes no rotary_dim, as that of liger-kernel"
+    else:
+        assert ops.rotate is fused.liger_rotate
+    assert ops.name == "liger" and ops.reason.startswith(reason)
     for form in FORMS:
         taken = ops.norm("x", "w", 1e-6, form)
         assert (taken["X"], taken["W"], taken["eps"], taken["offset"]) == (

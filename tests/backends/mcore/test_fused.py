@@ -9,7 +9,7 @@ from support.layouts import LAYOUTS
 from support.shards import TINY_MODEL
 from support.token_losses import in_rows
 
-from vlmpack.backends.fused import FusedOps
+from vlmpack.backends.fused import FusedOps, rotated
 from vlmpack.backends.mcore.fused import FusedParts, launch_queues
 from vlmpack.backends.mcore.norm import RMSNorm
 from vlmpack.encode import Encoder
@@ -23,15 +23,19 @@ pytestmark = pytest.mark.filterwarnings(
 CUDA = torch.device("cuda", 0)
 
 
-def played(calls, *, offset=0.0):
+def played(calls, *, offset=0.0, turn=1.0):
     def norm(x, weight, eps, form):
-        calls.append(form)
+        calls.append("norm")
         return form.eager(x, weight + offset, eps)
 
     def gated(gate, up, activation):
         raise AssertionError("Megatron has its own")
 
-    return FusedOps("played", "a test", norm, gated)
+    def rotate(tensors, cos, sin):
+        calls.append("rotation")
+        return [rotated(x, cos, turn * sin) for x in tensors]
+
+    return FusedOps("played", "a test", norm, gated, rotate)
 
 
 def trained(requested):
@@ -52,22 +56,28 @@ def trained(requested):
 @pytest.mark.slow
 def test_a_step_is_the_one_without(monkeypatch):
     plain, weights, engine = trained("auto")
-    assert engine.description["fused layers"].startswith("norms: none (liger's kernels need a CUDA")
+    said = engine.description["fused layers"]
+    assert said.startswith("norms and rotations: none (liger's kernels need a CUDA")
     assert not engine.model.config.bias_activation_fusion
     calls = []
     monkeypatch.setattr("vlmpack.backends.fused.compiled_ops", lambda: played(calls))
     found, others, engine = trained("compile")
-    assert engine.description["fused layers"] == "norms: played (a test); SwiGLU: Megatron's"
+    said = engine.description["fused layers"]
+    assert said == "norms and rotations: played (a test); SwiGLU: Megatron's"
     assert engine.model.config.bias_activation_fusion
     norms = [module for module in engine.model.modules() if isinstance(module, RMSNorm)]
     assert len(norms) > 3 and all(norm.ops is not None for norm in norms)
-    assert len(calls) == len(norms) * len(in_rows(LAYOUTS["one"]))
+    rows, layers = len(in_rows(LAYOUTS["one"])), len(engine.model.gpt.decoder.layers)
+    assert calls.count("norm") == len(norms) * rows
+    assert calls.count("rotation") == layers * rows
     assert found == pytest.approx(plain, rel=1e-6)
     assert weights.keys() == others.keys()
     assert max((weights[n] - others[n]).abs().max().item() for n in weights) < 1e-5
-    monkeypatch.setattr("vlmpack.backends.fused.compiled_ops", lambda: played([], offset=1e-3))
-    wrong, _, _ = trained("compile")
-    assert wrong != pytest.approx(plain, rel=1e-5)
+    for fault in ({"offset": 1e-3}, {"turn": -1.0}):
+        ops = played([], **fault)
+        monkeypatch.setattr("vlmpack.backends.fused.compiled_ops", lambda ops=ops: ops)
+        wrong, _, _ = trained("compile")
+        assert wrong != pytest.approx(plain, rel=1e-5), fault
 
 
 def parts(requested, device, *, te=False):
@@ -77,11 +87,12 @@ def parts(requested, device, *, te=False):
 
 def test_what_is_fused_where():
     found = parts("auto", CUDA)
-    assert found.norm is None and found.activation
+    assert found.ops is None and found.activation
     assert "liger_kernel" in found.described and found.described.endswith("SwiGLU: Megatron's")
-    assert parts("auto", CUDA, te=True).described.startswith("norms: Transformer Engine's; SwiGLU")
+    said = "norms: Transformer Engine's; rotations: none; SwiGLU: Megatron's"
+    assert parts("auto", CUDA, te=True).described == said
     for off in (parts("none", CUDA), parts("auto", torch.device("cpu"))):
-        assert off.norm is None and not off.activation and off.described.endswith("SwiGLU: none")
+        assert off.ops is None and not off.activation and off.described.endswith("SwiGLU: none")
     with pytest.raises(CapabilityError, match=r"model\.fused_layers: liger cannot run"):
         parts("liger", CUDA)
 

@@ -1,4 +1,5 @@
 """Fused norms and gated MLPs in a transformers model: which of its modules, told by what they do.
+Rotations are in `fused_rotation`.
 
 A module is taken for one of the known forms where its own forward pass, on a small copy with drawn
 weights, is that form: in float32 to rounding, and in bfloat16 nearly bit for bit, so that where it
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmpack.backends.fused import ACTIVATIONS, FORMS, Activation, FusedOps, NormForm
+from vlmpack.backends.hf.fused_rotation import fuse_rotations
 
 _EPS = ("variance_epsilon", "eps")
 _WIDTH = 64
@@ -171,22 +173,26 @@ class Fused:
     Args:
         norms: how many norms.
         mlps: how many gated MLPs.
-        left: norms and gated MLPs, told by their parts, that keep their own forward, by class.
+        rotations: in how many attention modules.
+        left: norms, gated MLPs and modules that rotate, told by their parts, that keep their own
+            forward, by class.
     """
 
     norms: int
     mlps: int
+    rotations: int
     left: Counter[str]
 
     def described(self) -> str:
         """For the log."""
-        said = f"{self.norms} norms, {self.mlps} gated MLPs"
+        said = f"{self.norms} norms, {self.mlps} gated MLPs, {self.rotations} rotations"
         kept = ", ".join(f"{count} {name}" for name, count in sorted(self.left.items()))
         return f"{said}; own forward: {kept}" if kept else said
 
 
 def fuse_layers(model: nn.Module, ops: FusedOps) -> Fused:
-    """Give every recognised norm and gated MLP of a model a fused forward, before adapters go in.
+    """Give every norm, gated MLP and rotation of a model that is recognised a fused form, before
+    adapters go in.
 
     Args:
         model: transformers'; vision tower and language model alike.
@@ -210,7 +216,8 @@ def fuse_layers(model: nn.Module, ops: FusedOps) -> Fused:
                 mlps += 1
             elif _looks_like_one(module):
                 left[type(module).__name__] += 1
-    return Fused(norms, mlps, left)
+        rotations, others = fuse_rotations(model, ops)
+    return Fused(norms, mlps, rotations, left + others)
 
 
 def describe_fused(model: nn.Module, ops: FusedOps | None, why: str) -> str:

@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from vlmpack.attention import VarlenAttention, apply_rope
+from vlmpack.backends.fused import Rotate
 from vlmpack.backends.mcore.collectives import gather_slices
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import ContextSlice, PackedSeqParams
@@ -31,12 +32,14 @@ class RowParams(MegatronPackedSeqParams):
 
     Args:
         row: the boundaries of the whole row, host integers included.
-        cos: (T / CP, D / 2) float32, of this rank's tokens.
+        cos: (T / CP, D / 2) float32, of this rank's tokens; with `rotate` (1, T / CP, D), as
+            kernels read them.
         sin: the same.
         context: this rank's slice; None where rows are whole.
         deep: what the first layers add to their outputs (DeepStack).
         pad_between_seqs: for Transformer Engine, which would look for gaps in every layer: here an
             alignment gap counts as its segment's tail, so there are none.
+        rotate: what rotates as one kernel; None for torch's operators one by one.
     """
 
     row: PackedSeqParams | None = None
@@ -45,11 +48,14 @@ class RowParams(MegatronPackedSeqParams):
     context: ContextSlice | None = None
     deep: tuple[Tensor, ...] = ()
     pad_between_seqs: bool = False
+    rotate: Rotate | None = None
 
     def rotated(self, query: Tensor, key: Tensor) -> list[Tensor]:
         """Queries and keys, (T / CP, H, D), at their tokens' positions."""
         assert self.cos is not None and self.sin is not None
-        return apply_rope((query, key), self.cos, self.sin)
+        if self.rotate is None:
+            return apply_rope((query, key), self.cos, self.sin)
+        return [x[0] for x in self.rotate((query[None], key[None]), self.cos, self.sin)]
 
 
 def megatron_params(
@@ -59,6 +65,7 @@ def megatron_params(
     sin: Tensor,
     context: ContextSlice | None,
     deep: tuple[Tensor, ...],
+    rotate: Rotate | None = None,
 ) -> RowParams:
     """Our params in Megatron's class: one tensor of physical boundaries for all four of its fields.
 
@@ -67,6 +74,15 @@ def megatron_params(
     parallelism where the row's only gap is behind its last sample (TransformerEngine#3331) and
     compares boundaries on the host in every layer; without padded ones its ring refuses the row.
     That the four are one object is how newer versions tell that there are no gaps.
+
+    Args:
+        params: the whole row's boundaries.
+        cos: (T / CP, D / 2).
+        sin: the same.
+        context: this rank's slice; None where rows are whole.
+        deep: DeepStack's features of this rank's tokens.
+        rotate: what rotates as one kernel; it reads whole heads' angles, made here once for all
+            layers.
 
     Raises:
         CapabilityError: segments that go on from others.
@@ -77,6 +93,8 @@ def megatron_params(
             "no such rows; use model.backend: hf"
         )
     cu_seqlens = params.cu_seqlens_physical
+    if rotate is not None:
+        cos, sin = (torch.cat((part, part), dim=-1)[None] for part in (cos, sin))
     return RowParams(
         qkv_format=params.qkv_format,
         cu_seqlens_q=cu_seqlens,
@@ -90,6 +108,7 @@ def megatron_params(
         sin=sin,
         context=context,
         deep=deep,
+        rotate=rotate,
     )
 
 

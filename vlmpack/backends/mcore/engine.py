@@ -118,7 +118,7 @@ class MegatronEngine:
                 self.groups,
                 varlen=None if compute.attention is None else compute.attention.function,
                 tower=vision_tower(config, self.skeleton, encoder, model.recomputed),
-                fused=fused.norm,
+                fused=fused.ops,
             ).to(self.device)
             recompute_modules(self.model.gpt.decoder.layers, model.recomputed)
             self.router_sum = None

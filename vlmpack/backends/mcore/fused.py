@@ -1,8 +1,9 @@
 """Which of a Megatron layer's parts run as one kernel each.
 
-Norms are ours, by what `model.fused_layers` comes to; with Transformer Engine they are its own.
-SwiGLU is Megatron's flag `bias_activation_fusion`, which has torch compile it. Rotations are ours
-and need no flag: `apply_rope_fusion` is another op, which loops over sequences. The residual sum
+Norms and rotations are ours, by what `model.fused_layers` comes to; with Transformer Engine norms
+are its own. SwiGLU is Megatron's flag `bias_activation_fusion`, which has torch compile it.
+Megatron's `apply_rope_fusion` stays off: for packed rows it is Transformer Engine's kernel for THD,
+which counts from 0 in every segment, and positions of an image are no count. The residual sum
 without dropout is one kernel, so `bias_dropout_fusion` has nothing to fuse; `persist_layer_norm`
 and `masked_softmax_fusion` are about layer norms and scores that no model here has.
 """
@@ -23,12 +24,12 @@ class FusedParts:
     """What is fused.
 
     Args:
-        norm: what runs norms; None for torch's operators one by one.
+        ops: what runs norms and rotations; None for torch's operators one by one.
         activation: whether SwiGLU is one kernel.
         described: one line for the log.
     """
 
-    norm: FusedOps | None
+    ops: FusedOps | None
     activation: bool
     described: str
 
@@ -41,13 +42,15 @@ class FusedParts:
         Raises:
             CapabilityError: what is asked for by name cannot run here.
         """
-        norm, why = choose_fused(model.fused_layers, device)
-        activation = model.fused_layers != "none" and (norm is not None or device.type == "cuda")
-        norms = f"none ({why})" if norm is None else f"{norm.name} ({norm.reason})"
+        ops, why = choose_fused(model.fused_layers, device)
+        activation = model.fused_layers != "none" and (ops is not None or device.type == "cuda")
+        own = f"none ({why})" if ops is None else f"{ops.name} ({ops.reason})"
+        rotates = ops is not None and ops.rotate is not None
+        said = {"norms and rotations": own} if rotates or ops is None else {"norms": own}
         if transformer_engine:
-            norms = "Transformer Engine's"
-        swiglu = "Megatron's" if activation else "none"
-        return cls(norm, activation, f"norms: {norms}; SwiGLU: {swiglu}")
+            said = {"norms": "Transformer Engine's", "rotations": own if rotates else "none"}
+        said["SwiGLU"] = "Megatron's" if activation else "none"
+        return cls(ops, activation, "; ".join(f"{part}: {runs}" for part, runs in said.items()))
 
 
 def launch_queues(split: ParallelismSection, device: torch.device) -> dict[str, str]:

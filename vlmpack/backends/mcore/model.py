@@ -85,7 +85,7 @@ class MegatronVLM(MegatronModule):
         sizes: how the model is spread.
         groups: Megatron's process groups, of that spread.
         varlen: attention over whole rows; None for Transformer Engine.
-        fused: what runs norms; None for torch's operators.
+        fused: what runs norms and rotations; None for torch's operators.
         tower: on the first stage of a vision-language model; None on the others, and where the
             model is a language model alone.
     """
@@ -103,6 +103,7 @@ class MegatronVLM(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.dims, self.sizes, self.groups = dims, sizes, groups
+        self.rotate = None if fused is None else fused.rotate
         self.pre_process = parallel_state.is_pipeline_first_stage()
         self.post_process = parallel_state.is_pipeline_last_stage()
         self.model_type = ModelType.encoder_or_decoder
@@ -190,7 +191,9 @@ class MegatronVLM(MegatronModule):
         if self.dims.rope.mrope_section is None:
             positions = positions[:1]
         cos, sin = rope_cos_sin(positions, self.inv_freq, self.dims.rope)
-        return megatron_params(params, cos=cos, sin=sin, context=batch.context, deep=deep)
+        return megatron_params(
+            params, cos=cos, sin=sin, context=batch.context, deep=deep, rotate=self.rotate
+        )
 
     def merge(self, batch: PackedBatch) -> MergedRow:
         """Embeddings of the whole row with image features in place of the placeholders.
