@@ -35,6 +35,16 @@ _WEIGHTS: Mapping[str, Any] = {
 }
 """How weights are loaded, or what would be said of them."""
 
+_GENERATION: Mapping[str, Any] = {
+    "cache_dir": None,
+    "force_download": False,
+    "proxies": None,
+    "token": None,
+    "revision": None,
+    "subfolder": "",
+}
+"""Where the generation config is: in the folder alone."""
+
 _CONFIGS = (
     "config.json",
     "tokenizer_config.json",
@@ -140,14 +150,39 @@ def load_model_class(auto_class: Any, folder: Path) -> tuple[Any, Mapping[str, A
 def load_shapes(auto_class: Any, folder: Path, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """What `load_model_class` would say of these tensors, which may be without values (on the meta
     device), or slices that give one on being asked; raises as it does, and KeyError."""
+    return _loaded_from(auto_class, folder, state, device_map="meta")[1]
+
+
+def load_with(
+    auto_class: Any, folder: Path, state: Mapping[str, Any]
+) -> tuple[Any, Mapping[str, Any]]:
+    """What `load_model_class` gives, with these tensors in place of those of the folder's files;
+    raises as it does, and KeyError.
+
+    Args:
+        auto_class: of transformers.
+        folder: model folder.
+        state: every tensor of its files under its name there.
+    """
+    model, info = _loaded_from(auto_class, folder, state)
+    # transformers knows of no folder where it is given the tensors.
+    model.name_or_path = model.config.name_or_path = str(folder)
+    if model.can_generate():
+        model.adjust_generation_fn(None, True, None, str(folder), **_GENERATION, **_AS_DATA)
+    return model, info
+
+
+def _loaded_from(
+    auto_class: Any, folder: Path, state: Mapping[str, Any], **options: Any
+) -> tuple[Any, Mapping[str, Any]]:
     with _as_data(folder):
         _refuse_other_weights(folder)
         config = load_config(folder)
         model_class = auto_class._model_mapping[type(config)]
         loaded: tuple[Any, Mapping[str, Any]] = model_class.from_pretrained(
-            None, config=config, state_dict=dict(state), device_map="meta", **_WEIGHTS, **_AS_DATA
+            None, config=config, state_dict=dict(state), **options, **_WEIGHTS, **_AS_DATA
         )
-    return loaded[1]
+    return loaded
 
 
 def build_model(auto_class: Any, config: Any) -> Any:

@@ -23,15 +23,15 @@ from support.engines import single_rank
 from vlmpack.backends.boxes import TensorSlice, whole
 from vlmpack.distributed import Ranks
 from vlmpack.errors import CheckpointError
+from vlmpack.model_folder import safetensors_read
 from vlmpack.model_folder.safetensors_header import tensors_of
+from vlmpack.model_folder.safetensors_read import DTYPES, read_into
 from vlmpack.packing.sharing import spread_by_size
 from vlmpack.training.checkpoint import CheckpointReader, Saver, load_checkpoint, step_folder
 from vlmpack.training.checkpoint.index import StoredBox, TensorIndex, box_key
 from vlmpack.training.checkpoint.safetensors_file import (
-    DTYPES,
     TensorEntry,
     TensorWriter,
-    read_into,
     read_tensors,
     write_tensors,
 )
@@ -154,13 +154,11 @@ def test_any_cut_is_read_in_any_other_cut(tmp_path, seed):
 
 
 def test_reads_that_are_longer_than_a_chunk(tmp_path, monkeypatch):
-    from vlmpack.training.checkpoint import safetensors_file
-
     wholes = {"w": torch.randn(50, 7)}
     deal = {"w": [(0, ((0, 0), (33, 7))), (1, ((33, 0), (50, 7)))]}
     folder = save_in_shares(tmp_path, wholes, deal, world_size=2)
     for chunk in (1, 28, 60, 1000):
-        monkeypatch.setattr(safetensors_file, "CHUNK_BYTES", chunk)
+        monkeypatch.setattr(safetensors_read, "CHUNK_BYTES", chunk)
         found = CheckpointReader(folder).read("model", box_of("w", (50, 7), (3, 2), (47, 6)))
         assert torch.equal(found, wholes["w"][3:47, 2:6]), chunk
 

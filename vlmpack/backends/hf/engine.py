@@ -28,7 +28,7 @@ from vlmpack.backends.hf.adapters import (
 from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.hf.experts import settle_experts
 from vlmpack.backends.hf.fused_layers import describe_fused
-from vlmpack.backends.hf.load import load_model
+from vlmpack.backends.hf.load import load_model, open_model
 from vlmpack.backends.hf.parameter_boxes import (
     load_slices,
     local_part,
@@ -88,7 +88,8 @@ class HFEngine:
         assert compute.attention is not None  # the recipe's rules see to it
         if policy.lora is not None and policy.lora.quantize != "none":
             check_quantization(ranks.device)
-        loaded = load_model(Path(model.path))
+        self.sharded = split.sharding == "fsdp" and ranks.world_size > 1
+        loaded = _loaded(Path(model.path), policy, sharded=self.sharded)
         language = loaded.get_submodule(self.paths.language)
         language.set_attn_implementation(register_attention(compute.attention))
         experts = settle_experts(language)
@@ -114,7 +115,6 @@ class HFEngine:
         self.vlm = packed_model(loaded, encoder)
         balance = self.vlm.router_loss = router_loss(language, model.router_aux_loss_coef)
         self.router_sum = None if balance is None else balance.sum
-        self.sharded = split.sharding == "fsdp" and ranks.world_size > 1
         self.sync_each = split.gradient_sync == "micro_batch"
         self.module: nn.Module = self.vlm
         # Autocast is ours: accelerate keeps its mixed precision per process, not per model.
@@ -298,6 +298,14 @@ class HFEngine:
         finally:
             language.set_attn_implementation(ours)
             model.train(was_training)
+
+
+def _loaded(folder: Path, policy: TrainingPolicy, *, sharded: bool) -> Any:
+    """The pretrained model, unread where its weights will be sharded."""
+    if not sharded:
+        return load_model(folder)
+    dora = policy.lora is not None and policy.lora.dora
+    return open_model(folder, whole="DoRA begins with the norms of its weights" if dora else "")
 
 
 def _draws(model: Any, policy: TrainingPolicy) -> bool:

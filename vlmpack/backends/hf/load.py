@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from vlmpack.backends.hf.deferred import Deferred, deferred, read_whole
+from vlmpack.capabilities.folder import read_config
 from vlmpack.errors import ModelError
 from vlmpack.families.registry import family_of
-from vlmpack.model_folder.load import load_model_class
-from vlmpack.model_folder.weights import raise_misfits, weight_files
+from vlmpack.model_folder.load import load_model_class, load_with
+from vlmpack.model_folder.weights import raise_misfits, stored_tensors, weight_files
+
+logger = logging.getLogger("vlmpack")
 
 
 def load_model(folder: Path) -> Any:
@@ -28,3 +35,46 @@ def load_model(folder: Path) -> Any:
         raise ModelError(f"model.path: {folder} cannot be loaded: {error}") from error
     raise_misfits(folder, info)
     return model
+
+
+def open_model(folder: Path, *, whole: str = "") -> Any:
+    """The model of `load_model`, whose parameters stay in the files until `shard_model` reads what
+    a rank holds of them; loaded whole, with a line in the log, where that cannot be.
+
+    Args:
+        folder: model folder.
+        whole: why whole weights are needed; empty where they are not.
+
+    Raises:
+        ModelError, CapabilityError: as `load_model`.
+    """
+    try:
+        if not whole:
+            return _opened(folder)
+    except (NotImplementedError, RuntimeError) as error:
+        whole = str(error).strip().splitlines()[-1]
+    logger.warning("every process loads the whole model in float32 on its host: %s", whole)
+    return load_model(folder)
+
+
+def _opened(folder: Path) -> Any:
+    """As `open_model`; NotImplementedError or RuntimeError where only the whole can be loaded."""
+    if read_config(folder).get("quantization_config") is not None:
+        raise NotImplementedError("they are quantized")
+    stored = [tensor for path in weight_files(folder) for tensor in stored_tensors(path)]
+    auto_class = family_of(folder).auto_class()
+    try:
+        model, info = load_with(auto_class, folder, {each.name: deferred(each) for each in stored})
+        _read_buffers(model)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"model.path: {folder} cannot be loaded: {error}") from error
+    raise_misfits(folder, info)
+    return model
+
+
+def _read_buffers(model: nn.Module) -> None:
+    """Buffers are small, and every rank holds them whole."""
+    for module in model.modules():
+        for name, value in list(module.named_buffers(recurse=False)):
+            if isinstance(value, Deferred):
+                setattr(module, name, read_whole(value))

@@ -1,9 +1,13 @@
 """FSDP2: decoder layers and vision blocks are sharded one by one, the rest with the root.
 
-And which part of each parameter a rank holds, for checkpoints.
+And which part of each parameter a rank holds, for checkpoints. Parameters that are still in their
+files are sharded without values, and each rank reads its own shards: one after the other, so that
+its host holds no more than one beside them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from vlmpack.backends.boxes import TensorSlice, whole
+from vlmpack.backends.hf.deferred import Deferred, read_box
 from vlmpack.backends.hf.model import PackedLM
 from vlmpack.distributed import Ranks
+from vlmpack.errors import ModelError
 
 
 def _repeated_blocks(part: nn.Module) -> list[nn.Module]:
@@ -29,11 +35,16 @@ def shard_model(
     """Shard parameters, gradients and moments over ranks, in place.
 
     Args:
-        vlm: in float32, on CPU or on its device; the shards end up on the device.
+        vlm: in float32, on CPU or on its device, or from `open_model`; the shards end up on the
+            device.
         ranks: all of them become one mesh.
         compute_dtype: parameters are gathered in it; gradients are reduced in float32.
         replicate: groups of neighbouring ranks that hold a whole model each (HSDP).
+
+    Raises:
+        ModelError: a weight file can no longer be read.
     """
+    unread = _set_aside(vlm)
     each = ranks.world_size // replicate
     if replicate == 1:
         mesh = init_device_mesh(ranks.device.type, (each,))
@@ -48,6 +59,59 @@ def shard_model(
         for block in _repeated_blocks(part):
             fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(vlm, mesh=mesh, mp_policy=policy)
+    _fill(vlm, unread, ranks.device)
+
+
+def _set_aside(vlm: nn.Module) -> dict[str, Deferred]:
+    """Parameters that were not read, by name; in their places are ones on the meta device, tied as
+    they were."""
+    unread: dict[str, Deferred] = {}
+    places: dict[int, nn.Parameter] = {}
+    for path, module in vlm.named_modules():
+        for name, value in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if not isinstance(value, Deferred):
+                continue
+            unread[f"{path}.{name}" if path else name] = value
+            if id(value) not in places:
+                bare = torch.empty(value.shape, dtype=value.dtype, device="meta")
+                places[id(value)] = nn.Parameter(bare, requires_grad=value.requires_grad)
+            setattr(module, name, places[id(value)])
+    return unread
+
+
+def _fill(vlm: nn.Module, unread: Mapping[str, Deferred], device: torch.device) -> None:
+    """Give sharded parameters without values those of this rank's boxes."""
+    found: dict[int, nn.Parameter] = {}
+    state: dict[str, nn.Parameter] = {}
+    for name, bare in vlm.named_parameters(remove_duplicate=False):
+        if bare.device.type != "meta":
+            continue
+        if id(bare) not in found:
+            found[id(bare)] = _read_shard(name, bare, unread[name], device)
+        state[name] = found[id(bare)]
+    if state:
+        vlm.load_state_dict(state, strict=False, assign=True)
+
+
+def _read_shard(
+    name: str, bare: nn.Parameter, value: Deferred, device: torch.device
+) -> nn.Parameter:
+    box = local_slice(name, bare)
+    shard = torch.empty(box.lengths, dtype=bare.dtype)
+    try:
+        read_box(value, box.index, shard)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.path: {name} cannot be read: {error}") from error
+    assert isinstance(bare, DTensor)
+    filled = DTensor.from_local(
+        shard.to(device),
+        bare.device_mesh,
+        bare.placements,
+        run_check=False,
+        shape=bare.shape,
+        stride=bare.stride(),
+    )
+    return nn.Parameter(filled, requires_grad=bare.requires_grad)
 
 
 def copy_of(value: Tensor, ranks: Ranks) -> tuple[int, int]:

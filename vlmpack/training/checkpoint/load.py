@@ -15,6 +15,7 @@ from vlmpack.backends.engine import Engine
 from vlmpack.distributed import Ranks
 from vlmpack.errors import UNREADABLE, CheckpointError
 from vlmpack.model_folder.safetensors_header import StoredTensor, tensors_of
+from vlmpack.model_folder.safetensors_read import DTYPES, read_into
 from vlmpack.training.checkpoint.folders import (
     FORMAT_VERSION,
     INDEX,
@@ -23,7 +24,7 @@ from vlmpack.training.checkpoint.folders import (
     read_json,
 )
 from vlmpack.training.checkpoint.index import StoredBox, TensorIndex
-from vlmpack.training.checkpoint.safetensors_file import DTYPES, read_into, read_tensors
+from vlmpack.training.checkpoint.safetensors_file import read_tensors
 
 
 class CheckpointReader:

@@ -1,8 +1,5 @@
-"""Safetensors files, written and read one tensor at a time.
-
-The safetensors library writes from a dictionary of all tensors, and maps what it reads into memory,
-where it counts as the process's own; here both need one tensor.
-"""
+"""Safetensors files, written one tensor at a time: the safetensors library writes from a dictionary
+of all tensors."""
 
 from __future__ import annotations
 
@@ -19,17 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmpack.model_folder.safetensors_header import StoredTensor, tensors_of
+from vlmpack.model_folder.safetensors_header import tensors_of
+from vlmpack.model_folder.safetensors_read import CHUNK_BYTES, DTYPES, read_into
 
-CHUNK_BYTES = 1 << 22
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "U8": torch.uint8,
-}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -143,45 +132,6 @@ class TensorWriter:
     def close(self) -> None:
         """Close the file, finished or not."""
         self._file.close()
-
-
-def read_into(target: Tensor, stored: StoredTensor, index: tuple[slice, ...]) -> None:
-    """Copy a box of a tensor. Rows are read whole, a few megabytes at a time, and cut in memory.
-
-    Args:
-        target: on CPU, any strides; has the shape of the box and the tensor's dtype.
-        stored: the tensor.
-        index: a slice with start and stop for each dimension.
-
-    Raises:
-        OSError: the file cannot be read, or ends early.
-        ValueError: its header gives the tensor another number of bytes than its shape has.
-    """
-    dtype = DTYPES[stored.dtype]
-    if stored.stop - stored.start != math.prod(stored.shape) * dtype.itemsize:
-        raise ValueError(f"{stored.file} has a bad safetensors header: {stored}")
-    # A scalar is a tensor with one row.
-    shape, index = (stored.shape, index) if stored.shape else ((1,), (slice(0, 1),))
-    target = target.reshape(1) if target.ndim == 0 else target
-    if target.numel() == 0:
-        return
-    row_bytes = math.prod(shape[1:]) * dtype.itemsize
-    first, last = index[0].start, index[0].stop
-    rows = max(1, CHUNK_BYTES // row_bytes)
-    with stored.file.open("rb", buffering=0) as file:
-        for start in range(first, last, rows):
-            stop = min(start + rows, last)
-            wanted = (stop - start) * row_bytes
-            data = bytearray(wanted)
-            file.seek(stored.start + start * row_bytes)
-            view = memoryview(data)
-            while view:  # one read may return less than it was asked for
-                count = file.readinto(view)
-                if not count:
-                    raise OSError(f"{stored.file} ends early")
-                view = view[count:]
-            block = torch.frombuffer(data, dtype=dtype).view(-1, *shape[1:])
-            target[start - first : stop - first].copy_(block[(slice(None), *index[1:])])
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
