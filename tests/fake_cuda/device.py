@@ -6,8 +6,10 @@
 
 Whatever asks for the device sees CUDA, so every branch for CUDA is taken, autocast follows CUDA's
 lists, and operators that only CUDA has are in kernels.py. A tensor of the CPU that meets one of the
-device raises, as there; dtypes are the CPU kernels' to refuse. What it cannot show: speed, memory
-beyond what tensors hold, and anything that a CUDA kernel does otherwise than its contract says.
+device raises, as there; dtypes are the CPU kernels' to refuse. What is copied to pinned memory
+without a wait is there once the host waits, and other bytes before. What it cannot show: speed,
+memory beyond what tensors hold, several streams, and anything that a CUDA kernel does otherwise
+than its contract says.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from unittest.mock import patch
 
 import torch
 from fake_cuda.kernels import KERNELS
+from fake_cuda.streams import Arrivals, Event, Stream
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch.overrides import TorchFunctionMode
@@ -165,6 +168,7 @@ class FakeCuda(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[Wait] = []
+        self.arrivals = Arrivals()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
@@ -182,13 +186,18 @@ class FakeCuda(TorchDispatchMode):
         if func is aten.is_pinned.default:  # locked pages have nothing that could be told apart
             return False
         if func is aten._pin_memory.default:
-            return args[0].clone()
+            return self.arrivals.lock(args[0].clone())
+        if kwargs.get("pin_memory") and target != "cuda":
+            rest = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+            return self.arrivals.lock(func(*args, **rest))
         if not on_device and target != "cuda":
             return func(*args, **kwargs)
         if func._schema.name in OPDEFS:  # made of others in Python
             with self:
                 return OPDEFS[func._schema.name]._init_fn(*args, **kwargs)
         self._watch(func, args, kwargs, tensors, target)
+        if func is aten.copy_.default and self._comes_later(*args):
+            return self.arrivals.begin(args[0], _held(args[1]))
         kernel = KERNELS.get(func)
         if kernel is None:
             _require_one_device(func, tensors, on_device)
@@ -220,10 +229,15 @@ class FakeCuda(TorchDispatchMode):
         elif func is aten._to_copy.default and target is not None:
             source = "cuda" if isinstance(args[0], FakeCudaTensor) else "cpu"
             self._copied(source, target, bool(kwargs.get("non_blocking")))
-        elif func is aten.copy_.default:
+        elif func is aten.copy_.default and not self._comes_later(*args):
             self._copied(args[1].device.type, args[0].device.type, any(args[2:]))
         elif func._schema.name in INDEXING:
             self._indexed(func, args)
+
+    def _comes_later(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> bool:
+        """Whether it is a copy to locked pages that the host does not wait for."""
+        from_device = isinstance(source, FakeCudaTensor) and not isinstance(target, FakeCudaTensor)
+        return non_blocking and from_device and self.arrivals.is_locked(target)
 
     def _copied(self, source: str, target: str, non_blocking: bool) -> None:
         if source == "cuda" and target == "cpu":
@@ -310,30 +324,6 @@ def _set_data(parameter: torch.nn.Parameter, value: Tensor) -> None:
     torch.utils.swap_tensors(parameter, moved)
 
 
-class _Stream:
-    """The one stream, or an event of it: everything runs in order."""
-
-    def __init__(self, gpu: FakeCuda) -> None:
-        self.gpu = gpu
-
-    def record(self, stream: object = None) -> None:
-        """Nothing to remember."""
-
-    def record_event(self, event: object = None) -> _Stream:
-        """An event is a stream here."""
-        return self
-
-    wait_stream = wait_event = wait = record
-
-    def query(self) -> bool:
-        """All work is done."""
-        return True
-
-    def synchronize(self) -> None:
-        """The host waits."""
-        self.gpu.wait("all work")
-
-
 @contextmanager
 def _cuda_by_name(gpu: FakeCuda) -> Iterator[None]:
     """What is asked of a device by name, answered for the fake one."""
@@ -341,7 +331,7 @@ def _cuda_by_name(gpu: FakeCuda) -> Iterator[None]:
         name="fake", major=9, minor=0, multi_processor_count=132, total_memory=80 << 30
     )
     state = torch.zeros(16, dtype=torch.uint8)
-    stream = _Stream(gpu)
+    stream = Stream(gpu)
     answers: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -357,9 +347,9 @@ def _cuda_by_name(gpu: FakeCuda) -> Iterator[None]:
         "set_rng_state": lambda *_, **__: None,
         "manual_seed": lambda _: None,
         "default_generators": (SimpleNamespace(set_state=lambda _: None, get_state=state.clone),),
-        "synchronize": lambda _=None: gpu.wait("all work"),
+        "synchronize": lambda _=None: stream.synchronize(),
         "Stream": lambda *_, **__: stream,
-        "Event": lambda *_, **__: stream,
+        "Event": lambda *_, **__: Event(gpu),
         "current_stream": lambda _=None: stream,
         "default_stream": lambda _=None: stream,
         "stream": lambda _: nullcontext(),

@@ -103,7 +103,7 @@ def test_a_failure_is_raised_when_it_is_published(tmp_path, monkeypatch, where):
     if where == "writing":
         monkeypatch.setattr(module, "write_share", failing)
     else:
-        monkeypatch.setattr(module, "_host_copy", failing)
+        monkeypatch.setattr(module.HostCopies, "copy", failing)
     saver = Saver(tmp_path, single_rank(), keep=1)
     begin(saver, 2, engine())
     with pytest.raises(CheckpointError, match=r"step 2 cannot be written: .*No space left"):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vlmpack.model_folder.safetensors_header import tensors_of
 from vlmpack.model_folder.safetensors_read import CHUNK_BYTES, DTYPES, read_into
+from vlmpack.training.checkpoint.host_copies import HostCopies
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -72,9 +73,13 @@ class TensorWriter:
     Args:
         path: must not exist.
         entries: what will be written, in this order.
+        copies: of values on a GPU to the host, shared with other writers of the same thread.
     """
 
-    def __init__(self, path: Path, entries: Sequence[TensorEntry]) -> None:
+    def __init__(
+        self, path: Path, entries: Sequence[TensorEntry], copies: HostCopies | None = None
+    ) -> None:
+        self._copies = HostCopies(piece_bytes=CHUNK_BYTES) if copies is None else copies
         self._left = list(reversed(entries))
         self._digest = hashlib.sha256()
         self._num_bytes = 0
@@ -102,7 +107,7 @@ class TensorWriter:
         self._num_bytes += len(data)
 
     def write(self, key: str, value: Tensor) -> None:
-        """Write the next tensor; on a device or strided, it is copied to the host first.
+        """Write the next tensor; from a GPU it is copied to the host piece by piece.
 
         Raises:
             ValueError: it is not the one that the header names next.
@@ -111,10 +116,8 @@ class TensorWriter:
         entry = TensorEntry(key=key, dtype=dtype_name(value.dtype), shape=tuple(value.shape))
         if not self._left or self._left.pop() != entry:
             raise ValueError(f"{entry} is not what the header of {self._file.name} says")
-        flat = value.detach().to("cpu").contiguous().reshape(-1)
-        data: memoryview = flat.view(torch.uint8).numpy().data
-        for start in range(0, len(data), CHUNK_BYTES):
-            self._put(data[start : start + CHUNK_BYTES])
+        for piece in self._copies.pieces(value):
+            self._put(piece.view(torch.uint8).numpy().data)
 
     def finish(self) -> FileDigest:
         """Flush to the disk; size and hash of what was written.

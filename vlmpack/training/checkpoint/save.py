@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vlmpack.activity import ACTIVITY
@@ -33,6 +32,7 @@ from vlmpack.training.checkpoint.folders import (
     step_folder,
     write_synced,
 )
+from vlmpack.training.checkpoint.host_copies import HostCopies
 from vlmpack.training.checkpoint.index import TensorIndex
 from vlmpack.training.checkpoint.safetensors_file import FileDigest, write_tensors
 from vlmpack.training.checkpoint.share import OwnedSlices, Share, write_share
@@ -112,7 +112,8 @@ class Saver:
         folder = self._begin(content.step)
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         try:
-            copies = [(kind, box, _host_copy(value)) for kind, box, value in slices()]
+            host = HostCopies()
+            copies = [(kind, box, host.copy(value)) for kind, box, value in slices()]
         except Exception as error:  # out of memory, say: told to all ranks by `finish`
             share = executor.submit(self._failure, error)
         else:
@@ -189,11 +190,6 @@ class Saver:
             prune(self.root, self.keep, newest=final)
 
         self.ranks.on_main(publish)
-
-
-def _host_copy(value: Tensor) -> Tensor:
-    """A contiguous copy on CPU."""
-    return torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
 
 
 def _publish_folder(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vlmpack.backends.boxes import Kind, TensorSlice
 from vlmpack.training.checkpoint.folders import sha256
+from vlmpack.training.checkpoint.host_copies import HostCopies
 from vlmpack.training.checkpoint.index import StoredBox
 from vlmpack.training.checkpoint.safetensors_file import (
     FileDigest,
@@ -67,9 +68,10 @@ def write_share(folder: Path, slices: OwnedSlices, *, rank: int, world_size: int
         entry = TensorEntry(key=stored.key, dtype=stored.dtype, shape=box.lengths)
         entries.setdefault(stored.file, []).append(entry)
         del value  # before the engine makes the next one
+    copies = HostCopies()
     with ExitStack() as stack:
         writers = {
-            name: stack.enter_context(closing(TensorWriter(folder / name, listed)))
+            name: stack.enter_context(closing(TensorWriter(folder / name, listed, copies)))
             for name, listed in entries.items()
         }
         for stored, (_, _, value) in zip(boxes, slices(), strict=True):
