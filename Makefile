@@ -40,10 +40,11 @@ test-all: lint test test-rest  ## linters and every test that CI runs
 
 kernels: $(KERNELS)  ## Triton and kernels for CUDA that tests run on a CPU, into .kernels (0.7 GB)
 
-# Beside the environment, never in it; setup.py of the last two would compile, or download what was compiled.
+# Beside the environment, never in it; setup.py of three would compile, or download what was compiled.
 $(KERNELS): tests/support/kernel_packages.txt | $(STAMP)
 	rm -rf $(@D)
 	MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE CAUSAL_CONV1D_FORCE_BUILD=TRUE \
+	FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_FORCE_BUILD=TRUE \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --no-build-isolation --target $(@D) -r $<
 	@cp $< $@
 

@@ -273,6 +273,11 @@ def fake_gpu() -> Iterator[FakeCuda]:
             _OPEN.clear()
 
 
+def is_open() -> bool:
+    """Whether there is a fake device now."""
+    return bool(_OPEN)
+
+
 def _active() -> FakeCuda:
     if not _OPEN:
         raise RuntimeError("a tensor of a fake device that is closed")

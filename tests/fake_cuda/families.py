@@ -55,7 +55,7 @@ class Case:
     vision: str = "frozen"
     language: str = "lora"
     attention: str = "auto"
-    recompute: bool = False
+    recompute: bool | str = False
     recurrence: str = "auto"
     packages: tuple[str, ...] = ()
     plant: str | None = None
@@ -64,7 +64,8 @@ class Case:
     def name(self) -> str:
         """For the name of a test."""
         parts = ("images" if self.images else "text", self.vision, self.language, self.attention)
-        more = [*parts, *(["recompute"] if self.recompute else [])]
+        again = "recompute" if self.recompute is True else self.recompute
+        more = [*parts, *([again] if again else [])]
         return "-".join([self.family, *more, *(["packages"] if self.packages else [])])
 
 
@@ -74,7 +75,7 @@ class Seen:
 
     Args:
         error: the traceback of what was raised; empty where nothing was.
-        attention: what ran.
+        attention, fused: what ran.
         waits: (what, place) of each time that the host waited for the device.
         loss, grad_norm: on the fake GPU, in bfloat16.
         cpu_loss, cpu_grad_norm: of the same step on CPU, in float32.
@@ -87,6 +88,7 @@ class Seen:
 
     error: str = ""
     attention: str = ""
+    fused: str = ""
     waits: list[tuple[str, str]] = field(default_factory=list)
     loss: float = 0.0
     grad_norm: float = 0.0
@@ -168,6 +170,7 @@ def _begin(engine: HFEngine) -> None:
 def _look(engine: HFEngine, before: dict[str, Tensor], seen: Seen, *, with_images: bool) -> None:
     """What trains, what moved, and what is not on the device."""
     seen.attention = engine.description["attention"]
+    seen.fused = engine.description["fused layers"]
     for name, value in engine.vlm.model.named_parameters():
         if value.requires_grad:
             seen.trained.append(name)

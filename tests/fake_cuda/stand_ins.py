@@ -1,8 +1,9 @@
 """Packages of kernels that are not installed: modules with their published signatures, whose
 kernels refuse what the real ones refuse and compute on the fake GPU's numbers.
 
-flash-attn 2.8, causal-conv1d 1.7, flash-linear-attention 0.6, mamba-ssm 2.3. A test compares the
-signatures of the last three with the packages' own, where `make kernels` has installed them.
+flash-attn 2.8, causal-conv1d 1.7, flash-linear-attention 0.6, mamba-ssm 2.3, and in liger.py
+liger-kernel 0.8.5. `test_stand_ins.py` compares the signatures of all but the first with the
+packages' own, where `make kernels` has installed them.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from fake_cuda import liger
 from fake_cuda.device import FakeCudaTensor
 from torch import Tensor
 
@@ -208,8 +212,12 @@ MODULES: dict[str, dict[str, Any]] = {
     "causal_conv1d": {"causal_conv1d_fn": causal_conv1d_fn},
     "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": chunk_gated_delta_rule},
     "mamba_ssm.ops.triton.ssd_combined": {"mamba_chunk_scan_combined": mamba_chunk_scan_combined},
+    **liger.MODULES,
 }
 """By module, what it has."""
+
+VERSIONS = {"liger-kernel": liger.VERSION}
+"""Of distributions that are asked for theirs."""
 
 
 @contextmanager
@@ -224,9 +232,15 @@ def installed(names: Sequence[str]) -> Iterator[None]:
                 made[path] = ModuleType(path)
                 made[path].__spec__ = ModuleSpec(path, None, is_package=True)
         made[name].__dict__.update(MODULES[name])
+    stated = metadata.version
+
+    def version(name: str) -> str:
+        return VERSIONS.get(name) or stated(name)
+
     sys.modules.update(made)
     try:
-        yield
+        with patch.object(metadata, "version", version):
+            yield
     finally:  # those alone: what was imported meanwhile stays
         for path in made:
             del sys.modules[path]

@@ -3,7 +3,7 @@ bfloat16, it learns what the step on CPU learns, and the host waits where it is 
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
@@ -32,9 +32,22 @@ PACKAGES = (
     "causal_conv1d",
     "fla.ops.gated_delta_rule",
     "mamba_ssm.ops.triton.ssd_combined",
+    "liger_kernel.ops.rms_norm",
+    "liger_kernel.ops.swiglu",
+    "liger_kernel.ops.geglu",
+    "liger_kernel.ops.rope",
 )
+RECOMPUTED = Case(
+    family="qwen2_5_vl",
+    vision="full",
+    language="full",
+    recompute="selective",
+    packages=PACKAGES,
+)
+"""Matrix products of the forward pass are handed out again in the backward pass."""
 ON_PACKAGES = [
     Case(family="qwen2_5_vl", packages=PACKAGES),
+    RECOMPUTED,
     *(Case(family=name, packages=PACKAGES, recurrence="kernels") for name in HYBRIDS),
 ]
 IN_CI = [*(Case(family=name) for name in FAMILIES), *ON_PACKAGES]
@@ -92,6 +105,14 @@ def test_a_step_on_the_gpu_is_that_on_the_cpu(case: Case) -> None:
     _require(case, seen)
     if case.packages:
         assert seen.attention.startswith("flash_attn")
+        assert seen.fused.startswith("liger (0.8.5, first choice)")
+        assert "no rotations" not in seen.fused
+    else:
+        assert seen.fused.startswith("none (")
+
+
+def test_every_plant_is_expected_somewhere() -> None:
+    assert {*EXPECTED, IN_PLACE} == PLANTS.keys()
 
 
 def test_the_list_of_waits_has_no_line_too_many() -> None:
@@ -103,6 +124,7 @@ def test_the_list_of_waits_has_no_line_too_many() -> None:
         assert found == set(BACKWARD.get(case.family, ())), case.name
 
 
+IN_PLACE = "rotations in place"
 EXPECTED = {
     "a read in the loss": ("one number", "vlmpack/backends/hf/model.py"),
     "a read in the tower": ("one number", "transformers/models/qwen2_5_vl/"),
@@ -115,11 +137,26 @@ EXPECTED = {
 
 @cache
 def _planted() -> dict[str, tuple[Case, Seen]]:
-    cases = tuple(Case(family="qwen2_5_vl", plant=name) for name in PLANTS)
+    cases = tuple(
+        replace(RECOMPUTED, plant=name)
+        if name == IN_PLACE
+        else Case(family="qwen2_5_vl", plant=name)
+        for name in PLANTS
+    )
     return {str(case.plant): (case, seen) for case, seen in _ran(cases).items()}
 
 
-@pytest.mark.parametrize("plant", PLANTS)
+def test_rotations_in_place_are_found() -> None:
+    """A layer that recomputes all but its products gets the rotated queries in their place, and
+    rotates them again: the loss is right, the gradient is not."""
+    _, seen = _planted()[IN_PLACE]
+    assert seen.error == ""
+    right = next(_ran(group)[RECOMPUTED] for group in GROUPS if RECOMPUTED in group)
+    assert seen.loss == right.loss
+    assert seen.grad_norm != pytest.approx(right.grad_norm, rel=2 * NORM_TOLERANCE)
+
+
+@pytest.mark.parametrize("plant", EXPECTED)
 def test_a_fault_is_found(plant: str) -> None:
     case, seen = _planted()[plant]
     expected = EXPECTED[plant]
