@@ -197,7 +197,7 @@ def _go_on(job: Job, stepper: Any) -> None:
 
 
 def equal_rows() -> AbstractContextManager[Any]:
-    """Rows of one width: leaves of another micro-batch then fit where they do not belong."""
+    """Rows of one width: features of another micro-batch then fit where they do not belong."""
     collator = layouts.collator
     return patch.object(
         layouts, "collator", lambda *of: replace(collator(*of), total_multiple_of=ROW)
@@ -210,25 +210,18 @@ def do_travel(job: Job) -> None:
         job.train_and_save(job.engine(), "sgd", steps=1)
 
 
-def do_shared(job: Job) -> None:
-    """The same with DeepStack's leaves kept beside the layers: the latest micro-batch's."""
-    from vlmpack.backends.mcore import deep_features, model
+def do_behind(job: Job) -> None:
+    """The same with the features of the micro-batch before."""
+    from vlmpack.backends.mcore import deep_features
 
-    latest: list[Any] = []
-
-    def enter(hidden: Any, features: Any) -> Any:
-        entered = deep_features.enter(hidden, features)
-        latest[:] = entered[1]
-        return entered
+    latest: dict[int, Any] = {}
 
     def add(number: int, module: Any, args: Any, kwargs: Any, output: Any) -> Any:
-        return output[0] + latest[number], output[1]
+        own = kwargs["packed_seq_params"].deep[number]
+        before, latest[number] = latest.get(number, own), own.detach()
+        return output[0] + before, output[1]
 
-    with (
-        equal_rows(),
-        patch.object(model, "enter", enter),
-        patch.object(deep_features, "_add", add),
-    ):
+    with equal_rows(), patch.object(deep_features, "_add", add):
         job.train_and_save(job.engine(), "sgd", steps=1)
 
 
@@ -239,7 +232,7 @@ JOBS: dict[str, Callable[[Job], None]] = {
     "save": do_save,
     "resume": do_resume,
     "travel": do_travel,
-    "shared": do_shared,
+    "behind": do_behind,
     "pairs": do_pairs,
 }
 

@@ -36,7 +36,7 @@ from vlmpack.backends.fused import FusedOps
 from vlmpack.backends.mcore.attention import RowParams, megatron_params
 from vlmpack.backends.mcore.collectives import gather_features
 from vlmpack.backends.mcore.config import decoder_spec, padded_vocabulary
-from vlmpack.backends.mcore.deep_features import add_after, enter
+from vlmpack.backends.mcore.deep_features import add_after
 from vlmpack.backends.mcore.weights.dims import LanguageDims
 from vlmpack.errors import CapabilityError
 from vlmpack.families.base import ImageFeatures
@@ -159,9 +159,8 @@ class MegatronVLM(MegatronModule):
         hidden: Tensor | None = None
         deep: tuple[Tensor, ...] = ()
         if merged is not None:
-            hidden, deep = enter(
-                self._scatter(merged.embeds, batch), [self._scatter(d, batch) for d in merged.deep]
-            )
+            hidden = self._scatter(merged.embeds, batch)
+            deep = tuple(self._scatter(each, batch) for each in merged.deep)
         hidden = self.gpt.decoder(
             hidden_states=hidden,
             attention_mask=None,

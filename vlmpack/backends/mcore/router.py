@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import (
     MoEAuxLossAutoScaler,
@@ -54,10 +55,17 @@ class PackedRouter(TopKRouter):
             num_experts=self.num_experts,
             moe_aux_loss_coeff=weight,
         )
-        if self.report is not None:  # of this rank's tokens: the ranks' parts add up to the row's
-            self.report.add(loss * tokens / (weight * self.num_routed))
+        # Of this rank's tokens: the ranks' parts add up to the row's. In a backward pass a layer is
+        # computed again, and has been counted; detached, or one pass would save a tensor more.
+        if self.report is not None and not _in_backward():
+            self.report.add(loss.detach() * tokens / (weight * self.num_routed))
         output: Tensor = MoEAuxLossAutoScaler.apply(probs, loss * tokens)
         return output
+
+
+def _in_backward() -> bool:
+    """Whether autograd calls; as torch's own checkpoint asks."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def report_routers(model: nn.Module, num_routed: int) -> RouterSum:
