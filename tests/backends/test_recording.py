@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from vlmpack.backends.recording import TapeRecording, recorder_on
 from vlmpack.errors import CapabilityError
@@ -41,6 +42,59 @@ def test_a_replay_reads_inputs_and_weights_where_they_lie(parts):
         assert torch.equal(recording.forward(), output)
         found = recording.backward(gradient)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_a_replay_under_autocast_casts_what_was_cast():
+    x, weight = torch.randn(4, 3, requires_grad=True), torch.nn.Parameter(torch.randn(3, 3))
+
+    def stretch():
+        with torch.autocast("cpu", enabled=False):
+            wide = x @ weight
+        return wide @ weight
+
+    wide = TapeRecording(stretch, (x, weight))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        narrow = TapeRecording(stretch, (x, weight))
+        gradient = torch.randn(4, 3)
+        for recording, dtype in ((wide, torch.float32), (narrow, torch.bfloat16)):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=recording is narrow):
+                output, wanted = _eager(stretch, (x, weight), gradient.to(dtype))
+            assert output.dtype is dtype
+            assert torch.equal(recording.forward(), output)
+            found = recording.backward(gradient.to(dtype))
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+class _Scattered(torch.autograd.Function):
+    """What a rank gets of the sum over ranks; asked for ahead of time, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, values):
+        mine = torch.empty_like(values)
+        dist.reduce_scatter_tensor(mine, values.contiguous(), async_op=True).wait()
+        return mine
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _Scattered.forward(ctx, gradient)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning")
+def test_a_collective_is_done_when_its_operator_is(parts):
+    """gloo copies the result in `wait`, from memory of that one call."""
+    x, weight = parts
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        recording = TapeRecording(lambda: _Scattered.apply(x @ weight), parts)
+        names = [str(step.operator) for step in recording.steps]
+        assert sum(name.startswith("c10d.") for name in names) == 2
+        _refill(x)
+        output, wanted = _eager(lambda: x @ weight, parts, gradient := torch.randn_like(x))
+        assert torch.equal(recording.forward(), output)
+        found = recording.backward(gradient)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_forward_runs_nothing_of_the_backward_pass(parts):

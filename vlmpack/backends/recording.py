@@ -129,6 +129,24 @@ def _refuse_values(operator: Any, args: Any) -> None:
             raise CapabilityError(f"{operator} gives {what}, which cannot be recorded")
 
 
+def _finished(result: Any) -> Any:
+    """What an operator gave, where it is a collective with its work done.
+
+    A process group may compute in `wait`, out of sight or in operators of its own on what it holds
+    of this one call. So a tape waits inside of the operator, and hands on a work that is done.
+    """
+    leaves, layout = tree_flatten(result)
+    works = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.ScriptObject)]
+    if not works:
+        return result
+    from torch._C._distributed_c10d import FakeWork
+
+    for place in works:
+        leaves[place].wait()
+        leaves[place] = FakeWork().boxed()
+    return tree_unflatten(leaves, layout)
+
+
 class _Tape(TorchDispatchMode):
     """Writes down operators, below autograd, as they run."""
 
@@ -143,7 +161,7 @@ class _Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         _refuse_values(func, args)
-        result = func(*args, **(kwargs or {}))
+        result = _finished(func(*args, **(kwargs or {})))
         leaves, layout = tree_flatten((args, kwargs or {}))
         given = {id(leaf) for leaf in leaves}
         placed = [self.place(leaf) for leaf in leaves]
@@ -209,12 +227,13 @@ class TapeRecording:
 
     def _run(self, numbers: range) -> None:
         values = self._values
-        with torch.no_grad():
+        # Casts are among the steps; autocast around a replay would add others.
+        with torch.no_grad(), torch.autocast(self._gradient.device.type, enabled=False):
             for number in numbers:
                 step = self.steps[number]
                 leaves = [values[x] if isinstance(x, _Made) else x for x in step.args]
                 args, kwargs = tree_unflatten(leaves, step.layout)
-                result = tree_leaves(step.operator(*args, **kwargs))
+                result = tree_leaves(_finished(step.operator(*args, **kwargs)))
                 for made, value in zip(step.makes, result, strict=True):
                     if made is not None:
                         values[made] = value
