@@ -97,6 +97,17 @@ def test_a_collective_is_done_when_its_operator_is(parts):
         dist.destroy_process_group()
 
 
+def test_what_torch_compiles_is_recorded_as_it_is_written(parts):
+    """Else torch refuses to run it where operators are written down."""
+    x, weight = parts
+    compiled = torch.compile(lambda x, w: torch.tanh(x @ w), fullgraph=True, backend="eager")
+    compiled(x, weight)
+    recording = TapeRecording(lambda: compiled(x, weight), parts)
+    _refill(x)
+    assert torch.equal(recording.forward(), torch.tanh(x @ weight).detach())
+    assert "aten.tanh_backward.default" in [str(step.operator) for step in recording.steps]
+
+
 def test_forward_runs_nothing_of_the_backward_pass(parts):
     x, weight = parts
     recording = TapeRecording(lambda: torch.tanh(x @ weight), parts)

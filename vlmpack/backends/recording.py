@@ -177,7 +177,8 @@ class _Tape(TorchDispatchMode):
 
 
 class TapeRecording:
-    """The operators of a stretch in their order, run one by one.
+    """The operators of a stretch in their order, run one by one. Functions that torch compiles are
+    recorded as they are written: their kernels are no operators.
 
     Raises:
         CapabilityError: the host reads a number, or a shape follows from what a tensor holds.
@@ -185,15 +186,15 @@ class TapeRecording:
 
     def __init__(self, stretch: Stretch, wrt: Sequence[Tensor]) -> None:
         tape = _Tape()
-        with tape:
-            output = stretch()
-            self._output = tape.place(output.detach())
-        self._split = len(tape.steps)
-        self._gradient = torch.empty_like(output)
-        with tape:
-            self._gradients = [
-                tape.place(each) for each in torch.autograd.grad(output, wrt, self._gradient)
-            ]
+        with torch.compiler.set_stance("force_eager"):
+            with tape:
+                output = stretch()
+                self._output = tape.place(output.detach())
+            self._split = len(tape.steps)
+            self._gradient = torch.empty_like(output)
+            with tape:
+                found = torch.autograd.grad(output, wrt, self._gradient)
+                self._gradients = [tape.place(each) for each in found]
         self.steps = tape.steps
         self._values: dict[_Made, Any] = {}
         self._drops = self._last_uses()

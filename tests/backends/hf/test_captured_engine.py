@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from support.engines import EVERYTHING, policy, single_rank
 from support.runs import relative_l2
 from support.shards import TINY_MODEL
 
+from vlmpack.backends.fused import compiled_ops
 from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.build.compute import settled_compute
 from vlmpack.packing import FixedShape, PackCollator
@@ -15,9 +18,12 @@ from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.training.objective import SFT
 
 
-def _engine(encoder, trained, *, captures, checkpointing=False):
+def _engine(encoder, trained, *, captures, recomputed="none", fused="none"):
     model = ModelSection(
-        path=str(TINY_MODEL), dtype="float32", activation_checkpointing=checkpointing
+        path=str(TINY_MODEL),
+        dtype="float32",
+        activation_checkpointing=recomputed,
+        fused_layers=fused,
     )
     split, ranks = ParallelismSection(), single_rank()
     compute = settled_compute(model, split, encoder, ranks.device, captures=captures)
@@ -32,22 +38,25 @@ def _gradients(engine, rows):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(
-    ("max_sequences", "trained", "checkpointing"),
+    ("max_sequences", "trained", "recomputed", "fused"),
     [
-        (1, EVERYTHING, False),
-        (8, EVERYTHING, True),
-        (32, policy("frozen", "frozen", "lora"), False),
+        (1, EVERYTHING, "selective", "none"),
+        (8, EVERYTHING, "full", "compile"),
+        (32, policy("frozen", "frozen", "lora"), 2, "none"),
     ],
 )
 def test_losses_and_gradients_are_those_of_free_rows(
-    max_sequences, trained, checkpointing, encoder, encoded
+    max_sequences, trained, recomputed, fused, encoder, encoded, monkeypatch
 ):
+    compiled = partial(compiled_ops, backend="eager")
+    monkeypatch.setattr("vlmpack.backends.fused.compiled_ops", compiled)
     bins = [encoded, encoded[:1], [], encoded[2:4], encoded[4:5]]
     shape = FixedShape(row_tokens=300, max_sequences=max_sequences, overflows=True)
     free = PackCollator(pad_token_id=561, num_position_axes=3)
     fixed = PackCollator(pad_token_id=561, num_position_axes=3, fixed=shape)
-    captured = _engine(encoder, trained, captures=True, checkpointing=checkpointing)
+    captured = _engine(encoder, trained, captures=True, recomputed=recomputed, fused=fused)
     plain = _engine(encoder, trained, captures=False)
     rows = [fixed(samples) for samples in bins]
     overflowing = [len(samples) > max_sequences for samples in bins]

@@ -43,8 +43,13 @@ class _CudaMeansCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
+def _nothing() -> Callable[..., None]:
+    """A function of its own each time: torch.compile wants one place for each that it knows."""
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    return nothing
 
 
 def _get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -93,11 +98,11 @@ def megatron_on_cpu() -> Iterator[None]:
 
     replacements: tuple[tuple[Any, str, Any], ...] = (
         (torch.cuda, "current_device", lambda: CPU),
-        (torch.cuda, "synchronize", _nothing),
+        (torch.cuda, "synchronize", _nothing()),
         (torch.cuda, "Stream", lambda: _NO_STREAM),
         (torch.cuda, "current_stream", lambda: _NO_STREAM),
         (torch.cuda, "stream", nullcontext),
-        (torch.cuda, "manual_seed", _nothing),
+        (torch.cuda, "manual_seed", _nothing()),
         (torch.cuda, "get_rng_state", _get_rng_state),
         (token_dispatcher, "maybe_move_tensor_to_cpu", _on_host),
         (megatron_random, "_get_cuda_rng_state", _get_rng_state),
