@@ -11,6 +11,11 @@ from support.whole_runs import assert_same_steps, audited, finetune_in_ranks, ru
 
 from vlmpack.api import resolve, run_recipe
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.distributed.*is deprecated:FutureWarning",  # in megatron-core
+    r"ignore:The \.grad attribute of a Tensor that is not a leaf",
+)
+
 SAME = ("step", "epoch", "num_tokens", "num_label_tokens", "num_samples", "num_rows")
 GRAPHS = {"training__cuda_graphs": "decoder"}
 
@@ -18,6 +23,12 @@ GRAPHS = {"training__cuda_graphs": "decoder"}
 def run(settings: dict[str, Any], run_dir: Path, **changes: Any) -> Path:
     run_recipe(resolve(changed(settings, run_dir=str(run_dir), **changes), {}))
     return run_dir
+
+
+def on_engine(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    if name == "mcore":
+        pytest.importorskip("megatron.core")
+    return changed(settings, model__backend=name)
 
 
 def assert_same_training(ours: Path, theirs: Path) -> None:
@@ -29,10 +40,14 @@ def assert_same_training(ours: Path, theirs: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("bound", "some_eager"), [(1, True), (8, False), (32, False)])
+@pytest.mark.parametrize(
+    ("engine", "bound", "some_eager"),
+    [("hf", 1, True), ("hf", 8, False), ("hf", 32, False), ("mcore", 1, True)],
+)
 def test_a_captured_run_trains_the_same(
-    bound: int, some_eager: bool, online: dict[str, Any], tmp_path: Path
+    engine: str, bound: int, some_eager: bool, online: dict[str, Any], tmp_path: Path
 ) -> None:
+    online = on_engine(engine, online)
     plain = run(online, tmp_path / "plain")
     captured = run(
         online, tmp_path / "captured", training__cuda_graph_max_sequences=bound, **GRAPHS
@@ -48,10 +63,11 @@ def test_a_captured_run_trains_the_same(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", ["hf", "mcore"])
 def test_a_run_goes_on_with_graphs_and_without(
-    online: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: str, online: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    online = changed(online, training__num_epochs=2)
+    online = changed(on_engine(engine, online), training__num_epochs=2)
     plain = run(online, tmp_path / "plain")
     total = len(rows(plain, "step"))
     broken = changed(online, run_dir=str(tmp_path / "broken"))

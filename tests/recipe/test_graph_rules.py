@@ -16,6 +16,7 @@ from vlmpack.recipe.capability_rules import family_has_the_features
 GRAPHS = ["training.cuda_graphs=decoder"]
 ONLINE = ["packing.mode=online", "training.micro_batch_size=1"]
 LORA = ["trainable.language=lora"]
+MCORE = ["model.backend=mcore"]
 
 
 def _about_graphs(problems: list[str]) -> list[str]:
@@ -27,8 +28,13 @@ def _about_graphs(problems: list[str]) -> list[str]:
     [
         (["packing.mode=none"], "the rows of packing.mode 'none' share no width"),
         (["packing.mode=in_batch"], "the rows of packing.mode 'in_batch' share no width"),
-        ([*ONLINE, "model.backend=mcore"], "asserts that packed_seq_params is None"),
         ([*ONLINE, "model.attention=segments"], "a loop over each row's own lengths"),
+        (
+            [*ONLINE, *MCORE, "model.attention=transformer_engine"],
+            "the layers of model.attention: transformer_engine were never captured",
+        ),
+        ([*ONLINE, *MCORE, "parallelism.context=2"], "context: 2 cuts each segment"),
+        ([*ONLINE, *MCORE, "parallelism.pipeline=2"], "pipeline: 2 has several rows under way"),
         ([*ONLINE, "parallelism.sharding=fsdp"], "gathers the weights of each layer"),
         ([*ONLINE, "packing.share_prefix=true"], "packing.share_prefix: true"),
         (
@@ -49,6 +55,7 @@ def test_what_cannot_be_captured_is_refused_by_name(overrides, words, problems_o
 def test_planned_rows_are_captured(problems_of):
     assert problems_of([*GRAPHS, *ONLINE]) == []
     assert problems_of([*GRAPHS, *ONLINE, *LORA, "model.attention=torch_varlen"]) == []
+    assert _about_graphs(problems_of([*GRAPHS, *ONLINE, *MCORE, "parallelism.tensor=2"])) == []
     offline = ["packing.mode=offline", "packing.path=p", "training.micro_batch_size=1"]
     assert problems_of([*GRAPHS, *offline]) == []
 
@@ -60,13 +67,25 @@ def test_a_bound_without_graphs_is_refused(problems_of):
     assert "16, but training.cuda_graphs is none" in found
 
 
-@pytest.mark.parametrize("model_type", ["gemma3", "gemma4", "gemma4_text", "never_heard_of"])
-def test_families_that_need_the_loop_are_refused(model_type, minimal):
-    recipe = load_recipe(minimal, [*GRAPHS, *ONLINE])
+def _about_the_family(minimal, model_type, *overrides):
+    recipe = load_recipe(minimal, [*GRAPHS, *ONLINE, *overrides])
     line = SERVED.get(model_type) or generic_line(model_type)
     sections = {name: getattr(recipe, name) for name in type(recipe).model_fields}
-    (found,) = family_has_the_features(recipe.model, line, sections)
+    return family_has_the_features(recipe.model, line, sections)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "gemma4", "gemma4_text", "never_heard_of"])
+def test_families_that_need_the_loop_are_refused(model_type, minimal):
+    (found,) = _about_the_family(minimal, model_type)
     assert found.path == ("training", "cuda_graphs")
+
+
+def test_experts_are_captured_on_one_engine(minimal):
+    assert _about_the_family(minimal, "qwen3_vl_moe") == []
+    (found,) = _about_the_family(minimal, "qwen3_vl_moe", *MCORE)
+    assert found.path == ("training", "cuda_graphs")
+    assert "how many tokens each expert gets" in found.message
+    assert _about_the_family(minimal, "qwen3_vl", *MCORE) == []
 
 
 def test_the_table_says_where_graphs_are():
@@ -76,7 +95,10 @@ def test_the_table_says_where_graphs_are():
     assert cells["qwen2_5_vl"]["hf"]["CUDA graphs"] is None
     assert cells["qwen3_5"]["hf"]["CUDA graphs"] is None
     assert cells["gemma3"]["hf"]["CUDA graphs"] is not None
-    assert "packed_seq_params" in str(cells["qwen2_5_vl"]["mcore"]["CUDA graphs"])
+    assert cells["qwen2_5_vl"]["mcore"]["CUDA graphs"] is None
+    experts = row_of("qwen3_vl_moe", versions).cells
+    assert experts["hf"]["CUDA graphs"] is None
+    assert "how many tokens each expert gets" in str(experts["mcore"]["CUDA graphs"])
 
 
 def test_graphs_are_no_part_of_a_run(minimal):

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vlmpack.attention import choose_attention
+from vlmpack.attention.by_boundaries import boundary_attention
 from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.hf.experts import settle_experts
 from vlmpack.backends.hf.load import load_model
@@ -174,3 +175,39 @@ def first_difference(streams: Sequence[Sequence[str]]) -> str | None:
 def family(name: str, tmp: Path, **options: Any) -> tuple[Any, Encoder]:
     """`packed` of a tiny family."""
     return packed(tiny_family_folder(name, tmp), **options)
+
+
+ROW: list[int] = []
+"""Lengths of the row that a planted attention is asked for."""
+
+
+def reads_a_number(query: Any, key: Any, value: Any, params: Any, **options: Any) -> Tensor:
+    """An attention with a host read."""
+    first = params.cu_seqlens_physical[1].item()
+    return boundary_attention(query, key, value, params, **options) * (first > 0)
+
+
+def bakes_the_longest(query: Any, key: Any, value: Any, params: Any, **options: Any) -> Tensor:
+    """An attention that takes the longest segment as a Python number."""
+    found = boundary_attention(query, key, value, params, **options)
+    return torch.cat((found[: max(ROW)], found[max(ROW) :]))
+
+
+def has_a_shape_of_the_row(query: Any, key: Any, value: Any, params: Any, **options: Any) -> Tensor:
+    """An attention with a shape that follows from what a tensor holds."""
+    ends = params.cu_seqlens_physical[1:]
+    assert ends[ends < query.shape[0]].ndim == 1
+    return boundary_attention(query, key, value, params, **options)
+
+
+PLANTED = {
+    reads_a_number: "aten._local_scalar_dense",
+    bakes_the_longest: "aten.slice",
+    has_a_shape_of_the_row: "aten.index",
+}
+"""Attentions that no graph can hold, each with the operator by which it is found."""
+
+
+def bakes_a_window(query: Any, key: Any, value: Any, params: Any, **options: Any) -> Tensor:
+    """An attention that keeps the longest segment of the row that it was recorded on."""
+    return boundary_attention(query, key, value, params, **{**options, "window": max(ROW)})

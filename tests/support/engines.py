@@ -37,10 +37,12 @@ def engine_of(
     encoder: Encoder,
     ranks: Ranks,
     policy: TrainingPolicy,
+    *,
+    captures: bool = False,
 ) -> Any:
     """The engine that the section names, with what its dtype and attention are on the device."""
     parts = (model, split, encoder, ranks, policy)
-    compute = settled_compute(model, split, encoder, ranks.device)
+    compute = settled_compute(model, split, encoder, ranks.device, captures=captures)
     if model.backend == "hf":
         return HFEngine(*parts, compute)
     from vlmpack.backends.mcore.engine import MegatronEngine

@@ -61,6 +61,7 @@ class Layout:
         recompute: activation checkpointing.
         expert: EP, of the processes above.
         fixed: give every row one width and one number of boundaries.
+        captured: record the decoder once, and replay it for every row.
     """
 
     tensor: int = 1
@@ -72,6 +73,7 @@ class Layout:
     recompute: bool = False
     expert: int = 1
     fixed: bool = False
+    captured: bool = False
 
     @property
     def sizes(self) -> Any:
@@ -99,6 +101,9 @@ LAYOUTS = {
     "cp2-fixed": Layout(context=2, fixed=True),
     "pp2": Layout(pipeline=2),
     "dp2": Layout(dp=2, distributed=True),
+    "tp2-captured": Layout(tensor=2, fixed=True, captured=True),
+    "tp2-sp-captured": Layout(tensor=2, sequence=True, recompute=True, fixed=True, captured=True),
+    "dp2-captured": Layout(dp=2, distributed=True, fixed=True, captured=True),
     "tp2-cp2": Layout(tensor=2, context=2, sequence=True),
     "cp2-pp2": Layout(context=2, pipeline=2, distributed=True),
     "tp2-pp2": Layout(tensor=2, pipeline=2, sequence=True),
@@ -150,16 +155,17 @@ def collator(layout: Layout, axes: int = 3) -> PackCollator:
 def make_megatron(
     layout: Layout, ranks: Ranks, folder: Path = TINY_MODEL, *, aux_loss: float = 0.0
 ) -> Any:
-    """A float32 engine with the per-segment attention."""
+    """A float32 engine with the per-segment attention, or the one that can be captured."""
     model = ModelSection(
         path=str(folder),
         backend="mcore",
         dtype="float32",
-        attention="segments",
+        attention="auto" if layout.captured else "segments",
         activation_checkpointing=layout.recompute,
         router_aux_loss_coef=aux_loss,
     )
-    return engine_of(model, layout.sizes, Encoder(folder), ranks, EVERYTHING)
+    parts = (model, layout.sizes, Encoder(folder), ranks, EVERYTHING)
+    return engine_of(*parts, captures=layout.captured)
 
 
 def use_sgd(engine: Any) -> None:
@@ -303,6 +309,7 @@ class Placement:
         for hook in self.hooks:
             hook.remove()
         engine = self.engine
+        graph = engine.model.graph
         held = [engine.optimizer.main_parameter(p) for p in engine.model.parameters()]
         return {
             "world": torch.distributed.get_world_size(),
@@ -316,6 +323,7 @@ class Placement:
             },
             "elements": sum(p.numel() for p in engine.model.parameters()),
             "optimized": sum(part[1].numel() for part in held if part is not None),
+            "graph": None if graph is None else [graph.captures, graph.replays],
             "tokens": self.tokens[:num_batches],
             "patches": self.patches[:num_batches],
         }

@@ -43,7 +43,7 @@ def settled_compute(
 
         require_transformer_engine(device)
         return Compute(dtype, None)
-    if model.backend == "mcore" and model.attention == "auto":
+    if model.backend == "mcore" and model.attention == "auto" and not captures:
         from vlmpack.backends.mcore.te_versions import passed_transformer_engine
 
         version = passed_transformer_engine(device, dtype)

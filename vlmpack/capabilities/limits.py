@@ -55,14 +55,19 @@ MCORE_FEATURES: tuple[Feature, ...] = ("CP", "TP", "SP", "PP", "EP")
 
 _NEEDS_MCORE = Limit("needs model.backend: mcore")
 _NEEDS_HF = Limit("needs model.backend: hf")
-_NOT_CAPTURED = Limit(
-    "asserts that packed_seq_params is None where it replays a graph, and its layers are not "
-    "captured in another way yet",
+_EXPERTS_READ = Limit(
+    "reads on the host how many tokens each expert gets, which no graph can",
     "use model.backend: hf",
 )
 
 ENGINE_LIMITS: Mapping[Engine, Mapping[Feature, Limit]] = {
     "hf": dict.fromkeys(MCORE_FEATURES, _NEEDS_MCORE),
-    "mcore": {"LoRA": _NEEDS_HF, "CUDA graphs": _NOT_CAPTURED},
+    "mcore": {"LoRA": _NEEDS_HF},
 }
 """What an engine cannot do with any model."""
+
+EXPERT_LIMITS: Mapping[Engine, Mapping[Feature, Limit]] = {
+    "hf": {},
+    "mcore": {"CUDA graphs": _EXPERTS_READ},
+}
+"""What an engine cannot do with a mixture of experts."""

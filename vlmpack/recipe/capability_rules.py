@@ -10,7 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from vlmpack.capabilities.limits import MCORE_FEATURES, NOT_ON_MCORE, ONLY_ON_MCORE, Feature, Limit
+from vlmpack.capabilities.limits import (
+    EXPERT_LIMITS,
+    MCORE_FEATURES,
+    NOT_ON_MCORE,
+    ONLY_ON_MCORE,
+    Feature,
+    Limit,
+)
 from vlmpack.capabilities.refused import refusal
 from vlmpack.capabilities.served import GENERIC, ServedModel
 from vlmpack.capabilities.versions import installed_versions, version_limit
@@ -62,6 +69,8 @@ def family_has_the_features(
     """No feature that is asked for is beyond the family; that the other engine would have it helps
     only where it runs the family."""
     limits: dict[Feature, Limit] = dict(served.limits)
+    if served.has_experts:
+        limits = dict(EXPERT_LIMITS[model.backend]) | limits
     if model.backend == "hf" and "mcore" not in served.engines:
         limits = dict.fromkeys(MCORE_FEATURES, ONLY_ON_MCORE) | limits
     return [

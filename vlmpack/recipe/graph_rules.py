@@ -35,15 +35,6 @@ def graphs_replay_planned_rows(training: TrainingSection, packing: PackingSectio
     return _refused(training, not packing.facts.plans_rows, why)
 
 
-def graphs_run_on_hf(training: TrainingSection, model: ModelSection) -> list[Problem]:
-    """The other engine's layers are not captured."""
-    why = (
-        "megatron-core asserts that packed_seq_params is None where it replays a graph, and its "
-        "layers are not captured in another way yet; use model.backend: hf, or none"
-    )
-    return _refused(training, model.backend == "mcore", why)
-
-
 def graphs_read_boundaries(training: TrainingSection, model: ModelSection) -> list[Problem]:
     """A loop over segments launches other kernels for every row."""
     why = (
@@ -51,6 +42,37 @@ def graphs_read_boundaries(training: TrainingSection, model: ModelSection) -> li
         "replay; use auto, torch_varlen or flash_attn, or none"
     )
     return _refused(training, model.attention == "segments", why)
+
+
+def graphs_hold_layers_of_ours(training: TrainingSection, model: ModelSection) -> list[Problem]:
+    """Nobody tried to capture Transformer Engine's layers with boundaries that change."""
+    why = (
+        "the layers of model.attention: transformer_engine were never captured; use auto, "
+        "torch_varlen or flash_attn, or none"
+    )
+    return _refused(training, model.attention == "transformer_engine", why)
+
+
+def graphs_hold_whole_rows(
+    training: TrainingSection, parallelism: ParallelismSection
+) -> list[Problem]:
+    """Ranks that share a row in context parallelism cut each segment by its length."""
+    why = (
+        f"parallelism.context: {parallelism.context} cuts each segment by its own length, which "
+        f"no graph can replay; set context to 1, or none"
+    )
+    return _refused(training, parallelism.context > 1, why)
+
+
+def graphs_hold_one_row_at_a_time(
+    training: TrainingSection, parallelism: ParallelismSection
+) -> list[Problem]:
+    """A captured backward pass reads what its own forward pass left last."""
+    why = (
+        f"parallelism.pipeline: {parallelism.pipeline} has several rows under way at a time, and "
+        f"a captured decoder keeps the activations of one; set pipeline to 1, or none"
+    )
+    return _refused(training, parallelism.pipeline > 1, why)
 
 
 def graphs_need_whole_weights(

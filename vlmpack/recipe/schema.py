@@ -317,8 +317,8 @@ class TrainingSection(Section):
     """Seed of the sample order and of every random number of the run."""
 
     cuda_graphs: Literal["none", "decoder"] = "none"
-    """`decoder`: CUDA graphs replay the decoder of planned rows (hf engine), filled up to
-    `packing.max_tokens`; what is trained stays the same. On a CPU: to try it, not to be fast."""
+    """`decoder`: CUDA graphs replay the decoder of planned rows, filled up to `packing.max_tokens`;
+    what is trained stays the same. On a CPU: to try it, not to be fast."""
 
     cuda_graph_max_sequences: Count | Literal["auto"] = "auto"
     """Samples up to which a row fits the graph; a row of more runs without, and is counted. `auto`:

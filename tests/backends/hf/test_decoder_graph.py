@@ -8,8 +8,11 @@ from itertools import pairwise
 import pytest
 import torch
 from support.captured import (
+    PLANTED,
+    ROW,
     EagerRecording,
     StreamRecording,
+    bakes_a_window,
     family,
     first_difference,
     host_reads,
@@ -23,7 +26,6 @@ from support.samples import text_sample
 from support.shards import TINY_MODEL
 
 from vlmpack.attention import AttentionChoice
-from vlmpack.attention.by_boundaries import boundary_attention
 from vlmpack.attention.segments import segment_attention
 from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.recording import TapeRecording
@@ -60,33 +62,8 @@ def _assert_identical(found, wanted):
 # What follows from a row's segments cannot be captured
 
 
-ROW: list[int] = []
-"""Lengths of the row that a planted attention is asked for."""
-
-
-def _reads_a_number(query, key, value, params, **options):
-    first = params.cu_seqlens_physical[1].item()
-    return boundary_attention(query, key, value, params, **options) * (first > 0)
-
-
-def _bakes_the_longest(query, key, value, params, **options):
-    found = boundary_attention(query, key, value, params, **options)
-    return torch.cat((found[: max(ROW)], found[max(ROW) :]))
-
-
-def _has_a_shape_of_the_row(query, key, value, params, **options):
-    ends = params.cu_seqlens_physical[1:]
-    assert ends[ends < query.shape[0]].ndim == 1
-    return boundary_attention(query, key, value, params, **options)
-
-
 @pytest.mark.parametrize(
-    ("planted", "what"),
-    [
-        (_reads_a_number, "aten._local_scalar_dense"),
-        (_bakes_the_longest, "aten.slice"),
-        (_has_a_shape_of_the_row, "aten.index"),
-    ],
+    ("planted", "what"), PLANTED.items(), ids=lambda each: getattr(each, "__name__", each)
 )
 def test_what_follows_from_segments_is_found(planted, what):
     """The controls of the families' test below."""
@@ -164,12 +141,8 @@ def test_fifty_other_rows_are_replayed_bit_for_bit(tmp_path):
 
 @pytest.mark.slow
 def test_a_baked_number_makes_replays_wrong():
-    """The control: of an attention that keeps the longest segment of the row it was recorded on."""
-
-    def baked(query, key, value, params, **options):
-        return boundary_attention(query, key, value, params, **{**options, "window": max(ROW)})
-
-    vlm, encoder = _with_attention(baked)
+    """The control."""
+    vlm, encoder = _with_attention(bakes_a_window)
     graph = vlm.capture_decoder(TapeRecording)
     made = rows_from([_text(4, 4), _text(14)], encoder, 16)
     ROW[:] = [4]

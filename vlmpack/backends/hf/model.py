@@ -12,7 +12,7 @@ Shapes: T slots of the batch, M placeholder tokens, D width, L label tokens, A p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from vlmpack.attention import BlockMasks
 from vlmpack.attention.forked import ForkedRow
 from vlmpack.backends.cross_entropy import capped, linear_cross_entropy
-from vlmpack.backends.hf.decoder_graph import DecoderGraph
+from vlmpack.backends.decoder_graph import DecoderGraph, StaticRow, boundaries_alone
 from vlmpack.backends.hf.deep_features import take_whole_rows
 from vlmpack.backends.hf.recurrence import (
     ROW_ARGUMENT,
@@ -88,10 +88,16 @@ def _boundaries(batch: Batch, params: PackedSeqParams | None) -> dict[str, Any]:
         raise CapabilityError(
             "a packed row needs packed_seq_params; without them samples would mix"
         )
+    forked = None if params.forks is None else ForkedRow(params)
+    return {"forked_row": forked, **_spelled(params, RowSegments.of(params))}
+
+
+def _spelled(params: PackedSeqParams, segments: RowSegments) -> dict[str, Any]:
+    """A row's boundaries in the keyword arguments of our attention, our recurrences and
+    transformers' attention functions."""
     return {
         "packed_seq_params": params,
-        "forked_row": None if params.forks is None else ForkedRow(params),
-        ROW_ARGUMENT: RowSegments.of(params),
+        ROW_ARGUMENT: segments,
         **transformers_spelling(params),
     }
 
@@ -116,10 +122,10 @@ def block_masks(
     return {"image_masks": BlockMasks(lengths, blocks, device, in_windows_alone=in_windows_alone)}
 
 
-def _deep_arguments(merged: MergedInputs) -> dict[str, Any]:
+def _deep_arguments(deep: Sequence[Tensor]) -> dict[str, Any]:
     """Keyword arguments that tell the decoder what to add; none without deep features. Without a
     mask, see `take_whole_rows`."""
-    return {"deepstack_visual_embeds": list(merged.deep)} if merged.deep else {}
+    return {"deepstack_visual_embeds": list(deep)} if deep else {}
 
 
 def _at_placeholders(layer: Tensor, batch: Batch, embeds: Tensor) -> Tensor:
@@ -222,9 +228,16 @@ class PackedLM(nn.Module):
         self._refuse_forks(packed_seq_params)
         if packed_seq_params is not None and self.graph is not None and self.graph.takes(batch):
             require_replaced(self.stateful)
-            return self.graph(batch, packed_seq_params, merged.embeds, merged.deep)
+            return self.graph(
+                StaticRow(
+                    embeds=merged.embeds,
+                    boundaries=packed_seq_params.cu_seqlens_physical,
+                    where={"positions": batch.position_ids},
+                    deep=merged.deep,
+                )
+            )
         arguments = {
-            **_deep_arguments(merged),
+            **_deep_arguments(merged.deep),
             **_boundaries(batch, packed_seq_params),
             **self._image_masks(batch, packed_seq_params),
             **self.family.decoder_arguments(self.model, batch.input_ids, batch.media_positions),
@@ -251,8 +264,14 @@ class PackedLM(nn.Module):
     def capture_decoder(self, recorder: Recorder) -> DecoderGraph:
         """Have the decoder recorded at the first training row of fixed shape, and replayed."""
 
-        def run(embeds: Tensor, position_ids: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-            hidden: Tensor = self._run(embeds, position_ids, arguments).last_hidden_state
+        def run(row: StaticRow) -> Tensor:
+            width = row.embeds.shape[0]
+            params = boundaries_alone(row.boundaries, width)
+            segments = RowSegments(params.segment_lengths, row.boundaries, width=width)
+            arguments = {**_deep_arguments(row.deep), **_spelled(params, segments)}
+            with packed_row():
+                output = self._run(row.embeds, row.where["positions"], arguments)
+            hidden: Tensor = output.last_hidden_state
             return hidden.flatten(0, 1)
 
         self.graph = DecoderGraph(self.language, run, recorder)

@@ -41,6 +41,7 @@ from vlmpack.backends.policy import (
     describe_counts,
 )
 from vlmpack.backends.recompute import recompute_modules
+from vlmpack.backends.recording import recorder_on as recorder
 from vlmpack.backends.skeleton import model_skeleton
 from vlmpack.backends.unread import passed_over
 from vlmpack.distributed import Ranks
@@ -121,6 +122,8 @@ class MegatronEngine:
                 fused=fused.ops,
             ).to(self.device)
             recompute_modules(self.model.gpt.decoder.layers, model.recomputed)
+            if compute.captures:
+                self.model.capture_decoder(recorder(self.device))
             self.router_sum = None
             if model.router_aux_loss_coef and dims.experts is not None:
                 self.router_sum = report_routers(self.model, len(dims.experts.layers))

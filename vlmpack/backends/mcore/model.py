@@ -32,12 +32,15 @@ from torch import Tensor, nn
 
 from vlmpack.attention import VarlenAttention, rope_cos_sin
 from vlmpack.backends.cross_entropy import VocabularyShard, chunk_rows, linear_cross_entropy
+from vlmpack.backends.decoder_graph import DecoderGraph, StaticRow
 from vlmpack.backends.fused import FusedOps
 from vlmpack.backends.mcore.attention import RowParams, megatron_params
 from vlmpack.backends.mcore.collectives import gather_features
 from vlmpack.backends.mcore.config import decoder_spec, padded_vocabulary
+from vlmpack.backends.mcore.decoder_graph import capture_layers
 from vlmpack.backends.mcore.deep_features import add_after
 from vlmpack.backends.mcore.weights.dims import LanguageDims
+from vlmpack.backends.recording import Recorder
 from vlmpack.errors import CapabilityError
 from vlmpack.families.base import ImageFeatures
 from vlmpack.packing import Media, PackedBatch, PackedSeqParams
@@ -89,6 +92,9 @@ class MegatronVLM(MegatronModule):
         tower: on the first stage of a vision-language model; None on the others, and where the
             model is a language model alone.
     """
+
+    graph: DecoderGraph | None = None
+    """Replays the layers for training rows of one shape."""
 
     def __init__(
         self,
@@ -161,6 +167,15 @@ class MegatronVLM(MegatronModule):
         if merged is not None:
             hidden = self._scatter(merged.embeds, batch)
             deep = tuple(self._scatter(each, batch) for each in merged.deep)
+        if hidden is not None and self.graph is not None and self.graph.takes(batch):
+            cos, sin = self._angles(batch)
+            row = StaticRow(
+                embeds=hidden,
+                boundaries=packed_seq_params.cu_seqlens_physical,
+                where={"cosines": cos, "sines": sin},
+                deep=deep,
+            )
+            return self._losses(self.graph(row), batch)
         hidden = self.gpt.decoder(
             hidden_states=hidden,
             attention_mask=None,
@@ -168,6 +183,12 @@ class MegatronVLM(MegatronModule):
             padding_mask=self._padding_mask(batch),
         )
         return self._losses(hidden, batch) if self.post_process else hidden
+
+    def capture_decoder(self, recorder: Recorder) -> DecoderGraph:
+        """Have the layers recorded at the first training row of fixed shape, and replayed; of a
+        stage that has all of them."""
+        self.graph = capture_layers(self.gpt.decoder, recorder, rotate=self.rotate)
+        return self.graph
 
     def _padding_mask(self, batch: PackedBatch) -> Tensor | None:
         """(1, T') bool of this rank's tokens, for the experts' statistics."""
@@ -184,15 +205,19 @@ class MegatronVLM(MegatronModule):
         self, batch: PackedBatch, params: PackedSeqParams, deep: tuple[Tensor, ...]
     ) -> RowParams:
         """Boundaries with the rotary angles of this rank's tokens."""
+        cos, sin = self._angles(batch)
+        return megatron_params(
+            params, cos=cos, sin=sin, context=batch.context, deep=deep, rotate=self.rotate
+        )
+
+    def _angles(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """cos and sin of this rank's tokens, (T / CP, D / 2) float32 each."""
         positions = batch.position_ids[:, 0]
         if batch.context is not None:
             positions = positions.index_select(1, batch.context.row_index)
         if self.dims.rope.mrope_section is None:
             positions = positions[:1]
-        cos, sin = rope_cos_sin(positions, self.inv_freq, self.dims.rope)
-        return megatron_params(
-            params, cos=cos, sin=sin, context=batch.context, deep=deep, rotate=self.rotate
-        )
+        return rope_cos_sin(positions, self.inv_freq, self.dims.rope)
 
     def merge(self, batch: PackedBatch) -> MergedRow:
         """Embeddings of the whole row with image features in place of the placeholders.
