@@ -24,10 +24,12 @@ from support.engines import EVERYTHING, make_engine, policy
 from torch import Tensor
 
 from vlmpack.backends.hf import engine as engine_module
+from vlmpack.backends.hf import sharding
 from vlmpack.backends.hf.load import load_model
 from vlmpack.backends.hf.parameter_boxes import local_part
 from vlmpack.distributed import Ranks, start_process_group, stop_process_group
 from vlmpack.encode import Encoder
+from vlmpack.errors import ModelError
 
 CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "tied": ("qwen2_vl", EVERYTHING, {}),
@@ -104,6 +106,20 @@ def compare(build: Callable[[], Any]) -> dict[str, Any]:
     }
 
 
+def said_of_a_lost_file(build: Callable[[], Any]) -> str:
+    """What a rank is told whose file can no longer be read once the model was opened."""
+
+    def lost(*_: Any) -> None:
+        raise OSError("the disk is gone")
+
+    with patch.object(sharding, "read_box", lost):
+        try:
+            build()
+        except ModelError as error:
+            return str(error)
+    return "nothing"
+
+
 def rise(build: Callable[[], Any]) -> dict[str, int]:
     """How far building an engine raised the peak, and what of it the engine holds."""
     engine, bytes_ = measured(build)
@@ -133,6 +149,8 @@ def main(folder: Path) -> None:
         name: compare(builder(models / model, ranks, how, split))
         for name, (model, how, split) in CASES.items()
     }
+    tied = builder(models / "qwen2_vl", ranks, EVERYTHING, {})
+    found["lost"] = said_of_a_lost_file(tied)
     build = builder(models / "wide", ranks, EVERYTHING, {})
     found["by shards"] = rise(build)
     with loaded_whole():

@@ -54,6 +54,12 @@ def test_where_whole_weights_are_needed_a_line_says_so(found):
             )
 
 
+def test_a_file_that_goes_after_the_model_was_opened_is_named_by_its_parameter(found):
+    for rank in found:
+        assert rank["lost"].startswith("model.path: model.model.")
+        assert rank["lost"].endswith("cannot be read: the disk is gone")
+
+
 def test_a_rank_needs_one_tensor_beyond_its_shards(found):
     """The negative control loads the whole model, as every rank did before."""
     for rank in found:
