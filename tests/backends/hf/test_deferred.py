@@ -210,6 +210,40 @@ def changed(folder, change):
     return folder
 
 
+def swap(tensors):
+    """Experts as Qwen3-VL-MoE is published: with their last two dimensions swapped."""
+    for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        tensors[name] = tensors[name].transpose(-1, -2).contiguous()
+
+
+def tie(tensors):
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+
+def untie(tensors):
+    tie(tensors)
+    tensors["lm_head.weight"][-1, -1] += 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "change", "tied"),
+    [("qwen3_vl_moe", swap, False), ("qwen2_vl", tie, True), ("qwen2_vl", untie, False)],
+    ids=["swapped", "tied and stored twice", "said to be tied and stored differently"],
+)
+def test_folders_that_transformers_did_not_save_are_opened_as_they_are_loaded(
+    name, change, tied, tmp_path
+):
+    folder = tiny_family_folder(name, tmp_path)
+    before = (folder / "model.safetensors").read_bytes()
+    changed(folder, change)
+    assert (folder / "model.safetensors").read_bytes() != before
+    opened = open_model(folder)
+    assert_same_model(opened, load_model(folder))
+    weights = [opened.get_input_embeddings().weight, opened.get_output_embeddings().weight]
+    assert (weights[0] is weights[1]) == tied
+
+
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 MISFITS = {
     "missing": lambda tensors: tensors.pop(WEIGHT),
