@@ -24,7 +24,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
+from fake_cuda import liger
 from fake_cuda.device import CUDA, FakeCudaTensor, fake_gpu
+from fake_cuda.stand_ins import installed
 from support.engines import ADAMW, engine_of, single_rank
 from support.plans import mode_of
 from support.shards import mixed_samples
@@ -33,11 +35,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vlmpack.backends import fused
 from vlmpack.backends.hf.parameter_boxes import local_part
 from vlmpack.backends.policy import TrainingPolicy
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
-from vlmpack.forecast.activations import recurrences_on
+from vlmpack.forecast.activations import forms_on
 from vlmpack.forecast.memory import memory_figures
 from vlmpack.forecast.parameters import read_sizes
 from vlmpack.forecast.trained import trained_sizes
@@ -60,6 +63,7 @@ class Layout:
         backend, dtype: the recipe's.
         split: of `parallelism`; none for one process.
         vision, language: what is done with them; the projector is trained.
+        fused: `model.fused_layers`; with `liger` it is there, on CPU too.
     """
 
     name: str
@@ -68,6 +72,7 @@ class Layout:
     split: dict[str, Any] | None = None
     vision: str = "full"
     language: str = "full"
+    fused: str = "none"
 
 
 @dataclass(kw_only=True)
@@ -258,13 +263,18 @@ def compare(layout: Layout, folder: Path) -> Compared:
         dtype=layout.dtype,
         attention="auto" if on_gpu else "segments",
         activation_checkpointing=False,
+        fused_layers=layout.fused,
     )
     split = ParallelismSection(**(layout.split or {}))
     world = 1 if layout.split is None else WORLD
     replica = split.tensor * split.context * split.pipeline
     ranks = Ranks(world_size=world, dp_size=world // replica, replica_size=replica)
     ranks = replace(single_rank(), device=CUDA) if on_gpu else ranks
-    with fake_gpu() if on_gpu else nullcontext(), fake_world() if world > 1 else nullcontext():
+    with (
+        fake_gpu() if on_gpu else nullcontext(),
+        fake_world() if world > 1 else nullcontext(),
+        _liger_everywhere() if layout.fused == "liger" else nullcontext(),
+    ):
         with patch.object(Ranks, "gather_objects", lambda _, mine: [mine]):
             engine = _built(model, split, encoder, ranks, policy)
         counted, notes = (_mcore if layout.backend == "mcore" else _hf)(engine, batch)
@@ -277,7 +287,7 @@ def compare(layout: Layout, folder: Path) -> Compared:
         global_batch_size=16 * (64 if split.pipeline > 1 else world),
         world_size=world,
         trained=trained_sizes(policy, encoder),
-        recurrences=recurrences_on(ranks.device, model),
+        forms=forms_on(ranks.device, model),
     )
     planned = Bytes(
         parameters=figures.weights,
@@ -286,6 +296,17 @@ def compare(layout: Layout, folder: Path) -> Compared:
         activations=figures.activations // figures.rows_in_flight,
     )
     return Compared(counted=counted, planned=planned, where=figures.where, notes=notes)
+
+
+@contextmanager
+def _liger_everywhere() -> Iterator[None]:
+    """liger is installed and takes any device; what Megatron compiles runs as it is written."""
+    with (
+        installed([*liger.MODULES]),
+        patch.object(fused, "why_no_liger", lambda _: None),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        yield
 
 
 def _built(

@@ -37,6 +37,10 @@ LAYOUTS = {
         "split": {"context": 2, "pipeline": 2, **SHARDED},
     },
     "DP 8": {"backend": "mcore", "split": SHARDED},
+    "one GPU, fused": {"fused": "liger"},
+    "one GPU, LoRA, fused": {"fused": "liger", **LORA},
+    "FSDP2, fused": {"fused": "liger", "split": FSDP},
+    "DP 8, fused": {"fused": "liger", "backend": "mcore", "split": SHARDED},
 }
 
 
@@ -63,5 +67,8 @@ def test_the_layouts_differ() -> None:
     assert found["FSDP2, float32"]["optimizer"] < whole["optimizer"] / 7
     assert found["DDP, float32"]["optimizer"] == whole["optimizer"]
     assert found["one GPU, LoRA"]["gradients"] < whole["gradients"] / 4
+    for name in ("one GPU", "FSDP2", "DP 8"):
+        plain, fused = (found[each]["activations"] for each in (name, f"{name}, fused"))
+        assert fused < 0.8 * plain  # more than the bound, so that plan is seen to tell them apart
     assert found["TP 2"]["activations"] < found["DP 8"]["activations"] / 1.3
     assert found["CP 2, PP 2, float32"]["activations"] < whole["activations"] / 2

@@ -20,8 +20,10 @@ from support.shards import ROOT
 from vlmpack.encode import Encoder
 from vlmpack.forecast import activations
 from vlmpack.forecast.activations import (
+    Forms,
     Numbers,
     Recurrences,
+    forms_on,
     layer_bytes,
     recurrences_on,
     rule_bytes,
@@ -95,7 +97,7 @@ def engine_keeps(folder, low):
         mode_of(max_row_slots=512, max_row_patches=0),
         global_batch_size=16,
         world_size=1,
-        recurrences=recurrences_on(torch.device("cpu"), model),
+        forms=forms_on(torch.device("cpu"), model),
     )
     return (found[1] - found[0]) / 512, figures.activations / 512
 
@@ -153,7 +155,9 @@ def test_what_other_hybrids_keep(tmp_path, name):
             )
     model.save_pretrained(str(tmp_path))
     sizes = read_sizes(tmp_path)
-    estimated = sum(sum(layer_bytes(x, sizes.hidden, Numbers(4, 12), CPU)) for x in sizes.decoder)
+    estimated = sum(
+        sum(layer_bytes(x, sizes.hidden, Numbers(4, 12, 8), CPU)) for x in sizes.decoder
+    )
     assert 0.9 < (found[1] - found[0]) / 512 / estimated < 1.1
 
 
@@ -190,8 +194,31 @@ def test_what_a_recipe_asks_for_is_what_is_counted(monkeypatch):
         assert recurrences_on(torch.device("cpu"), model) == Recurrences(32)
 
 
+FUSED = {
+    ("none", "hf", "cuda"): (False, False),
+    ("none", "mcore", "cuda"): (False, False),
+    ("auto", "hf", "cuda"): (False, False),
+    ("auto", "mcore", "cuda"): (False, True),
+    ("auto", "mcore", "cpu"): (False, False),
+    ("liger", "hf", "cuda"): (True, True),
+    ("compile", "mcore", "cpu"): (True, True),
+}
+"""By `model.fused_layers`, engine and device, without liger: whether norms and activations are."""
+
+
+def test_what_is_fused_where(monkeypatch):
+    for (asked, backend, kind), (norms, activations_) in FUSED.items():
+        model = ModelSection(path="here", dtype="bfloat16", backend=backend, fused_layers=asked)
+        found = forms_on(torch.device(kind), model)
+        assert (found.norms, found.activations, found.cuda) == (norms, activations_, kind == "cuda")
+    assert Forms() == Forms(Recurrences(), norms=False, activations=False, cuda=True)
+    monkeypatch.setattr("vlmpack.backends.fused.why_no_liger", lambda device: None)
+    found = forms_on(torch.device("cuda"), ModelSection(path="here", dtype="bfloat16"))
+    assert found.norms and found.activations
+
+
 def test_what_is_said_of_layers_that_carry_state():
-    numbers, attention = Numbers(2, 10), LayerSizes(query=64, key=64, mlp=128)
+    numbers, attention = Numbers(2, 10, 8), LayerSizes(query=64, key=64, mlp=128)
     assert state_lines([attention], 64, numbers, Recurrences()) == ()
     recurrent = LayerSizes(recurrent=recurrent_sizes("delta_rule", 2, 4, 24, 40), mlp=128)
     (line,) = state_lines([attention, recurrent], 64, numbers, Recurrences())

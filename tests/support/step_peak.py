@@ -22,7 +22,7 @@ from support.plans import mode_of
 from support.samples import text_sample
 
 from vlmpack.encode import Encoder
-from vlmpack.forecast.activations import recurrences_on
+from vlmpack.forecast.activations import forms_on
 from vlmpack.forecast.memory import memory_figures
 from vlmpack.forecast.parameters import read_sizes
 from vlmpack.packing import PackedBatch, pack_batch_sequences
@@ -93,7 +93,7 @@ def main(model_type: str, folder: Path) -> None:
         mode_of(max_row_slots=sum(LENGTHS), max_row_patches=0),
         global_batch_size=16,
         world_size=1,
-        recurrences=recurrences_on(torch.device("cpu"), model),
+        forms=forms_on(torch.device("cpu"), model),
     )
     print(max(held) - held[0], figures.activations + figures.logits)
 

@@ -250,6 +250,13 @@ def liger_ops(reason: str) -> FusedOps:
     return FusedOps("liger", reason, liger_norm, liger_gated, liger_rotate)
 
 
+def is_fused(requested: FusedName, device: torch.device) -> bool:
+    """Whether `choose_fused` would choose anything, on a device that need not be here."""
+    if requested == "auto":
+        return why_no_liger(device) is None
+    return requested != "none"
+
+
 def choose_fused(requested: FusedName, device: torch.device) -> tuple[FusedOps | None, str]:
     """What runs norms, activations and rotations on `device`, None for the model's own; and why.
 

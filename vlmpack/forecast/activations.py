@@ -22,6 +22,9 @@ a token passes, e the bytes of a number, and n what a norm keeps of a column:
                  Packages' kernels keep their inputs: of the convolution 2 D e; of
                  flash-linear-attention's rule (2 H_k K + H V + 64 H) e; of mamba-ssm's scan H V e.
                  What else they need is made anew in the backward pass.
+    fused        (`model.fused_layers`) n is the input's and the output's, 2 e, under autocast
+                 4 + e, 8 + e with adapters; a gated MLP keeps 3 f e, Megatron's too. Rotations keep
+                 cos and sin alone, fused or not.
 
 What matrix products and attention alone make, which `selective` recomputation keeps: (2 q + 2 k) e
 and e of a gate's columns, 2 f e of an MLP, f e without a gate, what a recurrence's projection
@@ -84,21 +87,58 @@ def recurrences_on(device: torch.device, model: ModelSection) -> Recurrences:
 
 
 @dataclass(frozen=True, slots=True)
+class Forms:
+    """What runs parts of layers.
+
+    Args:
+        recurrences: how those run.
+        norms: whether an RMS norm is one kernel.
+        activations: whether the activation of a gated MLP is.
+        cuda: whether the head's chunks are a GPU's.
+    """
+
+    recurrences: Recurrences = Recurrences()
+    norms: bool = False
+    activations: bool = False
+    cuda: bool = True
+
+
+def forms_on(device: torch.device, model: ModelSection) -> Forms:
+    """What will run on a device, as far as the recipe and the packages that are installed say it.
+
+    Args:
+        device: it need not be here.
+        model: its dtype settled.
+    """
+    from vlmpack.backends.fused import is_fused
+
+    fused, cuda = is_fused(model.fused_layers, device), device.type == "cuda"
+    megatrons = model.fused_layers != "none" and cuda and model.backend == "mcore"
+    return Forms(
+        recurrences_on(device, model), norms=fused, activations=fused or megatrons, cuda=cuda
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Numbers:
     """What a column of a token takes.
 
     Args:
         number: e, bytes of an activation.
         norm: n, bytes that a norm keeps.
+        head_norm: those that a norm of heads keeps beside its output.
         cast: whether each matrix casts its input anew, as under autocast.
         mixed: whether layers are Megatron's local ones: queries, keys and values are one matrix's,
-            which lives as long as the values do, and the MLP copies one of its halves.
+            which lives as long as the values do.
+        gated: how often a gated MLP keeps its columns.
     """
 
     number: int
     norm: int
+    head_norm: int
     cast: bool = False
     mixed: bool = False
+    gated: int = 4
 
 
 def layer_bytes(
@@ -115,10 +155,10 @@ def layer_bytes(
     """
     e = numbers.number
     wide = e * (2 * layer.query + 2 * layer.key + 3 * layer.gate)
-    wide += e * (4 if layer.gated else 3) * layer.mlp
-    wide += (numbers.norm - e) * layer.head_norms
+    wide += e * (numbers.gated if layer.gated else 3) * layer.mlp
+    wide += numbers.head_norm * layer.head_norms
     if numbers.mixed:
-        wide += e * (layer.query + layer.key + layer.gated * layer.mlp)
+        wide += e * (layer.query + layer.key)
     whole = 3 * e * layer.sent + (6 * e + 2 * numbers.norm) * layer.own_input
     if layer.recurrent is not None:
         whole += _recurrent_bytes(layer.recurrent, e, recurrences)

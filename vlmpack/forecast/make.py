@@ -15,7 +15,7 @@ from vlmpack.data.plan.packers import Scope
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.shards.keys import describe_keys
 from vlmpack.data.splits.split import Split
-from vlmpack.forecast.activations import recurrences_on
+from vlmpack.forecast.activations import forms_on
 from vlmpack.forecast.batch import batch_figures
 from vlmpack.forecast.figures import MemoryFigures, ModeFigures, ReferenceFigures, RunPlan
 from vlmpack.forecast.imbalance import imbalance_figures
@@ -163,7 +163,7 @@ def _memory(inputs: PlanInputs, own: ModeFigures) -> MemoryFigures | None:
             global_batch_size=recipe.training.global_batch_size,
             world_size=inputs.world_size,
             trained=inputs.trained,
-            recurrences=recurrences_on(torch.device("cuda"), model),
+            forms=forms_on(torch.device("cuda"), model),
         )
 
     if not model.recomputes_what_fits:

@@ -12,11 +12,11 @@ With h the decoder's width and e the bytes of a number:
              the tower is whole on the first stage
     activations of a decoder's layer, in bytes a token: `vlmpack/forecast/activations.py`, with n,
              what a norm keeps of a column: 12 in float32, 10 under autocast, 8 with fsdp or
-             mcore in bfloat16, 2 e with Transformer Engine. The tower's blocks likewise, by
-             patches: two norms, 4 columns of attention, 4 of the MLP; a plain MLP keeps 2. A layer
-             that is computed again keeps its input, 4 h under autocast, else e h, and with
-             `selective` what matrix products and attention made; beside all of that the rest of the
-             largest one, for a while
+             mcore in bfloat16, 2 e with Transformer Engine, less where fused. The tower's blocks
+             likewise, by patches: two norms, 4 columns of attention, 4 of the MLP; a plain MLP
+             keeps 2. A layer that is computed again keeps its input, 4 h under autocast, else e h,
+             and with `selective` what matrix products and attention made; beside all of that the
+             rest of the largest one, for a while
     Gradients and AdamW's numbers are those of trained parameters alone, adapters included, and with
     mcore so are main weights. Weights in 4 bits (QLoRA) take 0.516 bytes and no copy. Components in
     front of the first trained one record no graph: no copies of their weights, and of a frozen
@@ -39,8 +39,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vlmpack.forecast.activations import (
+    Forms,
     Numbers,
-    Recurrences,
     layer_bytes,
     product_bytes,
     state_lines,
@@ -55,8 +55,8 @@ from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
 LOGIT_COPIES = 3
 
-TORCH_FORMS = Recurrences()
-"""Recurrences by torch's own operators, in the chunks of a GPU."""
+TORCH_FORMS = Forms()
+"""Everything by torch's own operators, on a GPU."""
 
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a weight in 4 bits: 64 of them share an 8-bit scale, 256 of those a float32 one."""
@@ -109,8 +109,7 @@ def memory_figures(
     global_batch_size: int,
     world_size: int,
     trained: TrainedSizes = EVERY_WEIGHT,
-    recurrences: Recurrences = TORCH_FORMS,
-    cuda: bool = True,
+    forms: Forms = TORCH_FORMS,
 ) -> MemoryFigures:
     """The fullest rank's.
 
@@ -119,13 +118,12 @@ def memory_figures(
         mode: the recipe's; its largest micro-batch is what activations are counted for.
         global_batch_size: in what the mode counts.
         trained: what is.
-        recurrences: how layers that carry state run.
-        cuda: whether the head's chunks are a GPU's.
+        forms: what runs parts of layers.
     """
     accumulation = global_batch_size // mode.micro_batch_size
     accumulation //= data_parallel_size(split, world_size)
     estimate = _Estimate(
-        model, split, sizes, mode, max(1, accumulation), world_size, trained, recurrences, cuda
+        model, split, sizes, mode, max(1, accumulation), world_size, trained, forms
     )
     return max((estimate.of(rank) for rank in estimate.ranks()), key=lambda one: one.total)
 
@@ -139,8 +137,7 @@ class _Estimate:
     accumulation: int
     world_size: int
     trained: TrainedSizes
-    recurrences: Recurrences
-    cuda: bool
+    forms: Forms
 
     @property
     def number(self) -> int:
@@ -258,17 +255,31 @@ class _Estimate:
 
     def _layer(self, layer: LayerSizes, narrow: int) -> int:
         """Bytes that a layer keeps of each token on one rank."""
-        numbers = Numbers(
-            self.number,
-            self._norm_bytes(),
-            # A frozen matrix keeps no input; the adapters beside it are few.
-            cast=self._residual() > self.number and self.trained.language,
-            mixed=self._local(),
+        norms, wide, whole = layer_bytes(
+            layer, self.sizes.hidden, self._numbers(), self.forms.recurrences
         )
-        norms, wide, whole = layer_bytes(layer, self.sizes.hidden, numbers, self.recurrences)
         if self._by_segments():  # what the kernel makes, and its copy for the projection
             wide += self.number * layer.query
         return norms // narrow + wide // self.split.tensor + whole
+
+    def _numbers(self) -> Numbers:
+        cast = self._residual() > self.number
+        # Under autocast heads come in bfloat16 to a weight in float32, which no kernel takes.
+        heads = 8 if cast else self._norm_bytes() - self.number
+        return Numbers(
+            self.number,
+            self._norm_bytes(),
+            heads,
+            # A frozen matrix keeps no input; the adapters beside it are few.
+            cast=cast and self.trained.language,
+            mixed=self._local(),
+            gated=self._gated_columns(),
+        )
+
+    def _gated_columns(self) -> int:
+        """How often a gated MLP keeps its columns: gate, its activation, up, and their product;
+        Megatron's layers a copy of one as well."""
+        return 3 if self.forms.activations else 4 + self._local()
 
     def _by_segments(self) -> bool:
         """Whether attention is torch's own, a segment at a time, as far as the recipe says it."""
@@ -309,7 +320,9 @@ class _Estimate:
         split, vision = self.split, self.sizes.vision
         if vision is None or not rank.has_tower:
             return 0, 0, 0
-        mlp = (4 if vision.gated else 2) * vision.intermediate
+        mlp = (3 if self.forms.activations else 4) * vision.intermediate
+        if not vision.gated:
+            mlp = 2 * vision.intermediate
         attention = 6 if vision.fused else 4  # rotated ones beside the values' whole tensor
         block = 2 * self._norm_bytes() * vision.width
         block += self.number * (attention * vision.width + mlp)
@@ -319,6 +332,10 @@ class _Estimate:
         """That a norm keeps for each column of a token."""
         if self.model.attention == "transformer_engine":
             return 2 * self.number
+        if self.forms.norms:
+            # Adapters beside frozen matrices cast what it makes once each, where there is a cast.
+            apart = 0 if self.trained.language or self._residual() == self.number else 4
+            return self._residual() + self.number + apart
         if self.model.dtype == "float32":
             return 12
         return 8 if self._local() or self.split.sharding == "fsdp" else 10
@@ -331,7 +348,7 @@ class _Estimate:
         from vlmpack.backends.cross_entropy import chunk_rows  # imports torch
 
         held = self.sizes.vocabulary // self.split.tensor  # of the head's rows
-        rows = min(self.mode.max_row_slots, chunk_rows(held, cuda=self.cuda))
+        rows = min(self.mode.max_row_slots, chunk_rows(held, cuda=self.forms.cuda))
         return LOGIT_COPIES * 4 * rows * held
 
     def _formula(self) -> tuple[str, ...]:
@@ -354,7 +371,9 @@ class _Estimate:
         if self.trained != EVERY_WEIGHT:
             state += "; gradients and AdamW's numbers of trained parameters alone"
         norm, number, sizes = 2 * self._norm_bytes(), self.number, self.sizes
-        layer = f"{norm} h + {number} (2 q + 2 k + 4 f) bytes a token and layer"
+        layer = (
+            f"{norm} h + {number} (2 q + 2 k + {self._gated_columns()} f) bytes a token and layer"
+        )
         if self.model.recomputed != "none":
             kept = f"{self._residual()} h"
             if self.model.recomputed == "selective":
@@ -366,7 +385,7 @@ class _Estimate:
             f"activations of the largest micro-batch: {layer} (h width, q and k heads, f MLP "
             "columns), as many norms and columns as a layer has; the tower's blocks likewise by "
             "patches",
-            *state_lines(sizes.decoder, sizes.hidden, Numbers(number, norm // 2), self.recurrences),
+            *state_lines(sizes.decoder, sizes.hidden, self._numbers(), self.forms.recurrences),
             "left out: CUDA context and NCCL (1 to 3 GB), communication buckets, kernels' "
             "temporaries, fragmentation",
         )

@@ -17,7 +17,7 @@ from vlmpack.build.compute import settled_model
 from vlmpack.build.setup import Setup
 from vlmpack.data.pipeline import TrainData
 from vlmpack.errors import ModelError
-from vlmpack.forecast.activations import recurrences_on
+from vlmpack.forecast.activations import forms_on
 from vlmpack.forecast.figures import MemoryFigures
 from vlmpack.forecast.memory import LargestMicroBatch, memory_figures
 from vlmpack.forecast.parameters import read_sizes
@@ -71,8 +71,7 @@ def _settled(setup: Setup, train: TrainData, room: Room | None) -> ModelSection:
             global_batch_size=train.config.training.global_batch_size,
             world_size=ranks.world_size,
             trained=trained_sizes(setup.policy, setup.encoder),
-            recurrences=recurrences_on(ranks.device, model),
-            cuda=ranks.device.type == "cuda",
+            forms=forms_on(ranks.device, model),
         )
 
     model = settled_model(asked, ranks.device)
