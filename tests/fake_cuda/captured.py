@@ -2,7 +2,8 @@
 
     python -m fake_cuda.captured '[{"family": "qwen3_vl"}, ...]'
 
-Attention is the kernel for CUDA, in bfloat16 under autocast; a tape stands in for the CUDA graph.
+Attention is the kernel for CUDA, in bfloat16; a tape stands in for the CUDA graph. On Megatron this
+is rank 0 of 8 in torch's fake process group, whose collectives move nothing.
 The answer has for each case what `Seen` has.
 """
 
@@ -13,6 +14,8 @@ import sys
 import tempfile
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +24,17 @@ from unittest.mock import patch
 import torch
 from accelerate.state import AcceleratorState
 from fake_cuda.device import CUDA, fake_gpu
+from fake_cuda.memory import WORLD, fake_world
 from support.captured import StreamRecording, first_difference, host_reads, rows_of
 from support.engines import EVERYTHING, single_rank
 from support.families import tiny_family_folder
 
 from vlmpack.backends.hf.engine import HFEngine
+from vlmpack.backends.mcore.engine import MegatronEngine
+from vlmpack.backends.mcore.groups import stop_model_parallel
 from vlmpack.backends.recording import TapeRecording
 from vlmpack.build.compute import settled_compute
+from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.packing import pin_batch
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
@@ -47,6 +54,7 @@ class Seen:
         unlike: parameters whose gradient on the tape is not that of the same code run eagerly.
         gradients: how many were compared.
         captures, replays: of the tape.
+        collectives: of a row.
     """
 
     error: str = ""
@@ -58,48 +66,79 @@ class Seen:
     gradients: int = 0
     captures: int = 0
     replays: int = 0
+    collectives: int = 0
 
 
-def _engine(folder: Path, encoder: Encoder, recorder: Any) -> HFEngine:
+def _on_hf(folder: Path, encoder: Encoder, recorder: Any, _: None) -> tuple[Any, Any, Any]:
     model = ModelSection(path=str(folder), dtype="bfloat16")
     split, ranks = ParallelismSection(), replace(single_rank(), device=CUDA)
     compute = settled_compute(model, split, encoder, CUDA, captures=True)
     with patch("vlmpack.backends.hf.engine.recorder", lambda _: recorder):
-        return HFEngine(model, split, encoder, ranks, EVERYTHING, compute)
+        engine = HFEngine(model, split, encoder, ranks, EVERYTHING, compute)
+    return engine, engine.graph, lambda: {name: each.grad for name, each in engine.parameters()}
 
 
-def _look(folder: Path, seen: Seen) -> None:
-    encoder = Encoder(folder)
-    found = []
-    with fake_gpu():
+def _on_mcore(
+    folder: Path, encoder: Encoder, recorder: Any, given: dict[str, Any]
+) -> tuple[Any, Any, Any]:
+    model = ModelSection(path=str(folder), dtype="bfloat16", backend="mcore")
+    split = ParallelismSection(**given)
+    ranks = Ranks(
+        world_size=WORLD, dp_size=WORLD // split.tensor, replica_size=split.tensor, device=CUDA
+    )
+    compute = settled_compute(model, split, encoder, CUDA, captures=True)
+    with patch("vlmpack.backends.mcore.engine.recorder", lambda _: recorder):
+        engine = MegatronEngine(model, split, encoder, ranks, EVERYTHING, compute)
+    named = dict(engine.model.named_parameters())
+    return engine, engine.model.graph, lambda: {n: p.main_grad for n, p in named.items()}
+
+
+@contextmanager
+def _rank_of_a_world() -> Iterator[None]:
+    """Rank 0 of processes that are not there: nor are tensors of other ranks."""
+    with (
+        fake_world(),
+        patch.object(Ranks, "gather_objects", lambda _, mine: [mine]),
+        patch.object(MegatronEngine, "_check_coverage", lambda *_: None),
+    ):
+        try:
+            yield
+        finally:
+            stop_model_parallel()
+
+
+def _look(folder: Path, split: dict[str, Any] | None, seen: Seen) -> None:
+    encoder, found = Encoder(folder), []
+    made, world = (_on_hf, nullcontext()) if split is None else (_on_mcore, _rank_of_a_world())
+    with fake_gpu(), world:
         rows = [pin_batch(row) for row in rows_of(encoder).fixed]
         for recorder in (TapeRecording, StreamRecording):
-            engine = _engine(folder, encoder, recorder)
+            engine, graph, gradients = made(folder, encoder, recorder, split)
             engine.zero_gradients()
             engine.forward_backward(SFT.forward_step, iter(rows), num_microbatches=len(rows))
-            given = [(name, each.grad) for name, each in engine.parameters()]
+            given = gradients().items()
             found.append({name: grad.held.clone() for name, grad in given if grad is not None})
-            assert engine.graph is not None
             if recorder is TapeRecording:
-                seen.captures, seen.replays = engine.graph.captures, engine.graph.replays
+                seen.captures, seen.replays = graph.captures, graph.replays
                 seen.attention = engine.description["attention"]
             else:
-                streams: Any = engine.graph.recording
+                streams: Any = graph.recording
                 seen.operators = [len(stream) for stream in streams.streams]
                 seen.difference = first_difference(streams.streams)
                 seen.reads = host_reads(streams.streams)
+                seen.collectives = sum(each.startswith("c10d.") for each in streams.streams[0])
             AcceleratorState._reset_state(True)
     assert found[0].keys() == found[1].keys()
     seen.gradients = sum(bool(value.any()) for value in found[1].values())
     seen.unlike = [name for name, ours in found[0].items() if not torch.equal(ours, found[1][name])]
 
 
-def look(family: str) -> Seen:
-    """A family, on the fake GPU."""
+def look(family: str, split: dict[str, Any] | None = None) -> Seen:
+    """A family, on the fake GPU: on the hf engine, or where there is a split on Megatron's."""
     seen = Seen()
     with tempfile.TemporaryDirectory() as made:
         try:
-            _look(tiny_family_folder(family, Path(made)), seen)
+            _look(tiny_family_folder(family, Path(made)), split, seen)
         except Exception:
             seen.error = traceback.format_exc()
         AcceleratorState._reset_state(True)

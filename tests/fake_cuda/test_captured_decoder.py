@@ -14,18 +14,20 @@ pytestmark = [
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+CASES: dict[str, dict[str, Any]] = {
+    **{name: {"family": name} for name in ("qwen2_5_vl", "qwen3_5")},
+    "mcore, DP 8": {"family": "qwen3_vl", "split": {"distributed_optimizer": True}},
+    "mcore, TP 2, SP": {"family": "qwen2_5_vl", "split": {"tensor": 2, "sequence": True}},
+}
 
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Seen]:
-    answers: list[dict[str, Any]] = run_under_guard(
-        "fake_cuda.captured", [{"family": name} for name in FAMILIES]
-    )
-    return dict(zip(FAMILIES, (Seen(**answer) for answer in answers), strict=True))
+    answers: list[dict[str, Any]] = run_under_guard("fake_cuda.captured", list(CASES.values()))
+    return dict(zip(CASES, (Seen(**answer) for answer in answers), strict=True))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", CASES)
 def test_a_captured_decoder_replays_on_the_kernels_for_cuda(
     name: str, seen: dict[str, Seen]
 ) -> None:
@@ -33,6 +35,9 @@ def test_a_captured_decoder_replays_on_the_kernels_for_cuda(
     assert found.error == ""
     assert found.attention.startswith("torch_varlen")
     assert found.captures == 1 and found.replays == len(found.operators) > 3
-    assert min(found.operators) > 500 and found.difference is None
+    assert min(found.operators) > 400 and found.difference is None
     assert found.reads == []
-    assert found.unlike == [] and found.gradients > 50
+    if "TP 2" in name:  # what comes of others' shares is in nobody's hands
+        assert found.collectives > 10
+    else:
+        assert found.unlike == [] and found.gradients > 50 and found.collectives == 0

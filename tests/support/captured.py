@@ -118,14 +118,15 @@ class _Stream(TorchDispatchMode):
         self.heard = heard
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        said = [
-            f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
-            if isinstance(leaf, Tensor)
-            else repr(leaf)
-            for leaf in tree_leaves((args, kwargs or {}))
-        ]
-        self.heard.append(f"{func}({', '.join(said)})")
+        said = ", ".join(_said(leaf) for leaf in tree_leaves((args, kwargs or {})))
+        self.heard.append(f"{func}({said})")
         return func(*args, **(kwargs or {}))
+
+
+def _said(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    return str(leaf._type()) if isinstance(leaf, torch.ScriptObject) else repr(leaf)
 
 
 class StreamRecording(EagerRecording):
