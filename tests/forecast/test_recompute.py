@@ -14,6 +14,8 @@ from vlmpack.forecast.parameters import read_sizes
 from vlmpack.forecast.recompute import LADDER, SHARE, least_that_fits
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
+ALONE = ParallelismSection()
+
 
 def estimate(model: ModelSection) -> MemoryFigures:
     """Of the tiny model over a long row, where activations are most of it."""
@@ -39,14 +41,16 @@ def test_auto_is_the_least_that_fits():
         10**6,
         *(round(size / SHARE) + extra for size in totals.values() for extra in (-9, 9)),
     ):
-        model, figures = least_that_fits(section(), estimate, room, "a device")
+        model, figures = least_that_fits(section(), ALONE, estimate, room, "a device")
         fitting = [value for value in LADDER if totals[value] <= SHARE * room]
         assert model.activation_checkpointing == (fitting[0] if fitting else "full")
         assert figures.total == totals[model.activation_checkpointing]
     assert (
         len(
             {
-                least_that_fits(section(), estimate, round(size / SHARE) + 9, "")[0].recomputed
+                least_that_fits(section(), ALONE, estimate, round(size / SHARE) + 9, "")[
+                    0
+                ].recomputed
                 for size in totals.values()
             }
         )
@@ -56,21 +60,30 @@ def test_auto_is_the_least_that_fits():
 
 def test_auto_says_why():
     room = round(total("selective") / SHARE) + 9
-    _, figures = least_that_fits(section(), estimate, room, "cuda:0")
+    _, figures = least_that_fits(section(), ALONE, estimate, room, "cuda:0")
     for words in ("all but matrix products", "auto: about", "90% of", "cuda:0", "too large: none"):
         assert words in figures.recomputed
-    _, figures = least_that_fits(section(), estimate, 1, "cuda:0")
+    _, figures = least_that_fits(section(), ALONE, estimate, 1, "cuda:0")
     assert figures.recomputed.startswith("every layer (auto")
     assert "does not fit either" in figures.recomputed
 
 
-def test_auto_leaves_selective_out_where_products_are_not_seen():
-    asked = section(backend="mcore", attention="transformer_engine")
+@pytest.mark.parametrize(
+    ("attention", "split", "is_kept"),
+    [
+        ("transformer_engine", ALONE, False),
+        ("segments", ParallelismSection(tensor=2), False),
+        ("segments", ParallelismSection(tensor=2, sequence=True), True),
+    ],
+)
+def test_auto_leaves_selective_out_where_products_cannot_be_kept(attention, split, is_kept):
+    """They are not seen, or something writes over them."""
+    asked = section(backend="mcore", attention=attention)
     chosen = {
-        least_that_fits(asked, estimate, room, "")[0].activation_checkpointing
+        least_that_fits(asked, split, estimate, room, "")[0].activation_checkpointing
         for room in range(10**8, 2 * 10**10, 5 * 10**8)
     }
-    assert "selective" not in chosen and {"none", "full"} <= chosen
+    assert ("selective" in chosen) is is_kept and {"none", "full"} <= chosen
 
 
 def test_old_recipes_mean_what_they_said():

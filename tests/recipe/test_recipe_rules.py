@@ -190,11 +190,18 @@ CASES = [
         MCORE | {"model.attention": "transformer_engine"},
     ),
     (
-        "selective_sees_products",
+        "selective_keeps_products",
         MCORE
         | {"model.attention": "transformer_engine", "model.activation_checkpointing": "selective"},
         "model.activation_checkpointing: 'selective' keeps what torch's matrix products make",
         MCORE | {"model.attention": "transformer_engine", "model.activation_checkpointing": 2},
+    ),
+    (
+        "selective_keeps_products",
+        MCORE | {"parallelism.tensor": 2, "model.activation_checkpointing": "selective"},
+        "and without parallelism.sequence Megatron writes their sums over the tensor-parallel "
+        "ranks into the same memory",
+        MCORE | SP2 | {"model.activation_checkpointing": "selective"},
     ),
     (
         "recurrence_needs_hf",

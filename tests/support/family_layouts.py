@@ -33,9 +33,9 @@ from vlmpack.training.preference import dpo
 
 FAMILY_LAYOUTS = {
     "one": Layout(),
-    "tp2": Layout(tensor=2, sequence=True, recompute=True),
+    "tp2": Layout(tensor=2, sequence=True, recompute="full"),
     "cp2": Layout(context=2, distributed=True),
-    "pp2": Layout(pipeline=2, recompute=True),
+    "pp2": Layout(pipeline=2, recompute="full"),
     "dp2": Layout(dp=2, distributed=True),
     "ep2": Layout(dp=2, expert=2, distributed=True),
     "tp2-ep2": Layout(tensor=2, sequence=True, expert=2),

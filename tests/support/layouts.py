@@ -31,6 +31,7 @@ from torch import Tensor
 from vlmpack.distributed import Ranks, start_process_group, stop_process_group
 from vlmpack.encode import Encoder
 from vlmpack.packing import EncodedSample, FixedShape, PackCollator, PackedBatch, alignment
+from vlmpack.recipe.recompute import Recomputed
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.training.step import Stepper
 
@@ -58,7 +59,7 @@ class Layout:
         tensor, context, pipeline, sequence: TP, CP, PP, SP.
         dp: replicas.
         distributed: shard the optimizer.
-        recompute: activation checkpointing.
+        recompute: what is computed again in the backward pass.
         expert: EP, of the processes above.
         fixed: give every row one width and one number of boundaries.
         captured: record the decoder once, and replay it for every row.
@@ -70,7 +71,7 @@ class Layout:
     sequence: bool = False
     dp: int = 1
     distributed: bool = False
-    recompute: bool = False
+    recompute: Recomputed = "none"
     expert: int = 1
     fixed: bool = False
     captured: bool = False
@@ -96,7 +97,7 @@ class Layout:
 LAYOUTS = {
     "one": Layout(),
     "tp2": Layout(tensor=2),
-    "tp2-sp": Layout(tensor=2, sequence=True, recompute=True),
+    "tp2-sp": Layout(tensor=2, sequence=True, recompute="selective"),
     "cp2": Layout(context=2, distributed=True),
     "cp2-fixed": Layout(context=2, fixed=True),
     "pp2": Layout(pipeline=2),

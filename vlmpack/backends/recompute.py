@@ -11,7 +11,8 @@
 
 Values and gradients are those of `none` bit for bit wherever kernels are deterministic. What is
 kept by `selective` is recognised at torch's dispatcher, so kernels that do not go through it
-(Transformer Engine's) are computed again.
+(Transformer Engine's) are computed again. What is kept must not be written over: torch sees its own
+operators do that, but neither a collective (`recipe.engine_rules.why_not_selective`) nor a kernel.
 """
 
 from __future__ import annotations

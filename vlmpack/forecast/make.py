@@ -172,7 +172,7 @@ def _memory(inputs: PlanInputs, own: ModeFigures) -> MemoryFigures | None:
     if not room and torch.cuda.is_available():
         room, where = torch.cuda.mem_get_info()[1], "the GPU here"
     if room:
-        return least_that_fits(model, estimate, room, where)[1]
+        return least_that_fits(model, recipe.parallelism, estimate, room, where)[1]
     figures = estimate(model)
     return replace(figures, recomputed=f"{figures.recomputed} ({UNKNOWN})")
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from vlmpack.forecast.figures import MemoryFigures
+from vlmpack.recipe.engine_rules import why_not_selective
 from vlmpack.recipe.recompute import Recomputed, described
-from vlmpack.recipe.schema import ModelSection
+from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
 LADDER: tuple[Recomputed, ...] = ("none", "selective", 4, 3, 2, "full")
 """From no matrix product that is computed again to all of them."""
@@ -26,13 +27,18 @@ def given_room(model: ModelSection) -> tuple[int, str]:
 
 
 def least_that_fits(
-    model: ModelSection, estimate: Estimate, room: int, where: str
+    model: ModelSection,
+    split: ParallelismSection,
+    estimate: Estimate,
+    room: int,
+    where: str,
 ) -> tuple[ModelSection, MemoryFigures]:
     """The model section with the first value of the ladder whose estimate fits; the last where none
     does.
 
     Args:
         model: its dtype settled. What it says of recomputation is replaced.
+        split: how the model is spread.
         estimate: of a model section.
         room: bytes that one process has.
         where: whose they are, in words.
@@ -43,8 +49,8 @@ def least_that_fits(
     fits = SHARE * room
     tried: list[str] = []
     for value in LADDER:
-        if value == "selective" and model.attention == "transformer_engine":
-            continue  # its matrix products are not seen, so it would compute all of them again
+        if value == "selective" and why_not_selective(model, split) is not None:
+            continue
         chosen = model.model_copy(update={"activation_checkpointing": value})
         figures = estimate(chosen)
         if figures.total <= fits or value == LADDER[-1]:

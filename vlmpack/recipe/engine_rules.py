@@ -50,15 +50,28 @@ def transformer_engine_needs_mcore(model: ModelSection) -> list[Problem]:
     return [Problem(("model", "attention"), message)]
 
 
-def selective_sees_products(model: ModelSection) -> list[Problem]:
-    """What `selective` keeps passes torch's dispatcher; Transformer Engine's products do not."""
-    if model.activation_checkpointing != "selective" or model.attention != "transformer_engine":
+def why_not_selective(model: ModelSection, parallelism: ParallelismSection) -> str | None:
+    """Why what matrix products make cannot be kept for the backward pass; None where it can."""
+    if model.attention == "transformer_engine":
+        return (
+            "model.attention: transformer_engine has its own, which would all be computed again; "
+            "use auto, full or a number"
+        )
+    if parallelism.tensor > 1 and not parallelism.sequence:
+        return (
+            "without parallelism.sequence Megatron writes their sums over the tensor-parallel "
+            "ranks into the same memory, and would sum them again; set parallelism.sequence: true, "
+            "or use auto, full or a number"
+        )
+    return None
+
+
+def selective_keeps_products(model: ModelSection, parallelism: ParallelismSection) -> list[Problem]:
+    """What `selective` keeps passes torch's dispatcher, and nothing writes over it."""
+    why = why_not_selective(model, parallelism)
+    if model.activation_checkpointing != "selective" or why is None:
         return []
-    message = (
-        "'selective' keeps what torch's matrix products make, and model.attention: "
-        "transformer_engine has its own, which would all be computed again; use auto, full or a "
-        "number"
-    )
+    message = f"'selective' keeps what torch's matrix products make, and {why}"
     return [Problem(("model", "activation_checkpointing"), message)]
 
 

@@ -80,7 +80,7 @@ def _settled(setup: Setup, train: TrainData, room: Room | None) -> ModelSection:
     else:
         if room is not None and not given:
             given, where = int(_share(room)), room.where
-        model, figures = least_that_fits(model, estimate, given, where)
+        model, figures = least_that_fits(model, recipe.parallelism, estimate, given, where)
         logger.info("%-14s %s", "recomputed", figures.recomputed)
     if room is not None:
         _say(figures, room)

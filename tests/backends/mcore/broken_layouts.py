@@ -23,6 +23,7 @@ from support.layouts import whole_weights as collect_weights
 
 from vlmpack.backends.mcore import attention, config, engine, model, norm, stage
 from vlmpack.backends.mcore.collectives import gather_features, gather_slices
+from vlmpack.backends.recompute import recompute_modules
 from vlmpack.distributed import Ranks, stop_process_group
 from vlmpack.packing import IGNORE_INDEX, context
 from vlmpack.packing.context import slice_for_context, zigzag_index
@@ -127,6 +128,11 @@ def finalize_without_tower(stages: Any, num_tokens: Any, *, tp: Any, **arguments
     finalize_model_grads(stages, None, **arguments)
 
 
+def sums_in_kept_products(layers: Any, value: Any) -> None:
+    """Products are kept where Megatron sums them over the TP ranks in place, twice then."""
+    recompute_modules(layers, "selective")
+
+
 @dataclass(frozen=True)
 class Control:
     """One way to be wrong.
@@ -166,6 +172,7 @@ CONTROLS = {
     "features without a sum": Control("cp2", model, "gather_features", features_without_sum),
     "norms without the flag": Control("tp2-sp", config, "RMSNorm", UnmarkedNorm),
     "tower without a sum": Control("tp2", stage, "_finalize", finalize_without_tower),
+    "sums in kept products": Control("tp2", engine, "recompute_modules", sums_in_kept_products),
     "head without a sum": Control(
         "tp2", model, "copy_to_tensor_model_parallel_region", lambda hidden, group: hidden
     ),

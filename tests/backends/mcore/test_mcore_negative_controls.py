@@ -23,6 +23,7 @@ CONTROLS = {
     "features without a sum": "cp2",
     "norms without the flag": "tp2-sp",
     "tower without a sum": "tp2",
+    "sums in kept products": "tp2",
     "head without a sum": "tp2",
     "tied weight without a sum": "pp2",
 }
