@@ -29,9 +29,10 @@ from fake_cuda.kernels import KERNELS
 from fake_cuda.streams import Arrivals, Event, Stream
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
+from torch.nn.attention import bias
 from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 CUDA = torch.device("cuda", 0)
@@ -329,6 +330,12 @@ def _set_data(parameter: torch.nn.Parameter, value: Tensor) -> None:
     torch.utils.swap_tensors(parameter, moved)
 
 
+def _unwatched(kind: type[Tensor], *_: Any, **__: Any) -> Tensor:
+    """A mask without numbers: torch makes no subclass of its own of a tensor that is watched."""
+    with _disable_current_modes():
+        return Tensor.__new__(kind)
+
+
 @contextmanager
 def _cuda_by_name(gpu: FakeCuda) -> Iterator[None]:
     """What is asked of a device by name, answered for the fake one."""
@@ -367,6 +374,8 @@ def _cuda_by_name(gpu: FakeCuda) -> Iterator[None]:
             changed.enter_context(patch.object(torch.cuda.random, name, answers[name]))
         data = property(lambda tensor: torch._C.TensorBase.data.__get__(tensor), _set_data)
         changed.enter_context(patch.object(torch.nn.Parameter, "data", data, create=True))
+        changed.enter_context(patch.object(bias.CausalBias, "__new__", _unwatched))
+        changed.enter_context(patch.object(bias, "can_use_flash_attention", lambda *_: True))
         # torch runs its fused and foreach kernels for these types alone.
         known = [*_foreach_utils._foreach_supported_types, FakeCudaTensor]
         changed.enter_context(patch.object(_foreach_utils, "_foreach_supported_types", known))

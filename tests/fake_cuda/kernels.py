@@ -161,6 +161,64 @@ def flash_attention_backward(
     return found
 
 
+def _rows(*tensors: Tensor) -> list[Tensor]:
+    """(B, H, S, D) -> (B * S, H, D)."""
+    return [x.transpose(1, 2).flatten(0, 1) for x in tensors]
+
+
+def _ends(rows: int, length: int) -> Tensor:
+    """Boundaries of rows of one length."""
+    return torch.arange(0, rows * length + 1, length, dtype=torch.int32)
+
+
+def sdpa_flash_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float = 0.0,
+    causal: bool = False,
+    debug: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """`_scaled_dot_product_flash_attention`, whose last query is causal at the last key: (B, Hq, S,
+    D) outputs, (B, Hq, S) float32 lse, and what dropout and boundaries would need."""
+    rows, queries, keys = query.shape[0], query.shape[2], key.shape[2]
+    bounds = (_ends(rows, queries), _ends(rows, keys), queries, keys)
+    flat = _rows(query, key, value)
+    out, lse, *rest = flash_attention_forward(*flat, *bounds, dropout, causal, debug, scale=scale)
+    out = out.unflatten(0, (rows, queries)).transpose(1, 2)
+    lse = lse.unflatten(1, (rows, queries)).transpose(0, 1).contiguous()
+    return out, lse, torch.empty(0), torch.empty(0), queries, keys, *rest
+
+
+def sdpa_flash_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    dropout: float,
+    causal: bool,
+    *state: Tensor,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    """Gradients of query, key and value."""
+    rows = query.shape[0]
+    bounds = (_ends(rows, max_q), _ends(rows, max_k), max_q, max_k)
+    q, k, v, made, of_out = _rows(query, key, value, out, grad)
+    told = lse.transpose(0, 1).flatten(1)
+    found = flash_attention_backward(
+        of_out, q, k, v, made, told, *bounds, dropout, causal, *state, scale=scale
+    )
+    return tuple(x.unflatten(0, (rows, -1)).transpose(1, 2) for x in found)
+
+
 def histc(values: Tensor, bins: int = 100, min: Any = 0, max: Any = 0) -> Tensor:
     """CUDA's counts integers, too."""
     return torch.histc(values.float(), bins, min, max).to(values.dtype)
@@ -169,6 +227,8 @@ def histc(values: Tensor, bins: int = 100, min: Any = 0, max: Any = 0) -> Tensor
 KERNELS: dict[Any, Callable[..., Any]] = {
     aten._flash_attention_forward.default: flash_attention_forward,
     aten._flash_attention_backward.default: flash_attention_backward,
+    aten._scaled_dot_product_flash_attention.default: sdpa_flash_forward,
+    aten._scaled_dot_product_flash_attention_backward.default: sdpa_flash_backward,
     aten.histc.default: histc,
 }
 """By operator."""

@@ -222,11 +222,11 @@ def _mcore(engine: Any, batch: PackedBatch) -> tuple[Bytes, dict[str, int]]:
 
 
 @contextmanager
-def fake_world() -> Iterator[None]:
-    """Rank 0 of 8."""
+def fake_world(rank: int = 0) -> Iterator[None]:
+    """One rank of 8, the first unless it is said."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    surroundings = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(WORLD)}
+    surroundings = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(WORLD)}
     surroundings |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     new_group = dist.new_group
 
@@ -234,7 +234,7 @@ def fake_world() -> Iterator[None]:
         return new_group(*args, **{**options, "backend": "fake"})
 
     with patch.dict(os.environ, surroundings), patch.object(dist, "new_group", fake):
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
         try:
             yield
         finally:

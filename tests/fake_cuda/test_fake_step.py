@@ -189,5 +189,6 @@ PRODUCT = [
 def test_every_way_to_train_a_family(family: str) -> None:
     cases = tuple(case for case in PRODUCT if case.family == family)
     assert len(cases) >= 6
-    for case, seen in _ran(cases).items():
-        _require(case, seen)
+    for start in range(0, len(cases), 8):  # that many end within the time of one process
+        for case, seen in _ran(cases[start : start + 8]).items():
+            _require(case, seen)

@@ -1,8 +1,7 @@
 """The mcore engine's optimizer step on the GPU that a CPU plays, and on ranks of larger layouts.
 
-Not traced: context parallelism without Transformer Engine (torch's CausalBias cannot be made while
-operators are watched), and what travels between pipeline stages.
-"""
+Of a larger layout one rank is traced: its branches, devices and waits, and what it sends to the
+stages beside it and wants from them. Its numbers are its own at DP alone."""
 
 from __future__ import annotations
 
@@ -19,36 +18,78 @@ pytestmark = [
 ]
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "DP 8": {"distributed_optimizer": True},
-    "TP 2, SP": {"tensor": 2, "sequence": True},
-    "PP 2": {"pipeline": 2},
+    "DP 8": {"split": {"distributed_optimizer": True}},
+    "DP 8, liger": {"split": {"distributed_optimizer": True}, "packages": ["liger"]},
+    "TP 2, SP": {"split": {"tensor": 2, "sequence": True}},
+    "CP 2": {"split": {"context": 2}},
+    "PP 2, first": {"split": {"pipeline": 2}},
+    "PP 2, last": {"split": {"pipeline": 2}, "stage": 1},
+    "PP 2, told": {"split": {"pipeline": 2}, "stage": 1, "told": True},
+    "TP 2, SP, CP 2, PP 2, last": {
+        "split": {"tensor": 2, "sequence": True, "context": 2, "pipeline": 2},
+        "stage": 1,
+    },
 }
+"""`told`: senders say widths, as Megatron does by itself."""
 
 
 @cache
 def _seen() -> dict[str, dict[str, Any]]:
-    given = [{"split": split} for split in LAYOUTS.values()]
+    given = [*LAYOUTS.values()]
     return dict(zip(LAYOUTS, run_under_guard("fake_cuda.megatron", given), strict=True))
+
+
+def _unknown(seen: dict[str, Any]) -> list[tuple[str, str]]:
+    """Waits of no list; the step's own read is there once."""
+    waits = [(what, place) for what, place in seen["waits"]]
+    own = [wait for wait in waits if wait[1].startswith(f"{OURS[1]}:")]
+    assert [what for what, _ in own] == [OURS[0]]
+    known = {(what, "backward") for what in BACKWARD.get("qwen2_5_vl", ())}
+    unknown = [wait for wait in waits if wait not in own and wait not in known]
+    return [wait for wait in unknown if wait[1] not in THIRD_PARTY]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_takes_every_branch_for_the_device(layout: str) -> None:
     seen = _seen()[layout]
     assert seen["error"] == ""
-    assert seen["attention"].startswith("torch_varlen")
+    ran = "segments (with context parallelism" if "CP" in layout else "torch_varlen"
+    assert seen["attention"].startswith(ran)
+    fused = "norms and rotations: " + ("liger (0.8.5" if "liger" in layout else "none")
+    assert seen["fused"].startswith(fused) and seen["fused"].endswith("SwiGLU: Megatron's")
     assert seen["elsewhere"] == []
     assert seen["without_gradient"] == []
-    waits = [(what, place) for what, place in seen["waits"]]
-    own = [wait for wait in waits if wait[1].startswith(f"{OURS[1]}:")]
-    assert [what for what, _ in own] == [OURS[0]] * ("PP" not in layout)  # no step, its parts
-    known = {(what, "backward") for what in BACKWARD.get("qwen2_5_vl", ())}
-    unknown = [wait for wait in waits if wait not in own and wait not in known]
-    assert [wait for wait in unknown if wait[1] not in THIRD_PARTY] == []
+    if "told" not in layout:
+        assert _unknown(seen) == []
 
 
-def test_a_replica_computes_what_it_does_on_the_cpu() -> None:
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "PP" in name])
+def test_stages_exchange_hidden_states_alone(layout: str) -> None:
+    """One forward and one backward, in the order of the micro-batches, which differ in width."""
+    seen = _seen()[layout]
+    hidden, traffic = seen["hidden"], seen["traffic"]
+    assert len({width for width, _, _ in hidden}) == len(hidden) == 3
+    there = [each for each in traffic if each[3] == "torch.bfloat16"]
+    for way in ("isend", "irecv"):
+        assert [shape for name, _, shape, _ in there if name == way] == hidden
+    peer = 4 if "first" in layout else 0
+    assert {rank for _, rank, _, _ in traffic} == {peer}
+    assert (len(there) == len(traffic)) is ("told" not in layout)
+
+
+def test_stages_that_are_told_widths_wait() -> None:
+    """Three times a message; numbers are those of stages that know them."""
+    told, known = _seen()["PP 2, told"], _seen()["PP 2, last"]
+    places = [place for _, place in _unknown(told)]
+    assert len(places) >= 2 * len(told["hidden"])
+    assert all("pipeline_parallel/p2p_communication.py" in place for place in places)
+    assert told["grad_norm"] == known["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("layout", ["DP 8", "DP 8, liger"])
+def test_a_replica_computes_what_it_does_on_the_cpu(layout: str) -> None:
     """Sums over replicas are its own: the others are no processes."""
-    seen = _seen()["DP 8"]
+    seen = _seen()[layout]
     assert seen["loss"] == pytest.approx(seen["cpu_loss"], rel=5e-3)
     assert seen["grad_norm"] == pytest.approx(seen["cpu_grad_norm"], rel=2e-2)
     assert seen["loss"] != seen["cpu_loss"]  # it was bfloat16

@@ -72,8 +72,9 @@ def transformer_config(
         pipeline_model_parallel_size=sizes.pipeline,
         context_parallel_size=sizes.context,
         sequence_parallel=sizes.sequence,
-        # Packed rows differ in width from micro-batch to micro-batch, so stages send shapes first.
+        # Packed rows differ in width from micro-batch to micro-batch; `pipeline` knows the widths.
         variable_seq_lengths=True,
+        batch_p2p_sync=False,  # for old versions of torch; the host would wait behind each message
         moe_token_dispatcher_type="alltoall",  # the one that takes rows of different widths
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=True,

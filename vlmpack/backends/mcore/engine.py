@@ -28,6 +28,7 @@ from vlmpack.backends.mcore.groups import in_words, start_model_parallel
 from vlmpack.backends.mcore.layout import LocalParameter, WeightLayout, local_parameters
 from vlmpack.backends.mcore.model import MegatronVLM
 from vlmpack.backends.mcore.optimizer import MegatronAdamW
+from vlmpack.backends.mcore.pipeline import LookedAhead, stage_exchange
 from vlmpack.backends.mcore.pretrained import PretrainedReader
 from vlmpack.backends.mcore.router import report_routers
 from vlmpack.backends.mcore.stage import replicated, vision_tower
@@ -188,15 +189,17 @@ class MegatronEngine:
     ) -> list[dict[str, Tensor]]:
         """Run the micro-batches of one optimizer step through Megatron's schedule."""
         self.ddp.train(not forward_only)
+        batches = LookedAhead(map(self.prepare, data_iterator))
         with megatron_on_cpu(), torch.set_grad_enabled(not forward_only):
             reports: list[dict[str, Tensor]] = get_forward_backward_func()(
                 forward_step_func=forward_step,
-                data_iterator=map(self.prepare, data_iterator),
+                data_iterator=batches,
                 model=[self.ddp],
                 num_microbatches=num_microbatches,
-                seq_length=1,  # shapes travel between stages: variable_seq_lengths
+                seq_length=1,  # rows differ: variable_seq_lengths
                 micro_batch_size=1,
                 forward_only=forward_only,
+                **stage_exchange(self.model.config, self.groups, batches),
             )
         # Every TP rank of the last stage computes the same losses; the first one counts them.
         counts = self.last and self.groups.tp.rank() == 0
