@@ -100,10 +100,10 @@ LAYOUTS = {
     "tp2-sp": Layout(tensor=2, sequence=True, recompute="selective"),
     "cp2": Layout(context=2, distributed=True),
     "cp2-fixed": Layout(context=2, fixed=True),
-    "pp2": Layout(pipeline=2),
+    "pp2": Layout(pipeline=2, recompute=4),
     "dp2": Layout(dp=2, distributed=True),
     "tp2-captured": Layout(tensor=2, fixed=True, captured=True),
-    "tp2-sp-captured": Layout(tensor=2, sequence=True, recompute=True, fixed=True, captured=True),
+    "tp2-sp-captured": Layout(tensor=2, sequence=True, recompute="full", fixed=True, captured=True),
     "dp2-captured": Layout(dp=2, distributed=True, fixed=True, captured=True),
     "tp2-cp2": Layout(tensor=2, context=2, sequence=True),
     "cp2-pp2": Layout(context=2, pipeline=2, distributed=True),
@@ -319,6 +319,11 @@ class Placement:
             },
             "dp_rank": engine.ranks.dp_rank,
             "layers": [layer.layer_number for layer in engine.model.gpt.decoder.layers],
+            "again": [
+                layer.layer_number
+                for layer in engine.model.gpt.decoder.layers
+                if "forward" in vars(layer)
+            ],
             "shapes": {
                 name: list(parameter.shape) for name, parameter in engine.model.named_parameters()
             },

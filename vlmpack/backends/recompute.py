@@ -18,7 +18,7 @@ operators do that, but neither a collective (`recipe.engine_rules.why_not_select
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -103,18 +103,18 @@ def _stacked(model: nn.Module) -> Iterator[tuple[int, Any]]:
             yield from enumerate(layers)
 
 
-def recompute_modules(layers: Iterable[nn.Module], value: Recomputed) -> None:
+def recompute_modules(layers: Mapping[int, nn.Module], value: Recomputed) -> None:
     """Activation checkpointing of layers that are called with tensors by name, such as Megatron's.
     They draw no random numbers.
 
     Hooks of a layer stay outside of what is computed again.
 
     Args:
-        layers: one stack, in order.
+        layers: of one stack, or a pipeline stage's part of it, by their places in the whole stack.
         value: of the recipe.
     """
     run = _run(value, draws=False)
-    for place, layer in enumerate(layers):
+    for place, layer in layers.items():
         if is_recomputed(place, value):
             vars(layer)["forward"] = _again(layer, layer.forward, run)
 

@@ -86,7 +86,7 @@ class _Rank:
     Args:
         where: which rank.
         parameters: it computes with; of these `experts` in experts.
-        layers: decoder layers.
+        layers: places of its decoder layers.
         in_flight: micro-batches whose activations it holds.
         has_tower, has_head: whether it is on the first, the last stage.
     """
@@ -94,7 +94,7 @@ class _Rank:
     where: str
     parameters: int
     experts: int
-    layers: int
+    layers: range
     in_flight: int
     has_tower: bool
     has_head: bool
@@ -152,20 +152,22 @@ class _Estimate:
         experts = sizes.experts // stages // split.expert
         first = layers + experts + sizes.embedding // tensor + sizes.tower
         head = (sizes.head or (sizes.embedding if stages > 1 else 0)) // tensor
+        places = range(sizes.num_layers)
         each = sizes.num_layers // stages
         if stages == 1:
             return [_Rank(
-                where="every rank alike", parameters=first + head, experts=experts, layers=each,
+                where="every rank alike", parameters=first + head, experts=experts, layers=places,
                 in_flight=1, has_tower=True, has_head=True,
             )]  # fmt: skip
         return [
             _Rank(
-                where="first pipeline stage", parameters=first, experts=experts, layers=each,
-                in_flight=min(stages, self.accumulation), has_tower=True, has_head=False,
+                where="first pipeline stage", parameters=first, experts=experts,
+                layers=places[:each], in_flight=min(stages, self.accumulation),
+                has_tower=True, has_head=False,
             ),
             _Rank(
                 where="last pipeline stage", parameters=layers + experts + head, experts=experts,
-                layers=each, in_flight=1, has_tower=False, has_head=True,
+                layers=places[len(places) - each :], in_flight=1, has_tower=False, has_head=True,
             ),
         ]  # fmt: skip
 
@@ -245,13 +247,13 @@ class _Estimate:
         tokens = -(-self.mode.max_row_slots // split.context)
         narrow = split.tensor if split.sequence else 1
         kept, again = 0, 0
-        for place, layer in enumerate(sizes.decoder):
+        for place in rank.layers:
+            layer = sizes.decoder[place]
             whole = self._layer(layer, narrow)
             held = self._kept(layer, narrow) if is_recomputed(place, recomputed) else whole
             kept, again = kept + held, max(again, whole - held)
         blocks = self._tower(rank)
-        language = tokens * (rank.layers * kept // max(1, len(sizes.decoder)))
-        return language + blocks.kept, max(tokens * again, blocks.again)
+        return tokens * kept + blocks.kept, max(tokens * again, blocks.again)
 
     def _layer(self, layer: LayerSizes, narrow: int) -> int:
         """Bytes that a layer keeps of each token on one rank."""

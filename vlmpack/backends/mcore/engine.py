@@ -122,7 +122,8 @@ class MegatronEngine:
                 tower=vision_tower(config, self.skeleton, encoder, model.recomputed),
                 fused=fused.ops,
             ).to(self.device)
-            recompute_modules(self.model.gpt.decoder.layers, model.recomputed)
+            layers = {layer.layer_number - 1: layer for layer in self.model.gpt.decoder.layers}
+            recompute_modules(layers, model.recomputed)
             if compute.captures:
                 self.model.capture_decoder(recorder(self.device))
             self.router_sum = None
