@@ -49,6 +49,7 @@ def _about_graphs(problems: list[str]) -> list[str]:
 def test_what_cannot_be_captured_is_refused_by_name(overrides, words, problems_of):
     found = _about_graphs(problems_of([*GRAPHS, *overrides]))
     assert len(found) == 1 and re.search(words, found[0])
+    assert re.search(r"(or|use) training\.cuda_graphs: none$", found[0])
     assert _about_graphs(problems_of(overrides)) == []
 
 

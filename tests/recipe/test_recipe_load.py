@@ -164,6 +164,8 @@ def test_dotted_key_in_a_file_is_explained(write, good_text):
         ("export=true", "expected a mapping (enabled, dtype), found true"),
         ("packing.max_sequences=0", "max_sequences: expected an integer >= 1 or 'auto', found 0"),
         ("packing.max_sequences=many", "expected an integer >= 1 or 'auto', found 'many'"),
+        ("packing.max_sequences=Auto", "'auto', found 'Auto'; did you mean 'auto'?"),
+        ("model.activation_checkpointing=ful", "found 'ful'; did you mean 'full'?"),
         (
             "packing=in_batch",
             "expected a mapping (mode, max_tokens, max_vision_patches,",

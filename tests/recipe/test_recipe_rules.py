@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib import import_module, metadata, util
 from inspect import signature
@@ -219,7 +220,7 @@ CASES = [
     (
         "fsdp_fields_need_fsdp",
         {"parallelism.replicate": 2},
-        "parallelism.replicate: 2, but parallelism.sharding is none; use fsdp",
+        "parallelism.replicate: 2, but parallelism.sharding is none; use fsdp (model.backend: hf)",
         {"parallelism.replicate": 2, "parallelism.sharding": "fsdp"},
     ),
     (
@@ -555,13 +556,23 @@ def test_world_size_must_divide_the_global_batch(minimal):
         check_world(recipe, 3)
 
 
-@pytest.mark.parametrize("world_size", [2, 5, 1])
-def test_sharded_copies_split_the_world(minimal, world_size):
+@pytest.mark.parametrize(
+    ("world_size", "words"),
+    [
+        (2, "2 sharded copies over 2 processes, but .* two or more; use 1$"),
+        (5, "2 sharded copies over 5 processes, but .* two or more; use 1$"),
+        (1, "2 sharded copies over 1 process, but .* two or more; use 1$"),
+        (9, "2 sharded copies over 9 processes, but .* two or more; use 1 or 3$"),
+    ],
+)
+def test_sharded_copies_split_the_world(minimal, world_size, words):
     fsdp = {"parallelism.sharding": "fsdp", "training.global_batch_size": 40}
     recipe = load_recipe(minimal, {**fsdp, "parallelism.replicate": 2})
     check_world(recipe, 10)
-    with pytest.raises(RecipeError, match=r"parallelism\.replicate: 2 sharded copies over"):
+    with pytest.raises(RecipeError) as caught:
         check_world(recipe, world_size)
+    (problem,) = (each for each in caught.value.problems if "parallelism.replicate: " in each)
+    assert re.search(words, problem)
 
 
 def test_world_size_must_hold_whole_model_copies(minimal):

@@ -104,7 +104,10 @@ def fsdp_fields_need_fsdp(parallelism: ParallelismSection) -> list[Problem]:
     for name in ("replicate", "gradient_sync"):
         value = getattr(parallelism, name)
         if parallelism.sharding != "fsdp" and value != getattr(whole, name):
-            message = f"{value}, but parallelism.sharding is none; use fsdp, or leave it out"
+            message = (
+                f"{value}, but parallelism.sharding is none; use fsdp (model.backend: hf), or "
+                f"leave it out"
+            )
             problems.append(Problem(("parallelism", name), message))
     return problems
 

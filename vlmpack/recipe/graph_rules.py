@@ -18,6 +18,9 @@ from vlmpack.recipe.trainable import TrainableSection
 
 _KEY = ("training", "cuda_graphs")
 
+_OFF = "training.cuda_graphs: none"
+"""How graphs are done without: `none` alone may be read as a value of the other field."""
+
 
 def _refused(training: TrainingSection, is_so: object, why: str) -> list[Problem]:
     """One problem where graphs are asked for and something stands in their way."""
@@ -30,7 +33,7 @@ def graphs_replay_planned_rows(training: TrainingSection, packing: PackingSectio
     """Rows of one width are those that a budget plans."""
     why = (
         f"the rows of packing.mode '{packing.mode}' share no width; use packing.mode: online or "
-        f"offline, or none"
+        f"offline, or {_OFF}"
     )
     return _refused(training, not packing.facts.plans_rows, why)
 
@@ -39,7 +42,7 @@ def graphs_read_boundaries(training: TrainingSection, model: ModelSection) -> li
     """A loop over segments launches other kernels for every row."""
     why = (
         "model.attention: segments is a loop over each row's own lengths, which no graph can "
-        "replay; use auto, torch_varlen or flash_attn, or none"
+        f"replay; use auto, torch_varlen or flash_attn, or {_OFF}"
     )
     return _refused(training, model.attention == "segments", why)
 
@@ -48,7 +51,7 @@ def graphs_hold_layers_of_ours(training: TrainingSection, model: ModelSection) -
     """Nobody tried to capture Transformer Engine's layers with boundaries that change."""
     why = (
         "the layers of model.attention: transformer_engine were never captured; use auto, "
-        "torch_varlen or flash_attn, or none"
+        f"torch_varlen or flash_attn, or {_OFF}"
     )
     return _refused(training, model.attention == "transformer_engine", why)
 
@@ -59,7 +62,7 @@ def graphs_hold_whole_rows(
     """Ranks that share a row in context parallelism cut each segment by its length."""
     why = (
         f"parallelism.context: {parallelism.context} cuts each segment by its own length, which "
-        f"no graph can replay; set context to 1, or none"
+        f"no graph can replay; set context to 1, or {_OFF}"
     )
     return _refused(training, parallelism.context > 1, why)
 
@@ -70,7 +73,7 @@ def graphs_hold_one_row_at_a_time(
     """A captured backward pass reads what its own forward pass left last."""
     why = (
         f"parallelism.pipeline: {parallelism.pipeline} has several rows under way at a time, and "
-        f"a captured decoder keeps the activations of one; set pipeline to 1, or none"
+        f"a captured decoder keeps the activations of one; set pipeline to 1, or {_OFF}"
     )
     return _refused(training, parallelism.pipeline > 1, why)
 
@@ -81,7 +84,7 @@ def graphs_need_whole_weights(
     """A graph reads weights where they lay when it was captured."""
     why = (
         "parallelism.sharding: fsdp gathers the weights of each layer into other memory in every "
-        "step, by hooks that no graph replays; use sharding: none, or none"
+        f"step, by hooks that no graph replays; use sharding: none, or {_OFF}"
     )
     return _refused(training, parallelism.sharding == "fsdp", why)
 
@@ -89,15 +92,15 @@ def graphs_need_whole_weights(
 def graphs_share_no_prefixes(training: TrainingSection, packing: PackingSection) -> list[Problem]:
     """What is shared decides how a row is computed."""
     why = (
-        "packing.share_prefix: true makes attention follow what each row's samples share; leave "
-        "one of them out"
+        "packing.share_prefix: true makes attention follow what each row's samples share; use "
+        f"false, or {_OFF}"
     )
     return _refused(training, packing.share_prefix, why)
 
 
 def graphs_train_no_pairs(training: TrainingSection, objective: ObjectiveSection) -> list[Problem]:
     """Pairs have a reference pass, and rows of no fixed shape."""
-    why = f"rows of objective.name '{objective.name}' have no fixed shape yet; leave it out"
+    why = f"rows of objective.name '{objective.name}' have no fixed shape yet; use {_OFF}"
     return _refused(training, objective.learns_pairs, why)
 
 
@@ -105,7 +108,7 @@ def graphs_drop_nothing(training: TrainingSection, trainable: TrainableSection) 
     """Random numbers follow from each step's own seed, which a graph would have to be told."""
     why = (
         f"trainable.lora.dropout {trainable.lora.dropout} draws random numbers in every row; set "
-        f"it to 0, or none"
+        f"it to 0, or {_OFF}"
     )
     return _refused(training, trainable.drops(), why)
 
@@ -115,7 +118,7 @@ def graphs_need_plain_weights(
 ) -> list[Problem]:
     """Nobody tried to capture the kernels of quantized weights."""
     quantize = trainable.lora.quantize
-    why = f"trainable.lora.quantize {quantize!r} was never captured; leave one of them out"
+    why = f"trainable.lora.quantize {quantize!r} was never captured; use none, or {_OFF}"
     return _refused(training, trainable.uses("lora") and quantize != "none", why)
 
 
@@ -123,7 +126,7 @@ def graphs_have_no_router_loss(training: TrainingSection, model: ModelSection) -
     """The routers' logits stay inside of the captured part."""
     why = (
         f"model.router_aux_loss_coef {model.router_aux_loss_coef} needs the routers' logits, which "
-        f"a captured decoder keeps to itself; set one of them to none or 0"
+        f"a captured decoder keeps to itself; set it to 0, or {_OFF}"
     )
     return _refused(training, model.router_aux_loss_coef, why)
 

@@ -62,7 +62,11 @@ def _explain_one(details: ErrorDetails, values: object, schema: Node) -> Problem
     node = node_at(schema, location)
     if not node and "anyOf" in node_at(schema, location[:-1]):  # one alternative of a union
         node = node_at(schema, location[:-1])
-        return Problem(path, f"expected {describe(node, schema)}, found {shown(details['input'])}")
+        found = details["input"]
+        advice = (
+            suggest_value(found, allowed_values(node, schema)) if isinstance(found, str) else ""
+        )
+        return Problem(path, f"expected {describe(node, schema)}, found {shown(found)}{advice}")
     allowed, found = allowed_values(node, schema), details["input"]
     if allowed and kind == "literal_error":
         listed = ", ".join(allowed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from vlmpack.recipe.derived import data_parallel_size
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import PackingSection, ParallelismSection, TrainingSection
+from vlmpack.words import counted
 
 
 def world_splits_into_copies(parallelism: ParallelismSection, world_size: int) -> list[Problem]:
@@ -26,9 +27,10 @@ def copies_split_the_world(parallelism: ParallelismSection, world_size: int) -> 
     copies = parallelism.replicate
     if copies == 1 or (world_size % copies == 0 and world_size > copies):
         return []
+    fitting = [n for n in range(1, world_size // 2 + 1) if world_size % n == 0] or [1]
     message = (
-        f"{copies} sharded copies over {world_size} processes, expected a divisor of {world_size} "
-        f"below it; each copy is sharded over world size / replicate processes"
+        f"{copies} sharded copies over {counted(world_size, 'process', 'processes')}, but each is "
+        f"sharded over an equal number of them, two or more; use {' or '.join(map(str, fitting))}"
     )
     return [Problem(("parallelism", "replicate"), message)]
 
