@@ -95,27 +95,34 @@ class Forms:
         norms: whether an RMS norm is one kernel.
         activations: whether the activation of a gated MLP is.
         cuda: whether the head's chunks are a GPU's.
+        captured: whether the decoder is replayed.
     """
 
     recurrences: Recurrences = Recurrences()
     norms: bool = False
     activations: bool = False
     cuda: bool = True
+    captured: bool = False
 
 
-def forms_on(device: torch.device, model: ModelSection) -> Forms:
+def forms_on(device: torch.device, model: ModelSection, *, captured: bool = False) -> Forms:
     """What will run on a device, as far as the recipe and the packages that are installed say it.
 
     Args:
         device: it need not be here.
         model: its dtype settled.
+        captured: whether the decoder will be replayed (`training.cuda_graphs`).
     """
     from vlmpack.backends.fused import is_fused
 
     fused, cuda = is_fused(model.fused_layers, device), device.type == "cuda"
     megatrons = model.fused_layers != "none" and cuda and model.backend == "mcore"
     return Forms(
-        recurrences_on(device, model), norms=fused, activations=fused or megatrons, cuda=cuda
+        recurrences_on(device, model),
+        norms=fused,
+        activations=fused or megatrons,
+        cuda=cuda,
+        captured=captured,
     )
 
 

@@ -153,6 +153,7 @@ def _memory(inputs: PlanInputs, own: ModeFigures) -> MemoryFigures | None:
         return None
     recipe, sizes = inputs.recipe, inputs.sizes
     model = recipe.model.settled("bfloat16")  # what a GPU computes in
+    captured = recipe.training.cuda_graphs != "none"
 
     def estimate(model: ModelSection) -> MemoryFigures:
         return memory_figures(
@@ -163,7 +164,7 @@ def _memory(inputs: PlanInputs, own: ModeFigures) -> MemoryFigures | None:
             global_batch_size=recipe.training.global_batch_size,
             world_size=inputs.world_size,
             trained=inputs.trained,
-            forms=forms_on(torch.device("cuda"), model),
+            forms=forms_on(torch.device("cuda"), model, captured=captured),
         )
 
     if not model.recomputes_what_fits:

@@ -152,8 +152,7 @@ class _Estimate:
         experts = sizes.experts // stages // split.expert
         first = layers + experts + sizes.embedding // tensor + sizes.tower
         head = (sizes.head or (sizes.embedding if stages > 1 else 0)) // tensor
-        places = range(sizes.num_layers)
-        each = sizes.num_layers // stages
+        places, each = range(sizes.num_layers), sizes.num_layers // stages
         if stages == 1:
             return [_Rank(
                 where="every rank alike", parameters=first + head, experts=experts, layers=places,
@@ -186,7 +185,7 @@ class _Estimate:
             where=rank.where,
             dtype=self.model.dtype,
             weights=weights,
-            gradients=gradients,
+            gradients=gradients + self._replayed_gradients(rank),
             optimizer=optimizer,
             activations=rank.in_flight * kept + again,
             again=again,
@@ -211,6 +210,14 @@ class _Estimate:
         if trained.language:
             count += rank.parameters - (trained.images if rank.has_tower else 0)
         return count + (trained.trained_images if rank.has_tower else 0)
+
+    def _replayed_gradients(self, rank: _Rank) -> int:
+        """Bytes of the decoder that a captured backward pass writes before they are added up."""
+        if not self.forms.captured:
+            return 0
+        outside = self.sizes.tower + (self.sizes.embedding + self.sizes.head) // self.split.tensor
+        count = self.trained.adapters + self.trained.language * (rank.parameters - outside)
+        return count * (self.number if self._local() else 4)
 
     def _hf_state(self, rank: _Rank) -> tuple[int, int, int]:
         sizes, trained = self.sizes, self.trained

@@ -59,6 +59,7 @@ def _settled(setup: Setup, train: TrainData, room: Room | None) -> ModelSection:
     except ModelError:
         sizes = None
     given, where = given_room(asked)
+    captured = recipe.training.cuda_graphs != "none"
     if sizes is None or (room is None and not given):
         return asked
 
@@ -71,7 +72,7 @@ def _settled(setup: Setup, train: TrainData, room: Room | None) -> ModelSection:
             global_batch_size=train.config.training.global_batch_size,
             world_size=ranks.world_size,
             trained=trained_sizes(setup.policy, setup.encoder),
-            forms=forms_on(ranks.device, model),
+            forms=forms_on(ranks.device, model, captured=captured),
         )
 
     model = settled_model(asked, ranks.device)

@@ -13,6 +13,10 @@ from support.shards import TINY_MODEL
 from vlmpack.backends.fused import compiled_ops
 from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.build.compute import settled_compute
+from vlmpack.forecast.activations import Forms
+from vlmpack.forecast.memory import LargestMicroBatch, memory_figures
+from vlmpack.forecast.parameters import read_sizes
+from vlmpack.forecast.trained import trained_sizes
 from vlmpack.packing import FixedShape, PackCollator
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.training.objective import SFT
@@ -35,6 +39,19 @@ def _gradients(engine, rows):
     reports = engine.forward_backward(SFT.forward_step, iter(rows), num_microbatches=len(rows))
     losses = [float(report["loss_sum"]) for report in reports]
     return losses, {n: p.grad.clone() for n, p in engine.parameters() if p.grad is not None}
+
+
+def _gradient_bytes(trained, encoder, captured=False):
+    """By plan's estimate."""
+    model, sizes = ModelSection(path=str(TINY_MODEL), dtype="float32"), read_sizes(TINY_MODEL)
+    figures = memory_figures(
+        *(model, ParallelismSection(), sizes, LargestMicroBatch(1, 300, 0)),
+        global_batch_size=1,
+        world_size=1,
+        trained=trained_sizes(trained, encoder),
+        forms=Forms(captured=captured),
+    )
+    return figures.gradients
 
 
 @pytest.mark.slow
@@ -74,6 +91,8 @@ def test_losses_and_gradients_are_those_of_free_rows(
                     parameter.mul_(1.01)
     assert captured.graph.captures == 1
     assert captured.graph.replays == 2 * (len(bins) - sum(overflowing))
+    held = 4 * sum(weight.numel() for weight in captured.graph._weights)
+    assert _gradient_bytes(trained, encoder, True) - _gradient_bytes(trained, encoder) == held > 0
     assert "captured" in captured.description and "captured" not in plain.description
     # validation and its rows run without
     with torch.no_grad():
