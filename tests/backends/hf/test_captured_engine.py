@@ -13,6 +13,7 @@ from support.shards import TINY_MODEL
 from vlmpack.backends.fused import compiled_ops
 from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.build.compute import settled_compute
+from vlmpack.errors import CapabilityError
 from vlmpack.forecast.activations import Forms
 from vlmpack.forecast.memory import LargestMicroBatch, memory_figures
 from vlmpack.forecast.parameters import read_sizes
@@ -52,6 +53,15 @@ def _gradient_bytes(trained, encoder, captured=False):
         forms=Forms(captured=captured),
     )
     return figures.gradients
+
+
+@pytest.mark.slow
+def test_random_numbers_are_no_part_of_layers_that_a_graph_computes_again(encoder, monkeypatch):
+    monkeypatch.setattr("vlmpack.backends.hf.engine.draws_random_numbers", lambda *_, **__: True)
+    with pytest.raises(CapabilityError, match=r"dropout or jitter.*activation_checkpointing: none"):
+        _engine(encoder, EVERYTHING, captures=True, recomputed="full")
+    _engine(encoder, EVERYTHING, captures=True)
+    _engine(encoder, EVERYTHING, captures=False, recomputed="full")
 
 
 @pytest.mark.slow

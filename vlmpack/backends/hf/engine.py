@@ -51,10 +51,17 @@ from vlmpack.backends.recompute import draws_random_numbers, recompute_layers
 from vlmpack.backends.recording import recorder_on as recorder
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
+from vlmpack.errors import CapabilityError
 from vlmpack.packing import Batch
 from vlmpack.recipe.recompute import described
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.recurrence import choose_recurrence
+
+DRAWS_IN_GRAPHS = (
+    "config.json of the model has dropout or jitter above 0: a layer that is computed again has to "
+    "draw the same numbers, whose state no graph reads; set it to 0 there, or "
+    "training.cuda_graphs: none, or model.activation_checkpointing: none"
+)
 
 
 class HFEngine:
@@ -104,7 +111,9 @@ class HFEngine:
             ),
         )
         fused = describe_fused(loaded, *choose_fused(model.fused_layers, ranks.device))
-        draws = _draws(loaded, policy) and not compute.captures  # no graph reads their state
+        draws = _draws(loaded, policy)
+        if draws and compute.captures and model.recomputed != "none":
+            raise CapabilityError(DRAWS_IN_GRAPHS)
         recompute_layers(loaded, model.recomputed, draws=draws)
         apply_policy(
             loaded, self.paths, policy, device=ranks.device, compute_dtype=self.compute_dtype
