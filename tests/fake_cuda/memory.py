@@ -24,9 +24,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
-from fake_cuda import liger
 from fake_cuda.device import CUDA, FakeCudaTensor, fake_gpu
-from fake_cuda.stand_ins import installed
+from fake_cuda.stand_ins import liger_everywhere
 from support.engines import ADAMW, engine_of, single_rank
 from support.plans import mode_of
 from support.shards import mixed_samples
@@ -35,7 +34,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vlmpack.backends import fused
 from vlmpack.backends.hf.parameter_boxes import local_part
 from vlmpack.backends.policy import TrainingPolicy
 from vlmpack.distributed import Ranks
@@ -273,7 +271,7 @@ def compare(layout: Layout, folder: Path) -> Compared:
     with (
         fake_gpu() if on_gpu else nullcontext(),
         fake_world() if world > 1 else nullcontext(),
-        _liger_everywhere() if layout.fused == "liger" else nullcontext(),
+        liger_everywhere() if layout.fused == "liger" else nullcontext(),
     ):
         with patch.object(Ranks, "gather_objects", lambda _, mine: [mine]):
             engine = _built(model, split, encoder, ranks, policy)
@@ -296,17 +294,6 @@ def compare(layout: Layout, folder: Path) -> Compared:
         activations=figures.activations // figures.rows_in_flight,
     )
     return Compared(counted=counted, planned=planned, where=figures.where, notes=notes)
-
-
-@contextmanager
-def _liger_everywhere() -> Iterator[None]:
-    """liger is installed and takes any device; what Megatron compiles runs as it is written."""
-    with (
-        installed([*liger.MODULES]),
-        patch.object(fused, "why_no_liger", lambda _: None),
-        torch.compiler.set_stance("force_eager"),
-    ):
-        yield
 
 
 def _built(

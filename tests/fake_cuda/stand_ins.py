@@ -22,6 +22,7 @@ from fake_cuda import liger
 from fake_cuda.device import FakeCudaTensor
 from torch import Tensor
 
+from vlmpack.backends import fused
 from vlmpack.recurrence import (
     RowSegments,
     StepSize,
@@ -244,3 +245,14 @@ def installed(names: Sequence[str]) -> Iterator[None]:
     finally:  # those alone: what was imported meanwhile stays
         for path in made:
             del sys.modules[path]
+
+
+@contextmanager
+def liger_everywhere() -> Iterator[None]:
+    """liger is installed and takes any device; what Megatron compiles runs as it is written."""
+    with (
+        installed([*liger.MODULES]),
+        patch.object(fused, "why_no_liger", lambda _: None),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        yield

@@ -18,6 +18,7 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from support import played_te
 
@@ -25,6 +26,7 @@ played_te.play(played_te.VERSIONS[0])
 
 import megatron.core.extensions.transformer_engine as extension
 import torch
+from fake_cuda.stand_ins import liger_everywhere
 from megatron.core.transformer.enums import AttnMaskType
 from support.engines import EVERYTHING, make_stepper, single_rank
 from support.layouts import LAYOUTS
@@ -32,6 +34,7 @@ from support.te_rows import ROWS, SIZES, Call
 from support.token_losses import TINY_MODEL, in_rows
 
 from vlmpack.attention import AttentionChoice, segment_attention
+from vlmpack.backends import fused as kernels
 from vlmpack.backends.engine import Compute
 from vlmpack.backends.mcore.attention import megatron_params
 from vlmpack.backends.mcore.cpu import megatron_on_cpu
@@ -42,6 +45,22 @@ from vlmpack.packing import slice_for_context
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
 HEADS, WIDTH = 2, 4
+DESCRIBED: list[str] = []
+"""What the log says of fused layers, of each engine."""
+
+
+def fused() -> dict[str, Any]:
+    """A step with its layers and liger's rotation, and how often that was called."""
+    calls = []
+    rotate = kernels.liger_rotate
+
+    def counted(tensors: Any, cos: Any, sin: Any) -> Any:
+        calls.append([tuple(x.shape) for x in tensors])
+        return rotate(tensors, cos, sin)
+
+    with liger_everywhere(), patch.object(kernels, "liger_rotate", counted):
+        step = trained(played_te.VERSIONS[0], Compute(torch.float32, None), "liger")
+    return {"step": step, "calls": calls, "said": DESCRIBED[-1]}
 
 
 def attention_of(size: int) -> Any:
@@ -102,16 +121,21 @@ def handed() -> Iterator[Call]:
             yield Call(version, size, name, calls[-1], slots, len(bounds), same)
 
 
-def trained(version: str, compute: Compute) -> tuple[list[float], dict[str, torch.Tensor]]:
+def trained(
+    version: str, compute: Compute, fused_layers: str = "none"
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Loss and gradient norm of a step of the tiny model, and its weights afterwards."""
     played_te.play(version)
-    model = ModelSection(path=str(TINY_MODEL), backend="mcore", dtype="float32")
+    model = ModelSection(
+        path=str(TINY_MODEL), backend="mcore", dtype="float32", fused_layers=fused_layers
+    )
     parts = (model, ParallelismSection(), Encoder(TINY_MODEL), single_rank(), EVERYTHING)
     engine = MegatronEngine(*parts, compute)
     report, _ = make_stepper(engine).train(0, in_rows(LAYOUTS["one"]), num_skipped=0, stop=False)
     weights = {name: tensor.clone() for name, tensor in engine.whole_tensors()}
     kinds = {type(module).__name__ for module in engine.model.gpt.modules()}
     assert ("RotatedTEAttention" in kinds) is (compute.attention is None)
+    DESCRIBED.append(engine.description["fused layers"])
     return [report.loss, report.grad_norm], weights
 
 
@@ -120,6 +144,7 @@ def main(path: Path) -> None:
     found = {
         "ours": trained(played_te.VERSIONS[0], Compute(torch.float32, segments)),
         "theirs": trained(played_te.VERSIONS[0], Compute(torch.float32, None)),
+        "fused": fused(),
         "calls": list(handed()),
     }
     path.write_bytes(pickle.dumps(found))

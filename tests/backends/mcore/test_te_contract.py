@@ -195,6 +195,19 @@ def test_its_layers_take_our_weights_and_train_as_ours(found):
     assert worst < 1e-5
 
 
+@pytest.mark.slow
+def test_ligers_rotation_serves_its_attention(found):
+    """Played by liger's signatures, on the same step."""
+    numbers, weights = found["fused"]["step"]
+    plain, others = found["theirs"]
+    assert numbers == pytest.approx(plain, rel=1e-5)
+    assert max((weights[n] - others[n]).abs().max().item() for n in weights) < 1e-5
+    said = "norms: Transformer Engine's; rotations: liger (0.8.5, as the recipe asks); SwiGLU: "
+    assert found["fused"]["said"].startswith(said)
+    calls = found["fused"]["calls"]
+    assert calls and all(queries[1] == keys[1] and queries != keys for queries, keys in calls)
+
+
 def test_arguments_that_a_version_does_not_know_are_refused():
     """The control of the fixture: 2.9 has no `num_splits`, 2.11 none of 2.12."""
     for version, unknown in (("2.9.0", "num_splits"), ("2.11.0", "bottom_right_diagonal")):
