@@ -10,6 +10,7 @@ The answer has for each case what `Seen` has.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 import traceback
@@ -23,11 +24,12 @@ from unittest.mock import patch
 
 import torch
 from accelerate.state import AcceleratorState
-from fake_cuda.device import CUDA, fake_gpu
+from fake_cuda.device import CUDA, active, fake_gpu
 from fake_cuda.memory import WORLD, fake_world
 from support.captured import StreamRecording, first_difference, host_reads, rows_of
 from support.engines import EVERYTHING, single_rank
 from support.families import tiny_family_folder
+from torch import Tensor
 
 from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.backends.mcore.engine import MegatronEngine
@@ -40,6 +42,9 @@ from vlmpack.packing import pin_batch
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.training.objective import SFT
 
+OF_THE_HOST = re.compile(r"(?<!cuda )\b(float|bfloat|int|uint|bool)\d*\[\d")
+"""In what an operator was given."""
+
 
 @dataclass(kw_only=True)
 class Seen:
@@ -50,7 +55,8 @@ class Seen:
         attention: what ran.
         operators: of each row, forward and backward.
         difference: where a row's operators differ from the first row's; None where nowhere.
-        reads: operators that no graph can hold.
+        reads: operators that no graph can hold, and waits of the host.
+        from_host: operators that take a tensor of the host, more than a number.
         unlike: parameters whose gradient on the tape is not that of the same code run eagerly.
         gradients: how many were compared.
         captures, replays: of the tape.
@@ -62,11 +68,35 @@ class Seen:
     operators: list[int] = field(default_factory=list)
     difference: str | None = None
     reads: list[str] = field(default_factory=list)
+    from_host: list[str] = field(default_factory=list)
     unlike: list[str] = field(default_factory=list)
     gradients: int = 0
     captures: int = 0
     replays: int = 0
     collectives: int = 0
+
+
+class _Watched(StreamRecording):
+    """Notes when the host waits for the device in the captured part: copies, reads."""
+
+    def __init__(self, stretch: Any, wrt: Any) -> None:
+        super().__init__(stretch, wrt)
+        self.waits: list[str] = []
+
+    def forward(self) -> Tensor:
+        with self._watching():
+            return super().forward()
+
+    def backward(self, gradient: Tensor) -> tuple[Tensor, ...]:
+        with self._watching():
+            return super().backward(gradient)
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        gpu = active()
+        before = len(gpu.waits)
+        yield
+        self.waits += [f"{wait.what}: {wait.place}" for wait in gpu.waits[before:]]
 
 
 def _on_hf(folder: Path, encoder: Encoder, recorder: Any, _: None) -> tuple[Any, Any, Any]:
@@ -112,7 +142,7 @@ def _look(folder: Path, split: dict[str, Any] | None, seen: Seen) -> None:
     made, world = (_on_hf, nullcontext()) if split is None else (_on_mcore, _rank_of_a_world())
     with fake_gpu(), world:
         rows = [pin_batch(row) for row in rows_of(encoder).fixed]
-        for recorder in (TapeRecording, StreamRecording):
+        for recorder in (TapeRecording, _Watched):
             engine, graph, gradients = made(folder, encoder, recorder, split)
             engine.zero_gradients()
             engine.forward_backward(SFT.forward_step, iter(rows), num_microbatches=len(rows))
@@ -125,7 +155,8 @@ def _look(folder: Path, split: dict[str, Any] | None, seen: Seen) -> None:
                 streams: Any = graph.recording
                 seen.operators = [len(stream) for stream in streams.streams]
                 seen.difference = first_difference(streams.streams)
-                seen.reads = host_reads(streams.streams)
+                seen.reads = [*host_reads(streams.streams), *streams.waits]
+                seen.from_host = [each for each in streams.streams[0] if OF_THE_HOST.search(each)]
                 seen.collectives = sum(each.startswith("c10d.") for each in streams.streams[0])
             AcceleratorState._reset_state(True)
     assert found[0].keys() == found[1].keys()

@@ -98,7 +98,7 @@ class FakeCudaTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _active().run(func, args, kwargs or {})
+        return active().run(func, args, kwargs or {})
 
     @property
     def data(self) -> Tensor:
@@ -123,7 +123,7 @@ class FakeCudaTensor(Tensor):
 
     def tolist(self) -> Any:
         """As torch's own, which refuses subclasses."""
-        _active().wait("a list")
+        active().wait("a list")
         return self.held.tolist()
 
     def numpy(self, *_: Any, **__: Any) -> Any:
@@ -279,7 +279,7 @@ def is_open() -> bool:
     return bool(_OPEN)
 
 
-def _active() -> FakeCuda:
+def active() -> FakeCuda:
     if not _OPEN:
         raise RuntimeError("a tensor of a fake device that is closed")
     return _OPEN[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +126,8 @@ class _Stream(TorchDispatchMode):
 
 def _said(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
-        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        device = "" if leaf.device.type == "cpu" else f"{leaf.device.type} "
+        return f"{device}{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
     return str(leaf._type()) if isinstance(leaf, torch.ScriptObject) else repr(leaf)
 
 
@@ -157,7 +159,7 @@ def host_reads(streams: Sequence[Sequence[str]]) -> list[str]:
         for stream in streams
         for each in stream
         if any(name in each for name in HOST_READS)
-        or (each.startswith("aten.index.") and ", bool[" in each)
+        or (each.startswith("aten.index.") and re.search(r", (cuda )?bool\[", each))
     ]
 
 
