@@ -118,3 +118,18 @@ def test_chunks_bound_the_logits():
     logits = tensors.where(lambda made: made.shape[-1:] == (VOCABULARY,) and made.shape != (16, 50))
     assert logits
     assert max(made.shape[0] for made in logits) == 6
+
+
+def test_a_frozen_head_gets_no_gradient_that_nobody_asks_for():
+    gradients, large = [], []
+    for trains in (True, False):
+        hidden, weight, targets = inputs(40)
+        weight.requires_grad_(trains)
+        losses = linear_cross_entropy(hidden, weight, targets, rows_per_chunk=6)
+        with MadeTensors() as tensors:
+            losses.sum().backward()
+        assert (weight.grad is not None) is trains
+        gradients.append(hidden.grad)
+        large.append(tensors.where(lambda made: made.shape == (VOCABULARY, WIDTH)))
+    assert torch.equal(*gradients)
+    assert large[0] and not large[1]

@@ -109,11 +109,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         hidden, weight, local, inside, peaks, log_sums = ctx.saved_tensors
         grad_losses: Tensor = grads[0]
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=_wide(weight.dtype))
+        grad_weight = None  # a frozen head needs no third product, nor (V, D) numbers for it
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=_wide(weight.dtype))
         for start in range(0, hidden.shape[0], ctx.rows):
             chunk = slice(start, start + ctx.rows)
             logits = _chunk_logits(hidden[chunk], weight, ctx.cap)
@@ -128,8 +130,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_logits = grad_logits.mul_(slope)
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[chunk] = grad_logits @ weight
-            grad_weight += (grad_logits.T @ hidden[chunk]).to(grad_weight.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+            if grad_weight is not None:
+                grad_weight += (grad_logits.T @ hidden[chunk]).to(grad_weight.dtype)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def linear_cross_entropy(
