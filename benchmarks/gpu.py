@@ -125,7 +125,8 @@ class Bench:
             _run([str(HERE / "gpu_run.py"), str(out), str(self.steps), recipe, *pairs])
             plan = self._planned_bytes(overrides)
         except subprocess.CalledProcessError as error:
-            return {"failed": (error.stderr or "").strip()[-2000:]}
+            why = (error.stderr or "").strip() or f"ended with {error.returncode}"
+            return {"failed": why[-2000:]}
         return {**json.loads(out.read_text()), "planned_bytes": plan}
 
     def _planned_bytes(self, overrides: Mapping[str, Any]) -> int | None:
