@@ -12,7 +12,7 @@ from fake_cuda.families import Case, Seen
 from fake_cuda.guard import run_under_guard, why_not
 from fake_cuda.plants import PLANTS
 from fake_cuda.waits import BACKWARD, OURS, THIRD_PARTY
-from support.families import FAMILIES, ROUTED, VISION_FAMILIES
+from support.families import FAMILIES, VISION_FAMILIES
 
 pytestmark = [
     pytest.mark.slow,
@@ -22,9 +22,8 @@ pytestmark = [
 LOSS_TOLERANCE = 2e-2
 """Relative, of bfloat16 to float32: five roundings of 8 bits, as in tests/gpu."""
 NORM_TOLERANCE = 5e-2
-"""Of the gradient's norm: a dozen roundings."""
-ROUTED_TOLERANCE = 0.2
-"""Of both, where experts are chosen: a rounded score chooses another one."""
+"""Of the gradient's norm: a dozen roundings. Where experts are chosen, too: of these samples no
+rounded score has chosen another one that would matter (1.5% at most in 31 cases)."""
 
 HYBRIDS = ("qwen3_5", "nemotron_h")
 PACKAGES = (
@@ -77,11 +76,8 @@ def _require(case: Case, seen: Seen) -> None:
     assert seen.without_gradient == []
     assert seen.frozen_with_gradient == []
     assert seen.unmoved == []
-    routed = case.family in ROUTED
-    rel = ROUTED_TOLERANCE if routed else LOSS_TOLERANCE
-    assert seen.loss == pytest.approx(seen.cpu_loss, rel=rel)
-    rel = ROUTED_TOLERANCE if routed else NORM_TOLERANCE
-    assert seen.grad_norm == pytest.approx(seen.cpu_grad_norm, rel=rel)
+    assert seen.loss == pytest.approx(seen.cpu_loss, rel=LOSS_TOLERANCE)
+    assert seen.grad_norm == pytest.approx(seen.cpu_grad_norm, rel=NORM_TOLERANCE)
     assert _unknown(case, seen) == []
 
 
