@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from vlmpack.backends import recompute
 from vlmpack.backends.recompute import draws_random_numbers, recompute_layers
+from vlmpack.errors import CapabilityError
 from vlmpack.forecast.memory import memory_figures
 from vlmpack.forecast.parameters import read_sizes
 from vlmpack.packing import pack_batch_sequences
@@ -127,6 +128,14 @@ def test_a_layer_that_computes_something_else_again_is_found(encoder, encoded, m
     plain = one_pass(section("selective"), encoder, encoded)[2].after_forward
     monkeypatch.setattr(recompute, "_policy", lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
     assert one_pass(section("selective"), encoder, encoded)[2].after_forward < plain / 2
+
+
+def test_a_class_that_transformers_does_not_recompute_is_refused(session_engine, monkeypatch):
+    model = session_engine.vlm.model
+    monkeypatch.setattr(type(model), "supports_gradient_checkpointing", False)
+    with pytest.raises(CapabilityError, match=r"no layer of Qwen.* again; set it to none"):
+        recompute_layers(model, "full", draws=False)
+    recompute_layers(model, "none", draws=False)
 
 
 def test_random_numbers_are_kept_only_where_some_are_drawn(session_engine):

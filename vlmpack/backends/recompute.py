@@ -17,7 +17,6 @@ operators do that, but neither a collective (`recipe.engine_rules.why_not_select
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -29,6 +28,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from vlmpack.errors import CapabilityError
 from vlmpack.recipe.recompute import Recomputed, is_recomputed
 
 KEPT = frozenset(
@@ -68,27 +68,27 @@ def _run(value: Recomputed, *, draws: bool) -> Run:
 def recompute_layers(model: Any, value: Recomputed, *, draws: bool) -> None:
     """Activation checkpointing of a transformers model, of its towers too.
 
-    transformers then makes the output of every embedding, that of patches too, ask for a gradient,
-    which reentrant checkpoints need. Ours are not, and a frozen tower would be recomputed for
-    nothing: its blocks record no graph as long as nothing in front of them asks for a gradient.
+    transformers' own switch also makes the output of every embedding, that of patches too, ask for
+    a gradient, which reentrant checkpoints need, and warns where it finds none. Ours are not, and a
+    frozen tower would be recomputed for nothing: its blocks record no graph as long as nothing in
+    front of them asks for a gradient. So the flags alone are set.
 
     Args:
         model: transformers'.
         value: of the recipe.
         draws: whether layers draw random numbers, which they must draw alike again.
+
+    Raises:
+        CapabilityError: transformers does not do it for the model's class.
     """
     if value == "none":
         return
-    with warnings.catch_warnings():
-        # transformers 5.17 has this name alone; newer ones rename it and keep it until 6.
-        warnings.simplefilter("ignore", FutureWarning)
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    if getattr(model, "_require_grads_hook", None) is not None:
-        model.disable_input_require_grads()
-    run = _run(value, draws=draws)
-    for module in model.modules():
-        if hasattr(module, "_gradient_checkpointing_func"):
-            module._gradient_checkpointing_func = run
+    if not model.supports_gradient_checkpointing:
+        raise CapabilityError(
+            f"model.activation_checkpointing: transformers computes no layer of "
+            f"{type(model).__name__} again; set it to none"
+        )
+    model._set_gradient_checkpointing(gradient_checkpointing_func=_run(value, draws=draws))
     for place, layer in _stacked(model):
         layer.gradient_checkpointing = is_recomputed(place, value)
 
