@@ -6,14 +6,16 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KERNELS := .kernels/.installed
 REFERENCES := .references/.installed
-TWO_AT_A_TIME := $(BIN)/python -m pytest -n 2 --dist loadfile --durations 25 --durations-min 3
+MEGATRON := .megatron/.installed
+PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+TWO_AT_A_TIME := -m pytest -n 2 --dist loadfile --durations 25 --durations-min 3
 export OMP_NUM_THREADS ?= 2
 # Large temporaries otherwise time the kernel's page faults on CPU.
 export MALLOC_MMAP_THRESHOLD_ ?= 1073741824
 export MALLOC_TRIM_THRESHOLD_ ?= 1073741824
 
 
-.PHONY: demo test test-rest test-all kernels references test-map soak lint format families families-sweep bench assets clean help
+.PHONY: demo test test-rest test-megatron test-all kernels references megatron test-map soak lint format families families-sweep bench assets clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -29,12 +31,17 @@ demo: $(STAMP)  ## finetune the tiny VLM on handwritten digits, packed, and show
 	$(BIN)/python -m vlmpack finetune recipes/digits-demo.yaml
 
 test: $(STAMP)  ## the quick tests, under 5 minutes on two cores
-	$(TWO_AT_A_TIME)
+	$(BIN)/python $(TWO_AT_A_TIME)
 
 test-rest: $(STAMP)  ## the tests that `make test` leaves out
 	-$(MAKE) --no-print-directory kernels
 	-$(MAKE) --no-print-directory references
-	$(TWO_AT_A_TIME) -m 'slow and not soak'
+	-$(MAKE) --no-print-directory megatron
+	$(BIN)/python $(TWO_AT_A_TIME) -m 'slow and not soak and not megatron'
+	$(MAKE) --no-print-directory test-megatron
+
+test-megatron: $(STAMP)  ## the mcore engine's tests, on the newest megatron-core where `make megatron` installed it
+	$(if $(wildcard $(MEGATRON)),$(dir $(MEGATRON))bin,$(BIN))/python $(TWO_AT_A_TIME) -m 'megatron and not soak'
 
 test-all: lint test test-rest  ## linters and every test that CI runs
 
@@ -55,10 +62,21 @@ $(REFERENCES): tests/support/reference_packages.txt | $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --target $(@D) -r $<
 	@cp $< $@
 
+megatron: $(MEGATRON)  ## the newest megatron-core and Triton into .megatron, whose Python has the rest from here (0.7 GB)
+
+# A Python of its own, so that processes that tests start have it as well; it wants 3.12 and runs on 3.11.
+$(MEGATRON): tests/support/megatron_packages.txt | $(STAMP)
+	rm -rf $(@D)
+	$(BIN)/python -m venv --without-pip $(@D)
+	site=$$($(@D)/bin/python $(PURELIB)) && \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --ignore-requires-python --target $$site -r $< && \
+		echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" > $$site/beneath.pth
+	@cp $< $@
+
 soak: $(STAMP)  ## repetitions and further layouts, before a release
 	-$(MAKE) --no-print-directory kernels
 	-$(MAKE) --no-print-directory references
-	$(TWO_AT_A_TIME) -m soak --timeout 3600
+	$(BIN)/python $(TWO_AT_A_TIME) -m soak --timeout 3600
 
 test-map: $(STAMP)  ## which test files are about which module; OF=packing.offline for some alone
 	cd tests && ../$(BIN)/python -m support.which_tests $(OF)
@@ -87,4 +105,4 @@ assets: $(STAMP)  ## rebuild the tiny model and the digit shards
 	$(BIN)/python -m assets.build
 
 clean:  ## remove the environment and caches, keep runs
-	rm -rf $(VENV) $(dir $(KERNELS)) $(dir $(REFERENCES)) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(dir $(KERNELS)) $(dir $(REFERENCES)) $(dir $(MEGATRON)) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache *.egg-info

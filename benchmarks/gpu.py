@@ -125,8 +125,7 @@ class Bench:
             _run([str(HERE / "gpu_run.py"), str(out), str(self.steps), recipe, *pairs])
             plan = self._planned_bytes(overrides)
         except subprocess.CalledProcessError as error:
-            why = (error.stderr or "").strip() or f"ended with {error.returncode}"
-            return {"failed": why[-2000:]}
+            return {"failed": (error.stderr or "").strip()[-2000:]}
         return {**json.loads(out.read_text()), "planned_bytes": plan}
 
     def _planned_bytes(self, overrides: Mapping[str, Any]) -> int | None:

@@ -24,12 +24,15 @@ from vlmpack.packing import pack_batch_sequences
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
 VALUES: tuple[Any, ...] = ("none", "selective", 2, "full")
-WITHOUT_MEGATRON = pytest.mark.skipif(not find_spec("megatron"), reason="needs megatron-core")
+ON_MEGATRON = [
+    pytest.mark.megatron,
+    pytest.mark.skipif(not find_spec("megatron"), reason="needs megatron-core"),
+]
 ENGINES = [
     ("hf", "float32"),
     ("hf", "bfloat16"),
-    pytest.param("mcore", "float32", marks=WITHOUT_MEGATRON),
-    pytest.param("mcore", "bfloat16", marks=WITHOUT_MEGATRON),
+    pytest.param("mcore", "float32", marks=ON_MEGATRON),
+    pytest.param("mcore", "bfloat16", marks=ON_MEGATRON),
 ]
 
 

@@ -104,7 +104,7 @@ def changed_engine(name, folder):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("engine", ["hf", "mcore"])
+@pytest.mark.parametrize("engine", ["hf", pytest.param("mcore", marks=pytest.mark.megatron)])
 def test_an_export_has_them_bit_for_bit(folder, tmp_path, caplog, engine, dtype):
     wanted = stored(folder, prediction=True)
     assert {dtype for dtype, _, _ in wanted.values()} == {"F32", "BF16"}

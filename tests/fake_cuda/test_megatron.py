@@ -13,6 +13,7 @@ from fake_cuda.guard import run_under_guard, why_not
 from fake_cuda.waits import BACKWARD, OURS, THIRD_PARTY
 
 pytestmark = [
+    pytest.mark.megatron,
     pytest.mark.slow,
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 SAME = ("step", "epoch", "num_tokens", "num_label_tokens", "num_samples", "num_rows")
 GRAPHS = {"training__cuda_graphs": "decoder"}
+MEGATRON = pytest.mark.megatron
 
 
 def run(settings: dict[str, Any], run_dir: Path, **changes: Any) -> Path:
@@ -42,7 +43,12 @@ def assert_same_training(ours: Path, theirs: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "bound", "some_eager"),
-    [("hf", 1, True), ("hf", 8, False), ("hf", 32, False), ("mcore", 1, True)],
+    [
+        ("hf", 1, True),
+        ("hf", 8, False),
+        ("hf", 32, False),
+        pytest.param("mcore", 1, True, marks=MEGATRON),
+    ],
 )
 def test_a_captured_run_trains_the_same(
     engine: str, bound: int, some_eager: bool, online: dict[str, Any], tmp_path: Path
@@ -63,7 +69,7 @@ def test_a_captured_run_trains_the_same(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["hf", "mcore"])
+@pytest.mark.parametrize("engine", ["hf", pytest.param("mcore", marks=MEGATRON)])
 def test_a_run_goes_on_with_graphs_and_without(
     engine: str, online: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,19 +47,6 @@ def test_a_device_that_is_not_known_has_no_peak(monkeypatch):
     assert gpu.peak_flops("cpu") is None
 
 
-def test_a_run_that_the_kernel_ends_is_a_row_of_the_table(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import gpu
-
-    def killed(arguments):
-        raise subprocess.CalledProcessError(-9, arguments, stderr="")
-
-    monkeypatch.setattr(gpu, "_run", killed)
-    bench = gpu.Bench(shape=gpu.SHAPES["tiny"], work=tmp_path, steps=7)
-    first = gpu.variants(bench.shape, graphs=False)[0]
-    assert "| none | failed: ended with -9 |" in gpu.table({"none": bench.measured(first)}, None)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_5_vl-3b", "qwen3_5-2b"])
 def test_shapes_have_the_parameters_of_their_names(name, monkeypatch):

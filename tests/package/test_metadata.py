@@ -8,9 +8,18 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from vlmpack.capabilities.versions import BESIDE_MEGATRON, RANGES, version_limit
+from vlmpack.capabilities import versions
+from vlmpack.capabilities.versions import (
+    RANGES,
+    TESTED,
+    TRANSFORMER_ENGINE,
+    TRANSFORMER_ENGINES,
+    lacks_triton,
+    version_limit,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -18,10 +27,14 @@ EXTRAS = PROJECT["optional-dependencies"]
 
 
 def requirements():
-    """Every requirement of the package and its extras, by name, without the package itself."""
+    """Every requirement of the package and its extras, by name, without the package itself; of
+    some there are several, each for a range of Pythons."""
     lines = [*PROJECT["dependencies"], *(line for lines in EXTRAS.values() for line in lines)]
     found = [Requirement(line) for line in lines if not line.startswith("vlmpack[")]
-    return {wanted.name: wanted.specifier for wanted in found}
+    by_name = {wanted.name: set() for wanted in found}
+    for wanted in found:
+        by_name[wanted.name].add(wanted.specifier)
+    return by_name
 
 
 def test_the_package_bounds_torch_from_below_alone():
@@ -37,7 +50,7 @@ def test_the_constraints_pin_what_the_package_leaves_open():
     assert [pin.name for pin in pins] == ["torch"]
     for pin in pins:
         (spec,) = pin.specifier
-        assert spec.operator == "==" and spec.version in requirements()[pin.name]
+        assert spec.operator == "==" and all(spec.version in r for r in requirements()[pin.name])
 
 
 def test_every_install_of_the_makefile_is_constrained():
@@ -67,8 +80,12 @@ def advised():
     for path in sorted((ROOT / "recipes").glob("*.yaml")):
         for line in re.findall(r"pip install '([^']+)'", path.read_text()):
             yield path.relative_to(ROOT), line
-    for name in (*RANGES, *BESIDE_MEGATRON):
-        (line,) = re.findall("'(.+)'", version_limit(name, None).would_do)
+    limits = [version_limit(name, None) for name in (*RANGES, TRANSFORMER_ENGINE)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(versions, "find_spec", lambda _: None)
+        limits.append(lacks_triton(TESTED["megatron-core"]))
+    for limit in limits:
+        (line,) = re.findall("'(.+)'", limit.would_do)
         yield Path("vlmpack/capabilities/versions.py"), line
 
 
@@ -79,9 +96,32 @@ def test_no_message_advises_to_install_what_no_index_has():
     for file, line in found:
         wanted = Requirement(line)
         assert wanted.name != "vlmpack", f"{file}: vlmpack is on no index"
-        assert wanted.specifier == declared[wanted.name], f"{file}: {line}"
+        assert wanted.specifier in declared[wanted.name], f"{file}: {line}"
     for path in (ROOT / "vlmpack").rglob("*.py"):
         assert "vlmpack[" not in path.read_text(), f"{path}: an extra of what is on no index"
+
+
+def test_what_is_declared_beside_megatron_core_is_for_the_one_that_pip_takes():
+    """0.17 and later say that they want Python 3.12, so pip takes 0.16 on 3.11, the newest else."""
+    oldest, newest = (TRANSFORMER_ENGINES[minor] for minor in ("0.16", "0.19"))
+    assert TESTED["megatron-core"].startswith("0.19.")
+    for python, wanted, triton in (("3.11", oldest, 0), ("3.12", newest, 1), ("3.13", newest, 1)):
+        found = {}
+        for line in map(Requirement, (*EXTRAS["mcore"], *EXTRAS[TRANSFORMER_ENGINE])):
+            if line.marker is None or line.marker.evaluate(
+                {"python_version": python, "sys_platform": "linux"}
+            ):
+                found[line.name] = str(line.specifier)
+        assert found[TRANSFORMER_ENGINE] == str(SpecifierSet(f">={wanted.lowest},<{wanted.below}"))
+        assert ("triton" in found) == triton
+
+
+def test_the_newest_megatron_core_that_is_tested_is_the_one_that_the_table_is_for():
+    lines = (ROOT / "tests/support/megatron_packages.txt").read_text().splitlines()
+    pins = [Requirement(line.split("#")[0]) for line in lines if not line.startswith("#")]
+    assert [str(pin.specifier) for pin in pins if pin.name == "megatron-core"] == [
+        f"=={TESTED['megatron-core']}"
+    ]
 
 
 @pytest.mark.parametrize("module", ["webdataset", "matplotlib", "sklearn"])

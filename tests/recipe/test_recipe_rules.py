@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from vlmpack.capabilities import versions
 from vlmpack.errors import RecipeError
 from vlmpack.recipe import (
     check_world,
@@ -503,19 +504,36 @@ def test_mcore_takes_every_size_that_hf_refuses(problems_of, size):
     assert problems_of(MCORE | split) == []
 
 
-@pytest.mark.parametrize("version", ["0.16.1", "0.16.1rc0", "0.16.2", "0.16.10+cu13"])
+@pytest.mark.parametrize(
+    "version", ["0.16.1", "0.16.1rc0", "0.16.10+cu13", "0.17.1", "0.18.2", "0.19.99"]
+)
 def test_these_versions_of_megatron_core_are_taken(problems_of, monkeypatch, version):
     monkeypatch.setattr(engine_rules, "mcore_version", lambda: version)
+    monkeypatch.setattr(versions, "find_spec", {"triton": object()}.__getitem__)
     assert problems_of(MCORE) == []
 
 
-@pytest.mark.parametrize("version", ["0.16", "0.16.0", "0.9.3", "0.17.0rc1", "0.17", "1.0", "dev"])
+@pytest.mark.parametrize(("version", "wants"), [("0.16.1", 0), ("0.17.1", 0), ("0.18.0", 1)])
+def test_triton_is_asked_for_where_megatron_core_imports_it(
+    problems_of, monkeypatch, version, wants
+):
+    monkeypatch.setattr(engine_rules, "mcore_version", lambda: version)
+    monkeypatch.setattr(versions, "find_spec", {"triton": None}.__getitem__)
+    problems = problems_of(MCORE)
+    assert len(problems) == wants
+    for problem in problems:
+        assert f"needs triton, which megatron-core {version} imports" in problem
+        assert "which is not installed" in problem and "pip install 'triton>=3'" in problem
+    assert problems_of({}) == []
+
+
+@pytest.mark.parametrize("version", ["0.16", "0.16.0", "0.9.3", "0.20.0rc1", "0.20", "1.0", "dev"])
 def test_other_versions_of_megatron_core_are_refused(problems_of, monkeypatch, version):
     monkeypatch.setattr(engine_rules, "mcore_version", lambda: version)
     (problem,) = problems_of(MCORE)
     assert (
-        f"model.backend: 'mcore' needs megatron-core >= 0.16.1 and < 0.17, found {version}; "
-        "pip install 'megatron-core>=0.16.1,<0.17'"
+        f"model.backend: 'mcore' needs megatron-core >= 0.16.1 and < 0.20, found {version}; "
+        "pip install 'megatron-core>=0.16.1,<0.20'"
     ) in problem
     assert problems_of({}) == []
 
@@ -524,7 +542,7 @@ def test_absent_megatron_core_is_one_problem_with_its_remedy(problems_of, monkey
     monkeypatch.setattr(engine_rules, "mcore_version", lambda: None)
     (problem,) = problems_of(MCORE)
     assert "model.backend: 'mcore' needs megatron-core, which is not installed" in problem
-    assert "pip install 'megatron-core>=0.16.1,<0.17'" in problem
+    assert "pip install 'megatron-core>=0.16.1,<0.20'" in problem
 
 
 def test_megatron_core_is_looked_up_and_not_imported(monkeypatch):

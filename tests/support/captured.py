@@ -25,14 +25,13 @@ from vlmpack.backends.hf.whole_model import packed_model
 from vlmpack.backends.recompute import recompute_layers
 from vlmpack.encode import Encoder
 from vlmpack.packing import EncodedSample, FixedShape, PackedBatch, pack_batch_sequences
-from vlmpack.recipe.recompute import Recomputed
 from vlmpack.recurrence import choose_recurrence
 
 CPU = torch.device("cpu")
 
 
 def packed(
-    folder: Path, *, fixed_shape: bool, recomputed: Recomputed = "none", attention: str = "auto"
+    folder: Path, *, fixed_shape: bool, checkpointing: bool = False, attention: str = "auto"
 ) -> tuple[Any, Encoder]:
     """The model of a folder with what an engine chooses for rows of that kind, and its encoder."""
     encoder = Encoder(folder)
@@ -51,8 +50,9 @@ def packed(
         device=CPU, dtype=torch.float32, kinds=kinds, fixed_shape=fixed_shape
     )
     replace_kernels(language, recurrences)
-    recompute_layers(model, recomputed, draws=False)
-    model.train(recomputed != "none")
+    if checkpointing:
+        recompute_layers(model, "full", draws=False)
+        model.train()
     return packed_model(model, encoder), encoder
 
 
@@ -76,8 +76,7 @@ def rows_of(encoder: Encoder, *, max_sequences: int = 8) -> Rows:
     full = (found * max_sequences)[: min(max_sequences, len(found))]
     chosen = [full, full[:1], text[:1], images[:2], full[::-1], text[:2]]
     width = sum(sample.length for sample in found) + 5
-    fitting = [row for row in chosen if row and len(row) <= max_sequences]
-    return rows_from(fitting, encoder, width, max_sequences=max_sequences)
+    return rows_from([row for row in chosen if row and len(row) <= max_sequences], encoder, width)
 
 
 def rows_from(

@@ -64,7 +64,9 @@ class RMSNorm(nn.Module):
         given = bound("RMSNorm", *args, **arguments).arguments
         assert not given["zero_centered_gamma"]
         self.eps = given["eps"]
-        self.weight = nn.Parameter(torch.ones(given["hidden_size"], dtype=given["params_dtype"]))
+        # The second is the name of old, which Megatron used up to 0.16.
+        (width,) = {given[name] for name in ("normalized_shape", "hidden_size") if name in given}
+        self.weight = nn.Parameter(torch.ones(width, dtype=given["params_dtype"]))
         self.weight.sequence_parallel = given["sequence_parallel"]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -164,6 +166,7 @@ def _install() -> Any:
         "transformer_engine.pytorch.fp8",
         FP8GlobalStateManager=SimpleNamespace(is_fp8_enabled=lambda: False),
         fp8_autocast=lambda *_, **__: nullcontext(),
+        fp8_model_init=lambda *_, **__: nullcontext(),  # megatron-core 0.18 imports it, too
     )
     router = dict.fromkeys(
         (

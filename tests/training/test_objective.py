@@ -81,7 +81,9 @@ def make(engine, encoder):
     return layouts.make_megatron(layouts.LAYOUTS["one"], start_process_group())
 
 
-ENGINES = pytest.mark.parametrize("engine", ["hf", "mcore"])
+ENGINES = pytest.mark.parametrize(
+    "engine", ["hf", pytest.param("mcore", marks=pytest.mark.megatron)]
+)
 
 
 @ENGINES
@@ -115,6 +117,7 @@ def test_a_wrong_objective_is_found(encoder, encoded, expected, broken):
     assert len(found) > len(expected[1]), "every gradient"
 
 
+@pytest.mark.megatron
 @pytest.mark.slow
 def test_any_layout_trains_the_same_objective(tmp_path, expected):
     pytest.importorskip("megatron.core")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 
 from vlmpack.capabilities.limits import Limit
 
@@ -25,22 +26,33 @@ class Range:
 
 RANGES: Mapping[str, Range] = {
     "transformers": Range("5.17", "6"),
-    "megatron-core": Range("0.16.1", "0.17"),
+    "megatron-core": Range("0.16.1", "0.20"),
     "peft": Range("0.20", "1"),
 }
 
-TRANSFORMER_ENGINE = "transformer-engine"
-
-BESIDE_MEGATRON: Mapping[str, Range] = {TRANSFORMER_ENGINE: Range("2.9", "2.12")}
-"""What megatron-core 0.16 asks of packages that it runs without, too: the range that its own
-metadata name. No capability follows from them, so no record of one holds their versions."""
-
 TESTED: Mapping[str, str | None] = {
     "transformers": "5.23.0",
-    "megatron-core": "0.16.1",
+    "megatron-core": "0.19.2",
     "peft": "0.21.2",
 }
-"""The versions that the table in docs/families.md is made for."""
+"""The versions that the table in docs/families.md is made for: the newest in their ranges."""
+
+TRANSFORMER_ENGINE = "transformer-engine"
+TRITON = "triton"
+
+TRANSFORMER_ENGINES: Mapping[str, Range] = {
+    "0.16": Range("2.9", "2.12"),
+    "0.17": Range("2.9", "2.15"),
+    "0.18": Range("2.9", "2.17"),
+    "0.19": Range("2.9", "2.18"),
+}
+"""Transformer Engine's versions by the minor version of megatron-core that wraps it, which runs
+without it, too. 0.16 names a range in its metadata; later ones name none there, and end here with
+the version that they were released against (2.14, 2.16 and 2.17 in their lock files). No capability
+follows from it, so no record of one holds its version."""
+
+_IMPORTS_TRITON = (0, 18)
+"""The first megatron-core that imports Triton as it starts, on a CPU too, and asks pip for none."""
 
 
 def installed_versions() -> Mapping[str, str | None]:
@@ -56,8 +68,18 @@ def _version(name: str) -> str | None:
 
 
 def range_of(name: str) -> Range:
-    """The versions of a package that are wanted."""
-    return {**RANGES, **BESIDE_MEGATRON}[name]
+    """The versions of a package that are wanted; Transformer Engine's by the megatron-core here."""
+    return transformer_engines()[1] if name == TRANSFORMER_ENGINE else RANGES[name]
+
+
+def transformer_engines() -> tuple[str, Range]:
+    """The minor version of megatron-core here, and the versions of Transformer Engine that it is
+    written for; those of the tested one where it is none that is known."""
+    for megatron in (_version("megatron-core"), TESTED["megatron-core"]):
+        minor = ".".join(map(str, release(megatron or "")[:2]))
+        if minor in TRANSFORMER_ENGINES:
+            break
+    return minor, TRANSFORMER_ENGINES[minor]
 
 
 def how_to_install(name: str) -> str:
@@ -78,6 +100,17 @@ def version_limit(name: str, version: str | None) -> Limit | None:
     if release(wanted.lowest) <= release(version) < release(wanted.below):
         return None
     return Limit(f"needs {name} >= {wanted.lowest} and < {wanted.below}, found {version}", would_do)
+
+
+def lacks_triton(megatron: str) -> Limit | None:
+    """What keeps this version of megatron-core from being imported, in its range as it is."""
+    if release(megatron) < _IMPORTS_TRITON or find_spec(TRITON) is not None:
+        return None
+    return Limit(
+        f"needs {TRITON}, which megatron-core {megatron} imports and does not ask pip for, and "
+        "which is not installed (torch for CUDA brings it)",
+        f"pip install '{TRITON}>=3'",
+    )
 
 
 def release(version: str) -> tuple[int, ...]:

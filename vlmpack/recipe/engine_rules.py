@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib import metadata, util
 
 from vlmpack.capabilities.limits import ENGINE_LIMITS, Feature
-from vlmpack.capabilities.versions import version_limit
+from vlmpack.capabilities.versions import lacks_triton, version_limit
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
@@ -35,7 +35,10 @@ def mcore_version() -> str | None:
 
 def mcore_is_installed(model: ModelSection) -> list[Problem]:
     """The engine that is asked for is here, in a version that it was built for."""
-    limit = version_limit("megatron-core", mcore_version()) if model.backend == "mcore" else None
+    if model.backend != "mcore":
+        return []
+    version = mcore_version()
+    limit = version_limit("megatron-core", version) or lacks_triton(version or "")
     return [] if limit is None else [Problem(("model", "backend"), f"'mcore' {limit}")]
 
 

@@ -284,16 +284,3 @@ def test_what_cannot_be_read_by_boxes_is_loaded_whole_and_a_line_says_why(
     for name, value in opened.state_dict().items():
         assert not isinstance(value, Deferred)
         assert torch.equal(value, loaded[name]), name
-
-
-def test_a_loader_that_gives_no_reason_is_gone_around_too(tiny_folder, monkeypatch, caplog):
-    """transformers and torch raise some NotImplementedErrors without a word."""
-
-    def raises(folder):
-        raise NotImplementedError
-
-    monkeypatch.setattr("vlmpack.backends.hf.load._opened", raises)
-    with caplog.at_level(logging.WARNING, "vlmpack"):
-        opened = open_model(tiny_folder)
-    assert "on its host: NotImplementedError" in caplog.text
-    assert not any(isinstance(parameter, Deferred) for parameter in opened.parameters())

@@ -207,6 +207,7 @@ def test_the_losses_that_are_reported_are_without_it(engines, samples):
     assert torch.equal(with_it, without)
 
 
+@pytest.mark.megatron
 def test_gradients_are_those_of_the_mcore_engine(folder, engines, samples):
     """The same knob, the same numbers, on either engine."""
     rows = rows_of(samples, "gaps and a tail")

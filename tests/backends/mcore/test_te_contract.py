@@ -27,12 +27,22 @@ from support.te_rows import ROWS, SIZES
 
 from vlmpack.backends.mcore import te_versions
 from vlmpack.build.compute import settled_compute
-from vlmpack.capabilities.versions import BESIDE_MEGATRON, TRANSFORMER_ENGINE
+from vlmpack.capabilities.versions import (
+    RANGES,
+    TRANSFORMER_ENGINE,
+    TRANSFORMER_ENGINES,
+    release,
+    transformer_engines,
+    version_limit,
+)
 from vlmpack.errors import CapabilityError
 from vlmpack.packing.context import zigzag_index
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
-IN_RANGE = [v for v in VERSIONS if numbers(v) < (2, 12)]
+MINOR, WANTED = transformer_engines()
+IN_RANGE = [v for v in VERSIONS if numbers(v) < numbers(WANTED.below)]
+RELEASED_AGAINST = {"0.17": "2.14.1", "0.18": "2.16.0", "0.19": "2.17.1"}
+"""Transformer Engine in the lock files of core_v0.17.1, core_v0.18.2 and core_v0.19.0."""
 CUDA = torch.device("cuda", 0)
 
 
@@ -218,12 +228,41 @@ def test_arguments_that_a_version_does_not_know_are_refused():
 
 
 def test_the_range_is_the_one_that_megatron_names():
-    """Its pre-releases count as the version that they lead to."""
+    """Its pre-releases count as the version that they lead to. From 0.17 on it names none, and the
+    range ends with the version that it was released against."""
     asked = map(Requirement, metadata.requires("megatron-core"))
-    (theirs,) = (r.specifier for r in asked if r.name == TRANSFORMER_ENGINE and r.specifier)
-    ours = BESIDE_MEGATRON[TRANSFORMER_ENGINE]
-    assert {str(part) for part in theirs} == {f">={ours.lowest}.0a0", f"<{ours.below}.0"}
-    assert [ours.lowest, "2.11"] == [IN_RANGE[0][:3], IN_RANGE[-1][:4]], "the fixture has both ends"
+    theirs = [r.specifier for r in asked if r.name == TRANSFORMER_ENGINE and r.specifier]
+    assert metadata.version("megatron-core").startswith(f"{MINOR}.")
+    assert bool(theirs) == (MINOR == "0.16")
+    for each in theirs:
+        assert {str(part) for part in each} == {f">={WANTED.lowest}.0a0", f"<{WANTED.below}.0"}
+        assert [WANTED.lowest, "2.11"] == [IN_RANGE[0][:3], IN_RANGE[-1][:4]], "both ends are there"
+
+
+def test_each_minor_version_has_a_range_that_ends_with_what_it_was_released_against():
+    first, last = (release(version)[:2] for version in (RANGES["megatron-core"].lowest, "0.19"))
+    minors = [f"0.{minor}" for minor in range(first[1], last[1] + 1)]
+    assert list(TRANSFORMER_ENGINES) == minors == ["0.16", *RELEASED_AGAINST]
+    assert release(RANGES["megatron-core"].below) == (0, last[1] + 1)
+    for minor, against in RELEASED_AGAINST.items():
+        ours = TRANSFORMER_ENGINES[minor]
+        major, its_minor = numbers(against)[:2]
+        assert numbers(ours.lowest) <= numbers(against) < numbers(ours.below)
+        assert numbers(ours.below) == (major, its_minor + 1)
+
+
+@pytest.mark.parametrize(
+    ("megatron", "fits", "too_new"),
+    [
+        ("0.16.1", "2.11.0", "2.12.0"),
+        ("0.18.2", "2.16.0", "2.17.1"),
+        ("0.19.2", "2.17.1", "2.18.0"),
+    ],
+)
+def test_the_range_follows_the_megatron_core_that_is_here(monkeypatch, megatron, fits, too_new):
+    monkeypatch.setattr(metadata, "version", {"megatron-core": megatron}.__getitem__)
+    assert version_limit(TRANSFORMER_ENGINE, fits) is None
+    assert f"found {too_new}" in version_limit(TRANSFORMER_ENGINE, too_new).reason
 
 
 def pretend(monkeypatch, version, passed=(), importable=True):
@@ -242,8 +281,8 @@ def pretend(monkeypatch, version, passed=(), importable=True):
     ("version", "said"),
     [
         (None, "needs transformer-engine, which is not installed"),
-        ("2.20.2", "needs transformer-engine >= 2.9 and < 2.12, found 2.20.2"),
-        ("2.8.0", "needs transformer-engine >= 2.9 and < 2.12, found 2.8.0"),
+        ("2.20.2", f"needs transformer-engine >= 2.9 and < {WANTED.below}, found 2.20.2"),
+        ("2.8.0", f"needs transformer-engine >= 2.9 and < {WANTED.below}, found 2.8.0"),
         ("2.11.0+cu13", "cannot be imported"),
     ],
 )
@@ -251,7 +290,9 @@ def test_the_refusal_names_what_was_found_and_what_to_install(monkeypatch, versi
     pretend(monkeypatch, version, importable=False)
     with pytest.raises(CapabilityError) as caught:
         te_versions.require_transformer_engine(CUDA)
-    command = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9,<2.12'"
+    command = (
+        f"pip install --no-build-isolation '{TRANSFORMER_ENGINE}[pytorch]>=2.9,<{WANTED.below}'"
+    )
     assert said in str(caught.value) and command in str(caught.value)
 
 
@@ -273,6 +314,6 @@ def test_auto_takes_only_what_has_passed_on_a_gpu(monkeypatch):
     assert chosen() == "transformer_engine (tests/gpu has passed with 2.11.0)"
     assert chosen(dtype="float32").startswith("segments")
     assert chosen(attention="segments").startswith("segments (as the recipe asks)")
-    for version, passed in (("2.10.0", megatron), ("2.11.0", "0.16.0")):
+    for version, passed in (("2.10.0", megatron), ("2.11.0", "0.15.0")):
         pretend(monkeypatch, version, passed=[(passed, "2.11.0")])
         assert chosen().startswith("segments"), (version, passed)

@@ -213,6 +213,7 @@ def test_a_tiny_model_of_a_family_verifies(name, tmp_path):
 # Parallel layouts
 
 
+@pytest.mark.megatron
 @pytest.mark.skipif(not find_spec("megatron"), reason="needs megatron-core")
 @pytest.mark.parametrize(
     "jobs",

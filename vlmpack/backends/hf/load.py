@@ -52,7 +52,7 @@ def open_model(folder: Path, *, whole: str = "") -> Any:
         if not whole:
             return _opened(folder)
     except (NotImplementedError, RuntimeError) as error:
-        whole = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        whole = str(error).strip().splitlines()[-1]
     logger.warning("every process loads the whole model in float32 on its host: %s", whole)
     return load_model(folder)
 

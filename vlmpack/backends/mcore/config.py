@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -27,7 +26,8 @@ from vlmpack.attention import VarlenAttention
 from vlmpack.backends.fused import FusedOps
 from vlmpack.backends.mcore.attention import PackedCoreAttention
 from vlmpack.backends.mcore.norm import RMSNorm
-from vlmpack.backends.mcore.router import PackedRouter, with_parts
+from vlmpack.backends.mcore.router import PackedRouter
+from vlmpack.backends.mcore.versions import routers_need_no_transformer_engine, with_parts
 from vlmpack.backends.mcore.weights.dims import ExpertDims, LanguageDims
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
@@ -96,10 +96,7 @@ def _experts(
     """Megatron's fields for a mixture of experts: no token is dropped, no capacity."""
     if experts is None:
         return {}
-    if not hasattr(
-        moe_utils, "te_general_gemm"
-    ):  # 0.16.1 asks whether it is None without setting it
-        moe_utils.te_general_gemm = None
+    routers_need_no_transformer_engine()
     return {
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.top_k,
@@ -161,13 +158,14 @@ def _local_layer(
     core = ModuleSpec(module=PackedCoreAttention, params={"varlen": varlen})
     head_norms = {"q_layernorm": norm, "k_layernorm": norm} if qk_norm else {}
     dense = num_experts is None
-    return with_parts(
+    made: ModuleSpec = with_parts(
         spec,
         input_layernorm=norm,
         pre_mlp_layernorm=norm,
         mlp=layer.mlp if dense else with_parts(layer.mlp, router=PackedRouter),
         self_attention=with_parts(layer.self_attention, core_attention=core, **head_norms),
     )
+    return made
 
 
 def padded_vocabulary(dims: LanguageDims, sizes: ParallelismSection) -> int:

@@ -20,6 +20,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import Tensor, nn
 
 from vlmpack.backends.clip import clip_factor, multiply_all
+from vlmpack.backends.mcore.versions import gradients_for_norm
 from vlmpack.recipe.trainable import OptimSection
 
 LR_SCALE = "lr_scale"
@@ -103,7 +104,7 @@ class MegatronAdamW:
         squares: list[Tensor] = []
         for part in self.parts:
             part.prepare_grads()
-            gradients = part.get_main_grads_for_grad_norm() if part.param_groups else []
+            gradients = gradients_for_norm(part) if part.param_groups else []
             total = torch.zeros((), dtype=torch.float32, device=torch.cuda.current_device())
             if gradients:
                 total = torch.stack(torch._foreach_norm(gradients)).square().sum()

@@ -8,9 +8,6 @@ the loss is the same however a row is spread over ranks.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import (
@@ -18,7 +15,6 @@ from megatron.core.transformer.moe.moe_utils import (
     switch_load_balancing_loss_func,
 )
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
 from vlmpack.backends.router_sum import RouterSum
@@ -80,8 +76,3 @@ def report_routers(model: nn.Module, num_routed: int) -> RouterSum:
         if isinstance(module, PackedRouter):
             module.report, module.num_routed = report, num_routed
     return report
-
-
-def with_parts(spec: ModuleSpec, **parts: Any) -> ModuleSpec:
-    """A spec of Megatron's with some of its submodules replaced."""
-    return replace(spec, submodules=replace(spec.submodules, **parts))

@@ -15,6 +15,7 @@ import torch
 from vlmpack.capabilities.versions import (
     TRANSFORMER_ENGINE,
     how_to_install,
+    transformer_engines,
     version_limit,
 )
 from vlmpack.errors import CapabilityError
@@ -38,7 +39,8 @@ def why_no_transformer_engine(device: torch.device) -> str | None:
         return f"needs a CUDA device, this one is {device.type}; use auto or segments"
     limit = version_limit(TRANSFORMER_ENGINE, installed(TRANSFORMER_ENGINE))
     if limit is not None:
-        return f"{limit} (the versions that megatron-core 0.16 is written for), or use auto"
+        minor, _ = transformer_engines()
+        return f"{limit} (the versions that megatron-core {minor} is written for), or use auto"
     try:
         importlib.import_module("transformer_engine.pytorch")
     except (ImportError, OSError) as error:

@@ -17,7 +17,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from vlmpack.backends.mcore.attention import RowParams
-from vlmpack.backends.mcore.router import PackedRouter, with_parts
+from vlmpack.backends.mcore.router import PackedRouter
+from vlmpack.backends.mcore.versions import with_parts
 
 
 class RotatedTEAttention(TEDotProductAttention):
@@ -52,11 +53,12 @@ def transformer_engine_layer(*, num_experts: int | None, qk_norm: bool) -> Modul
     spec = get_gpt_layer_with_transformer_engine_spec(num_experts=num_experts, qk_layernorm=qk_norm)
     layer = spec.submodules
     dense = num_experts is None
-    return with_parts(
+    made: ModuleSpec = with_parts(
         spec,
         mlp=layer.mlp if dense else with_parts(layer.mlp, router=PackedRouter),
         self_attention=with_parts(layer.self_attention, core_attention=RotatedTEAttention),
     )
+    return made
 
 
 __all__ = ["TENorm", "transformer_engine_layer"]
