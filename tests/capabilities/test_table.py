@@ -103,7 +103,7 @@ def test_what_works_with_the_tested_versions():
     assert on_hf == [*PACKED, "LoRA", "DPO", "CUDA graphs"]
     assert [name for name in FEATURES if dense["mcore"][name] is None] == [
         *PACKED,
-        *("CP", "TP", "SP", "PP", "DPO", "CUDA graphs"),
+        *("CP", "TP", "SP", "PP", "LoRA", "DPO", "CUDA graphs"),
     ]
     for engine in ENGINES:
         assert all(limit is None or limit.reason for limit in dense[engine].values())

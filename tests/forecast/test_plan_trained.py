@@ -117,3 +117,21 @@ def test_four_bits(encoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert trained.packed == 4 * 128 * (2 * 128 + 2 * 64 + 3 * 384)
     assert packed.weights == plain.weights - 4 * trained.packed + round(NF4_BYTES * trained.packed)
     assert packed.optimizer == plain.optimizer
+
+
+def test_adapters_of_megatron_are_cut_with_their_layers(encoder: Any) -> None:
+    """Rank 16 in four layers of 128; queries and outputs of 128, keys and values of 64, 384."""
+    mcore = {"model.backend": "mcore", "trainable.projector": "frozen", **LORA}
+    whole = memory(recipe_of(mcore), encoder).rank_trained
+    column_a, column_b = 16 * 5 * 128, 16 * (128 + 2 * 64 + 2 * 384)
+    row_a, row_b = 16 * (128 + 384), 16 * 2 * 128
+    assert whole == 4 * (column_a + column_b + row_a + row_b)
+    cut = memory(recipe_of(mcore | {"parallelism.tensor": 2}), encoder, 2)
+    assert cut.rank_trained == 4 * (column_a + column_b // 2 + row_a // 2 + row_b)
+    assert cut.weights == 4 * (cut.rank_parameters + cut.rank_trained)
+    staged = memory(recipe_of(mcore | {"parallelism.pipeline": 2}), encoder, 2)
+    assert staged.rank_trained == whole // 2
+    tower = {**mcore, "trainable.vision": "lora", "trainable.projector": "lora"}
+    with_tower = memory(recipe_of(tower | {"parallelism.pipeline": 2}), encoder, 2)
+    alone = memory(recipe_of(tower), encoder).rank_trained - whole
+    assert with_tower.rank_trained == whole // 2 + alone

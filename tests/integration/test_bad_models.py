@@ -185,10 +185,10 @@ def test_a_damaged_model_is_named_before_any_data_is_read(
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str, str]] = {
     "CP on hf": ({"parallelism__context": 2}, "parallelism.context", "needs model.backend: mcore"),
-    "LoRA on mcore": (
-        {"model__backend": "mcore", "trainable__language": "lora"},
-        "trainable.language",
-        "needs model.backend: hf",
+    "dropout of adapters on mcore": (
+        {"model__backend": "mcore", "trainable__language": "lora", "trainable__lora__dropout": 0.1},
+        "trainable.lora.dropout",
+        "use model.backend: hf",
     ),
     "Transformer Engine on hf": (
         {"model__attention": "transformer_engine"},

@@ -43,6 +43,7 @@ def _about_graphs(problems: list[str]) -> list[str]:
         ),
         ([*ONLINE, *LORA, "trainable.lora.dropout=0.1"], "dropout 0.1 draws random numbers"),
         ([*ONLINE, *LORA, "trainable.lora.quantize=nf4"], "quantize 'nf4' was never captured"),
+        ([*ONLINE, *LORA, *MCORE], "beside Megatron's layers was never captured"),
         ([*ONLINE, "model.router_aux_loss_coef=0.1"], "needs the routers' logits"),
     ],
 )

@@ -80,6 +80,10 @@ def test_a_planned_row_holds_the_longest_pair(minimal):
             [*OFF, *FROZEN, "trainable.language=lora", "objective.reference_dir=there"],
             "there, but objective.reference 'adapters_off' keeps no numbers; leave it out",
         ),
+        (
+            [*OFF, *FROZEN, "trainable.language=lora", "model.backend=mcore"],
+            "'adapters_off' needs model.backend: hf; with 'mcore' use cached",
+        ),
         (["objective.reference=adapters_off"], "'sft' has no such knob; use objective.name: dpo"),
         ([*DPO, "objective.beta=0"], "objective.beta"),
         ([*DPO, "objective.label_smoothing=0.5"], "objective.label_smoothing"),

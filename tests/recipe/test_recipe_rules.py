@@ -69,10 +69,22 @@ CASES = [
         LORA | {"trainable.lora.targets": ["q_proj", "v_proj"]},
     ),
     (
-        "lora_needs_hf",
+        "adapters_fit_megatron",
+        MCORE | LORA | {"trainable.lora.dropout": 0.1},
+        "trainable.lora.dropout: 0.1, which each layout would draw otherwise",
+        LORA | {"trainable.lora.dropout": 0.1},
+    ),
+    (
+        "adapters_fit_megatron",
+        MCORE | LORA | {"trainable.lora.quantize": "nf4"},
+        "trainable.lora.quantize: 'nf4' needs model.backend: hf",
         MCORE | LORA,
-        "trainable.language: 'lora' needs model.backend: hf",
-        MCORE | {"trainable.language": "frozen"},
+    ),
+    (
+        "adapters_fit_megatron",
+        MCORE | LORA | {"model.attention": "transformer_engine"},
+        "model.attention: 'transformer_engine' has norms inside of its linear layers",
+        MCORE | LORA,
     ),
     (
         "four_bits_are_whole",

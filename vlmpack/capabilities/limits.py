@@ -54,7 +54,6 @@ MCORE_FEATURES: tuple[Feature, ...] = ("CP", "TP", "SP", "PP", "EP")
 """What megatron-core alone can do."""
 
 _NEEDS_MCORE = Limit("needs model.backend: mcore")
-_NEEDS_HF = Limit("needs model.backend: hf")
 _EXPERTS_READ = Limit(
     "reads on the host how many tokens each expert gets, which no graph can",
     "use model.backend: hf",
@@ -62,7 +61,7 @@ _EXPERTS_READ = Limit(
 
 ENGINE_LIMITS: Mapping[Engine, Mapping[Feature, Limit]] = {
     "hf": dict.fromkeys(MCORE_FEATURES, _NEEDS_MCORE),
-    "mcore": {"LoRA": _NEEDS_HF},
+    "mcore": {},
 }
 """What an engine cannot do with any model."""
 

@@ -206,7 +206,7 @@ class _Estimate:
         trained = self.trained
         if experts:
             return rank.experts if trained.language else 0
-        count = trained.adapters
+        count = trained.adapters_on(self.split, tower=rank.has_tower)
         if trained.language:
             count += rank.parameters - (trained.images if rank.has_tower else 0)
         return count + (trained.trained_images if rank.has_tower else 0)
@@ -236,8 +236,7 @@ class _Estimate:
         return 4 * held + round(NF4_BYTES * trained.packed) + copied, gradients, 8 * updated
 
     def _mcore_state(self, rank: _Rank) -> tuple[int, int, int]:
-        split = self.split
-        each = 12 if self.model.dtype == "bfloat16" else 8
+        split, each = self.split, 12 if self.model.dtype == "bfloat16" else 8
         updated, experts = self._trained(rank), self._trained(rank, experts=True)
         dense = updated - experts
         optimizer = each * updated
@@ -245,7 +244,8 @@ class _Estimate:
             over = data_parallel_size(split, self.world_size) * split.context
             expert_over = max(1, over * split.tensor // split.expert)
             optimizer = each * (-(-dense // over) + -(-experts // expert_over))
-        return self.number * rank.parameters, 4 * updated, optimizer
+        adapters = self.trained.adapters_on(split, tower=rank.has_tower)
+        return self.number * (rank.parameters + adapters), 4 * updated, optimizer
 
     def _activations(self, rank: _Rank) -> tuple[int, int]:
         """What a micro-batch keeps at the end of its forward pass, and the largest part that is

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
+from math import prod
 
 from vlmpack.backends.policy import (
     ComponentCount,
     TrainingPolicy,
+    component_of,
     count_components,
     is_adapter,
 )
 from vlmpack.encode import Encoder
+from vlmpack.recipe.schema import ParallelismSection
 from vlmpack.recipe.trainable import COMPONENTS
 
 
@@ -27,6 +30,9 @@ class TrainedSizes:
         trained_images: trained ones among them.
         language: whether the language model's own weights are trained.
         adapters: parameters that adapters add, all of them trained.
+        tower_adapters: those of them in tower and projector.
+        cut_adapters: those of the language model that tensor parallelism cuts, as it cuts the
+            weights that they are beside; the others are whole on each rank.
         packed: weights held in 4 bits.
         before_graph: parameters, adapters excluded, of the frozen components that come before the
             first trained one: no gradient passes them.
@@ -38,8 +44,16 @@ class TrainedSizes:
     trained_images: int = 0
     language: bool = True
     adapters: int = 0
+    tower_adapters: int = 0
+    cut_adapters: int = 0
     packed: int = 0
     before_graph: int = 0
+
+    def adapters_on(self, split: ParallelismSection, *, tower: bool) -> int:
+        """Parameters of adapters on a rank, before any sharding over replicas."""
+        whole = self.adapters - self.tower_adapters - self.cut_adapters
+        held = (whole + self.cut_adapters // split.tensor) // split.pipeline
+        return held + (self.tower_adapters if tower else 0)
 
 
 EVERY_WEIGHT = TrainedSizes()
@@ -76,13 +90,25 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
         before += count.parameters
     images = [own[name] for name in ("vision", "projector") if name in own]
     counts = tuple(count_components(chain(base, added), policy, paths))
+    beside = {one.component: one.parameters for one in count_components(added, policy, paths)}
+    language = [(n, shape) for n, shape in added if component_of(n, paths) == "language"]
     return TrainedSizes(
         counts=counts,
         tower_keeps=any(count.component == "vision" and count.trained for count in counts),
         images=sum(count.parameters for count in images),
         trained_images=sum(count.trained for count in images),
         language=policy.mode("language") == "full",
-        adapters=sum(count.parameters for count in count_components(added, policy, paths)),
+        adapters=sum(beside.values()),
+        tower_adapters=sum(beside.values()) - beside.get("language", 0),
+        cut_adapters=sum(prod(shape) for name, shape in language if _is_cut(name)),
         packed=packed,
         before_graph=before,
     )
+
+
+def _is_cut(name: str) -> bool:
+    """Whether tensor parallelism cuts a parameter of an adapter: A where it cuts the weight's
+    columns, the others where it cuts its rows."""
+    layer, _, kind = name.partition(".lora_")
+    by_columns = layer.endswith(("o_proj", "down_proj"))
+    return kind.startswith("A.") == by_columns

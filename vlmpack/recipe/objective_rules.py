@@ -118,6 +118,16 @@ def adapters_alone_are_trained(
     return [Problem(where, message)]
 
 
+def adapters_are_switched_off_on_hf(
+    objective: ObjectiveSection, model: ModelSection
+) -> list[Problem]:
+    """The processes of a Megatron replica do not all have the reference's numbers."""
+    if objective.reference != "adapters_off" or model.backend == "hf":
+        return []
+    message = "'adapters_off' needs model.backend: hf; with 'mcore' use cached"
+    return [Problem(("objective", "reference"), message)]
+
+
 def a_reference_is_kept_where_there_is_one(objective: ObjectiveSection) -> list[Problem]:
     """Nothing is written where each step makes its own."""
     if objective.keeps_reference or not objective.learns_pairs or objective.reference_dir is None:

@@ -17,8 +17,8 @@ COMPONENTS: tuple[Component, ...] = ("vision", "projector", "language")
 
 
 class LoraSection(Section):
-    """Low-rank adapters (LoRA, 2106.09685), by peft: hf engine. The same in every component whose
-    mode is `lora`."""
+    """Low-rank adapters (LoRA, 2106.09685), peft's in names and files. The same in every component
+    whose mode is `lora`."""
 
     rank: int = Field(default=16, ge=1)
     """Rank of the update of a weight."""
@@ -27,7 +27,7 @@ class LoraSection(Section):
     """The update is scaled by alpha / rank; with `rslora` by alpha / sqrt(rank)."""
 
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of an adapter's input that is zeroed while training, token by token."""
+    """Share of an adapter's input that is zeroed while training, token by token: hf engine."""
 
     targets: Annotated[
         Literal["all-linear"] | tuple[Name, ...],

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from importlib import util
 
-from vlmpack.capabilities.limits import ENGINE_LIMITS
 from vlmpack.recipe.model_rules import ModelConfig
 from vlmpack.recipe.problems import Problem, listed_twice
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
@@ -49,19 +48,28 @@ def targets_are_named(trainable: TrainableSection) -> list[Problem]:
     return listed_twice(where, targets)
 
 
-def lora_needs_hf(model: ModelSection, trainable: TrainableSection) -> list[Problem]:
-    """Adapters are peft's, which wraps torch's linear layers."""
-    if model.backend == "hf":
+def adapters_fit_megatron(model: ModelSection, trainable: TrainableSection) -> list[Problem]:
+    """Beside Megatron's layers adapters drop nothing, nor are weights packed, nor is a norm inside
+    the layer."""
+    if model.backend != "mcore" or not trainable.uses("lora"):
         return []
-    return [
-        Problem(
-            ("trainable", name),
-            f"'lora' {ENGINE_LIMITS['mcore']['LoRA']}, since peft puts adapters beside torch's "
-            "linear layers, not beside Megatron's fused and tensor-parallel ones; with 'mcore' use "
-            "full or frozen",
+    lora, problems = trainable.lora, []
+    if trainable.drops():
+        message = (
+            f"{lora.dropout}, which each layout would draw otherwise with model.backend: mcore; "
+            "set it to 0, or use model.backend: hf"
         )
-        for name in trainable.uses("lora")
-    ]
+        problems.append(Problem(("trainable", "lora", "dropout"), message))
+    if _uses_four_bits(trainable):
+        message = f"{lora.quantize!r} needs model.backend: hf; use none"
+        problems.append(Problem(("trainable", "lora", "quantize"), message))
+    if model.attention == "transformer_engine":
+        message = (
+            "'transformer_engine' has norms inside of its linear layers, where adapters do not see "
+            "them; with trainable.* lora use auto or segments"
+        )
+        problems.append(Problem(("model", "attention"), message))
+    return problems
 
 
 def has_bitsandbytes() -> bool:

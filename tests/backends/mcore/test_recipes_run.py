@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from support.recipes import rows
 from support.shards import ROOT
@@ -132,6 +133,24 @@ def test_a_recipe_takes_the_steps_of_the_demo(demo, finetuned, name):
     print(f"\n{name}: {flipped} of {total} differ, beyond a rounding by at most {worst:.1e}")
     assert worst <= FLOAT32_NOISE
     assert flipped < 1e-4 * total
+
+
+@pytest.mark.soak
+def test_adapters_take_the_steps_of_the_hf_engine(demo):
+    """And leave the same files, which hold the same weights."""
+    runs = [demo.parent / name for name in ("lora", "lora-tp2")]
+    for run_dir, processes in zip(runs, (1, 2), strict=True):
+        result = finetune(f"digits-{run_dir.name}", run_dir, processes)
+    assert result["engine"]["processes"] == "2 (TP 2 + SP x CP 1 x PP 1, 1 replicas)"
+    reference, ours = runs
+    assert_same_steps(ours, reference)
+    theirs, mine = (
+        load_file(str(run_dir / "adapter" / "adapter_model.safetensors")) for run_dir in runs
+    )
+    assert {n: v.shape for n, v in mine.items()} == {n: v.shape for n, v in theirs.items()}
+    assert all(torch.allclose(mine[n], v, rtol=1e-3, atol=1e-5) for n, v in theirs.items())
+    assert all(value.any() for value in theirs.values())
+    assert exported(ours).keys() == exported(reference).keys()
 
 
 @pytest.mark.parametrize(

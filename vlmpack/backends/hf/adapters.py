@@ -75,8 +75,6 @@ def add_adapters(
     compute_dtype: torch.dtype,
 ) -> None:
     """Put peft's layers into a model; raises as `apply_policy`."""
-    from peft import LoraConfig, inject_adapter_in_model
-
     lora = policy.lora
     assert lora is not None
     targets = adapter_targets(model, paths, policy)
@@ -84,18 +82,25 @@ def add_adapters(
         from vlmpack.backends.hf.quantize import quantize_layers
 
         quantize_layers(model, targets, device=device, compute_dtype=compute_dtype)
+    with torch.random.fork_rng(devices=[]):  # they are drawn on CPU; more than one GPU is a warning
+        torch.manual_seed(policy.seed)  # ranks that shard must begin alike
+        inject_adapters(model, targets, lora)
+
+
+def inject_adapters(model: nn.Module, targets: Sequence[str], lora: LoraSection) -> None:
+    """Put peft's layers beside linear layers of a model, with what torch's generator draws."""
+    from peft import LoraConfig, inject_adapter_in_model
+
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft only divides it
         lora_dropout=lora.dropout,
-        target_modules=targets,
+        target_modules=list(targets),
         use_dora=lora.dora,
         use_rslora=lora.rslora,
         bias="none",
     )
-    with torch.random.fork_rng(devices=[]):  # they are drawn on CPU; more than one GPU is a warning
-        torch.manual_seed(policy.seed)  # ranks that shard must begin alike
-        inject_adapter_in_model(config, model, ADAPTER)
+    inject_adapter_in_model(config, model, ADAPTER)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,8 @@ from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice, whole
 from vlmpack.backends.digests import digests
 from vlmpack.backends.engine import Compute, ForwardStep, norms_by_component, or_one
 from vlmpack.backends.export import save_model_folder
+from vlmpack.backends.hf.adapters import modules_in_full, save_adapter
+from vlmpack.backends.mcore.beside import BesideLayers
 from vlmpack.backends.mcore.collectives import sum_parts
 from vlmpack.backends.mcore.config import transformer_config
 from vlmpack.backends.mcore.cpu import megatron_on_cpu
@@ -40,6 +42,7 @@ from vlmpack.backends.policy import (
     TrainingPolicy,
     count_components,
     describe_counts,
+    is_adapter,
 )
 from vlmpack.backends.recompute import recompute_modules
 from vlmpack.backends.recording import recorder_on as recorder
@@ -89,7 +92,8 @@ class MegatronEngine:
         policy: TrainingPolicy,
         compute: Compute,
     ) -> None:
-        refuse_adapters(policy)
+        on_te = compute.attention is None
+        refuse_adapters(policy, transformer_engine=on_te)
         self.ranks, self.config, self.split, self.policy = ranks, model, split, policy
         self.device = ranks.device
         self.optimizer_steps = 0
@@ -97,17 +101,18 @@ class MegatronEngine:
         self.auto_class = family.auto_class()
         self.skeleton = model_skeleton(self.auto_class, folder)
         self.paths = family.modules
-        self.shapes = {name: tuple(p.shape) for name, p in self.skeleton.named_parameters()}
+        pretrained = {name: tuple(p.shape) for name, p in self.skeleton.named_parameters()}
+        self.adapters = BesideLayers.of(self.skeleton, self.paths, policy)
+        self.shapes = pretrained | self.adapters.shapes
         self.components: Sequence[ComponentCount] = count_components(
             self.shapes.items(), policy, self.paths
         )
         self.known = megatron_family(self.skeleton.config.model_type)
         dims = LanguageDims.from_transformers(self.skeleton.config, self.known)
         dims.check(split)
-        on_te = compute.attention is None
         fused = FusedParts.of(model, self.device, transformer_engine=on_te)
         with PretrainedReader(folder, self.known) as reader, megatron_on_cpu():
-            reader.check(self.shapes, passed_over(self.skeleton))
+            reader.check(pretrained, passed_over(self.skeleton))
             self.groups = start_model_parallel(split)
             config = transformer_config(
                 dims, model, split, dtype=compute.dtype, fused_activation=fused.activation
@@ -122,6 +127,7 @@ class MegatronEngine:
                 tower=vision_tower(config, self.skeleton, encoder, model.recomputed),
                 fused=fused.ops,
             ).to(self.device)
+            self.adapters.add_to(self.model, family)
             layers = {layer.layer_number - 1: layer for layer in self.model.gpt.decoder.layers}
             recompute_modules(layers, model.recomputed)
             if compute.captures:
@@ -142,7 +148,8 @@ class MegatronEngine:
                 bf16=compute.dtype is torch.bfloat16,
             )
             self.layout = WeightLayout(parameters, self.optimizer)
-            self.layout.load(reader, optimizer_steps=0)
+            self.layout.load(self.adapters.start(reader), optimizer_steps=0)
+            self.adapters.drawn.clear()
         self.description = self._described(compute, fused)
 
     def _described(self, compute: Compute, fused: FusedParts) -> dict[str, str]:
@@ -273,27 +280,43 @@ class MegatronEngine:
 
         Frozen ones come from the model folder, which may be more precise than `model.dtype`.
         """
+        with self._whole() as whole_of:
+            for name in self.shapes:
+                yield name, whole_of(name)
+
+    def merged_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """As `whole_tensors`, with adapters inside the weights that they are beside."""
+        with self._whole() as whole_of:
+            for name in self.shapes:
+                if not is_adapter(name):
+                    yield name, self.adapters.merged(name, whole_of)
+
+    @contextmanager
+    def _whole(self) -> Iterator[Callable[[str], Tensor]]:
+        """What makes one whole parameter by its name, on every rank. Collective to call."""
         mine: dict[str, list[tuple[TensorSlice, Tensor]]] = {}
         for _, box, values in self.layout.owned(moments=False):
             mine.setdefault(box.name, []).append((box, values))
         trained = self.parameter_shapes()
         with PretrainedReader(Path(self.config.path), self.known) as reader:
-            for name, shape in self.shapes.items():
+
+            def whole_of(name: str) -> Tensor:
                 if name not in trained:
-                    frozen = reader("model", whole(name, shape))
+                    frozen = reader("model", whole(name, self.shapes[name]))
                     assert frozen is not None
-                    yield name, frozen.to(self.device)
-                    continue
-                tensor = torch.zeros(shape, dtype=torch.float32, device=self.device)
+                    return frozen.to(self.device)
+                tensor = torch.zeros(self.shapes[name], dtype=torch.float32, device=self.device)
                 for box, values in mine.get(name, ()):
                     tensor[box.index] = values
                 dist.all_reduce(tensor)  # each element was filled in by one rank: the sum is exact
-                yield name, tensor
+                return tensor
+
+            yield whole_of
 
     def export(self, folder: Path, *, processor_from: Path, dtype: torch.dtype | None) -> None:
         """Write config, weights and processor files for `from_pretrained`."""
         state: dict[str, Tensor] = {}
-        for name, tensor in self.whole_tensors():
+        for name, tensor in self.merged_tensors():
             if self.ranks.is_main:
                 state[name] = tensor.to(dtype or torch.float32).cpu()
         if self.ranks.is_main:
@@ -302,13 +325,25 @@ class MegatronEngine:
             )
 
     def export_adapter(self, folder: Path, *, base: str) -> None:
-        """There is none; the recipe's rules see to it."""
-        refuse_adapters(self.policy)
-        raise AssertionError("no adapter to write")
+        """Write the adapters in peft's format."""
+        in_full = modules_in_full(self.skeleton, self.paths, self.policy)
+        state: dict[str, Tensor] = {}
+        with self._whole() as whole_of:
+            for name in self.parameter_shapes():
+                tensor = whole_of(name)
+                if self.ranks.is_main:
+                    state[name] = tensor.cpu()
+        for tied, source in self.skeleton.all_tied_weights_keys.items():
+            if source in state:
+                state[tied] = state[source]
+        if self.ranks.is_main:
+            save_adapter(self.skeleton, state, folder, in_full=in_full, base=base)
 
     def adapters_off(self) -> AbstractContextManager[None]:
-        """There are none here."""
-        raise CapabilityError("megatron-core's layers have no adapters to switch off")
+        """Not here: the recipe's rules see to it."""
+        raise CapabilityError(
+            "objective.reference: adapters_off needs model.backend: hf; use reference: cached"
+        )
 
     @contextmanager
     def generation(self) -> Iterator[Any]:
@@ -317,7 +352,7 @@ class MegatronEngine:
         model = model.to(device=self.device)
         parameters = dict(model.named_parameters())
         with torch.no_grad():
-            for name, tensor in self.whole_tensors():
+            for name, tensor in self.merged_tensors():
                 parameters[name].copy_(tensor)
         model.eval()
         with torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vlmpack.backends.boxes import MOMENTS, Kind, ReadSlice, TensorSlice, whole
+from vlmpack.backends.hf.adapters import BASE
+from vlmpack.backends.mcore.adapters import LinearAdapter, PiecesOf
 from vlmpack.backends.mcore.model import MegatronVLM
 from vlmpack.backends.mcore.optimizer import MegatronAdamW
 from vlmpack.backends.mcore.weights.base import Piece, flat_boxes, stack_pieces
@@ -36,6 +39,20 @@ class LocalParameter:
     copies: dist.ProcessGroup
 
 
+def language_pieces(model: MegatronVLM, family: Family) -> PiecesOf:
+    """The map of a stage's language model."""
+    language = QwenLanguageMap(
+        prefix=family.modules.language + ".",
+        dims=model.dims,
+        sizes=model.sizes,
+        tp_rank=model.groups.tp.rank(),
+        ep_rank=model.groups.ep.rank(),
+    )
+    layers = model.gpt.decoder.layers
+    first = layers[0].layer_number - 1 if layers else 0
+    return partial(language.pieces, first_layer=first)
+
+
 def local_parameters(
     model: MegatronVLM, family: Family, shapes: dict[str, tuple[int, ...]]
 ) -> list[LocalParameter]:
@@ -50,22 +67,23 @@ def local_parameters(
     Raises:
         ModelError: a piece that does not fit the transformers model.
     """
-    language = QwenLanguageMap(
-        prefix=family.modules.language + ".",
-        dims=model.dims,
-        sizes=model.sizes,
-        tp_rank=model.groups.tp.rank(),
-        ep_rank=model.groups.ep.rank(),
-    )
-    layers = model.gpt.decoder.layers
-    first = layers[0].layer_number - 1 if layers else 0
+    pieces_of = language_pieces(model, family)
+    beside = {
+        f"{name}.{own}": pieces
+        for name, module in model.named_modules()
+        if isinstance(module, LinearAdapter)
+        for own, pieces in module.pieces().items()
+    }
     found: list[LocalParameter] = []
     for name, parameter in model.named_parameters():
         if name.startswith("vision."):
             theirs = f"{family.modules.vision}{name.removeprefix('vision')}"
+            theirs = theirs.replace(BASE, ".")  # of a layer with an adapter of peft
             pieces = stack_pieces([whole(theirs, tuple(parameter.shape))], replicated=True)
+        elif name in beside:
+            pieces = beside[name]
         else:
-            pieces = language.pieces(name.removeprefix("gpt."), parameter.shape[0], first)
+            pieces = pieces_of(name.removeprefix("gpt."), parameter.shape[0])
         for piece in pieces:
             if shapes.get(piece.box.name) != piece.box.shape:
                 raise ModelError(

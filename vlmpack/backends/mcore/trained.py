@@ -11,12 +11,18 @@ from vlmpack.errors import CapabilityError
 from vlmpack.families.base import ModulePaths
 
 
-def refuse_adapters(policy: TrainingPolicy) -> None:
-    """Raise CapabilityError for a policy with LoRA."""
-    if policy.lora is not None:
-        raise CapabilityError(
-            "the mcore engine trains whole weights, no adapters; use model.backend: hf for LoRA"
-        )
+def refuse_adapters(policy: TrainingPolicy, *, transformer_engine: bool) -> None:
+    """Raise CapabilityError for adapters that this engine has none of."""
+    lora = policy.lora
+    if lora is None:
+        return
+    wrong = {
+        f"trainable.lora.dropout is {lora.dropout}": lora.dropout > 0,
+        f"trainable.lora.quantize is {lora.quantize}": lora.quantize != "none",
+        "model.attention is transformer_engine": transformer_engine,
+    }
+    for found in (what for what, is_wrong in wrong.items() if is_wrong):
+        raise CapabilityError(f"{found}: adapters of the mcore engine cannot have that")
 
 
 def mark_trained(

@@ -1,0 +1,290 @@
+"""LoRA and DoRA beside Megatron's linear layers: peft's adapters, of which each rank has its share.
+
+A Megatron layer may be several of transformers' (queries, keys and values; gate and up), each with
+an adapter of its own, so what is added is, for each of them, s B A x (2106.09685):
+
+| layer           | A                      | between A and B        | B, DoRA's magnitude |
+|-----------------|------------------------|------------------------|---------------------|
+| column-parallel | whole on each rank     | copied; SP: gathered   | rows, as the weight |
+| row-parallel    | columns, as the weight | summed; SP: and shared | whole on each rank  |
+
+So what tensor parallelism exchanges is `rank` numbers a token and adapter, and the same numbers
+flow back. A matrix that is whole on each rank has the same gradient there, but with sequence
+parallelism, where each rank has seen its own tokens: then Megatron adds them up, by the mark that
+its norms have too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor, nn
+
+from vlmpack.backends.boxes import TensorSlice
+from vlmpack.backends.hf.adapters import (
+    ADAPTER,
+    inject_adapters,
+    scaling_of,
+)
+from vlmpack.backends.mcore.weights.base import Piece, split, stack_pieces
+from vlmpack.recipe.trainable import LoraSection
+
+PiecesOf = Callable[[str, int], list[Piece]]
+"""The pieces of a Megatron parameter, from its name inside GPTModel and its number of rows."""
+
+WEIGHT = ".weight"
+MAGNITUDE = "magnitude_vector"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedPart:
+    """One of transformers' linear layers inside a Megatron one.
+
+    Args:
+        name: transformers'.
+        shape: (out, in) of its whole weight.
+        start: first row and first column that this rank holds.
+        stop: one past the last of both.
+        adapted: whether an adapter is beside it.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    start: tuple[int, int]
+    stop: tuple[int, int]
+    adapted: bool
+
+    @property
+    def rows(self) -> int:
+        """Rows that this rank holds."""
+        return self.stop[0] - self.start[0]
+
+    @property
+    def columns(self) -> int:
+        """Columns that this rank holds."""
+        return self.stop[1] - self.start[1]
+
+    def tensor(self, kind: str) -> str:
+        """transformers' name of a parameter of its adapter: `A`, `B` or `magnitude_vector`."""
+        return f"{self.name}.lora_{kind}.{ADAPTER}{WEIGHT}"
+
+
+def fused_parts(pieces: Sequence[Piece], targets: Collection[str]) -> tuple[list[FusedPart], int]:
+    """What a Megatron weight is made of.
+
+    Args:
+        pieces: of the weight; of each part as many, in turn, one behind the other in the part.
+        targets: transformers' names of the layers with adapters.
+
+    Returns:
+        The parts, and how often they take turns.
+    """
+    boxes: dict[str, list[TensorSlice]] = {}
+    for piece in pieces:
+        boxes.setdefault(piece.box.name, []).append(piece.box)
+    turns = len(pieces) // len(boxes)
+    parts = []
+    for name, held in boxes.items():
+        assert len(held) == turns
+        assert all(a.stop[0] == b.start[0] for a, b in pairwise(held))
+        (out, columns), layer = held[0].shape, name.removesuffix(WEIGHT)
+        (first, left), (last, right) = held[0].start, held[-1].stop
+        parts.append(
+            FusedPart(
+                name=layer,
+                shape=(out, columns),
+                start=(first, left),
+                stop=(last, right),
+                adapted=layer in targets,
+            )
+        )
+    return parts, turns
+
+
+class LinearAdapter(nn.Module):
+    """The adapters beside one Megatron linear layer. It is a child of that layer, and changes what
+    comes out of it by a hook.
+
+    Args:
+        linear: the layer, its weight on the device.
+        parts: what is fused in it.
+        turns: how often the parts take turns in its rows.
+        lora: the adapters' settings.
+        group: the tensor-parallel ranks.
+    """
+
+    def __init__(
+        self,
+        linear: Any,
+        parts: Sequence[FusedPart],
+        turns: int,
+        lora: LoraSection,
+        group: dist.ProcessGroup,
+    ) -> None:
+        super().__init__()
+        self.parts, self.turns, self.rank = list(parts), turns, lora.rank
+        self.scaling, self.group = scaling_of(lora), group
+        self.by_row = isinstance(linear, RowParallelLinear)
+        self.sequence = linear.config.sequence_parallel
+        adapted = [part for part in parts if part.adapted]
+        rows, columns = sum(part.rows for part in adapted), adapted[0].columns
+        make = torch.empty
+        like = {"device": linear.weight.device, "dtype": linear.weight.dtype}
+        self.a = nn.Parameter(make(len(adapted) * lora.rank, columns, **like))
+        self.b = nn.Parameter(make(rows, lora.rank, **like))
+        # In bfloat16 a magnitude over the norm that it begins as would not be 1.
+        self.magnitude = (
+            nn.Parameter(make(rows, device=linear.weight.device)) if lora.dora else None
+        )
+        for name, parameter in self.named_parameters():
+            whole_here = self.by_row == (name != "a")
+            setattr(parameter, "sequence_parallel", self.sequence and whole_here)  # noqa: B010
+
+    def pieces(self) -> dict[str, list[Piece]]:
+        """Which boxes of peft's tensors the parameters are, by their names here."""
+        adapted = [part for part in self.parts if part.adapted]
+        found: dict[str, list[TensorSlice]] = {"a": [], "b": [], "magnitude": []}
+        for part in adapted:
+            out, columns = part.shape
+            rows, inner = (part.start[0], part.stop[0]), (part.start[1], part.stop[1])
+            found["a"].append(split(part.tensor("A"), (self.rank, columns), 1, *inner))
+            found["b"].append(split(part.tensor("B"), (out, self.rank), 0, *rows))
+            found["magnitude"].append(split(part.tensor(MAGNITUDE), (out,), 0, *rows))
+        return {
+            name: stack_pieces(found[name], replicated=self.by_row == (name != "a"))
+            for name, _ in self.named_parameters()
+        }
+
+    def forward(self, x: Tensor, output: Tensor, linear: Any) -> Tensor:
+        """The layer's output with its adapters.
+
+        Args:
+            x: (T', 1, in') the layer's input, with sequence parallelism this rank's tokens of it
+                where the layer is column-parallel.
+            output: (T'', 1, out') what came out of it.
+            linear: the layer.
+        """
+        low = iter(self._crossed(F.linear(x, self.a)).split(self.rank, dim=-1))
+        rows = [part.rows for part in self.parts if part.adapted]
+        each = iter(self.b.split(rows))
+        if self.magnitude is None:
+            updates = [
+                self.scaling * F.linear(next(low), next(each))
+                if part.adapted
+                else output.new_zeros(()).expand(*output.shape[:-1], part.rows)
+                for part in self.parts
+            ]
+            return output + self._fused(updates)
+        bias = getattr(linear, "bias", None)
+        biases = [None] * len(self.parts) if bias is None else self._parted(bias)
+        scales = iter((self.magnitude / self._norms(linear.weight)).split(rows))
+        found = []
+        for part, value, constant in zip(self.parts, self._parted(output), biases, strict=True):
+            if part.adapted:
+                plain = value if constant is None else value - constant
+                plain = plain + self.scaling * F.linear(next(low), next(each))
+                value = (next(scales) * plain).to(output.dtype)
+                value = value if constant is None else value + constant
+            found.append(value)
+        return self._fused(found)
+
+    def _crossed(self, low: Tensor) -> Tensor:
+        """A x over the tensor-parallel ranks, as B needs it."""
+        if self.by_row and self.sequence:
+            crossed: Tensor = reduce_scatter_to_sequence_parallel_region(low, group=self.group)
+        elif self.by_row:
+            crossed = reduce_from_tensor_model_parallel_region(low, group=self.group)
+        elif self.sequence:
+            crossed = gather_from_sequence_parallel_region(low, group=self.group)
+        else:
+            crossed = copy_to_tensor_model_parallel_region(low, group=self.group)
+        return crossed
+
+    def _parted(self, value: Tensor) -> list[Tensor]:
+        """(..., out') in the layer's order, by part."""
+        widths = [part.rows // self.turns for part in self.parts]
+        return [one.flatten(-2) for one in value.unflatten(-1, (self.turns, -1)).split(widths, -1)]
+
+    def _fused(self, values: Sequence[Tensor]) -> Tensor:
+        """What `_parted` takes apart."""
+        if len(values) == 1:
+            return values[0]
+        turned = [value.unflatten(-1, (self.turns, -1)) for value in values]
+        return torch.cat(turned, dim=-1).flatten(-2)
+
+    @torch.no_grad()
+    def _norms(self, weight: Tensor) -> Tensor:
+        """Lengths of the rows of W + s B A, of the parts with adapters; no gradient passes them
+        (2402.09353, section 4.3)."""
+        rows = [part.rows for part in self.parts if part.adapted]
+        pairs = zip(self.a.split(self.rank), self.b.split(rows), strict=True)
+        squares = []
+        for part, held in zip(self.parts, self._parted(weight.t()), strict=True):
+            if part.adapted:
+                a, b = next(pairs)
+                merged = held.float() + self.scaling * (b.float() @ a.float()).t()
+                squares.append(merged.square().sum(0))
+        total = torch.cat(squares)
+        if self.by_row and self.group.size() > 1:  # each rank has some of the columns
+            dist.all_reduce(total, group=self.group)
+        return total.sqrt()
+
+
+def add_beside(
+    gpt: nn.Module, pieces_of: PiecesOf, targets: Collection[str], lora: LoraSection, group: Any
+) -> None:
+    """Put adapters beside the linear layers of a stage's language model.
+
+    Args:
+        gpt: Megatron's GPTModel.
+        pieces_of: its map.
+        targets: transformers' names of the layers, others among them.
+        lora: the adapters' settings.
+        group: the tensor-parallel ranks.
+    """
+    for name, linear in list(gpt.named_modules()):
+        # The hf engine's experts are one tensor, beside which peft has no adapters.
+        if not isinstance(linear, (ColumnParallelLinear, RowParallelLinear)) or ".experts." in name:
+            continue
+        if ".layers." not in name:
+            continue
+        parts, turns = fused_parts(pieces_of(name + WEIGHT, linear.weight.shape[0]), targets)
+        if any(part.adapted for part in parts):
+            linear.adapter = LinearAdapter(linear, parts, turns, lora, group)
+            linear.register_forward_hook(_adapted)
+
+
+def add_to_tower(tower: nn.Module, path: str, targets: Collection[str], lora: LoraSection) -> None:
+    """Put peft's layers into a vision tower, which is transformers' own.
+
+    Args:
+        tower: with its projector.
+        path: transformers' name of it.
+        targets: transformers' names of the layers, others among them.
+        lora: the adapters' settings.
+    """
+    mine = [name.removeprefix(path + ".") for name in targets if name.startswith(path + ".")]
+    if not mine:
+        return
+    inject_adapters(tower, mine, lora)
+    for name, parameter in tower.named_parameters():
+        if name.partition(".lora_")[2].startswith(MAGNITUDE):
+            parameter.data = parameter.data.float()
+
+
+def _adapted(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> Any:
+    value, bias = output
+    return linear.adapter(inputs[0], value, linear), bias

@@ -1,0 +1,132 @@
+"""The adapters of a model on Megatron's engine: which layers have some, what they begin as, and
+weights with them inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice
+from vlmpack.backends.hf.adapters import (
+    ADAPTER,
+    adapter_shapes,
+    adapter_targets,
+    add_adapters,
+    merged_weight,
+    scaling_of,
+)
+from vlmpack.backends.mcore.adapters import MAGNITUDE, WEIGHT, add_beside, add_to_tower
+from vlmpack.backends.mcore.layout import language_pieces
+from vlmpack.backends.mcore.model import MegatronVLM
+from vlmpack.backends.mcore.weights.base import split
+from vlmpack.backends.policy import TrainingPolicy, is_adapter
+from vlmpack.families.base import Family, ModulePaths
+from vlmpack.recipe.trainable import LoraSection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BesideLayers:
+    """The adapters of a model; none by default.
+
+    Args:
+        lora: their settings.
+        targets: transformers' names of the layers that have one.
+        shapes: whole shapes of their parameters under peft's names.
+        drawn: what they begin as, but for DoRA's magnitudes.
+        weights: whole shapes of the weights that they are beside.
+    """
+
+    lora: LoraSection = field(default_factory=LoraSection)
+    targets: Sequence[str] = ()
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    drawn: dict[str, Tensor] = field(default_factory=dict)
+    weights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, skeleton: Any, paths: ModulePaths, policy: TrainingPolicy) -> BesideLayers:
+        """Those of a policy.
+
+        Args:
+            skeleton: the transformers model without storage; it has peft's layers afterwards.
+            paths: where its parts live.
+            policy: what is trained.
+
+        Raises:
+            CapabilityError: as `adapter_targets`.
+        """
+        if policy.lora is None:
+            return cls()
+        targets = adapter_targets(skeleton, paths, policy)
+        return cls(
+            lora=policy.lora,
+            targets=targets,
+            shapes=dict(adapter_shapes(skeleton, targets, policy.lora)),
+            weights={
+                name + WEIGHT: tuple(skeleton.get_submodule(name).weight.shape) for name in targets
+            },
+            drawn=_drawn(skeleton, paths, policy, targets),
+        )
+
+    def add_to(self, model: MegatronVLM, family: Family) -> None:
+        """Put them into a stage."""
+        if not self.targets:
+            return
+        pieces_of = language_pieces(model, family)
+        add_beside(model.gpt, pieces_of, set(self.targets), self.lora, model.groups.tp)
+        if model.vision is not None and family.modules.vision is not None:
+            add_to_tower(model.vision, family.modules.vision, self.targets, self.lora)
+
+    def start(self, reader: ReadSlice) -> ReadSlice:
+        """Reads weights, and what adapters begin as."""
+
+        def read(kind: Kind, box: TensorSlice) -> Tensor | None:
+            if kind != "model" or not is_adapter(box.name):
+                return reader(kind, box)
+            layer, _, what = box.name.partition(".lora_")
+            if not what.startswith(MAGNITUDE):
+                return self.drawn[box.name][box.index]
+            name = layer + WEIGHT
+            weight = reader(kind, split(name, self.weights[name], 0, box.start[0], box.stop[0]))
+            assert weight is not None
+            length: Tensor = torch.linalg.norm(weight, dim=1)  # B is zero
+            return length
+
+        return read
+
+    def merged(self, name: str, whole_of: Callable[[str], Tensor]) -> Tensor:
+        """A whole parameter with what is beside it inside.
+
+        Args:
+            name: transformers'.
+            whole_of: makes a whole parameter by its name.
+        """
+        value = whole_of(name)
+        if name not in self.weights:
+            return value
+        prefix = f"{name.removesuffix(WEIGHT)}.lora_"
+        a, b = (whole_of(f"{prefix}{kind}.{ADAPTER}{WEIGHT}") for kind in "AB")
+        magnitude = whole_of(f"{prefix}{MAGNITUDE}.{ADAPTER}{WEIGHT}") if self.lora.dora else None
+        return merged_weight(value, a, b, scaling_of(self.lora), magnitude)
+
+
+def _drawn(
+    skeleton: Any, paths: ModulePaths, policy: TrainingPolicy, targets: Sequence[str]
+) -> dict[str, Tensor]:
+    """Drawn by peft in its order, so that they begin as those of the hf engine."""
+    for name in targets:
+        linear: Any = skeleton.get_submodule(name)
+        # One number in the shape of a weight: peft puts adapters where a weight is.
+        shaped = torch.zeros(()).expand(linear.weight.shape)
+        linear.weight = nn.Parameter(shaped, requires_grad=False)
+    add_adapters(skeleton, paths, policy, device=torch.device("cpu"), compute_dtype=torch.float32)
+    drawn = {
+        name: parameter.detach()
+        for name, parameter in skeleton.named_parameters()
+        if is_adapter(name)
+    }
+    skeleton.to("meta")
+    return drawn
