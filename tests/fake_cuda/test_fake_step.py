@@ -23,7 +23,7 @@ LOSS_TOLERANCE = 2e-2
 """Relative, of bfloat16 to float32: five roundings of 8 bits, as in tests/gpu."""
 NORM_TOLERANCE = 5e-2
 """Of the gradient's norm: a dozen roundings. Where experts are chosen, too: of these samples no
-rounded score has chosen another one that would matter (1.5% at most in 31 cases)."""
+rounded score has chosen another one that would matter (1.5% at most in 28 cases)."""
 
 HYBRIDS = ("qwen3_5", "nemotron_h")
 PACKAGES = (
