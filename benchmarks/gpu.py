@@ -110,6 +110,7 @@ class Bench:
 
     def measured(self, variant: Variant) -> dict[str, Any]:
         """Figures of one run, or why there are none."""
+        print(f"running: {variant.name}, {self.steps} steps", file=sys.stderr, flush=True)
         overrides = dict(variant.overrides)
         name = variant.name.replace(", ", "-")
         try:
@@ -186,7 +187,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(SHAPES), action="append", help="default: the large")
     parser.add_argument("--steps", type=int, default=20, help="of each run; the first 5 warm up")
     parser.add_argument("--only", help="rows whose name contains this")
-    parser.add_argument("--work", type=Path, help="a folder that is kept; default: a temporary one")
+    parser.add_argument(
+        "--work", type=Path, help="where temporary files lie; default: the system's"
+    )
     parser.add_argument("--save", type=Path, help="default: benchmarks/results, where a GPU is")
     asked = parser.parse_args()
     on_gpu = torch.cuda.is_available()
@@ -194,6 +197,11 @@ def main() -> None:
     shapes = asked.shape or [name for name in SHAPES if name != "tiny"]
     if not on_gpu and shapes != ["tiny"]:
         parser.error("no CUDA device was found; --shape tiny runs without one")
+    names = [one.name for one in variants(SHAPES[shapes[0]], graphs=on_gpu)]
+    if not any((asked.only or "") in one for one in names):
+        parser.error(f"--only {asked.only} is in no row's name; here they are {'; '.join(names)}")
+    if asked.work is not None:
+        asked.work.mkdir(parents=True, exist_ok=True)
     name = torch.cuda.get_device_name() if on_gpu else "cpu"
     content: dict[str, Any] = {"device": name, "torch": torch.__version__, "shapes": {}}
     for shape in shapes:

@@ -17,6 +17,7 @@ GPU = str(ROOT / "benchmarks/gpu.py")
 def test_the_tiny_shape_is_measured(tmp_path):
     out = tmp_path / "figures.json"
     command = [GPU, "--shape", "tiny", "--steps", "7", "--only", "in_batch", "--save", str(out)]
+    command += ["--work", str(tmp_path / "not/there/yet")]
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())["shapes"]["tiny"]["results"]["in_batch"]
@@ -25,6 +26,7 @@ def test_the_tiny_shape_is_measured(tmp_path):
     assert found["loss_difference"] < 1e-6
     assert found["flops_per_second"] > 6 * found["tokens_per_second"] * 1e5  # the layers' weights
     assert "| in_batch |" in done.stdout
+    assert "running: in_batch, 7 steps" in done.stderr, "minutes without a word"
 
 
 @pytest.mark.slow
@@ -37,6 +39,19 @@ def test_a_large_shape_needs_a_gpu(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         gpu.main()
     assert "--shape tiny runs without one" in capsys.readouterr().err
+
+
+def test_a_name_of_no_row_is_refused_with_the_names(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setattr(sys, "argv", [GPU, "--shape", "tiny", "--only", "inbatch"])
+    import gpu
+
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        gpu.main()
+    assert "--only inbatch is in no row's name; here they are none; in_batch; online" in (
+        capsys.readouterr().err
+    )
 
 
 def test_a_device_that_is_not_known_has_no_peak(monkeypatch):
