@@ -10,18 +10,23 @@ import pytest
 import torch
 from support.alive import Alive
 from support.engines import EVERYTHING, engine_of, make_engine, policy, single_rank
+from support.families import FAMILIES, tiny_family_folder
+from support.layouts import samples
 from support.plans import mode_of
 from support.samples import text_sample
 from support.shards import TINY_MODEL
 from torch.utils.checkpoint import CheckpointPolicy
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from vlmpack.backends import recompute
 from vlmpack.backends.recompute import draws_random_numbers, recompute_layers
+from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.forecast.memory import memory_figures
 from vlmpack.forecast.parameters import read_sizes
 from vlmpack.packing import pack_batch_sequences
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
+from vlmpack.training.objective import SFT
 
 VALUES: tuple[Any, ...] = ("none", "selective", 2, "full")
 ON_MEGATRON = [
@@ -110,6 +115,34 @@ def test_the_same_numbers_in_fewer_bytes(backend, dtype, encoder, encoded):
         print(f"{backend} {dtype} {value}: {saves[0][0] - kept:,} of {saves[0][1] - said:,} bytes")
         assert saves[0][1] > said
         assert saves[0][0] - kept == pytest.approx(saves[0][1] - said, rel=0.05)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_the_same_bits(family, tmp_path):
+    """Two micro-batches on the hf engine."""
+    folder = tiny_family_folder(family, tmp_path)
+    encoder, everything = Encoder(folder), samples(folder)
+    rows = [
+        pack_batch_sequences(part, pad_token_id=encoder.pad_token_id)
+        for part in (everything[:4], everything[4:])
+    ]
+    expected: Any = None
+    for value in VALUES:
+        engine = make_engine(folder, encoder, activation_checkpointing=value)
+        again = [
+            layer
+            for layer in engine.vlm.modules()
+            if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing
+        ]
+        assert bool(again) is (value != "none")
+        engine.zero_gradients()
+        reports = engine.forward_backward(SFT.forward_step, iter(rows), num_microbatches=2)
+        losses = [float(report["loss_sum"]) for report in reports]
+        gradients = {name: p.grad for name, p in engine.parameters() if p.grad is not None}
+        expected = expected or (losses, gradients)
+        assert losses == expected[0] and gradients.keys() == expected[1].keys()
+        assert all(torch.equal(gradients[name], expected[1][name]) for name in gradients), value
 
 
 @pytest.mark.slow
