@@ -16,6 +16,13 @@ def counted(count: int, one: str, many: str | None = None) -> str:
     return f"{count:,} {one if count == 1 else many or f'{one}s'}"
 
 
+def sized(num_bytes: float) -> str:
+    """Bytes as GiB, small ones as MiB: 23.5 GiB, 94.6 MiB, 0."""
+    if num_bytes < 1 << 30:
+        return f"{num_bytes / 2**20:.1f} MiB" if num_bytes else "0"
+    return f"{num_bytes / 2**30:,.1f} GiB"
+
+
 def kind_of(value: object) -> str:
     """What a message calls a value of JSON that is not as expected: a list, an int, missing."""
     names = {type(None): "missing", list: "a list", dict: "an object", str: "a string"}

@@ -13,6 +13,7 @@ from vlmpack.forecast.memory import memory_figures
 from vlmpack.forecast.parameters import read_sizes
 from vlmpack.forecast.recompute import LADDER, SHARE, least_that_fits
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
+from vlmpack.words import sized
 
 ALONE = ParallelismSection()
 
@@ -29,6 +30,11 @@ def estimate(model: ModelSection) -> MemoryFigures:
 
 def section(**values: Any) -> ModelSection:
     return ModelSection(path=str(TINY_MODEL), dtype="bfloat16", **values)
+
+
+def test_a_number_is_said_in_words():
+    assert estimate(section(activation_checkpointing=3)).recomputed == "one layer in 3"
+    assert estimate(section(activation_checkpointing=1)).recomputed == "every layer"
 
 
 def total(value: Any) -> int:
@@ -63,6 +69,8 @@ def test_auto_says_why():
     _, figures = least_that_fits(section(), ALONE, estimate, room, "cuda:0")
     for words in ("all but matrix products", "auto: about", "90% of", "cuda:0", "too large: none"):
         assert words in figures.recomputed
+    none = f"too large: none at {sized(total('none'))}"
+    assert figures.recomputed.endswith(f"90% of the {sized(room)} of cuda:0; {none})")
     _, figures = least_that_fits(section(), ALONE, estimate, 1, "cuda:0")
     assert figures.recomputed.startswith("every layer (auto")
     assert "does not fit either" in figures.recomputed

@@ -74,7 +74,7 @@ def test_a_launch_that_needs_more_than_there_is_says_so_with_the_knobs(
         run_recipe(resolve(settings, {}))
     (told,) = [one for one in caplog.records if one.getMessage().startswith("memory")]
     assert told.levelno == logging.WARNING
-    for words in ("this container", "has 0.0 GiB", "weights", "training.micro_batch_size", "fsdp"):
+    for words in ("this container", "has 20.0 MiB", "weights", "training.micro_batch_size", "fsdp"):
         assert words in told.getMessage()
     caplog.clear()
     monkeypatch.setattr(launch_memory, "room_of", lambda device: Room(64 * GIB, "this machine", 2))

@@ -9,6 +9,7 @@ from vlmpack.forecast.figures import MemoryFigures
 from vlmpack.recipe.engine_rules import why_not_selective
 from vlmpack.recipe.recompute import Recomputed, described
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
+from vlmpack.words import sized
 
 LADDER: tuple[Recomputed, ...] = ("none", "selective", 4, 3, 2, "full")
 """From no matrix product that is computed again to all of them."""
@@ -55,16 +56,12 @@ def least_that_fits(
         figures = estimate(chosen)
         if figures.total <= fits or value == LADDER[-1]:
             break
-        tried.append(f"{value} {_gib(figures.total)}")
+        tried.append(f"{value} at {sized(figures.total)}")
     verb = "fits" if figures.total <= fits else "does not fit either"
     reason = (
-        f"auto: about {_gib(figures.total)} GiB, which {verb} in {SHARE:.0%} of the "
-        f"{_gib(room)} GiB of {where}"
+        f"auto: about {sized(figures.total)}, which {verb} in {SHARE:.0%} of the "
+        f"{sized(room)} of {where}"
     )
     if tried:
         reason += f"; too large: {', '.join(tried)}"
     return chosen, replace(figures, recomputed=f"{described(value)} ({reason})")
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:,.1f}"

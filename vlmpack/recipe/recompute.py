@@ -36,7 +36,7 @@ def is_recomputed(place: int, value: Recomputed) -> bool:
 def described(value: Recomputed) -> str:
     """The recipe's value, for the log and the report."""
     if isinstance(value, int):
-        return f"every {value}. layer"
+        return f"one layer in {value}" if value > 1 else "every layer"
     return {"none": "nothing", "selective": "all but matrix products and attention"}.get(
         value, "every layer"
     )

@@ -25,6 +25,7 @@ from vlmpack.forecast.recompute import given_room, least_that_fits
 from vlmpack.forecast.trained import trained_sizes
 from vlmpack.recipe.schema import ModelSection
 from vlmpack.run.machine_memory import Room, room_of
+from vlmpack.words import sized
 
 logger = logging.getLogger("vlmpack")
 
@@ -109,11 +110,11 @@ ADVICE = (
 def memory_line(figures: MemoryFigures, room: Room) -> str:
     """The estimate and what there is, in words."""
     parts = ("weights", "gradients", "optimizer", "activations", "logits")
-    each = ", ".join(f"{name} {_gib(getattr(figures, name))}" for name in parts)
+    each = ", ".join(f"{name} {sized(getattr(figures, name))}" for name in parts)
     shared = f", for {room.processes} processes" if room.processes > 1 else ""
     return (
-        f"about {_gib(figures.total)} GiB a process ({each}); {room.where} has "
-        f"{_gib(room.size)} GiB{shared}"
+        f"about {sized(figures.total)} a process ({each}); {room.where} has "
+        f"{sized(room.size)}{shared}"
     )
 
 
@@ -134,7 +135,3 @@ def largest_micro_batch(train: TrainData) -> LargestMicroBatch:
     tokens = lengths[drawn]
     rows = tokens.max(axis=1) * micro if mode.facts.pads else tokens.sum(axis=1)
     return LargestMicroBatch(micro, int(rows.max()), int(patches[drawn].sum(axis=1).max()))
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.1f}"

@@ -109,7 +109,7 @@ def test_rows_that_pad_images_are_not_compared():
 
 def test_too_little_memory_names_both_numbers_and_tiny(monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda: 1 << 20)
-    with pytest.raises(CapabilityError, match=r"GiB free. `vlmpack verify --tiny`"):
+    with pytest.raises(CapabilityError, match=r"has 1\.0 MiB free. `vlmpack verify --tiny`"):
         required()
     monkeypatch.setattr(memory, "available_bytes", lambda: 1 << 40)
     required()

@@ -25,8 +25,8 @@ from vlmpack.forecast.figures import (
     SourceFigures,
 )
 from vlmpack.report.forecast import as_json, sections, write_page
-from vlmpack.report.forecast.numbers import compact, gib, share
-from vlmpack.words import counted
+from vlmpack.report.forecast.numbers import compact, share
+from vlmpack.words import counted, sized
 
 
 def source(name: str, count: int = 123_456) -> SourceFigures:
@@ -250,6 +250,6 @@ def test_numbers_are_short_and_never_lie() -> None:
     assert [share(v) for v in (0, 1, 0.5, 0.0001, 0.99999)] == [
         "0.0%", "100.0%", "50.0%", "<0.1%", ">99.9%",
     ]  # fmt: skip
-    assert gib(0) == "0" and gib(1 << 29) == "512.0 MiB" and gib(3 << 30) == "3.0 GiB"
+    assert sized(0) == "0" and sized(1 << 29) == "512.0 MiB" and sized(3 << 40) == "3,072.0 GiB"
     assert counted(1, "copy", "copies") == "1 copy" and counted(2, "copy", "copies") == "2 copies"
     assert counted(1, "image") == "1 image" and counted(1234, "image") == "1,234 images"

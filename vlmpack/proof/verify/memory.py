@@ -13,6 +13,7 @@ from vlmpack.distributed import Ranks
 from vlmpack.errors import CapabilityError
 from vlmpack.families.base import ModulePaths
 from vlmpack.forecast.parameters import read_shapes
+from vlmpack.words import sized
 
 REFERENCE_BYTES = 8
 """Weight and gradient of a parameter in float32. The engine is built when they are gone."""
@@ -79,8 +80,8 @@ def require_room_for_weights(folder: Path) -> None:
     if free is not None and needed > free:
         raise CapabilityError(
             f"a model whose class no family of ours serves is tried with one sample on its own "
-            f"weights: {parameters:,} parameters in float32 take {_gib(needed)}, the host has "
-            f"{_gib(free)} free; one with more memory would do"
+            f"weights: {parameters:,} parameters in float32 take {sized(needed)}, the host has "
+            f"{sized(free)} free; one with more memory would do"
         )
 
 
@@ -97,7 +98,7 @@ def _require(parameters: int, needed: int, where: str, free: int | None) -> None
     if free is not None and needed > free:
         raise TooLarge(
             f"verify compares {parameters:,} parameters in float32, which takes about "
-            f"{_gib(needed)} beside activations; {where} has {_gib(free)} free. "
+            f"{sized(needed)} beside activations; {where} has {sized(free)} free. "
             f"`vlmpack verify --tiny` takes a model of the same architecture with a few layers and "
             f"random weights, on the same samples"
         )
@@ -128,7 +129,3 @@ def available_bytes() -> int | None:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return None
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.1f} GiB"

@@ -27,10 +27,3 @@ def share(value: float, digits: int = 1) -> str:
 def times(value: float) -> str:
     """A ratio as text: 1.0834 -> 1.083."""
     return f"{value:.3f}"
-
-
-def gib(num_bytes: int) -> str:
-    """Bytes as GiB, small ones as MiB."""
-    if num_bytes < 1 << 30:
-        return f"{num_bytes / 2**20:.1f} MiB" if num_bytes else "0"
-    return f"{num_bytes / 2**30:.1f} GiB"

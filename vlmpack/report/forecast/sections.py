@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from vlmpack.forecast.figures import SAME_BATCH, MemoryFigures, ReferenceFigures, RunPlan
 from vlmpack.report.forecast.data_section import data_section
-from vlmpack.report.forecast.numbers import compact, gib, share, times
+from vlmpack.report.forecast.numbers import compact, share, times
 from vlmpack.report.forecast.section import Column, Section
-from vlmpack.words import counted
+from vlmpack.words import counted, sized
 
 MAX_SOURCES = 12
 """Sources with a row of their own; the page and the JSON have more."""
@@ -245,7 +245,7 @@ def _memory(memory: MemoryFigures) -> Section:
     return Section(
         title=f"Memory of a rank, an estimate ({memory.where}, {memory.dtype})",
         columns=tuple(Column(name) for name, _ in parts),
-        rows=(tuple(gib(size) for _, size in parts),),
+        rows=(tuple(sized(size) for _, size in parts),),
         lines=(
             f"{compact(memory.parameters)} parameters, {compact(memory.tower_parameters)} of them "
             f"in the vision tower, from {memory.counted_from};{trained} micro-batch of "
