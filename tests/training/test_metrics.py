@@ -126,6 +126,12 @@ def test_the_progress_line_shows_what_matters(capsys):
     assert "imbalance" not in progress.line(row(2, imbalance=1.0)), "one replica has none"
 
 
+def test_rows_that_fit_no_graph_are_in_the_progress_line():
+    progress = Progress("none", total_steps=3, interval_steps=1)
+    assert "8 samples  eager 1 of 4 rows  " in progress.line(row(1, num_rows=4, num_eager_rows=1))
+    assert "eager" not in progress.line(row(2, num_rows=4))
+
+
 def test_what_is_reported_beside_the_loss_stands_beside_it():
     told = row(1, reported={"router_loss": 1.0625, "unknown": None})
     line = Progress("none", total_steps=2, interval_steps=1).line(told)

@@ -8,10 +8,12 @@ from dataclasses import asdict
 from typing import Any
 
 from vlmpack.data.config import DataConfig
+from vlmpack.data.modes import PackingMode
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.data.splits.checks import name_unknown_keys
 from vlmpack.data.splits.summary import DataSummary
+from vlmpack.words import counted
 
 logger = logging.getLogger("vlmpack")
 
@@ -91,3 +93,21 @@ def log_data(config: DataConfig, summary: DataSummary, unit: str = "samples") ->
             f"{saved:.0%} of the slots that padded rows would take are gone"
         )
     logger.info("%-14s %s: %s", "packing", mode.name, what)
+
+
+def log_graphs(mode: PackingMode) -> None:
+    """Which rows a captured decoder takes, in one line; nothing without one.
+
+    Args:
+        mode: settled, so that `cuda_graph_max_sequences: auto` is a number.
+    """
+    shape = mode.fixed_shape() if mode.captures else None
+    if shape is None or shape.most_filled is None:
+        return
+    logger.info(
+        "%-14s rows of up to %s are filled up to %s tokens and replayed; others run eager, and "
+        "metrics.jsonl counts them (num_eager_rows)",
+        "graphs",
+        counted(shape.most_filled, "sample"),
+        f"{shape.row_tokens:,}",
+    )

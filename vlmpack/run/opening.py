@@ -28,7 +28,7 @@ from vlmpack.packing import Batch
 from vlmpack.proof.verify.at_start import verify_at_start
 from vlmpack.proof.verify.gate import require_proof
 from vlmpack.run.begun_steps import BegunSteps
-from vlmpack.run.data_summary import data_summary, log_data
+from vlmpack.run.data_summary import data_summary, log_data, log_graphs
 from vlmpack.run.launch_memory import settled_memory
 from vlmpack.run.place import Place
 from vlmpack.run.reference import attach_reference, refuse_other_reference, start_check
@@ -184,6 +184,7 @@ def _open_splits(setup: Setup, place: Place, ledger: Ledger, saved: DataState | 
     summary = train.summary()
     unit = "pairs" if setup.recipe.objective.learns_pairs else "samples"
     log_data(train.config, summary, unit)
+    log_graphs(train.config.mode)
     for split in (validation, test):
         if split is not None:
             name_unknown_keys(split.fitted.table.unknown_keys, split.config.key)

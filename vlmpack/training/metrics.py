@@ -316,6 +316,7 @@ class Progress:
         share = row.num_shared_tokens / max(1, row.num_tokens)
         shared = f"shared {share:.0%}  " if share else ""
         imbalance = f"imbalance {row.imbalance:.2f}  " if row.imbalance > 1 else ""
+        eager = f"eager {row.num_eager_rows} of {row.num_rows} rows  " if row.num_eager_rows else ""
         loss = "no sample left" if row.loss is None else f"loss {row.loss:.4f}"
         beside = "".join(
             f"{name.replace('_', ' ')} {value:.4f}  "
@@ -324,7 +325,7 @@ class Progress:
         )
         return (
             f"{loss}  {beside}{self._smooth['rate']:,.0f} real tokens/s  "
-            f"fill {row.fill:.0%}  {shared}{row.num_samples} samples  {imbalance}"
+            f"fill {row.fill:.0%}  {shared}{row.num_samples} samples  {eager}{imbalance}"
             f"data wait {self._smooth['wait']:.0%}  ETA {_clock(left)}"
         )
 
