@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from vlmpack.capabilities.versions import (
     TRANSFORMER_ENGINE,
     TRANSFORMER_ENGINES,
     lacks_triton,
+    release,
     version_limit,
 )
 
@@ -129,3 +133,49 @@ def test_no_module_of_the_package_imports_what_only_an_extra_brings(module):
     unguarded = re.compile(rf"^(import|from) {module}\b", re.MULTILINE)
     for path in (ROOT / "vlmpack").rglob("*.py"):
         assert not unguarded.search(path.read_text()), path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("python", "minor"), [("3.11", (0, 16)), ("3.12", (0, 19)), ("3.13", (0, 19))]
+)
+def test_pip_takes_the_newest_megatron_core_that_wants_this_python(python, minor, tmp_path):
+    """Asked of the index that pip is set up with, as a user of that Python asks; whatever Python
+    runs this."""
+    wanted = next(line for line in EXTRAS["mcore"] if line.startswith("megatron-core"))
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    options = ["--no-deps", "--only-binary=:all:", "--python-version", python, "--dest", tmp_path]
+    asked = subprocess.run([*command, *options, wanted], capture_output=True, text=True)
+    if asked.returncode and not re.search("from versions: [0-9]", asked.stderr):
+        pytest.skip(f"no pip, or no index: {asked.stderr[-200:]}")
+    assert asked.returncode == 0, asked.stderr
+    (wheel,) = tmp_path.iterdir()
+    assert release(wheel.name.split("-")[1])[:2] == minor
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("python", ["3.12", "3.13"])
+def test_newer_pythons_compile_every_module(python):
+    """Where one is found; a syntax that only 3.11 takes, or a warning, would stop there."""
+    found = [
+        shutil.which(f"python{python}"),
+        *Path.home().glob(f".pyenv/versions/{python}.*/bin/python"),
+    ]
+    checked = "import sys; print(*sys.version_info[:2], sep='.')"
+    for candidate in filter(None, found):
+        said = subprocess.run([candidate, "-c", checked], capture_output=True, text=True)
+        if said.stdout.strip() == python:
+            break
+    else:
+        pytest.skip(f"no Python {python} here")
+    code = (
+        "import sys; from pathlib import Path; "
+        "paths = [p for f in sys.argv[1:] for p in Path(f).rglob('*.py')]; "
+        "[compile(p.read_bytes(), str(p), 'exec') for p in paths]; print(len(paths))"
+    )
+    folders = [ROOT / name for name in ("vlmpack", "tests", "benchmarks")]
+    done = subprocess.run(
+        [candidate, "-W", "error", "-c", code, *folders], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 500

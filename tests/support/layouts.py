@@ -375,15 +375,21 @@ def main(folder: Path, names: Sequence[str], optimizers: Sequence[str]) -> None:
     stop_process_group()
 
 
-def torchrun(script: Path, processes: int, *arguments: str, timeout: int = 500) -> None:
-    """Run a script of the tests in processes of its own.
+def torchrun(
+    script: Path,
+    processes: int,
+    *arguments: str,
+    timeout: int = 500,
+    python: str | Path = sys.executable,
+) -> None:
+    """Run a script of the tests in processes of its own, under this Python or another.
 
     Raises:
         AssertionError: it failed.
     """
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *(str(python), "-m", "torch.distributed.run", "--standalone"),
             *(f"--nproc-per-node={processes}", str(script), *arguments),
         ],
         env=os.environ

@@ -4,8 +4,8 @@
 
 A job is `save:LAYOUT` or `resume:LAYOUT:SOURCE`, of one of `layouts.LAYOUTS` with N processes.
 `save` takes a few steps, saves FOLDER/LAYOUT and takes `layouts.STEPS` more; `resume` loads what
-SOURCE saved and takes as many. Losses and gradient norms of these steps are written to
-FOLDER/<job>.json, with hyphens for its colons.
+SOURCE saved and takes as many; `forget` is a `resume` that goes on without the moments. Losses and
+gradient norms of these steps are written to FOLDER/<job>.json, with hyphens for its colons.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from support.checkpoints import save_engine
 from support.engines import make_stepper
@@ -40,9 +41,20 @@ def run_job(folder: Path, job: str, stepper: Stepper, layout: Layout, ranks: Ran
     else:
         load_checkpoint(step_folder(folder / source[0], STEPS_BEFORE), stepper.engine, ranks)
         assert stepper.engine.optimizer_steps == STEPS_BEFORE
+        if action == "forget":
+            _forget_moments(stepper.engine)
     rows = train(stepper, layout, STEPS)
     if ranks.is_main:
         file_of(folder, job).write_text(json.dumps(rows))
+
+
+def _forget_moments(engine: Any) -> None:
+    """As a checkpoint of weights alone would be gone on from."""
+    states = [state for part in engine.optimizer.parts for state in part.optimizer.state.values()]
+    for state in states:
+        state["exp_avg"].zero_()
+        state["exp_avg_sq"].zero_()
+    assert states
 
 
 def main(folder: Path, jobs: list[str]) -> None:

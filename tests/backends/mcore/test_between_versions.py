@@ -1,0 +1,71 @@
+"""A run that one version of megatron-core has begun goes on under the other, optimizer included,
+and in another layout. What is saved has transformers' names, so none of Megatron's matter."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+
+import pytest
+from support.forked import check_ranks
+from support.layouts import STEPS, TESTS, torchrun
+from support.megatrons import NEWEST, OWN, version_of, why_not_two
+from support.relayout import file_of
+
+from vlmpack.capabilities.versions import TESTED, release
+
+WHY_NOT = why_not_two()
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
+]
+
+TOLERANCE = 1e-5
+"""Relative, of losses and gradient norms: the stated bound of the project."""
+
+
+def the_other():
+    """The Python with the version that this process does not have."""
+    return OWN if metadata.version("megatron-core") == TESTED["megatron-core"] else NEWEST
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """Losses and gradient norms by job: what two replicas with a sharded optimizer save under one
+    version goes on under TP 2 and the other, and the other way round."""
+    folder = tmp_path_factory.mktemp("versions")
+    worker = TESTS / "support/relayout.py"
+    check_ranks([worker, folder, "save:tp2"], 2)
+    torchrun(worker, 2, str(folder), "save:dp2", "resume:dp2:tp2", python=the_other())
+    check_ranks([worker, folder, "resume:tp2:dp2", "forget:tp2:dp2"], 2)
+
+    def of(job):
+        found = json.loads(file_of(folder, job).read_text())
+        assert len(found) == STEPS
+        return found
+
+    return of
+
+
+def test_the_two_are_the_environments_and_the_newest():
+    assert release(version_of(OWN)) < release(version_of(NEWEST))
+    assert version_of(NEWEST) == TESTED["megatron-core"]
+    assert {metadata.version("megatron-core"), version_of(the_other())} == set(
+        map(version_of, (OWN, NEWEST))
+    )
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("dp2", "tp2"), ("tp2", "dp2")])
+def test_a_run_goes_on_under_the_other_version(rows, saved, resumed):
+    unbroken = rows(f"save:{saved}")
+    assert abs(unbroken[-1][0] - unbroken[0][0]) > 100 * TOLERANCE * unbroken[0][0], "nothing moved"
+    for before, after in zip(unbroken, rows(f"resume:{resumed}:{saved}"), strict=True):
+        assert after == pytest.approx(before, rel=TOLERANCE)
+
+
+def test_weights_alone_would_not_do(rows):
+    """The control: without the moments the first loss is the same, and the next is another."""
+    unbroken, without = rows("save:dp2"), rows("forget:tp2:dp2")
+    assert without[0][0] == pytest.approx(unbroken[0][0], rel=TOLERANCE)
+    assert abs(without[1][0] - unbroken[1][0]) > 10 * TOLERANCE * unbroken[1][0]
