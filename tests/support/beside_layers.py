@@ -24,7 +24,16 @@ import torch.distributed as dist
 from support.checkpoints import save_engine
 from support.engines import engine_of, make_engine, policy
 from support.family_layouts import FAMILY_LAYOUTS
-from support.layouts import LAYOUTS, Layout, Trained, one_layout, stepper_with, train, whole_weights
+from support.layouts import (
+    BINS,
+    LAYOUTS,
+    Layout,
+    Trained,
+    one_layout,
+    stepper_with,
+    train,
+    whole_weights,
+)
 from support.shards import TINY_MODEL
 
 from vlmpack.backends.hf.adapters import BASE
@@ -81,6 +90,9 @@ CASES = {
     "tp2, some": Case(LAYOUTS["tp2"], "some"),
     "ep2, experts": Case(FAMILY_LAYOUTS["ep2"], family=MOE),
     "tp2-ep2, experts": Case(FAMILY_LAYOUTS["tp2-ep2"], family=MOE),
+    "tp2-captured": Case(LAYOUTS["tp2-captured"]),
+    "tp2-sp-captured, dora": Case(LAYOUTS["tp2-sp-captured"], "dora"),
+    "dp2-captured, some": Case(LAYOUTS["dp2-captured"], "some"),
     "tp2-cp2-pp2, dora": Case(LAYOUTS["tp2-cp2-pp2"], "dora"),
 }
 
@@ -96,10 +108,11 @@ def make_megatron(layout: Layout, ranks: Ranks, chosen: TrainingPolicy, folder: 
         path=str(folder),
         backend="mcore",
         dtype="float32",
-        attention="segments",
+        attention="auto" if layout.captured else "segments",
         activation_checkpointing=layout.recompute,
     )
-    return engine_of(model, layout.sizes, Encoder(folder), ranks, chosen)
+    parts = (model, layout.sizes, Encoder(folder), ranks, chosen)
+    return engine_of(*parts, captures=layout.captured)
 
 
 def faster(engine: Any, optimizer: str) -> Any:
@@ -154,6 +167,9 @@ def run_case(job: str, case: Case, ranks: Ranks, folder: Path) -> tuple[Trained,
     if job in EXPORTED:
         engine.export(folder / f"{job}-merged", processor_from=TINY_MODEL, dtype=torch.float32)
         engine.export_adapter(folder / f"{job}-adapter", base=str(TINY_MODEL))
+    if case.layout.captured:
+        graph = engine.model.graph
+        assert [graph.captures, graph.replays] == [1, STEPS * len(BINS) // case.layout.dp]
     held = sum(p.numel() for p in engine.model.parameters() if p.requires_grad)
     everywhere = ranks.gather_objects(held)
     (folder / f"{job}-held.txt").write_text(str(max(everywhere)))

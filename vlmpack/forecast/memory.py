@@ -216,7 +216,8 @@ class _Estimate:
         if not self.forms.captured:
             return 0
         outside = self.sizes.tower + (self.sizes.embedding + self.sizes.head) // self.split.tensor
-        count = self.trained.adapters + self.trained.language * (rank.parameters - outside)
+        beside = self.trained.adapters_on(self.split, tower=False)
+        count = beside + self.trained.language * (rank.parameters - outside)
         return count * (self.number if self._local() else 4)
 
     def _hf_state(self, rank: _Rank) -> tuple[int, int, int]:
@@ -238,12 +239,11 @@ class _Estimate:
     def _mcore_state(self, rank: _Rank) -> tuple[int, int, int]:
         split, each = self.split, 12 if self.model.dtype == "bfloat16" else 8
         updated, experts = self._trained(rank), self._trained(rank, experts=True)
-        dense = updated - experts
         optimizer = each * updated
         if split.distributed_optimizer:
             over = data_parallel_size(split, self.world_size) * split.context
             expert_over = max(1, over * split.tensor // split.expert)
-            optimizer = each * (-(-dense // over) + -(-experts // expert_over))
+            optimizer = each * (-(-(updated - experts) // over) + -(-experts // expert_over))
         adapters = self.trained.adapters_on(split, tower=rank.has_tower)
         return self.number * (rank.parameters + adapters), 4 * updated, optimizer
 

@@ -122,17 +122,6 @@ def graphs_need_plain_weights(
     return _refused(training, trainable.uses("lora") and quantize != "none", why)
 
 
-def graphs_of_megatron_have_no_adapters(
-    training: TrainingSection, model: ModelSection, trainable: TrainableSection
-) -> list[Problem]:
-    """Nobody tried to capture what adapters exchange between Megatron's layers."""
-    why = (
-        "trainable.* lora beside Megatron's layers was never captured; use model.backend: hf, or "
-        f"{_OFF}"
-    )
-    return _refused(training, model.backend == "mcore" and bool(trainable.uses("lora")), why)
-
-
 def graphs_have_no_router_loss(training: TrainingSection, model: ModelSection) -> list[Problem]:
     """The routers' logits stay inside of the captured part."""
     why = (

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from support import beside_layers, layouts
 from support.beside_layers import CASES, CONTROLS, MOE, STEPS
+from support.engines import engine_of, make_stepper, policy
 from support.families import tiny_family_folder
 from support.forked import check_ranks
 from support.layouts import Trained
@@ -32,8 +33,8 @@ pytestmark = pytest.mark.slow
 
 SLOW = {
     "one, some", "tp2-sp, tower", "cp2", "pp2, adamw", "dp2, adamw", "tp2, adamw",
-    "tp2-ep2, experts", "A is another on each rank", "gradients of B summed twice",
-    "gradients of own tokens", "lengths of own columns",
+    "tp2-ep2, experts", "tp2-sp-captured, dora", "A is another on each rank",
+    "gradients of B summed twice", "gradients of own tokens", "lengths of own columns",
 }  # fmt: skip
 """In two processes but for the first; the others are soak tests."""
 
@@ -249,8 +250,6 @@ def test_the_plan_counts_what_the_fullest_rank_trains(folder, found, job):
     ],
 )
 def test_what_is_not_there_is_named(settings, message):
-    from support.engines import policy
-
     with pytest.raises(CapabilityError, match=message):
         beside_layers.make_megatron(
             layouts.LAYOUTS["one"],
@@ -258,6 +257,45 @@ def test_what_is_not_there_is_named(settings, message):
             policy(language="lora", **settings),
             TINY_MODEL,
         )
+
+
+def test_generation_has_the_adapters_inside():
+    """And nothing of them beside; in bfloat16 DoRA's magnitudes stay float32, so that the model
+    begins as the one without."""
+    one = layouts.LAYOUTS["one"]
+    chosen = beside_layers.POLICIES["dora"]
+    model = ModelSection(
+        path=str(TINY_MODEL), backend="mcore", dtype="bfloat16", attention="segments"
+    )
+    with layouts.one_layout(one) as ranks:
+        engine = engine_of(model, one.sizes, Encoder(TINY_MODEL), ranks, chosen)
+        dtypes = {
+            name.rpartition(".")[2]: parameter.dtype
+            for name, parameter in engine.model.named_parameters()
+            if ".adapter." in name
+        }
+        half = torch.bfloat16
+        assert dtypes == {"a": half, "b": half, "magnitude": torch.float32}
+        linear = engine.model.gpt.decoder.layers[1].self_attention.linear_qkv
+        scales = linear.adapter.magnitude / linear.adapter._norms(linear.weight)
+        assert torch.allclose(scales, torch.ones(()), atol=1e-6)
+        stepper = make_stepper(engine)
+        stepper.schedule = lambda step: 0.01
+        layouts.train(stepper, one, 2)
+        whole = {name: value.clone() for name, value in engine.whole_tensors()}
+        with engine.generation() as copy:
+            found = dict(copy.state_dict())
+    assert not any(is_adapter(name) for name in found)
+    layer = "model.language_model.layers.1.self_attn.k_proj"
+    a, b, magnitude = (
+        whole[f"{layer}.lora_{kind}.default.weight"] for kind in ("A", "B", "magnitude_vector")
+    )
+    merged = whole[f"{layer}.weight"] + 8.0 / 4**0.5 * b @ a
+    merged = merged * (magnitude / merged.norm(dim=1))[:, None]
+    assert layouts.relative_l2(found[f"{layer}.weight"], merged) < 1e-6
+    assert layouts.relative_l2(whole[f"{layer}.weight"], merged) > 1e-3, "nothing was learnt"
+    unmoved = "model.language_model.embed_tokens.weight"
+    assert torch.equal(found[unmoved], whole[unmoved])
 
 
 def test_the_reference_is_not_taken_from_the_adapted_model():

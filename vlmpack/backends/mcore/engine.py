@@ -51,7 +51,7 @@ from vlmpack.backends.unread import passed_over
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
-from vlmpack.model_folder.load import build_model
+from vlmpack.model_folder.load import build_model, load_config
 from vlmpack.packing import (
     Batch,
     PackedBatch,
@@ -348,7 +348,8 @@ class MegatronEngine:
     @contextmanager
     def generation(self) -> Iterator[Any]:
         """A transformers copy of the model on each rank, freed afterwards. Collective to enter."""
-        model: Any = build_model(self.auto_class, self.skeleton.config)
+        # A config of its own: the tower's, which the skeleton shares, names the attention of rows.
+        model: Any = build_model(self.auto_class, load_config(Path(self.config.path)))
         model = model.to(device=self.device)
         parameters = dict(model.named_parameters())
         with torch.no_grad():
