@@ -114,6 +114,7 @@ def test_packed_equals_stock_one_by_one(model_type):
     assert try_class(model_type) == Swept("proven")
 
 
+@pytest.mark.slow
 def test_a_state_that_runs_from_sample_to_sample_does_not_pass(monkeypatch):
     stock = whole_model._boundaries
 

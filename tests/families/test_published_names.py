@@ -23,6 +23,8 @@ from vlmpack.capabilities.refused import refusal
 from vlmpack.errors import ModelError
 from vlmpack.families.registry import family_of
 
+pytestmark = pytest.mark.slow
+
 NAMES = published_names()
 
 TOTALS = {

@@ -73,6 +73,7 @@ def test_resume_on_another_number_of_processes(settings: dict[str, Any], tmp_pat
     assert_same_steps(tmp_path / "mixed", tmp_path / "one", 9)
 
 
+@pytest.mark.slow
 def test_a_recipe_error_under_torchrun_ends_all_ranks(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:

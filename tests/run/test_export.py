@@ -48,6 +48,7 @@ def kept(folder):
     return found
 
 
+@pytest.mark.slow
 def test_a_run_keeps_them_and_refuses_to_take_others(tmp_path, caplog):
     folder = with_prediction(tmp_path / "model")
     lora = {

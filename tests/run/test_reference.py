@@ -206,6 +206,7 @@ def test_a_pass_that_was_stopped_goes_on(tmp_path, shard, monkeypatch):
     assert len(whole) == 5
 
 
+@pytest.mark.slow
 def test_another_reference_is_refused_before_the_engine_is_built(
     unbroken, tmp_path, shard, monkeypatch
 ):
@@ -304,6 +305,7 @@ def test_two_processes_train_what_one_does(unbroken, tmp_path, shard):
         assert found == pytest.approx(wanted, rel=1e-4, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_numbers_of_other_pairs_are_found_in_the_first_step(tmp_path, shard):
     """A folder whose facts are right, and whose numbers are each those of the pair before."""
     values = settings(tmp_path, shard, training__max_steps=1)

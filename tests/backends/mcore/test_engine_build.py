@@ -84,6 +84,7 @@ def test_a_weight_that_nobody_builds_is_refused(tmp_path):
         build(folder, dtype="float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distributed", [True, False])
 def test_moments_of_experts_come_back(moe_folder, distributed):
     engine = build(moe_folder, dtype="float32", distributed_optimizer=distributed)

@@ -171,6 +171,7 @@ def test_five_steps_are_those_of_one_process(trained, expected, start, family, n
     assert layouts.beyond_tolerance(errors) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "name"), PAIRS)
 def test_weights_are_read_bit_by_bit_and_copies_agree(done, start, family, name):
     """The engine's whole tensors before any step are the parameters that transformers loads."""
@@ -194,6 +195,7 @@ def test_weights_are_read_bit_by_bit_and_copies_agree(done, start, family, name)
         assert set(held) == {routed * experts // layout.expert * matrices}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_weight_takes_part(start, expected, family):
     """What the comparison would be worth without; the bound on updates is far below this."""

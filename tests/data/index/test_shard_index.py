@@ -186,6 +186,7 @@ def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
         index_of(pattern, tmp_path / "file" / "i")
 
 
+@pytest.mark.slow
 def test_pool_gives_the_same_parts(tmp_path: Path, monkeypatch: Any) -> None:
     pattern = write_shards(tmp_path, 20, per_shard=2)
     serial = rows_of(pattern, tmp_path / "one")

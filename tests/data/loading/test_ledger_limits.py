@@ -94,6 +94,7 @@ def _write(path: Path, rank: int) -> None:
         ledger.record([hole(batch, f"shard-{rank}" + "x" * 300)], epoch=0, batch=batch)
 
 
+@pytest.mark.slow
 def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
     path = tmp_path / "data-errors.jsonl"
     context = worker_context()
