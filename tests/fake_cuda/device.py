@@ -30,7 +30,6 @@ from fake_cuda.streams import Arrivals, Event, Stream
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch.nn.attention import bias
-from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
@@ -131,18 +130,29 @@ class FakeCudaTensor(Tensor):
         raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu()")
 
 
-class _FlashAttention(TorchFunctionMode):
+@contextmanager
+def _flash_attention() -> Iterator[None]:
     """`scaled_dot_product_attention` without a mask is a flash kernel on CUDA, which keeps no
-    scores; torch would take its plain form for a device that has no kernels."""
+    scores; torch would take its plain form for a device that has no kernels.
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            given = inspect.signature(_sdpa).bind(*args, **kwargs).arguments
-            plain = given.get("attn_mask") is None and not given.get("enable_gqa")
-            if plain and isinstance(given["query"], FakeCudaTensor):
-                return _sdpa(**given)
-        return func(*args, **kwargs)
+    By name in every module that has it: a mode for torch's functions is closed inside of
+    `Tensor.backward`, so layers that are computed again there would take the other form.
+    """
+    torchs = torch.nn.functional.scaled_dot_product_attention
+
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        given = inspect.signature(_sdpa).bind(*args, **kwargs).arguments
+        plain = given.get("attn_mask") is None and not given.get("enable_gqa")
+        if plain and isinstance(given["query"], FakeCudaTensor):
+            return _sdpa(**given)
+        out: Tensor = torchs(*args, **kwargs)
+        return out
+
+    with ExitStack() as stack:
+        for module in list(sys.modules.values()):
+            if getattr(module, "__dict__", {}).get(torchs.__name__) is torchs:
+                stack.enter_context(patch.object(module, torchs.__name__, attend))
+        yield
 
 
 def _sdpa(
@@ -264,7 +274,7 @@ def fake_gpu() -> Iterator[FakeCuda]:
     """`cuda:0`, while it is open; one at a time."""
     assert not _OPEN, "one fake device at a time"
     gpu, lifted = FakeCuda(), torch._C._only_lift_cpu_tensors()
-    with _cuda_by_name(gpu), _FlashAttention(), gpu:
+    with _cuda_by_name(gpu), _flash_attention(), gpu:
         _OPEN.append(gpu)
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) is seen then
         try:
