@@ -54,6 +54,7 @@ def ids(settings: dict[str, Any]) -> list[list[int]]:
     return [encoder.encode(sample).input_ids.tolist() for sample in train.samples()]
 
 
+@pytest.mark.slow
 def test_the_same_recipe_on_two_dates_has_the_same_ids(settings, clock):
     dated = changed(settings, data__date="2025-05-05")
     first = ids(dated)

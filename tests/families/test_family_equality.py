@@ -402,6 +402,7 @@ def test_positions_are_those_of_the_stock_model(vision_case, parts):
 # Training
 
 
+@pytest.mark.slow
 def test_a_trained_model_learns_and_exports_what_it_computes(case, tmp_path):
     engine = make_engine(case.folder, case.encoder)
     batch = pack(case.encoded, alignment=8)

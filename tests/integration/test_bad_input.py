@@ -122,6 +122,7 @@ def test_corrupt_jpeg_is_skipped_and_listed_by_default(
     assert "1 of 22 samples: data-errors.jsonl lists them" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_unknown_keys_are_named_for_each_split(
     cli: Run, settings: dict[str, Any], shard: Path, tmp_path: Path, caplog: Any
 ) -> None:

@@ -78,6 +78,7 @@ def test_without_its_adapters_it_is_the_model_that_it_began_with(kind, layout, p
         assert (given.reference - sequence_values(engine, batch)).abs().min() > 1e-4, "they matter"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", kinds("dropout"))
 def test_steps_are_those_of_a_run_that_kept_the_same_numbers(kind, pair_encoder, pairs):
     """Bit by bit over three steps; dropout draws what it would have drawn."""

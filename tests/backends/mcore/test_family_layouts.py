@@ -234,6 +234,7 @@ def test_rows_have_no_image_one_and_several(folder, family):
     assert all(sample.position_ids.shape[0] == 3 for sample in samples)
 
 
+@pytest.mark.slow
 def test_the_exported_experts_have_the_bits_of_the_original(done, folder):
     exported = dict(load_stock(done(f"export:{MOE}:ep2")).state_dict())
     original = load_stock(folder / MOE).state_dict()

@@ -116,6 +116,7 @@ def test_a_run_reports_each_source_of_training_and_validation(run):
     assert steps[0]["identical"] == pytest.approx(1 / 12)
 
 
+@pytest.mark.slow
 def test_the_log_says_each_source_and_identical_answers_once(run):
     text = run[1]
     [line] = [line for line in text.splitlines() if "two answers of the same tokens" in line]

@@ -266,6 +266,7 @@ def test_strong_decays_pass_within_the_stated_bounds_of_float64(tmp_path, monkey
     assert own > 3 * scalars.bound, "stock's float32 would not pass"
 
 
+@pytest.mark.slow
 def test_a_rule_that_is_not_stocks(tmp_path, monkeypatch):
     """vlmpack's rule, wrong alone and in the row alike: float64 agrees with it, and stock does
     not."""
