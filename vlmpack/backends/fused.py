@@ -214,10 +214,19 @@ def liger_rotate(tensors: Sequence[Tensor], cos: Tensor, sin: Tensor) -> Sequenc
     return out
 
 
+VARIANTS = 64
+"""Of a formula that torch may compile in one process: each rank, dtype and form is one, with
+gradients and without. Torch allows 8, and ends the run at the ninth."""
+
+
 @cache
 def _compiled(function: Callable[..., Tensor], backend: str) -> Callable[..., Tensor]:
+    # As an argument: torch's configuration is each thread's own, and layers that are computed again
+    # run in autograd's. Older versions have no such argument.
+    known = "recompile_limit" in signature(torch.compile).parameters
+    limit: dict[str, Any] = {"recompile_limit": VARIANTS} if known else {}
     compiled: Callable[..., Tensor] = torch.compile(
-        function, dynamic=True, fullgraph=True, backend=backend
+        function, dynamic=True, fullgraph=True, backend=backend, **limit
     )
     return compiled
 

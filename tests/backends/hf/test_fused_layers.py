@@ -246,6 +246,28 @@ def test_what_torch_compiles_is_the_formula(form):
                     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
+def test_a_process_may_compile_many_variants_of_a_formula(monkeypatch):
+    """More than the 8 that torch allows, after which it raises."""
+    ops = compiled_ops(backend="eager")
+
+    def differs():
+        for axes in range(1, 6):
+            for dtype in (torch.float32, torch.bfloat16, torch.float64):
+                x, weight = torch.randn(*[3] * axes, 16).to(dtype), torch.randn(16)
+                assert torch.equal(ops.norm(x, weight, 1e-6, LLAMA), LLAMA.eager(x, weight, 1e-6))
+
+    torch.compiler.reset()
+    differs()
+    monkeypatch.setattr(fused, "VARIANTS", 8)
+    fused._compiled.cache_clear()
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        differs()
+    fused._compiled.cache_clear()
+    torch.compiler.reset()
+
+
 LIGER = {
     "0.5.10": {
         "LigerRMSNormFunction": "ctx, X, W, eps, offset=0.0, casting_mode='llama', in_place=True",
