@@ -215,8 +215,8 @@ def liger_rotate(tensors: Sequence[Tensor], cos: Tensor, sin: Tensor) -> Sequenc
 
 
 VARIANTS = 64
-"""Of a formula that torch may compile in one process: each rank, dtype and form is one, with
-gradients and without. Torch allows 8, and ends the run at the ninth."""
+"""A process may compile so many of one formula: each rank, dtype and form is one, with gradients
+and without. Torch allows 8, and ends the run at the ninth."""
 
 
 @cache
