@@ -11,7 +11,7 @@ import pytest
 from fake_cuda.families import Case, Seen
 from fake_cuda.guard import run_under_guard, why_not
 from fake_cuda.plants import PLANTS
-from fake_cuda.waits import BACKWARD, OURS, THIRD_PARTY
+from fake_cuda.waits import BACKWARD, THIRD_PARTY, unknown_waits
 from support.families import FAMILIES, VISION_FAMILIES
 
 pytestmark = [
@@ -80,21 +80,7 @@ def _require(case: Case, seen: Seen) -> None:
     assert seen.unmoved == []
     assert seen.loss == pytest.approx(seen.cpu_loss, rel=LOSS_TOLERANCE)
     assert seen.grad_norm == pytest.approx(seen.cpu_grad_norm, rel=NORM_TOLERANCE)
-    assert _unknown(case, seen) == []
-
-
-def _unknown(case: Case, seen: Seen) -> list[tuple[str, str]]:
-    """Waits of no list; the step's own read is there once."""
-    what, place = OURS
-    waits = [(found, line) for found, line in seen.waits]
-    own = [(found, line) for found, line in waits if line.startswith(f"{place}:")]
-    assert [found for found, _ in own] == [what]
-    known = {(found, "backward") for found in BACKWARD.get(case.family, ())}
-    return [
-        wait
-        for wait in waits
-        if wait not in own and wait not in known and wait[1] not in THIRD_PARTY
-    ]
+    assert unknown_waits(case.family, seen.waits) == []
 
 
 @pytest.mark.parametrize("case", IN_CI, ids=lambda case: case.name)
@@ -162,7 +148,7 @@ def test_a_fault_is_found(plant: str) -> None:
         assert expected in seen.error
         return
     assert seen.error == ""
-    unknown = _unknown(case, seen)
+    unknown = unknown_waits(case.family, seen.waits)
     assert unknown
     assert all(what == expected[0] and place.startswith(expected[1]) for what, place in unknown)
 

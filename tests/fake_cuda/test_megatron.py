@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fake_cuda.guard import run_under_guard, why_not
-from fake_cuda.waits import BACKWARD, OURS, THIRD_PARTY
+from fake_cuda.waits import unknown_waits
 
 pytestmark = [
     pytest.mark.megatron,
@@ -40,16 +40,6 @@ def _seen() -> dict[str, dict[str, Any]]:
     return dict(zip(LAYOUTS, run_under_guard("fake_cuda.megatron", given), strict=True))
 
 
-def _unknown(seen: dict[str, Any]) -> list[tuple[str, str]]:
-    """Waits of no list; the step's own read is there once."""
-    waits = [(what, place) for what, place in seen["waits"]]
-    own = [wait for wait in waits if wait[1].startswith(f"{OURS[1]}:")]
-    assert [what for what, _ in own] == [OURS[0]]
-    known = {(what, "backward") for what in BACKWARD.get("qwen2_5_vl", ())}
-    unknown = [wait for wait in waits if wait not in own and wait not in known]
-    return [wait for wait in unknown if wait[1] not in THIRD_PARTY]
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_takes_every_branch_for_the_device(layout: str) -> None:
     seen = _seen()[layout]
@@ -61,7 +51,7 @@ def test_a_step_takes_every_branch_for_the_device(layout: str) -> None:
     assert seen["elsewhere"] == []
     assert seen["without_gradient"] == []
     if "told" not in layout:
-        assert _unknown(seen) == []
+        assert unknown_waits("qwen2_5_vl", seen["waits"]) == []
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if "PP" in name])
@@ -81,7 +71,7 @@ def test_stages_exchange_hidden_states_alone(layout: str) -> None:
 def test_stages_that_are_told_widths_wait() -> None:
     """Three times a message; numbers are those of stages that know them."""
     told, known = _seen()["PP 2, told"], _seen()["PP 2, last"]
-    places = [place for _, place in _unknown(told)]
+    places = [place for _, place in unknown_waits("qwen2_5_vl", told["waits"])]
     assert len(places) >= 2 * len(told["hidden"])
     assert all("pipeline_parallel/p2p_communication.py" in place for place in places)
     assert told["grad_norm"] == known["grad_norm"] > 0

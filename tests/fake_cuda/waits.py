@@ -6,6 +6,8 @@ line of the same file is another wait, which somebody has to look at.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 OURS = ("a list", "vlmpack/training/step.py")
 """What `Stepper.train` reads: sums, counts and the gradient's norm in one tensor."""
 
@@ -19,3 +21,16 @@ THIRD_PARTY: dict[str, str] = {
 
 BACKWARD: dict[str, dict[str, str]] = {}
 """By family, what autograd itself waits for there, and why."""
+
+
+def unknown_waits(family: str, waits: Sequence[Sequence[str]]) -> list[tuple[str, str]]:
+    """Waits that no list has, as what and where; the step's own read must be there, once."""
+    found = [(what, place) for what, place in waits]
+    own = [wait for wait in found if wait[1].startswith(f"{OURS[1]}:")]
+    assert [what for what, _ in own] == [OURS[0]]
+    known = {(what, "backward") for what in BACKWARD.get(family, ())}
+    return [
+        wait
+        for wait in found
+        if wait not in own and wait not in known and wait[1] not in THIRD_PARTY
+    ]

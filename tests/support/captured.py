@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from support.families import tiny_family_folder
+from support.samples import text_sample
 from support.shards import mixed_samples
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -62,6 +63,14 @@ class Rows:
 
     fixed: list[PackedBatch]
     free: list[PackedBatch]
+
+
+def text_row(*lengths: int, axes: int = 3) -> list[EncodedSample]:
+    """Samples of text, as many tokens long, that learn all but their first token."""
+    return [
+        text_sample(str(number), range(3, 3 + length), axes=axes, num_targets=length - 1)
+        for number, length in enumerate(lengths)
+    ]
 
 
 def rows_of(encoder: Encoder, *, max_sequences: int = 8) -> Rows:

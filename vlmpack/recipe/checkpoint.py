@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from vlmpack.recipe.sources import Section
-
-Count = Annotated[int, Field(ge=1)]
+from vlmpack.recipe.sources import Count, Section
 
 
 class CheckpointSection(Section):

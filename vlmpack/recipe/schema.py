@@ -19,12 +19,11 @@ from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.on_error import OnErrorSection
 from vlmpack.recipe.packing_modes import FACTS, ModeFacts, ModeName
 from vlmpack.recipe.recompute import Recomputation, Recomputed
-from vlmpack.recipe.sources import OptionalSources, Section, Source, Sources, as_tuple
+from vlmpack.recipe.sources import Count, OptionalSources, Section, Source, Sources, as_tuple
 from vlmpack.recipe.storage import CacheSection, StorageSection
 from vlmpack.recipe.template import IsoDate, TemplateVariables
 from vlmpack.recipe.trainable import OptimSection, TrainableSection
 
-Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Tracker = Literal[
     "tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio"

@@ -11,6 +11,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+Count = Annotated[int, Field(ge=1)]
+
 _SHARD_SUFFIX = re.compile(r"\.(tar|tgz|tar\.gz)$")
 _PATTERN_PART = re.compile(r"\{[^{}]*\}|\[[^\[\]]*\]|[*?]+")
 _HOST_LOGIN = re.compile(r"^[A-Za-z0-9+.-]+://([^/@]*@)?")

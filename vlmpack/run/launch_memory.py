@@ -64,15 +64,18 @@ def _settled(setup: Setup, train: TrainData, room: Room | None) -> ModelSection:
     if sizes is None or (room is None and not given):
         return asked
 
+    largest = largest_micro_batch(train)
+    trained = trained_sizes(setup.policy, setup.encoder)
+
     def estimate(model: ModelSection) -> MemoryFigures:
         return memory_figures(
             model,
             recipe.parallelism,
             sizes,
-            largest_micro_batch(train),
+            largest,
             global_batch_size=train.config.training.global_batch_size,
             world_size=ranks.world_size,
-            trained=trained_sizes(setup.policy, setup.encoder),
+            trained=trained,
             forms=forms_on(ranks.device, model, captured=captured),
         )
 

@@ -19,10 +19,10 @@ from support.captured import (
     packed,
     rows_from,
     rows_of,
+    text_row,
 )
 from support.families import tiny_family_folder
 from support.runs import find_differences, run_batch
-from support.samples import text_sample
 from support.shards import TINY_MODEL
 
 from vlmpack.attention import AttentionChoice
@@ -35,13 +35,6 @@ CAPTURED = (
     *("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", "nemotron_h", "internvl", "mistral3"),
 )
 """MRoPE, DeepStack, a hybrid with images, experts, Mamba-2, and towers of other kinds."""
-
-
-def _text(*lengths, axes=3):
-    return [
-        text_sample(str(number), range(3, 3 + length), axes=axes, num_targets=length - 1)
-        for number, length in enumerate(lengths)
-    ]
 
 
 def _with_attention(function):
@@ -71,7 +64,7 @@ def test_what_follows_from_segments_is_found(planted, what):
     graph = vlm.capture_decoder(StreamRecording)
     for lengths in ((5, 9), (12,)):
         ROW[:] = lengths
-        (row,) = rows_from([_text(*lengths)], encoder, 16).fixed
+        (row,) = rows_from([text_row(*lengths)], encoder, 16).fixed
         vlm(row, row.packed_seq_params()).sum().backward()
     streams = graph.recording.streams
     found = [*host_reads(streams), first_difference(streams) or ""]
@@ -81,7 +74,7 @@ def test_what_follows_from_segments_is_found(planted, what):
 def test_a_loop_over_segments_cannot_be_captured():
     vlm, encoder = _with_attention(segment_attention)
     vlm.capture_decoder(EagerRecording)
-    (row,) = rows_from([_text(5, 9)], encoder, 16).fixed
+    (row,) = rows_from([text_row(5, 9)], encoder, 16).fixed
     with pytest.raises(CapabilityError, match="read on the host inside a captured graph"):
         vlm(row, row.packed_seq_params())
 
@@ -127,7 +120,7 @@ def test_fifty_other_rows_are_replayed_bit_for_bit(tmp_path):
     for number in range(51):
         cuts = torch.randperm(30, generator=draw)[: number % 8].sort().values + 1
         ends = [0, *cuts.tolist(), 31]
-        rows.append(_text(*(b - a + 1 for a, b in pairwise(ends)), axes=1))
+        rows.append(text_row(*(b - a + 1 for a, b in pairwise(ends)), axes=1))
     assert {len(row) for row in rows} == set(range(1, 9))
     made = rows_from(rows, encoder, 48)
     graph = recorded.capture_decoder(TapeRecording)
@@ -144,7 +137,7 @@ def test_a_baked_number_makes_replays_wrong():
     """The control."""
     vlm, encoder = _with_attention(bakes_a_window)
     graph = vlm.capture_decoder(TapeRecording)
-    made = rows_from([_text(4, 4), _text(14)], encoder, 16)
+    made = rows_from([text_row(4, 4), text_row(14)], encoder, 16)
     ROW[:] = [4]
     with torch.no_grad():
         wanted = packed(TINY_MODEL, fixed_shape=True)[0](
@@ -163,7 +156,9 @@ def small():
     """A recorded decoder, one that runs eagerly, and rows of up to four samples."""
     recorded, encoder = packed(TINY_MODEL, fixed_shape=True)
     plain, _ = packed(TINY_MODEL, fixed_shape=True)
-    rows = rows_from([_text(5, 9), _text(12), _text(3, 3, 3, 3)], encoder, 16, max_sequences=4)
+    rows = rows_from(
+        [text_row(5, 9), text_row(12), text_row(3, 3, 3, 3)], encoder, 16, max_sequences=4
+    )
     recorded.capture_decoder(TapeRecording)
     recorded(rows.fixed[0], rows.fixed[0].packed_seq_params()).sum().backward()
     return recorded, plain, rows.fixed
@@ -214,7 +209,7 @@ def test_rows_of_other_kinds_run_eager(small):
 def test_a_row_of_another_shape_is_named(small):
     recorded, _, _ = small
     encoder = packed(TINY_MODEL, fixed_shape=True)[1]
-    (wide,) = rows_from([_text(5, 9)], encoder, 24, max_sequences=4).fixed
+    (wide,) = rows_from([text_row(5, 9)], encoder, 24, max_sequences=4).fixed
     with pytest.raises(CapabilityError, match=r"captured decoder has embeddings of .*16.*24"):
         recorded(wide, wide.packed_seq_params())
 

@@ -18,11 +18,11 @@ from support.captured import (
     host_reads,
     rows_from,
     rows_of,
+    text_row,
 )
 from support.engines import EVERYTHING, policy, single_rank
 from support.families import tiny_family_folder
 from support.runs import relative_l2
-from support.samples import text_sample
 from support.shards import TINY_MODEL
 
 from vlmpack.attention import AttentionChoice
@@ -91,13 +91,6 @@ def _assert_identical(found, wanted):
     assert [
         name for name, theirs in wanted[1].items() if not torch.equal(found[1][name], theirs)
     ] == []
-
-
-def _text(*lengths, axes=3):
-    return [
-        text_sample(str(number), range(3, 3 + length), axes=axes, num_targets=length - 1)
-        for number, length in enumerate(lengths)
-    ]
 
 
 @pytest.mark.slow
@@ -173,7 +166,7 @@ def test_fifty_other_rows_are_replayed_bit_for_bit(tmp_path):
     for number in range(51):
         cuts = torch.randperm(30, generator=draw)[: number % 8].sort().values + 1
         ends = [0, *cuts.tolist(), 31]
-        rows.append(_text(*(b - a + 1 for a, b in pairwise(ends)), axes=1))
+        rows.append(text_row(*(b - a + 1 for a, b in pairwise(ends)), axes=1))
     assert {len(row) for row in rows} == set(range(1, 9))
     made = rows_from(rows, Encoder(folder), 48)
     for fixed, alone in zip(made.fixed, made.free, strict=True):
@@ -194,7 +187,7 @@ def test_what_follows_from_segments_is_found(planted, what, encoder):
     engine = _engine(recorder=StreamRecording, function=planted)
     for lengths in ((5, 9), (12,)):
         ROW[:] = lengths
-        _step(engine, rows_from([_text(*lengths)], encoder, 16).fixed)
+        _step(engine, rows_from([text_row(*lengths)], encoder, 16).fixed)
     streams = engine.model.graph.recording.streams
     found = [*host_reads(streams), first_difference(streams) or ""]
     assert any(what in each for each in found), found
@@ -202,7 +195,7 @@ def test_what_follows_from_segments_is_found(planted, what, encoder):
 
 @pytest.mark.slow
 def test_a_baked_number_makes_replays_wrong(encoder):
-    made = rows_from([_text(4, 4), _text(14)], encoder, 16)
+    made = rows_from([text_row(4, 4), text_row(14)], encoder, 16)
     wanted, _ = _step(_engine(captures=False), made.free)
     ROW[:] = [4]
     engine = _engine(function=bakes_a_window)
@@ -216,7 +209,7 @@ def test_a_baked_number_makes_replays_wrong(encoder):
 def test_a_loop_over_segments_cannot_be_captured(encoder):
     engine = _engine(function=segment_attention)
     with pytest.raises(CapabilityError, match="read on the host inside a captured graph"):
-        _step(engine, rows_from([_text(5, 9)], encoder, 16).fixed)
+        _step(engine, rows_from([text_row(5, 9)], encoder, 16).fixed)
 
 
 # Gradients go where Megatron adds them up
@@ -242,7 +235,7 @@ class _InPlace(TapeRecording):
 
 @pytest.mark.slow
 def test_gradients_of_micro_batches_add_up_in_megatrons_buffers(encoder):
-    rows = rows_from([_text(5, 9), _text(12), _text(3, 3, 3, 3)], encoder, 16).fixed
+    rows = rows_from([text_row(5, 9), text_row(12), text_row(3, 3, 3, 3)], encoder, 16).fixed
     engines = [_engine(recorder=each) for each in (_InPlace, EagerRecording)]
     for _ in range(2):
         found, wanted = (_step(engine, rows) for engine in engines)

@@ -139,32 +139,36 @@ class LinearAdapter(nn.Module):
         self.scaling, self.group = scaling_of(lora), group
         self.by_row = isinstance(linear, RowParallelLinear)
         self.sequence = linear.config.sequence_parallel
-        adapted = [part for part in parts if part.adapted]
-        rows, columns = sum(part.rows for part in adapted), adapted[0].columns
+        self.adapted = [part for part in parts if part.adapted]
+        self.rows = [part.rows for part in self.adapted]
+        rows, columns = sum(self.rows), self.adapted[0].columns
         make = torch.empty
         like = {"device": linear.weight.device, "dtype": linear.weight.dtype}
-        self.a = nn.Parameter(make(len(adapted) * lora.rank, columns, **like))
+        self.a = nn.Parameter(make(len(self.adapted) * lora.rank, columns, **like))
         self.b = nn.Parameter(make(rows, lora.rank, **like))
         # In bfloat16 a magnitude over the norm that it begins as would not be 1.
         self.magnitude = (
             nn.Parameter(make(rows, device=linear.weight.device)) if lora.dora else None
         )
         for name, parameter in self.named_parameters():
-            whole_here = self.by_row == (name != "a")
-            setattr(parameter, "sequence_parallel", self.sequence and whole_here)  # noqa: B010
+            summed = self.sequence and self._is_whole_here(name)
+            setattr(parameter, "sequence_parallel", summed)  # noqa: B010
+
+    def _is_whole_here(self, parameter: str) -> bool:
+        """Whether each tensor-parallel rank has all of A, B or the magnitude."""
+        return self.by_row == (parameter != "a")
 
     def pieces(self) -> dict[str, list[Piece]]:
         """Which boxes of peft's tensors the parameters are, by their names here."""
-        adapted = [part for part in self.parts if part.adapted]
         found: dict[str, list[TensorSlice]] = {"a": [], "b": [], "magnitude": []}
-        for part in adapted:
+        for part in self.adapted:
             out, columns = part.shape
             rows, inner = (part.start[0], part.stop[0]), (part.start[1], part.stop[1])
             found["a"].append(split(part.tensor("A"), (self.rank, columns), 1, *inner))
             found["b"].append(split(part.tensor("B"), (out, self.rank), 0, *rows))
             found["magnitude"].append(split(part.tensor(MAGNITUDE), (out,), 0, *rows))
         return {
-            name: stack_pieces(found[name], replicated=self.by_row == (name != "a"))
+            name: stack_pieces(found[name], replicated=self._is_whole_here(name))
             for name, _ in self.named_parameters()
         }
 
@@ -178,8 +182,7 @@ class LinearAdapter(nn.Module):
             linear: the layer.
         """
         low = iter(self._crossed(F.linear(x, self.a)).split(self.rank, dim=-1))
-        rows = [part.rows for part in self.parts if part.adapted]
-        each = iter(self.b.split(rows))
+        each = iter(self.b.split(self.rows))
         if self.magnitude is None:
             updates = [
                 self.scaling * F.linear(next(low), next(each))
@@ -190,7 +193,7 @@ class LinearAdapter(nn.Module):
             return output + self._fused(updates)
         bias = getattr(linear, "bias", None)
         biases = [None] * len(self.parts) if bias is None else self._parted(bias)
-        scales = iter((self.magnitude / self._norms(linear.weight)).split(rows))
+        scales = iter((self.magnitude / self._norms(linear.weight)).split(self.rows))
         found = []
         for part, value, constant in zip(self.parts, self._parted(output), biases, strict=True):
             if part.adapted:
@@ -229,8 +232,7 @@ class LinearAdapter(nn.Module):
     def _norms(self, weight: Tensor) -> Tensor:
         """Lengths of the rows of W + s B A, of the parts with adapters; no gradient passes them
         (2402.09353, section 4.3)."""
-        rows = [part.rows for part in self.parts if part.adapted]
-        pairs = zip(self.a.split(self.rank), self.b.split(rows), strict=True)
+        pairs = zip(self.a.split(self.rank), self.b.split(self.rows), strict=True)
         squares = []
         for part, held in zip(self.parts, self._parted(weight.t()), strict=True):
             if part.adapted:
