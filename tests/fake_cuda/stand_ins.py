@@ -23,6 +23,7 @@ from fake_cuda.device import FakeCudaTensor
 from torch import Tensor
 
 from vlmpack.backends import fused
+from vlmpack.families.tower_attention import _best_attention
 from vlmpack.recurrence import (
     RowSegments,
     StepSize,
@@ -239,12 +240,14 @@ def installed(names: Sequence[str]) -> Iterator[None]:
         return VERSIONS.get(name) or stated(name)
 
     sys.modules.update(made)
+    _best_attention.cache_clear()  # of the tower, which asks once what is installed
     try:
         with patch.object(metadata, "version", version):
             yield
     finally:  # those alone: what was imported meanwhile stays
         for path in made:
             del sys.modules[path]
+        _best_attention.cache_clear()
 
 
 @contextmanager
