@@ -221,3 +221,10 @@ def test_all_that_is_wrong_comes_together_with_lines(problems_of, model, write, 
     (named,) = (problem for problem in caught.value.problems if "Mamba" in problem)
     assert named.startswith(f"{path}:2: model.path: ")
     assert len(caught.value.problems) > 1
+
+
+def test_transformer_engine_has_no_layers_that_carry_state(problems_of, model):
+    asked = {"model.backend": "mcore", "model.attention": "transformer_engine"}
+    assert problems_of(model("qwen3_vl") | asked) == []
+    (problem,) = problems_of(model("qwen3_5") | asked)
+    assert "has none for those of Qwen3.5 that carry state; use auto, segments" in problem

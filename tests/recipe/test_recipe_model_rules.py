@@ -126,3 +126,16 @@ def test_all_problems_of_a_model_come_together(problems_of, model):
     chosen = model({"model_type": "qwen3_next"} | SIZES)
     sizes = {"parallelism.tensor": 3, "parallelism.pipeline": 4, "parallelism.expert": 2}
     assert len(problems_of(chosen | sizes)) == 4
+
+
+def test_heads_of_layers_that_carry_state_are_shared_out_twice(problems_of, model):
+    """Over tensor and then over context parallelism."""
+    chosen = model(SIZES | {"linear_num_key_heads": 4})
+    assert problems_of(chosen | {"parallelism.tensor": 2, "parallelism.context": 2}) == []
+    (problem,) = problems_of(chosen | {"parallelism.tensor": 2, "parallelism.context": 4})
+    assert "parallelism.context: 4 processes share out the heads of layers" in problem
+    assert "linear_num_key_heads 4 of " in problem
+    assert "not divided by parallelism.tensor 2 x context 4" in problem
+    chosen = model(SIZES | {"linear_num_key_heads": 2})
+    (problem,) = problems_of(chosen | {"parallelism.tensor": 4})
+    assert "parallelism.tensor: 4 does not divide linear_num_key_heads 2 of" in problem

@@ -218,12 +218,6 @@ CASES = [
         MCORE | SP2 | {"model.activation_checkpointing": "selective"},
     ),
     (
-        "recurrence_needs_hf",
-        MCORE | {"model.recurrence": "torch"},
-        "model.recurrence: 'torch' needs model.backend: hf; 'mcore' trains no layers that carry",
-        {"model.recurrence": "torch"},
-    ),
-    (
         "fsdp_needs_hf",
         MCORE | {"parallelism.sharding": "fsdp"},
         "parallelism.sharding: 'fsdp' needs model.backend: hf; with 'mcore' use none: "

@@ -46,6 +46,7 @@ from vlmpack.recipe.schema import ModelSection
 from vlmpack.training.checkpoint import load_checkpoint, step_folder
 
 MOE = "qwen3_vl_moe"
+HYBRID = "qwen3_5"
 STEPS = 3
 SGD_LR = 0.05
 
@@ -88,6 +89,8 @@ CASES = {
     "tp2-sp, dora": Case(LAYOUTS["tp2-sp"], "dora"),
     "tp2-sp, tower": Case(LAYOUTS["tp2-sp"], "tower"),
     "tp2, some": Case(LAYOUTS["tp2"], "some"),
+    "tp2-sp, hybrid": Case(FAMILY_LAYOUTS["tp2"], "dora", family=HYBRID),
+    "cp2, hybrid": Case(FAMILY_LAYOUTS["cp2"], family=HYBRID),
     "ep2, experts": Case(FAMILY_LAYOUTS["ep2"], family=MOE),
     "tp2-ep2, experts": Case(FAMILY_LAYOUTS["tp2-ep2"], family=MOE),
     "tp2-captured": Case(LAYOUTS["tp2-captured"]),

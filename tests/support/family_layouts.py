@@ -34,6 +34,7 @@ from vlmpack.training.preference import dpo
 FAMILY_LAYOUTS = {
     "one": Layout(),
     "tp2": Layout(tensor=2, sequence=True, recompute="full"),
+    "tp2-whole": Layout(tensor=2, recompute=2),
     "cp2": Layout(context=2, distributed=True),
     "pp2": Layout(pipeline=2, recompute="full"),
     "dp2": Layout(dp=2, distributed=True),

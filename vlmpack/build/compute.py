@@ -6,6 +6,7 @@ import torch
 
 from vlmpack.attention import AttentionChoice, choose_attention, segment_attention
 from vlmpack.backends.engine import Compute
+from vlmpack.capabilities.served import SERVED
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
@@ -43,7 +44,8 @@ def settled_compute(
 
         require_transformer_engine(device)
         return Compute(dtype, None)
-    if model.backend == "mcore" and model.attention == "auto" and not captures:
+    stateful = any(SERVED[name].layers for name in family.model_types if name in SERVED)
+    if model.backend == "mcore" and model.attention == "auto" and not (captures or stateful):
         from vlmpack.backends.mcore.te_versions import passed_transformer_engine
 
         version = passed_transformer_engine(device, dtype)

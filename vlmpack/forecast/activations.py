@@ -168,7 +168,7 @@ def layer_bytes(
         wide += e * (layer.query + layer.key)
     whole = 3 * e * layer.sent + (6 * e + 2 * numbers.norm) * layer.own_input
     if layer.recurrent is not None:
-        whole += _recurrent_bytes(layer.recurrent, e, recurrences)
+        wide += _recurrent_bytes(layer.recurrent, e, recurrences)
     norms = numbers.norm * layer.norms
     if numbers.cast:  # query, key and value; gate and up
         norms += e * (2 * bool(layer.query and layer.key))
@@ -193,7 +193,7 @@ def product_bytes(layer: LayerSizes, hidden: int, e: int) -> tuple[int, int]:
     whole = e * (layer.sent + layer.own_input)
     if layer.recurrent is not None:
         back += 1
-        whole += e * _projected(layer.recurrent)
+        wide += e * _projected(layer.recurrent)
     return wide, whole + e * hidden * back
 
 

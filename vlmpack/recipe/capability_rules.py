@@ -63,6 +63,17 @@ def attention_runs_the_family(model: ModelSection, served: ServedModel) -> list[
     return [Problem(("model", "attention"), message)]
 
 
+def transformer_engine_has_the_layers(model: ModelSection, served: ServedModel) -> list[Problem]:
+    """Layers beside attention are Megatron's local ones."""
+    if model.attention != "transformer_engine" or model.backend != "mcore" or not served.layers:
+        return []
+    message = (
+        f"'transformer_engine' replaces Megatron's layers, and has none for those of "
+        f"{served.title} that carry state; use auto, segments, torch_varlen or flash_attn"
+    )
+    return [Problem(("model", "attention"), message)]
+
+
 def family_has_the_features(
     model: ModelSection, served: ServedModel, sections: Mapping[str, object]
 ) -> list[Problem]:

@@ -78,17 +78,6 @@ def selective_keeps_products(model: ModelSection, parallelism: ParallelismSectio
     return [Problem(("model", "activation_checkpointing"), message)]
 
 
-def recurrence_needs_hf(model: ModelSection) -> list[Problem]:
-    """No layers that carry state run on Megatron here."""
-    if model.recurrence == "auto" or model.backend == "hf":
-        return []
-    message = (
-        f"{model.recurrence!r} needs model.backend: hf; 'mcore' trains no layers that carry state, "
-        f"leave it out"
-    )
-    return [Problem(("model", "recurrence"), message)]
-
-
 def fsdp_needs_hf(model: ModelSection, parallelism: ParallelismSection) -> list[Problem]:
     """Megatron shares out a model's memory in its own ways."""
     if parallelism.sharding != "fsdp" or model.backend == "hf":

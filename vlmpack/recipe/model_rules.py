@@ -18,6 +18,8 @@ from vlmpack.capabilities.prediction import language_config
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
+_STATE_HEADS = "linear_num_key_heads"
+
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -81,6 +83,16 @@ def layers_split_over_processes(
         "expert": {"num_experts": config.size(*_EXPERTS)},
     }
     problems = []
+    state = config.size(_STATE_HEADS)
+    if state:
+        shared["tensor"][_STATE_HEADS] = state
+    if state % (parallelism.tensor * parallelism.context) and not state % parallelism.tensor:
+        message = (
+            f"{parallelism.context} processes share out the heads of layers that carry state, and "
+            f"{_STATE_HEADS} {state} of {config.folder}/config.json is not divided by "
+            f"parallelism.tensor {parallelism.tensor} x context {parallelism.context}"
+        )
+        problems.append(Problem(("parallelism", "context"), message))
     for knob, sizes in shared.items():
         parts: int = getattr(parallelism, knob)
         uneven = [f"{key} {size}" for key, size in sizes.items() if size % parts]

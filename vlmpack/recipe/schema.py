@@ -51,8 +51,8 @@ class ModelSection(Section):
     version is among those that the tests have passed with on a GPU."""
 
     recurrence: Literal["auto", "torch", "kernels"] = "auto"
-    """hf engine: what runs layers that carry state over packed rows. `torch`: torch's operators
-    (any device). `kernels`: flash-linear-attention, causal-conv1d or mamba-ssm (CUDA) for every
+    """What runs layers that carry state over packed rows. `torch`: torch's operators (any device).
+    `kernels`: flash-linear-attention, causal-conv1d or mamba-ssm (CUDA) for every
     kind of layer that the model has, or an error. `auto`: kernels where one can run, else torch."""
 
     fused_layers: Literal["auto", "none", "liger", "compile"] = "auto"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import beside_layers, layouts
-from support.beside_layers import CASES, CONTROLS, MOE, STEPS
+from support.beside_layers import CASES, CONTROLS, HYBRID, MOE, STEPS
 from support.engines import engine_of, make_stepper, policy
 from support.families import tiny_family_folder
 from support.forked import check_ranks
@@ -57,8 +57,9 @@ TOGETHER = [name for name in CASES if name not in ALONE]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
-    (folder / MOE).mkdir()
-    tiny_family_folder(MOE, folder / MOE)
+    for family in (MOE, HYBRID):
+        (folder / family).mkdir()
+        tiny_family_folder(family, folder / family)
     return folder
 
 

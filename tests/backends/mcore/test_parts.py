@@ -156,7 +156,7 @@ def test_sizes_that_do_not_divide_name_both_numbers(config, changes, sizes, mess
     ("change", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "sliding-window"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "sliding_attention"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type 'yarn'"),
     ],
 )

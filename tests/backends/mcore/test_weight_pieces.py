@@ -16,7 +16,8 @@ from vlmpack.attention import RopeLayout
 from vlmpack.backends.boxes import TensorSlice
 from vlmpack.backends.mcore.weights import megatron_family
 from vlmpack.backends.mcore.weights.base import flat_boxes, stack_pieces
-from vlmpack.backends.mcore.weights.dims import LanguageDims
+from vlmpack.backends.mcore.weights.delta_net import DeltaNetMap
+from vlmpack.backends.mcore.weights.dims import DeltaNetDims, LanguageDims
 from vlmpack.backends.mcore.weights.qwen import QwenLanguageMap
 from vlmpack.errors import CapabilityError
 from vlmpack.recipe.schema import ParallelismSection
@@ -224,3 +225,48 @@ def test_an_unknown_parameter_is_not_guessed(name):
 def test_an_unknown_family_names_the_other_engine():
     with pytest.raises(CapabilityError, match=r"'llava'.*qwen2_5_vl.*model\.backend: hf"):
         megatron_family("llava")
+
+
+def delta_net_map(rank, ranks):
+    dims = DeltaNetDims(
+        key_heads=4, value_heads=8, key_width=3, value_width=5, taps=4, layers=frozenset({0})
+    )
+    return DeltaNetMap(prefix="l.", dims=dims, hidden=HIDDEN, ranks=ranks, rank=rank)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_rank_has_its_heads_of_a_layer_that_carries_state(ranks):
+    """Rows of in_proj, one head after the other: those of queries and keys are numbered from 0, of
+    values from 100; each is in one rank, in the order of heads."""
+    keys, values, hidden = 4 * 3, 8 * 5, HIDDEN
+    wholes = {
+        "l.in_proj_qkv.weight": torch.cat(
+            (torch.arange(keys), torch.arange(keys), 100 + torch.arange(values))
+        ),
+        "l.in_proj_z.weight": torch.arange(values),
+        "l.in_proj_b.weight": torch.arange(8),
+        "l.in_proj_a.weight": torch.arange(8),
+    }
+    wholes = {name: rows[:, None].expand(-1, hidden) for name, rows in wholes.items()}
+    for rank in range(ranks):
+        pieces = delta_net_map(rank, ranks).pieces("in_proj.weight")
+        assert {p.box.name: p.box.shape for p in pieces} == {
+            n: (*w.shape,) for n, w in wholes.items()
+        }
+        local = torch.cat([wholes[p.box.name][p.box.index] for p in pieces])[:, 0].tolist()
+        parts = (keys, keys, values, values, 8, 8)
+        starts = (0, 0, 100, 0, 0, 0)
+        expected = [
+            start + rank * size // ranks + row
+            for start, size in zip(starts, parts, strict=True)
+            for row in range(size // ranks)
+        ]
+        assert local == expected
+        filters = delta_net_map(rank, ranks).pieces("conv1d.weight")
+        rows = [n for p in filters for n in range(p.box.start[0], p.box.stop[0])]
+        assert [wholes["l.in_proj_qkv.weight"][row, 0].item() for row in rows] == expected[
+            : len(rows)
+        ]
+        assert filters[0].box.shape == (2 * keys + values, 1, 4)
+    with pytest.raises(KeyError, match=r"l\.beta"):
+        delta_net_map(0, 1).pieces("beta")

@@ -16,9 +16,9 @@ its norms have too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -56,26 +56,26 @@ class FusedPart:
     Args:
         name: transformers'.
         shape: (out, in) of its whole weight.
-        start: first row and first column that this rank holds.
-        stop: one past the last of both.
+        held: (first, one past the last) of each stretch of rows that this rank holds, in order.
+        inner: the same of its columns, which are one stretch.
         adapted: whether an adapter is beside it.
     """
 
     name: str
     shape: tuple[int, int]
-    start: tuple[int, int]
-    stop: tuple[int, int]
+    held: tuple[tuple[int, int], ...]
+    inner: tuple[int, int]
     adapted: bool
 
     @property
     def rows(self) -> int:
         """Rows that this rank holds."""
-        return self.stop[0] - self.start[0]
+        return sum(stop - start for start, stop in self.held)
 
     @property
     def columns(self) -> int:
         """Columns that this rank holds."""
-        return self.stop[1] - self.start[1]
+        return self.inner[1] - self.inner[0]
 
     def tensor(self, kind: str) -> str:
         """transformers' name of a parameter of its adapter: `A`, `B` or `magnitude_vector`."""
@@ -86,7 +86,7 @@ def fused_parts(pieces: Sequence[Piece], targets: Collection[str]) -> tuple[list
     """What a Megatron weight is made of.
 
     Args:
-        pieces: of the weight; of each part as many, in turn, one behind the other in the part.
+        pieces: of the weight; parts take turns, each with as many rows in every turn.
         targets: transformers' names of the layers with adapters.
 
     Returns:
@@ -95,23 +95,32 @@ def fused_parts(pieces: Sequence[Piece], targets: Collection[str]) -> tuple[list
     boxes: dict[str, list[TensorSlice]] = {}
     for piece in pieces:
         boxes.setdefault(piece.box.name, []).append(piece.box)
-    turns = len(pieces) // len(boxes)
+    turns, odd = divmod(sum(1 for _ in groupby(piece.box.name for piece in pieces)), len(boxes))
+    assert not odd
     parts = []
     for name, held in boxes.items():
-        assert len(held) == turns
-        assert all(a.stop[0] == b.start[0] for a, b in pairwise(held))
-        (out, columns), layer = held[0].shape, name.removesuffix(WEIGHT)
-        (first, left), (last, right) = held[0].start, held[-1].stop
+        (first, *_), layer = held, name.removesuffix(WEIGHT)
+        out, columns = first.shape
         parts.append(
             FusedPart(
                 name=layer,
                 shape=(out, columns),
-                start=(first, left),
-                stop=(last, right),
+                held=_stretches((box.start[0], box.stop[0]) for box in held),
+                inner=(first.start[1], first.stop[1]),
                 adapted=layer in targets,
             )
         )
     return parts, turns
+
+
+def _stretches(rows: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Ranges in order, those that follow each other as one."""
+    found: list[tuple[int, int]] = []
+    for start, stop in rows:
+        if found and found[-1][1] == start:
+            start = found.pop()[0]
+        found.append((start, stop))
+    return tuple(found)
 
 
 class LinearAdapter(nn.Module):
@@ -163,10 +172,10 @@ class LinearAdapter(nn.Module):
         found: dict[str, list[TensorSlice]] = {"a": [], "b": [], "magnitude": []}
         for part in self.adapted:
             out, columns = part.shape
-            rows, inner = (part.start[0], part.stop[0]), (part.start[1], part.stop[1])
-            found["a"].append(split(part.tensor("A"), (self.rank, columns), 1, *inner))
-            found["b"].append(split(part.tensor("B"), (out, self.rank), 0, *rows))
-            found["magnitude"].append(split(part.tensor(MAGNITUDE), (out,), 0, *rows))
+            found["a"].append(split(part.tensor("A"), (self.rank, columns), 1, *part.inner))
+            for rows in part.held:
+                found["b"].append(split(part.tensor("B"), (out, self.rank), 0, *rows))
+                found["magnitude"].append(split(part.tensor(MAGNITUDE), (out,), 0, *rows))
         return {
             name: stack_pieces(found[name], replicated=self._is_whole_here(name))
             for name, _ in self.named_parameters()

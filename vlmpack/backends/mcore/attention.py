@@ -24,6 +24,7 @@ from vlmpack.backends.fused import Rotate
 from vlmpack.backends.mcore.collectives import gather_slices
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import ContextSlice, PackedSeqParams
+from vlmpack.recurrence import RowSegments
 
 
 @dataclass
@@ -32,8 +33,9 @@ class RowParams(MegatronPackedSeqParams):
 
     Args:
         row: the boundaries of the whole row, host integers included.
-        cos: (T / CP, D / 2) float32, of this rank's tokens; with `rotate` (1, T / CP, D), as
-            kernels read them.
+        segments: the same for layers that carry state.
+        cos: (T / CP, R / 2) float32, of this rank's tokens; with `rotate` (1, T / CP, R), as
+            kernels read them. R columns of a head are rotated.
         sin: the same.
         context: this rank's slice; None where rows are whole.
         deep: what the first layers add to their outputs (DeepStack).
@@ -43,6 +45,7 @@ class RowParams(MegatronPackedSeqParams):
     """
 
     row: PackedSeqParams | None = None
+    segments: RowSegments | None = None
     cos: Tensor | None = None
     sin: Tensor | None = None
     context: ContextSlice | None = None
@@ -53,9 +56,14 @@ class RowParams(MegatronPackedSeqParams):
     def rotated(self, query: Tensor, key: Tensor) -> list[Tensor]:
         """Queries and keys, (T / CP, H, D), at their tokens' positions."""
         assert self.cos is not None and self.sin is not None
-        if self.rotate is None:
+        if self.rotate is not None:
+            return [x[0] for x in self.rotate((query[None], key[None]), self.cos, self.sin)]
+        width = 2 * self.cos.shape[-1]
+        if width == query.shape[-1]:
             return apply_rope((query, key), self.cos, self.sin)
-        return [x[0] for x in self.rotate((query[None], key[None]), self.cos, self.sin)]
+        turned = apply_rope((query[..., :width], key[..., :width]), self.cos, self.sin)
+        kept = (query[..., width:], key[..., width:])
+        return [torch.cat(parts, dim=-1) for parts in zip(turned, kept, strict=True)]
 
 
 def megatron_params(
@@ -66,6 +74,7 @@ def megatron_params(
     context: ContextSlice | None,
     deep: tuple[Tensor, ...],
     rotate: Rotate | None = None,
+    width: int | None = None,
 ) -> RowParams:
     """Our params in Megatron's class: one tensor of physical boundaries for all four of its fields.
 
@@ -77,12 +86,13 @@ def megatron_params(
 
     Args:
         params: the whole row's boundaries.
-        cos: (T / CP, D / 2).
+        cos: (T / CP, R / 2).
         sin: the same.
         context: this rank's slice; None where rows are whole.
         deep: DeepStack's features of this rank's tokens.
         rotate: what rotates as one kernel; it reads whole heads' angles, made here once for all
             layers.
+        width: T; None for the sum of the segments' lengths, which a captured graph does not know.
 
     Raises:
         CapabilityError: segments that go on from others.
@@ -104,6 +114,7 @@ def megatron_params(
         max_seqlen_q=params.max_seqlen_q,
         max_seqlen_kv=params.max_seqlen_kv,
         row=params,
+        segments=RowSegments(params.segment_lengths, cu_seqlens, width=width),
         cos=cos,
         sin=sin,
         context=context,

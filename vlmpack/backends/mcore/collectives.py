@@ -1,4 +1,5 @@
-"""Collectives whose backward passes Megatron's mappings do not have: two gathers, and a sum."""
+"""Collectives whose backward passes Megatron's mappings do not have: two gathers, an exchange of
+slots for heads, and a sum."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from vlmpack.packing import ContextSlice
 
 
 class _GatherSlices(torch.autograd.Function):
@@ -104,6 +107,78 @@ def gather_features(
         local, order, tuple(counts), group, cp_group
     )
     return gathered
+
+
+class _ToHeads(torch.autograd.Function):
+    """(T / CP, CP, C) to (T, C): every rank gets all slots of its own part of the channels."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, natural_order: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        ctx.save_for_backward(natural_order)
+        return _to_heads(local, natural_order, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        (natural_order,) = ctx.saved_tensors
+        return _to_slots(grads[0], natural_order, ctx.group), None, None
+
+
+class _ToSlots(torch.autograd.Function):
+    """(T, C) to (T / CP, CP, C), the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, natural_order: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        ctx.save_for_backward(natural_order)
+        return _to_slots(whole, natural_order, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        (natural_order,) = ctx.saved_tensors
+        return _to_heads(grads[0], natural_order, ctx.group), None, None
+
+
+def _to_heads(local: Tensor, natural_order: Tensor, group: Any) -> Tensor:
+    sent = local.transpose(0, 1).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received.flatten(0, 1).index_select(0, natural_order)
+
+
+def _to_slots(whole: Tensor, natural_order: Tensor, group: Any) -> Tensor:
+    by_rank = torch.empty_like(whole, memory_format=torch.contiguous_format)
+    sent = by_rank.index_copy_(0, natural_order, whole).unflatten(0, (group.size(), -1))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received.transpose(0, 1)
+
+
+def slots_to_heads(
+    parts: Sequence[Tensor], context: ContextSlice, *, group: dist.ProcessGroup
+) -> tuple[Tensor, ...]:
+    """The whole row of this rank's share of the heads, from this rank's slots of all of them.
+
+    Args:
+        parts: (T / CP, C) each, channels by heads; ranks take heads in order, as many each.
+        context: this rank's slice.
+        group: the context-parallel group.
+
+    Returns:
+        (T, C / CP) each, in the row's order.
+    """
+    ranks = group.size()
+    together = torch.cat([part.unflatten(-1, (ranks, -1)) for part in parts], dim=-1)
+    whole: Tensor = _ToHeads.apply(together, context.natural_order, group)  # type: ignore[no-untyped-call]
+    widths = [part.shape[-1] // ranks for part in parts]
+    return tuple(whole.split(widths, dim=-1))
+
+
+def heads_to_slots(whole: Tensor, context: ContextSlice, *, group: dist.ProcessGroup) -> Tensor:
+    """This rank's slots of all heads, (T / CP, C), from the whole row of its share of them,
+    (T, C / CP)."""
+    local: Tensor = _ToSlots.apply(whole, context.natural_order, group)  # type: ignore[no-untyped-call]
+    return local.flatten(1)
 
 
 class _SumParts(torch.autograd.Function):

@@ -7,12 +7,14 @@ What packing and per-token losses need is set here and nowhere else: `variable_s
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -23,13 +25,17 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from vlmpack.alignment import round_up
 from vlmpack.attention import VarlenAttention
-from vlmpack.backends.fused import FusedOps
+from vlmpack.backends.fused import FusedOps, NormForm
 from vlmpack.backends.mcore.attention import PackedCoreAttention
+from vlmpack.backends.mcore.delta_net import DeltaNetSubmodules, PackedGatedDeltaNet
+from vlmpack.backends.mcore.gated_attention import GatedSelfAttention
 from vlmpack.backends.mcore.norm import RMSNorm
 from vlmpack.backends.mcore.router import PackedRouter
 from vlmpack.backends.mcore.versions import routers_need_no_transformer_engine, with_parts
-from vlmpack.backends.mcore.weights.dims import ExpertDims, LanguageDims
+from vlmpack.backends.mcore.weights.dims import DeltaNetDims, ExpertDims, LanguageDims
+from vlmpack.errors import CapabilityError
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
+from vlmpack.recurrence import RecurrenceChoice
 
 
 def transformer_config(
@@ -63,6 +69,7 @@ def transformer_config(
         add_bias_linear=False,
         add_qkv_bias=dims.qkv_bias,
         qk_layernorm=dims.qk_norm,
+        attention_output_gate=dims.output_gate,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -115,6 +122,7 @@ def decoder_spec(
     dims: LanguageDims,
     varlen: VarlenAttention | None,
     fused: FusedOps | None = None,
+    recurrence: RecurrenceChoice | None = None,
 ) -> TransformerBlockSubmodules:
     """This stage's layers.
 
@@ -124,12 +132,21 @@ def decoder_spec(
         varlen: attention over whole rows, in Megatron's local layers; None for Transformer
             Engine's layers and attention.
         fused: what runs norms; None for torch's operators. Transformer Engine has its own.
+        recurrence: what runs layers that carry state.
+
+    Raises:
+        CapabilityError: such layers, and Transformer Engine's.
     """
     build: Callable[..., ModuleSpec]
     norm: Any
     if varlen is not None:
-        norm = ModuleSpec(module=RMSNorm, params={"ops": fused})
-        build = partial(_local_layer, varlen, norm)
+        norm = ModuleSpec(module=RMSNorm, params={"ops": fused, "form": norm_form(dims)})
+        build = partial(_local_layer, varlen, norm, gated=dims.output_gate)
+    elif dims.output_gate or dims.norm_offset or dims.delta_net is not None:
+        raise CapabilityError(
+            "model.attention: transformer_engine has none of this model's layers; use auto, "
+            "segments, torch_varlen or flash_attn"
+        )
     else:
         from vlmpack.backends.mcore import transformer_engine  # needs CUDA
 
@@ -141,11 +158,41 @@ def decoder_spec(
         build(num_experts=experts.get(number), qk_norm=dims.qk_norm)
         for number in range(first, first + get_num_layers_to_build(config, pp_rank=rank))
     ]
+    if dims.delta_net is not None and recurrence is not None:
+        mixer = _delta_net(dims.delta_net, recurrence, fused)
+        for place, layer in enumerate(layers):
+            if first + place in dims.delta_net.layers:
+                layers[place] = with_parts(layer, self_attention=mixer)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
+def norm_form(dims: LanguageDims) -> NormForm:
+    """How the model's norms are computed, but for that behind a delta rule."""
+    return NormForm(dims.norm_offset, rounds_first=not dims.norm_offset)
+
+
+def _delta_net(
+    dims: DeltaNetDims, recurrence: RecurrenceChoice, fused: FusedOps | None
+) -> ModuleSpec:
+    """What a layer that carries state has instead of attention."""
+    return ModuleSpec(
+        module=PackedGatedDeltaNet,
+        params={"dims": dims, "recurrence": recurrence},
+        submodules=DeltaNetSubmodules(
+            in_proj=ColumnParallelLinear,
+            out_norm=ModuleSpec(module=RMSNorm, params={"ops": fused}),
+            out_proj=RowParallelLinear,
+        ),
+    )
+
+
 def _local_layer(
-    varlen: VarlenAttention, norm: ModuleSpec, *, num_experts: int | None, qk_norm: bool
+    varlen: VarlenAttention,
+    norm: ModuleSpec,
+    *,
+    num_experts: int | None,
+    qk_norm: bool,
+    gated: bool,
 ) -> ModuleSpec:
     """Megatron's local layer with our norms and our attention."""
     spec = get_gpt_layer_local_spec(
@@ -157,13 +204,16 @@ def _local_layer(
     layer = spec.submodules
     core = ModuleSpec(module=PackedCoreAttention, params={"varlen": varlen})
     head_norms = {"q_layernorm": norm, "k_layernorm": norm} if qk_norm else {}
+    attention = with_parts(layer.self_attention, core_attention=core, **head_norms)
+    if gated:
+        attention = replace(attention, module=GatedSelfAttention)
     dense = num_experts is None
     made: ModuleSpec = with_parts(
         spec,
         input_layernorm=norm,
         pre_mlp_layernorm=norm,
         mlp=layer.mlp if dense else with_parts(layer.mlp, router=PackedRouter),
-        self_attention=with_parts(layer.self_attention, core_attention=core, **head_norms),
+        self_attention=attention,
     )
     return made
 

@@ -35,8 +35,16 @@ def capture_layers(decoder: Any, recorder: Recorder, *, rotate: Rotate | None) -
 
     def run(row: StaticRow) -> Tensor:
         cos, sin = row.where["cosines"], row.where["sines"]
-        ends = boundaries_alone(row.boundaries, cos.shape[0])
-        params = megatron_params(ends, cos=cos, sin=sin, context=None, deep=row.deep, rotate=rotate)
+        width = cos.shape[0]
+        params = megatron_params(
+            boundaries_alone(row.boundaries, width),
+            cos=cos,
+            sin=sin,
+            context=None,
+            deep=row.deep,
+            rotate=rotate,
+            width=width,
+        )
         hidden = row.embeds
         for layer in decoder.layers:
             hidden, _ = layer(hidden_states=hidden, attention_mask=None, packed_seq_params=params)

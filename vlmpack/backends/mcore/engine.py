@@ -65,6 +65,7 @@ from vlmpack.packing import (
 from vlmpack.packing.media import tell_tower
 from vlmpack.recipe.recompute import described
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
+from vlmpack.recurrence import RecurrenceChoice, choose_recurrence
 
 
 class MegatronEngine:
@@ -111,6 +112,7 @@ class MegatronEngine:
         dims = LanguageDims.from_transformers(self.skeleton.config, self.known)
         dims.check(split)
         fused = FusedParts.of(model, self.device, transformer_engine=on_te)
+        recurrence = self._recurrence(dims, compute)
         with PretrainedReader(folder, self.known) as reader, megatron_on_cpu():
             reader.check(pretrained, passed_over(self.skeleton))
             self.groups = start_model_parallel(split)
@@ -126,6 +128,7 @@ class MegatronEngine:
                 varlen=None if compute.attention is None else compute.attention.function,
                 tower=vision_tower(config, self.skeleton, encoder, model.recomputed),
                 fused=fused.ops,
+                recurrence=recurrence,
             ).to(self.device)
             self.adapters.add_to(self.model, family)
             layers = {layer.layer_number - 1: layer for layer in self.model.gpt.decoder.layers}
@@ -150,16 +153,29 @@ class MegatronEngine:
             self.layout = WeightLayout(parameters, self.optimizer)
             self.layout.load(self.adapters.start(reader), optimizer_steps=0)
             self.adapters.drawn.clear()
-        self.description = self._described(compute, fused)
+        self.description = self._described(compute, fused, recurrence)
 
-    def _described(self, compute: Compute, fused: FusedParts) -> dict[str, str]:
+    def _recurrence(self, dims: LanguageDims, compute: Compute) -> RecurrenceChoice:
+        """What runs layers that carry state; raises as `choose_recurrence`."""
+        return choose_recurrence(
+            self.config.recurrence,
+            device=self.device,
+            dtype=compute.dtype,
+            fixed_shape=compute.captures,
+            kinds=dims.state_kinds,
+        )
+
+    def _described(
+        self, compute: Compute, fused: FusedParts, recurrence: RecurrenceChoice
+    ) -> dict[str, str]:
         """What was chosen, for the log and the report."""
-        ranks = self.ranks
+        ranks, kinds = self.ranks, self.model.dims.state_kinds
         return {
             "engine": f"mcore (megatron-core {version('megatron-core')})",
             "processes": f"{ranks.world_size} ({in_words(self.split)}, {ranks.dp_size} replicas)",
             "device": str(ranks.device),
             **compute.described(),
+            **({"recurrence": recurrence.described(kinds)} if kinds else {}),
             "fused layers": fused.described,
             **launch_queues(self.split, self.device),
             "recomputed": described(self.config.recomputed),

@@ -47,6 +47,7 @@ from vlmpack.packing import Media, PackedBatch, PackedSeqParams
 from vlmpack.packing.media import move_media
 from vlmpack.packing.vision import TowerRule
 from vlmpack.recipe.schema import ParallelismSection
+from vlmpack.recurrence import RecurrenceChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class MegatronVLM(MegatronModule):
         groups: Megatron's process groups, of that spread.
         varlen: attention over whole rows; None for Transformer Engine.
         fused: what runs norms and rotations; None for torch's operators.
+        recurrence: what runs layers that carry state.
         tower: on the first stage of a vision-language model; None on the others, and where the
             model is a language model alone.
     """
@@ -106,6 +108,7 @@ class MegatronVLM(MegatronModule):
         varlen: VarlenAttention | None,
         tower: VisionTower | None,
         fused: FusedOps | None = None,
+        recurrence: RecurrenceChoice | None = None,
     ) -> None:
         super().__init__(config=config)
         self.dims, self.sizes, self.groups = dims, sizes, groups
@@ -120,7 +123,7 @@ class MegatronVLM(MegatronModule):
         self.tower_rule = tower.rule if tower is not None else None
         self.gpt = GPTModel(
             config,
-            decoder_spec(config, dims, varlen, fused),
+            decoder_spec(config, dims, varlen, fused, recurrence),
             vocab_size=padded_vocabulary(dims, sizes),
             max_sequence_length=0,  # positions are data; Megatron builds none
             pre_process=self.pre_process,

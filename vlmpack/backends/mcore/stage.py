@@ -17,6 +17,7 @@ from megatron.core.distributed import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from vlmpack.backends.mcore.delta_net import SUMMED_OVER_TP
 from vlmpack.backends.mcore.model import MegatronVLM, VisionTower
 from vlmpack.backends.recompute import draws_random_numbers, recompute_layers
 from vlmpack.encode import Encoder
@@ -77,7 +78,8 @@ def replicated(model: MegatronVLM, *, distributed: bool) -> DistributedDataParal
 def _finalize(
     model: list[nn.Module], num_tokens: Tensor | None, *, tp: dist.ProcessGroup, **arguments: Any
 ) -> None:
-    """Reduce gradients over replicas and stages; the tower's over the TP ranks that shared it out.
+    """Reduce gradients over replicas and stages; over the TP ranks those of the tower, which they
+    shared out, and of copies that each used for its own heads.
 
     `num_tokens` is left out: the trainer divides once, by a count it never reads on the host.
     """
@@ -88,7 +90,8 @@ def _finalize(
         getattr(parameter, "main_grad")  # noqa: B009 (Megatron's DDP adds it)
         for chunk in model
         for name, parameter in chunk.named_parameters()
-        if ".vision." in f".{name}" and parameter.requires_grad
+        if parameter.requires_grad
+        and (".vision." in f".{name}" or getattr(parameter, SUMMED_OVER_TP, False))
     ]
     if not gradients:
         return

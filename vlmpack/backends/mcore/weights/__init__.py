@@ -16,6 +16,9 @@ class MegatronFamily:
         qkv_bias: whether the query, key and value projections have biases.
         qk_norm: whether queries and keys are normalised per head before the rotation.
         interleaved_rope: how position axes share the rotary frequencies; see `RopeLayout`.
+        output_gate: whether attention has a gate on its output, in the query projection.
+        norm_offset: added to the weights of norms, but for the one behind a delta rule; with an
+            offset the product is rounded, without one the normed numbers are, too.
         file_prefixes: (transformers' prefix, prefix in published weight files), first match wins.
         transposed_in_files: last parts of names whose published tensors have their last two
             dimensions swapped.
@@ -24,6 +27,8 @@ class MegatronFamily:
     qkv_bias: bool
     qk_norm: bool
     interleaved_rope: bool = False
+    output_gate: bool = False
+    norm_offset: float = 0.0
     file_prefixes: tuple[tuple[str, str], ...] = ()
     transposed_in_files: tuple[str, ...] = ()
 
@@ -41,11 +46,17 @@ _QWEN3_VL = MegatronFamily(
     transposed_in_files=("experts.gate_up_proj", "experts.down_proj"),
 )
 
+_QWEN3_5 = MegatronFamily(
+    qkv_bias=False, qk_norm=True, interleaved_rope=True, output_gate=True, norm_offset=1.0
+)
+
 FAMILIES: dict[str, MegatronFamily] = {
     "qwen2_vl": _QWEN2_VL,
     "qwen2_5_vl": _QWEN2_VL,
     "qwen3_vl": _QWEN3_VL,
     "qwen3_vl_moe": _QWEN3_VL,
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_text": _QWEN3_5,
     "qwen2": MegatronFamily(qkv_bias=True, qk_norm=False),
     "qwen3": MegatronFamily(qkv_bias=False, qk_norm=True),
     "llama": MegatronFamily(qkv_bias=False, qk_norm=False),

@@ -12,6 +12,10 @@ from vlmpack.backends.mcore.rope import inverse_frequencies
 from vlmpack.backends.mcore.weights import MegatronFamily
 from vlmpack.errors import CapabilityError
 from vlmpack.recipe.schema import ParallelismSection
+from vlmpack.recurrence import Kind
+
+LINEAR = "linear_attention"
+"""What config.json calls a layer of GatedDeltaNet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +56,53 @@ class ExpertDims:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNetDims:
+    """Layers of GatedDeltaNet instead of attention.
+
+    Args:
+        key_heads: heads of queries and keys, each of which serves as many of values.
+        value_heads: heads of values.
+        key_width: of a head's queries and keys.
+        value_width: of a head's values.
+        taps: of the convolution.
+        layers: numbers of these layers.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+    taps: int
+    layers: frozenset[int]
+
+    @property
+    def keys(self) -> int:
+        """Columns of all keys."""
+        return self.key_heads * self.key_width
+
+    @property
+    def values(self) -> int:
+        """Columns of all values."""
+        return self.value_heads * self.value_width
+
+    @classmethod
+    def from_transformers(cls, text: Any) -> DeltaNetDims | None:
+        """Read a transformers text config; None without such layers."""
+        kinds = getattr(text, "layer_types", None) or ()
+        layers = frozenset(n for n, kind in enumerate(kinds) if kind == LINEAR)
+        if not layers:
+            return None
+        return cls(
+            key_heads=text.linear_num_key_heads,
+            value_heads=text.linear_num_value_heads,
+            key_width=text.linear_key_head_dim,
+            value_width=text.linear_value_head_dim,
+            taps=text.linear_conv_kernel_dim,
+            layers=layers,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageDims:
     """The language model's sizes, as transformers' config gives them.
 
@@ -65,12 +116,15 @@ class LanguageDims:
         vocabulary: rows of the embedding.
         norm_eps: of RMSNorm.
         tied: whether embedding and output layer share their weight.
-        inv_freq: (D / 2,) float32, frequencies of the rotary positions.
+        inv_freq: (R / 2,) float32, frequencies of the rotary positions, R columns of a head.
         rope: which position axis drives which frequency.
         qkv_bias: whether the query, key and value projections have biases.
         qk_norm: whether queries and keys are normalised per head.
         experts: the mixture of experts; None for dense layers.
         deep_features: layers after which DeepStack features are added.
+        output_gate: whether attention has a gate on its output.
+        norm_offset: added to the weights of norms.
+        delta_net: the layers that carry state; None without.
     """
 
     layers: int
@@ -88,6 +142,9 @@ class LanguageDims:
     qk_norm: bool
     experts: ExpertDims | None = None
     deep_features: int = 0
+    output_gate: bool = False
+    norm_offset: float = 0.0
+    delta_net: DeltaNetDims | None = None
 
     @classmethod
     def from_transformers(cls, config: Any, family: MegatronFamily) -> LanguageDims:
@@ -100,12 +157,14 @@ class LanguageDims:
         rope = text.rope_parameters
         if text.hidden_act != "silu":
             raise CapabilityError(f"hidden_act {text.hidden_act!r}, the mcore engine knows 'silu'")
-        if any(kind != "full_attention" for kind in getattr(text, "layer_types", None) or ()):
+        kinds = {*(getattr(text, "layer_types", None) or ())} - {"full_attention", LINEAR}
+        if kinds:
             raise CapabilityError(
-                "layers with sliding-window attention are not in the mcore engine; use "
-                "model.backend: hf"
+                f"layers of {', '.join(sorted(kinds))} are not in the mcore engine; use "
+                f"model.backend: hf"
             )
-        section = rope.get("mrope_section")
+        # A language model alone counts along one axis, which is then all of them.
+        section = rope.get("mrope_section") if text is not config else None
         vision = config.to_dict().get("vision_config") or {}
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         return cls(
@@ -118,7 +177,9 @@ class LanguageDims:
             vocabulary=text.vocab_size,
             norm_eps=text.rms_norm_eps,
             tied=config.tie_word_embeddings,
-            inv_freq=inverse_frequencies(rope, head_dim),
+            inv_freq=inverse_frequencies(
+                rope, int(head_dim * rope.get("partial_rotary_factor", 1.0))
+            ),
             rope=RopeLayout(
                 mrope_section=tuple(section) if section else None,
                 interleaved=family.interleaved_rope,
@@ -127,11 +188,21 @@ class LanguageDims:
             qk_norm=family.qk_norm,
             experts=ExpertDims.from_transformers(text),
             deep_features=len(vision.get("deepstack_visual_indexes", ())),
+            output_gate=family.output_gate,
+            norm_offset=family.norm_offset,
+            delta_net=DeltaNetDims.from_transformers(text),
         )
+
+    @property
+    def state_kinds(self) -> tuple[Kind, ...]:
+        """What layers that carry state are made of; nothing without such layers."""
+        return ("convolution", "delta_rule") if self.delta_net is not None else ()
 
     def check(self, sizes: ParallelismSection) -> None:
         """Raise CapabilityError for sizes that do not divide, with both numbers."""
+        state_heads = self.delta_net.key_heads if self.delta_net else 0
         for what, size, knob, by in (
+            ("key heads of layers that carry state", state_heads, "tensor", sizes.tensor),
             ("query heads", self.heads, "tensor", sizes.tensor),
             ("key-value heads", self.groups, "tensor", sizes.tensor),
             ("MLP columns", self.intermediate, "tensor", sizes.tensor),
@@ -142,6 +213,12 @@ class LanguageDims:
                 raise CapabilityError(
                     f"parallelism.{knob} is {by}, which does not divide the model's {size} {what}"
                 )
+        if state_heads % (sizes.tensor * sizes.context):
+            raise CapabilityError(
+                f"parallelism.context is {sizes.context}: layers that carry state have "
+                f"{state_heads} key heads, which parallelism.tensor {sizes.tensor} x context "
+                f"{sizes.context} share out and do not divide"
+            )
         if sizes.expert > 1 and self.experts is None:
             raise CapabilityError(f"parallelism.expert is {sizes.expert}, the model has no experts")
         if self.experts is not None and sizes.tensor > 1 and not sizes.sequence:

@@ -5,6 +5,7 @@
 | embedding.word_embeddings.weight           | embed_tokens.weight, rows split over TP             |
 | self_attention.linear_qkv.{weight,bias}    | q, k, v of one query group after another            |
 | self_attention.linear_proj.weight          | o_proj.weight, columns split over TP                |
+| self_attention.{in_proj, conv1d, ...}      | linear_attn, see `delta_net`                        |
 | mlp.linear_fc1.weight                      | gate_proj.weight, up_proj.weight, rows of each      |
 | mlp.linear_fc2.weight                      | down_proj.weight, columns split over TP             |
 | self_attention.{q,k}_layernorm.weight      | {q,k}_norm.weight                                   |
@@ -14,7 +15,8 @@
 | decoder.final_layernorm.weight             | norm.weight                                         |
 | output_layer.weight                        | lm_head.weight, or embed_tokens.weight where tied   |
 
-With Transformer Engine the two norms of a layer live inside the linear layer that follows them.
+Where attention has a gate on its output, it is in the rows of q, behind each head's queries. With
+Transformer Engine the two norms of a layer live inside the linear layer that follows them.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 
 from vlmpack.backends.boxes import TensorSlice, whole
 from vlmpack.backends.mcore.weights.base import Piece, split, stack_pieces
+from vlmpack.backends.mcore.weights.delta_net import DeltaNetMap
 from vlmpack.backends.mcore.weights.dims import ExpertDims, LanguageDims
 from vlmpack.recipe.schema import ParallelismSection
 
@@ -83,7 +86,19 @@ class QwenLanguageMap:
         match = _LAYER.fullmatch(name)
         if match is None:
             raise KeyError(name)
-        return self._layer(f"{self.prefix}layers.{first_layer + int(match[1])}.", match[2])
+        number, inside = first_layer + int(match[1]), match[2]
+        prefix, delta = f"{self.prefix}layers.{number}.", self.dims.delta_net
+        mixer = inside.removeprefix("self_attention.")
+        if delta is not None and number in delta.layers and mixer != inside:
+            named = DeltaNetMap(
+                prefix=f"{prefix}linear_attn.",
+                dims=delta,
+                hidden=self.dims.hidden,
+                ranks=self.sizes.tensor,
+                rank=self.tp_rank,
+            )
+            return named.pieces(mixer)
+        return self._layer(prefix, inside)
 
     def _replicated(self, name: str, *shape: int) -> list[Piece]:
         return stack_pieces([whole(name, shape)], replicated=True)
@@ -138,10 +153,11 @@ class QwenLanguageMap:
         """Queries, keys and values of one query group after another."""
         dims = self.dims
         share = dims.groups // self.sizes.tensor
+        queries = dims.heads // dims.groups * (2 if dims.output_gate else 1)
         inner = (dims.hidden,) if kind == "weight" else ()
         boxes = []
         for group in range(self.tp_rank * share, (self.tp_rank + 1) * share):
-            for part, heads in (("q", dims.heads // dims.groups), ("k", 1), ("v", 1)):
+            for part, heads in (("q", queries), ("k", 1), ("v", 1)):
                 rows = heads * dims.head_dim  # of one group
                 shape = (rows * dims.groups, *inner)
                 name = f"{prefix}self_attn.{part}_proj.{kind}"
