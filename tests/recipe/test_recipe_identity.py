@@ -252,6 +252,7 @@ def test_engine_and_layout_may_change_together(minimal):
         "parallelism.context=2",
         "parallelism.pipeline=2",
         "parallelism.distributed_optimizer=false",
+        "parallelism.overlap=true",
     ]
     hf, mcore = identity(load_recipe(minimal)), identity(load_recipe(minimal, split))
     assert identity_differences(hf, mcore) == []

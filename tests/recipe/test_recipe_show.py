@@ -180,6 +180,10 @@ def test_derived_table_has_every_derived_value(minimal):
             ["parallelism.distributed_optimizer=false"],
             "parallelism.distributed_optimizer has no effect with model.backend: hf",
         ),
+        (
+            ["parallelism.overlap=false"],
+            "parallelism.overlap has no effect with model.backend: hf, where DDP and FSDP2 always",
+        ),
     ],
 )
 def test_settings_without_effect_are_noted(minimal, overrides, note):

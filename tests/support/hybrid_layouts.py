@@ -72,6 +72,7 @@ def unsummed(engine: Any) -> None:
     """Each TP rank keeps the gradients of its own heads."""
     for mixer in mixers(engine):
         delattr(mixer.out_norm.weight, SUMMED_OVER_TP)
+    engine.stage.find_gradients_over_tp()
 
 
 def first_heads(engine: Any) -> None:

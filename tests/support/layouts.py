@@ -28,6 +28,7 @@ from support.runs import relative_l2
 from support.shards import TINY_MODEL, mixed_samples, text_samples
 from torch import Tensor
 
+from vlmpack.backends.policy import TrainingPolicy
 from vlmpack.distributed import Ranks, start_process_group, stop_process_group
 from vlmpack.encode import Encoder
 from vlmpack.packing import EncodedSample, FixedShape, PackCollator, PackedBatch, alignment
@@ -63,6 +64,7 @@ class Layout:
         expert: EP, of the processes above.
         fixed: give every row one width and one number of boundaries.
         captured: record the decoder once, and replay it for every row.
+        overlap: communicate beside compute.
     """
 
     tensor: int = 1
@@ -75,6 +77,7 @@ class Layout:
     expert: int = 1
     fixed: bool = False
     captured: bool = False
+    overlap: bool = False
 
     @property
     def sizes(self) -> Any:
@@ -86,6 +89,7 @@ class Layout:
             expert=self.expert,
             sequence=self.sequence,
             distributed_optimizer=self.distributed,
+            overlap=self.overlap,
         )
 
     @property
@@ -154,7 +158,12 @@ def collator(layout: Layout, axes: int = 3) -> PackCollator:
 
 
 def make_megatron(
-    layout: Layout, ranks: Ranks, folder: Path = TINY_MODEL, *, aux_loss: float = 0.0
+    layout: Layout,
+    ranks: Ranks,
+    folder: Path = TINY_MODEL,
+    *,
+    aux_loss: float = 0.0,
+    policy: TrainingPolicy = EVERYTHING,
 ) -> Any:
     """A float32 engine with the per-segment attention, or the one that can be captured."""
     model = ModelSection(
@@ -165,7 +174,7 @@ def make_megatron(
         activation_checkpointing=layout.recompute,
         router_aux_loss_coef=aux_loss,
     )
-    parts = (model, layout.sizes, Encoder(folder), ranks, EVERYTHING)
+    parts = (model, layout.sizes, Encoder(folder), ranks, policy)
     return engine_of(*parts, captures=layout.captured)
 
 

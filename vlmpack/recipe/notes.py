@@ -71,6 +71,11 @@ def _about_engine(recipe: Recipe, world_size: int) -> Iterator[str]:
     model, split = recipe.model, recipe.parallelism
     if model.backend == "hf" and not split.distributed_optimizer:
         yield "parallelism.distributed_optimizer has no effect with model.backend: hf"
+    if model.backend == "hf" and split.overlap is not None:
+        yield (
+            "parallelism.overlap has no effect with model.backend: hf, where DDP and FSDP2 always "
+            "overlap"
+        )
     if split.sharding == "fsdp" and world_size == 1:
         yield "parallelism.sharding: fsdp shards nothing on one process"
     micro_batches = derive(recipe, world_size).gradient_accumulation_steps

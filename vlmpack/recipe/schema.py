@@ -284,6 +284,9 @@ class ParallelismSection(Section):
     distributed_optimizer: bool = True
     """mcore engine: shard AdamW's state over the data- and context-parallel processes."""
 
+    overlap: bool | None = None
+    """mcore engine: reduce gradients, and gather parameters, beside compute; left out: on CUDA."""
+
     timeout_seconds: float = Field(default=1800.0, gt=0, le=86400)
     """The longest wait of a process for the others, after which it ends with an error: at launch,
     in the first optimizer step, in validation, saving and export."""

@@ -114,6 +114,8 @@ DERIVED: Mapping[str, str] = {
     "data_parallel": "world size / (tensor x pipeline x context)",
     "data_parallel_size": "world size / (tensor x pipeline x context)",
     "dp": "world size / (tensor x pipeline x context)",
+    "overlap_grad_reduce": "parallelism.overlap",
+    "overlap_param_gather": "parallelism.overlap",
     "pad_seq_to_mult": "2 x context for each sequence, and a row multiple from context and tensor",
     "world_size": "the number of processes that torchrun starts",
 }

@@ -17,7 +17,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from megatron.core.distributed import finalize_model_grads
 from support.layouts import LAYOUTS, Trained, make_megatron, one_layout, stepper_with, train
 from support.layouts import whole_weights as collect_weights
 
@@ -123,11 +122,6 @@ class UnmarkedNorm(norm.RMSNorm):
         self.weight.sequence_parallel = False
 
 
-def finalize_without_tower(stages: Any, num_tokens: Any, *, tp: Any, **arguments: Any) -> None:
-    """Each TP rank keeps the gradients of its own images."""
-    finalize_model_grads(stages, None, **arguments)
-
-
 def sums_in_kept_products(layers: Any, value: Any) -> None:
     """Products are kept where Megatron sums them over the TP ranks in place, twice then."""
     recompute_modules(layers, "selective")
@@ -171,7 +165,7 @@ CONTROLS = {
     "keys and values without a sum": Control("cp2", attention, "gather_slices", gather_without_sum),
     "features without a sum": Control("cp2", model, "gather_features", features_without_sum),
     "norms without the flag": Control("tp2-sp", config, "RMSNorm", UnmarkedNorm),
-    "tower without a sum": Control("tp2", stage, "_finalize", finalize_without_tower),
+    "tower without a sum": Control("tp2", stage, "gradients_over_tp", lambda ddp: []),
     "sums in kept products": Control("tp2", engine, "recompute_modules", sums_in_kept_products),
     "head without a sum": Control(
         "tp2", model, "copy_to_tensor_model_parallel_region", lambda hidden, group: hidden

@@ -6,8 +6,8 @@ these answer with the CPU; outside of it, and wherever there is a GPU, nothing i
 
 Functions that Megatron compiles run as they are written.
 
-Limits: gloo collectives (no overlap of communication and compute), float32, Megatron's local layer
-specs, no CUDA graphs, no fused kernels, dropout 0 (all ranks share one generator).
+Limits: gloo collectives, float32, Megatron's local layer specs, no CUDA graphs, no fused kernels,
+dropout 0 (all ranks share one generator).
 """
 
 from __future__ import annotations

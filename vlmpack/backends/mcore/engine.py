@@ -30,10 +30,11 @@ from vlmpack.backends.mcore.groups import in_words, start_model_parallel
 from vlmpack.backends.mcore.layout import LocalParameter, WeightLayout, local_parameters
 from vlmpack.backends.mcore.model import MegatronVLM
 from vlmpack.backends.mcore.optimizer import MegatronAdamW
+from vlmpack.backends.mcore.overlap import overlap_in_words
 from vlmpack.backends.mcore.pipeline import LookedAhead, stage_exchange
 from vlmpack.backends.mcore.pretrained import PretrainedReader
 from vlmpack.backends.mcore.router import report_routers
-from vlmpack.backends.mcore.stage import replicated, vision_tower
+from vlmpack.backends.mcore.stage import Stage, vision_tower
 from vlmpack.backends.mcore.trained import mark_trained, refuse_adapters
 from vlmpack.backends.mcore.weights import megatron_family
 from vlmpack.backends.mcore.weights.dims import LanguageDims
@@ -142,7 +143,8 @@ class MegatronEngine:
             parameters = local_parameters(self.model, family, self.shapes)
             self._check_coverage(parameters)
             mark_trained(parameters, policy, self.paths)
-            self.ddp = replicated(self.model, distributed=split.distributed_optimizer)
+            self.stage = Stage(self.model, split, self.device)
+            self.ddp = self.stage.ddp
             self.module: nn.Module = self.ddp
             self.optimizer = MegatronAdamW(
                 self.ddp,
@@ -177,6 +179,9 @@ class MegatronEngine:
             **compute.described(),
             **({"recurrence": recurrence.described(kinds)} if kinds else {}),
             "fused layers": fused.described,
+            "overlap": overlap_in_words(
+                self.split, self.device, transformer_engine=compute.attention is None
+            ),
             **launch_queues(self.split, self.device),
             "recomputed": described(self.config.recomputed),
             "optimizer": "distributed" if self.split.distributed_optimizer else "replicated",
@@ -247,7 +252,7 @@ class MegatronEngine:
 
     def zero_gradients(self) -> None:
         """Drop the accumulated gradients."""
-        self.ddp.zero_grad_buffer()
+        self.stage.zero_gradients()
         self.optimizer.zero_grad()
         if self.router_sum is not None:
             self.router_sum.clear()
@@ -261,15 +266,19 @@ class MegatronEngine:
     def step(self, lr: float) -> None:
         """One optimizer step."""
         with megatron_on_cpu():
+            self.stage.settle()
             self.optimizer.step(lr)
+            self.stage.gather()
         self.optimizer_steps += 1
 
     def owned_slices(self) -> Iterator[tuple[Kind, TensorSlice, Tensor]]:
         """What this rank writes into a checkpoint."""
+        self.stage.settle()
         return self.layout.owned(moments=self.optimizer_steps > 0)
 
     def load_slices(self, read: ReadSlice, *, optimizer_steps: int) -> None:
         """Fill this rank's parameters and moments."""
+        self.stage.settle()
         self.layout.load(read, optimizer_steps=optimizer_steps)
         self.optimizer_steps = optimizer_steps
 
@@ -310,6 +319,7 @@ class MegatronEngine:
     @contextmanager
     def _whole(self) -> Iterator[Callable[[str], Tensor]]:
         """What makes one whole parameter by its name, on every rank. Collective to call."""
+        self.stage.settle()
         mine: dict[str, list[tuple[TensorSlice, Tensor]]] = {}
         for _, box, values in self.layout.owned(moments=False):
             mine.setdefault(box.name, []).append((box, values))

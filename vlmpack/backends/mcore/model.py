@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
@@ -39,6 +40,7 @@ from vlmpack.backends.mcore.collectives import gather_features
 from vlmpack.backends.mcore.config import decoder_spec, padded_vocabulary
 from vlmpack.backends.mcore.decoder_graph import capture_layers
 from vlmpack.backends.mcore.deep_features import add_after
+from vlmpack.backends.mcore.overlap import ParameterGather
 from vlmpack.backends.mcore.weights.dims import LanguageDims
 from vlmpack.backends.recording import Recorder
 from vlmpack.errors import CapabilityError
@@ -136,6 +138,19 @@ class MegatronVLM(MegatronModule):
         if self.pre_process:
             add_after(self.gpt.decoder.layers[: dims.deep_features])
         self.register_buffer("inv_freq", dims.inv_freq, persistent=False)
+        self.gather: ParameterGather | None = None
+
+    def gather_beside(self, ddp: DistributedDataParallel) -> ParameterGather:
+        """Have parts of the forward pass wait for their parameters, which others update."""
+        decoder = self.gpt.decoder
+        last = [decoder.final_layernorm] if self.post_process else []
+        self.gather = ParameterGather(ddp, [*decoder.layers, *last])
+        return self.gather
+
+    def _wait_for(self, module: nn.Module) -> None:
+        """Before parameters are read in other ways than by calling a layer."""
+        if self.gather is not None:
+            self.gather.wait(module)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Hidden states of the stage before, from the schedule."""
@@ -171,6 +186,7 @@ class MegatronVLM(MegatronModule):
             hidden = self._scatter(merged.embeds, batch)
             deep = tuple(self._scatter(each, batch) for each in merged.deep)
         if hidden is not None and self.graph is not None and self.graph.takes(batch):
+            self._wait_for(self.gpt)
             cos, sin = self._angles(batch)
             row = StaticRow(
                 embeds=hidden,
@@ -229,6 +245,9 @@ class MegatronVLM(MegatronModule):
             CapabilityError: the tower's feature count differs from the placeholders', or images
                 without a tower.
         """
+        if self.vision is not None:
+            self._wait_for(self.vision)
+        self._wait_for(self.gpt.embedding)
         embeds: Tensor = self.gpt.embedding.word_embeddings(batch.input_ids).flatten(0, 1)
         if self.vision is None:
             if batch.media is not None:
@@ -285,6 +304,7 @@ class MegatronVLM(MegatronModule):
 
     def _losses(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
         """(l,) losses of this CP rank's label tokens, the same on all TP ranks."""
+        self._wait_for(self.gpt)
         if self.sizes.sequence:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.groups.tp)
         else:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +17,15 @@ from megatron.core.distributed import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from vlmpack.backends.mcore.cpu import megatron_on_cpu
 from vlmpack.backends.mcore.delta_net import SUMMED_OVER_TP
 from vlmpack.backends.mcore.model import MegatronVLM, VisionTower
+from vlmpack.backends.mcore.overlap import OrderedReduction, overlaps
 from vlmpack.backends.recompute import draws_random_numbers, recompute_layers
 from vlmpack.encode import Encoder
 from vlmpack.model_folder.load import build_part
 from vlmpack.recipe.recompute import Recomputed
+from vlmpack.recipe.schema import ParallelismSection
 
 
 def vision_tower(
@@ -52,50 +55,120 @@ def vision_tower(
     return VisionTower(tower, blank, family.tower_features, rule)
 
 
-def replicated(model: MegatronVLM, *, distributed: bool) -> DistributedDataParallel:
-    """The stage with its gradient buckets, known to the schedule.
+IN_PLACE = 1 << 20
+"""Elements from which a stretch of gradients is summed where it lies; shorter ones share a copy."""
+
+
+class Stage:
+    """A stage in Megatron's DDP: its gradient buckets, known to the schedule, and what of their
+    communication runs beside compute.
 
     Args:
         model: the stage; which of its parameters are trained is settled.
-        distributed: shard the optimizer over the replicas.
+        split: how a replica is spread.
+        device: the one that it runs on.
     """
-    config, groups = model.config, model.groups
-    ddp = DistributedDataParallel(
-        config,
-        DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=distributed,
-            average_in_collective=False,
-        ),
-        model,
-        pg_collection=groups,
-    )
-    config.no_sync_func = ddp.no_sync
-    config.finalize_model_grads_func = partial(_finalize, tp=groups.tp)
-    return ddp
+
+    def __init__(self, model: MegatronVLM, split: ParallelismSection, device: torch.device) -> None:
+        config, overlap = model.config, overlaps(split, device)
+        self.ddp = DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=split.distributed_optimizer,
+                average_in_collective=False,
+                overlap_grad_reduce=overlap,
+                overlap_param_gather=overlap and split.distributed_optimizer,
+            ),
+            model,
+            pg_collection=model.groups,
+        )
+        self.in_order = OrderedReduction(self.ddp) if overlap else None
+        self.gathers = None
+        if overlap and split.distributed_optimizer:
+            self.gathers = model.gather_beside(self.ddp)
+        self.tp = model.groups.tp
+        self.find_gradients_over_tp()
+        config.no_sync_func = self.ddp.no_sync
+        config.finalize_model_grads_func = self.finalize
+
+    def find_gradients_over_tp(self) -> None:
+        """Settle what TP ranks sum when gradients are reduced, by how parameters are marked."""
+        summed = gradients_over_tp(self.ddp) if self.tp.size() > 1 else []
+        self.over_tp = [part for part in summed if part.numel() >= IN_PLACE]
+        self.small_over_tp = [part for part in summed if part.numel() < IN_PLACE]
+
+    def zero_gradients(self) -> None:
+        """Drop the accumulated gradients."""
+        if self.in_order is not None:
+            self.in_order.reset()
+        self.ddp.zero_grad_buffer()
+
+    def finalize(self, model: list[nn.Module], num_tokens: Tensor | None, **arguments: Any) -> None:
+        """Reduce gradients over replicas and stages; over the TP ranks those of the tower, which
+        they shared out, and of copies that each used for its own heads.
+
+        `num_tokens` is left out: the trainer divides once, by a count it never reads on the host.
+        """
+        self.settle()
+        if self.in_order is not None:
+            self.in_order.start_rest()
+        finalize_model_grads(model, None, **arguments)
+        for gradients in self.over_tp:
+            dist.all_reduce(gradients, group=self.tp)
+        if self.small_over_tp:
+            flat = torch.cat(self.small_over_tp)
+            dist.all_reduce(flat, group=self.tp)
+            sizes = [part.numel() for part in self.small_over_tp]
+            torch._foreach_copy_(self.small_over_tp, list(flat.split(sizes)))
+
+    def gather(self) -> None:
+        """Parameters have been updated: the next forward pass gathers them as it goes. Without
+        overlap the optimizer has."""
+        if self.gathers is not None:
+            self.gathers.start()
+
+    def settle(self) -> None:
+        """Have all parameters here, for readers outside of the forward pass. Collective."""
+        if self.gathers is not None:
+            with megatron_on_cpu():
+                self.gathers.finish()
 
 
-def _finalize(
-    model: list[nn.Module], num_tokens: Tensor | None, *, tp: dist.ProcessGroup, **arguments: Any
-) -> None:
-    """Reduce gradients over replicas and stages; over the TP ranks those of the tower, which they
-    shared out, and of copies that each used for its own heads.
+def gradients_over_tp(ddp: DistributedDataParallel) -> list[Tensor]:
+    """Where reduced gradients lie on this rank of what TP ranks sum besides: the tower, whose
+    images they shared out, and copies that each used for its own heads. With the distributed
+    optimizer a rank's share of each bucket, else all of it.
 
-    `num_tokens` is left out: the trainer divides once, by a count it never reads on the host.
+    Parameters lie in buckets as they are registered, so the tower is one stretch of each; between
+    neighbours there may be padding.
     """
-    finalize_model_grads(model, None, **arguments)
-    if tp.size() == 1:
-        return
-    gradients: list[Any] = [
-        getattr(parameter, "main_grad")  # noqa: B009 (Megatron's DDP adds it)
-        for chunk in model
-        for name, parameter in chunk.named_parameters()
-        if parameter.requires_grad
-        and (".vision." in f".{name}" or getattr(parameter, SUMMED_OVER_TP, False))
-    ]
-    if not gradients:
-        return
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
-    dist.all_reduce(flat, group=tp)
-    for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(summed.view_as(gradient))
+    names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+    found: list[Tensor] = []
+    for group in ddp.bucket_groups:
+        for bucket in group.buckets:
+            low, high = 0, bucket.grad_data.numel()
+            if ddp.ddp_config.use_distributed_optimizer:
+                ranks = group.intra_distributed_optimizer_instance_group
+                low, high = (high // ranks.size() * n for n in (ranks.rank(), ranks.rank() + 1))
+            for start, stop in _stretches(bucket, names):
+                if max(low, start) < min(high, stop):
+                    found.append(bucket.grad_data[max(low, start) : min(high, stop)])
+    return found
+
+
+def _stretches(bucket: Any, names: dict[int, str]) -> Iterator[tuple[int, int]]:
+    """First and last element of neighbours in a bucket that TP ranks sum."""
+    before: int | None = None
+    stop = 0
+    for parameter in bucket.params_list:
+        summed = names[id(parameter)].startswith("vision.") or hasattr(parameter, SUMMED_OVER_TP)
+        if not summed:
+            if before is not None:
+                yield before, stop
+            before = None
+            continue
+        start = parameter.main_grad.storage_offset() - bucket.grad_data.storage_offset()
+        before, stop = start if before is None else before, start + parameter.numel()
+    if before is not None:
+        yield before, stop
