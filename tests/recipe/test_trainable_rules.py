@@ -104,3 +104,15 @@ def test_adapters_described_for_no_component_are_refused_whatever_the_values(
 def test_learning_rates_of_components(minimal):
     optim = load_recipe(minimal, {"optim.vision_lr": 1e-5}).optim
     assert (optim.peak("vision"), optim.peak("projector")) == (1e-5, 1e-3)
+
+
+def test_megatron_has_no_layer_for_the_gate_of_a_shared_expert(problems_of, tmp_path):
+    config = {"model_type": "qwen3_5_moe", "text_config": {"shared_expert_intermediate_size": 8}}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    asked = {"model.path": str(tmp_path), "model.backend": "mcore", "trainable.language": "lora"}
+    (problem,) = problems_of(asked)
+    assert "trainable.lora.targets: 'all-linear', but with model.backend: mcore nothing" in problem
+    assert "beside shared_expert_gate; name the others" in problem
+    targets = {"trainable.lora.targets": ["q_proj", "in_proj_qkv"]}
+    assert problems_of(asked | targets) == []
+    assert problems_of(asked | {"model.backend": "hf"}) == []

@@ -68,7 +68,13 @@ _NO_LORA = Limit("peft takes its shared experts for routed ones and moves their 
 _experts = partial(ServedModel, family="text_lm", has_experts=True, limits={"LoRA": _NO_LORA})
 _qwen_vl = partial(ServedModel, engines=_BOTH, pixel_knobs=("min_pixels", "max_pixels"))
 _tiled = partial(ServedModel, whole_tiles=True, pixel_knobs=("max_tiles",))
-_qwen3_5 = partial(ServedModel, layers=("linear_attention",), prediction="mtp", unshared=_STATE)
+_qwen3_5 = partial(
+    ServedModel,
+    engines=_BOTH,
+    layers=("linear_attention",),
+    prediction="mtp",
+    unshared=_STATE,
+)
 _nemotron = partial(
     ServedModel,
     has_experts=True,
@@ -93,10 +99,7 @@ SERVED: Mapping[str, ServedModel] = {
     "qwen3_vl": _qwen_vl(title="Qwen3-VL", family="qwen3_vl"),
     "qwen3_vl_moe": _qwen_vl(title="Qwen3-VL-MoE", family="qwen3_vl", has_experts=True),
     "qwen3_5": _qwen3_5(
-        title="Qwen3.5",
-        family="qwen3_5",
-        engines=_BOTH,
-        pixel_knobs=("min_pixels", "max_pixels"),
+        title="Qwen3.5", family="qwen3_5", pixel_knobs=("min_pixels", "max_pixels")
     ),
     "qwen3_5_moe": _qwen3_5(
         title="Qwen3.5-MoE",
@@ -104,7 +107,7 @@ SERVED: Mapping[str, ServedModel] = {
         has_experts=True,
         pixel_knobs=("min_pixels", "max_pixels"),
     ),
-    "qwen3_5_text": _qwen3_5(title="Qwen3.5 (text)", family="qwen3_5_text", engines=_BOTH),
+    "qwen3_5_text": _qwen3_5(title="Qwen3.5 (text)", family="qwen3_5_text"),
     "qwen3_5_moe_text": _qwen3_5(
         title="Qwen3.5-MoE (text)", family="qwen3_5_text", has_experts=True
     ),

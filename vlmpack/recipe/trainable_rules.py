@@ -12,6 +12,8 @@ from vlmpack.recipe.problems import Problem, listed_twice
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.recipe.trainable import COMPONENTS, LoraSection, OptimSection, TrainableSection
 
+_SHARED_GATE = "shared_expert_gate"
+
 
 def something_is_trained(trainable: TrainableSection) -> list[Problem]:
     """A run without a trained weight is none."""
@@ -70,6 +72,23 @@ def adapters_fit_megatron(model: ModelSection, trainable: TrainableSection) -> l
         )
         problems.append(Problem(("model", "attention"), message))
     return problems
+
+
+def adapters_have_a_layer(
+    config: ModelConfig, model: ModelSection, trainable: TrainableSection
+) -> list[Problem]:
+    """Megatron's gate of a shared expert is a weight of that expert, and no layer."""
+    shared = config.size("shared_expert_intermediate_size")
+    if model.backend != "mcore" or not shared or trainable.language != "lora":
+        return []
+    targets = trainable.lora.targets
+    if targets != "all-linear" and _SHARED_GATE not in targets:
+        return []
+    message = (
+        f"{targets!r}, but with model.backend: mcore nothing is beside {_SHARED_GATE}; name the "
+        f"others, such as q_proj, k_proj, v_proj, o_proj, in_proj_qkv, in_proj_z, out_proj"
+    )
+    return [Problem(("trainable", "lora", "targets"), message)]
 
 
 def has_bitsandbytes() -> bool:

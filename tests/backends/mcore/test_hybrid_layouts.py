@@ -24,7 +24,7 @@ from vlmpack.training.checkpoint import load_checkpoint, step_folder
 
 pytestmark = pytest.mark.slow
 
-VLM, TEXT, WIDE = "qwen3_5", "qwen3_5_text", "wide"
+VLM, TEXT, MOE, WIDE = "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "wide"
 """`wide` has as many heads as TP 2 x CP 2 share out."""
 
 SAVE = f"save:{VLM}:{worker.SAVED}"
@@ -33,7 +33,9 @@ LAUNCHES = {
     "two": [
         *(f"train:{VLM}:{name}" for name in ("tp2", "tp2-whole", "cp2", "pp2")),
         f"train:{TEXT}:cp2",
+        *(f"train:{MOE}:{name}" for name in ("tp2-ep2", "cp2-ep2")),
         f"export:{VLM}:tp2",
+        f"export:{MOE}:tp2-ep2",
         SAVE,
         f"resume:{VLM}:cp2",
         f"twin:{VLM}:cp2",
@@ -44,6 +46,8 @@ LAUNCHES = {
     "more": [
         *(f"train:{VLM}:{name}" for name in ("dp2", "tp2-selective")),
         *(f"train:{TEXT}:{name}" for name in ("tp2", "pp2", "dp2")),
+        *(f"train:{MOE}:{name}" for name in ("ep2", "pp2")),
+        "train:qwen3_5_moe_text:cp2-ep2",
     ],
     "four": [f"train:{WIDE}:{name}" for name in ("tp2-cp2", "tp2-pp2", "cp2-pp2")],
 }
@@ -74,7 +78,7 @@ def wide_folder(folder):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hybrids")
-    for family in (VLM, TEXT):
+    for family in (VLM, TEXT, MOE, "qwen3_5_moe_text"):
         (folder / family).mkdir()
         tiny_family_folder(family, folder / family)
     wide_folder(folder / WIDE)
@@ -209,9 +213,10 @@ def test_a_run_goes_on_with_the_other_engine(done, folder, unbroken):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-def test_an_export_has_the_bits_of_the_original(done, folder):
-    exported = dict(load_stock(done(f"export:{VLM}:tp2")).state_dict())
-    original = load_stock(folder / VLM).state_dict()
+@pytest.mark.parametrize("job", jobs_of("export"))
+def test_an_export_has_the_bits_of_the_original(done, folder, job):
+    exported = dict(load_stock(done(job)).state_dict())
+    original = load_stock(folder / job.split(":")[1]).state_dict()
     assert exported.keys() == original.keys()
     for name, value in original.items():
         assert torch.equal(exported[name], value), name

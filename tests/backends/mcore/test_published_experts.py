@@ -100,3 +100,45 @@ def test_only_experts_may_be_swapped(folder, shapes, tmp_path):
         pytest.raises(ModelError, match=r"mlp\.gate\.weight \(64, 4\) instead of \(4, 64\)"),
     ):
         reader.check(shapes)
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory):
+    """A folder whose files have experts one by one, and what transformers makes of it."""
+    folder = tiny_family_folder("qwen3_5_moe", tmp_path_factory.mktemp("apart"))
+    return folder, dict(load_stock(folder).named_parameters())
+
+
+def test_experts_that_lie_one_by_one_are_read_box_by_box(apart):
+    folder, parameters = apart
+    stored = load_file(str(folder / "model.safetensors"))
+    assert not any(name.endswith(ENDS) for name in stored)
+    stem = "model.language_model.layers.1.mlp.experts"
+    assert stored[f"{stem}.3.up_proj.weight"].shape == (40, 64)
+    with PretrainedReader(folder, megatron_family("qwen3_5_moe")) as reader:
+        reader.check({name: tuple(value.shape) for name, value in parameters.items()})
+        for name in (f"{stem}.gate_up_proj", f"{stem}.down_proj"):
+            value, shape = parameters[name], tuple(parameters[name].shape)
+            # One expert; rows of both halves, or of one; some columns.
+            for start, stop in (
+                ((2, 0, 0), (3, *shape[1:])),
+                ((0, 30, 0), (4, shape[1] - 15, shape[2])),
+                ((1, 41, 7), (3, 43, 30)),
+                ((0, 0, 0), shape),
+            ):
+                box = TensorSlice(name=name, shape=shape, start=start, stop=stop)
+                assert torch.equal(reader("model", box), value[box.index]), (name, start)
+
+
+def test_an_expert_that_is_missing_is_named(apart, tmp_path):
+    folder, parameters = apart
+    stored = load_file(str(folder / "model.safetensors"))
+    del stored["model.language_model.layers.1.mlp.experts.3.up_proj.weight"]
+    save_file(stored, str(tmp_path / "model.safetensors"))
+    copyfile(folder / "config.json", tmp_path / "config.json")
+    shapes = {name: tuple(value.shape) for name, value in parameters.items()}
+    with (
+        PretrainedReader(tmp_path, megatron_family("qwen3_5_moe")) as reader,
+        pytest.raises(ModelError, match=r"layers\.1\.mlp\.experts\.gate_up_proj"),
+    ):
+        reader.check(shapes)

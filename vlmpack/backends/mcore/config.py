@@ -104,7 +104,13 @@ def _experts(
     if experts is None:
         return {}
     routers_need_no_transformer_engine()
-    return {
+    shared: dict[str, Any] = {}
+    if experts.shared:
+        shared = {
+            "moe_shared_expert_intermediate_size": experts.shared,
+            "moe_shared_expert_gate": True,
+        }
+    return shared | {
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.top_k,
         "moe_ffn_hidden_size": experts.intermediate,

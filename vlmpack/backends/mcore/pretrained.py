@@ -18,6 +18,13 @@ from vlmpack.model_folder.weights import raise_misfits, weight_files
 
 _NO_NAME = re.compile("(?!)")
 
+_APART = {
+    "experts.gate_up_proj": ("gate_proj", "up_proj"),
+    "experts.down_proj": ("down_proj",),
+}
+"""Last parts of names of tensors of all experts, and what files may have of each expert instead, in
+the order of their rows."""
+
 
 class PretrainedReader:
     """A ReadSlice over the safetensors files of a model folder; it has no moments.
@@ -34,6 +41,7 @@ class PretrainedReader:
         self.folder, self.family = folder, family
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
+        self._found: dict[str, dict[str, tuple[int, ...]]] = {}
         paths = weight_files(folder)
         try:
             for path in paths:
@@ -66,21 +74,59 @@ class PretrainedReader:
     ) -> None:
         """Raise ModelError unless the files hold exactly these tensors, and no others but those of
         multi-token prediction and of names that are passed over."""
-        found = {name: self.name_in_files(name) for name in shapes}
-        missing = [name for name, there in found.items() if there is None]
+        found = {name: self._sources(name, shape) for name, shape in shapes.items()}
+        missing = [name for name, there in found.items() if not there]
         odd = [
             f"{name} {self._shape(there)} instead of {shape}"
-            for name, shape in shapes.items()
-            if (there := found[name]) is not None
-            and self._shape(there) != shape
-            and not self._is_transposed(name, shape)
+            for name, sources in found.items()
+            for there, shape in sources.items()
+            if self._shape(there) != shape and not self._is_transposed(name, shape)
         ]
-        extra = set(self._files) - set(found.values())
+        extra = set(self._files) - {there for sources in found.values() for there in sources}
         left = {name for name in extra if not passed_over.search(name)}
         raise_misfits(
             self.folder,
             {"missing_keys": missing, "unexpected_keys": left, "mismatched_keys": odd},
         )
+
+    def _sources(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """As `_look_up`, which is asked once a name."""
+        if name not in self._found:
+            self._found[name] = self._look_up(name, shape)
+        return self._found[name]
+
+    def _look_up(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Names in the files of what a tensor is made of, each with the shape that it has to have;
+        several for experts that lie there one by one, in their order, nothing where one is missing.
+        """
+        there = self.name_in_files(name)
+        if there is not None:
+            return {there: shape}
+        last = next((last for last in _APART if name.endswith(f".{last}")), None)
+        if last is None:
+            return {}
+        stem, parts = name.removesuffix(last.partition(".")[2]), _APART[last]
+        names = [
+            self.name_in_files(f"{stem}{expert}.{part}.weight")
+            for expert in range(shape[0])
+            for part in parts
+        ]
+        each = (shape[1] // len(parts), *shape[2:])
+        return {} if None in names else {name: each for name in names if name is not None}
+
+    def _stacked(self, box: TensorSlice, sources: dict[str, tuple[int, ...]]) -> Tensor:
+        """A box of the tensor of all experts, of files that have them one by one."""
+        names, (experts, first_rows, columns) = list(sources), box.index
+        parts, rows = len(names) // box.shape[0], next(iter(sources.values()))[0]
+        found = []
+        for expert in range(experts.start, experts.stop):
+            for part in range(parts):
+                start = max(first_rows.start - part * rows, 0)
+                stop = min(first_rows.stop - part * rows, rows)
+                if start < stop:
+                    name = names[expert * parts + part]
+                    found.append(self._files[name].get_slice(name)[start:stop, columns])
+        return torch.cat(found).view(box.lengths)
 
     def _shape(self, there: str) -> tuple[int, ...]:
         return tuple(self._files[there].get_slice(there).get_shape())
@@ -97,9 +143,12 @@ class PretrainedReader:
         """A box of a weight as float32 on CPU; None for a moment."""
         if kind != "model":
             return None
-        name = self.name_in_files(box.name)
-        if name is None:
+        sources = self._sources(box.name, box.shape)
+        if not sources:
             raise ModelError(f"model.path: {self.folder} has no tensor {box.name}")
+        if len(sources) > 1:
+            return self._stacked(box, sources).to(torch.float32)
+        (name,) = sources
         tensor = self._files[name].get_slice(name)
         value: Tensor
         if self._is_transposed(box.name, box.shape):

@@ -28,12 +28,14 @@ class ExpertDims:
             softmax over all experts, renormalised.
         intermediate: width of an expert.
         layers: numbers of the layers that have experts; the others have one MLP.
+        shared: width of the expert that all tokens pass, behind a gate of its own; 0 without.
     """
 
     count: int
     top_k: int
     intermediate: int
     layers: frozenset[int]
+    shared: int = 0
 
     @classmethod
     def from_transformers(cls, text: Any) -> ExpertDims | None:
@@ -52,6 +54,7 @@ class ExpertDims:
                 for layer in range(text.num_hidden_layers)
                 if layer not in dense and (layer + 1) % step == 0
             ),
+            shared=getattr(text, "shared_expert_intermediate_size", 0),
         )
 
 
@@ -173,7 +176,7 @@ class LanguageDims:
             heads=text.num_attention_heads,
             groups=text.num_key_value_heads,
             head_dim=head_dim,
-            intermediate=text.intermediate_size,
+            intermediate=getattr(text, "intermediate_size", 0),  # none where all are experts
             vocabulary=text.vocab_size,
             norm_eps=text.rms_norm_eps,
             tied=config.tie_word_embeddings,
@@ -200,12 +203,14 @@ class LanguageDims:
 
     def check(self, sizes: ParallelismSection) -> None:
         """Raise CapabilityError for sizes that do not divide, with both numbers."""
+        shared = self.experts.shared if self.experts else 0
         state_heads = self.delta_net.key_heads if self.delta_net else 0
         for what, size, knob, by in (
             ("key heads of layers that carry state", state_heads, "tensor", sizes.tensor),
             ("query heads", self.heads, "tensor", sizes.tensor),
             ("key-value heads", self.groups, "tensor", sizes.tensor),
             ("MLP columns", self.intermediate, "tensor", sizes.tensor),
+            ("columns of a shared expert", shared, "tensor", sizes.tensor),
             ("layers", self.layers, "pipeline", sizes.pipeline),
             ("experts", self.experts.count if self.experts else 0, "expert", sizes.expert),
         ):

@@ -11,6 +11,8 @@
 | self_attention.{q,k}_layernorm.weight      | {q,k}_norm.weight                                   |
 | mlp.router.weight                          | mlp.gate.weight                                     |
 | experts.local_experts.N.linear_fc{1,2}     | one expert of experts.{gate_up,down}_proj           |
+| mlp.shared_experts.linear_fc{1,2}          | mlp.shared_expert, split as an MLP is               |
+| mlp.shared_experts.gate_weight             | mlp.shared_expert_gate.weight                       |
 | input_layernorm, pre_mlp_layernorm         | input_layernorm, post_attention_layernorm           |
 | decoder.final_layernorm.weight             | norm.weight                                         |
 | output_layer.weight                        | lm_head.weight, or embed_tokens.weight where tied   |
@@ -130,14 +132,23 @@ class QwenLanguageMap:
         if name == "self_attention.linear_proj.weight":
             shape = (dims.hidden, dims.heads * dims.head_dim)
             return stack_pieces([self._share(f"{prefix}self_attn.o_proj.weight", shape, 1)])
-        if name == "mlp.linear_fc2.weight":
-            shape = (dims.hidden, dims.intermediate)
-            return stack_pieces([self._share(f"{prefix}mlp.down_proj.weight", shape, 1)])
-        if name == "mlp.linear_fc1.weight":
-            shape = (dims.intermediate, dims.hidden)
-            names = (f"{prefix}mlp.{part}_proj.weight" for part in ("gate", "up"))
-            return stack_pieces([self._share(name, shape, 0) for name in names])
+        if dims.experts is not None and name == "mlp.shared_experts.gate_weight":
+            return self._replicated(f"{prefix}mlp.shared_expert_gate.weight", 1, dims.hidden)
+        if dims.experts is not None and name.startswith("mlp.shared_experts."):
+            shared = f"{prefix}mlp.shared_expert."
+            return self._mlp(shared, name.split(".")[2], dims.experts.shared)
+        if name in ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight"):
+            return self._mlp(f"{prefix}mlp.", name.split(".")[1], dims.intermediate)
         raise KeyError(prefix + name)
+
+    def _mlp(self, prefix: str, layer: str, columns: int) -> list[Piece]:
+        """One layer of a gated MLP."""
+        if layer == "linear_fc2":
+            shape = (self.dims.hidden, columns)
+            return stack_pieces([self._share(f"{prefix}down_proj.weight", shape, 1)])
+        shape = (columns, self.dims.hidden)
+        names = (f"{prefix}{part}_proj.weight" for part in ("gate", "up"))
+        return stack_pieces([self._share(name, shape, 0) for name in names])
 
     def _expert(self, prefix: str, experts: ExpertDims, local: int, layer: str) -> list[Piece]:
         """One expert, which transformers keeps as one of the rows of a (E, out, in) tensor."""
