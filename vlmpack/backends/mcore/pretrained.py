@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vlmpack.backends.boxes import Kind, TensorSlice
 from vlmpack.backends.mcore.weights import MegatronFamily
 from vlmpack.errors import ModelError
+from vlmpack.model_folder.safetensors_header import StoredTensor, tensors_of
+from vlmpack.model_folder.safetensors_read import DTYPES, read_into
 from vlmpack.model_folder.weights import raise_misfits, weight_files
 
 _NO_NAME = re.compile("(?!)")
@@ -39,23 +38,19 @@ class PretrainedReader:
 
     def __init__(self, folder: Path, family: MegatronFamily) -> None:
         self.folder, self.family = folder, family
-        self._stack = ExitStack()
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, StoredTensor] = {}
         self._found: dict[str, dict[str, tuple[int, ...]]] = {}
-        paths = weight_files(folder)
         try:
-            for path in paths:
-                file = self._stack.enter_context(safe_open(str(path), framework="pt"))
-                self._files.update((name, file) for name in file.keys())  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            self._stack.close()
+            for path in weight_files(folder):
+                self._files.update((stored.name, stored) for stored in tensors_of(path))
+        except ValueError as error:
             raise ModelError(f"model.path: {folder} cannot be loaded: {error}") from error
 
     def __enter__(self) -> PretrainedReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self._files.clear()
 
     def name_in_files(self, name: str) -> str | None:
         """What the files call a tensor; None where they do not have it."""
@@ -118,18 +113,20 @@ class PretrainedReader:
         """A box of the tensor of all experts, of files that have them one by one."""
         names, (experts, first_rows, columns) = list(sources), box.index
         parts, rows = len(names) // box.shape[0], next(iter(sources.values()))[0]
-        found = []
+        made = torch.empty(box.lengths, dtype=torch.float32)
+        rest = made.flatten(0, 1)
         for expert in range(experts.start, experts.stop):
             for part in range(parts):
                 start = max(first_rows.start - part * rows, 0)
                 stop = min(first_rows.stop - part * rows, rows)
                 if start < stop:
                     name = names[expert * parts + part]
-                    found.append(self._files[name].get_slice(name)[start:stop, columns])
-        return torch.cat(found).view(box.lengths)
+                    self._read(rest[: stop - start], name, (slice(start, stop), columns))
+                    rest = rest[stop - start :]
+        return made
 
     def _shape(self, there: str) -> tuple[int, ...]:
-        return tuple(self._files[there].get_slice(there).get_shape())
+        return self._files[there].shape
 
     def _is_transposed(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether the file has the last two dimensions swapped. A square tensor is taken as it is,
@@ -147,13 +144,25 @@ class PretrainedReader:
         if not sources:
             raise ModelError(f"model.path: {self.folder} has no tensor {box.name}")
         if len(sources) > 1:
-            return self._stacked(box, sources).to(torch.float32)
+            return self._stacked(box, sources)
         (name,) = sources
-        tensor = self._files[name].get_slice(name)
-        value: Tensor
+        value = torch.empty(box.lengths, dtype=torch.float32)
+        target, index = value, box.index
         if self._is_transposed(box.name, box.shape):
-            *outer, rows, columns = box.index
-            value = tensor[(*outer, columns, rows)].transpose(-1, -2)
-        else:
-            value = tensor[box.index]
-        return value.to(torch.float32)
+            *outer, rows, columns = index
+            index, target = (*outer, columns, rows), value.transpose(-1, -2)
+        self._read(target, name, index)
+        return value
+
+    def _read(self, target: Tensor, name: str, index: tuple[slice, ...]) -> None:
+        """Copy a box of a file's tensor."""
+        stored = self._files[name]
+        if stored.dtype not in DTYPES:
+            raise ModelError(
+                f"model.path: {stored.file} has {name} as {stored.dtype}; the mcore engine reads "
+                f"{', '.join(DTYPES)}"
+            )
+        try:
+            read_into(target, stored, index)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"model.path: {name} cannot be read: {error}") from error
