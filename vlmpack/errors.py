@@ -81,6 +81,10 @@ class DataError(VlmpackError):
         file: what is damaged, where that is not the shard: the tar of a saved pack.
     """
 
+    image: int | None = None
+    """The image that cannot be used, where other processes open the sample's other images; of the
+    process that raised it alone."""
+
     def __init__(
         self,
         reason: str,

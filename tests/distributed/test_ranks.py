@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from vlmpack.distributed import Ranks, start_process_group, world_size_from_environment
@@ -54,6 +55,9 @@ def test_ranks_are_laid_out_as_megatron_lays_them_out(place, tp, cp, pp, dp):
             assert (ranks.dp_size, ranks.replica_size) == (dp, tp * cp * pp)
             assert ranks.replica_rank == number
             assert ranks.is_lead == (number == 0)
+            assert ranks.stage_size == tp * cp
+            first = [t + tp * (c + cp * ranks.dp_rank) for c in range(cp) for t in range(tp)]
+            assert ranks.image_rank == (first.index(rank) if rank in first else None)
             assert (ranks.replica_group == "group") == (tp * cp * pp > 1)
     if tp * cp * pp == 1:
         assert asked == [], "a replica of one process needs no group"
@@ -78,7 +82,9 @@ def test_a_world_that_does_not_divide_names_every_number(place, world, sizes):
 def test_one_process_alone_shares_with_itself(one_rank: Ranks):
     assert one_rank.is_main
     assert one_rank.is_lead
-    assert one_rank.share_in_replica({"a": 1}) == {"a": 1}
+    assert one_rank.gather_in_replica(torch.tensor([7])) == [torch.tensor([7])]
+    assert one_rank.gather_objects_in_replica({"a": 1}) == [{"a": 1}]
+    assert (one_rank.image_rank, one_rank.stage_size) == (0, 1)
 
 
 @pytest.mark.parametrize("text", ["\N{SUPERSCRIPT TWO}", "", "0", "-1", "2.0", "9" * 5000])

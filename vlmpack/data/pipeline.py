@@ -16,17 +16,19 @@ import logging
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import cast
 
 from vlmpack.data.config import DataConfig
 from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.parts import Progress
 from vlmpack.data.index.table import Int64s, SampleRef
-from vlmpack.data.loading.global_step import GlobalStep
+from vlmpack.data.loading.global_step import GlobalStep, step_of
 from vlmpack.data.loading.ledger import Ledger
-from vlmpack.data.loading.loader import BinDataset, BinRequest, MicroBatch, begin_bins
+from vlmpack.data.loading.loader import BinDataset, BinRequest, MicroBatch
 from vlmpack.data.loading.read import SampleReader, SkippedSample
 from vlmpack.data.loading.reference import Float64s, with_reference
+from vlmpack.data.loading.replica import begin_steps
 from vlmpack.data.loading.source_numbers import with_sources
 from vlmpack.data.packs.open import open_packed, survey_data
 from vlmpack.data.packs.restore import SavedBins
@@ -45,6 +47,7 @@ from vlmpack.data.splits.split import Split, consecutive_bins
 from vlmpack.data.splits.streamed import open_streamed
 from vlmpack.data.splits.summary import DataSummary, EpochLength
 from vlmpack.data.splits.survey import DataLaunch
+from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError
@@ -53,6 +56,8 @@ from vlmpack.storage.fetch import Fetcher, LocalFetcher
 __all__ = ["GlobalStep", "TrainData"]
 
 logger = logging.getLogger("vlmpack")
+
+ALONE = Ranks()
 
 READ_TOGETHER = 64
 """Samples that are asked for at once where no bin says so."""
@@ -230,7 +235,13 @@ class TrainData:
                 return
 
     def batches(
-        self, state: DataState, *, rank: int, dp: int, max_steps: int | None
+        self,
+        state: DataState,
+        *,
+        rank: int,
+        dp: int,
+        max_steps: int | None,
+        replica: Ranks = ALONE,
     ) -> Iterator[GlobalStep]:
         """This data-parallel rank's share of every global batch from `state` on.
 
@@ -242,78 +253,91 @@ class TrainData:
                 one coordinate ask for the same.
             max_steps: the run's total of global batches, those before `state` included; None for
                 no end.
+            replica: this process among those of its replica: it makes pixels of its own images
+                alone, and they agree on every global batch.
 
         Raises:
             RunIdentityError: the state belongs to other data.
             DataError: a bad sample whose class is not skipped.
         """
-        yield from self.begin(state, rank=rank, dp=dp, max_steps=max_steps)
+        yield from self.begin(state, rank=rank, dp=dp, max_steps=max_steps, replica=replica)
 
     def begin(
-        self, state: DataState, *, rank: int, dp: int, max_steps: int | None
+        self,
+        state: DataState,
+        *,
+        rank: int,
+        dp: int,
+        max_steps: int | None,
+        replica: Ranks = ALONE,
     ) -> Generator[GlobalStep]:
         """As `batches`, with workers that read the first bins when this returns; closing ends them.
 
         Nothing is written down before a global batch is taken.
         """
-        steps = self._steps(self.admit(state), rank=rank, dp=dp, max_steps=max_steps)
+        steps = self._steps(self.admit(state), rank, dp, max_steps, replica)
         next(steps)
         return cast(Generator[GlobalStep], steps)
 
     def _steps(
-        self, state: DataState, *, rank: int, dp: int, max_steps: int | None
+        self, state: DataState, rank: int, dp: int, max_steps: int | None, replica: Ranks
     ) -> Iterator[GlobalStep | None]:
         """None once the workers are at work, then the global batches."""
         coming: deque[tuple[PlannedBatch, Shares]] = deque()
 
-        def requests() -> Iterator[BinRequest]:
+        def requests() -> Iterator[Sequence[BinRequest]]:
             for planned in self.planned(state, max_steps):
                 shares = self.shares(planned.bins, dp)
                 coming.append((planned, shares))
-                for samples in shares.bins[rank]:
-                    yield self.request(samples)
+                yield [self.request(samples) for samples in shares.bins[rank]]
 
-        share: list[MicroBatch] = []
         try:
-            bins = begin_bins(self.dataset, requests(), self.config.data, self.config.workers)
+            steps = begin_steps(
+                self.dataset, requests(), self.config.data, self.config.workers, replica
+            )
             yield None
-            for micro_batch in bins:
-                sourced = with_sources(micro_batch, self._sources, self.split.sources)
-                share.append(with_reference(sourced, self.reference, self.split.places))
-                planned, shares = coming[0]
-                if len(share) < len(shares.bins[rank]):
-                    continue
-                coming.popleft()
-                step = self._step(planned, state, tuple(share), shares.imbalance)
-                self.ledger.record(step.skipped, epoch=step.epoch, batch=step.batch)
-                state, share = step.state, []
+            for micro_batches in steps:
+                planned, shares = coming.popleft()
+                sourced = (
+                    with_sources(m, self._sources, self.split.sources) for m in micro_batches
+                )
+                share = (with_reference(m, self.reference, self.split.places) for m in sourced)
+                step = step_of(planned, state, tuple(share), shares.imbalance)
+                if replica.is_lead:
+                    self.ledger.record(step.skipped, epoch=step.epoch, batch=step.batch)
+                state = step.state
                 yield step
         finally:
             self.split.close()
 
     def eval_batches(
-        self, *, rank: int, dp: int, max_samples: int | None = None
+        self, *, rank: int, dp: int, max_samples: int | None = None, replica: Ranks = ALONE
     ) -> Iterator[MicroBatch]:
         """Every sample once, in index order; ranks take equal steps, the last perhaps empty.
 
         Args:
             rank, dp: the data-parallel coordinate and size.
             max_samples: only the first so many.
+            replica: as of `batches`.
 
         Raises:
             DataError: a bad sample whose class is not skipped.
         """
         numbers = self.fitted.eligible.nonzero()[0][:max_samples].tolist()
-        requests = self._requests(numbers, rank, dp)
-        for micro_batch in begin_bins(
-            self.dataset, requests, self.config.data, self.config.workers
-        ):
-            self.ledger.record(micro_batch.skipped, epoch=None, batch=None)
+        for micro_batch in self._pass(self._requests(numbers, rank, dp), replica):
+            if replica.is_lead:
+                self.ledger.record(micro_batch.skipped, epoch=None, batch=None)
             sourced = with_sources(micro_batch, self._sources, self.fitted.table.sources)
             yield with_reference(sourced, self.reference, lambda numbers: numbers)
 
     def numbered_batches(
-        self, numbers: Sequence[int], *, rank: int, dp: int, together: int | None = None
+        self,
+        numbers: Sequence[int],
+        *,
+        rank: int,
+        dp: int,
+        together: int | None = None,
+        replica: Ranks = ALONE,
     ) -> Iterator[MicroBatch]:
         """Some samples once, in their order or as packs hold them; ranks take equal steps, the last
         perhaps empty. Holes are not written down: what trains these samples meets them again.
@@ -322,12 +346,17 @@ class TrainData:
             numbers: of the samples, as places in `fitted`.
             rank, dp: the data-parallel coordinate and size.
             together: samples of a micro-batch, in rows of this pass's own; None for the recipe's.
+            replica: as of `batches`.
 
         Raises:
             DataError: a bad sample whose class is not skipped.
         """
-        requests = self._requests(numbers, rank, dp, together)
-        yield from begin_bins(self.dataset, requests, self.config.data, self.config.workers)
+        yield from self._pass(self._requests(numbers, rank, dp, together), replica)
+
+    def _pass(self, requests: Iterator[BinRequest], replica: Ranks) -> Iterator[MicroBatch]:
+        steps = ([request] for request in requests)
+        data, workers = self.config.data, self.config.workers
+        return chain.from_iterable(begin_steps(self.dataset, steps, data, workers, replica))
 
     def _requests(
         self, numbers: Sequence[int], rank: int, dp: int, together: int | None = None
@@ -367,30 +396,3 @@ class TrainData:
     def request(self, samples: Bin) -> BinRequest:
         """What a worker needs to load a bin of the plan."""
         return BinRequest(self.split.refs(samples))
-
-    def _step(
-        self,
-        planned: PlannedBatch,
-        before: DataState,
-        share: tuple[MicroBatch, ...],
-        imbalance: float,
-    ) -> GlobalStep:
-        following = planned.following
-        after = DataState(
-            epoch=following.epoch,
-            window=following.window,
-            batch=following.batch,
-            batches=before.batches + 1,
-            cursors=planned.cursors,
-            eras=before.eras,
-            shards=planned.shards,
-        )
-        return GlobalStep(
-            epoch=planned.position.epoch,
-            batch=before.batches,
-            num_samples=planned.num_samples,
-            num_rows=len(planned.bins),
-            imbalance=imbalance,
-            micro_batches=share,
-            state=after,
-        )

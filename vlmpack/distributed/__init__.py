@@ -4,7 +4,6 @@ from vlmpack.distributed.ranks import (
     Ranks,
     at_stop,
     process_group,
-    share_iterator,
     start_process_group,
     stop_process_group,
     world_size_from_environment,
@@ -12,7 +11,6 @@ from vlmpack.distributed.ranks import (
 
 __all__ = [
     "Ranks",
-    "share_iterator",
     "start_process_group",
     "at_stop",
     "process_group",

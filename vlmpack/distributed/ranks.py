@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +24,6 @@ from vlmpack.errors import CapabilityError, VlmpackError
 CPU = torch.device("cpu")
 
 Result = TypeVar("Result")
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +31,8 @@ class Ranks:
     """This process among the others; `Ranks()` is one alone, on CPU.
 
     A model replica is the TP x CP x PP processes that hold one copy of the model between them.
-    They train the same micro-batches; the first of them is the replica's lead.
+    They train the same micro-batches; the first of them is the replica's lead. The TP x CP
+    processes of its first pipeline stage share the images of a row out.
 
     Args:
         rank: global rank.
@@ -43,8 +42,9 @@ class Ranks:
         device: where this process computes.
         replica_rank: rank inside the replica; 0 is its lead.
         replica_size: processes of a replica.
-        replica_group: gloo group of this replica's processes, for host objects; None where a
-            replica is one process.
+        stage_size: processes of each of its pipeline stages.
+        replica_group: gloo group of this replica's processes, for what the host knows; None where
+            a replica is one process.
     """
 
     rank: int = 0
@@ -54,6 +54,7 @@ class Ranks:
     device: torch.device = CPU
     replica_rank: int = 0
     replica_size: int = 1
+    stage_size: int = 1
     replica_group: dist.ProcessGroup | None = None
 
     @property
@@ -63,8 +64,13 @@ class Ranks:
 
     @property
     def is_lead(self) -> bool:
-        """Whether this process reads the data of its replica and counts it."""
+        """Whether this process counts its replica's data and writes down what was trained."""
         return self.replica_rank == 0
+
+    @property
+    def image_rank(self) -> int | None:
+        """This process among those that share the images of a row out; None on later stages."""
+        return self.replica_rank if self.replica_rank < self.stage_size else None
 
     def sum_over_world(self, values: Tensor) -> Tensor:
         """Element-wise sum over all processes, in place."""
@@ -72,9 +78,25 @@ class Ranks:
             dist.all_reduce(values)
         return values
 
-    def share_in_replica(self, value: Any) -> Any:
-        """The lead's value on every process of its replica; the others' argument is ignored."""
-        return value if self.replica_group is None else _of_first(value, self.replica_group)
+    def gather_in_replica(self, values: Tensor) -> list[Tensor]:
+        """What each process of the replica has, on all of them, the lead's first; a few bytes.
+
+        Args:
+            values: on CPU, of one shape and type on all.
+        """
+        if self.replica_group is None:
+            return [values]
+        gathered = [torch.empty_like(values) for _ in range(self.replica_size)]
+        dist.all_gather(gathered, values, group=self.replica_group)
+        return gathered
+
+    def gather_objects_in_replica(self, value: Any) -> list[Any]:
+        """As `gather_in_replica`, of anything. For small things, rarely."""
+        if self.replica_group is None:
+            return [value]
+        gathered: list[Any] = [None] * self.replica_size
+        dist.all_gather_object(gathered, value, group=self.replica_group)
+        return gathered
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank. For small things, rarely."""
@@ -86,7 +108,11 @@ class Ranks:
 
     def broadcast_object(self, value: Any) -> Any:
         """The main rank's value on every rank. For small things, rarely."""
-        return value if self.world_size == 1 else _of_first(value, None)
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
 
     def on_main(self, work: Callable[[], Result]) -> Result:
         """Run something on the main rank alone; its result, or its exception, on every rank."""
@@ -116,36 +142,6 @@ def _attempted(work: Callable[[], Result]) -> tuple[Result | None, Exception | N
         return work(), None
     except Exception as error:
         return None, error
-
-
-def _of_first(value: Any, group: dist.ProcessGroup | None) -> Any:
-    """The value of a group's first process on all of them."""
-    box = [value]
-    dist.broadcast_object_list(box, group=group, group_src=0)
-    return box[0]
-
-
-def share_iterator(ranks: Ranks, make: Callable[[], Iterator[Item]]) -> Iterator[Item]:
-    """The lead's items on every process of its replica, one at a time, and its exception if any.
-
-    One read per replica: peers get what the lead got, so they can never differ.
-
-    Args:
-        ranks: who this process is.
-        make: builds the iterator; called on the lead alone.
-    """
-    if ranks.replica_group is None:
-        yield from make()
-        return
-    following = partial(next, make()) if ranks.is_lead else None
-    while True:
-        outcome = _attempted(following) if following is not None else None
-        item, problem = ranks.share_in_replica(outcome)
-        if isinstance(problem, StopIteration):
-            return
-        if problem is not None:
-            raise problem
-        yield item
 
 
 def world_size_from_environment() -> int:
@@ -219,6 +215,7 @@ def start_process_group(
         device=device,
         replica_rank=members[dp_rank].index(rank),
         replica_size=replica_size,
+        stage_size=inner,
         replica_group=group,
     )
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from vlmpack.encode.orientation import orientation_of, oriented_size
 from vlmpack.errors import DataError
 
 
@@ -27,11 +29,31 @@ def decode_image(data: bytes, which: int | str = 0, *, max_pixels: int) -> Image
     Raises:
         DataError: (decode) unreadable, truncated or too large.
     """
+    with _told_as(which):
+        return to_rgb(ImageOps.exif_transpose(_opened(data, which, max_pixels)))
+
+
+def size_of(data: bytes, which: int | str = 0, *, max_pixels: int) -> tuple[int, int]:
+    """(width, height) of an image as `decode_image` would make it, from its header.
+
+    Args: as of `decode_image`.
+
+    Raises:
+        DataError: (decode) a header that `decode_image` cannot read either, or too large.
+    """
+    with _told_as(which):
+        image = _opened(data, which, max_pixels)
+        return oriented_size(*image.size, orientation_of(image, data))
+
+
+@contextmanager
+def _told_as(which: int | str) -> Iterator[None]:
+    """What a decoder raises, as an error of an image."""
     try:
         with warnings.catch_warnings():
             # Pillow warns of large images (the cap is stricter) and of odd EXIF (it is ignored).
             warnings.simplefilter("ignore")
-            return _decode_upright(data, which, max_pixels)
+            yield
     except (
         UnidentifiedImageError,
         OSError,
@@ -44,37 +66,8 @@ def decode_image(data: bytes, which: int | str = 0, *, max_pixels: int) -> Image
         ) from error
 
 
-def decode_images(
-    files: Sequence[bytes],
-    sizes: Sequence[tuple[int, int]] | None,
-    names: Sequence[str],
-    *,
-    max_pixels: int,
-) -> list[Image.Image]:
-    """The images of a sample, upright RGB.
-
-    Args:
-        files: encoded, in token order.
-        sizes: (width, height) to resize each to, where the plan shrank them.
-        names: of the images, for messages.
-        max_pixels: as of `decode_image`.
-
-    Raises:
-        DataError: as `decode_image`.
-    """
-    images = [
-        decode_image(data, which_image(n, names), max_pixels=max_pixels)
-        for n, data in enumerate(files)
-    ]
-    if sizes is None:
-        return images
-    return [
-        image if image.size == tuple(size) else image.resize(size, Image.Resampling.BICUBIC)
-        for image, size in zip(images, sizes, strict=True)
-    ]
-
-
-def _decode_upright(data: bytes, which: int | str, max_pixels: int) -> Image.Image:
+def _opened(data: bytes, which: int | str, max_pixels: int) -> Image.Image:
+    """Its header alone is read."""
     image = Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP"))
     if image.width * image.height > max_pixels:
         raise DataError(
@@ -82,7 +75,7 @@ def _decode_upright(data: bytes, which: int | str, max_pixels: int) -> Image.Ima
             f"data.max_image_pixels = {max_pixels}",
             error_class="decode",
         )
-    return to_rgb(ImageOps.exif_transpose(image))
+    return image
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -19,8 +19,8 @@ from vlmpack.encode.budget import refuse_budget, write_settings
 from vlmpack.encode.chat import ChatEncoder
 from vlmpack.encode.clock import noted_date, reads_clock, today
 from vlmpack.encode.cuts import cuts_of, image_digest, sibling
-from vlmpack.encode.decode import decode_images, which_image
 from vlmpack.encode.fingerprint import EncoderFacts
+from vlmpack.encode.images import SampleImages, Sizes, layouts_of, open_images
 from vlmpack.encode.pair_form import PAIR_NAMES, refuse_other_form
 from vlmpack.encode.sample import Beside, Message, SampleLength, VLMSample
 from vlmpack.encode.template import no_vision_tower
@@ -32,6 +32,7 @@ from vlmpack.families.base import Family, ImageLayout, ImageRule
 from vlmpack.families.registry import family_of
 from vlmpack.model_folder.images import made_with
 from vlmpack.packing import Cut, EncodedSample, Media
+from vlmpack.packing.image_owners import SampleShare
 from vlmpack.packing.pairs import join_pair
 from vlmpack.recipe.images import MAX_IMAGE_PIXELS, ImagesSection
 
@@ -225,7 +226,7 @@ class Encoder:
             return ""  # nothing can be encoded; whoever tries is told why
         return "" if rule is None else repr(replace(rule, folder=Path()))
 
-    def length(self, sample: VLMSample, sizes: Sequence[tuple[int, int]]) -> SampleLength:
+    def length(self, sample: VLMSample, sizes: Sizes) -> SampleLength:
         """Exact length from the messages and the image sizes alone.
 
         Args:
@@ -238,7 +239,7 @@ class Encoder:
         refuse_other_form(sample, pairs=self.pairs)
         return self.measure(sample, sizes)
 
-    def measure(self, sample: VLMSample, sizes: Sequence[tuple[int, int]]) -> SampleLength:
+    def measure(self, sample: VLMSample, sizes: Sizes) -> SampleLength:
         """As `length`, of a pair as of another sample."""
         self._refuse_images(max(sample.num_images, len(sizes)))
         layouts = self.layouts(sizes, sample.image_names)
@@ -255,13 +256,14 @@ class Encoder:
         )
 
     def encode(
-        self, sample: VLMSample, sizes: Sequence[tuple[int, int]] | None = None
+        self, sample: VLMSample, sizes: Sizes | None = None, share: SampleShare | None = None
     ) -> EncodedSample:
         """Token ids, shifted labels, positions and pixels of one sample.
 
         Args:
             sample: messages and image bytes.
             sizes: (width, height) to resize each image to first, where the plan shrank them.
+            share: which images this process makes pixels of; None for all.
 
         Raises:
             DataError: (decode) an image that cannot be read or is too large; (schema) images and
@@ -275,22 +277,18 @@ class Encoder:
                 f"{sample.num_images} image placeholders in the messages, but "
                 f"{len(sample.images)} images",
             )
-        names = sample.image_names
-        images = decode_images(sample.images, sizes, names, max_pixels=self.max_image_pixels)
-        seen = [image.size for image in images]
-        layouts = self.layouts(seen, names)
+        images = self._images(sample.images, sample.image_names, sizes, share)
+        layouts = self.layouts(images.sizes, sample.image_names)
         tokens = self._tokens(sample, layouts)
-        media = self.image_rule.preprocess(images) if images else None
+        media = images.media(self.image_rule, layouts) if layouts else None
         sequences = [assemble(self.family, sample.key, each, layouts, media) for each in tokens]
         whole = join_pair(*sequences) if sample.answers else sequences[0]
         if not self.cuts:
             return whole
         digests = [image_digest(data) for data in sample.images]
-        return replace(whole, cuts=self._cuts(sample, tokens, layouts, digests, seen))
+        return replace(whole, cuts=self._cuts(sample, tokens, layouts, digests, images.sizes))
 
-    def forks(
-        self, sample: VLMSample, sizes: Sequence[tuple[int, int]], digests: Sequence[bytes]
-    ) -> tuple[Cut, ...]:
+    def forks(self, sample: VLMSample, sizes: Sizes, digests: Sequence[bytes]) -> tuple[Cut, ...]:
         """Where a sample may fork: the cuts that `encode` gives it where it is asked for some.
 
         Args:
@@ -306,29 +304,33 @@ class Encoder:
         tokens: Sequence[Tokens],
         layouts: Sequence[ImageLayout],
         digests: Sequence[bytes],
-        sizes: Sequence[tuple[int, int]],
+        sizes: Sizes,
     ) -> tuple[Cut, ...]:
         other = sibling(sample)
         beside = [] if other is None else self._tokens(other, layouts)
         return cuts_of([*tokens, *beside], layouts, digests, sizes)
 
     def pixels(
-        self, files: Sequence[bytes], sizes: Sequence[tuple[int, int]] | None = None
+        self, files: Sequence[bytes], sizes: Sizes | None = None, share: SampleShare | None = None
     ) -> Media | None:
         """The images of a sample as `encode` makes them, without its text; None for none.
 
         Args:
             files: image files, in token order.
-            sizes: as of `encode`.
+            sizes, share: as of `encode`.
 
         Raises:
             DataError: (decode) an image that cannot be read or is too large; (schema) images for a
                 model without vision tower.
         """
         self._refuse_images(len(files))
-        images = decode_images(files, sizes, (), max_pixels=self.max_image_pixels)
-        self.layouts([image.size for image in images])
-        return self.image_rule.preprocess(images) if images else None
+        images = self._images(files, (), sizes, share)
+        layouts = self.layouts(images.sizes)
+        return images.media(self.image_rule, layouts) if layouts else None
+
+    def _images(self, files: Sequence[bytes], names: Sequence[str], *how: Any) -> SampleImages:
+        rule = self.image_rule if files else None
+        return open_images(files, names, *how, rule=rule, max_pixels=self.max_image_pixels)
 
     def _refuse_images(self, count: int) -> None:
         if count and not self.takes_images:
@@ -377,9 +379,7 @@ class Encoder:
         """The turns, with what this encoder excludes from the loss beside what the data do."""
         return messages if self.learn == "all_turns" else last_turn_alone(messages)
 
-    def layouts(
-        self, sizes: Sequence[tuple[int, int]], names: Sequence[str] = ()
-    ) -> list[ImageLayout]:
+    def layouts(self, sizes: Sizes, names: Sequence[str] = ()) -> list[ImageLayout]:
         """What the images of a sample become.
 
         Args:
@@ -389,11 +389,4 @@ class Encoder:
         Raises:
             DataError: (decode) a size that the family refuses.
         """
-        found = []
-        for place, size in enumerate(sizes):
-            try:
-                found.append(self.image_rule.layout(*size, num_images=len(sizes)))
-            except ValueError as error:
-                reason = f"image {which_image(place, names)}: {error}"
-                raise DataError(reason, error_class="decode") from error
-        return found
+        return layouts_of(self.image_rule, sizes, names) if sizes else []

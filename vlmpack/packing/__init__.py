@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from vlmpack.packing.batch import PackedBatch as PackedBatch
     from vlmpack.packing.batch import PackedSeqParams as PackedSeqParams
     from vlmpack.packing.batch import PaddedBatch as PaddedBatch
-    from vlmpack.packing.batch import move_batch as move_batch
-    from vlmpack.packing.batch import pin_batch as pin_batch
     from vlmpack.packing.bridge import pack_padded_batch as pack_padded_batch
     from vlmpack.packing.collate import PackCollator as PackCollator
     from vlmpack.packing.collate import pack_batch_sequences as pack_batch_sequences
@@ -38,6 +36,8 @@ if TYPE_CHECKING:
     from vlmpack.packing.context import padding_mask as padding_mask
     from vlmpack.packing.context import slice_for_context as slice_for_context
     from vlmpack.packing.context import zigzag_index as zigzag_index
+    from vlmpack.packing.move import move_batch as move_batch
+    from vlmpack.packing.move import pin_batch as pin_batch
     from vlmpack.packing.padded import PadCollator as PadCollator
     from vlmpack.packing.padded import pad_batch_sequences as pad_batch_sequences
     from vlmpack.packing.row_layout import FixedShape as FixedShape
@@ -56,12 +56,11 @@ _HOMES = {
         "PackedBatch",
         "PackedSeqParams",
         "PaddedBatch",
-        "move_batch",
-        "pin_batch",
     ),
     "bridge": ("pack_padded_batch",),
     "collate": ("PackCollator", "pack_batch_sequences"),
     "context": ("padded_as_row", "padding_mask", "slice_for_context", "zigzag_index"),
+    "move": ("move_batch", "pin_batch"),
     "padded": ("PadCollator", "pad_batch_sequences"),
     "row_layout": ("FixedShape",),
     "sharing": ("share_media",),

@@ -11,15 +11,16 @@ otherwise have to read back from the device (counts, grids, `max_seqlen`) is kep
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, TypeVar
 
-import torch
 from torch import Tensor
 
 from vlmpack.packing.fork_paths import ForkPath
 from vlmpack.packing.forks import Forks
-from vlmpack.packing.vision import TowerInputs, TowerSegments
+from vlmpack.packing.image_owners import ImageOwners
+from vlmpack.packing.vision import TowerInputs
 
 IGNORE_INDEX = -100
 """Label of a token that has no loss (the value transformers and PyTorch use)."""
@@ -36,7 +37,8 @@ class Media:
     """The images of one sample, or of one batch in sample order.
 
     Args:
-        pixel_values: (P, D) float32, the patches of all images one after the other.
+        pixel_values: (P, D) float32, the patches of all images one after the other; under `owners`
+            those of this process's images alone.
         grid_thw: one (t, h, w) per image, host integers; their products sum to P.
         num_tokens: placeholder tokens of each image, host integers; they sum to M.
         image_sizes: (width, height) of each image in pixels before it was resized, for families
@@ -45,6 +47,8 @@ class Media:
             `num_tokens`, for families whose tokens attend in both directions inside a run; None
             for the others.
         tower: what the vision tower is told of them beside pixels; None where nobody has made it.
+        owners: which process of a replica makes the pixels of each image; None where each makes
+            those of all.
     """
 
     pixel_values: Tensor
@@ -53,11 +57,20 @@ class Media:
     image_sizes: tuple[tuple[int, int], ...] | None = None
     blocks: tuple[tuple[int, ...], ...] | None = None
     tower: TowerInputs | None = None
+    owners: ImageOwners | None = None
 
     @property
     def num_images(self) -> int:
         """Number of images."""
         return len(self.grid_thw)
+
+    @property
+    def patches_here(self) -> list[int]:
+        """Rows of `pixel_values` that each image has: none where another process makes them."""
+        counts = [prod(grid) for grid in self.grid_thw]
+        if self.owners is None:
+            return counts
+        return [n if mine else 0 for n, mine in zip(counts, self.owners.mine, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,31 +380,3 @@ class PaddedBatch(_Slots):
 
 Batch = PackedBatch | PaddedBatch
 BatchT = TypeVar("BatchT", bound=Batch)
-Part = Media | ContextSlice | MediaShare | ForkPath | TowerInputs | TowerSegments
-TensorsT = TypeVar("TensorsT", bound=PackedBatch | PaddedBatch | Part)
-
-
-def _map_tensors(value: TensorsT, function: Callable[[Tensor], Tensor]) -> TensorsT:
-    """A copy with `function` applied to each tensor."""
-    changed: dict[str, Any] = {}
-    for field in fields(value):
-        item = getattr(value, field.name)
-        if isinstance(item, Tensor):
-            changed[field.name] = function(item)
-        elif isinstance(item, Part):
-            changed[field.name] = _map_tensors(item, function)
-        elif field.name == "fork_paths":
-            changed[field.name] = tuple(_map_tensors(each, function) for each in item)
-    return replace(value, **changed)
-
-
-def pin_batch(batch: BatchT) -> BatchT:
-    """The batch in page-locked memory, from which a copy to a GPU can be asynchronous."""
-    return _map_tensors(batch, lambda tensor: tensor.pin_memory())
-
-
-def move_batch(batch: TensorsT, device: torch.device) -> TensorsT:
-    """The batch, or a part of one, on `device`; asynchronous where the source is pinned."""
-    if device.type == "cpu":
-        return batch
-    return _map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))

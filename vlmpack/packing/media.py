@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from vlmpack.errors import PackingError
-from vlmpack.packing.batch import BatchT, EncodedSample, Media, Span, move_batch
+from vlmpack.packing.batch import BatchT, EncodedSample, Media, Span
+from vlmpack.packing.image_owners import join_owners
+from vlmpack.packing.move import move_batch
 from vlmpack.packing.vision import TowerRule
 
 ItemT = TypeVar("ItemT")
@@ -38,7 +40,7 @@ def check_media(sample: EncodedSample) -> None:
         )
     if media is None:
         return
-    num_patches = sum(t * h * w for t, h, w in media.grid_thw)
+    num_patches = sum(media.patches_here)
     if len(media.num_tokens) != media.num_images or media.pixel_values.shape[0] != num_patches:
         raise PackingError(
             f"sample {sample.key!r}: pixel_values hold {media.pixel_values.shape[0]} patches of "
@@ -89,6 +91,7 @@ def concatenate_media(media: Sequence[Media]) -> Media:
         num_tokens=tuple(count for item in media for count in item.num_tokens),
         image_sizes=_of_all_images([item.image_sizes for item in media]),
         blocks=_of_all_images([item.blocks for item in media]),
+        owners=join_owners([item.owners for item in media]),
     )
 
 
@@ -102,7 +105,10 @@ def tell_tower(batch: BatchT, rule: TowerRule | None) -> BatchT:
     media = batch.media
     if media is None or rule is None:
         return batch
-    return replace(batch, media=replace(media, tower=rule(media.grid_thw)))
+    grids = media.grid_thw
+    if media.owners is not None:  # it will get the images of this process alone
+        grids = tuple(g for g, mine in zip(grids, media.owners.mine, strict=True) if mine)
+    return replace(batch, media=replace(media, tower=rule(grids) if grids else None))
 
 
 def move_media(media: Media, device: torch.device, dtype: torch.dtype) -> Media:

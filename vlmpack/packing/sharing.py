@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 
+from vlmpack.errors import PackingError
 from vlmpack.packing.batch import GridTHW, Media, MediaShare, PackedBatch
 
 Key = TypeVar("Key", int, str)
@@ -41,14 +42,24 @@ def share_media(batch: PackedBatch, *, rank: int, size: int) -> PackedBatch:
     """The batch with only this rank's images, and the order in which features come together.
 
     Args:
-        batch: a row with all its images, on CPU; without images it is returned as it is.
+        batch: a row on CPU, with all its images or, where each has its owner, with those of this
+            rank; without images it is returned as it is.
         rank: this rank among those that share the work.
         size: their number.
+
+    Raises:
+        PackingError: the pixels are another rank's.
     """
     media = batch.media
     if media is None:
         return batch
-    by_rank = assign_images(media.grid_thw, size)
+    owners = media.owners
+    if owners is not None and (owners.rank, owners.size) != (rank, size):
+        raise PackingError(
+            f"the row has the pixels of process {owners.rank} of {owners.size} that share its "
+            f"images out, expected those of {rank} of {size}"
+        )
+    by_rank = assign_images(media.grid_thw, size) if owners is None else owners.by_rank()
     counts = tuple(sum(media.num_tokens[n] for n in mine) for mine in by_rank)
     widest = max(counts)
     starts = [0] * media.num_images
@@ -71,16 +82,19 @@ def share_media(batch: PackedBatch, *, rank: int, size: int) -> PackedBatch:
 
 
 def select_images(media: Media, numbers: Sequence[int]) -> Media | None:
-    """Some images of a batch; None for none."""
+    """Some images of a batch whose pixels are here; None for none."""
     if not numbers:
         return None
-    ends = list(accumulate(t * h * w for t, h, w in media.grid_thw))
+    ends = list(accumulate(media.patches_here))
     starts = [0, *ends]
+    own = [media.pixel_values[starts[n] : ends[n]] for n in numbers]
+    is_all = sum(map(len, own)) == len(media.pixel_values) and list(numbers) == sorted(numbers)
     sizes, blocks = media.image_sizes, media.blocks
     return Media(
-        pixel_values=torch.cat([media.pixel_values[starts[n] : ends[n]] for n in numbers]),
+        pixel_values=media.pixel_values if is_all else torch.cat(own),
         grid_thw=tuple(media.grid_thw[n] for n in numbers),
         num_tokens=tuple(media.num_tokens[n] for n in numbers),
         image_sizes=None if sizes is None else tuple(sizes[n] for n in numbers),
         blocks=None if blocks is None else tuple(blocks[n] for n in numbers),
+        tower=media.tower if media.owners is not None else None,
     )

@@ -6,14 +6,15 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 
 from vlmpack.data.loading.global_step import GlobalStep
+from vlmpack.data.loading.replica import raise_in_replica
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.distributed import Ranks
 
 
 class BegunSteps:
-    """Global batches from the state on that a run goes on from, on the rank that reads for its
-    replica; workers are at work on the first ones before anything is taken.
+    """Global batches from the state on that a run goes on from; workers are at work on the first
+    ones before anything is taken.
 
     Args:
         ranks: who this process is.
@@ -26,25 +27,29 @@ class BegunSteps:
         self._failure: Exception | None = None
 
     def begin(self, train: TrainData, saved: DataState | None, *, max_steps: int) -> None:
-        """Starts the workers; what fails is raised by `take`, where a replica's ranks all hear of
-        it.
+        """Starts the workers; what fails is raised by `take`, where a replica's processes all hear
+        of it.
 
         Args:
             train: the split.
             saved: where the run goes on; None for a new one.
             max_steps: the run's total.
         """
-        if not self._ranks.is_lead:
-            return
-        rank, dp = self._ranks.dp_rank, self._ranks.dp_size
+        ranks = self._ranks
         try:
             self._state = train.start() if saved is None else train.admit(saved)
-            self._steps = train.begin(self._state, rank=rank, dp=dp, max_steps=max_steps)
+            self._steps = train.begin(
+                self._state,
+                rank=ranks.dp_rank,
+                dp=ranks.dp_size,
+                max_steps=max_steps,
+                replica=ranks,
+            )
         except Exception as error:
             self._failure = error
 
     def take(self, state: DataState) -> Iterator[GlobalStep]:
-        """The global batches, once.
+        """The global batches, once. Collective.
 
         Args:
             state: where the model stands, admitted; that of the checkpoint that `begin` was told.
@@ -53,7 +58,7 @@ class BegunSteps:
             RunIdentityError, DataError: what `begin` met.
         """
         if self._failure is not None:
-            raise self._failure
+            raise_in_replica(self._failure, self._ranks)
         assert self._steps is not None and state == self._state
         return self._steps
 

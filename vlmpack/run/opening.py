@@ -21,7 +21,6 @@ from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.data.splits.checks import name_unknown_keys
 from vlmpack.data.splits.summary import DataSummary
-from vlmpack.distributed import share_iterator
 from vlmpack.distributed.timeouts import CollectiveTimeouts, set_timeout
 from vlmpack.encode.fingerprint import as_text
 from vlmpack.packing import Batch
@@ -166,10 +165,12 @@ def _validation_batches(
     ranks, most = setup.ranks, setup.recipe.evaluation.max_samples
 
     def read() -> Iterator[Batch]:
-        for micro in split.eval_batches(rank=ranks.dp_rank, dp=ranks.dp_size, max_samples=most):
+        for micro in split.eval_batches(
+            rank=ranks.dp_rank, dp=ranks.dp_size, max_samples=most, replica=ranks
+        ):
             yield micro.batch
 
-    return lambda: share_iterator(ranks, read)
+    return read
 
 
 def _open_splits(setup: Setup, place: Place, ledger: Ledger, saved: DataState | None) -> _Splits:

@@ -11,7 +11,6 @@ from vlmpack.data.loading.global_step import GlobalStep
 from vlmpack.data.loading.loader import MicroBatch
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
-from vlmpack.distributed import share_iterator
 from vlmpack.proof.rows.first_sample import show_first_sample
 from vlmpack.recipe import identity
 from vlmpack.run.begun_steps import BegunSteps
@@ -31,7 +30,7 @@ class Session:
         test: the split whose questions are answered, if the recipe asks for that.
         engine: the model.
         trainer: the loop, resumed where there was a checkpoint.
-        begun: the global batches, on the rank that reads for its replica.
+        begun: the global batches.
     """
 
     setup: Setup
@@ -76,10 +75,7 @@ class Session:
         )
 
     def _steps(self) -> Iterator[GlobalStep]:
-        """The data layer's global batches, read once per replica."""
-        return share_iterator(self.place.ranks, self._read_steps)
-
-    def _read_steps(self) -> Iterator[GlobalStep]:
+        """The data layer's global batches."""
         text = self.trainer.totals.data_state
         state = self.train.start()
         if text is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,7 +20,7 @@ from vlmpack.activity import ACTIVITY
 from vlmpack.backends.engine import Engine
 from vlmpack.data.loading.reference import Float64s
 from vlmpack.data.pipeline import TrainData
-from vlmpack.distributed import Ranks, share_iterator
+from vlmpack.distributed import Ranks
 from vlmpack.packing import Batch
 from vlmpack.training.preference import sequence_log_probabilities
 from vlmpack.training.reference_file import ReferenceFile, Row
@@ -87,11 +87,6 @@ def make_reference(
     started, done, pending = time.perf_counter(), 0, list[Row]()
     ACTIVITY.enter("reference log-probabilities")
 
-    def read() -> Iterator[tuple[Batch, list[int]]]:
-        batches = train.numbered_batches(numbers, rank=ranks.dp_rank, dp=ranks.dp_size)
-        for micro in batches:
-            yield micro.batch, [sample.number for sample in micro.samples]
-
     def keep() -> int:
         rows = [row for share in ranks.gather_objects(pending) for row in share]
         rows = sorted(set(rows))
@@ -101,9 +96,11 @@ def make_reference(
         pending.clear()
         return len(rows)
 
-    for place, (batch, of_batch) in enumerate(share_iterator(ranks, read), start=1):
-        found = log_probabilities(engine, batch)
+    batches = train.numbered_batches(numbers, rank=ranks.dp_rank, dp=ranks.dp_size, replica=ranks)
+    for place, micro in enumerate(batches, start=1):
+        found = log_probabilities(engine, micro.batch)
         if found:
+            of_batch = [sample.number for sample in micro.samples]
             pairs = zip(of_batch, found[0::2], found[1::2], strict=True)
             pending.extend((number, chosen, rejected) for number, chosen, rejected in pairs)
         if place % BATCHES_PER_PART == 0:

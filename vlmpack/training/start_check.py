@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from vlmpack.activity import ACTIVITY
 from vlmpack.backends.engine import Engine
 from vlmpack.data.pipeline import TrainData
-from vlmpack.distributed import Ranks, share_iterator
+from vlmpack.distributed import Ranks
 from vlmpack.encode.pair_form import PAIR_NAMES
 from vlmpack.errors import ReferenceCacheError
 from vlmpack.packing import Batch
@@ -225,15 +225,11 @@ def _measured(
     engine: Engine, train: TrainData, ranks: Ranks, numbers: Sequence[int], together: int
 ) -> dict[tuple[int, int], tuple[float, int]]:
     """(number of the pair, side) -> log p and label tokens, of rows of so many pairs."""
-
-    def read() -> Iterator[tuple[Batch, list[int]]]:
-        for micro in train.numbered_batches(
-            numbers, rank=ranks.dp_rank, dp=ranks.dp_size, together=together
-        ):
-            yield micro.batch, [sample.number for sample in micro.samples]
-
     mine: dict[tuple[int, int], tuple[float, int]] = {}
-    for batch, of_batch in share_iterator(ranks, read):
+    for micro in train.numbered_batches(
+        numbers, rank=ranks.dp_rank, dp=ranks.dp_size, together=together, replica=ranks
+    ):
+        batch, of_batch = micro.batch, [sample.number for sample in micro.samples]
         values = log_probabilities(engine, batch)
         if batch.label_sequences is None:
             continue

@@ -247,7 +247,8 @@ class MegatronEngine:
             row = replace(row, media=None)
         elif self.groups.tp_cp.size() > 1:
             row = share_media(row, rank=self.groups.tp_cp.rank(), size=self.groups.tp_cp.size())
-            row = tell_tower(row, self.model.tower_rule)
+            if row.media is not None and row.media.tower is None:
+                row = tell_tower(row, self.model.tower_rule)
         return pin_batch(row) if self.device.type == "cuda" else row
 
     def zero_gradients(self) -> None:

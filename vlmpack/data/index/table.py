@@ -63,6 +63,7 @@ class SampleRef:
         error_class: set with `reason` where it is known to be bad: it becomes a hole.
         reason: why it is bad.
         pack: where its tokens are saved, if they are.
+        num_patches: what its images cost as planned.
     """
 
     number: int
@@ -77,6 +78,7 @@ class SampleRef:
     error_class: str | None = None
     reason: str | None = None
     pack: PackPlace | None = None
+    num_patches: int = 0
 
     @property
     def shard(self) -> str:
@@ -197,6 +199,7 @@ class SampleTable:
             branch=None if branch < 0 else branch,
             error_class=error_class,
             reason=reason,
+            num_patches=int(self.num_patches[number]),
         )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from vlmpack.data.loading.loader import MicroBatch
 from vlmpack.data.loading.read import SkippedSample
+from vlmpack.data.plan.batches import PlannedBatch
 from vlmpack.data.plan.state import DataState
 
 
@@ -35,3 +36,35 @@ class GlobalStep:
     def skipped(self) -> tuple[SkippedSample, ...]:
         """The holes in this rank's micro-batches."""
         return tuple(hole for micro_batch in self.micro_batches for hole in micro_batch.skipped)
+
+
+def step_of(
+    planned: PlannedBatch, before: DataState, share: tuple[MicroBatch, ...], imbalance: float
+) -> GlobalStep:
+    """A global batch of the plan, loaded.
+
+    Args:
+        planned: for all ranks.
+        before: the state of the run before it.
+        share: this rank's micro-batches.
+        imbalance: as planned.
+    """
+    following = planned.following
+    after = DataState(
+        epoch=following.epoch,
+        window=following.window,
+        batch=following.batch,
+        batches=before.batches + 1,
+        cursors=planned.cursors,
+        eras=before.eras,
+        shards=planned.shards,
+    )
+    return GlobalStep(
+        epoch=planned.position.epoch,
+        batch=before.batches,
+        num_samples=planned.num_samples,
+        num_rows=len(planned.bins),
+        imbalance=imbalance,
+        micro_batches=share,
+        state=after,
+    )

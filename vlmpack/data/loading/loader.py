@@ -11,9 +11,10 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -28,8 +29,11 @@ from vlmpack.data.loading.workers import LOOK_SECONDS, WorkerWatch, next_item, s
 from vlmpack.data.protocols import Collator
 from vlmpack.encode import Encoder
 from vlmpack.errors import DataError
-from vlmpack.packing.batch import EncodedSample, PackedBatch, PaddedBatch, pin_batch
+from vlmpack.packing.batch import EncodedSample, PackedBatch, PaddedBatch
+from vlmpack.packing.digest import digest_of
+from vlmpack.packing.image_owners import RowShare, SampleShare
 from vlmpack.packing.media import tell_tower
+from vlmpack.packing.move import pin_batch
 from vlmpack.packing.vision import TowerRule
 from vlmpack.recipe.on_error import OnErrorSection
 from vlmpack.recipe.schema import DataSection
@@ -41,9 +45,25 @@ LOADER_SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class BinRequest:
-    """One bin to load; empty for a bin that only fills up a rank's share."""
+    """One bin to load; empty for a bin that only fills up a rank's share.
+
+    Args:
+        samples: as planned.
+        row: which of the row's images this process makes pixels of; None for all of them.
+        holes: samples that the processes of a replica have agreed to leave out.
+    """
 
     samples: tuple[SampleRef, ...]
+    row: RowShare | None = None
+    holes: tuple[SkippedSample, ...] = ()
+
+    @property
+    def shares(self) -> list[SampleShare | None]:
+        """Where the images of each sample lie among those of the row."""
+        if self.row is None:
+            return [None for _ in self.samples]
+        ends = [0, *accumulate(ref.num_patches for ref in self.samples)]
+        return [SampleShare(self.row, before, ends[-1]) for before in ends[:-1]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +86,7 @@ class MicroBatch:
         num_images: images in the batch.
         read_seconds: spent on bytes, checksums and JSON.
         encode_seconds: spent on decoding, tokenising and packing.
+        digest: of all that the processes of a replica have in common; empty where one is alone.
     """
 
     batch: PackedBatch | PaddedBatch
@@ -74,6 +95,7 @@ class MicroBatch:
     num_images: int
     read_seconds: float
     encode_seconds: float
+    digest: bytes = b""
 
     def pin_memory(self) -> MicroBatch:
         """The same in page-locked memory; the hook that torch's DataLoader looks for."""
@@ -114,13 +136,22 @@ class BinDataset(Dataset[MicroBatch | SkippedSample]):
         """What is read of each sample of a bin; what fails is a DataError in its place."""
         return self.reader.read_all(request.samples)
 
-    def encode(self, ref: SampleRef, reading: Any) -> EncodedSample:
+    def encode(
+        self, ref: SampleRef, reading: Any, share: SampleShare | None = None
+    ) -> EncodedSample:
         """A sample from what was read of it.
+
+        Args:
+            ref: the sample.
+            reading: of `read`.
+            share: which of its images this process makes pixels of; None for all.
 
         Raises:
             DataError: class `decode` or `schema`.
         """
-        return self.encoder.encode(reading, ref.sizes)
+        if share is None:
+            return self.encoder.encode(reading, ref.sizes)
+        return self.encoder.encode(reading, ref.sizes, share)
 
     def __getitem__(self, request: BinRequest) -> MicroBatch | SkippedSample:
         with ACTIVITY.during("loading samples", [ref.key for ref in request.samples]):
@@ -136,18 +167,25 @@ class BinDataset(Dataset[MicroBatch | SkippedSample]):
         samples: list[TrainedSample] = []
         skipped: list[SkippedSample] = []
         encode_seconds = 0.0
+        agreed = {hole.number: hole for hole in request.holes}
+        wanted = tuple(ref for ref in request.samples if ref.number not in agreed)
         begin = time.perf_counter()
-        readings = self.read(request)
+        readings = iter(self.read(replace(request, samples=wanted)))
         read_seconds = time.perf_counter() - begin
-        for ref, sample in zip(request.samples, readings, strict=True):
+        for ref, share in zip(request.samples, request.shares, strict=True):
+            if ref.number in agreed:
+                skipped.append(agreed[ref.number])
+                continue
             begin = time.perf_counter()
+            sample = next(readings)
             try:
                 if isinstance(sample, DataError):
                     raise sample
-                item = self.encode(ref, sample)
+                item = self.encode(ref, sample, share)
                 check_length(item, ref)
             except DataError as error:
-                hole = SkippedSample.from_error(ref, error)
+                was_read = error is not sample
+                hole = SkippedSample.from_error(ref, error, was_read=was_read)
                 if not self.policy.skips(hole.error_class):
                     return hole
                 skipped.append(hole)
@@ -167,6 +205,7 @@ class BinDataset(Dataset[MicroBatch | SkippedSample]):
             num_images=sum(item.media.num_images for item in encoded if item.media is not None),
             read_seconds=read_seconds,
             encode_seconds=encode_seconds,
+            digest=digest_of(batch) if request.row is not None else b"",
         )
 
 
@@ -216,22 +255,21 @@ class _Requests(Sampler[BinRequest]):
 
 def begin_bins(
     dataset: BinDataset, requests: Iterable[BinRequest], data: DataSection, settings: WorkerSettings
-) -> Iterator[MicroBatch]:
-    """The batches of the requests, in their order. Workers are at work when this returns; closing
-    ends them.
+) -> Generator[MicroBatch | SkippedSample]:
+    """The batches of the requests, in their order; a sample whose error ends the run in the place
+    of its own. Workers are at work when this returns; closing ends them.
 
     Raises:
-        DataError: a sample whose error class is not skipped, no bin within the timeout, or a worker
-            has died.
+        DataError: no bin within the timeout, or a worker has died.
     """
     bins = _bins(dataset, requests, data, settings)
     next(bins)
-    return cast(Iterator[MicroBatch], bins)
+    return cast(Generator[MicroBatch | SkippedSample], bins)
 
 
 def _bins(
     dataset: BinDataset, requests: Iterable[BinRequest], data: DataSection, settings: WorkerSettings
-) -> Iterator[MicroBatch | None]:
+) -> Generator[MicroBatch | SkippedSample | None]:
     """None once the workers are at work, then the batches."""
     workers = data.num_workers
     generator = torch.Generator()
@@ -270,8 +308,6 @@ def _bins(
                     item = next_item(batches, watch, settings.timeout_seconds, waits_for)
             except StopIteration:
                 return
-            if isinstance(item, SkippedSample):
-                raise item.to_error()
             yield item
     finally:
         watch.close()

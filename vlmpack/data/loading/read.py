@@ -24,6 +24,12 @@ SHARDS_AT_ONCE = 16
 """Remote shards of one bin that are asked at the same time."""
 
 
+NOT_READ, ALL_IMAGES = -1, 1 << 31
+"""Where a sample is lost: before its first image, or behind its last; what is between is the number
+of an image. Of what processes find that open some of a sample's images each, the first is told: the
+one that a process alone would have met."""
+
+
 @dataclass(frozen=True, slots=True)
 class SkippedSample:
     """A hole: a sample that the plan has and the batch has not.
@@ -36,6 +42,7 @@ class SkippedSample:
         error_class: of the error.
         reason: what was found and what was expected.
         file: what is damaged, where that is not the shard: the tar of a saved pack.
+        met: how far the sample had come, of what comes one after the other: see `NOT_READ`.
     """
 
     number: int
@@ -45,10 +52,22 @@ class SkippedSample:
     error_class: ErrorClass
     reason: str
     file: str | None = None
+    met: int = field(default=NOT_READ, compare=False)
 
     @classmethod
-    def from_error(cls, ref: SampleRef, error: DataError) -> SkippedSample:
-        """The hole that an error leaves at a sample's place."""
+    def from_error(
+        cls, ref: SampleRef, error: DataError, *, was_read: bool = False
+    ) -> SkippedSample:
+        """The hole that an error leaves at a sample's place.
+
+        Args:
+            ref: the sample.
+            error: what was met.
+            was_read: whether its bytes were there and its text was known.
+        """
+        met = NOT_READ
+        if was_read:
+            met = ALL_IMAGES if error.image is None else error.image
         return cls(
             ref.number,
             ref.key,
@@ -57,6 +76,7 @@ class SkippedSample:
             error.error_class,
             error.reason,
             error.file,
+            met,
         )
 
     def to_error(self) -> DataError:

@@ -19,6 +19,7 @@ from vlmpack.data.protocols import Collator
 from vlmpack.encode import Encoder
 from vlmpack.errors import DataError
 from vlmpack.packing.batch import EncodedSample
+from vlmpack.packing.image_owners import SampleShare
 from vlmpack.recipe.on_error import OnErrorSection
 from vlmpack.storage.fetch import LocalFetcher
 
@@ -61,12 +62,15 @@ class SavedBins(BinDataset):
                     found[place] = _with_images(saved, sample.images)
         return [found[place] for place in range(len(request.samples))]
 
-    def encode(self, ref: SampleRef, reading: Any) -> EncodedSample:
+    def encode(
+        self, ref: SampleRef, reading: Any, share: SampleShare | None = None
+    ) -> EncodedSample:
         """See BinDataset."""
         if not isinstance(reading, SavedSample):
-            return super().encode(ref, reading)
+            return super().encode(ref, reading, share)
         sizes = None if reading.resized else ref.sizes
-        media = self.encoder.pixels(reading.images, sizes) if reading.num_images else None
+        how = (sizes,) if share is None else (sizes, share)
+        media = self.encoder.pixels(reading.images, *how) if reading.num_images else None
         if self.encoder.pairs and not reading.tokens.sequences:
             raise DataError(
                 "the pack has one sequence of it, and a pair has two; pack again",

@@ -14,12 +14,10 @@ from PIL import Image
 
 from vlmpack.data.protocols import ImageSize
 from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.encode.orientation import orientation_of, oriented_size
 from vlmpack.errors import DataError
 
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP")
-
-_ORIENTATION = 0x0112
-_PNG_METADATA = frozenset({b"eXIf", b"tEXt", b"zTXt", b"iTXt"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +39,6 @@ class ImageFacts:
     def size(self) -> ImageSize:
         """(width, height) as the image is seen."""
         return oriented_size(self.width, self.height, self.orientation)
-
-
-def oriented_size(width: int, height: int, orientation: int) -> ImageSize:
-    """(width, height) after the EXIF orientation."""
-    return (height, width) if orientation >= 5 else (width, height)
 
 
 def image_digest(data: bytes) -> int:
@@ -72,7 +65,7 @@ def image_facts(data: bytes, field: str, caps: SampleCaps) -> ImageFacts:
                 width, height = image.size
                 kind = image.format or "?"
                 _check_pixels(width, height, field, caps)
-                orientation = _orientation(image, data)
+                orientation = orientation_of(image, data)
     except DataError:
         raise
     except Image.DecompressionBombError as error:
@@ -99,27 +92,3 @@ def _check_pixels(width: int, height: int, field: str, caps: SampleCaps) -> None
         )
     if width < 1 or height < 1:
         raise DataError(f"image {field!r} has no pixels", error_class="decode")
-
-
-def _orientation(image: Image.Image, data: bytes) -> int:
-    """EXIF's orientation, 1 where there is none."""
-    if image.format == "PNG" and "exif" not in image.info and not _has_late_metadata(data):
-        # Pillow's PNG reader would decode every pixel to look for metadata behind them.
-        exif = Image.Image.getexif(image)
-    else:
-        exif = image.getexif()
-    value = exif.get(_ORIENTATION, 1)
-    return value if isinstance(value, int) and 1 <= value <= 8 else 1
-
-
-def _has_late_metadata(png: bytes) -> bool:
-    """Whether a PNG has metadata behind its pixels."""
-    place, pixels_seen = 8, False
-    while place + 8 <= len(png):
-        kind = png[place + 4 : place + 8]
-        if kind == b"IDAT":
-            pixels_seen = True
-        elif pixels_seen and kind in _PNG_METADATA:
-            return True
-        place += 12 + int.from_bytes(png[place : place + 4])
-    return False

@@ -29,12 +29,12 @@ from vlmpack.data.index.shard_index import (
 )
 from vlmpack.data.index.shard_pool import each_shard
 from vlmpack.data.shards.caps import SampleCaps
-from vlmpack.data.shards.images import oriented_size
 from vlmpack.data.shards.keys import count_keys
 from vlmpack.data.shards.raw import REINDEX, RawSample, changed_since_indexed
 from vlmpack.data.shards.schemas import cook
 from vlmpack.encode import Encoder, decode_image
 from vlmpack.encode.decode import which_image
+from vlmpack.encode.orientation import oriented_size
 from vlmpack.encode.pair_form import refuse_other_form
 from vlmpack.errors import DataError, schema_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp

@@ -241,7 +241,7 @@ class _Images:
     """The batch's images, handed out sample by sample: as many as its placeholders are worth."""
 
     def __init__(self, media: Media | None) -> None:
-        counts = [t * h * w for t, h, w in media.grid_thw] if media is not None else []
+        counts = media.patches_here if media is not None else []
         if media is not None and sum(counts) != media.pixel_values.shape[0]:
             media = None  # nobody can say whose they are
         self.media, self.image = media, 0

@@ -1,0 +1,123 @@
+"""Each process of a replica reads its own share: runs with a bad image are those of one process.
+
+Audit, ledger and record byte for byte, losses to the project's bound. What a peer is sent is
+counted, and what it holds.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.forked import check_ranks
+from support.layouts import TESTS
+from support.recipes import changed, rewrite, rows, run_settings, write_recipe
+from support.whole_runs import audited
+
+from vlmpack.api import resolve, run_recipe
+
+pytestmark = pytest.mark.slow
+
+WORKER = TESTS / "support" / "replica_runs.py"
+STEPS = 6
+MICRO_BATCHES = 2
+LAYOUTS = {
+    "tp2": {"tensor": 2},
+    "cp2": {"context": 2},
+    "pp2": {"pipeline": 2},
+    "tp2-cp2": {"tensor": 2, "context": 2},
+}
+TOLERANCE = 1e-5
+"""Relative, of losses and gradient norms: the stated bound of the project."""
+
+
+def broken(shard: Path) -> str:
+    """Cut the pixels of an image off whose sample has others, its header left whole; its sample."""
+    with tarfile.open(shard) as tar:
+        names = [name for name in tar.getnames() if name.endswith(".jpg")]
+    keys = [name.partition(".")[0] for name in names]
+    bad = next(name for name, key in zip(names, keys, strict=True) if keys.count(key) > 1)
+    rewrite(shard, lambda name, data: data[: len(data) // 2] if name == bad else data)
+    return bad.partition(".")[0]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
+    """A recipe, the sample that cannot be read, and the run of one process on the hf engine."""
+    root = tmp_path_factory.mktemp("replica")
+    settings = run_settings(
+        root,
+        training__max_steps=STEPS,
+        training__micro_batch_size=4,
+        training__global_batch_size=4 * MICRO_BATCHES,
+        packing__alignment=4,
+        data__on_error={"decode": "skip"},
+        checkpoint__interval_steps=2,
+    )
+    bad = broken(Path(settings["data"]["train"]))
+    run_recipe(resolve(settings, {}))
+    return settings, bad, Path(settings["run_dir"])
+
+
+def of_layout(settings: dict[str, Any], name: str, **more: Any) -> dict[str, Any]:
+    root = Path(settings["run_dir"]).parent
+    return changed(
+        settings,
+        model__backend="mcore",
+        parallelism=LAYOUTS[name],
+        run_dir=str(root / f"run-{name}"),
+        **more,
+    )
+
+
+def run_layouts(settings: dict[str, Any], *names: str) -> None:
+    root = Path(settings["run_dir"]).parent
+    recipes = [write_recipe(root / f"{name}.json", of_layout(settings, name)) for name in names]
+    check_ranks([WORKER, *recipes], 4 if names == ("tp2-cp2",) else 2)
+
+
+@pytest.fixture(scope="module")
+def two(base: tuple[dict[str, Any], str, Path]) -> None:
+    """All layouts of two processes, in one launch."""
+    run_layouts(base[0], "tp2", "cp2", "pp2")
+
+
+@pytest.fixture(scope="module")
+def four(base: tuple[dict[str, Any], str, Path]) -> None:
+    """TP 2 x CP 2."""
+    run_layouts(base[0], "tp2-cp2")
+
+
+def said(root: Path, name: str) -> list[dict[str, Any]]:
+    """What each process said and held."""
+    return [json.loads(path.read_text()) for path in sorted(root.glob(f"{name}.[0-9].json"))]
+
+
+def assert_as_alone(base: tuple[dict[str, Any], str, Path], name: str) -> None:
+    _, bad, alone = base
+    run = alone.parent / f"run-{name}"
+    counts = ("step", "epoch", "num_tokens", "num_label_tokens", "num_samples", "num_skipped")
+    assert rows(run, *counts) == rows(alone, *counts)
+    for mine, theirs in zip(
+        rows(run, "loss", "grad_norm"), rows(alone, "loss", "grad_norm"), strict=True
+    ):
+        assert mine == pytest.approx(theirs, rel=TOLERANCE)
+    for file in ("data-errors.jsonl", "samples/rank-0000.jsonl"):
+        assert (run / file).read_bytes() == (alone / file).read_bytes(), file
+    lines = [json.loads(line) for line in (run / "data-errors.jsonl").read_text().splitlines()]
+    assert [line["key"] for line in lines] == [bad] * 2, "once an epoch"
+    assert {line["class"] for line in lines} == {"decode"}
+    assert audited(run) == audited(alone)
+    assert audited(run).problems == []
+
+
+@pytest.mark.parametrize("name", ["tp2", "cp2", "pp2"])
+def test_a_bad_image_leaves_the_hole_of_one_process(base, two, name: str) -> None:
+    assert_as_alone(base, name)
+
+
+def test_and_in_four_processes(base, four) -> None:
+    assert_as_alone(base, "tp2-cp2")

@@ -1,0 +1,359 @@
+"""The processes of a replica agree on their micro-batches before they train them.
+
+Each of them reads the plan's bins itself, and encodes the text of all samples and the images that
+it owns. So nothing of a sample travels between them, and one may meet a fault that the others do
+not: an image that nobody else opens, a store that fails. Before a step is trained each says in one
+number what it has:
+
+    vote      8 bytes from each process to each: a digest of the step's rows and holes, or a fault
+    all same  the step is trained; almost always
+    else      each tells its holes, or what ended its reader. A hole of one is a hole of all, and
+              those who had the sample load that bin once more without it; then they vote again. An
+              error whose class is not skipped, and any other fault, is raised by all of them
+
+A process alone votes with nobody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple, NoReturn
+
+import torch
+
+from vlmpack.activity import ACTIVITY
+from vlmpack.data.loading.loader import (
+    BinDataset,
+    BinRequest,
+    MicroBatch,
+    WorkerSettings,
+    begin_bins,
+)
+from vlmpack.data.loading.read import SkippedSample
+from vlmpack.distributed import Ranks
+from vlmpack.errors import DataError, VlmpackError
+from vlmpack.packing.image_owners import RowShare, turns_of
+from vlmpack.recipe.on_error import OnErrorSection
+from vlmpack.recipe.schema import DataSection
+
+END, FAULT = 0, 1
+"""Votes that are no digest."""
+
+Loaded = MicroBatch | SkippedSample
+Load = Callable[[BinRequest], Loaded]
+Holes = dict[int, SkippedSample]
+
+
+class Asked(NamedTuple):
+    """A bin that was asked for, and what came of it.
+
+    Args:
+        request: the bin.
+        found: its micro-batch, or the sample whose error ends the run.
+    """
+
+    request: BinRequest
+    found: Loaded
+
+    @property
+    def planned(self) -> tuple[int, ...]:
+        """The numbers of its samples."""
+        return tuple(ref.number for ref in self.request.samples)
+
+    @property
+    def holes(self) -> tuple[SkippedSample, ...]:
+        """The samples that this process cannot use, or the first that ends the run."""
+        return (self.found,) if isinstance(self.found, SkippedSample) else self.found.skipped
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a process says of a step where not all votes are the same.
+
+    Args:
+        fault: what ended its reader; None for nothing.
+        bins: numbers of the samples of each bin, as it plans them; empty behind the last step.
+        holes: of each bin.
+    """
+
+    fault: Exception | None
+    bins: tuple[tuple[int, ...], ...]
+    holes: tuple[tuple[SkippedSample, ...], ...]
+
+
+def begin_steps(
+    dataset: BinDataset,
+    steps: Iterator[Sequence[BinRequest]],
+    data: DataSection,
+    settings: WorkerSettings,
+    ranks: Ranks,
+) -> Iterator[list[MicroBatch]]:
+    """The micro-batches of each step, the same samples on every process of the replica. Workers are
+    at work when this returns; closing ends them. Collective to take from.
+
+    Args:
+        dataset: loads a bin.
+        steps: the bins of each.
+        data, settings: of the workers.
+        ranks: who this process is.
+
+    Raises:
+        DataError: a bad sample whose class is not skipped, of whichever process; processes that
+            plan or make different rows; or as `begin_bins`, of whichever process.
+    """
+    begun = _begun(dataset, steps, data, settings, ranks)
+    next(begun)
+    return begun
+
+
+def _begun(
+    dataset: BinDataset,
+    steps: Iterator[Sequence[BinRequest]],
+    data: DataSection,
+    settings: WorkerSettings,
+    ranks: Ranks,
+) -> Iterator[list[MicroBatch]]:
+    """Nothing once the workers are at work, then the micro-batches of each step."""
+    coming: deque[Sequence[BinRequest]] = deque()
+
+    def requests() -> Iterator[BinRequest]:
+        for number, step in enumerate(steps):
+            coming.append(shared_out(step, ranks, number))
+            yield from coming[-1]
+
+    bins = _or_fault(partial(begin_bins, dataset, requests(), data, settings), ranks)
+    try:
+        yield []
+        while True:
+            step: list[Asked] | None = None
+            fault: Exception | None = None
+            try:
+                step = _next_step(bins, coming, is_alone=ranks.replica_size == 1)
+            except Exception as error:
+                if ranks.replica_size == 1:
+                    raise
+                fault = error
+            if ranks.replica_size > 1:
+                step = settle(step, fault, ranks, dataset.__getitem__, data.on_error)
+            if step is None:
+                return
+            yield [_micro_batch(asked) for asked in step]
+    finally:
+        bins.close()
+
+
+def _or_fault(begin: Callable[[], Generator[Loaded]], ranks: Ranks) -> Generator[Loaded]:
+    """What `begin` makes, now; what it raises is raised with the first bin, where a replica's other
+    processes hear of it."""
+    try:
+        return begin()
+    except Exception as error:
+        if ranks.replica_size == 1:
+            raise
+        return _raising(error)
+
+
+def _raising(error: Exception) -> Generator[Loaded]:
+    raise error
+    yield
+
+
+def _next_step(
+    bins: Iterator[Loaded], coming: deque[Sequence[BinRequest]], *, is_alone: bool
+) -> list[Asked] | None:
+    """All bins of a step; None behind the last one.
+
+    Raises:
+        DataError: a sample whose error ends the run, where there is nobody to ask.
+    """
+    found: list[Asked] = []
+    for item in bins:
+        if is_alone and isinstance(item, SkippedSample):
+            raise item.to_error()
+        found.append(Asked(coming[0][len(found)], item))
+        if len(found) == len(coming[0]):
+            coming.popleft()
+            return found
+    return None
+
+
+def shared_out(step: Sequence[BinRequest], ranks: Ranks, number: int) -> Sequence[BinRequest]:
+    """A step's bins with this process's part of each row's images.
+
+    Args:
+        step: its bins.
+        ranks: who this process is.
+        number: of the step, counted from 0: rows of one image each come to all in turn.
+    """
+    size = ranks.stage_size
+    if ranks.replica_size == 1:
+        return step
+    patches = [sum(ref.num_patches for ref in request.samples) for request in step]
+    return [
+        replace(request, row=RowShare(ranks.image_rank, size, (turn + number) % size))
+        for request, turn in zip(step, turns_of(patches, size), strict=True)
+    ]
+
+
+def raise_in_replica(error: Exception, ranks: Ranks) -> NoReturn:
+    """Raise what ended this process before its first step, on all of its replica.
+
+    Raises:
+        Exception: the error.
+    """
+    if ranks.replica_size > 1:
+        _all_say(FAULT, ranks)
+        raise_faults(_tell(None, error, ranks))
+    raise error
+
+
+def settle(
+    step: list[Asked] | None,
+    fault: Exception | None,
+    ranks: Ranks,
+    load: Load,
+    policy: OnErrorSection,
+) -> list[Asked] | None:
+    """A step as all processes of the replica have it; None behind the last one. Collective.
+
+    Args:
+        step: what this process has of it.
+        fault: what ended this process's reader.
+        ranks: who it is.
+        load: reads a bin once more, in this process.
+        policy: which errors leave a hole.
+
+    Raises:
+        DataError: as `begin_steps`.
+        Exception: what ended the reader of one of them.
+    """
+    while not _all_say(vote_of(step, fault), ranks):
+        told = _tell(step, fault, ranks)
+        raise_faults(told)
+        assert step is not None
+        union = union_of(told)
+        for hole in first_to_last(union, told[0].bins):
+            if not policy.skips(hole.error_class):
+                raise hole.to_error()
+        if all(each.holes == told[0].holes for each in told):
+            raise DataError(
+                f"the {ranks.replica_size} processes of a replica made different rows of the same "
+                "samples; expected the same tokens: compare the versions of tokenizers, "
+                "transformers and Pillow on their machines",
+                error_class="integrity",
+            )
+        try:
+            step = [_without(asked, union, load) for asked in step]
+        except Exception as error:
+            fault = error
+    return step
+
+
+def vote_of(step: Sequence[Asked] | None, fault: Exception | None) -> int:
+    """What a process votes for a step."""
+    if fault is not None:
+        return FAULT
+    if step is None:
+        return END
+    found = hashlib.blake2b(digest_size=8)
+    for asked in step:
+        if isinstance(asked.found, SkippedSample):
+            return FAULT
+        said = [(hole.number, hole.error_class, hole.reason) for hole in asked.holes]
+        found.update(repr((asked.planned, asked.found.digest, said)).encode())
+    return max(FAULT + 1, int.from_bytes(found.digest(), "little") >> 1)
+
+
+def _all_say(vote: int, ranks: Ranks) -> bool:
+    """Whether all processes have the same step, whole."""
+    with ACTIVITY.waiting(lambda: "waiting for its replica's processes to have read the step"):
+        votes = ranks.gather_in_replica(torch.tensor([vote]))
+    return vote != FAULT and all(int(each) == vote for each in votes)
+
+
+def _tell(step: list[Asked] | None, fault: Exception | None, ranks: Ranks) -> list[Told]:
+    asked = step or []
+    told = Told(
+        _picklable(fault),
+        tuple(each.planned for each in asked),
+        tuple(each.holes for each in asked),
+    )
+    return ranks.gather_objects_in_replica(told)
+
+
+def _picklable(fault: Exception | None) -> Exception | None:
+    """The error, or one that says the same where it cannot travel."""
+    try:
+        found: Exception | None = pickle.loads(pickle.dumps(fault))  # our own
+    except Exception:
+        return VlmpackError(f"{type(fault).__name__}: {fault}")
+    return found
+
+
+def raise_faults(told: Sequence[Told]) -> None:
+    """Raise what ended a reader, on all processes alike.
+
+    Raises:
+        Exception: the first process's that has one; a DataError with the process's place.
+        DataError: the processes planned different steps.
+    """
+    says_more = len({repr(each.fault) for each in told}) > 1
+    for place, each in enumerate(told):
+        if isinstance(each.fault, DataError) and says_more:
+            error = each.fault
+            raise DataError(
+                f"process {place} of the {len(told)} that train these rows together: "
+                f"{error.reason}",
+                error_class=error.error_class,
+                key=error.key,
+                shard=error.shard,
+                offset=error.offset,
+                file=error.file,
+            ) from error
+        if each.fault is not None:
+            raise each.fault
+    plans = {each.bins for each in told}
+    if len(plans) > 1:
+        raise DataError(
+            f"the {len(told)} processes of a replica planned different steps, of "
+            f"{[sum(map(len, each.bins)) for each in told]} samples; expected the same: do all see "
+            "the same shards and the same data.index_dir?",
+            error_class="integrity",
+        )
+
+
+def union_of(told: Sequence[Told]) -> Holes:
+    """The holes of a step: of what several processes say of a sample, what is met first."""
+    found: Holes = {}
+    for each in told:
+        for hole in (hole for holes in each.holes for hole in holes):
+            known = found.get(hole.number)
+            if known is None or hole.met < known.met:
+                found[hole.number] = hole
+    return found
+
+
+def first_to_last(holes: Holes, bins: Sequence[Sequence[int]]) -> list[SkippedSample]:
+    """Holes in the order of the plan."""
+    return [holes[number] for samples in bins for number in samples if number in holes]
+
+
+def _without(asked: Asked, union: Holes, load: Load) -> Asked:
+    """A bin without the samples that any process cannot use, loaded again if it has one of them."""
+    holes = tuple(first_to_last(union, [asked.planned]))
+    own = {hole.number for hole in asked.holes}
+    if isinstance(asked.found, MicroBatch) and own == {hole.number for hole in holes}:
+        return asked._replace(found=replace(asked.found, skipped=holes))
+    request = replace(asked.request, holes=holes)
+    return Asked(request, load(request))
+
+
+def _micro_batch(asked: Asked) -> MicroBatch:
+    if isinstance(asked.found, SkippedSample):
+        raise asked.found.to_error()
+    return asked.found
