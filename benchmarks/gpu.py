@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_run import WARM_UP
 from gpu_shapes import SHAPES, Shape, write_model, write_shards
 
 HERE = Path(__file__).resolve().parent
@@ -185,7 +186,9 @@ def main() -> None:
     """Run, print, save."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=list(SHAPES), action="append", help="default: the large")
-    parser.add_argument("--steps", type=int, default=20, help="of each run; the first 5 warm up")
+    parser.add_argument(
+        "--steps", type=int, default=20, help=f"of each run; the first {WARM_UP} warm up"
+    )
     parser.add_argument("--only", help="rows whose name contains this")
     parser.add_argument(
         "--work", type=Path, help="where temporary files lie; default: the system's"
@@ -200,6 +203,8 @@ def main() -> None:
     names = [one.name for one in variants(SHAPES[shapes[0]], graphs=on_gpu)]
     if not any((asked.only or "") in one for one in names):
         parser.error(f"--only {asked.only} is in no row's name; here they are {'; '.join(names)}")
+    if asked.steps <= WARM_UP:
+        parser.error(f"--steps {asked.steps}: the first {WARM_UP} warm up; ask for more than those")
     if asked.work is not None:
         asked.work.mkdir(parents=True, exist_ok=True)
     name = torch.cuda.get_device_name() if on_gpu else "cpu"

@@ -54,6 +54,17 @@ def test_a_name_of_no_row_is_refused_with_the_names(monkeypatch, capsys):
     )
 
 
+def test_steps_that_all_warm_up_are_refused(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setattr(sys, "argv", [GPU, "--shape", "tiny", "--steps", "5"])
+    import gpu
+
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        gpu.main()
+    assert "--steps 5: the first 5 warm up" in capsys.readouterr().err
+
+
 def test_a_device_that_is_not_known_has_no_peak(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import gpu
