@@ -176,6 +176,7 @@ def test_derived_table_has_every_derived_value(minimal):
             ["data.validation={path: 'https://host/v.tar?${env:NOT_SET_ANYWHERE}', name: v}"],
             "data.validation.v refers to the environment variable NOT_SET_ANYWHERE",
         ),
+        (["model.memory_gib=24"], "model.memory_gib has no effect without"),
         (
             ["parallelism.distributed_optimizer=false"],
             "parallelism.distributed_optimizer has no effect with model.backend: hf",

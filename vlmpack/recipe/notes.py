@@ -76,6 +76,8 @@ def _about_engine(recipe: Recipe, world_size: int) -> Iterator[str]:
             "parallelism.overlap has no effect with model.backend: hf, where DDP and FSDP2 always "
             "overlap"
         )
+    if model.memory_gib is not None and not model.recomputes_what_fits:
+        yield "model.memory_gib has no effect without model.activation_checkpointing: auto"
     if split.sharding == "fsdp" and world_size == 1:
         yield "parallelism.sharding: fsdp shards nothing on one process"
     micro_batches = derive(recipe, world_size).gradient_accumulation_steps
