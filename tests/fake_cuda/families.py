@@ -15,6 +15,7 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from accelerate.state import AcceleratorState
@@ -29,6 +30,7 @@ from torch import Tensor
 from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.backends.policy import TrainingPolicy
 from vlmpack.encode import Encoder
+from vlmpack.families.patch_embedding import PatchProduct
 from vlmpack.packing import Batch, pack_batch_sequences, pin_batch
 from vlmpack.packing.media import tell_tower
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
@@ -84,6 +86,7 @@ class Seen:
         frozen_with_gradient: names of what does not train and got one.
         unmoved: of these, those that the optimizer left where they were.
         elsewhere: parameters and buffers that are not on the device.
+        patch_products: how often patches were embedded by a matrix product.
     """
 
     error: str = ""
@@ -99,6 +102,7 @@ class Seen:
     frozen_with_gradient: list[str] = field(default_factory=list)
     unmoved: list[str] = field(default_factory=list)
     elsewhere: list[str] = field(default_factory=list)
+    patch_products: int = 0
 
 
 def _policy(case: Case, has_tower: bool) -> TrainingPolicy:
@@ -142,6 +146,9 @@ def _stepped(case: Case, folder: Path, device: torch.device, seen: Seen) -> tupl
         fake_gpu() if on_gpu else nullcontext() as gpu,
         planted(case.plant if on_gpu else None),
         installed(case.packages if on_gpu else ()),
+        patch.object(
+            PatchProduct, "product", autospec=True, side_effect=PatchProduct.product
+        ) as products,
     ):
         engine = engine_of(model, ParallelismSection(), encoder, ranks, policy)
         stepper = make_stepper(engine)
@@ -152,6 +159,7 @@ def _stepped(case: Case, folder: Path, device: torch.device, seen: Seen) -> tupl
             gpu.waits.clear()
         sums, _ = stepper.train(0, batches, num_skipped=0, stop=False)
         if gpu is not None:
+            seen.patch_products = products.call_count
             seen.waits = [(wait.what, wait.place) for wait in gpu.waits]
             _look(engine, before, seen, with_images=case.images)
     return sums.loss, sums.grad_norm

@@ -22,13 +22,23 @@ THIRD_PARTY: dict[str, str] = {
 BACKWARD: dict[str, dict[str, str]] = {}
 """By family, what autograd itself waits for there, and why."""
 
+OF_TRAINED_TOWERS = {
+    family: {"how many a mask selects": _PADDING}
+    for family in ("gemma4", "gemma4-dense", "gemma4-mixture")
+}
+"""By family, what autograd waits for where the tower trains, and why."""
 
-def unknown_waits(family: str, waits: Sequence[Sequence[str]]) -> list[tuple[str, str]]:
+
+def unknown_waits(
+    family: str, waits: Sequence[Sequence[str]], *, tower_trains: bool = False
+) -> list[tuple[str, str]]:
     """Waits that no list has, as what and where; the step's own read must be there, once."""
     found = [(what, place) for what, place in waits]
     own = [wait for wait in found if wait[1].startswith(f"{OURS[1]}:")]
     assert [what for what, _ in own] == [OURS[0]]
     known = {(what, "backward") for what in BACKWARD.get(family, ())}
+    if tower_trains:
+        known |= {(what, "backward") for what in OF_TRAINED_TOWERS.get(family, ())}
     return [
         wait
         for wait in found

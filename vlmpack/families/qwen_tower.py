@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from vlmpack.families.patch_embedding import use_patch_products
 from vlmpack.families.tower_attention import FLASH_ROWS, use_tower_attention
 from vlmpack.packing import GridTHW, Media
 from vlmpack.packing.vision import TowerInputs, TowerSegments
@@ -75,6 +76,7 @@ def tower_output(tower: Any, media: Media, inputs: TowerInputs) -> Any:
         inputs: of the same images, on its device.
     """
     use_tower_attention(tower, FLASH_ROWS)
+    use_patch_products(tower.patch_embed)
     told: dict[str, Any] = {
         "position_ids": inputs.position_ids,
         "cu_seqlens": inputs.images.cu_seqlens,
