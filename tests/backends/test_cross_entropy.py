@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from support.alive import Alive
 from support.recorders import MadeTensors
 
 from vlmpack.backends.cross_entropy import (
@@ -133,3 +134,17 @@ def test_a_frozen_head_gets_no_gradient_that_nobody_asks_for():
         large.append(tensors.where(lambda made: made.shape == (VOCABULARY, WIDTH)))
     assert torch.equal(*gradients)
     assert large[0] and not large[1]
+
+
+@pytest.mark.parametrize(("dtype", "number"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_a_trained_head_takes_what_the_plan_says(dtype, number):
+    """Its gradient in float32 and a product beside it; no third copy where dtypes differ."""
+    vocabulary, width, rows = 4000, 64, 4
+    hidden = torch.randn(rows, width).to(dtype).requires_grad_()
+    weight = torch.randn(vocabulary, width).to(dtype).requires_grad_()
+    weight.grad = torch.zeros_like(weight)
+    targets = torch.arange(rows)
+    with Alive([hidden, weight, weight.grad, targets]) as alive:
+        linear_cross_entropy(hidden, weight, targets, rows_per_chunk=rows).sum().backward()
+    head = (4 + number) * width * vocabulary
+    assert head <= alive.peak <= head + 3 * 4 * rows * vocabulary

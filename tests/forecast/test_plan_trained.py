@@ -80,6 +80,18 @@ def test_bytes_are_those_that_an_engine_holds(
         assert list(trained.counts) == list(engine.components)
 
 
+@pytest.mark.parametrize(("dtype", "number"), [("float32", 4), ("bfloat16", 2)])
+def test_a_trained_head_makes_its_gradient_beside_the_sum(
+    encoder: Any, dtype: str, number: int
+) -> None:
+    trained, frozen = (
+        memory(recipe_of(CASES[name], dtype), encoder) for name in ("all", "adapters")
+    )
+    sizes = read_sizes(TINY_MODEL)
+    assert sizes is not None
+    assert trained.logits - frozen.logits == (4 + number) * sizes.vocabulary * sizes.hidden
+
+
 def test_what_is_trained_on_each_rank(encoder: Any) -> None:
     everything = memory(recipe_of({}, "bfloat16"), encoder)
     total = everything.rank_parameters

@@ -131,7 +131,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[chunk] = grad_logits @ weight
             if grad_weight is not None:
-                grad_weight += (grad_logits.T @ hidden[chunk]).to(grad_weight.dtype)
+                grad_weight += grad_logits.T @ hidden[chunk]
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None

@@ -24,14 +24,13 @@ With h the decoder's width and e the bytes of a number:
     layer, with dropout a copy of their input) is left out. Torch's own attention (`segments`, and
     all of float32) copies its output, q e more; where one matrix makes a tower's queries, keys and
     values, it lives as long as the values do, 2 columns more.
-    logits   one chunk in float32, three times (values, gradient, exponentials)
+    logits   a chunk in float32, three times (values, gradient, exponentials); of a trained head a
+             gradient and a product, 4 + e bytes a weight, before the sum of micro-batches has it
 
 Compared with what autograd keeps of tiny models (hf, CPU): 0.95 to 1.1 times the activations in
-float32, 1.0 to 1.2 times in bfloat16 (1.3 times with latent attention, whose narrow vectors are not
-counted).
+float32, 1.0 to 1.2 in bfloat16 (latent attention 1.3: its narrow vectors are not counted).
 
-Left out: the CUDA context and NCCL's buffers (1 to 3 GB), buckets of communication, temporary
-tensors of kernels, fragmentation.
+Left out: the CUDA context and NCCL's buffers (1 to 3 GB), buckets, kernels' own, fragmentation.
 """
 
 from __future__ import annotations
@@ -358,7 +357,8 @@ class _Estimate:
 
         held = self.sizes.vocabulary // self.split.tensor  # of the head's rows
         rows = min(self.mode.max_row_slots, chunk_rows(held, cuda=self.forms.cuda))
-        return LOGIT_COPIES * 4 * rows * held
+        made = (4 + self.number) * self.sizes.hidden if self.trained.language else 0
+        return held * (LOGIT_COPIES * 4 * rows + made)
 
     def _formula(self) -> tuple[str, ...]:
         mcore = self.model.backend == "mcore"
