@@ -43,20 +43,31 @@ def plan(
         Path | None,
         typer.Option("--json", metavar="FILE", help="Write every figure; - for standard output."),
     ] = None,
+    gpus_per_node: Annotated[
+        int, typer.Option(min=1, help="GPUs that fast links join, for what ranks send each other.")
+    ] = 8,
+    node_gbs: Annotated[
+        float, typer.Option(min=0.001, help="GB/s that a GPU sends inside of a node.")
+    ] = 300.0,
+    network_gbs: Annotated[
+        float, typer.Option(min=0.001, help="GB/s that a GPU sends between nodes.")
+    ] = 40.0,
 ) -> None:
     """Show what a run would do: steps, padding under every packing mode, samples in a row, balance
-    across ranks, batch and memory. No GPU; indexes what is not indexed yet."""
+    across ranks, batch, memory and what ranks send. No GPU; indexes what is not indexed yet."""
     loaded = load(recipe, overrides)
     for file in (html, as_json):
         if file is not None and str(file) != "-" and not file.absolute().parent.is_dir():
             raise VlmpackError(f"{file}: the folder {file.absolute().parent} does not exist")
     processes = world_size if world_size is not None else _one_copy(loaded)
     from vlmpack.forecast.open import plan_recipe
+    from vlmpack.forecast.traffic import Links
     from vlmpack.report.forecast import as_json as to_json
     from vlmpack.report.forecast import sections, write_page
 
+    links = Links(gpus_per_node=gpus_per_node, node_gbs=node_gbs, network_gbs=network_gbs)
     with Bars() as bar:
-        made = plan_recipe(loaded, world_size=processes, progress=bar)
+        made = plan_recipe(loaded, world_size=processes, progress=bar, links=links)
     content = json.dumps(to_json(made), indent=1)
     if str(as_json) == "-":
         say(content)

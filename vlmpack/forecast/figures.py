@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from vlmpack.forecast.traffic import TrafficFigures
+
 Unit = Literal["sample", "pair"]
 """A unit is what a sample is called: of preference training, a pair."""
 
@@ -321,6 +323,8 @@ class RunPlan:
         notes: what a reader must know about these figures.
         unit: what a sample is.
         reference: of pairs, what the reference model computes.
+        traffic: what a rank sends in a step; None for one process, and where the model folder does
+            not say enough.
     """
 
     model: str
@@ -340,6 +344,7 @@ class RunPlan:
     notes: tuple[str, ...] = field(default=())
     unit: Unit = "sample"
     reference: ReferenceFigures | None = None
+    traffic: TrafficFigures | None = None
 
     @property
     def units(self) -> str:

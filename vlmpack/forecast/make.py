@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
 
 import torch
@@ -17,7 +17,14 @@ from vlmpack.data.shards.keys import describe_keys
 from vlmpack.data.splits.split import Split
 from vlmpack.forecast.activations import forms_on
 from vlmpack.forecast.batch import batch_figures
-from vlmpack.forecast.figures import MemoryFigures, ModeFigures, ReferenceFigures, RunPlan
+from vlmpack.forecast.communication import StepRows, traffic_figures
+from vlmpack.forecast.figures import (
+    MemoryFigures,
+    ModeFigures,
+    ReferenceFigures,
+    RunPlan,
+    SourceFigures,
+)
 from vlmpack.forecast.imbalance import imbalance_figures
 from vlmpack.forecast.memory import memory_figures
 from vlmpack.forecast.modes import SHARED, ModePlanner, PlannedMode, mode_figures, planned_of
@@ -27,6 +34,7 @@ from vlmpack.forecast.recompute import given_room, least_that_fits
 from vlmpack.forecast.sequences import sequence_figures
 from vlmpack.forecast.sharing import sharing_note
 from vlmpack.forecast.sources import left_out, source_figures
+from vlmpack.forecast.traffic import Links, TrafficFigures
 from vlmpack.forecast.trained import EVERY_WEIGHT, TrainedSizes
 from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.planned import PlannedSample, shared_rows
@@ -49,6 +57,7 @@ class PlanInputs:
         world_size: processes.
         trained: what of the model is.
         unsized: why `sizes` is None, for the notes; empty where the reason is plain.
+        links: between GPUs, assumed.
     """
 
     recipe: Recipe
@@ -58,6 +67,7 @@ class PlanInputs:
     world_size: int
     trained: TrainedSizes = EVERY_WEIGHT
     unsized: str = ""
+    links: Links = field(default_factory=Links)
 
     @property
     def copies(self) -> int:
@@ -123,6 +133,30 @@ def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
         notes=_notes(inputs, own, figures["in_batch"].micro_batch_size),
         unit="pair" if pairs else "sample",
         reference=_reference(inputs, steps),
+        traffic=_traffic(inputs, figures[own.name], total),
+    )
+
+
+def _traffic(inputs: PlanInputs, own: ModeFigures, total: SourceFigures) -> TrafficFigures | None:
+    """What a rank sends in a mean step; None where the model folder does not say its sizes."""
+    if inputs.sizes is None:
+        return None
+    recipe, replicas = inputs.recipe, max(1, own.steps) * inputs.copies
+    rows = StepRows(
+        micro_batches=ceil(
+            recipe.training.global_batch_size / own.micro_batch_size / inputs.copies
+        ),
+        slots=own.slots / replicas,
+        features=own.tokens * total.vision_share / replicas,
+    )
+    return traffic_figures(
+        recipe.model.settled("bfloat16"),
+        recipe.parallelism,
+        inputs.sizes,
+        rows,
+        world_size=inputs.world_size,
+        trained=inputs.trained,
+        links=inputs.links,
     )
 
 

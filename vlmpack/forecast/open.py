@@ -15,11 +15,14 @@ from vlmpack.forecast.figures import RunPlan
 from vlmpack.forecast.make import PlanInputs, plan_figures
 from vlmpack.forecast.parameters import UnknownSizesError, read_sizes
 from vlmpack.forecast.progress import Progress, silent
+from vlmpack.forecast.traffic import Links
 from vlmpack.forecast.trained import EVERY_WEIGHT, trained_sizes
 from vlmpack.recipe import Recipe, check_world, load_recipe
 
 
-def plan_recipe(recipe: Recipe, *, world_size: int, progress: Progress = silent) -> RunPlan:
+def plan_recipe(
+    recipe: Recipe, *, world_size: int, progress: Progress = silent, links: Links | None = None
+) -> RunPlan:
     """What a run of the recipe would do. No model is loaded, no GPU is used.
 
     What is not indexed yet is indexed first.
@@ -27,6 +30,7 @@ def plan_recipe(recipe: Recipe, *, world_size: int, progress: Progress = silent)
     Args:
         world_size: processes that the run would have.
         progress: told how far indexing and packing are.
+        links: between GPUs, assumed.
 
     Raises:
         RecipeError: the recipe cannot run on so many processes.
@@ -57,6 +61,7 @@ def plan_recipe(recipe: Recipe, *, world_size: int, progress: Progress = silent)
             unsized=unsized,
             trained=trained,
             world_size=world_size,
+            links=links or Links(),
         )
         return plan_figures(inputs, progress)
     finally:

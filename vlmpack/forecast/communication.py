@@ -1,0 +1,277 @@
+"""What a rank of the first stage sends in an optimizer step, from sizes alone.
+
+With T slots of a replica's rows a step, T' = T / CP of them on a rank, h the decoder's width, e the
+bytes of a number, L decoder layers of the stage, over n micro-batches:
+
+    gradients     4 bytes a trained parameter of the rank: reduce-scatter over DP x CP with the
+                  distributed optimizer (or FSDP2), else all-reduce; experts over ranks of their own
+    parameters    e a trained parameter: all-gather of what the distributed optimizer wrote; FSDP2
+                  gathers e a parameter before each forward and backward pass
+    TP            T' h e: 4 all-reduces a layer, 2 without an MLP (experts), one more where it is
+                  computed again, and the head's; the embedding's is of T h e
+    TP with SP    T' h e: 6 all-gathers and 4 reduce-scatters a layer (3 and 2), 2 and 1 more where
+                  it is computed again, and the head's; the scatter behind the embedding gathers
+                  once; 4 bytes of each norm's weight are summed
+    CP            T e of keys and values, an all-gather forward (once more where it is computed
+                  again) and a reduce-scatter back a layer
+    PP            T' h e to the next stage (/ TP with SP); the last stage's copy of a tied embedding
+    EP            T' k h e of hidden states, k experts a token (/ TP with SP), to the experts and
+                  back, forward and backward, and 4 bytes a choice of weights
+    tower         features F h e: an all-gather over TP x CP, summed over CP on the way back; its
+                  gradients over TP, 4 bytes a trained parameter, by shares with the distributed
+                  optimizer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+from typing import NamedTuple
+
+from vlmpack.forecast.layers import LayerSizes
+from vlmpack.forecast.parameters import ModelSizes
+from vlmpack.forecast.traffic import Kind, Links, Traffic, TrafficFigures
+from vlmpack.forecast.trained import EVERY_WEIGHT, TrainedSizes
+from vlmpack.recipe.derived import data_parallel_size
+from vlmpack.recipe.recompute import is_recomputed
+from vlmpack.recipe.schema import ModelSection, ParallelismSection
+
+BUCKET = 40_000_000
+"""Megatron's least elements of a bucket that is reduced beside the backward pass."""
+
+GRADIENTS, PARAMETERS = "gradients", "parameters"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRows:
+    """The rows of one replica in an optimizer step.
+
+    Args:
+        micro_batches: how many.
+        slots: of all of them.
+        features: image features in them.
+    """
+
+    micro_batches: int
+    slots: float
+    features: float
+
+
+def traffic_figures(
+    model: ModelSection,
+    split: ParallelismSection,
+    sizes: ModelSizes,
+    rows: StepRows,
+    *,
+    world_size: int,
+    trained: TrainedSizes = EVERY_WEIGHT,
+    links: Links | None = None,
+) -> TrafficFigures | None:
+    """A rank's messages; None for one process.
+
+    Args:
+        model: its dtype settled.
+        split: how it is spread.
+        sizes: the model's.
+        rows: a replica's.
+        world_size: processes.
+        trained: what is.
+        links: that times are for.
+    """
+    if world_size == 1:
+        return None
+    step = _Step(model, split, sizes, rows, world_size, trained)
+    made = step.mcore() if model.backend == "mcore" else step.hf()
+    parts = tuple(part for part in made if part.ranks > 1 and part.num_bytes)
+    first = " of the first pipeline stage" if split.pipeline > 1 else ""
+    overlap = split.overlap is not False or model.backend == "hf"
+    return TrafficFigures(
+        where=f"a rank{first}",
+        parts=parts,
+        links=links or Links(),
+        overlapped=(GRADIENTS, PARAMETERS, "experts' gradients", "experts' parameters") * overlap,
+        notes=tuple(step.notes()),
+    )
+
+
+class _Group(NamedTuple):
+    """Ranks that take part: in words, how many, and neighbours from the first to the last."""
+
+    name: str
+    ranks: int
+    span: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    model: ModelSection
+    split: ParallelismSection
+    sizes: ModelSizes
+    rows: StepRows
+    world_size: int
+    trained: TrainedSizes
+
+    @property
+    def number(self) -> int:
+        """Bytes of an activation's number."""
+        return 2 if self.model.dtype == "bfloat16" else 4
+
+    @property
+    def layers(self) -> tuple[tuple[LayerSizes, bool], ...]:
+        """Those of the first stage, and whether each is computed again."""
+        each = self.sizes.num_layers // self.split.pipeline
+        recomputed = self.model.recomputed
+        return tuple(
+            (layer, is_recomputed(place, recomputed))
+            for place, layer in enumerate(self.sizes.decoder[:each])
+        )
+
+    @property
+    def row_bytes(self) -> float:
+        """T' h e: hidden states of a rank's tokens, before sequence parallelism."""
+        return self.rows.slots / self.split.context * self.sizes.hidden * self.number
+
+    def notes(self) -> Iterator[str]:
+        """What is left out."""
+        yield "left out: losses, norms of gradients, votes on bad samples, and the data path"
+        if self.split.context > 1 and any(layer.recurrent for layer in self.sizes.decoder):
+            yield "left out: heads that layers with state exchange under context parallelism"
+
+    def hf(self) -> Iterator[Traffic]:
+        """DDP reduces gradients; FSDP2 gathers parameters for each pass and scatters gradients."""
+        split, sizes, trained = self.split, self.sizes, self.trained
+        whole = sizes.parameters - trained.packed + trained.adapters
+        updated = trained.adapters + (
+            whole - trained.adapters - trained.images * (trained != EVERY_WEIGHT)
+            if trained.language
+            else 0
+        )
+        updated += trained.trained_images
+        group = _Group("all ranks", self.world_size, self.world_size)
+        if split.sharding != "fsdp":
+            calls = max(1, ceil(4 * updated / 25e6))  # DDP's buckets of 25 MB
+            yield self._part(GRADIENTS, "all-reduce", calls, 4 * updated, group)
+            return
+        ranks = self.world_size // split.replicate
+        group = _Group("shards", ranks, ranks)
+        blocks = sizes.num_layers + (sizes.vision.blocks if sizes.vision else 0) + 1
+        passes = self.rows.micro_batches
+        syncs = passes if split.gradient_sync == "micro_batch" else 1
+        gathered = 2 * passes * self.number * whole
+        yield self._part(PARAMETERS, "all-gather", 2 * passes * blocks, gathered, group)
+        scattered = syncs * 4 * updated
+        yield self._part(GRADIENTS, "reduce-scatter", syncs * blocks, scattered, group)
+        copies = _Group("copies", split.replicate, self.world_size)
+        yield self._part(GRADIENTS, "all-reduce", syncs * blocks, scattered // ranks, copies)
+
+    def mcore(self) -> Iterator[Traffic]:
+        """Megatron's, over all of its groups."""
+        yield from self._replicas()
+        if self.split.tensor > 1:
+            yield from self._tensor()
+        yield from self._context()
+        yield from self._stages()
+        yield from self._experts()
+        yield from self._tower()
+
+    def _part(self, what: str, kind: Kind, calls: int, size: float, group: _Group) -> Traffic:
+        return Traffic(
+            what=what, group=group.name, kind=kind, ranks=group.ranks, span=group.span,
+            calls=calls, num_bytes=round(size),
+        )  # fmt: skip
+
+    def _replicas(self) -> Iterator[Traffic]:
+        split, sizes, trained = self.split, self.sizes, self.trained
+        copies = data_parallel_size(split, self.world_size)
+        dense = trained.adapters_on(split, tower=True)
+        if trained.language:
+            dense += (sizes.layers // split.tensor + sizes.vectors) // split.pipeline
+            dense += sizes.embedding // split.tensor
+            dense += sizes.head // split.tensor if split.pipeline == 1 else 0
+        dense += sizes.tower if trained == EVERY_WEIGHT else trained.trained_images
+        stage = self.world_size // split.pipeline
+        group = _Group("DP x CP", copies * split.context, stage)
+        yield from self._updated("", dense, group)
+        experts = sizes.experts // split.pipeline // split.expert if trained.language else 0
+        group = _Group("experts' DP", stage // split.expert, stage)
+        yield from self._updated("experts' ", experts, group)
+
+    def _updated(self, whose: str, count: int, group: _Group) -> Iterator[Traffic]:
+        """Gradients, and parameters behind the step."""
+        ways: list[tuple[str, Kind, int]] = [(GRADIENTS, "all-reduce", 4)]
+        if self.split.distributed_optimizer:
+            gathered = self.number
+            ways = [(GRADIENTS, "reduce-scatter", 4), (PARAMETERS, "all-gather", gathered)]
+        calls = 1 if self.split.overlap is False else max(1, count // BUCKET)
+        for what, kind, each in ways:
+            yield self._part(whose + what, kind, calls, each * count, group)
+
+    def _tensor(self) -> Iterator[Traffic]:
+        split, n = self.split, self.rows.micro_batches
+        group = _Group("TP", split.tensor, split.tensor)
+        head = split.pipeline == 1
+        blocks = [(2 if not layer.choices else 1, again) for layer, again in self.layers]
+        whole = self.rows.slots * self.sizes.hidden * self.number
+        yield self._part("embedding", "all-reduce", n, whole, group)
+        if not split.sequence:
+            calls = sum(2 * two + again for two, again in blocks) + head
+            yield self._part("layers", "all-reduce", n * calls, calls * self.row_bytes, group)
+            return
+        calls = sum(3 * two + two * again for two, again in blocks) + head + 1
+        yield self._part("layers", "all-gather", n * calls, calls * self.row_bytes, group)
+        calls = sum(2 * two + again for two, again in blocks) + head
+        yield self._part("layers", "reduce-scatter", n * calls, calls * self.row_bytes, group)
+        if self.trained.language:
+            norms = sum(layer.norms for layer, _ in self.layers) + head
+            yield self._part("norms", "all-reduce", 1, 4 * norms * self.sizes.hidden, group)
+
+    def _context(self) -> Iterator[Traffic]:
+        split, n = self.split, self.rows.micro_batches
+        span = split.tensor * split.context
+        group = _Group("CP", split.context, span)
+        layers = [(layer.key, again) for layer, again in self.layers if layer.key]
+        each = 2 * self.rows.slots * self.number / split.tensor
+        gathers = [key for key, again in layers for _ in range(1 + again)]
+        gathered, scattered = sum(gathers) * each, sum(key for key, _ in layers) * each
+        what = "keys and values"
+        yield self._part(what, "all-gather", n * len(gathers), gathered, group)
+        yield self._part(what, "reduce-scatter", n * len(layers), scattered, group)
+
+    def _stages(self) -> Iterator[Traffic]:
+        split, n = self.split, self.rows.micro_batches
+        narrow = split.tensor if split.sequence else 1
+        group = _Group("PP", split.pipeline, self.world_size)
+        yield self._part("hidden states", "send", n, self.row_bytes / narrow, group)
+        if not self.sizes.head and self.trained.language:
+            tied = 4 * self.sizes.embedding / split.tensor
+            both = "head and embedding"
+            group = _Group(both, min(2, split.pipeline), self.world_size)
+            yield self._part("tied embedding", "all-reduce", 1, tied, group)
+
+    def _experts(self) -> Iterator[Traffic]:
+        split, n = self.split, self.rows.micro_batches
+        group = _Group("EP", split.expert, split.expert)
+        sent = [layer.choices for layer, _ in self.layers if layer.choices]
+        again = sum(is_again for layer, is_again in self.layers if layer.choices)
+        tokens = self.rows.slots / split.context / (split.tensor if split.sequence else 1)
+        more = 1 + again / (2 * len(sent)) if sent else 1.0
+        hidden = 4 * more * sum(sent) * tokens * self.sizes.hidden * self.number
+        calls = round(4 * more * len(sent))
+        yield self._part("tokens", "all-to-all", n * calls, hidden, group)
+        chosen = 2 * more * sum(sent) * tokens * 4
+        yield self._part("their weights", "all-to-all", n * calls // 2, chosen, group)
+
+    def _tower(self) -> Iterator[Traffic]:
+        split, sizes, n = self.split, self.sizes, self.rows.micro_batches
+        both = split.tensor * split.context
+        features = self.rows.features * sizes.hidden * self.number
+        group = _Group("TP x CP", both, both)
+        yield self._part("features", "all-gather", n, features, group)
+        group = _Group("CP", split.context, both)
+        yield self._part("features", "all-reduce", n, features, group)
+        updated = sizes.tower if self.trained == EVERY_WEIGHT else self.trained.trained_images
+        if split.distributed_optimizer:
+            updated //= data_parallel_size(split, self.world_size) * split.context
+        group = _Group("TP", split.tensor, split.tensor)
+        yield self._part("tower's gradients", "all-reduce", 1, 4 * updated, group)
