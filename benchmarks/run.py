@@ -52,7 +52,7 @@ def _show(name: str, figures: dict[str, object]) -> None:
         print(f"  {key:36s} {f'{value:.3f}' if isinstance(value, float) else value}")
 
 
-def _benchmarks(rounds: int) -> dict[str, Callable[[], dict[str, object]]]:
+def _benchmarks(rounds: int, before: str | None) -> dict[str, Callable[[], dict[str, object]]]:
     """By name; those of the Megatron engine where it is installed."""
     found: dict[str, Callable[[], dict[str, object]]] = {
         "collator": lambda: bench_collator(rounds),
@@ -73,12 +73,14 @@ def _benchmarks(rounds: int) -> dict[str, Callable[[], dict[str, object]]]:
     if find_spec("megatron") is None:
         return found
     from bench_megatron import bench_megatron_step
+    from bench_replica import bench_replica
     from bench_rope import bench_rope
 
     return found | {
         "rope, 16 sequences": lambda: bench_rope(rounds, sequences=16),
         "rope, 256 sequences": lambda: bench_rope(rounds, sequences=256),
         "megatron step": lambda: bench_megatron_step(rounds, width=512),
+        "replica's data": lambda: bench_replica(rounds, before),
         "activation memory by context parallelism": bench_context_memory,
     }
 
@@ -88,11 +90,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds of each variant")
     parser.add_argument("--no-save", action="store_true", help="print only")
-    parser.add_argument("--before", help="an older checkout, which `tower` is compared with")
+    parser.add_argument(
+        "--before", help="an older checkout, which `tower` and `replica's data` are compared with"
+    )
     parser.add_argument("--only", help="benchmarks whose name contains this")
     arguments = parser.parse_args()
     results: dict[str, dict[str, object]] = {}
-    benchmarks = _benchmarks(arguments.rounds)
+    benchmarks = _benchmarks(arguments.rounds, arguments.before)
     if arguments.before:
         benchmarks["tower"] = lambda: bench_tower(arguments.rounds, arguments.before)
     for name, run in benchmarks.items():

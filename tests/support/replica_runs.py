@@ -4,18 +4,23 @@
 
 Beside each RECIPE, as RECIPE.<rank>.json: the bytes that each vote sent to a peer, at which steps
 more was told, and the bytes of pixels that this process held of each row of each step.
+
+The variable CONTROL breaks the last process in its third step: `fails`, its reader does;
+`silent`, it leaves the vote out.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from vlmpack.api import resolve, run_recipe
+from vlmpack.data.loading.loader import BinDataset
 from vlmpack.distributed import Ranks, ranks, start_process_group
 from vlmpack.run.session import Session
 
@@ -27,6 +32,8 @@ def watched(found: dict[str, list[Any]]) -> None:
     def noted_vote(self: Ranks, values: Any) -> Any:
         found["rank"] = self.rank
         found["votes"].append(values.numel() * values.element_size())
+        if broken(self, found) == "silent":
+            return [values]
         return vote(self, values)
 
     def noted_tell(self: Ranks, value: Any) -> Any:
@@ -45,6 +52,25 @@ def watched(found: dict[str, list[Any]]) -> None:
     Session._steps = noted_steps  # type: ignore[method-assign]
 
 
+def broken(self: Ranks, found: dict[str, list[Any]]) -> str | None:
+    """What this process does wrong now."""
+    is_it = self.replica_rank == self.replica_size - 1 and len(found["votes"]) == 3
+    return os.environ.get("CONTROL") if is_it else None
+
+
+def failing_reader() -> None:
+    """The last process cannot read the bins of its third step."""
+    read, calls = BinDataset.read, []
+
+    def failing(self: BinDataset, request: Any) -> Any:
+        calls.append(request)
+        if len(calls) > 4:
+            raise OSError("the disk of one machine is gone")
+        return read(self, request)
+
+    BinDataset.read = failing  # type: ignore[method-assign]
+
+
 def stay() -> None:
     """In place of leaving the process group between two runs, which gloo may not join again."""
     while ranks._at_stop:
@@ -58,6 +84,8 @@ def main(recipes: list[Path]) -> None:
     leave, ranks.stop_process_group = ranks.stop_process_group, stay
     found: dict[str, Any] = {"rank": 0, "votes": [], "told": [], "held": []}
     watched(found)
+    if os.environ.get("CONTROL") == "fails" and os.environ["RANK"] == "1":
+        failing_reader()
     for recipe in recipes:
         for name in ("votes", "told", "held"):
             found[name].clear()

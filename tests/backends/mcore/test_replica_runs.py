@@ -7,17 +7,21 @@ counted, and what it holds.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import tarfile
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.forked import check_ranks
+from support.forked import check_ranks, run_ranks
 from support.layouts import TESTS
 from support.recipes import changed, rewrite, rows, run_settings, write_recipe
 from support.whole_runs import audited
 
 from vlmpack.api import resolve, run_recipe
+from vlmpack.training.checkpoint import step_folder
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +71,7 @@ def of_layout(settings: dict[str, Any], name: str, **more: Any) -> dict[str, Any
     return changed(
         settings,
         model__backend="mcore",
-        parallelism=LAYOUTS[name],
+        **{f"parallelism__{size}": count for size, count in LAYOUTS[name].items()},
         run_dir=str(root / f"run-{name}"),
         **more,
     )
@@ -121,3 +125,76 @@ def test_a_bad_image_leaves_the_hole_of_one_process(base, two, name: str) -> Non
 
 def test_and_in_four_processes(base, four) -> None:
     assert_as_alone(base, "tp2-cp2")
+
+
+def assert_sent_and_held(base: tuple[dict[str, Any], str, Path], name: str) -> None:
+    found = said(base[2].parent, name)
+    size = LAYOUTS[name].get("tensor", 1) * LAYOUTS[name].get("context", 1)
+    assert len(found) == size * LAYOUTS[name].get("pipeline", 1)
+    for each in found:
+        assert len(each["told"]) == 2, "of the bad sample, once an epoch"
+        assert each["votes"] == [8] * (STEPS + 2), "8 bytes a step, once more where holes were told"
+        assert len(each["held"]) == STEPS
+    for place in range(STEPS):
+        held = [each["held"][place] for each in found]
+        rows = [sum(row) for row in zip(*held, strict=True)]
+        assert len(rows) in (1, MICRO_BATCHES) and min(rows) > 0
+        for rank, mine in enumerate(held):
+            assert (sum(mine) == 0) == (rank >= size), "stages beyond the first get no pixels"
+            assert sum(mine) <= sum(rows) / size + max(rows)
+
+
+@pytest.mark.parametrize("name", ["tp2", "cp2", "pp2"])
+def test_what_a_process_is_sent_and_holds(base, two, name: str) -> None:
+    assert_sent_and_held(base, name)
+
+
+def test_what_each_of_four_is_sent_and_holds(base, four) -> None:
+    assert_sent_and_held(base, "tp2-cp2")
+
+
+def test_a_killed_run_goes_on_with_another_layout(base, two) -> None:
+    """TP 2 was killed behind step 5, its last checkpoint is of step 2; CP 2 goes on."""
+    settings, bad, alone = base
+    root, moved = alone.parent, alone.parent / "run-moved"
+    shutil.copytree(root / "run-tp2", moved)
+    for step in (4, 6):
+        shutil.rmtree(step_folder(moved / "checkpoints", step))
+    (moved / "result.json").unlink()
+    values = of_layout(settings, "cp2") | {"run_dir": str(moved)}
+    check_ranks([WORKER, write_recipe(root / "moved.json", values)], 2)
+    for mine, theirs in zip(
+        rows(moved, "loss", "grad_norm"), rows(alone, "loss", "grad_norm"), strict=True
+    ):
+        assert mine == pytest.approx(theirs, rel=TOLERANCE)
+    assert (moved / "data-errors.jsonl").read_bytes() == (alone / "data-errors.jsonl").read_bytes()
+    found = audited(moved)
+    assert found.problems == [] and (found.batches, found.launches) == (STEPS, 2)
+    assert [epoch.skipped for epoch in found.epochs] == [1, 1]
+    assert bad in (moved / "data-errors.jsonl").read_text()
+
+
+def test_a_reader_that_fails_in_one_process_ends_all(base, tmp_path: Path) -> None:
+    values = of_layout(base[0], "tp2") | {"run_dir": str(tmp_path / "run")}
+    done = run_ranks(
+        [WORKER, write_recipe(tmp_path / "recipe.json", values)],
+        2,
+        environment={**os.environ, "CONTROL": "fails"},
+    )
+    assert done.returncode != 0
+    assert done.stderr.count("OSError: the disk of one machine is gone") >= 2, "each says the cause"
+    assert 0 < len(rows(tmp_path / "run", "step")) < STEPS
+
+
+@pytest.mark.soak
+def test_a_process_that_leaves_the_vote_out_ends_all(base, tmp_path: Path) -> None:
+    values = of_layout(base[0], "tp2", parallelism__step_timeout_seconds=5)
+    values["run_dir"] = str(tmp_path / "run")
+    began = time.monotonic()
+    done = run_ranks(
+        [WORKER, write_recipe(tmp_path / "recipe.json", values)],
+        2,
+        environment={**os.environ, "CONTROL": "silent"},
+    )
+    assert done.returncode != 0 and time.monotonic() - began < 120
+    assert "could not agree on the rows of a step" in done.stderr

@@ -20,7 +20,7 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import BinDataset
 from vlmpack.data.pipeline import TrainData
 from vlmpack.encode import Encoder
-from vlmpack.errors import DataError
+from vlmpack.errors import DataError, VlmpackError
 from vlmpack.recipe.on_error import OnErrorSection
 
 pytestmark = pytest.mark.slow
@@ -318,7 +318,8 @@ def test_a_process_that_leaves_the_vote_out_is_waited_for_no_longer_than_the_tim
         return steps_of(opened(pattern, tmp_path / "index"), ranks)
 
     found = in_threads(replica(2, seconds=0.5), read)
-    assert isinstance(found[0], threading.BrokenBarrierError) and isinstance(found[1], list)
+    assert isinstance(found[0], VlmpackError) and isinstance(found[1], list)
+    assert "2 processes of a replica could not agree on the rows of a step" in str(found[0])
 
 
 def test_errors_that_cannot_travel_are_told_in_words(tmp_path: Path) -> None:

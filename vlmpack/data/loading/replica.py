@@ -272,7 +272,14 @@ def vote_of(step: Sequence[Asked] | None, fault: Exception | None) -> int:
 def _all_say(vote: int, ranks: Ranks) -> bool:
     """Whether all processes have the same step, whole."""
     with ACTIVITY.waiting(lambda: "waiting for its replica's processes to have read the step"):
-        votes = ranks.gather_in_replica(torch.tensor([vote]))
+        try:
+            votes = ranks.gather_in_replica(torch.tensor([vote]))
+        except RuntimeError as error:  # torch's, of a lost connection or the group's timeout
+            raise VlmpackError(
+                f"the {ranks.replica_size} processes of a replica could not agree on the rows of a "
+                f"step: {error}. One of them has ended, or hangs: look at what each said last. "
+                "parallelism.step_timeout_seconds is how long they wait for one another"
+            ) from error
     return vote != FAULT and all(int(each) == vote for each in votes)
 
 
