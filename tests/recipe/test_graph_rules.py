@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -33,7 +34,6 @@ def _about_graphs(problems: list[str]) -> list[str]:
             [*ONLINE, *MCORE, "model.attention=transformer_engine"],
             "the layers of model.attention: transformer_engine were never captured",
         ),
-        ([*ONLINE, *MCORE, "parallelism.context=2"], "context: 2 cuts each segment"),
         ([*ONLINE, *MCORE, "parallelism.pipeline=2"], "pipeline: 2 has several rows under way"),
         ([*ONLINE, "parallelism.sharding=fsdp"], "gathers the weights of each layer"),
         ([*ONLINE, "packing.share_prefix=true"], "packing.share_prefix: true"),
@@ -82,12 +82,28 @@ def test_families_that_need_the_loop_are_refused(model_type, minimal):
     assert found.path == ("training", "cuda_graphs")
 
 
-def test_experts_are_captured_on_one_engine(minimal):
-    assert _about_the_family(minimal, "qwen3_vl_moe") == []
-    (found,) = _about_the_family(minimal, "qwen3_vl_moe", *MCORE)
-    assert found.path == ("training", "cuda_graphs")
-    assert "how many tokens each expert gets" in found.message
-    assert _about_the_family(minimal, "qwen3_vl", *MCORE) == []
+@pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "qwen3_5_moe", "qwen3_vl"])
+def test_experts_are_captured_on_both_engines(minimal, model_type):
+    assert _about_the_family(minimal, model_type) == []
+    assert _about_the_family(minimal, model_type, *MCORE) == []
+
+
+def test_a_captured_row_shares_out_its_heads(problems_of, tmp_path):
+    """Under context parallelism: queries evenly, and the keys that these need."""
+
+    def about(heads, groups, *split):
+        config = {"num_attention_heads": heads, "num_key_value_heads": groups}
+        (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        split = [f"parallelism.{each}" for each in split]
+        asked = [*GRAPHS, *ONLINE, *MCORE, f"model.path={tmp_path}", *split]
+        return _about_graphs(problems_of(asked))
+
+    assert about(8, 2, "context=2") == about(8, 2, "context=4") == []
+    assert about(8, 4, "tensor=2", "context=4") == []
+    (found,) = about(8, 2, "context=16")
+    assert "context: 16 with tensor: 1 shares out the num_attention_heads 8" in found
+    (found,) = about(12, 4, "context=3")
+    assert "num_key_value_heads 4 of" in found and found.endswith("training.cuda_graphs: none")
 
 
 def test_the_table_says_where_graphs_are():
@@ -100,7 +116,7 @@ def test_the_table_says_where_graphs_are():
     assert cells["qwen2_5_vl"]["mcore"]["CUDA graphs"] is None
     experts = row_of("qwen3_vl_moe", versions).cells
     assert experts["hf"]["CUDA graphs"] is None
-    assert "how many tokens each expert gets" in str(experts["mcore"]["CUDA graphs"])
+    assert experts["mcore"]["CUDA graphs"] is None
 
 
 def test_graphs_are_no_part_of_a_run(minimal):

@@ -51,7 +51,7 @@ def settled_compute(
         version = passed_transformer_engine(device, dtype)
         if version is not None:
             return Compute(dtype, None, f"tests/gpu has passed with {version}")
-    if split.context > 1 and model.attention == "auto":
+    if split.context > 1 and model.attention == "auto" and not captures:
         why = "with context parallelism; or transformer_engine"
         return Compute(dtype, AttentionChoice("segments", segment_attention, why))
     choice = choose_attention(
@@ -62,7 +62,7 @@ def settled_compute(
         largest_head=family.largest_head,
         fixed_shape=captures,
     )
-    if split.context > 1 and choice.name != "segments":
+    if split.context > 1 and choice.name != "segments" and not captures:
         raise CapabilityError(
             f"model.attention: {choice.name} knows no context parallelism (parallelism.context is "
             f"{split.context}); use segments or transformer_engine"

@@ -54,19 +54,8 @@ MCORE_FEATURES: tuple[Feature, ...] = ("CP", "TP", "SP", "PP", "EP")
 """What megatron-core alone can do."""
 
 _NEEDS_MCORE = Limit("needs model.backend: mcore")
-_EXPERTS_READ = Limit(
-    "reads on the host how many tokens each expert gets, which no graph can",
-    "use model.backend: hf",
-)
-
 ENGINE_LIMITS: Mapping[Engine, Mapping[Feature, Limit]] = {
     "hf": dict.fromkeys(MCORE_FEATURES, _NEEDS_MCORE),
     "mcore": {},
 }
 """What an engine cannot do with any model."""
-
-EXPERT_LIMITS: Mapping[Engine, Mapping[Feature, Limit]] = {
-    "hf": {},
-    "mcore": {"CUDA graphs": _EXPERTS_READ},
-}
-"""What an engine cannot do with a mixture of experts."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from vlmpack.capabilities.limits import (
     ENGINE_LIMITS,
     ENGINES,
-    EXPERT_LIMITS,
     FEATURES,
     MCORE_FEATURES,
     NO_EXPERTS,
@@ -70,8 +69,6 @@ def why_not(
         return ENGINE_LIMITS[engine][feature]
     if engine not in model.engines:
         return NOT_ON_MCORE
-    if model.has_experts and feature in EXPERT_LIMITS[engine]:
-        return EXPERT_LIMITS[engine][feature]
     packages = ["transformers"]
     if engine == "mcore":
         packages.append("megatron-core")

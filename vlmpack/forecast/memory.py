@@ -212,12 +212,12 @@ class _Estimate:
 
     def _replayed_gradients(self, rank: _Rank) -> int:
         """Bytes of the decoder that a captured backward pass writes before they are added up."""
-        if not self.forms.captured:
-            return 0
-        outside = self.sizes.tower + (self.sizes.embedding + self.sizes.head) // self.split.tensor
-        beside = self.trained.adapters_on(self.split, tower=False)
-        count = beside + self.trained.language * (rank.parameters - outside)
-        return count * (self.number if self._local() else 4)
+        outside = rank.experts * (self.model.backend == "mcore") + self.sizes.tower
+        outside += (self.sizes.embedding + self.sizes.head) // self.split.tensor
+        count = self.trained.language * (rank.parameters - outside)
+        count += self.trained.adapters_on(self.split, tower=False)
+        each = self.number if self._local() else 4
+        return count * each if self.forms.captured else 0
 
     def _hf_state(self, rank: _Rank) -> tuple[int, int, int]:
         sizes, trained = self.sizes, self.trained

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from vlmpack.capabilities.limits import (
-    EXPERT_LIMITS,
     MCORE_FEATURES,
     NOT_ON_MCORE,
     ONLY_ON_MCORE,
@@ -80,8 +79,6 @@ def family_has_the_features(
     """No feature that is asked for is beyond the family; that the other engine would have it helps
     only where it runs the family."""
     limits: dict[Feature, Limit] = dict(served.limits)
-    if served.has_experts:
-        limits = dict(EXPERT_LIMITS[model.backend]) | limits
     if model.backend == "hf" and "mcore" not in served.engines:
         limits = dict.fromkeys(MCORE_FEATURES, ONLY_ON_MCORE) | limits
     return [

@@ -6,6 +6,7 @@ the same place in every step, is refused here by name.
 
 from __future__ import annotations
 
+from vlmpack.recipe.model_rules import ModelConfig, shares_heads
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import (
@@ -56,15 +57,22 @@ def graphs_hold_layers_of_ours(training: TrainingSection, model: ModelSection) -
     return _refused(training, model.attention == "transformer_engine", why)
 
 
-def graphs_hold_whole_rows(
-    training: TrainingSection, parallelism: ParallelismSection
+def graphs_share_the_heads_of_a_row(
+    training: TrainingSection, parallelism: ParallelismSection, config: ModelConfig
 ) -> list[Problem]:
-    """Ranks that share a row in context parallelism cut each segment by its length."""
+    """Ranks that share a row in context parallelism each run all of it for some of its heads, as
+    cutting segments would follow their lengths."""
+    heads = config.size("num_attention_heads")
+    groups = config.size("num_key_value_heads") or heads
+    tensor, context = parallelism.tensor, parallelism.context
+    if context == 1 or not heads or groups % tensor or shares_heads(heads, groups, tensor, context):
+        return []
     why = (
-        f"parallelism.context: {parallelism.context} cuts each segment by its own length, which "
-        f"no graph can replay; set context to 1, or {_OFF}"
+        f"parallelism.context: {context} with tensor: {tensor} shares out the num_attention_heads "
+        f"{heads} and num_key_value_heads {groups} of {config.folder}/config.json in a graph, and "
+        f"these do not divide so; use another context, or {_OFF}"
     )
-    return _refused(training, parallelism.context > 1, why)
+    return _refused(training, True, why)
 
 
 def graphs_hold_one_row_at_a_time(

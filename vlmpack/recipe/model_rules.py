@@ -131,6 +131,22 @@ def experts_are_there(
     return problems
 
 
+def shares_heads(heads: int, groups: int, tensor: int, context: int) -> bool:
+    """Whether ranks can each run a whole row for some of its query heads: as many each, with whole
+    groups of key-value heads, or all in one.
+
+    Args:
+        heads: query heads.
+        groups: key-value heads, which tensor parallelism divides.
+        tensor: TP.
+        context: CP.
+    """
+    if heads % (tensor * context):
+        return False
+    each, of_group = heads // (tensor * context), heads // groups
+    return groups // tensor % context == 0 or of_group % each == 0
+
+
 def _divisors(number: int) -> list[int]:
     """The divisors up to 64: no more than that share a layer."""
     return [size for size in range(1, min(number, 64) + 1) if number % size == 0]

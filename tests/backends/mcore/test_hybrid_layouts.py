@@ -31,11 +31,10 @@ SAVE = f"save:{VLM}:{worker.SAVED}"
 
 LAUNCHES = {
     "two": [
-        *(f"train:{VLM}:{name}" for name in ("tp2", "tp2-whole", "cp2", "pp2")),
-        f"train:{TEXT}:cp2",
-        *(f"train:{MOE}:{name}" for name in ("tp2-ep2", "cp2-ep2")),
+        *(f"train:{VLM}:{name}" for name in ("tp2", "cp2", "pp2")),
+        f"train:{MOE}:cp2-ep2",
         f"export:{VLM}:tp2",
-        f"export:{MOE}:tp2-ep2",
+        f"export:{MOE}:cp2-ep2",
         SAVE,
         f"resume:{VLM}:cp2",
         f"twin:{VLM}:cp2",
@@ -44,9 +43,9 @@ LAUNCHES = {
         f"norm without a sum:{VLM}:tp2-whole",
     ],
     "more": [
-        *(f"train:{VLM}:{name}" for name in ("dp2", "tp2-selective")),
-        *(f"train:{TEXT}:{name}" for name in ("tp2", "pp2", "dp2")),
-        *(f"train:{MOE}:{name}" for name in ("ep2", "pp2")),
+        *(f"train:{VLM}:{name}" for name in ("dp2", "tp2-selective", "tp2-whole")),
+        *(f"train:{TEXT}:{name}" for name in ("tp2", "pp2", "dp2", "cp2")),
+        *(f"train:{MOE}:{name}" for name in ("tp2-ep2", "ep2", "pp2")),
         "train:qwen3_5_moe_text:cp2-ep2",
     ],
     "four": [f"train:{WIDE}:{name}" for name in ("tp2-cp2", "tp2-pp2", "cp2-pp2")],

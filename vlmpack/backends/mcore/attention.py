@@ -6,7 +6,9 @@ this rank's tokens travel with the packed-sequence params, built once per micro-
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vlmpack.attention import VarlenAttention, apply_rope
 from vlmpack.backends.fused import Rotate
-from vlmpack.backends.mcore.collectives import gather_slices
+from vlmpack.backends.mcore.collectives import gather_slices, heads_to_slots, slots_to_heads
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import ContextSlice, PackedSeqParams
 from vlmpack.recurrence import RowSegments
@@ -37,7 +39,10 @@ class RowParams(MegatronPackedSeqParams):
         cos: (T / CP, R / 2) float32, of this rank's tokens; with `rotate` (1, T / CP, R), as
             kernels read them. R columns of a head are rotated.
         sin: the same.
-        context: this rank's slice; None where rows are whole.
+        context: this rank's slice; None where rows are whole, and in a captured graph.
+        natural_order: of the ranks' slices, see `ContextSlice`; None where rows are whole.
+        replayed: what captured parts read of the row beside boundaries; None where nothing is
+            replayed.
         deep: what the first layers add to their outputs (DeepStack).
         pad_between_seqs: for Transformer Engine, which would look for gaps in every layer: here an
             alignment gap counts as its segment's tail, so there are none.
@@ -49,6 +54,8 @@ class RowParams(MegatronPackedSeqParams):
     cos: Tensor | None = None
     sin: Tensor | None = None
     context: ContextSlice | None = None
+    natural_order: Tensor | None = None
+    replayed: Mapping[str, Tensor] | None = None
     deep: tuple[Tensor, ...] = ()
     pad_between_seqs: bool = False
     rotate: Rotate | None = None
@@ -75,6 +82,7 @@ def megatron_params(
     deep: tuple[Tensor, ...],
     rotate: Rotate | None = None,
     width: int | None = None,
+    natural_order: Tensor | None = None,
 ) -> RowParams:
     """Our params in Megatron's class: one tensor of physical boundaries for all four of its fields.
 
@@ -93,6 +101,7 @@ def megatron_params(
         rotate: what rotates as one kernel; it reads whole heads' angles, made here once for all
             layers.
         width: T; None for the sum of the segments' lengths, which a captured graph does not know.
+        natural_order: where `context` is what a captured graph does not know; else it says so.
 
     Raises:
         CapabilityError: segments that go on from others.
@@ -118,6 +127,7 @@ def megatron_params(
         cos=cos,
         sin=sin,
         context=context,
+        natural_order=natural_order if context is None else context.natural_order,
         deep=deep,
         rotate=rotate,
     )
@@ -169,8 +179,12 @@ class PackedCoreAttention(MegatronModule):
             raise ValueError("packed rows need RowParams and no attention mask")
         query, key = packed_seq_params.rotated(query, key)
         row, context = packed_seq_params.row, packed_seq_params.context
+        order = packed_seq_params.natural_order
         assert row is not None
-        if context is None:
+        if context is None and order is not None:
+            attend = partial(self.varlen, params=row, scale=self.softmax_scale)
+            output = attention_by_heads(query, key, value, attend, order, group=self.cp_group)
+        elif context is None:
             output = self.varlen(query, key, value, row, scale=self.softmax_scale)
         else:
             output = context_parallel_attention(
@@ -183,6 +197,49 @@ class PackedCoreAttention(MegatronModule):
                 scale=self.softmax_scale,
             )
         return output.flatten(1)
+
+
+def attention_by_heads(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    natural_order: Tensor,
+    *,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """Attention of whole rows, of this rank's share of the heads: nothing follows from segments but
+    by the boundaries that `attend` reads, so a graph can hold it.
+
+    Queries are exchanged for heads, and back. Keys and values are, too, where there are as many;
+    fewer are gathered, and each rank takes those of its queries.
+
+    Args:
+        query: (T / CP, Hq, D), this rank's slice.
+        key: (T / CP, Hkv, D).
+        value: (T / CP, Hkv, D).
+        attend: whole-row attention.
+        natural_order: (T,) int64, see `ContextSlice`.
+        group: the CP group.
+
+    Returns:
+        (T / CP, Hq, D).
+    """
+    size, groups, width = group.size(), key.shape[1], query.shape[-1]
+    if groups % size == 0:
+        flat = [part.flatten(1) for part in (query, key, value)]
+        whole = slots_to_heads(flat, natural_order, group=group)
+        queries, keys, values = (part.unflatten(-1, (-1, width)) for part in whole)
+    else:
+        (flat_queries,) = slots_to_heads([query.flatten(1)], natural_order, group=group)
+        queries = flat_queries.unflatten(-1, (-1, width))
+        both = gather_slices(torch.stack((key, value), dim=1), natural_order, group)
+        head = group.rank() * queries.shape[1] * groups // query.shape[1]
+        keys, values = both[:, 0, head : head + 1], both[:, 1, head : head + 1]
+    found = attend(queries, keys.contiguous(), values.contiguous())
+    slots = heads_to_slots(found.flatten(1), natural_order, group=group)
+    output: Tensor = slots.unflatten(-1, (-1, width))
+    return output
 
 
 def context_parallel_attention(

@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vlmpack.packing import ContextSlice
-
 
 class _GatherSlices(torch.autograd.Function):
     """Slices of all context-parallel ranks, in the row's order; backward sums and slices."""
@@ -155,13 +153,13 @@ def _to_slots(whole: Tensor, natural_order: Tensor, group: Any) -> Tensor:
 
 
 def slots_to_heads(
-    parts: Sequence[Tensor], context: ContextSlice, *, group: dist.ProcessGroup
+    parts: Sequence[Tensor], natural_order: Tensor, *, group: dist.ProcessGroup
 ) -> tuple[Tensor, ...]:
     """The whole row of this rank's share of the heads, from this rank's slots of all of them.
 
     Args:
         parts: (T / CP, C) each, channels by heads; ranks take heads in order, as many each.
-        context: this rank's slice.
+        natural_order: (T,) int64, see `ContextSlice`.
         group: the context-parallel group.
 
     Returns:
@@ -169,15 +167,15 @@ def slots_to_heads(
     """
     ranks = group.size()
     together = torch.cat([part.unflatten(-1, (ranks, -1)) for part in parts], dim=-1)
-    whole: Tensor = _ToHeads.apply(together, context.natural_order, group)  # type: ignore[no-untyped-call]
+    whole: Tensor = _ToHeads.apply(together, natural_order, group)  # type: ignore[no-untyped-call]
     widths = [part.shape[-1] // ranks for part in parts]
     return tuple(whole.split(widths, dim=-1))
 
 
-def heads_to_slots(whole: Tensor, context: ContextSlice, *, group: dist.ProcessGroup) -> Tensor:
+def heads_to_slots(whole: Tensor, natural_order: Tensor, *, group: dist.ProcessGroup) -> Tensor:
     """This rank's slots of all heads, (T / CP, C), from the whole row of its share of them,
     (T, C / CP)."""
-    local: Tensor = _ToSlots.apply(whole, context.natural_order, group)  # type: ignore[no-untyped-call]
+    local: Tensor = _ToSlots.apply(whole, natural_order, group)  # type: ignore[no-untyped-call]
     return local.flatten(1)
 
 

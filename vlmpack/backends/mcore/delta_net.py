@@ -137,12 +137,12 @@ class PackedGatedDeltaNet(MegatronModule):
         mixed, _ = self.in_proj(hidden_states)
         query, key, value, gate, rate, decay = mixed[:, 0].split(self.widths, dim=-1)
         mixers: tuple[Tensor, ...] = (query, key, value, rate, decay)
-        context = packed_seq_params.context
-        if context is not None:
-            mixers = slots_to_heads(mixers, context, group=self.cp_group)
+        order = packed_seq_params.natural_order
+        if order is not None:
+            mixers = slots_to_heads(mixers, order, group=self.cp_group)
         found = self._mixed(mixers, packed_seq_params)
-        if context is not None:
-            found = heads_to_slots(found, context, group=self.cp_group)
+        if order is not None:
+            found = heads_to_slots(found, order, group=self.cp_group)
         normed = self.out_norm(found.unflatten(-1, (-1, self.value_width)))
         gated = normed.flatten(1) * silu(gate.float())
         return self.out_proj(gated.to(mixed.dtype)[:, None])  # type: ignore[no-any-return]

@@ -25,6 +25,7 @@ from vlmpack.backends.mcore.beside import BesideLayers
 from vlmpack.backends.mcore.collectives import sum_parts
 from vlmpack.backends.mcore.config import transformer_config
 from vlmpack.backends.mcore.cpu import megatron_on_cpu
+from vlmpack.backends.mcore.decoder_graph import recomputed_parts
 from vlmpack.backends.mcore.fused import FusedParts, launch_queues
 from vlmpack.backends.mcore.groups import in_words, start_model_parallel
 from vlmpack.backends.mcore.layout import LocalParameter, WeightLayout, local_parameters
@@ -132,8 +133,8 @@ class MegatronEngine:
                 recurrence=recurrence,
             ).to(self.device)
             self.adapters.add_to(self.model, family)
-            layers = {layer.layer_number - 1: layer for layer in self.model.gpt.decoder.layers}
-            recompute_modules(layers, model.recomputed)
+            for layers in recomputed_parts(self.model, captured=compute.captures):
+                recompute_modules(layers, model.recomputed)
             if compute.captures:
                 self.model.capture_decoder(recorder(self.device))
             self.router_sum = None

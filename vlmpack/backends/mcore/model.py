@@ -38,7 +38,7 @@ from vlmpack.backends.fused import FusedOps
 from vlmpack.backends.mcore.attention import RowParams, megatron_params
 from vlmpack.backends.mcore.collectives import gather_features
 from vlmpack.backends.mcore.config import decoder_spec, padded_vocabulary
-from vlmpack.backends.mcore.decoder_graph import capture_layers
+from vlmpack.backends.mcore.decoder_graph import ORDER, MixerGraphs, capture_layers
 from vlmpack.backends.mcore.deep_features import add_after
 from vlmpack.backends.mcore.overlap import ParameterGather
 from vlmpack.backends.mcore.weights.dims import LanguageDims
@@ -97,7 +97,7 @@ class MegatronVLM(MegatronModule):
             model is a language model alone.
     """
 
-    graph: DecoderGraph | None = None
+    graph: DecoderGraph | MixerGraphs | None = None
     """Replays the layers for training rows of one shape."""
 
     def __init__(
@@ -185,29 +185,41 @@ class MegatronVLM(MegatronModule):
         if merged is not None:
             hidden = self._scatter(merged.embeds, batch)
             deep = tuple(self._scatter(each, batch) for each in merged.deep)
-        if hidden is not None and self.graph is not None and self.graph.takes(batch):
+        replays = hidden is not None and self.graph is not None and self.graph.takes(batch)
+        if hidden is not None and replays and isinstance(self.graph, DecoderGraph):
             self._wait_for(self.gpt)
-            cos, sin = self._angles(batch)
             row = StaticRow(
                 embeds=hidden,
                 boundaries=packed_seq_params.cu_seqlens_physical,
-                where={"cosines": cos, "sines": sin},
+                where=self._where(batch),
                 deep=deep,
             )
             return self._losses(self.graph(row), batch)
+        params = self._row_params(batch, packed_seq_params, deep)
+        if replays:
+            params.replayed = self._where(batch)
         hidden = self.gpt.decoder(
             hidden_states=hidden,
             attention_mask=None,
-            packed_seq_params=self._row_params(batch, packed_seq_params, deep),
+            packed_seq_params=params,
             padding_mask=self._padding_mask(batch),
         )
         return self._losses(hidden, batch) if self.post_process else hidden
 
-    def capture_decoder(self, recorder: Recorder) -> DecoderGraph:
+    def capture_decoder(self, recorder: Recorder) -> None:
         """Have the layers recorded at the first training row of fixed shape, and replayed; of a
-        stage that has all of them."""
-        self.graph = capture_layers(self.gpt.decoder, recorder, rotate=self.rotate)
-        return self.graph
+        stage that has all of them. Of a mixture of experts their mixers."""
+        self.dims.check_captured(self.sizes)
+        if self.dims.experts is None:
+            self.graph = capture_layers(self.gpt.decoder, recorder, rotate=self.rotate)
+        else:
+            self.graph = MixerGraphs(self.gpt.decoder.layers, recorder, rotate=self.rotate)
+
+    def _where(self, batch: PackedBatch) -> dict[str, Tensor]:
+        """What a recording reads of a row beside its boundaries."""
+        cos, sin = self._angles(batch)
+        slices = {} if batch.context is None else {ORDER: batch.context.natural_order}
+        return {"cosines": cos, "sines": sin, **slices}
 
     def _padding_mask(self, batch: PackedBatch) -> Tensor | None:
         """(1, T') bool of this rank's tokens, for the experts' statistics."""

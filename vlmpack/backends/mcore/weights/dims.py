@@ -11,6 +11,7 @@ from vlmpack.attention import RopeLayout
 from vlmpack.backends.mcore.rope import inverse_frequencies
 from vlmpack.backends.mcore.weights import MegatronFamily
 from vlmpack.errors import CapabilityError
+from vlmpack.recipe.model_rules import shares_heads
 from vlmpack.recipe.schema import ParallelismSection
 from vlmpack.recurrence import Kind
 
@@ -200,6 +201,16 @@ class LanguageDims:
     def state_kinds(self) -> tuple[Kind, ...]:
         """What layers that carry state are made of; nothing without such layers."""
         return ("convolution", "delta_rule") if self.delta_net is not None else ()
+
+    def check_captured(self, sizes: ParallelismSection) -> None:
+        """Raise CapabilityError where a captured row's heads cannot be shared out over context
+        parallelism."""
+        if not shares_heads(self.heads, self.groups, sizes.tensor, sizes.context):
+            raise CapabilityError(
+                f"parallelism.context is {sizes.context}: the {self.heads} query heads and "
+                f"{self.groups} key-value heads of a captured row are not shared out evenly with "
+                f"parallelism.tensor {sizes.tensor}; set training.cuda_graphs: none"
+            )
 
     def check(self, sizes: ParallelismSection) -> None:
         """Raise CapabilityError for sizes that do not divide, with both numbers."""

@@ -1,0 +1,97 @@
+"""Captured rows in parallel layouts, layers that carry state and experts among them: the recorded
+part runs the same operators for any row, and replays of other rows are that code run anew.
+
+`test_decoder_graph.py` has the same in one process, by family.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import pytest
+from support import captured_layouts as worker
+from support import layouts
+from support.families import tiny_family_folder
+from support.forked import check_ranks
+
+pytestmark = pytest.mark.slow
+
+DENSE, MOE, OTHER = "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"
+
+LAUNCHES = {
+    "two": [
+        f"{DENSE}:tp2",
+        f"{DENSE}:cp2",
+        f"{MOE}:cp2-ep2",
+        f"{DENSE}:cp2:order",
+        f"{DENSE}:cp2:segments",
+    ],
+    "more": [f"{MOE}:tp2-ep2", f"{MOE}:ep2", f"{DENSE}:cp2-full", f"{OTHER}:cp2-ep2"],
+    "four": [f"{OTHER}:tp2-cp2"],
+}
+"""Jobs that share processes."""
+
+MARKS = {"two": (), "more": pytest.mark.soak, "four": pytest.mark.soak}
+LAUNCH_OF = {job: launch for launch, jobs in LAUNCHES.items() for job in jobs}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What a job found; all of a launch run when the first is asked for."""
+    folder = tmp_path_factory.mktemp("captured")
+    for family in (DENSE, MOE, OTHER):
+        (folder / family).mkdir()
+        tiny_family_folder(family, folder / family)
+
+    @cache
+    def launch(name):
+        jobs = LAUNCHES[name]
+        processes = worker.LAYOUTS[jobs[0].split(":")[1]].processes
+        script = layouts.TESTS / "support" / "captured_layouts.py"
+        try:
+            check_ranks([script, folder, *jobs], processes)
+        except AssertionError as error:
+            return error
+        return None
+
+    def facts(job):
+        problem = launch(LAUNCH_OF[job])
+        if problem is not None:
+            raise problem
+        return json.loads((folder / f"{job.replace(':', '-')}.json").read_text())
+
+    return facts
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(job, marks=MARKS[launch])
+        for job, launch in LAUNCH_OF.items()
+        if job.count(":") == 1
+    ],
+)
+def test_other_rows_are_replayed(found, job):
+    """Bit for bit as the same code run anew; within 1e-6 of the loss and 1e-5 of each gradient as
+    the same samples in rows of any shape, whose segments attention loops over."""
+    family, name = job.split(":")
+    layout = worker.LAYOUTS[name]
+    ranks = found(job)
+    assert len(ranks) == layout.processes
+    for facts in ranks:
+        assert facts["difference"] == [] and facts["host reads"] == []
+        assert facts["other bits"] == []
+        assert facts["captures"] == [1] and facts["replays"] == [len(worker.BINS)]
+        assert facts["recordings"] == (1 if family == DENSE else 4), "one a layer with experts"
+        assert facts["operators"] > (3000 if family == DENSE else 200), "forward and backward"
+        assert (facts["collectives"] > 0) == (layout.tensor * layout.context > 1)
+        assert facts["loss"] <= 1e-6 and facts["gradients"] <= 1e-5
+        assert facts["scale"] > 1, "nothing to compare"
+
+
+@pytest.mark.parametrize("fault", worker.FAULTS)
+def test_what_is_kept_of_the_first_row_is_found(found, fault):
+    for facts in found(f"{DENSE}:cp2:{fault}"):
+        assert facts["other bits"]
+        assert facts["gradients"] > 1e-2
