@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+from support.published_names import PUBLISHED_CONFIGS
+from support.published_recipes import PUBLISHED
 
 from vlmpack.recipe import derive, identity, identity_differences, load_recipe, notes
 
@@ -50,6 +52,10 @@ def models(tmp_path: Path) -> Path:
         (tmp_path / name).mkdir(parents=True)
         config = {"model_type": "qwen2_5_vl"} | sizes
         (tmp_path / name / "config.json").write_text(json.dumps(config))
+    for entry in PUBLISHED.values():
+        folder = tmp_path / entry.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(PUBLISHED_CONFIGS[entry.model]))
     (tmp_path / "assets").symlink_to(ROOT / "assets")
     return tmp_path
 
@@ -75,6 +81,9 @@ def test_every_recipe_uses_all_its_processes(file):
     sizes, layout = derive(recipe, processes), recipe.parallelism
     copy = layout.tensor * layout.pipeline * layout.context
     assert sizes.data_parallel * copy == processes
+    if sizes.gradient_accumulation_steps is None:  # rows of a batch of samples: as many as it takes
+        assert recipe.packing.scope == "batch"
+        return
     micro = recipe.training.micro_batch_size
     assert (
         sizes.gradient_accumulation_steps * micro * sizes.data_parallel
@@ -102,6 +111,14 @@ def test_recipes_for_gpus_say_that_they_have_not_run_on_any(file):
     else:
         assert "NOT YET RUN ON GPUS" in header(file)
         assert f"--world-size {world_size(file)}`" in header(file)
+
+
+def test_every_recipe_for_a_published_size_is_in_the_tests():
+    named = {load_recipe(file).model.path: file.stem for file in FILES}
+    assert {entry.folder for entry in PUBLISHED.values()} == {*named} - {*QWEN} - {
+        path for path in named if not path.startswith("models/")
+    }
+    assert {*PUBLISHED} <= {file.stem for file in FILES}
 
 
 def test_every_recipe_has_its_own_run_folder():
