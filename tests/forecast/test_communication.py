@@ -22,9 +22,10 @@ from vlmpack.recipe.schema import ModelSection, ParallelismSection
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
     folder = tmp_path_factory.mktemp("traffic")
-    experts = tiny_family_folder("qwen3_vl_moe", tmp_path_factory.mktemp("experts"))
-    check_ranks([traffic.__file__, folder, experts, *traffic.LAYOUTS], 2)
-    return folder, {True: experts, False: TINY_MODEL}
+    for name in traffic.FAMILIES:
+        (folder / name).symlink_to(tiny_family_folder(name, tmp_path_factory.mktemp(name)))
+    check_ranks([traffic.__file__, folder, *traffic.LAYOUTS], 2)
+    return folder
 
 
 def planned(name, folder, found):
@@ -63,24 +64,21 @@ def forecast_parts(name, folder, found, key):
 def test_bytes_and_messages_are_those_that_were_sent(launched, name):
     """Exact, but for what pads buckets (1%) and features, which are padded to those of the fullest
     rank going out and not coming back. Messages of at most 512 bytes are not counted."""
-    folder, models = launched
-    experts = traffic.LAYOUTS[name].expert > 1
-    ranks = json.loads((folder / f"{name}.json").read_text())
-    sent, expected = counted(ranks[0]), forecast(name, models[experts], ranks[0])
+    model = traffic.model_of(name, launched)
+    ranks = json.loads((launched / f"{name}.json").read_text())
+    sent, expected = counted(ranks[0]), forecast(name, model, ranks[0])
     assert expected.keys() == sent.keys()
     for key, (calls, size) in sent.items():
         print(f"\n{name} {key}: {calls} calls, {size:,} bytes; forecast {expected[key]}")
         if key == ("EP", "all-to-all"):  # a rank's experts get as many tokens as routers say
             size = sum(counted(rank)[key][1] for rank in ranks)
-            each = (forecast(name, models[experts], rank)[key][1] for rank in ranks)
+            each = (forecast(name, model, rank)[key][1] for rank in ranks)
             assert sum(each) == pytest.approx(size, rel=0.01)
         elif key == ("CP", "all-reduce"):
             assert 0.85 * expected[key][1] < size < expected[key][1]
         else:
             assert expected[key][1] == pytest.approx(size, rel=0.01)
-        if key[0] != "EP" and "features" not in forecast_parts(
-            name, models[experts], ranks[0], key
-        ):
+        if key[0] != "EP" and "features" not in forecast_parts(name, model, ranks[0], key):
             assert expected[key][0] == calls
 
 

@@ -1,10 +1,11 @@
 """Run in ranks: what the collectives of an optimizer step move, by layout.
 
-    torchrun --nproc-per-node N traffic.py FOLDER EXPERTS LAYOUT [LAYOUT ...]
+    torchrun --nproc-per-node N traffic.py FOLDER LAYOUT [LAYOUT ...]
 
-Writes FOLDER/<layout>.json, by rank: collectives in a step as [group, kind, calls, bytes], and what
-a forecast needs of the micro-batches. Bytes are those of the whole tensor, before any algorithm:
-what an all-gather makes, what a reduce-scatter is given.
+FOLDER/<family> is a model folder of a layout that begins with one of `FAMILIES`; the others are of
+the committed tiny model. Writes FOLDER/<layout>.json, by rank: collectives in a step as [group,
+kind, calls, bytes], and what a forecast needs of the micro-batches. Bytes are those of the whole
+tensor, before any algorithm: what an all-gather makes, what a reduce-scatter is given.
 """
 
 from __future__ import annotations
@@ -35,8 +36,19 @@ LAYOUTS = {
     "dp2": Layout(dp=2, distributed=True),
     "dp2-replicated": Layout(dp=2),
     # 0.16 gathers parameters twice where there are experts, but for overlap.
-    "ep2": Layout(dp=2, expert=2, distributed=True, overlap=True),
+    "qwen3_vl_moe-ep2": Layout(dp=2, expert=2, distributed=True, overlap=True),
+    "qwen3_5-tp2-sp": Layout(tensor=2, sequence=True, recompute="full"),
+    "qwen3_5-cp2": Layout(context=2, distributed=True, recompute="full"),
 }
+FAMILIES = ("qwen3_vl_moe", "qwen3_5")
+
+
+def model_of(name: str, folder: Path) -> Path:
+    """The model folder of a layout."""
+    family = name.partition("-")[0]
+    return folder / family if family in FAMILIES else TINY_MODEL
+
+
 GROUPS = {
     "dp_cp": "DP x CP",
     "tp": "TP",
@@ -90,10 +102,10 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run(name: str, ranks: Ranks, folder: Path, experts: Path) -> None:
+def run(name: str, ranks: Ranks, folder: Path) -> None:
     """The second step of a layout, counted."""
     layout = LAYOUTS[name]
-    model = experts if layout.expert > 1 else TINY_MODEL
+    model = model_of(name, folder)
     engine = make_megatron(layout, ranks, model)
     stepper = stepper_with(engine, "adamw")
     train(stepper, layout, 1, model)
@@ -118,13 +130,13 @@ def run(name: str, ranks: Ranks, folder: Path, experts: Path) -> None:
     dist.barrier()
 
 
-def main(folder: Path, experts: Path, names: list[str]) -> None:
+def main(folder: Path, names: list[str]) -> None:
     """One layout after the other."""
     for name in names:
         with one_layout(LAYOUTS[name]) as ranks:
-            run(name, ranks, folder, experts)
+            run(name, ranks, folder)
     stop_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -14,6 +14,9 @@ bytes of a number, L decoder layers of the stage, over n micro-batches:
                   once; 4 bytes of each norm's weight are summed
     CP            T e of keys and values, an all-gather forward (once more where it is computed
                   again) and a reduce-scatter back a layer
+    CP, state     delta rules: T' e of queries, keys, values and two numbers a head, slots for heads
+                  in an all-to-all, and of values back, forward (again where it is computed again)
+                  and backward a layer
     PP            T' h e to the next stage (/ TP with SP); the last stage's copy of a tied embedding
     EP            T' k h e of hidden states, k experts a token (/ TP with SP), to the experts and
                   back, forward and backward, and 4 bytes a choice of weights
@@ -135,8 +138,9 @@ class _Step:
     def notes(self) -> Iterator[str]:
         """What is left out."""
         yield "left out: losses, norms of gradients, votes on bad samples, and the data path"
-        if self.split.context > 1 and any(layer.recurrent for layer in self.sizes.decoder):
-            yield "left out: heads that layers with state exchange under context parallelism"
+        kinds = {layer.recurrent.kind for layer in self.sizes.decoder if layer.recurrent}
+        if self.split.context > 1 and kinds - {"delta_rule"}:
+            yield "left out: heads that other recurrences exchange under context parallelism"
 
     def hf(self) -> Iterator[Traffic]:
         """DDP reduces gradients; FSDP2 gathers parameters for each pass and scatters gradients."""
@@ -237,6 +241,18 @@ class _Step:
         what = "keys and values"
         yield self._part(what, "all-gather", n * len(gathers), gathered, group)
         yield self._part(what, "reduce-scatter", n * len(layers), scattered, group)
+        rules = [
+            (
+                layer.recurrent.channels + 2 * layer.recurrent.heads + layer.recurrent.inner,
+                2 + again,
+            )
+            for layer, again in self.layers
+            if layer.recurrent is not None and layer.recurrent.kind == "delta_rule"
+        ]
+        tokens = self.rows.slots / split.context / split.tensor
+        exchanged = tokens * self.number * sum(columns * passes for columns, passes in rules)
+        calls = 2 * n * sum(passes for _, passes in rules)
+        yield self._part("slots for heads", "all-to-all", calls, exchanged, group)
 
     def _stages(self) -> Iterator[Traffic]:
         split, n = self.split, self.rows.micro_batches
