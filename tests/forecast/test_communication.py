@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 
 import pytest
 from support import traffic
@@ -18,14 +19,31 @@ from vlmpack.forecast.traffic import Links, Traffic
 from vlmpack.forecast.trained import EVERY_WEIGHT, TrainedSizes
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
+SOAK = ("tp2", "tp2-full", "tp2-sp-full", "dp2", "dp2-replicated")
+"""The parts of the others, alone."""
+LAYOUTS = [
+    pytest.param(name, marks=pytest.mark.soak if name in SOAK else pytest.mark.slow)
+    for name in traffic.LAYOUTS
+]
+
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
+    """Where the file of a layout is; layouts of one mark share a launch."""
     folder = tmp_path_factory.mktemp("traffic")
     for name in traffic.FAMILIES:
         (folder / name).symlink_to(tiny_family_folder(name, tmp_path_factory.mktemp(name)))
-    check_ranks([traffic.__file__, folder, *traffic.LAYOUTS], 2)
-    return folder
+
+    @cache
+    def launch(soak):
+        names = [name for name in traffic.LAYOUTS if (name in SOAK) == soak]
+        check_ranks([traffic.__file__, folder, *names], 2)
+
+    def found(name):
+        launch(name in SOAK)
+        return folder, json.loads((folder / f"{name}.json").read_text())
+
+    return found
 
 
 def planned(name, folder, found):
@@ -59,13 +77,12 @@ def forecast_parts(name, folder, found, key):
     return [each.what for each in parts if (each.group, each.kind) == key]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", traffic.LAYOUTS)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_bytes_and_messages_are_those_that_were_sent(launched, name):
     """Exact, but for what pads buckets (1%) and features, which are padded to those of the fullest
     rank going out and not coming back. Messages of at most 512 bytes are not counted."""
-    model = traffic.model_of(name, launched)
-    ranks = json.loads((launched / f"{name}.json").read_text())
+    folder, ranks = launched(name)
+    model = traffic.model_of(name, folder)
     sent, expected = counted(ranks[0]), forecast(name, model, ranks[0])
     assert expected.keys() == sent.keys()
     for key, (calls, size) in sent.items():

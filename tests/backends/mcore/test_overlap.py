@@ -24,7 +24,7 @@ from vlmpack.recipe.schema import ParallelismSection
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 slow = pytest.mark.slow
-SOAK = ("replicated",)
+SOAK = ("replicated", "adapters")
 CASES = [pytest.param(n, marks=pytest.mark.soak if n in SOAK else slow) for n in worker.CASES]
 
 
