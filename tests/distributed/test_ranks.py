@@ -63,7 +63,9 @@ def test_ranks_are_laid_out_as_megatron_lays_them_out(place, tp, cp, pp, dp):
         assert asked == [], "a replica of one process needs no group"
     else:
         # Every process creates the groups of all replicas, in the same order.
-        assert asked == [([sorted(members) for members in replicas], "gloo")] * world
+        # Two of each: for the training thread, and for one that reads ahead.
+        assert asked == [([sorted(members) for members in replicas], "gloo")] * (2 * world)
+        assert all(ranks.ahead.replica_group == "group" for ranks in found)
     assert [ranks.is_main for ranks in found] == [True] + [False] * (world - 1)
     assert sum(ranks.is_lead for ranks in found) == dp
 

@@ -55,6 +55,11 @@ class PlayedRanks(Ranks):
     votes: list[int] = field(default_factory=list)
     told: list[int] = field(default_factory=list)
 
+    @property
+    def ahead(self) -> PlayedRanks:
+        """Itself: one iterator at a time here."""
+        return self
+
     def gather_in_replica(self, values: Any) -> list[Any]:
         """See Ranks."""
         self.votes.append(values.numel() * values.element_size())

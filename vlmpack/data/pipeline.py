@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import chain
 from typing import cast
@@ -292,21 +293,19 @@ class TrainData:
                 yield [self.request(samples) for samples in shares.bins[rank]]
 
         try:
-            steps = begin_steps(
-                self.dataset, requests(), self.config.data, self.config.workers, replica
-            )
-            yield None
-            for micro_batches in steps:
-                planned, shares = coming.popleft()
-                sourced = (
-                    with_sources(m, self._sources, self.split.sources) for m in micro_batches
-                )
-                share = (with_reference(m, self.reference, self.split.places) for m in sourced)
-                step = step_of(planned, state, tuple(share), shares.imbalance)
-                if replica.is_lead:
-                    self.ledger.record(step.skipped, epoch=step.epoch, batch=step.batch)
-                state = step.state
-                yield step
+            data, workers = self.config.data, self.config.workers
+            begun = begin_steps(self.dataset, requests(), data, workers, replica, ahead=True)
+            with closing(begun) as steps:
+                yield None
+                for found in steps:
+                    planned, shares = coming.popleft()
+                    sourced = (with_sources(m, self._sources, self.split.sources) for m in found)
+                    share = (with_reference(m, self.reference, self.split.places) for m in sourced)
+                    step = step_of(planned, state, tuple(share), shares.imbalance)
+                    if replica.is_lead:
+                        self.ledger.record(step.skipped, epoch=step.epoch, batch=step.batch)
+                    state = step.state
+                    yield step
         finally:
             self.split.close()
 

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -45,6 +45,7 @@ class Ranks:
         stage_size: processes of each of its pipeline stages.
         replica_group: gloo group of this replica's processes, for what the host knows; None where
             a replica is one process.
+        ahead_group: another one of the same processes, for a thread beside the training thread.
     """
 
     rank: int = 0
@@ -56,6 +57,7 @@ class Ranks:
     replica_size: int = 1
     stage_size: int = 1
     replica_group: dist.ProcessGroup | None = None
+    ahead_group: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
@@ -77,6 +79,12 @@ class Ranks:
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
+
+    @property
+    def ahead(self) -> Ranks:
+        """The same for a thread beside the training thread: what it says in its replica meets
+        nothing that the training thread says there."""
+        return replace(self, replica_group=self.ahead_group)
 
     def gather_in_replica(self, values: Tensor) -> list[Tensor]:
         """What each process of the replica has, on all of them, the lead's first; a few bytes.
@@ -204,9 +212,10 @@ def start_process_group(
         for dp in range(dp_size)
     ]
     dp_rank = rank // inner % dp_size
-    group = None
+    group = ahead = None
     if replica_size > 1:
         group, _ = dist.new_subgroups_by_enumeration(members, backend="gloo")
+        ahead, _ = dist.new_subgroups_by_enumeration(members, backend="gloo")
     return Ranks(
         rank=rank,
         world_size=world_size,
@@ -217,6 +226,7 @@ def start_process_group(
         replica_size=replica_size,
         stage_size=inner,
         replica_group=group,
+        ahead_group=ahead,
     )
 
 

@@ -133,7 +133,8 @@ def assert_sent_and_held(base: tuple[dict[str, Any], str, Path], name: str) -> N
     assert len(found) == size * LAYOUTS[name].get("pipeline", 1)
     for each in found:
         assert len(each["told"]) == 2, "of the bad sample, once an epoch"
-        assert each["votes"] == [8] * (STEPS + 2), "8 bytes a step, once more where holes were told"
+        # 8 bytes a step, once more where holes were told, and one for the end.
+        assert each["votes"] == [8] * (STEPS + 2 + 1)
         assert len(each["held"]) == STEPS
     for place in range(STEPS):
         held = [each["held"][place] for each in found]
@@ -197,4 +198,10 @@ def test_a_process_that_leaves_the_vote_out_ends_all(base, tmp_path: Path) -> No
         environment={**os.environ, "CONTROL": "silent"},
     )
     assert done.returncode != 0 and time.monotonic() - began < 120
-    assert "could not agree on the rows of a step" in done.stderr
+    words = (
+        "could not agree on the rows of a step",
+        "processes of a replica planned different steps",
+    )
+    assert any(each in done.stderr for each in words), (
+        "the others wait, or hear the next step's vote"
+    )

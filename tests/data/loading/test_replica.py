@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -184,15 +183,15 @@ def test_an_error_that_is_not_skipped_ends_all(tmp_path: Path) -> None:
 
 
 class Failing:
-    """A reader whose bytes fail in one thread, of one sample."""
+    """A reader whose bytes fail in one process, of one sample."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, key: str, error: Exception) -> None:
-        self.thread: int | None = None
+        self.dataset: BinDataset | None = None
         read = BinDataset.read
 
         def failing(dataset: BinDataset, request: Any) -> list[Any]:
             found = list(read(dataset, request))
-            if threading.get_ident() == self.thread:
+            if dataset is self.dataset:
                 for place, ref in enumerate(request.samples):
                     if ref.key == key and not isinstance(error, DataError):
                         raise error
@@ -204,9 +203,10 @@ class Failing:
 
     def in_rank(self, rank: int, tmp_path: Path, pattern: str, **more: Any) -> list[Any]:
         def read(ranks: PlayedRanks) -> list[GlobalStep]:
+            data = opened(pattern, tmp_path / "index", **more)
             if ranks.rank == rank:
-                self.thread = threading.get_ident()
-            return steps_of(opened(pattern, tmp_path / "index", **more), ranks)
+                self.dataset = data.dataset
+            return steps_of(data, ranks)
 
         return in_threads(replica(4, seconds=30), read)
 
@@ -217,7 +217,6 @@ def test_a_store_that_fails_one_process(tmp_path: Path, monkeypatch) -> None:
     gone = DataError("the store is away", error_class="transport")
     failing = Failing(monkeypatch, key="s006", error=gone)
     found = failing.in_rank(2, tmp_path, pattern)
-    failing.thread = None
     alone = steps_of(opened(write(tmp_path / "b", lambda n, _, d: d), tmp_path / "i"))
     assert alone[0].num_samples == found[0][0].num_samples
     for steps in found:
@@ -281,13 +280,13 @@ def test_processes_that_see_other_data_say_so(tmp_path: Path) -> None:
 
     def made(ranks: PlayedRanks) -> Any:
         data = opened(pattern, tmp_path / "index")
-        load = data.dataset._load
+        load = data.dataset.load
 
         def other(request: Any) -> Any:
             micro = load(request)
             return replace(micro, digest=micro.digest + b"!" * ranks.rank)
 
-        data.dataset._load = other
+        data.dataset.load = other
         return steps_of(data, ranks)
 
     found = in_threads(replica(2), made)

@@ -154,15 +154,18 @@ class BinDataset(Dataset[MicroBatch | SkippedSample]):
         return self.encoder.encode(reading, ref.sizes, share)
 
     def __getitem__(self, request: BinRequest) -> MicroBatch | SkippedSample:
+        if not ACTIVITY.is_mine:  # a thread that reads ahead: the training thread is elsewhere
+            return self.load(request)
         with ACTIVITY.during("loading samples", [ref.key for ref in request.samples]):
-            return self._load(request)
+            return self.load(request)
 
     @cached_property
     def _tower_rule(self) -> TowerRule | None:
         """What makes `Media.tower`, which the worker that makes a row adds to its images."""
         return self.encoder.family.tower_rule_of(self.encoder.folder)
 
-    def _load(self, request: BinRequest) -> MicroBatch | SkippedSample:
+    def load(self, request: BinRequest) -> MicroBatch | SkippedSample:
+        """The micro-batch of a bin, or the sample whose error ends the run."""
         encoded: list[EncodedSample] = []
         samples: list[TrainedSample] = []
         skipped: list[SkippedSample] = []

@@ -27,6 +27,7 @@ from typing import NamedTuple, NoReturn
 import torch
 
 from vlmpack.activity import ACTIVITY
+from vlmpack.data.loading.ahead import one_ahead
 from vlmpack.data.loading.loader import (
     BinDataset,
     BinRequest,
@@ -92,7 +93,9 @@ def begin_steps(
     data: DataSection,
     settings: WorkerSettings,
     ranks: Ranks,
-) -> Iterator[list[MicroBatch]]:
+    *,
+    ahead: bool = False,
+) -> Generator[list[MicroBatch]]:
     """The micro-batches of each step, the same samples on every process of the replica. Workers are
     at work when this returns; closing ends them. Collective to take from.
 
@@ -101,14 +104,17 @@ def begin_steps(
         steps: the bins of each.
         data, settings: of the workers.
         ranks: who this process is.
+        ahead: whether a replica's processes agree on a step while the one before is trained, in a
+            thread and a group of its own. At most one such iterator at a time.
 
     Raises:
         DataError: a bad sample whose class is not skipped, of whichever process; processes that
             plan or make different rows; or as `begin_bins`, of whichever process.
     """
-    begun = _begun(dataset, steps, data, settings, ranks)
+    ahead = ahead and ranks.replica_size > 1
+    begun = _begun(dataset, steps, data, settings, ranks.ahead if ahead else ranks)
     next(begun)
-    return begun
+    return one_ahead(begun) if ahead else begun
 
 
 def _begun(
@@ -117,7 +123,7 @@ def _begun(
     data: DataSection,
     settings: WorkerSettings,
     ranks: Ranks,
-) -> Iterator[list[MicroBatch]]:
+) -> Generator[list[MicroBatch]]:
     """Nothing once the workers are at work, then the micro-batches of each step."""
     coming: deque[Sequence[BinRequest]] = deque()
 
@@ -139,7 +145,8 @@ def _begun(
                     raise
                 fault = error
             if ranks.replica_size > 1:
-                step = settle(step, fault, ranks, dataset.__getitem__, data.on_error)
+                # Not as an item: the training thread may be at work on something else.
+                step = settle(step, fault, ranks, dataset.load, data.on_error)
             if step is None:
                 return
             yield [_micro_batch(asked) for asked in step]
@@ -201,14 +208,14 @@ def shared_out(step: Sequence[BinRequest], ranks: Ranks, number: int) -> Sequenc
 
 
 def raise_in_replica(error: Exception, ranks: Ranks) -> NoReturn:
-    """Raise what ended this process before its first step, on all of its replica.
+    """Raise what ended this process before its first step of training, on all of its replica.
 
     Raises:
         Exception: the error.
     """
     if ranks.replica_size > 1:
-        _all_say(FAULT, ranks)
-        raise_faults(_tell(None, error, ranks))
+        _all_say(FAULT, ranks.ahead)
+        raise_faults(_tell(None, error, ranks.ahead))
     raise error
 
 
