@@ -13,7 +13,9 @@ from vlmpack.errors import CapabilityError
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
 ENCODER: Any = SimpleNamespace(
-    family=SimpleNamespace(modules=SimpleNamespace(image_blocks=False), largest_head=0)
+    family=SimpleNamespace(
+        modules=SimpleNamespace(image_blocks=False), largest_head=0, model_types=()
+    )
 )
 
 

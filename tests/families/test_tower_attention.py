@@ -258,7 +258,7 @@ class Bins(BinDataset):
     def read(self, request):
         return [ref.sample for ref in request.samples]
 
-    def encode(self, ref, reading):
+    def encode(self, ref, reading, share=None):
         return reading
 
 

@@ -128,7 +128,7 @@ class Planned:
     def planned(self, _state, _most):
         return iter([SimpleNamespace(bins=self.rows)])
 
-    def numbered_batches(self, numbers, *, rank, dp, together):
+    def numbered_batches(self, numbers, *, rank, dp, together, replica=None):
         for at in range(0, len(numbers), together):
             row = numbers[at : at + together]
             self.asked.append(tuple(row))

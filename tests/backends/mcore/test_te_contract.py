@@ -297,7 +297,9 @@ def test_the_refusal_names_what_was_found_and_what_to_install(monkeypatch, versi
 
 
 def chosen(dtype="bfloat16", **model):
-    family = SimpleNamespace(modules=SimpleNamespace(image_blocks=False), largest_head=0)
+    family = SimpleNamespace(
+        modules=SimpleNamespace(image_blocks=False), largest_head=0, model_types=()
+    )
     section = ModelSection(path="a", backend="mcore", dtype=dtype, **model)
     split = ParallelismSection(context=2)
     compute = settled_compute(section, split, SimpleNamespace(family=family), CUDA)

@@ -20,6 +20,7 @@ import hashlib
 import pickle
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, NoReturn
@@ -303,10 +304,10 @@ def _tell(step: list[Asked] | None, fault: Exception | None, ranks: Ranks) -> li
 def _picklable(fault: Exception | None) -> Exception | None:
     """The error, or one that says the same where it cannot travel."""
     try:
-        found: Exception | None = pickle.loads(pickle.dumps(fault))  # our own
+        pickle.dumps(fault)
+        return copy(fault)  # made anew from its parts, as the others would
     except Exception:
         return VlmpackError(f"{type(fault).__name__}: {fault}")
-    return found
 
 
 def raise_faults(told: Sequence[Told]) -> None:
