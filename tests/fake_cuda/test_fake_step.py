@@ -119,7 +119,7 @@ IN_PLACE = "rotations in place"
 EXPECTED = {
     "a read in the loss": ("one number", "vlmpack/backends/hf/model.py"),
     "a read in the tower": ("one number", "transformers/models/qwen2_5_vl/"),
-    "a copy of the batch that waits": ("a copy to the device", "vlmpack/packing/batch.py"),
+    "a copy of the batch that waits": ("a copy to the device", "vlmpack/packing/move.py"),
     "positions on the CPU": "on the same device",
     "no autocast": "bfloat16 or float16",
 }
