@@ -65,14 +65,13 @@ def graphs_share_the_heads_of_a_row(
     heads = config.size("num_attention_heads")
     groups = config.size("num_key_value_heads") or heads
     tensor, context = parallelism.tensor, parallelism.context
-    if context == 1 or not heads or groups % tensor or shares_heads(heads, groups, tensor, context):
-        return []
+    known = context > 1 and heads and not groups % tensor  # what else is refused has its own rule
     why = (
         f"parallelism.context: {context} with tensor: {tensor} shares out the num_attention_heads "
         f"{heads} and num_key_value_heads {groups} of {config.folder}/config.json in a graph, and "
         f"these do not divide so; use another context, or {_OFF}"
     )
-    return _refused(training, True, why)
+    return _refused(training, known and not shares_heads(heads, groups, tensor, context), why)
 
 
 def graphs_hold_one_row_at_a_time(
