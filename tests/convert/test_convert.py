@@ -16,7 +16,7 @@ import webdataset as wds
 from support.shard_fakes import image_bytes
 
 from vlmpack.convert import ConvertReport, ConvertSettings, convert, open_records
-from vlmpack.convert.images import ImageRoot
+from vlmpack.data.files.images import ImageRoot
 from vlmpack.data.index.parts import part_for
 from vlmpack.data.index.shard_index import IndexBuilder
 from vlmpack.data.shards.caps import SampleCaps

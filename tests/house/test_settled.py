@@ -13,8 +13,8 @@ ROOMS = ("recipe", "build", "cli", "report")
 DECIDERS = {
     "attention/varlen.py": "the fastest kernel, from device and dtype alone",
     "backends/fused.py": "the fastest kernels, from the device and what is installed",
-    "convert/chat.py": "a value of the converted format, no knob",
-    "convert/records.py": "the form of a user's records, no knob of a recipe",
+    "data/columns/chat.py": "a value of the converted format, no knob",
+    "data/files/records.py": "the form of a user's records, no knob of a recipe",
     "data/packs/compare.py": "what a recipe leaves open is as its saved packs have it",
     "data/splits/survey.py": "data.shuffle, from the shards found: the survey holds the outcome",
     "families/tower_attention.py": "towers take the fastest kernel whatever the recipe says",

@@ -1,12 +1,11 @@
 """Other people's formats -> WebDataset shards and their index, in one pass.
 
-records.py reads (JSONL, LLaVA's json, parquet folders), chat.py finds turns and images in a record
-(spellings.py: those of tools in other trainers' words), images.py fetches image bytes inside one
-root, shards.py writes and indexes.
+`data.files` reads records (JSONL, LLaVA's json, parquet folders) and image bytes inside one root,
+`data.columns` finds turns and images in a record, shards.py writes and indexes.
 """
 
 from vlmpack.convert.convert import ConvertReport, convert
-from vlmpack.convert.records import FORMATS, open_records
 from vlmpack.convert.settings import ConvertSettings
+from vlmpack.data.files.records import FORMATS, open_records
 
 __all__ = ["FORMATS", "ConvertReport", "ConvertSettings", "convert", "open_records"]

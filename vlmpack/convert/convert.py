@@ -15,11 +15,11 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from vlmpack.convert.chat import ChatTurns, chat_turns
-from vlmpack.convert.images import ImageRoot
-from vlmpack.convert.records import Record
 from vlmpack.convert.settings import ConvertSettings
 from vlmpack.convert.shards import ShardFolder, WrittenShard
+from vlmpack.data.columns.chat import ChatTurns, chat_turns
+from vlmpack.data.files.images import ImageRoot
+from vlmpack.data.files.records import Record
 from vlmpack.data.shards.keys import count_keys
 from vlmpack.data.shards.naming import JSON_FIELD
 from vlmpack.data.shards.schemas import cook_texts

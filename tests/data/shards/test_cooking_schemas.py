@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vlmpack.convert.chat import chat_turns
+from vlmpack.data.columns.chat import chat_turns
 from vlmpack.data.shards.keys import MEANT_ELSEWHERE
 from vlmpack.data.shards.schemas import CookedText, cook_text
 from vlmpack.encode.sample import ImagePart, TextPart

@@ -34,8 +34,8 @@ from support.shard_fakes import image_bytes, write_shard
 
 from vlmpack.convert import ConvertReport, ConvertSettings, convert, open_records
 from vlmpack.convert.convert import sample_fields
-from vlmpack.convert.images import ImageRoot
-from vlmpack.convert.records import Record
+from vlmpack.data.files.images import ImageRoot
+from vlmpack.data.files.records import Record
 from vlmpack.data.index.shard_index import IndexBuilder
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.raw import group_members

@@ -15,7 +15,7 @@ from support.templates import chat_encoder
 from support.tool_templates import TOOL_TEMPLATES, without_marks
 
 from vlmpack.convert import ConvertSettings, convert, open_records
-from vlmpack.convert.chat import chat_turns
+from vlmpack.data.columns.chat import chat_turns
 from vlmpack.data.index.part_file import read_part, write_part
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.shard_index import IndexBuilder, open_index

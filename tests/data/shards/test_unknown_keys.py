@@ -16,8 +16,8 @@ from support.shard_fakes import chat_json, key_of, open_data, write_shard
 from typer.testing import CliRunner
 
 from vlmpack.cli.app import app
-from vlmpack.convert.chat import chat_turns
-from vlmpack.convert.records import open_records
+from vlmpack.data.columns.chat import chat_turns
+from vlmpack.data.files.records import open_records
 from vlmpack.data.index.part_file import read_part, write_part
 from vlmpack.data.shards.keys import MAX_KEYS, OTHER_KEYS, count_keys, describe_keys
 from vlmpack.data.shards.schemas import cook_text

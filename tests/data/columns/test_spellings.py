@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from vlmpack.convert.chat import chat_turns
-from vlmpack.convert.spellings import respelt
+from vlmpack.data.columns.chat import chat_turns
+from vlmpack.data.columns.spellings import respelt
 from vlmpack.data.shards.schemas import cook_text
 from vlmpack.errors import DataError
 

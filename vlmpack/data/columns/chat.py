@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vlmpack.convert.preferences import as_pair
-from vlmpack.convert.spellings import respelt, with_wrapped_tools
+from vlmpack.data.columns.preferences import as_pair
+from vlmpack.data.columns.spellings import respelt, with_wrapped_tools
 from vlmpack.data.shards.json_text import parse_json
 from vlmpack.data.shards.keys import BRANCHES, PAIR_KEYS, is_absent, refuse_unknown
 from vlmpack.data.shards.turns import (

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vlmpack.convert.preferences import PROMPT
+from vlmpack.data.columns.preferences import PROMPT
 from vlmpack.data.shards.json_text import parse_json
 from vlmpack.data.shards.keys import BRANCHES, MEANT_ELSEWHERE, PAIR_KEYS, RECORD_KEYS, misspelt
 from vlmpack.data.shards.turns import OTHER_MEDIA

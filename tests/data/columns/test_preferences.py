@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from vlmpack.cli.app import app
-from vlmpack.convert.chat import chat_turns
-from vlmpack.convert.records import open_records
+from vlmpack.data.columns.chat import chat_turns
+from vlmpack.data.files.records import open_records
 from vlmpack.errors import DataError
 
 ASKED = {"role": "user", "content": "Which?"}

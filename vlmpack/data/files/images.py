@@ -8,7 +8,7 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vlmpack.convert.chat import ImageSource
+from vlmpack.data.columns.chat import ImageSource
 from vlmpack.data.protocols import ImageSize
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.images import image_facts

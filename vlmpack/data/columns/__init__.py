@@ -1,0 +1,1 @@
+"""Records as other people write them -> turns as our shards hold them, and the images they show."""
