@@ -7,7 +7,6 @@ FOLDER/model is large against noise. Writes FOLDER/found.json, by rank and by wa
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,6 +18,7 @@ from unittest.mock import patch
 from safetensors import safe_open
 from support.checkpoint_memory import give_back_freed_tensors, measured
 from support.layouts import LAYOUTS, make_megatron
+from support.of_all_ranks import write_of_all_ranks
 from support.shards import TINY_MODEL
 
 from vlmpack.backends.mcore import pretrained
@@ -63,9 +63,7 @@ def main(folder: Path) -> None:
     found = {"by boxes": rise(ranks, folder / "model")}
     with mapped():
         found["mapped"] = rise(ranks, folder / "model")
-    everywhere = ranks.gather_objects(found)
-    if ranks.is_main:
-        (folder / "found.json").write_text(json.dumps(everywhere), encoding="utf-8")
+    write_of_all_ranks(found, folder / "found.json", ranks)
     stop_process_group()
 
 

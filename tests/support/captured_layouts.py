@@ -12,7 +12,6 @@ FOLDER/<job>.json, with dashes for colons.
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from support import layouts
 from support.captured import StreamRecording, first_difference, host_reads
 from support.engines import EVERYTHING, engine_of
 from support.layouts import Layout
+from support.of_all_ranks import write_of_all_ranks
 from support.runs import relative_l2
 from torch import Tensor
 
@@ -145,10 +145,8 @@ def main(folder: Path, jobs: list[str]) -> None:
     for job in jobs:
         family, name, fault = [*job.split(":"), ""][:3]
         with layouts.one_layout(LAYOUTS[name]) as ranks:
-            everywhere = ranks.gather_objects(run(LAYOUTS[name], ranks, folder / family, fault))
-            if ranks.is_main:
-                text = json.dumps(everywhere)
-                (folder / f"{job.replace(':', '-')}.json").write_text(text, encoding="utf-8")
+            found = run(LAYOUTS[name], ranks, folder / family, fault)
+            write_of_all_ranks(found, folder / f"{job.replace(':', '-')}.json", ranks)
     stop_process_group()
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from typing import Any
 from support.checkpoints import content_of
 from support.engines import make_stepper
 from support.layouts import LAYOUTS, make_megatron, train
+from support.of_all_ranks import write_of_all_ranks
 from torch import Tensor
 
 from vlmpack.distributed import start_process_group, stop_process_group
@@ -118,9 +118,7 @@ def main(folder: Path, name: str) -> None:
         "load": load,
         "background": background,
     }
-    everywhere = ranks.gather_objects(facts)
-    if ranks.is_main:
-        (folder / f"{name}.json").write_text(json.dumps(everywhere), encoding="utf-8")
+    write_of_all_ranks(facts, folder / f"{name}.json", ranks)
     stop_process_group()
 
 

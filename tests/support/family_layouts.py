@@ -22,6 +22,7 @@ from support import layouts
 from support.checkpoints import save_engine
 from support.engines import make_stepper
 from support.layouts import Layout, Trained, make_megatron, stepper_with, train
+from support.of_all_ranks import write_of_all_ranks
 from support.pairs import cooked_pair, raw_pairs
 from support.stock import load_stock
 
@@ -124,9 +125,7 @@ def do_train(job: Job) -> None:
                 "elements": sum(p.numel() for p in engine.model.parameters()),
             }
         facts[f"copies agree, {optimizer}"] = job.train_and_save(engine, optimizer)
-    everywhere = job.ranks.gather_objects(facts)
-    if job.ranks.is_main:
-        job.stem.with_suffix(".json").write_text(json.dumps(everywhere), encoding="utf-8")
+    write_of_all_ranks(facts, job.stem.with_suffix(".json"), job.ranks)
 
 
 def do_export(job: Job) -> None:

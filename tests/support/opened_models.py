@@ -9,7 +9,6 @@ wide model, by rank, the bytes of its shards and how far building each engine ra
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from unittest.mock import patch
 import torch
 from support.checkpoint_memory import give_back_freed_tensors, measured
 from support.engines import EVERYTHING, make_engine, policy
+from support.of_all_ranks import write_of_all_ranks
 from torch import Tensor
 
 from vlmpack.backends.hf import engine as engine_module
@@ -155,9 +155,7 @@ def main(folder: Path) -> None:
     found["by shards"] = rise(build)
     with loaded_whole():
         found["whole"] = rise(build)
-    everywhere = ranks.gather_objects(found)
-    if ranks.is_main:
-        (folder / "found.json").write_text(json.dumps(everywhere), encoding="utf-8")
+    write_of_all_ranks(found, folder / "found.json", ranks)
     stop_process_group()
 
 

@@ -10,7 +10,6 @@ tensor, before any algorithm: what an all-gather makes, what a reduce-scatter is
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.layouts import Layout, make_megatron, one_layout, stepper_with, train
+from support.of_all_ranks import write_of_all_ranks
 from support.shards import TINY_MODEL
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -124,9 +124,7 @@ def run(name: str, ranks: Ranks, folder: Path) -> None:
     with Traffic(engine) as traffic:
         train(stepper, layout, 1, model)
     sent = [[*key, calls, traffic.bytes[key]] for key, calls in traffic.calls.items()]
-    everywhere = ranks.gather_objects({"traffic": sent, "rows": rows})
-    if ranks.is_main:
-        (folder / f"{name}.json").write_text(json.dumps(everywhere))
+    write_of_all_ranks({"traffic": sent, "rows": rows}, folder / f"{name}.json", ranks)
     dist.barrier()
 
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from support import beside_layers, layouts
 from support.beside_layers import CASES, CONTROLS, HYBRID, MOE, STEPS
 from support.engines import engine_of, make_stepper, policy
-from support.families import tiny_family_folder
 from support.forked import check_ranks
+from support.launches import once, write_families
 from support.layouts import Trained
 from support.plans import mode_of
 from support.shards import TINY_MODEL
@@ -57,9 +57,7 @@ TOGETHER = [name for name in CASES if name not in ALONE]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
-    for family in (MOE, HYBRID):
-        (folder / family).mkdir()
-        tiny_family_folder(family, folder / family)
+    write_families(folder, (MOE, HYBRID))
     return folder
 
 
@@ -83,21 +81,14 @@ def found(folder, expected):
     """Runs all jobs of one launch at once, when the first of them is asked for."""
     expected(CASES["pp2, adamw"])  # which goes on from the hf engine's checkpoint
 
-    @cache
+    @once
     def launch(processes, slow):
         jobs = [name for name in (*CASES, *CONTROLS) if launch_of(name) == (processes, slow)]
         jobs.sort(key=lambda name: name in beside_layers.GOES_ON_FROM)
-        try:
-            script = layouts.TESTS / "support" / "beside_layers.py"
-            check_ranks([script, folder, *jobs], processes)
-        except AssertionError as error:
-            return error
-        return None
+        check_ranks([beside_layers.__file__, folder, *jobs], processes)
 
     def load(job):
-        problem = launch(*launch_of(job))
-        if problem is not None:
-            raise problem
+        launch(*launch_of(job))
         return Trained.load(folder / job)
 
     return load

@@ -7,13 +7,11 @@ part runs the same operators for any row, and replays of other rows are that cod
 from __future__ import annotations
 
 import json
-from functools import cache
 
 import pytest
 from support import captured_layouts as worker
-from support import layouts
-from support.families import tiny_family_folder
 from support.forked import check_ranks
+from support.launches import once, write_families
 
 pytestmark = pytest.mark.slow
 
@@ -40,25 +38,16 @@ LAUNCH_OF = {job: launch for launch, jobs in LAUNCHES.items() for job in jobs}
 def found(tmp_path_factory):
     """What a job found; all of a launch run when the first is asked for."""
     folder = tmp_path_factory.mktemp("captured")
-    for family in (DENSE, MOE, OTHER):
-        (folder / family).mkdir()
-        tiny_family_folder(family, folder / family)
+    write_families(folder, (DENSE, MOE, OTHER))
 
-    @cache
+    @once
     def launch(name):
         jobs = LAUNCHES[name]
         processes = worker.LAYOUTS[jobs[0].split(":")[1]].processes
-        script = layouts.TESTS / "support" / "captured_layouts.py"
-        try:
-            check_ranks([script, folder, *jobs], processes)
-        except AssertionError as error:
-            return error
-        return None
+        check_ranks([worker.__file__, folder, *jobs], processes)
 
     def facts(job):
-        problem = launch(LAUNCH_OF[job])
-        if problem is not None:
-            raise problem
+        launch(LAUNCH_OF[job])
         return json.loads((folder / f"{job.replace(':', '-')}.json").read_text())
 
     return facts

@@ -8,15 +8,13 @@ experts shared out over two processes; the other layouts are slow tests, some le
 from __future__ import annotations
 
 import json
-from functools import cache
 
 import pytest
 import torch
 from support import family_layouts as worker
 from support import layouts
 from support.engines import make_engine, make_stepper
-from support.families import tiny_family_folder
-from support.forked import check_ranks
+from support.launches import FamilyLaunches, write_families
 from support.stock import load_stock
 
 from vlmpack.encode import Encoder
@@ -98,62 +96,11 @@ PAIRS = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def launches(tmp_path_factory):
     folder = tmp_path_factory.mktemp("families")
-    for family in FAMILIES:
-        (folder / family).mkdir()
-        tiny_family_folder(family, folder / family)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def done(folder):
-    """Runs all jobs of one launch at once, when the first of them is asked for."""
-
-    @cache
-    def launch(name):
-        jobs = LAUNCHES[name]
-        if name == "one" and (problem := launch("layouts")) is not None:
-            return problem
-        processes = worker.FAMILY_LAYOUTS[jobs[0].rsplit(":", 1)[1]].processes
-        script = layouts.TESTS / "support" / "family_layouts.py"
-        try:
-            check_ranks([script, folder, *jobs], processes)
-        except AssertionError as error:
-            return error
-        return None
-
-    def path_of(job):
-        problem = launch(LAUNCH_OF[job])
-        if problem is not None:
-            raise problem
-        return worker.stem_of(folder, job)
-
-    return path_of
-
-
-@pytest.fixture(scope="module")
-def trained(done):
-    """What a job's steps led to."""
-
-    def load(job, optimizer):
-        stem = done(job)
-        return layouts.Trained.load(stem.with_name(f"{stem.name}-{optimizer}"))
-
-    return load
-
-
-@pytest.fixture(scope="module")
-def start(folder):
-    return cache(lambda family: layouts.start_weights(folder / family))
-
-
-@pytest.fixture(scope="module")
-def expected(folder):
-    """The hf engine's steps."""
-    return cache(
-        lambda family, optimizer: layouts.train_reference(optimizer, folder=folder / family)
-    )
+    write_families(folder, FAMILIES)
+    jobs, after = LAUNCHES, {"one": "layouts"}
+    return FamilyLaunches(worker.__file__, folder, jobs, worker.FAMILY_LAYOUTS, after)
 
 
 def show(what, errors):
@@ -163,22 +110,24 @@ def show(what, errors):
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", layouts.OPTIMIZERS)
 @pytest.mark.parametrize(("family", "name"), PAIRS)
-def test_five_steps_are_those_of_one_process(trained, expected, start, family, name, optimizer):
-    found = trained(f"train:{family}:{name}", optimizer)
+def test_five_steps_are_those_of_one_process(launches, family, name, optimizer):
+    found = launches.trained(f"train:{family}:{name}", optimizer)
     assert len(found.rows) == layouts.STEPS
-    errors = layouts.worst_errors(found, expected(family, optimizer), start(family))
+    errors = layouts.worst_errors(
+        found, launches.expected(family, optimizer), launches.start(family)
+    )
     show(f"{family} {name} {optimizer}", errors)
     assert layouts.beyond_tolerance(errors) == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "name"), PAIRS)
-def test_weights_are_read_bit_by_bit_and_copies_agree(done, start, family, name):
+def test_weights_are_read_bit_by_bit_and_copies_agree(launches, family, name):
     """The engine's whole tensors before any step are the parameters that transformers loads."""
-    facts = json.loads(done(f"train:{family}:{name}").with_suffix(".json").read_text())
+    facts = json.loads(launches.done(f"train:{family}:{name}").with_suffix(".json").read_text())
     layout = worker.FAMILY_LAYOUTS[name]
     assert len(facts) == layout.processes
-    total = sum(value.numel() for value in start(family).values())
+    total = sum(value.numel() for value in launches.start(family).values())
     for fact in facts:
         assert fact["changed"] == []
         assert fact["copies agree, adamw"]
@@ -197,11 +146,11 @@ def test_weights_are_read_bit_by_bit_and_copies_agree(done, start, family, name)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_weight_takes_part(start, expected, family):
+def test_every_weight_takes_part(launches, family):
     """What the comparison would be worth without; the bound on updates is far below this."""
-    begin = start(family)
+    begin = launches.start(family)
     for optimizer in layouts.OPTIMIZERS:
-        reference = expected(family, optimizer)
+        reference = launches.expected(family, optimizer)
         assert reference.weights.keys() == begin.keys()
         losses = [loss for loss, _ in reference.rows]
         assert losses == sorted(losses, reverse=True)
@@ -222,8 +171,8 @@ def test_every_weight_takes_part(start, expected, family):
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f not in TEXT])
-def test_rows_have_no_image_one_and_several(folder, family):
-    samples = layouts.samples(folder / family)
+def test_rows_have_no_image_one_and_several(launches, family):
+    samples = layouts.samples(launches.folder / family)
     images = [
         sum(samples[index].media.num_images for index in bin_ if samples[index].media)
         for bin_ in layouts.BINS
@@ -235,9 +184,9 @@ def test_rows_have_no_image_one_and_several(folder, family):
 
 
 @pytest.mark.slow
-def test_the_exported_experts_have_the_bits_of_the_original(done, folder):
-    exported = dict(load_stock(done(f"export:{MOE}:ep2")).state_dict())
-    original = load_stock(folder / MOE).state_dict()
+def test_the_exported_experts_have_the_bits_of_the_original(launches):
+    exported = dict(load_stock(launches.done(f"export:{MOE}:ep2")).state_dict())
+    original = load_stock(launches.folder / MOE).state_dict()
     assert exported.keys() == original.keys()
     for name, value in original.items():
         assert torch.equal(exported[name], value), name
@@ -245,9 +194,9 @@ def test_the_exported_experts_have_the_bits_of_the_original(done, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", TEXT)
-def test_a_language_model_exports_the_bits_it_was_read_from(done, folder, family):
-    exported = load_stock(done(f"export:{family}:{BY_FAMILY[family][0]}")).state_dict()
-    original = load_stock(folder / family).state_dict()
+def test_a_language_model_exports_the_bits_it_was_read_from(launches, family):
+    exported = load_stock(launches.done(f"export:{family}:{BY_FAMILY[family][0]}")).state_dict()
+    original = load_stock(launches.folder / family).state_dict()
     assert exported.keys() == original.keys()
     assert ("lm_head.weight" in exported) and not any("visual" in name for name in exported)
     for name, value in original.items():
@@ -255,30 +204,30 @@ def test_a_language_model_exports_the_bits_it_was_read_from(done, folder, family
 
 
 @pytest.mark.parametrize("name", [marked(f"aux:{MOE}:{name}", name) for name in AUX])
-def test_the_auxiliary_loss_is_that_of_one_process(trained, start, name):
-    found = trained(f"aux:{MOE}:{name}", "sgd")
-    one = trained(f"aux:{MOE}:one", "sgd")
-    errors = layouts.worst_errors(found, one, start(MOE))
+def test_the_auxiliary_loss_is_that_of_one_process(launches, name):
+    found = launches.trained(f"aux:{MOE}:{name}", "sgd")
+    one = launches.trained(f"aux:{MOE}:one", "sgd")
+    errors = layouts.worst_errors(found, one, launches.start(MOE))
     show(f"auxiliary loss, {name}", errors)
     assert layouts.beyond_tolerance(errors) == {}
     reported, expected = ([router for _, _, router in each.rows] for each in (found, one))
     assert reported == pytest.approx(expected, rel=1e-5)
     assert max(expected) - min(expected) > 1e-4, "nothing to compare"
-    without = trained(f"train:{MOE}:one", "sgd")
+    without = launches.trained(f"train:{MOE}:one", "sgd")
     assert {len(row) for row in without.rows} == {2}
-    off = layouts.beyond_tolerance(layouts.worst_errors(found, without, start(MOE)))
+    off = layouts.beyond_tolerance(layouts.worst_errors(found, without, launches.start(MOE)))
     assert off.keys() == layouts.TOLERANCES.keys(), "it changed nothing"
 
 
 @pytest.mark.slow
-def test_deep_features_travel_with_their_micro_batch(trained, folder, start):
+def test_deep_features_travel_with_their_micro_batch(launches):
     """Two stages with recomputation: several micro-batches are under way at a time. Features of the
     micro-batch before are found."""
-    begin = start("qwen3_vl")
+    begin = launches.start("qwen3_vl")
     with worker.equal_rows():
-        reference = layouts.train_reference("sgd", 1, folder / "qwen3_vl")
-    twin = layouts.worst_errors(trained("travel:qwen3_vl:pp2", "sgd"), reference, begin)
-    broken = layouts.worst_errors(trained("behind:qwen3_vl:pp2", "sgd"), reference, begin)
+        reference = layouts.train_reference("sgd", 1, launches.folder / "qwen3_vl")
+    twin = layouts.worst_errors(launches.trained("travel:qwen3_vl:pp2", "sgd"), reference, begin)
+    broken = layouts.worst_errors(launches.trained("behind:qwen3_vl:pp2", "sgd"), reference, begin)
     show("travelling", twin)
     show("behind", broken)
     assert layouts.beyond_tolerance(twin) == {}
@@ -286,9 +235,9 @@ def test_deep_features_travel_with_their_micro_batch(trained, folder, start):
 
 
 @pytest.fixture(scope="module")
-def unbroken(done):
+def unbroken(launches):
     """Rows after the checkpoint that was written at EP 2 with sharded optimizers."""
-    found = json.loads(done(f"save:{MOE}:ep2").with_suffix(".json").read_text())
+    found = json.loads(launches.done(f"save:{MOE}:ep2").with_suffix(".json").read_text())
     assert len(found) == worker.STEPS_AFTER
     assert abs(found[-1][0] - found[0][0]) > 1e-3 * found[0][0], "nothing moved"
     return found
@@ -300,28 +249,28 @@ def assert_goes_on(found, unbroken):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_in_one_process(done, unbroken):
-    found = json.loads(done(f"resume:{MOE}:one").with_suffix(".json").read_text())
+def test_a_run_goes_on_in_one_process(launches, unbroken):
+    found = json.loads(launches.done(f"resume:{MOE}:one").with_suffix(".json").read_text())
     assert_goes_on(found, unbroken)
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_the_other_engine(done, folder, unbroken):
-    saved = step_folder(done(f"save:{MOE}:ep2"), worker.STEPS_BEFORE)
-    engine = make_engine(folder / MOE, Encoder(folder / MOE))
+def test_a_run_goes_on_with_the_other_engine(launches, unbroken):
+    saved = step_folder(launches.done(f"save:{MOE}:ep2"), worker.STEPS_BEFORE)
+    engine = make_engine(launches.folder / MOE, Encoder(launches.folder / MOE))
     load_checkpoint(saved, engine, engine.ranks)
     assert engine.optimizer_steps == worker.STEPS_BEFORE
     layout = worker.FAMILY_LAYOUTS["one"]
-    found = layouts.train(make_stepper(engine), layout, worker.STEPS_AFTER, folder / MOE)
+    found = layouts.train(make_stepper(engine), layout, worker.STEPS_AFTER, launches.folder / MOE)
     assert_goes_on(found, unbroken)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("job", LAUNCHES["pairs"])
-def test_pairs_take_the_steps_of_the_hf_engine(done, folder, job):
+def test_pairs_take_the_steps_of_the_hf_engine(launches, job):
     """Experts shared out, and features that go deep to both sequences of a pair."""
-    found = layouts.Trained.load(done(job))
-    family = folder / job.split(":")[1]
+    found = layouts.Trained.load(launches.done(job))
+    family = launches.folder / job.split(":")[1]
     engine = make_engine(family, Encoder(family))
     rows = worker.train_pairs(engine, layouts.LAYOUTS["one"], family)
     weights = {name: p.detach().clone() for name, p in engine.parameters()}

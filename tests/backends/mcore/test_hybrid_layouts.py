@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
 from support import hybrid_layouts as worker
 from support import layouts
 from support.engines import make_engine, make_stepper
-from support.families import TINY, tiny_family_folder, write_tiny
-from support.forked import check_ranks
+from support.families import TINY, write_tiny
+from support.launches import FamilyLaunches, write_families
 from support.stock import load_stock
 
 from vlmpack.encode import Encoder
@@ -75,80 +74,30 @@ def wide_folder(folder):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def launches(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hybrids")
-    for family in (VLM, TEXT, MOE, "qwen3_5_moe_text"):
-        (folder / family).mkdir()
-        tiny_family_folder(family, folder / family)
+    write_families(folder, (VLM, TEXT, MOE, "qwen3_5_moe_text"))
     wide_folder(folder / WIDE)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def done(folder):
-    """Runs all jobs of one launch at once, when the first of them is asked for."""
-
-    @cache
-    def launch(name):
-        jobs = LAUNCHES[name]
-        processes = worker.LAYOUTS[jobs[0].rsplit(":", 1)[1]].processes
-        try:
-            script = layouts.TESTS / "support" / "hybrid_layouts.py"
-            check_ranks([script, folder, *jobs], processes)
-        except AssertionError as error:
-            return error
-        return None
-
-    def path_of(job):
-        problem = launch(LAUNCH_OF[job])
-        if problem is not None:
-            raise problem
-        return worker.stem_of(folder, job)
-
-    return path_of
-
-
-@pytest.fixture(scope="module")
-def trained(done):
-    """What a job's steps led to."""
-
-    def load(job, optimizer):
-        stem = done(job)
-        return layouts.Trained.load(stem.with_name(f"{stem.name}-{optimizer}"))
-
-    return load
-
-
-@pytest.fixture(scope="module")
-def start(folder):
-    return cache(lambda family: layouts.start_weights(folder / family))
-
-
-@pytest.fixture(scope="module")
-def expected(folder):
-    """The hf engine's steps."""
-    return cache(
-        lambda family, optimizer, steps=layouts.STEPS: layouts.train_reference(
-            optimizer, steps, folder / family
-        )
-    )
+    return FamilyLaunches(worker.__file__, folder, LAUNCHES, worker.LAYOUTS)
 
 
 @pytest.mark.parametrize("optimizer", layouts.OPTIMIZERS)
 @pytest.mark.parametrize("job", jobs_of("train"))
-def test_five_steps_are_those_of_one_process(trained, expected, start, job, optimizer):
+def test_five_steps_are_those_of_one_process(launches, job, optimizer):
     family = job.split(":")[1]
     errors = layouts.worst_errors(
-        trained(job, optimizer), expected(family, optimizer), start(family)
+        launches.trained(job, optimizer),
+        launches.expected(family, optimizer),
+        launches.start(family),
     )
     print(f"\n{job} {optimizer}: " + "  ".join(f"{n} {e:.1e}" for n, e in errors.items()))
     assert layouts.beyond_tolerance(errors) == {}
 
 
 @pytest.mark.parametrize("job", jobs_of("train"))
-def test_weights_are_read_bit_by_bit_and_copies_agree(done, job):
+def test_weights_are_read_bit_by_bit_and_copies_agree(launches, job):
     """The engine's whole tensors before any step are the parameters that transformers loads."""
-    facts = json.loads(done(job).with_suffix(".json").read_text())
+    facts = json.loads(launches.done(job).with_suffix(".json").read_text())
     assert len(facts) == worker.LAYOUTS[job.split(":")[2]].processes
     for fact in facts:
         assert fact["changed"] == []
@@ -156,9 +105,9 @@ def test_weights_are_read_bit_by_bit_and_copies_agree(done, job):
         assert fact["copies agree, sgd"]
 
 
-def test_every_weight_takes_part(start, expected):
+def test_every_weight_takes_part(launches):
     """What the comparison would be worth without; the bound on updates is far below this."""
-    begin, reference = start(VLM), expected(VLM, "sgd")
+    begin, reference = launches.start(VLM), launches.expected(VLM, "sgd")
     losses = [loss for loss, _ in reference.rows]
     assert losses == sorted(losses, reverse=True)
     moved = {
@@ -175,12 +124,14 @@ def test_every_weight_takes_part(start, expected):
     ("name", "layout"),
     [(name, "tp2-whole" if name == "norm without a sum" else "cp2") for name in worker.CONTROLS],
 )
-def test_a_lost_state_is_found(trained, expected, start, name, layout):
+def test_a_lost_state_is_found(launches, name, layout):
     """Its unbroken twin, one step with the same layout, is not."""
-    reference, begin = expected(VLM, "sgd", 1), start(VLM)
-    twin = layouts.worst_errors(trained(f"twin:{VLM}:{layout}", "sgd"), reference, begin)
+    reference, begin = launches.expected(VLM, "sgd", 1), launches.start(VLM)
+    twin = layouts.worst_errors(launches.trained(f"twin:{VLM}:{layout}", "sgd"), reference, begin)
     assert layouts.beyond_tolerance(twin) == {}
-    errors = layouts.worst_errors(trained(f"{name}:{VLM}:{layout}", "sgd"), reference, begin)
+    errors = layouts.worst_errors(
+        launches.trained(f"{name}:{VLM}:{layout}", "sgd"), reference, begin
+    )
     print(f"\n{name}: " + "  ".join(f"{n} {e:.1e}" for n, e in errors.items()))
     assert errors["updates"] > 10 * layouts.TOLERANCES["updates"]
     if name != "norm without a sum":
@@ -188,34 +139,34 @@ def test_a_lost_state_is_found(trained, expected, start, name, layout):
 
 
 @pytest.fixture(scope="module")
-def unbroken(done):
+def unbroken(launches):
     """Rows after the checkpoint."""
-    found = json.loads(done(SAVE).with_suffix(".json").read_text())
+    found = json.loads(launches.done(SAVE).with_suffix(".json").read_text())
     assert abs(found[-1][0] - found[0][0]) > 1e-3 * found[0][0], "nothing moved"
     return found
 
 
-def test_a_run_goes_on_in_another_layout(done, unbroken):
-    found = json.loads(done(f"resume:{VLM}:cp2").with_suffix(".json").read_text())
+def test_a_run_goes_on_in_another_layout(launches, unbroken):
+    found = json.loads(launches.done(f"resume:{VLM}:cp2").with_suffix(".json").read_text())
     for ours, theirs in zip(found, unbroken, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-def test_a_run_goes_on_with_the_other_engine(done, folder, unbroken):
-    saved = step_folder(done(SAVE), worker.STEPS_BEFORE)
-    engine = make_engine(folder / VLM, Encoder(folder / VLM))
+def test_a_run_goes_on_with_the_other_engine(launches, unbroken):
+    saved = step_folder(launches.done(SAVE), worker.STEPS_BEFORE)
+    engine = make_engine(launches.folder / VLM, Encoder(launches.folder / VLM))
     load_checkpoint(saved, engine, engine.ranks)
     found = layouts.train(
-        make_stepper(engine), layouts.LAYOUTS["one"], worker.STEPS_AFTER, folder / VLM
+        make_stepper(engine), layouts.LAYOUTS["one"], worker.STEPS_AFTER, launches.folder / VLM
     )
     for ours, theirs in zip(found, unbroken, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 @pytest.mark.parametrize("job", jobs_of("export"))
-def test_an_export_has_the_bits_of_the_original(done, folder, job):
-    exported = dict(load_stock(done(job)).state_dict())
-    original = load_stock(folder / job.split(":")[1]).state_dict()
+def test_an_export_has_the_bits_of_the_original(launches, job):
+    exported = dict(load_stock(launches.done(job)).state_dict())
+    original = load_stock(launches.folder / job.split(":")[1]).state_dict()
     assert exported.keys() == original.keys()
     for name, value in original.items():
         assert torch.equal(exported[name], value), name

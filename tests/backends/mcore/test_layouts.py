@@ -9,13 +9,13 @@ the one of eight contains are left to `make soak`, and captured TP without seque
 from __future__ import annotations
 
 import json
-from functools import cache
 from itertools import chain, pairwise
 from math import prod
 
 import pytest
 from support import layouts
 from support.forked import check_ranks
+from support.launches import once
 from support.layouts import BINS, LAYOUTS, OPTIMIZERS, STEPS
 
 QUICK = ("tp2-sp", "cp2", "pp2")
@@ -41,20 +41,13 @@ def folder(tmp_path_factory):
 def trained(folder):
     """Runs all layouts of one launch at once, when the first of them is asked for."""
 
-    @cache
+    @once
     def launch(processes, mark):
-        script = layouts.TESTS / "support" / "layouts.py"
         names = [name for name in LAYOUTS if launch_of(name) == (processes, mark)]
-        try:
-            check_ranks([script, folder, ",".join(names)], processes)
-        except AssertionError as error:
-            return error
-        return None
+        check_ranks([layouts.__file__, folder, ",".join(names)], processes)
 
     def load(name):
-        problem = launch(*launch_of(name))
-        if problem is not None:
-            raise problem
+        launch(*launch_of(name))
         facts = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
         return {o: layouts.Trained.load(folder / f"{name}-{o}") for o in OPTIMIZERS}, facts
 
