@@ -259,7 +259,13 @@ def _too_many_names(case: Case) -> bool | None:
         return False
     named = [image_name(n) for n in range(case.layout.num_images + 1)]
     case.record["images"] = named
-    case.refuse(f"but {len(named)} images? named")
+    refused = f"but {len(named)} images? named"
+    if case.layout.name != "text":
+        case.refuse(refused)
+        return None
+    case.refuse(refused, "direct")  # converted, it stands before the first text of the user
+    outcome = case.outcomes["convert"]
+    outcome.turns[_first_user(outcome)].pieces.insert(0, 0)
     return None
 
 

@@ -14,7 +14,8 @@ plan        batches (all known), windows on streams (known as the run goes on), 
 index       shard_index, lengths, parts (one a shard), gathered (many), shard_pool; table (all rows
             at once), groups, overlong
 files       records (of JSON, JSONL, parquet), images (those that records name)
-columns     chat (a record's turns and images), preferences and spellings (as other trainers write)
+columns     form (how records of a source are read), layout (which there are), a file for each, chat
+            (a record's turns and images), placing, preferences and spellings (as others write)
 shards      tar, tar_header, naming, raw, schemas (turns, tools, keys), images, caps
 
 Imports go down this list only; forkserver and protocols lie under all of it. The bytes come from

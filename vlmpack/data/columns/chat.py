@@ -1,12 +1,12 @@
 """One record -> the turns as our shards hold them, and the images they show, in order.
 
-Two shapes are known. `messages`: role and content, where content is text or a list of parts
-({"type": "text"}, {"type": "image", "image": ...}, {"type": "image_url", ...}). `conversations`:
-from and value, LLaVA's. The images of a record are named by its parts, or by `image` or `images`;
-in the second case `<image>` in the text marks the places, unless parts without a name do; in
-`conversations` it always does. Pairs of answers may be written as other trainers do
-(preferences.py). Calls and results of tools may have other trainers' roles
-(spellings.py).
+Two shapes are known; a layout (layout.py) makes one of them of others. `messages`: role and
+content, where content is text or a list of parts ({"type": "text"}, {"type": "image", "image":
+...}, {"type": "image_url", ...}). `conversations`: from and value, LLaVA's. The images of a record
+are named by its parts, or by `image` or `images`; in the second case `<image>` in the text marks
+the places, unless parts without a name do; in `conversations` it always does. Where nothing in
+`messages` says a place, placing.py does. Pairs of answers may be written as other trainers do
+(preferences.py). Calls and results of tools may have other trainers' roles (spellings.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vlmpack.data.columns.inline_images import inline_image
 from vlmpack.data.columns.preferences import as_pair
 from vlmpack.data.columns.spellings import respelt, with_wrapped_tools
 from vlmpack.data.shards.json_text import parse_json
@@ -137,10 +138,22 @@ def _parsed(record: dict[str, Any]) -> dict[str, Any]:
             record = record | {schema: parse_json(text)}
         except (ValueError, RecursionError) as error:
             raise schema_error(f"{schema!r} is text that is no JSON: {error}") from None
+    if "images" in record:
+        record = record | {"images": _listed(record["images"])}
     if "tools" in record:
         record = record | {"tools": with_wrapped_tools(record["tools"])}
     lists = {name: record[name] for name in TURN_FIELDS if isinstance(record.get(name), list)}
     return record | {schema: respelt(turns, schema) for schema, turns in lists.items()}
+
+
+def _listed(images: object) -> object:
+    """The images, in a list where a cell of a table holds it as JSON: no path begins so."""
+    if isinstance(images, str) and images.startswith(('["', "[{")):
+        try:
+            return parse_json(images)
+        except (ValueError, RecursionError) as error:
+            raise schema_error(f"'images' is text that is no JSON: {error}") from None
+    return None if images == "" else images
 
 
 def _part_image(part: Mapping[str, Any], where: str) -> ImageSource | None:
@@ -161,12 +174,16 @@ def _part_image(part: Mapping[str, Any], where: str) -> ImageSource | None:
 
 
 def _source(value: object, where: str) -> ImageSource:
-    """A path, or the bytes of a Hugging Face image ({"bytes": ..., "path": ...})."""
+    """A path, or the bytes of the file: as they are, in a Hugging Face image ({"bytes": ...,
+    "path": ...}), or in base64 (inline_images.py)."""
     if isinstance(value, dict):
         data, path = value.get("bytes"), value.get("path")
         refuse_unknown(value, _FILE_KEYS, where)
         value = data if data is not None else path
-    if (isinstance(value, str) and value) or isinstance(value, bytes):
+    if isinstance(value, str) and value:
+        data = inline_image(value, where)
+        return value if data is None else data
+    if isinstance(value, bytes):
         return value
     raise schema_error(
         f"{where} is {kind_of(value)}; expected a path, or an object with bytes or path"

@@ -4,20 +4,19 @@
               {"chosen": [question, answer], "rejected": [question, other answer]}
     ms-swift  {"messages": [question, answer], "rejected_response": text}, or "rejected_messages"
 
-Images beside TRL's texts (`images`) stand before the first text of the user, as TRL puts them.
+Images beside turns that are texts stand before the first of the user's (placing.py).
 LLaMA-Factory's `conversations` with `chosen` and `rejected` are ours already.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from vlmpack.data.columns.placing import with_images_first
 from vlmpack.data.shards.keys import PAIR_KEYS, is_absent
-from vlmpack.data.shards.turns import IMAGE_MARKER, TURN_FIELDS, named_images
+from vlmpack.data.shards.turns import TURN_FIELDS
 from vlmpack.errors import schema_error
-from vlmpack.words import counted
 
 PROMPT = "prompt"
 """TRL's column of what both answers follow."""
@@ -27,7 +26,7 @@ _REJECTED = ("rejected_response", "rejected_messages")
 
 def as_pair(record: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     """The record with its pair in our words, as it is where it has none; and whether its images
-    were put into the prompt here.
+    were put into its turns here.
 
     Raises:
         DataError: (schema) turns that do not come apart into a prompt and an answer, one answer
@@ -36,9 +35,9 @@ def as_pair(record: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     given = {name: value for name, value in record.items() if not is_absent(value)}
     swift = [name for name in _REJECTED if name in given]
     if swift:
-        return _of_swift(given, swift), False
+        return with_images_first(_of_swift(given, swift))
     if any(name in given for name in TURN_FIELDS):
-        return dict(record), False
+        return with_images_first(dict(record))
     answers = [name for name in PAIR_KEYS if name in given]
     if len(answers) == 1 and PROMPT in given:
         [missing] = {*PAIR_KEYS} - {*answers}
@@ -48,7 +47,7 @@ def as_pair(record: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
         )
     if len(answers) < 2:
         return dict(record), False
-    return _with_images_first(_of_trl(given))
+    return with_images_first(_of_trl(given))
 
 
 def _of_trl(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,33 +80,6 @@ def _of_trl(given: Mapping[str, Any]) -> dict[str, Any]:
         "chosen": chosen[shared:],
         "rejected": rejected[shared:],
     }
-
-
-def _with_images_first(pair: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """The pair with its images shown, and whether that took a change: where all turns are texts
-    and none marks a place, TRL puts the images, in their order, before the first text of the user
-    (`prepare_multimodal_messages`)."""
-    count, turns = len(named_images(pair)), pair["messages"]
-    said = [turn.get("content") for turn in turns if isinstance(turn, dict)]
-    parts = [part for each in said if isinstance(each, list) for part in each]
-    shown = [p for p in parts if isinstance(p, dict) and p.get("type") in ("image", "image_url")]
-    if (
-        not count
-        or shown
-        or IMAGE_MARKER in json.dumps([turns, *map(pair.get, PAIR_KEYS)], default=str)
-    ):
-        return pair, False
-    asked = [n for n, t in enumerate(turns) if isinstance(t, dict) and t.get("role") == "user"]
-    if parts or not asked or not isinstance(turns[asked[0]].get("content"), str):
-        raise schema_error(
-            f"the record names {counted(count, 'image')}, and no turn of its prompt shows one; "
-            f"expected an image part ({{'type': 'image'}}) or {IMAGE_MARKER} at the place of each, "
-            "or turns that are texts alone: images are put before the first of the user's then"
-        )
-    first = turns[asked[0]]
-    content = [{"type": "image"}] * count + [{"type": "text", "text": first["content"]}]
-    changed = [*turns[: asked[0]], {**first, "content": content}, *turns[asked[0] + 1 :]]
-    return {**pair, "messages": changed}, True
 
 
 def _of_swift(given: Mapping[str, Any], swift: list[str]) -> dict[str, Any]:

@@ -1,0 +1,316 @@
+"""How the records of one source are to be read: settled once, then carried with every sample.
+
+The recipe's `data.columns` names a layout, or says which column plays which part in one:
+
+    columns: vqa
+    columns: {question: q, answer: a, image: picture}
+    columns: {layout: alpaca, output: response}
+
+Without it the first records decide, where one layout fits; where two do, both are named and nobody
+guesses. `find_form` settles it, `read_turns` reads a record by it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from vlmpack.data.columns.cells import has_value
+from vlmpack.data.columns.chat import ChatTurns, chat_turns
+from vlmpack.data.columns.layout import (
+    CHAT,
+    LAYOUTS,
+    Layout,
+    all_columns,
+    fitting,
+    layout_named,
+)
+from vlmpack.data.shards.keys import (
+    MEANT_ELSEWHERE,
+    PAIR_KEYS,
+    RECORD_KEYS,
+    misspelt,
+    suggestion,
+)
+from vlmpack.data.shards.turns import OTHER_MEDIA, TURN_FIELDS
+from vlmpack.errors import DataError, RecipeError, schema_error
+
+_RULE = "columns-1"
+"""Part of a form's digest: raise it where a layout is read as something else than before."""
+
+LAYOUT_ROLE = "layout"
+"""The role in a mapping that names the layout."""
+
+_TURNS = frozenset(TURN_FIELDS)
+_COMMON = RECORD_KEYS - _TURNS - {"__key__"}
+"""Roles that the records of every layout may have."""
+
+_MAX_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class RecordForm:
+    """What a source's records are.
+
+    Args:
+        layout: its name.
+        columns: (role in the layout, name of the user's column), sorted; empty where the columns
+            have the layout's own names.
+        is_chosen: whether the recipe says so: the columns of other layouts are then keys that
+            nobody reads. Where the records themselves decided, a record that is of another layout,
+            too, is refused.
+    """
+
+    layout: str
+    columns: tuple[tuple[str, str], ...] = ()
+    is_chosen: bool = False
+
+    @property
+    def digest(self) -> str:
+        """Tells apart forms that may read a record as something else."""
+        said = json.dumps([_RULE, self.layout, self.columns, self.is_chosen])
+        return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
+
+    @property
+    def words(self) -> str:
+        """What it is, for whoever started the run."""
+        if self.layout == CHAT:
+            said = "turns of 'messages' or 'conversations'"
+        else:
+            said = f"{self.layout} ({layout_named(self.layout).whose})"
+        named = ", ".join(f"{role} from {name!r}" for role, name in self.columns)
+        return f"{said}, {named}" if named else said
+
+
+AS_TURNS = RecordForm(CHAT)
+"""Records that have `messages` or `conversations`."""
+
+
+def read_turns(record: Mapping[str, Any], form: RecordForm) -> ChatTurns:
+    """The turns of a record, and the images that they show.
+
+    Raises:
+        DataError: class `schema`; says what was found and what was expected.
+    """
+    layout = layout_named(form.layout)
+    try:
+        if not form.columns and _suspect(form.layout).isdisjoint(record):
+            return chat_turns(layout.turned(dict(record)))
+        named, unread = _renamed(record, form.columns)
+        own, foreign = _without_foreign(named, layout, form.is_chosen)
+        found = chat_turns(layout.turned(own))
+    except DataError as error:
+        if not form.columns:
+            raise
+        names = ", ".join(f"{role!r} is the column {name!r}" for role, name in form.columns)
+        raise schema_error(f"{error.reason} ({names}, by data.columns)") from None
+    lost = (*unread, *foreign)
+    return replace(found, unknown_keys=(*found.unknown_keys, *lost)) if lost else found
+
+
+def find_form(
+    records: Sequence[Mapping[str, Any]],
+    columns: Mapping[str, str] | str | None,
+    where: str,
+    knob: str = "data.columns",
+) -> RecordForm:
+    """Settle how the records of a source are read.
+
+    Args:
+        records: the first of them; without any, turns are expected.
+        columns: None: what fits; a layout's name; role -> column, `layout` among the roles or not.
+        where: the source, for messages.
+        knob: what says `columns`, for messages.
+
+    Raises:
+        RecipeError: more than one layout fits, or none, or `columns` names what is not there.
+    """
+    name, mapping = _asked(columns, knob)
+    if columns is not None:
+        _check_columns(records, mapping, where, knob)
+    chosen = RecordForm(name, mapping, is_chosen=True) if name is not None else None
+    layouts = [layout_named(name)] if name is not None else _with_roles(mapping, knob)
+    roles = {role for role, _ in mapping} - _COMMON
+    seen: dict[str, None] = {}
+    found = [_keys_of(record, mapping) for record in records]
+    for keys in found:
+        fits = [each for each in layouts if each.fits(keys)]
+        if len(fits) > 1:
+            raise RecipeError(_two_readings(fits, keys, where, knob))
+        seen |= dict.fromkeys(each.name for each in fits)
+    if records and not seen:
+        raise RecipeError(_nothing_fits(found, layouts, where, knob))
+    if chosen is not None:
+        return chosen
+    if seen.keys() <= {"messages", "llava"}:
+        return RecordForm(CHAT, mapping, is_chosen=False)
+    if len(seen) > 1:
+        raise RecipeError(
+            f"{where}: the first records are of several layouts, {' and '.join(seen)}; expected "
+            f"one: make a source of each, or say by {knob} which is meant"
+        )
+    return RecordForm(next(iter(seen)), mapping, is_chosen=bool(roles))
+
+
+def read_columns(form: RecordForm, names: Collection[str]) -> list[str]:
+    """Which columns of a table have to be read: those that the form reads, and those that say
+    something which would be lost. The others are counted as unread.
+
+    Args:
+        form: of its records.
+        names: of its columns.
+    """
+    layout = layout_named(form.layout)
+    taken = dict(form.columns)
+    read = (layout.columns | _COMMON) - taken.keys() | {*taken.values()}
+    read |= {*OTHER_MEDIA, *MEANT_ELSEWHERE, "label"}
+    if not form.is_chosen:
+        # A later row may turn out to be of another layout: it is then refused.
+        read = read.union(*(each.columns for each in fitting(names)))
+    slips = {name for name in names if name not in RECORD_KEYS and misspelt(name)}
+    return [name for name in names if name in read or name in slips]
+
+
+def _asked(
+    columns: Mapping[str, str] | str | None, knob: str
+) -> tuple[str | None, tuple[tuple[str, str], ...]]:
+    """The layout that is named, and the mapping without it."""
+    if columns is None:
+        return None, ()
+    mapping = {LAYOUT_ROLE: columns} if isinstance(columns, str) else dict(columns)
+    name = mapping.pop(LAYOUT_ROLE, None)
+    if name is not None and name not in LAYOUTS:
+        raise RecipeError(f"{knob}: {name!r} is no layout; {suggestion(name, LAYOUTS.keys())}")
+    known = _COMMON | (layout_named(name).columns if name is not None else all_columns())
+    for role in mapping:
+        if role not in known:
+            raise RecipeError(f"{knob}: {role!r} is no role; {suggestion(role, known)}")
+    twice = [c for c in {*mapping.values()} if [*mapping.values()].count(c) > 1]
+    if twice:
+        raise RecipeError(f"{knob}: the column {twice[0]!r} has two roles; expected one")
+    return name, tuple(sorted(mapping.items()))
+
+
+def _with_roles(mapping: Sequence[tuple[str, str]], knob: str) -> list[Layout]:
+    """The layouts, without aliases, that have all roles of a mapping."""
+    roles = {role for role, _ in mapping} - _COMMON
+    every = [layout_named(name) for name in LAYOUTS]
+    found = [each for each in every if each.alias_of is None and roles <= each.columns]
+    if not found:
+        raise RecipeError(
+            f"{knob}: no layout has all of the roles {', '.join(map(repr, sorted(roles)))}; "
+            f"known: {_known(every)}"
+        )
+    return found
+
+
+def _check_columns(
+    records: Sequence[Mapping[str, Any]],
+    mapping: Sequence[tuple[str, str]],
+    where: str,
+    knob: str,
+) -> None:
+    """Raise RecipeError where a mapped column is in none of the records."""
+    there = dict.fromkeys(key for record in records for key in record)
+    for role, name in mapping:
+        if records and name not in there:
+            raise RecipeError(
+                f"{where}: {knob} reads {role!r} from the column {name!r}, and none of the first "
+                f"records has it; found {_shown(there)}"
+            )
+
+
+def _keys_of(record: Mapping[str, Any], mapping: tuple[tuple[str, str], ...]) -> set[str]:
+    """The roles that have a value."""
+    named, _ = _renamed(record, mapping)
+    return {key for key, value in named.items() if has_value(value)}
+
+
+def _renamed(
+    record: Mapping[str, Any], mapping: tuple[tuple[str, str], ...]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The record under the names of the roles, and which of its keys made room for one."""
+    if not mapping:
+        return dict(record), ()
+    roles, columns = {role for role, _ in mapping}, {name for _, name in mapping}
+    left = {key: value for key, value in record.items() if key not in columns}
+    lost = tuple(key for key in left if key in roles and has_value(left[key]))
+    given = {role: record[name] for role, name in mapping if name in record}
+    return {key: value for key, value in left.items() if key not in roles} | given, lost
+
+
+def _without_foreign(
+    record: dict[str, Any], layout: Layout, is_chosen: bool
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The record without the keys by which another layout is known, and these.
+
+    Raises:
+        DataError: (schema) nobody chose, and the record is of another layout as well.
+    """
+    keys = {key for key, value in record.items() if has_value(value)}
+    if not is_chosen:
+        fits = () if _suspect(layout.name).isdisjoint(keys) else fitting(keys)
+        if len(fits) > 1:
+            raise schema_error(_two_readings(fits, keys, "the record", "data.columns"))
+        return record, ()
+    foreign = tuple(key for key in record if key in keys & _signed_elsewhere(layout.name))
+    return {key: value for key, value in record.items() if key not in foreign}, foreign
+
+
+@cache
+def _suspect(name: str) -> frozenset[str]:
+    """Keys with which a record of one layout may be of another as well."""
+    return all_columns() - layout_named(name).columns - (_COMMON - {*PAIR_KEYS})
+
+
+@cache
+def _signed_elsewhere(name: str) -> frozenset[str]:
+    """Keys that stand for another layout than this one."""
+    every = [each for other in LAYOUTS for each in layout_named(other).signatures]
+    keys = frozenset().union(*(signature.keys for signature in every))
+    return keys - layout_named(name).columns - (_COMMON - {*PAIR_KEYS})
+
+
+def _two_readings(fits: Sequence[Layout], keys: set[str], where: str, knob: str) -> str:
+    readings = " and as ".join(
+        f"{each.name} ({', '.join(map(repr, _signed(each, keys)))})" for each in fits
+    )
+    return (
+        f"{where} can be read as {readings}; say which is meant by "
+        f"{' or '.join(f'{knob}: {each.name}' for each in fits)}"
+    )
+
+
+def _signed(layout: Layout, keys: set[str]) -> list[str]:
+    """The keys by which a layout is recognised."""
+    signature = next(each for each in layout.signatures if each.fits(keys))
+    return sorted(signature.keys)
+
+
+def _nothing_fits(
+    found: Sequence[set[str]], layouts: Sequence[Layout], where: str, knob: str
+) -> str:
+    there = dict.fromkeys(key for keys in found for key in sorted(keys))
+    example = f"{knob}: {{question: ..., answer: ...}}, say, names the columns of a layout"
+    if len(layouts) == 1:
+        example = f"{knob}: {{layout: {layouts[0].name}, ROLE: COLUMN}} names columns"
+    return (
+        f"{where}: no layout fits its records, which have the keys {_shown(there)}; expected "
+        f"{_known(layouts)}; {example}"
+    )
+
+
+def _shown(keys: Collection[str]) -> str:
+    shown = ", ".join(repr(key[:60]) for key in [*keys][:_MAX_SHOWN]) or "nothing"
+    return f"{shown} and {len(keys) - _MAX_SHOWN} more" if len(keys) > _MAX_SHOWN else shown
+
+
+def _known(layouts: Sequence[Layout]) -> str:
+    """Layouts with the keys of their first signature."""
+    return ", ".join(
+        f"{each.name} ({' + '.join(sorted(each.signatures[0].keys))})" for each in layouts
+    )
