@@ -139,3 +139,22 @@ def test_heads_of_layers_that_carry_state_are_shared_out_twice(problems_of, mode
     chosen = model(SIZES | {"linear_num_key_heads": 2})
     (problem,) = problems_of(chosen | {"parallelism.tensor": 4})
     assert "parallelism.tensor: 4 does not divide linear_num_key_heads 2 of" in problem
+
+
+def test_groups_of_mamba_2_are_shared_out_over_tensor_and_then_context_parallelism(
+    problems_of, model
+):
+    """Where a process has fewer groups than context parallelism has processes, parts of them."""
+    sizes = {"num_attention_heads": 24, "num_key_value_heads": 24, "num_hidden_layers": 6}
+    chosen = model(sizes | {"mamba_num_heads": 48, "n_groups": 6})
+    chosen |= {"training.seq_length": 576}
+    for tensor, context in [(1, 1), (1, 3), (2, 3), (3, 4), (6, 8), (2, 6)]:
+        split = {"parallelism.tensor": tensor, "parallelism.context": context}
+        assert problems_of(chosen | split) == [], (tensor, context)
+    (problem,) = problems_of(chosen | {"parallelism.context": 4})
+    assert "parallelism.context: 4 processes share out the heads of layers" in problem
+    assert "mamba_num_heads 48 in n_groups 6 of" in problem
+    (problem,) = problems_of(chosen | {"parallelism.tensor": 6, "parallelism.context": 16})
+    assert "not divided by parallelism.tensor 6 x context 16" in problem
+    (problem,) = problems_of(chosen | {"parallelism.tensor": 4})
+    assert "parallelism.tensor: 4 does not divide n_groups 6 of" in problem

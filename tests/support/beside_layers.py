@@ -47,6 +47,7 @@ from vlmpack.training.checkpoint import load_checkpoint, step_folder
 
 MOE = "qwen3_vl_moe"
 HYBRID = "qwen3_5"
+MAMBA = "nemotron_h"
 STEPS = 3
 SGD_LR = 0.05
 
@@ -91,6 +92,8 @@ CASES = {
     "tp2, some": Case(LAYOUTS["tp2"], "some"),
     "tp2-sp, hybrid": Case(FAMILY_LAYOUTS["tp2"], "dora", family=HYBRID),
     "cp2, hybrid": Case(FAMILY_LAYOUTS["cp2"], family=HYBRID),
+    "tp2-ep2, mamba": Case(FAMILY_LAYOUTS["tp2-ep2"], "dora", family=MAMBA),
+    "cp2, mamba": Case(FAMILY_LAYOUTS["cp2"], family=MAMBA),
     "ep2, experts": Case(FAMILY_LAYOUTS["ep2"], family=MOE),
     "tp2-ep2, experts": Case(FAMILY_LAYOUTS["tp2-ep2"], family=MOE),
     "tp2-captured": Case(LAYOUTS["tp2-captured"]),

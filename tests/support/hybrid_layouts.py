@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from support.layouts import Layout
 from torch import Tensor
 
 from vlmpack.backends.mcore.delta_net import SUMMED_OVER_TP, PackedGatedDeltaNet
+from vlmpack.backends.mcore.mamba import PackedMamba2
+from vlmpack.backends.mcore.router import biased_routers
 from vlmpack.distributed import stop_process_group
 from vlmpack.recurrence import RowSegments
 from vlmpack.training.checkpoint import load_checkpoint, step_folder
@@ -32,6 +35,7 @@ LAYOUTS = family_layouts.FAMILY_LAYOUTS | {
     "tp2-selective": Layout(tensor=2, sequence=True, recompute="selective"),
     "tp2-cp2": Layout(tensor=2, context=2, sequence=True, recompute="full"),
     "tp2-pp2": Layout(tensor=2, pipeline=2, distributed=True),
+    "tp2-pp2-sp": Layout(tensor=2, pipeline=2, sequence=True, distributed=True),
     "cp2-pp2": Layout(context=2, pipeline=2, distributed=True),
 }
 
@@ -41,7 +45,8 @@ SAVED = "tp2"
 
 def mixers(engine: Any) -> list[Any]:
     """The layers that carry state of this stage."""
-    return [part for part in engine.model.modules() if isinstance(part, PackedGatedDeltaNet)]
+    kinds = (PackedGatedDeltaNet, PackedMamba2)
+    return [part for part in engine.model.modules() if isinstance(part, kinds)]
 
 
 def cut(row: RowSegments, chunks: int) -> RowSegments:
@@ -57,8 +62,10 @@ def whole(row: RowSegments) -> RowSegments:
 
 
 def told(engine: Any, kind: str, other: Callable[[RowSegments], RowSegments]) -> None:
-    """Let a recurrence have other segments."""
+    """Let a recurrence have other segments; `state` is what carries it."""
     for mixer in mixers(engine):
+        if kind == "state":
+            kind = "scan" if isinstance(mixer, PackedMamba2) else "delta_rule"
         chosen = getattr(mixer.choice, kind)
 
         def wrong(*args: Any, of: Any = chosen.function, **options: Any) -> Tensor:
@@ -78,6 +85,9 @@ def unsummed(engine: Any) -> None:
 def first_heads(engine: Any) -> None:
     """All CP ranks use the first one's filters and decays."""
     for mixer in mixers(engine):
+        if isinstance(mixer, PackedMamba2):
+            mixer._own_heads = partial(_first_of_mamba, mixer)
+            continue
         size = mixer.cp_group.size()
 
         def own(mixer: Any = mixer, size: int = size) -> tuple[Tensor, ...]:
@@ -88,13 +98,31 @@ def first_heads(engine: Any) -> None:
         mixer._own_heads = own
 
 
+def _first_of_mamba(mixer: Any) -> Any:
+    """The same of a Mamba-2."""
+    group = mixer.cp_group
+    mixer.cp_group = SimpleNamespace(size=group.size, rank=lambda: 0)
+    try:
+        return PackedMamba2._own_heads(mixer)
+    finally:
+        mixer.cp_group = group
+
+
+def unbiased(engine: Any) -> None:
+    """Experts are chosen without their bias."""
+    for _, router in biased_routers(engine.model.gpt.decoder.layers):
+        assert router.expert_bias.any()
+        router.expert_bias.zero_()
+
+
 CONTROLS: dict[str, Callable[[Any], None]] = {
-    "state lost between chunks": lambda engine: told(engine, "delta_rule", partial(cut, chunks=4)),
+    "state lost between chunks": lambda engine: told(engine, "state", partial(cut, chunks=4)),
     "taps lost between chunks": lambda engine: told(engine, "convolution", partial(cut, chunks=4)),
-    "state runs on": lambda engine: told(engine, "delta_rule", whole),
+    "state runs on": lambda engine: told(engine, "state", whole),
     "taps run on": lambda engine: told(engine, "convolution", whole),
     "norm without a sum": unsummed,
     "heads of the first rank": first_heads,
+    "no bias": unbiased,
 }
 
 

@@ -111,7 +111,9 @@ SERVED: Mapping[str, ServedModel] = {
     "qwen3_5_moe_text": _qwen3_5(
         title="Qwen3.5-MoE (text)", family="qwen3_5_text", has_experts=True
     ),
-    "nemotron_h": _nemotron(title="Nemotron-H", family="nemotron_h", prediction="mtp"),
+    "nemotron_h": _nemotron(
+        title="Nemotron-H", family="nemotron_h", engines=_BOTH, prediction="mtp"
+    ),
     "nemotron_h_omni": _nemotron(
         title="Nemotron Omni (images)",
         family="nemotron_omni",

@@ -19,6 +19,11 @@ from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
 _STATE_HEADS = "linear_num_key_heads"
+"""Heads of queries and keys of GatedDeltaNet."""
+
+_STATE_GROUPS = ("n_groups", "mamba_n_groups")
+_STATE_GROUP_HEADS = "mamba_num_heads"
+"""Groups of heads of Mamba-2, by either name, and heads."""
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -82,17 +87,13 @@ def layers_split_over_processes(
         "pipeline": {"num_hidden_layers": config.size("num_hidden_layers")},
         "expert": {"num_experts": config.size(*_EXPERTS)},
     }
-    problems = []
     state = config.size(_STATE_HEADS)
     if state:
         shared["tensor"][_STATE_HEADS] = state
-    if state % (parallelism.tensor * parallelism.context) and not state % parallelism.tensor:
-        message = (
-            f"{parallelism.context} processes share out the heads of layers that carry state, and "
-            f"{_STATE_HEADS} {state} of {config.folder}/config.json is not divided by "
-            f"parallelism.tensor {parallelism.tensor} x context {parallelism.context}"
-        )
-        problems.append(Problem(("parallelism", "context"), message))
+    groups = config.size(*_STATE_GROUPS) if config.size(_STATE_GROUP_HEADS) else 0
+    if groups:
+        shared["tensor"][_STATE_GROUPS[0]] = groups
+    problems = _state_over_context(config, parallelism, state, groups)
     for knob, sizes in shared.items():
         parts: int = getattr(parallelism, knob)
         uneven = [f"{key} {size}" for key, size in sizes.items() if size % parts]
@@ -103,6 +104,29 @@ def layers_split_over_processes(
             )
             problems.append(Problem(("parallelism", knob), message))
     return problems
+
+
+def _state_over_context(
+    config: ModelConfig, parallelism: ParallelismSection, state: int, groups: int
+) -> list[Problem]:
+    """What tensor parallelism shares out of layers that carry state, context parallelism shares out
+    once more: heads of GatedDeltaNet, and heads of Mamba-2 by groups or parts of them."""
+    tensor, context = parallelism.tensor, parallelism.context
+    uneven = ""
+    if state % (tensor * context) and not state % tensor:
+        uneven = f"{_STATE_HEADS} {state}"
+    if groups and not groups % tensor:
+        heads, own = config.size(_STATE_GROUP_HEADS), groups // tensor
+        if heads % (tensor * context) or (own % context and context % own):
+            uneven = f"{_STATE_GROUP_HEADS} {heads} in {_STATE_GROUPS[0]} {groups}"
+    if not uneven:
+        return []
+    message = (
+        f"{context} processes share out the heads of layers that carry state, and {uneven} of "
+        f"{config.folder}/config.json is not divided by parallelism.tensor {tensor} x context "
+        f"{context}"
+    )
+    return [Problem(("parallelism", "context"), message)]
 
 
 def experts_are_there(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import beside_layers, layouts
-from support.beside_layers import CASES, CONTROLS, HYBRID, MOE, STEPS
+from support.beside_layers import CASES, CONTROLS, HYBRID, MAMBA, MOE, STEPS
 from support.engines import engine_of, make_stepper, policy
 from support.forked import check_ranks
 from support.launches import once, write_families
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 SLOW = {
     "one, some", "tp2-sp, tower", "cp2", "pp2, adamw", "dp2, adamw", "tp2, adamw",
-    "tp2-ep2, experts", "tp2-sp-captured, dora", "A is another on each rank",
+    "tp2-ep2, experts", "tp2-ep2, mamba", "tp2-sp-captured, dora", "A is another on each rank",
     "gradients of B summed twice", "gradients of own tokens", "lengths of own columns",
 }  # fmt: skip
 """In two processes but for the first; the others are soak tests."""
@@ -57,7 +57,7 @@ TOGETHER = [name for name in CASES if name not in ALONE]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
-    write_families(folder, (MOE, HYBRID))
+    write_families(folder, (MOE, HYBRID, MAMBA))
     return folder
 
 

@@ -37,7 +37,7 @@ class RowParams(MegatronPackedSeqParams):
         row: the boundaries of the whole row, host integers included.
         segments: the same for layers that carry state.
         cos: (T / CP, R / 2) float32, of this rank's tokens; with `rotate` (1, T / CP, R), as
-            kernels read them. R columns of a head are rotated.
+            kernels read them. R columns of a head are rotated; none where R is 0.
         sin: the same.
         context: this rank's slice; None where rows are whole, and in a captured graph.
         natural_order: of the ranks' slices, see `ContextSlice`; None where rows are whole.
@@ -63,6 +63,8 @@ class RowParams(MegatronPackedSeqParams):
     def rotated(self, query: Tensor, key: Tensor) -> list[Tensor]:
         """Queries and keys, (T / CP, H, D), at their tokens' positions."""
         assert self.cos is not None and self.sin is not None
+        if not self.cos.shape[-1]:  # attention without positions
+            return [query, key]
         if self.rotate is not None:
             return [x[0] for x in self.rotate((query[None], key[None]), self.cos, self.sin)]
         width = 2 * self.cos.shape[-1]

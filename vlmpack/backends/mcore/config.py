@@ -1,4 +1,4 @@
-"""Megatron's configuration of a Qwen-shaped language model, from the model folder's config.
+"""Megatron's configuration of a language model, from the model folder's config.
 
 What packing and per-token losses need is set here and nowhere else: `variable_seq_lengths`,
 `calculate_per_token_loss`, no dropout, no fused residual ops that assume one sequence a row.
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.activations import squared_relu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -29,10 +30,13 @@ from vlmpack.backends.fused import FusedOps, NormForm
 from vlmpack.backends.mcore.attention import PackedCoreAttention
 from vlmpack.backends.mcore.delta_net import DeltaNetSubmodules, PackedGatedDeltaNet
 from vlmpack.backends.mcore.gated_attention import GatedSelfAttention
-from vlmpack.backends.mcore.norm import RMSNorm
-from vlmpack.backends.mcore.router import PackedRouter
+from vlmpack.backends.mcore.mamba import mamba_spec
+from vlmpack.backends.mcore.norm import PLAIN, RMSNorm
+from vlmpack.backends.mcore.one_part import one_part
+from vlmpack.backends.mcore.router import BiasedRouter, PackedRouter
 from vlmpack.backends.mcore.versions import routers_need_no_transformer_engine, with_parts
-from vlmpack.backends.mcore.weights.dims import DeltaNetDims, ExpertDims, LanguageDims
+from vlmpack.backends.mcore.weights.dims import LanguageDims
+from vlmpack.backends.mcore.weights.layer_dims import DeltaNetDims, ExpertDims
 from vlmpack.errors import CapabilityError
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.recurrence import RecurrenceChoice
@@ -62,8 +66,8 @@ def transformer_config(
         num_query_groups=dims.groups,
         kv_channels=dims.head_dim,
         ffn_hidden_size=dims.intermediate,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+        gated_linear_unit=dims.gated_mlp,
+        activation_func=torch.nn.functional.silu if dims.gated_mlp else squared_relu,
         normalization="RMSNorm",
         layernorm_epsilon=dims.norm_eps,
         add_bias_linear=False,
@@ -90,7 +94,7 @@ def transformer_config(
         perform_initialization=False,
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
-        bias_activation_fusion=fused_activation,
+        bias_activation_fusion=fused_activation and dims.gated_mlp,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         **_experts(dims.experts, sizes, model.router_aux_loss_coef),
@@ -108,7 +112,18 @@ def _experts(
     if experts.shared:
         shared = {
             "moe_shared_expert_intermediate_size": experts.shared,
-            "moe_shared_expert_gate": True,
+            "moe_shared_expert_gate": experts.shared_gate,
+        }
+    if experts.score == "sigmoid":
+        if aux_loss:
+            raise CapabilityError(
+                f"model.router_aux_loss_coef: {aux_loss}, but experts that are chosen by a sigmoid "
+                f"and a bias have no load-balancing loss in transformers; leave it out"
+            )
+        shared |= {
+            "moe_router_score_function": experts.score,
+            "moe_router_topk_scaling_factor": experts.scaling,
+            "moe_router_dtype": "fp32",
         }
     return shared | {
         "num_moe_experts": experts.count,
@@ -147,8 +162,10 @@ def decoder_spec(
     norm: Any
     if varlen is not None:
         norm = ModuleSpec(module=RMSNorm, params={"ops": fused, "form": norm_form(dims)})
-        build = partial(_local_layer, varlen, norm, gated=dims.output_gate)
-    elif dims.output_gate or dims.norm_offset or dims.delta_net is not None:
+        biased = dims.experts is not None and dims.experts.score == "sigmoid"
+        router = BiasedRouter if biased else PackedRouter
+        build = partial(_local_layer, varlen, norm, gated=dims.output_gate, router=router)
+    elif dims.output_gate or dims.state_kinds or norm_form(dims) != PLAIN:
         raise CapabilityError(
             "model.attention: transformer_engine has none of this model's layers; use auto, "
             "segments, torch_varlen or flash_attn"
@@ -164,23 +181,38 @@ def decoder_spec(
         build(num_experts=experts.get(number), qk_norm=dims.qk_norm)
         for number in range(first, first + get_num_layers_to_build(config, pp_rank=rank))
     ]
-    if dims.delta_net is not None and recurrence is not None:
-        mixer = _delta_net(dims.delta_net, recurrence, fused)
-        for place, layer in enumerate(layers):
-            if first + place in dims.delta_net.layers:
-                layers[place] = with_parts(layer, self_attention=mixer)
+    stateful = _stateful(dims, recurrence, fused)
+    for place, layer in enumerate(layers):
+        number = first + place
+        mixer = stateful.get(number)
+        whole = layer if mixer is None else with_parts(layer, self_attention=mixer)
+        layers[place] = one_part(whole, dims.kinds[number]) if dims.kinds else whole
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def norm_form(dims: LanguageDims) -> NormForm:
     """How the model's norms are computed, but for that behind a delta rule."""
-    return NormForm(dims.norm_offset, rounds_first=not dims.norm_offset)
+    return NormForm(dims.norm_offset, rounds_first=dims.norm_rounds_first)
+
+
+def _stateful(
+    dims: LanguageDims, recurrence: RecurrenceChoice | None, fused: FusedOps | None
+) -> dict[int, ModuleSpec]:
+    """What layers that carry state have instead of attention, by number."""
+    found: dict[int, ModuleSpec] = {}
+    if recurrence is None:
+        return found
+    if dims.delta_net is not None:
+        found |= dict.fromkeys(dims.delta_net.layers, _delta_net(dims.delta_net, recurrence, fused))
+    if dims.mamba is not None:
+        found |= dict.fromkeys(dims.mamba.layers, mamba_spec(dims.mamba, recurrence))
+    return found
 
 
 def _delta_net(
     dims: DeltaNetDims, recurrence: RecurrenceChoice, fused: FusedOps | None
 ) -> ModuleSpec:
-    """What a layer that carries state has instead of attention."""
+    """A layer's GatedDeltaNet."""
     return ModuleSpec(
         module=PackedGatedDeltaNet,
         params={"dims": dims, "recurrence": recurrence},
@@ -199,6 +231,7 @@ def _local_layer(
     num_experts: int | None,
     qk_norm: bool,
     gated: bool,
+    router: type[PackedRouter],
 ) -> ModuleSpec:
     """Megatron's local layer with our norms and our attention."""
     spec = get_gpt_layer_local_spec(
@@ -218,7 +251,7 @@ def _local_layer(
         spec,
         input_layernorm=norm,
         pre_mlp_layernorm=norm,
-        mlp=layer.mlp if dense else with_parts(layer.mlp, router=PackedRouter),
+        mlp=layer.mlp if dense else with_parts(layer.mlp, router=router),
         self_attention=attention,
     )
     return made

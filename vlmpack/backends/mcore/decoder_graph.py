@@ -21,11 +21,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
 from vlmpack.backends.decoder_graph import DecoderGraph, StaticRow, boundaries_alone
 from vlmpack.backends.fused import Rotate
 from vlmpack.backends.mcore.attention import RowParams, megatron_params
+from vlmpack.backends.mcore.one_part import has_mixer
 from vlmpack.backends.recording import Recorder
 from vlmpack.packing import Batch
 
@@ -88,7 +90,11 @@ def recomputed_parts(model: Any, *, captured: bool) -> list[dict[int, nn.Module]
     if not captured or model.dims.experts is None:
         return [layers]
     return [
-        {place: getattr(layer, part) for place, layer in layers.items()}
+        {
+            place: module
+            for place, layer in layers.items()
+            if not isinstance(module := getattr(layer, part), IdentityOp)
+        }
         for part in ("self_attention", "mlp")
     ]
 
@@ -106,7 +112,7 @@ class MixerGraphs:
     def __init__(self, layers: Sequence[Any], recorder: Recorder, *, rotate: Rotate | None) -> None:
         self.rotate = rotate
         self.graphs: list[DecoderGraph] = []
-        for layer in layers:
+        for layer in filter(has_mixer, layers):
             own = layer._forward_attention
             run = partial(self._run, own)
             graph = DecoderGraph(layer, run, recorder, hooks_take_gradients=True)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from vlmpack.backends.engine import Compute, ForwardStep, norms_by_component, or
 from vlmpack.backends.export import save_model_folder
 from vlmpack.backends.hf.adapters import modules_in_full, save_adapter
 from vlmpack.backends.mcore.beside import BesideLayers
+from vlmpack.backends.mcore.buffers import KeptBuffers
 from vlmpack.backends.mcore.collectives import sum_parts
 from vlmpack.backends.mcore.config import transformer_config
 from vlmpack.backends.mcore.cpu import megatron_on_cpu
@@ -39,6 +41,7 @@ from vlmpack.backends.mcore.stage import Stage, vision_tower
 from vlmpack.backends.mcore.trained import mark_trained, refuse_adapters
 from vlmpack.backends.mcore.weights import megatron_family
 from vlmpack.backends.mcore.weights.dims import LanguageDims
+from vlmpack.backends.mcore.weights.language import language_dims
 from vlmpack.backends.policy import (
     ComponentCount,
     TrainingPolicy,
@@ -105,18 +108,19 @@ class MegatronEngine:
         self.skeleton = model_skeleton(self.auto_class, folder)
         self.paths = family.modules
         pretrained = {name: tuple(p.shape) for name, p in self.skeleton.named_parameters()}
+        self.buffers = KeptBuffers.of(self.skeleton)
         self.adapters = BesideLayers.of(self.skeleton, self.paths, policy)
         self.shapes = pretrained | self.adapters.shapes
         self.components: Sequence[ComponentCount] = count_components(
             self.shapes.items(), policy, self.paths
         )
         self.known = megatron_family(self.skeleton.config.model_type)
-        dims = LanguageDims.from_transformers(self.skeleton.config, self.known)
+        dims = language_dims(self.skeleton.config, self.known)
         dims.check(split)
         fused = FusedParts.of(model, self.device, transformer_engine=on_te)
         recurrence = self._recurrence(dims, compute)
         with PretrainedReader(folder, self.known) as reader, megatron_on_cpu():
-            reader.check(pretrained, passed_over(self.skeleton))
+            reader.check(pretrained | dict(self.buffers.shapes), passed_over(self.skeleton))
             self.groups = start_model_parallel(split)
             config = transformer_config(
                 dims, model, split, dtype=compute.dtype, fused_activation=fused.activation
@@ -132,6 +136,7 @@ class MegatronEngine:
                 fused=fused.ops,
                 recurrence=recurrence,
             ).to(self.device)
+            self.buffers.fill(self.model.gpt.decoder.layers, reader, family.modules.language)
             self.adapters.add_to(self.model, family)
             for layers in recomputed_parts(self.model, captured=compute.captures):
                 recompute_modules(layers, model.recomputed)
@@ -348,6 +353,8 @@ class MegatronEngine:
             if self.ranks.is_main:
                 state[name] = tensor.to(dtype or torch.float32).cpu()
         if self.ranks.is_main:
+            with PretrainedReader(Path(self.config.path), self.known) as reader:
+                state |= self.buffers.read(reader)
             save_model_folder(
                 self.skeleton, state, folder, processor_from=processor_from, dtype=dtype
             )
@@ -379,10 +386,10 @@ class MegatronEngine:
         # A config of its own: the tower's, which the skeleton shares, names the attention of rows.
         model: Any = build_model(self.auto_class, load_config(Path(self.config.path)))
         model = model.to(device=self.device)
-        parameters = dict(model.named_parameters())
-        with torch.no_grad():
-            for name, tensor in self.merged_tensors():
-                parameters[name].copy_(tensor)
+        held = dict(model.named_parameters()) | dict(model.named_buffers())
+        with torch.no_grad(), PretrainedReader(Path(self.config.path), self.known) as reader:
+            for name, tensor in chain(self.merged_tensors(), self.buffers.read(reader)):
+                held[name].copy_(tensor)
         model.eval()
         with torch.no_grad():
             yield model

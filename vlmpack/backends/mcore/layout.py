@@ -17,7 +17,7 @@ from vlmpack.backends.mcore.adapters import LinearAdapter, PiecesOf
 from vlmpack.backends.mcore.model import MegatronVLM
 from vlmpack.backends.mcore.optimizer import MegatronAdamW
 from vlmpack.backends.mcore.weights.base import Piece, flat_boxes, stack_pieces
-from vlmpack.backends.mcore.weights.qwen import QwenLanguageMap
+from vlmpack.backends.mcore.weights.language import language_map
 from vlmpack.errors import ModelError
 from vlmpack.families.base import Family
 
@@ -41,8 +41,8 @@ class LocalParameter:
 
 def language_pieces(model: MegatronVLM, family: Family) -> PiecesOf:
     """The map of a stage's language model."""
-    language = QwenLanguageMap(
-        prefix=family.modules.language + ".",
+    language = language_map(
+        family.modules,
         dims=model.dims,
         sizes=model.sizes,
         tp_rank=model.groups.tp.rank(),

@@ -19,6 +19,7 @@ _NO_NAME = re.compile("(?!)")
 
 _APART = {
     "experts.gate_up_proj": ("gate_proj", "up_proj"),
+    "experts.up_proj": ("up_proj",),
     "experts.down_proj": ("down_proj",),
 }
 """Last parts of names of tensors of all experts, and what files may have of each expert instead, in

@@ -8,6 +8,9 @@ the loss is the same however a row is spread over ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import (
@@ -57,6 +60,29 @@ class PackedRouter(TopKRouter):
             self.report.add(loss.detach() * tokens / (weight * self.num_routed))
         output: Tensor = MoEAuxLossAutoScaler.apply(probs, loss * tokens)
         return output
+
+
+class BiasedRouter(PackedRouter):
+    """As DeepSeek-V3 has it: experts are chosen by the sigmoid of their logits and a bias, and
+    weighed without it.
+
+    The bias is no parameter. Megatron's own moves it a little at each step and sums what experts
+    get over all ranks for that; finetuning leaves it as it was published.
+    """
+
+    def __init__(self, config: Any, pg_collection: Any = None, **given: Any) -> None:
+        super().__init__(config=config, pg_collection=pg_collection, **given)
+        del self.expert_bias  # None, by the flag that would have it moved
+        bias = torch.zeros(config.num_moe_experts, dtype=torch.float32)
+        self.register_buffer("expert_bias", bias, persistent=False)
+
+
+def biased_routers(layers: Iterable[Any]) -> Iterator[tuple[int, BiasedRouter]]:
+    """Number, from 0, and router of a stage's layers that have one with a bias."""
+    for layer in layers:
+        for module in layer.modules():
+            if isinstance(module, BiasedRouter):
+                yield layer.layer_number - 1, module
 
 
 def _in_backward() -> bool:

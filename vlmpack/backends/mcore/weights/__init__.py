@@ -17,8 +17,10 @@ class MegatronFamily:
         qk_norm: whether queries and keys are normalised per head before the rotation.
         interleaved_rope: how position axes share the rotary frequencies; see `RopeLayout`.
         output_gate: whether attention has a gate on its output, in the query projection.
-        norm_offset: added to the weights of norms, but for the one behind a delta rule; with an
-            offset the product is rounded, without one the normed numbers are, too.
+        norm_offset: added to the weights of norms, but for the one behind a delta rule.
+        norm_rounds_first: whether norms round before they multiply by their weights, too.
+        one_part_layers: whether a layer is a mixer or an MLP, each behind its norm, as
+            `layers_block_type` of config.json has it; see `nemotron_h`.
         file_prefixes: (transformers' prefix, prefix in published weight files), first match wins.
         transposed_in_files: last parts of names whose published tensors have their last two
             dimensions swapped.
@@ -29,6 +31,8 @@ class MegatronFamily:
     interleaved_rope: bool = False
     output_gate: bool = False
     norm_offset: float = 0.0
+    norm_rounds_first: bool = True
+    one_part_layers: bool = False
     file_prefixes: tuple[tuple[str, str], ...] = ()
     transposed_in_files: tuple[str, ...] = ()
 
@@ -47,7 +51,20 @@ _QWEN3_VL = MegatronFamily(
 )
 
 _QWEN3_5 = MegatronFamily(
-    qkv_bias=False, qk_norm=True, interleaved_rope=True, output_gate=True, norm_offset=1.0
+    qkv_bias=False,
+    qk_norm=True,
+    interleaved_rope=True,
+    output_gate=True,
+    norm_offset=1.0,
+    norm_rounds_first=False,
+)
+
+_NEMOTRON_H = MegatronFamily(
+    qkv_bias=False,
+    qk_norm=False,
+    norm_rounds_first=False,
+    one_part_layers=True,
+    file_prefixes=(("model.", "backbone."),),
 )
 
 FAMILIES: dict[str, MegatronFamily] = {
@@ -59,6 +76,7 @@ FAMILIES: dict[str, MegatronFamily] = {
     "qwen3_5_moe": _QWEN3_5,
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5_moe_text": _QWEN3_5,
+    "nemotron_h": _NEMOTRON_H,
     "qwen2": MegatronFamily(qkv_bias=True, qk_norm=False),
     "qwen3": MegatronFamily(qkv_bias=False, qk_norm=True),
     "llama": MegatronFamily(qkv_bias=False, qk_norm=False),

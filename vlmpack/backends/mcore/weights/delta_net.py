@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from vlmpack.backends.boxes import TensorSlice, whole
 from vlmpack.backends.mcore.weights.base import Piece, split, stack_pieces
-from vlmpack.backends.mcore.weights.dims import DeltaNetDims
+from vlmpack.backends.mcore.weights.layer_dims import DeltaNetDims
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,100 +10,11 @@ from torch import Tensor
 from vlmpack.attention import RopeLayout
 from vlmpack.backends.mcore.rope import inverse_frequencies
 from vlmpack.backends.mcore.weights import MegatronFamily
+from vlmpack.backends.mcore.weights.layer_dims import LINEAR, DeltaNetDims, ExpertDims, MambaDims
 from vlmpack.errors import CapabilityError
 from vlmpack.recipe.model_rules import shares_heads
 from vlmpack.recipe.schema import ParallelismSection
 from vlmpack.recurrence import Kind
-
-LINEAR = "linear_attention"
-"""What config.json calls a layer of GatedDeltaNet."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertDims:
-    """A mixture of experts.
-
-    Args:
-        count: experts of a layer.
-        top_k: experts of a token; their weights are a softmax over the chosen ones, which is the
-            softmax over all experts, renormalised.
-        intermediate: width of an expert.
-        layers: numbers of the layers that have experts; the others have one MLP.
-        shared: width of the expert that all tokens pass, behind a gate of its own; 0 without.
-    """
-
-    count: int
-    top_k: int
-    intermediate: int
-    layers: frozenset[int]
-    shared: int = 0
-
-    @classmethod
-    def from_transformers(cls, text: Any) -> ExpertDims | None:
-        """Read a transformers text config; None without experts."""
-        count = getattr(text, "num_experts", 0) or getattr(text, "num_local_experts", 0)
-        if not count:
-            return None
-        step = getattr(text, "decoder_sparse_step", 1)
-        dense = set(getattr(text, "mlp_only_layers", None) or ())
-        return cls(
-            count=count,
-            top_k=text.num_experts_per_tok,
-            intermediate=text.moe_intermediate_size,
-            layers=frozenset(
-                layer
-                for layer in range(text.num_hidden_layers)
-                if layer not in dense and (layer + 1) % step == 0
-            ),
-            shared=getattr(text, "shared_expert_intermediate_size", 0),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaNetDims:
-    """Layers of GatedDeltaNet instead of attention.
-
-    Args:
-        key_heads: heads of queries and keys, each of which serves as many of values.
-        value_heads: heads of values.
-        key_width: of a head's queries and keys.
-        value_width: of a head's values.
-        taps: of the convolution.
-        layers: numbers of these layers.
-    """
-
-    key_heads: int
-    value_heads: int
-    key_width: int
-    value_width: int
-    taps: int
-    layers: frozenset[int]
-
-    @property
-    def keys(self) -> int:
-        """Columns of all keys."""
-        return self.key_heads * self.key_width
-
-    @property
-    def values(self) -> int:
-        """Columns of all values."""
-        return self.value_heads * self.value_width
-
-    @classmethod
-    def from_transformers(cls, text: Any) -> DeltaNetDims | None:
-        """Read a transformers text config; None without such layers."""
-        kinds = getattr(text, "layer_types", None) or ()
-        layers = frozenset(n for n, kind in enumerate(kinds) if kind == LINEAR)
-        if not layers:
-            return None
-        return cls(
-            key_heads=text.linear_num_key_heads,
-            value_heads=text.linear_num_value_heads,
-            key_width=text.linear_key_head_dim,
-            value_width=text.linear_value_head_dim,
-            taps=text.linear_conv_kernel_dim,
-            layers=layers,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +39,13 @@ class LanguageDims:
         deep_features: layers after which DeepStack features are added.
         output_gate: whether attention has a gate on its output.
         norm_offset: added to the weights of norms.
-        delta_net: the layers that carry state; None without.
+        norm_rounds_first: whether norms round before they multiply by their weights.
+        delta_net: the layers of GatedDeltaNet; None without.
+        mamba: the layers of Mamba-2; None without.
+        kinds: what each layer is, where it is one thing: `linear_attention`, `full_attention`,
+            `mlp` or `moe`. Empty where each is a mixer with an MLP behind it.
+        gated_mlp: whether MLPs and experts are SwiGLU; else they are a squared ReLU between two
+            products.
     """
 
     layers: int
@@ -148,7 +65,11 @@ class LanguageDims:
     deep_features: int = 0
     output_gate: bool = False
     norm_offset: float = 0.0
+    norm_rounds_first: bool = True
     delta_net: DeltaNetDims | None = None
+    mamba: MambaDims | None = None
+    kinds: tuple[str, ...] = ()
+    gated_mlp: bool = True
 
     @classmethod
     def from_transformers(cls, config: Any, family: MegatronFamily) -> LanguageDims:
@@ -194,12 +115,15 @@ class LanguageDims:
             deep_features=len(vision.get("deepstack_visual_indexes", ())),
             output_gate=family.output_gate,
             norm_offset=family.norm_offset,
+            norm_rounds_first=family.norm_rounds_first,
             delta_net=DeltaNetDims.from_transformers(text),
         )
 
     @property
     def state_kinds(self) -> tuple[Kind, ...]:
         """What layers that carry state are made of; nothing without such layers."""
+        if self.mamba is not None:
+            return ("convolution", "scan")
         return ("convolution", "delta_rule") if self.delta_net is not None else ()
 
     def check_captured(self, sizes: ParallelismSection) -> None:
@@ -235,6 +159,8 @@ class LanguageDims:
                 f"{state_heads} key heads, which parallelism.tensor {sizes.tensor} x context "
                 f"{sizes.context} share out and do not divide"
             )
+        if self.mamba is not None:
+            self.mamba.check(sizes.tensor, sizes.context)
         if sizes.expert > 1 and self.experts is None:
             raise CapabilityError(f"parallelism.expert is {sizes.expert}, the model has no experts")
         if self.experts is not None and sizes.tensor > 1 and not sizes.sequence:

@@ -25,11 +25,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 from vlmpack.backends.boxes import TensorSlice, whole
 from vlmpack.backends.mcore.weights.base import Piece, split, stack_pieces
 from vlmpack.backends.mcore.weights.delta_net import DeltaNetMap
-from vlmpack.backends.mcore.weights.dims import ExpertDims, LanguageDims
+from vlmpack.backends.mcore.weights.dims import LanguageDims
+from vlmpack.backends.mcore.weights.layer_dims import ExpertDims
 from vlmpack.recipe.schema import ParallelismSection
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -46,7 +48,7 @@ _HEAD_NORMS = {
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
 }
 
-_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
+EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +61,18 @@ class QwenLanguageMap:
         sizes: how it is spread; experts are whole under tensor parallelism.
         tp_rank: rank of tensor parallelism.
         ep_rank: rank of expert parallelism.
+        head: transformers' name of what makes logits, where it is not the embedding.
     """
+
+    EMBEDDING: ClassVar[str] = "embed_tokens.weight"
+    FINAL_NORM: ClassVar[str] = "norm.weight"
 
     prefix: str
     dims: LanguageDims
     sizes: ParallelismSection
     tp_rank: int
     ep_rank: int = 0
+    head: str = "lm_head"
 
     def pieces(self, name: str, rows: int, first_layer: int) -> list[Piece]:
         """The pieces of a parameter of Megatron's GPTModel.
@@ -79,16 +86,19 @@ class QwenLanguageMap:
             KeyError: a parameter that this map does not know.
         """
         if name == "embedding.word_embeddings.weight":
-            return self._vocabulary(f"{self.prefix}embed_tokens.weight", rows)
+            return self._vocabulary(self.prefix + self.EMBEDDING, rows)
         if name == "output_layer.weight":
-            tied = f"{self.prefix}embed_tokens.weight"
-            return self._vocabulary(tied if self.dims.tied else "lm_head.weight", rows)
+            tied = self.prefix + self.EMBEDDING
+            return self._vocabulary(tied if self.dims.tied else f"{self.head}.weight", rows)
         if name == "decoder.final_layernorm.weight":
-            return self._replicated(f"{self.prefix}norm.weight", self.dims.hidden)
+            return self._replicated(self.prefix + self.FINAL_NORM, self.dims.hidden)
         match = _LAYER.fullmatch(name)
         if match is None:
             raise KeyError(name)
-        number, inside = first_layer + int(match[1]), match[2]
+        return self._of_layer(first_layer + int(match[1]), match[2])
+
+    def _of_layer(self, number: int, inside: str) -> list[Piece]:
+        """The pieces of a layer's parameter, by Megatron's name inside the layer."""
         prefix, delta = f"{self.prefix}layers.{number}.", self.dims.delta_net
         mixer = inside.removeprefix("self_attention.")
         if delta is not None and number in delta.layers and mixer != inside:
@@ -125,10 +135,10 @@ class QwenLanguageMap:
             return self._replicated(prefix + _HEAD_NORMS[name], dims.head_dim)
         if dims.experts is not None and name == "mlp.router.weight":
             return self._replicated(f"{prefix}mlp.gate.weight", dims.experts.count, dims.hidden)
-        if dims.experts is not None and (expert := _EXPERT.fullmatch(name)):
+        if dims.experts is not None and (expert := EXPERT.fullmatch(name)):
             return self._expert(f"{prefix}mlp.experts.", dims.experts, int(expert[1]), expert[2])
         if name in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
-            return self._qkv(prefix, name.rsplit(".", 1)[1])
+            return self._qkv(f"{prefix}self_attn.", name.rsplit(".", 1)[1])
         if name == "self_attention.linear_proj.weight":
             shape = (dims.hidden, dims.heads * dims.head_dim)
             return stack_pieces([self._share(f"{prefix}self_attn.o_proj.weight", shape, 1)])
@@ -153,12 +163,16 @@ class QwenLanguageMap:
     def _expert(self, prefix: str, experts: ExpertDims, local: int, layer: str) -> list[Piece]:
         """One expert, which transformers keeps as one of the rows of a (E, out, in) tensor."""
         number = self.ep_rank * (experts.count // self.sizes.expert) + local
-        name, inner = {
-            "linear_fc1": ("gate_up_proj", (2 * experts.intermediate, self.dims.hidden)),
-            "linear_fc2": ("down_proj", (self.dims.hidden, experts.intermediate)),
-        }[layer]
+        name, inner = self._expert_parts(experts)[layer]
         box = split(prefix + name, (experts.count, *inner), 0, number, number + 1)
         return [Piece(box=box, start=0, stop=inner[0], replicated=False)]
+
+    def _expert_parts(self, experts: ExpertDims) -> dict[str, tuple[str, tuple[int, int]]]:
+        """transformers' name and shape of each of an expert's layers."""
+        return {
+            "linear_fc1": ("gate_up_proj", (2 * experts.intermediate, self.dims.hidden)),
+            "linear_fc2": ("down_proj", (self.dims.hidden, experts.intermediate)),
+        }
 
     def _qkv(self, prefix: str, kind: str) -> list[Piece]:
         """Queries, keys and values of one query group after another."""
@@ -171,6 +185,6 @@ class QwenLanguageMap:
             for part, heads in (("q", queries), ("k", 1), ("v", 1)):
                 rows = heads * dims.head_dim  # of one group
                 shape = (rows * dims.groups, *inner)
-                name = f"{prefix}self_attn.{part}_proj.{kind}"
+                name = f"{prefix}{part}_proj.{kind}"
                 boxes.append(split(name, shape, 0, group * rows, (group + 1) * rows))
         return stack_pieces(boxes)
