@@ -81,7 +81,8 @@ def write_index(folder: Path, *, shards: int = 100, samples: int = 10_000) -> No
     from vlmpack.data.splits.part_settings import make_builder
     from vlmpack.encode import Encoder
     from vlmpack.packing.budget import RowBudget
-    from vlmpack.recipe.schema import DataSection, PackingSection, TrainingSection
+    from vlmpack.recipe.data import DataSection
+    from vlmpack.recipe.schema import PackingSection, TrainingSection
     from vlmpack.recipe.sources import Source
     from vlmpack.storage.fetch import LocalFetcher
 
@@ -147,7 +148,7 @@ def synthetic_inputs(count: int, mode: str, **settings: object):
     from vlmpack.forecast.make import PlanInputs
     from vlmpack.forecast.parameters import read_sizes
     from vlmpack.recipe import load_recipe
-    from vlmpack.recipe.schema import DataSection
+    from vlmpack.recipe.data import DataSection
     from vlmpack.recipe.sources import Source
 
     online = mode == "online"

@@ -60,7 +60,8 @@ def open_data(
     from vlmpack.data.pipeline import TrainData
     from vlmpack.data.splits.survey import DataLaunch
     from vlmpack.packing.budget import RowBudget
-    from vlmpack.recipe.schema import DataSection, PackingSection, TrainingSection
+    from vlmpack.recipe.data import DataSection
+    from vlmpack.recipe.schema import PackingSection, TrainingSection
     from vlmpack.recipe.sources import Source
 
     sys.path[:0] = [str(FAKES)]

@@ -65,14 +65,17 @@ SCHEMES: Mapping[str, Scheme] = {
 HTTP_SCHEMES = ("http", "https")
 _NOT_SECRET = ("account_name",)
 
-_RECORD_FILES: Mapping[str, tuple[str, ...]] = {
-    "a JSONL file": (".jsonl", ".ndjson"),
-    "a JSON file": (".json",),
-    "a parquet file": (".parquet",),
+RECORD_FILES: Mapping[str, tuple[str, ...]] = {
+    "JSONL": (".jsonl", ".ndjson"),
+    "JSON": (".json",),
+    "CSV": (".csv",),
+    "TSV": (".tsv",),
+    "parquet": (".parquet",),
+    "arrow": (".arrow",),
 }
-"""What `vlmpack data convert` reads."""
+"""Files of records that are no shards: what they are called, and how their names end."""
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".tbz2", ".xz", ".txz", ".zst", ".tzst", ".lz4")
-_OTHER_FILES = (".arrow", ".csv", ".tsv", ".txt", ".zip", ".yaml", ".yml", ".idx")
+_OTHER_FILES = (".txt", ".zip", ".yaml", ".yml", ".idx")
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://|(pipe|exec|sh|cmd|file):", re.IGNORECASE)
 _REFERENCE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -120,24 +123,29 @@ def is_remote(address: str) -> bool:
 
 
 def no_shard(address: str) -> str | None:
-    """What a file is that its name's end says is no tar, to complete "'x' ..."; None for others.
+    """What a file is that its name's end says is not read, to complete "'x' ..."; None for others.
 
     Args:
         address: a path, a pattern or an address.
     """
-    name = address.partition("?")[0] if is_remote(address) else address
-    name = name.rpartition("/")[2].lower()
-    for kind, ends in _RECORD_FILES.items():
-        if name.endswith(ends):
-            return (
-                f"is {kind}, no tar shard; `vlmpack data convert SOURCE OUT` makes shards of it, "
-                "OUT-*.tar"
-            )
+    name = _file_name(address)
     if name.endswith(_COMPRESSED):
         return "is compressed, and compressed shards are not read: decompress it"
     if name.endswith(_OTHER_FILES):
-        return "is no tar shard (docs/data.md says what a shard is)"
+        ends = ", ".join(end for ends in RECORD_FILES.values() for end in ends)
+        return f"is no tar shard, and no file of records ({ends}); docs/data.md says what is read"
     return None
+
+
+def record_kind(address: str) -> str | None:
+    """Which of RECORD_FILES an address is by its name's end; None for a shard."""
+    name = _file_name(address)
+    return next((kind for kind, ends in RECORD_FILES.items() if name.endswith(ends)), None)
+
+
+def _file_name(address: str) -> str:
+    name = address.partition("?")[0] if is_remote(address) else address
+    return name.rpartition("/")[2].lower()
 
 
 def is_reference(text: str) -> bool:

@@ -130,7 +130,8 @@ def test_every_shard_passes_the_strict_reader(split, tmp_path):
     from vlmpack.data.modes import InBatch
     from vlmpack.data.pipeline import TrainData
     from vlmpack.packing.budget import RowBudget
-    from vlmpack.recipe.schema import DataSection, PackingSection, TrainingSection
+    from vlmpack.recipe.data import DataSection
+    from vlmpack.recipe.schema import PackingSection, TrainingSection
     from vlmpack.recipe.sources import Source
 
     encoder = Encoder(MODEL)

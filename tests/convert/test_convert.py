@@ -317,7 +317,7 @@ def test_the_same_input_gives_the_same_bytes_and_an_index(tmp_path: Path, images
         ("sub/../../secret.png", "lies outside the image root"),
         ("/etc/hostname", "lies outside the image root"),
         ("link.png", "lies outside the image root"),
-        ("missing.png", "No such file or directory; --images DIR names the folder"),
+        ("missing.png", "No such file or directory; data.image_root, or --images DIR names"),
         ("pipe.png", "is no regular file"),
         ("sub", "is no regular file"),
         ("http://127.0.0.1/a.png", "is a URL"),
@@ -450,7 +450,7 @@ def test_a_refused_url_names_the_folder(tmp_path: Path, monkeypatch: pytest.Monk
     """The root of a source in the working folder was said to be `.`."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError) as caught:
-        ImageRoot(Path()).load("http://127.0.0.1/a.png")
+        ImageRoot(str(Path())).load("http://127.0.0.1/a.png")
     assert f"is a URL; only files below {tmp_path.resolve()} are read" in caught.value.reason
 
 

@@ -209,6 +209,14 @@ def test_another_date_is_another_run(minimal):
     assert "data.date" not in identity(load_recipe(minimal))
 
 
+@pytest.mark.parametrize("item", ["data.columns=vqa", "data.columns={question: q, answer: a}"])
+def test_columns_are_identity_of_the_data_and_of_a_source(minimal, item):
+    old, new = identity(load_recipe(minimal)), identity(load_recipe(minimal, [item]))
+    assert len(identity_differences(old, new)) in (1, 2)
+    source = item.replace("data.columns=", "data.train={path: data/train-*.tar, columns: ") + "}"
+    assert identity_differences(old, identity(load_recipe(minimal, [source])))
+
+
 def test_every_key_is_either_identity_or_free(minimal):
     """A new key has to be put on one side here."""
     recipe = load_recipe(minimal)
@@ -219,6 +227,8 @@ def test_every_key_is_either_identity_or_free(minimal):
         "data.date=2026-11-22",
         "data.learn=last_turn",
         "data.group_by=image",
+        "data.columns=vqa",
+        "data.image_root=photos",  # free: every sample's checksum holds its images
         "training.cuda_graphs=decoder",  # free: test_graph_rules
         "training.cuda_graph_max_sequences=8",
         *IMAGES,

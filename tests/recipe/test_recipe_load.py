@@ -170,7 +170,10 @@ def test_dotted_key_in_a_file_is_explained(write, good_text):
             "packing=in_batch",
             "expected a mapping (mode, max_tokens, max_vision_patches,",
         ),
-        ("data.train=[]", "(path, weight, name) or a list of these, found an empty list"),
+        (
+            "data.train=[]",
+            "(path, columns, image_root, weight, name) or a list of these, found an empty list",
+        ),
         ("data.validation=[]", "or a list of these or null, found an empty list"),
         ("data.train=[3]", "found 3"),
         ("data.train={path: a.tar, name: 'a b'}", "expected a name of letters, digits"),

@@ -7,8 +7,8 @@ from support.toy_objective import FOCAL
 
 from vlmpack.errors import RecipeError
 from vlmpack.recipe import identity, identity_differences, load_recipe
+from vlmpack.recipe.data import DataSection
 from vlmpack.recipe.objective import OBJECTIVES
-from vlmpack.recipe.schema import DataSection
 from vlmpack.recipe.sources import Source
 from vlmpack.training.objective import SFT, objective_of
 

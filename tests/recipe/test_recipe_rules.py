@@ -334,16 +334,27 @@ CASES = [
     ),
     (
         "sources_are_readable",
+        {"data.train": "data/train-*.jsonl.gz"},
+        "data.train: 'data/train-*.jsonl.gz' is compressed, and compressed shards are not read",
         {"data.train": "data/train-*.jsonl"},
-        "data.train: 'data/train-*.jsonl' is a JSONL file, no tar shard; `vlmpack data convert "
-        "SOURCE OUT` makes shards of it",
-        {"data.train": "data/train-*.tar"},
     ),
     (
         "sources_are_readable",
+        {"data.validation": "data/validation.txt"},
+        "data.validation: 'data/validation.txt' is no tar shard, and no file of records (.jsonl",
         {"data.validation": "data/validation.parquet"},
-        "data.validation: 'data/validation.parquet' is a parquet file",
-        {"data.validation": "data/validation.tar"},
+    ),
+    (
+        "sources_are_readable",
+        {"data.image_root": "pipe:photos"},
+        "data.image_root: 'pipe:' is not allowed",
+        {"data.image_root": "s3://bucket/photos"},
+    ),
+    (
+        "sources_are_readable",
+        {"data.train": {"path": "x.jsonl", "image_root": "https://user:word@host/photos"}},
+        "data.train.image_root: a https:// address",
+        {"data.train": {"path": "x.jsonl", "image_root": "https://host/photos"}},
     ),
     (
         "sources_are_readable",

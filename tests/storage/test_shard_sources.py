@@ -70,11 +70,10 @@ def test_bad_patterns(
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("train.jsonl", "is a JSONL file, no tar shard; `vlmpack data convert SOURCE OUT`"),
-        ("TRAIN.JSON", "is a JSON file, no tar shard; `vlmpack data convert"),
-        ("train.parquet", "is a parquet file, no tar shard; `vlmpack data convert"),
+        ("train.jsonl.gz", "is compressed, and compressed shards are not read"),
         ("train.tar.gz", "is compressed, and compressed shards are not read"),
-        ("train.csv", "is no tar shard"),
+        ("TRAIN.TXT", "is no tar shard, and no file of records"),
+        ("train.yaml", "is no tar shard"),
     ],
 )
 def test_files_that_are_no_shards_are_named_before_any_is_opened(

@@ -107,8 +107,8 @@ def test_a_server_without_ranges_is_refused_when_it_is_indexed(
         (b"\n<!DOCTYPE html><title>Sign in</title>", "this is an HTML page, no tar file: a login"),
         (b"version https://git-lfs.github.com/spec/v1", "this is a Git LFS pointer"),
         (b"\x1f\x8b\x08", "this is gzip"),
-        (b"PAR1\x15\x04", "this is a parquet file, no tar file: `vlmpack data convert"),
-        (b'\n {"messages": []}', "this is a JSON file, no tar file: `vlmpack data convert"),
+        (b"PAR1\x15\x04", "this is a parquet file, no tar file: it is read under a name"),
+        (b'\n {"messages": []}', "this is a JSON file, no tar file: it is read under a name"),
         (b"nothing that anyone knows", "this is no tar file"),
     ],
 )

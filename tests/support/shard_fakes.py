@@ -34,7 +34,8 @@ from vlmpack.errors import DataError
 from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, Media
 from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.collate import PackCollator
-from vlmpack.recipe.schema import DataSection, PackingSection, TrainingSection
+from vlmpack.recipe.data import DataSection
+from vlmpack.recipe.schema import PackingSection, TrainingSection
 from vlmpack.recipe.sources import Source
 
 BLOCK = 16

@@ -14,6 +14,7 @@ from vlmpack.build.setup import Setup
 from vlmpack.build.shard_listing import ShardListing
 from vlmpack.build.worker_server import WORKER_PRELOAD
 from vlmpack.data.config import DataConfig, SplitKey
+from vlmpack.data.files.settle import describe_forms
 from vlmpack.data.index.parts import Progress
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import WorkerSettings
@@ -22,7 +23,7 @@ from vlmpack.data.packs.open import survey_data
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.shares import RowCost, token_cost
 from vlmpack.data.plan.state import DataState
-from vlmpack.data.splits.survey import DataLaunch
+from vlmpack.data.splits.survey import DataLaunch, Survey
 from vlmpack.encode import Encoder
 from vlmpack.encode.thoughts import dropped_thoughts
 from vlmpack.errors import ModelError, RunIdentityError
@@ -157,6 +158,14 @@ def _of_conversations(encoder: Encoder) -> Encoder:
     return other
 
 
+def _say_forms(config: DataConfig, survey: Survey) -> None:
+    """What files that are no shards were found to be, a line a source."""
+    for source, stamps in zip(config.sources, survey.sources, strict=False):
+        if any(stamp.form for stamp in stamps):
+            key = config.key.removeprefix("data.")
+            logger.info("%-14s %s: %s", key, source.name, describe_forms(stamps))
+
+
 def open_split(
     setup: Setup,
     key: SplitKey,
@@ -187,6 +196,8 @@ def open_split(
         return None
     fetcher = build_fetcher(recipe)
     survey = ranks.on_main(lambda: survey_data(config, encoder, fetcher, resume))
+    if ranks.is_main:
+        _say_forms(config, survey)
     try:
         opened = TrainData.open(
             config,

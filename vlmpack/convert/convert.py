@@ -17,18 +17,20 @@ from pathlib import Path
 
 from vlmpack.convert.settings import ConvertSettings
 from vlmpack.convert.shards import ShardFolder, WrittenShard
-from vlmpack.data.columns.chat import ChatTurns, chat_turns
+from vlmpack.data.columns.chat import ChatTurns
+from vlmpack.data.columns.form import AS_TURNS
 from vlmpack.data.files.images import ImageRoot
 from vlmpack.data.files.records import Record
+from vlmpack.data.files.samples import record_number_key, sample_of
+from vlmpack.data.shards.images import image_facts
 from vlmpack.data.shards.keys import count_keys
 from vlmpack.data.shards.naming import JSON_FIELD
 from vlmpack.data.shards.schemas import cook_texts
-from vlmpack.encode import Encoder
+from vlmpack.encode import Encoder, decode_image
 from vlmpack.errors import DataError, EmptyDataError, VlmpackError, schema_error
 from vlmpack.whole_file import write_atomically
 
 MANIFEST_RULE = "convert-2"
-KEY_DIGITS = 9
 
 Progress = Callable[[int, int], None]
 """Called with the records read and the samples written so far."""
@@ -88,7 +90,7 @@ def convert(
     manifest.unlink(missing_ok=True)
     skipped: list[SkippedRecord] = []
     unknown: Counter[str] = Counter()
-    images = ImageRoot(settings.image_root, settings.caps)
+    images = ImageRoot(str(settings.image_root), settings.caps)
     number = written = placed = 0
     try:
         for number, record in enumerate(records, start=1):
@@ -103,7 +105,7 @@ def convert(
                     ) from None
                 skipped.append(SkippedRecord(record.place, error.error_class, error.reason))
                 continue
-            shards.write(_key(number - 1), fields)
+            shards.write(record_number_key(number - 1), fields)
             unknown.update((*turns.unknown_keys, *record.unread))
             placed += turns.placed
             written += 1
@@ -137,37 +139,18 @@ def sample_fields(
     """
     if record.value is None:
         raise schema_error(record.fault or "cannot be read")
-    turns = chat_turns(record.value)
-    loaded = [images.load(source) for source in turns.images]
-    if len(loaded) > images.caps.max_images:
-        raise schema_error(f"{len(loaded)} images; at most {images.caps.max_images} are allowed")
-    names = tuple(f"{place}.{image.suffix}" for place, image in enumerate(loaded))
-    document = turns.document(names)
-    if isinstance(record.value.get("id"), (str, int)):
-        document["id"] = record.value["id"]
-    if record.value.get("task") is not None:
-        document["task"] = record.value["task"]
-    text = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
-    try:
-        data = text.encode()
-    except UnicodeEncodeError:
-        raise schema_error("a text has half of a surrogate pair, which is no text") from None
-    texts = cook_texts(_key(number), "", data, (JSON_FIELD, *names))
+    sample = sample_of(record.value, AS_TURNS, images)
+    facts = [image_facts(image.data, image.name, images.caps) for image in sample.images]
+    for image in sample.images:  # one that is cut has a sound header
+        decode_image(image.data, repr(image.name), max_pixels=images.caps.max_image_pixels)
+    names = sample.names
+    texts = cook_texts(record_number_key(number), "", sample.document, (JSON_FIELD, *names))
     assert texts[0].image_fields == names, (texts[0].image_fields, names)
     if encoder is not None:
-        paths = tuple(
-            s if isinstance(s, str) else n for s, n in zip(turns.images, names, strict=True)
-        )
+        shown = tuple(image.name for image in sample.images)
         for cooked in texts:
-            sample = replace(cooked.sample, image_names=paths)
-            encoder.measure(sample, [image.size for image in loaded])
-    members = {name: image.data for name, image in zip(names, loaded, strict=True)}
-    return {JSON_FIELD: data} | members, turns
-
-
-def _key(number: int) -> str:
-    """The record's number: skipped records leave gaps, so a key leads back to its record."""
-    return str(number).zfill(KEY_DIGITS)
+            encoder.measure(replace(cooked.sample, image_names=shown), [f.size for f in facts])
+    return sample.members, sample.turns
 
 
 def _write_manifest(path: Path, report: ConvertReport) -> None:

@@ -15,7 +15,8 @@ from vlmpack.data.plan.packers import AlignedSizes, Sizes
 from vlmpack.data.plan.shares import RowCost, token_cost
 from vlmpack.data.plan.sharing import PlannedSamples
 from vlmpack.data.shards.caps import SampleCaps
-from vlmpack.recipe.schema import DataSection, TrainingSection
+from vlmpack.recipe.data import DataSection
+from vlmpack.recipe.schema import TrainingSection
 from vlmpack.recipe.sources import Source
 
 SplitKey = Literal["data.train", "data.validation", "data.test"]

@@ -20,13 +20,13 @@ from vlmpack.capabilities.limits import (
 from vlmpack.capabilities.refused import refusal
 from vlmpack.capabilities.served import GENERIC, ServedModel
 from vlmpack.capabilities.versions import installed_versions, version_limit
+from vlmpack.recipe.data import DataSection
 from vlmpack.recipe.engine_rules import used_splits
 from vlmpack.recipe.images import ImagesSection
 from vlmpack.recipe.model_rules import ModelConfig
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.problems import KeyPath, Problem
 from vlmpack.recipe.schema import (
-    DataSection,
     ModelSection,
     PackingSection,
     ParallelismSection,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from math import isfinite
 
+from vlmpack.recipe.data import DataSection
 from vlmpack.recipe.images import ImagesSection
 from vlmpack.recipe.problems import Problem
-from vlmpack.recipe.schema import DataSection, EvaluationSection
+from vlmpack.recipe.schema import EvaluationSection
 
 
 def weights_are_complete(data: DataSection) -> list[Problem]:

@@ -1,7 +1,7 @@
 """What makes two launches the same run: the fields that change the objective or the order.
 
-In: the model, its compute type and the weight of its auxiliary loss; the training sources and
-weights, shuffle, epoch size, what happens to over-long or oversized samples, what an image may
+In: the model, its compute type and the weight of its auxiliary loss; the training sources, weights
+and columns, shuffle, epoch size, what happens to over-long or oversized samples, what an image may
 cost, the date and the variables that a template gets, which answers are learnt; the packing mode,
 and the budgets and scope of planned rows; sequence length, global batch, seed, length of the run;
 what is trained, by which adapters; the objective; the optimizer, its learning rates and schedule.
@@ -44,7 +44,7 @@ _INCLUDE: Mapping[str, Any] = {
     "training": {"global_batch_size", "seq_length", "max_steps", "num_epochs", "seed"},
 }
 
-_DATA_IF_CHANGED = ("weights", "date", "learn", "chat_template_kwargs", "group_by")
+_DATA_IF_CHANGED = ("weights", "date", "learn", "chat_template_kwargs", "group_by", "columns")
 """Fields of `data` that an identity has where they are not as by default."""
 
 _WHERE_THEY_APPLY = ("packing.", "trainable.lora.")
@@ -60,6 +60,8 @@ def identity(recipe: Recipe) -> dict[str, object]:
         name for name in _DATA_IF_CHANGED if getattr(recipe.data, name) != _default(f"data.{name}")
     ]
     include["data"] = _INCLUDE["data"] | dict.fromkeys(changed, True)
+    if any(source.columns is not None for source in recipe.data.train):
+        include["data"]["train"] = {"__all__": {"path", "weight", "columns"}}
     include["images"] = set(recipe.images.set_values())
     objective = recipe.objective
     if objective.learns_pairs:

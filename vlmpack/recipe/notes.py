@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vlmpack.addresses import unset_references
+from vlmpack.recipe.data import DataSection
 from vlmpack.recipe.derived import derive
 from vlmpack.recipe.model_rules import read_model_config
-from vlmpack.recipe.schema import DataSection, EvaluationSection, LoggingSection, Recipe
+from vlmpack.recipe.schema import EvaluationSection, LoggingSection, Recipe
 from vlmpack.recipe.trackers import absent_trackers, trackers_advice
 
 

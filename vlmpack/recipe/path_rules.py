@@ -3,8 +3,8 @@
 Paths are taken as written. Relative ones start at the current directory, so that a resolved
 recipe runs again from the directory it was first run in. Nothing in them is expanded, neither
 `~` nor `${...}`; what looks like it is refused, since a folder of that name is never meant. Shards
-alone may lie in stores; `${env:NAME}` in their addresses is resolved when they are asked for, so
-that a saved recipe has the reference.
+and images alone may lie in stores; `${env:NAME}` in the addresses of shards is resolved when they
+are asked for, so that a saved recipe has the reference.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from vlmpack.addresses import (
     secret_in,
     without_references,
 )
+from vlmpack.recipe.data import DataSection
 from vlmpack.recipe.problems import KeyPath, Problem
-from vlmpack.recipe.schema import DataSection, ModelSection, PackingSection, Recipe
+from vlmpack.recipe.schema import ModelSection, PackingSection, Recipe
 from vlmpack.recipe.sources import Section
 from vlmpack.recipe.storage import unsafe_storage
 
@@ -51,7 +52,19 @@ def sources_are_readable(data: DataSection) -> list[Problem]:
                 problems.append(Problem(key, message))
             if what := no_shard(source.path):
                 problems.append(Problem(key, f"{redacted(source.path)!r} {what}"))
-    return problems
+            problems += _unsafe_root(("data", split, index, "image_root"), source.image_root)
+    return problems + _unsafe_root(("data", "image_root"), data.image_root)
+
+
+def _unsafe_root(key: KeyPath, root: str | None) -> list[Problem]:
+    """What keeps a place from being one of images: on this machine, or in a store, in the open."""
+    if root is None or not is_remote(root):
+        return _not_local(key, root or "")
+    if secret := secret_in(root):
+        return [Problem(key, f"a {scheme_of(root)}:// address {secret}")]
+    if "$" in root:
+        return [Problem(key, "'$' references are not expanded in the address of images")]
+    return []
 
 
 def stores_are_safe(data: DataSection) -> list[Problem]:
@@ -109,13 +122,14 @@ def anchored(recipe: Recipe, base_dir: str | os.PathLike[str]) -> Recipe:
     """The recipe with its relative paths joined to `base_dir`."""
 
     def moved(section: AnySection, key: str) -> AnySection:
-        path = getattr(section, key)
-        local = path is not None and not is_remote(path)
-        return section.model_copy(update={key: str(Path(base_dir, path))}) if local else section
+        path: str | None = getattr(section, key)
+        if path is None or is_remote(path):
+            return section
+        return section.model_copy(update={key: str(Path(base_dir, path))})
 
-    data = moved(recipe.data, "index_dir")
+    data = moved(moved(recipe.data, "index_dir"), "image_root")
     places: dict[str, object] = {
-        split: tuple(moved(source, "path") for source in sources)
+        split: tuple(moved(moved(source, "path"), "image_root") for source in sources)
         for split, sources in data.splits().items()
         if sources
     }

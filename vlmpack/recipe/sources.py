@@ -9,11 +9,19 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 
 Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
 
-_SHARD_SUFFIX = re.compile(r"\.(tar|tgz|tar\.gz)$")
+_SHARD_SUFFIX = re.compile(r"\.(tar|tgz|tar\.gz|jsonl|ndjson|json|csv|tsv|parquet|arrow)$")
 _PATTERN_PART = re.compile(r"\{[^{}]*\}|\[[^\[\]]*\]|[*?]+")
 _HOST_LOGIN = re.compile(r"^[A-Za-z0-9+.-]+://([^/@]*@)?")
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
@@ -32,13 +40,34 @@ class Section(BaseModel):
     )
 
 
+class _Columns(dict[str, str]):
+    """A mapping that can be hashed, as the sections of a recipe are."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(sorted(self.items())))
+
+
+Columns = Annotated[
+    str | dict[str, str],
+    AfterValidator(lambda given: _Columns(given) if isinstance(given, dict) else given),
+]
+"""The name of a layout, or role -> column."""
+
+
 class Source(Section):
-    """One set of shards that is drawn from as a whole."""
+    """One set of shards, or of files of records, that is drawn from as a whole."""
 
     path: str = Field(min_length=1, examples=["data/train-{000..031}.tar"])
     """Path or address (`s3://`, `gs://`, `az://`, `https://`, `hf://datasets/`) of one or more tar
-    shards: a file, a glob (`*`, `?`; not for https and hf) or a brace list or range
-    (`{000..031}`, `{a,b}`). Relative paths start at the current directory."""
+    shards, or of files of records (.jsonl, .json, .csv, .tsv, .parquet): a file, a glob (`*`, `?`;
+    not for https and hf) or a brace list or range (`{000..031}`, `{a,b}`); or the folder that
+    `datasets.save_to_disk` wrote. Relative paths start at the current directory."""
+
+    columns: Columns | None = Field(default=None, examples=["vqa"])
+    """As `data.columns`, of this source alone."""
+
+    image_root: str | None = Field(default=None, min_length=1, examples=["photos"])
+    """As `data.image_root`, of this source alone."""
 
     weight: float | None = Field(default=None, gt=0)
     """Share of the draws, relative to the other sources' weights. Null in every source: no

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import fnmatch
 import glob
+import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -28,6 +29,8 @@ from vlmpack.errors import DataError, RecipeError
 from vlmpack.storage.fetch import Fetcher, ShardStamp, stamp_shards
 
 MAX_EXPANDED = 1_000_000
+STATE_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"
+"""What `datasets.save_to_disk` writes beside the files of a split, and beside the splits."""
 MAX_NAMED = 5
 """Files that are no shards, in a message."""
 
@@ -47,6 +50,16 @@ class FoundShard:
 
     path: str
     stamp: ShardStamp | None = None
+    form: str = ""
+    """As ShardStamp.form."""
+
+    def seen(self, fetcher: Fetcher) -> ShardStamp:
+        """Its version; looked at where no listing told it.
+
+        Raises:
+            DataError: class `transport`.
+        """
+        return replace(self.stamp or fetcher.head(self.path), form=self.form)
 
 
 def expand_shards(
@@ -140,7 +153,7 @@ def _expand_one(pattern: str, fetcher: Fetcher | None) -> list[FoundShard]:
         else:
             matches = [name] if _is_there(name, Path.is_file) else []
             if _is_there(name, Path.is_dir):
-                raise ValueError(f"is a folder; name its shards, for example '{name}/*.tar'")
+                matches = files_of_folder(Path(name))
         if not matches:
             missing.append(name)
         found.extend(str(Path(match).absolute()) for match in matches)
@@ -151,6 +164,33 @@ def _expand_one(pattern: str, fetcher: Fetcher | None) -> list[FoundShard]:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise ValueError(f"matches {len(found)} files, but these are missing: {shown}{more}")
     return [FoundShard(path) for path in found]
+
+
+def files_of_folder(folder: Path) -> list[str]:
+    """The files of a folder as `datasets.save_to_disk` leaves it, in its own order.
+
+    Raises:
+        ValueError: another folder; completes the sentence "data.train: 'x' ...".
+    """
+    if (folder / SPLITS_FILE).is_file():
+        found = sorted(path.parent.name for path in folder.glob(f"*/{STATE_FILE}"))
+        raise ValueError(f"holds several splits; name one: {', '.join(map(repr, found))} in it")
+    if not (folder / STATE_FILE).is_file():
+        raise ValueError(
+            f"is a folder; name its files, for example '{folder}/*.tar' or '{folder}/*.parquet' (a "
+            "folder alone is what datasets.save_to_disk writes)"
+        )
+    try:
+        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        names = [str(item["filename"]) for item in state["_data_files"]]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"has a {STATE_FILE} that cannot be read: {error!r}") from None
+    files = [folder / name for name in names]
+    if not files or any(name != file.name for name, file in zip(names, files, strict=True)):
+        raise ValueError(f"has a {STATE_FILE} that names {names[:5]}; expected files of the folder")
+    if gone := [file.name for file in files if not file.is_file()]:
+        raise ValueError(f"lacks {', '.join(gone[:5])}, which its {STATE_FILE} names")
+    return [str(file) for file in files]
 
 
 def _expand_address(name: str, fetcher: Fetcher | None) -> list[FoundShard]:

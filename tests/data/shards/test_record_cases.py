@@ -270,7 +270,7 @@ def test_rows_of_a_table_are_records(
         pq.write_table(table, source)
         [record] = open_records(source)
         try:
-            fields, _ = sample_fields(record, 0, ImageRoot(tmp_path, CAPS))
+            fields, _ = sample_fields(record, 0, ImageRoot(str(tmp_path), CAPS))
         except DataError as error:
             one = Seen(None, error.reason)
         else:
@@ -286,7 +286,7 @@ def test_many_keys_at_once(each_once: EachOnce, tmp_path: Path) -> None:
     for number, data in enumerate(IMAGES):
         (tmp_path / image_name(number)).write_bytes(data)
     chosen = list(mixed_cases(20_000, most=6, seed=1))
-    root, direct, from_convert = ImageRoot(tmp_path, CAPS), [], []
+    root, direct, from_convert = ImageRoot(str(tmp_path), CAPS), [], []
     for case in chosen:
         members = {image_name(member): IMAGES[member] for member in case.members}
         direct.append(seen_of(json.dumps(case.record).encode(), members))

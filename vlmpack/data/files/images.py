@@ -1,24 +1,31 @@
-"""Image files of a conversion: inside one root, of a known format, below the caps, whole."""
+"""Images that records name: inside one root, on a disk or in a store, below the caps.
+
+A path starts at the root and must end inside it, its links followed. What an image is, is its
+bytes: the index keeps a checksum of each sample with its images, and training compares it.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vlmpack.addresses import is_remote, redacted
 from vlmpack.data.columns.chat import ImageSource
-from vlmpack.data.protocols import ImageSize
 from vlmpack.data.shards.caps import SampleCaps
-from vlmpack.data.shards.images import image_facts
-from vlmpack.encode import decode_image
 from vlmpack.errors import DataError
+from vlmpack.storage.fetch import Fetcher, LocalFetcher, ShardStamp, at_once
 
-SUFFIXES = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
+IMAGES_AT_ONCE = 16
+"""Images of a store that are asked for at the same time."""
+MAX_FOLDERS = 4096
+"""Folders whose true place is remembered."""
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
-_CHOOSE_ROOT = "--images DIR names the folder that image paths start at"
+_KNOB = "data.image_root, or --images DIR names the folder that image paths start at"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +33,14 @@ class LoadedImage:
     """One image file.
 
     Args:
-        suffix: of its member.
         data: the encoded file.
-        size: (width, height) as it is seen.
+        name: as the record has it, for messages.
+        stamp: where it lies in a store, and its version there.
     """
 
-    suffix: str
     data: bytes
-    size: ImageSize
+    name: str
+    stamp: ShardStamp | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,64 +48,118 @@ class ImageRoot:
     """Where images may be read.
 
     Args:
-        root: the folder; every path, its links followed, must end inside it.
-        caps: size and pixel limits.
+        root: a folder, or the address of one.
+        caps: limit of bytes.
+        fetcher: reads what lies in stores.
     """
 
-    root: Path
+    root: str
     caps: SampleCaps = field(default_factory=SampleCaps)
+    fetcher: Fetcher = field(default_factory=LocalFetcher)
+    _folders: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
-    def load(self, source: ImageSource) -> LoadedImage:
-        """One image, which can be decoded to its last pixel: a file that is cut has a sound header.
+    def load_all(
+        self, sources: Sequence[ImageSource], stamps: Sequence[ShardStamp] = ()
+    ) -> list[LoadedImage]:
+        """The images of a record, in order; those of a store are asked for together.
+
+        Args:
+            sources: as the record has them.
+            stamps: where they lie in a store, if that is known.
 
         Raises:
             DataError: class `integrity` for a path outside the root or a file that cannot be read,
-                `decode` for what is no image, or not a whole one.
+                `transport` for one of a store.
         """
-        data = source if isinstance(source, bytes) else self._read(source)
-        if len(data) > self.caps.max_member_bytes:
-            raise _refused(
-                f"the image has {len(data)} bytes; the cap is {self.caps.max_member_bytes}"
-            )
-        name = source if isinstance(source, str) else "in the record"
-        facts = image_facts(data, name, self.caps)
-        decode_image(data, repr(name), max_pixels=self.caps.max_image_pixels)
-        return LoadedImage(SUFFIXES[facts.format], data, facts.size)
+        if stamps:
+            named = [(str(source), stamp) for source, stamp in zip(sources, stamps, strict=True)]
+            return at_once(lambda one: self._fetched(*one), named, most=IMAGES_AT_ONCE)
+        if is_remote(self.root) and any(isinstance(source, str) for source in sources):
+            return at_once(self.load, sources, most=IMAGES_AT_ONCE)
+        return [self.load(source) for source in sources]
+
+    def load(self, source: ImageSource) -> LoadedImage:
+        """One image.
+
+        Raises:
+            DataError: as load_all.
+        """
+        if isinstance(source, bytes):
+            self._check_size(len(source), "in the record")
+            return LoadedImage(source, "in the record")
+        if is_remote(self.root):
+            return self._fetched(source, self.fetcher.head(self._address(source)))
+        return LoadedImage(self._read(source), source)
+
+    def _fetched(self, name: str, stamp: ShardStamp) -> LoadedImage:
+        self._check_size(stamp.size, repr(name))
+        return LoadedImage(self.fetcher.read(stamp, 0, stamp.size), name, stamp)
+
+    def _address(self, name: str) -> str:
+        root = self.root.rstrip("/") + "/"
+        inside = name.removeprefix(root)
+        parts = inside.split("/")
+        if _URL.match(inside) or inside.startswith("/") or ".." in parts or "" in parts[:-1]:
+            raise _refused(f"the image {name[:100]!r} is no path inside {redacted(root)}; {_KNOB}")
+        if re.search(r"[?#\\\0]", inside):
+            raise _refused(f"the image {name[:100]!r} has a character that no address has there")
+        return root + inside
 
     def _read(self, name: str) -> bytes:
         if _URL.match(name):
             raise _refused(
-                f"the image {name[:60]!r} is a URL; only files below {self.root.resolve()} are read"
+                f"the image {name[:60]!r} is a URL; only files below "
+                f"{Path(self.root).resolve()} are read"
             )
-        root = self.root.resolve()
         try:
-            path = (root / name).resolve()
-            if not path.is_relative_to(root):
-                raise _refused(
-                    f"the image {name!r} lies outside the image root {root}; {_CHOOSE_ROOT}"
-                )
-            return self._read_regular(path, name)
+            return self._read_regular(self._true_path(name), name)
         except (OSError, ValueError, RuntimeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise _refused(
-                f"the image {name!r} cannot be read in {root}: {reason}; {_CHOOSE_ROOT}"
+                f"the image {name!r} cannot be read in {self.root}: {reason}; {_KNOB}"
             ) from None
 
-    def _read_regular(self, path: Path, name: str) -> bytes:
+    def _true_path(self, name: str) -> str:
+        """The file behind a name. Folders are looked up once, a file that is a link each time."""
+        folder, _, base = os.path.join(self.root, name).rpartition("/")  # noqa: PTH118
+        true = self._folders.get(folder)
+        if true is None or base in ("", ".", ".."):
+            root = Path(self.root).resolve()
+            found = Path(folder, base).parent.resolve() if base else Path(folder).resolve()
+            if not found.is_relative_to(root):
+                raise _outside(name, root)
+            if len(self._folders) >= MAX_FOLDERS:
+                self._folders.clear()
+            true = self._folders[folder] = str(found)
+        path = f"{true}/{base}"
+        if os.path.islink(path):  # noqa: PTH114
+            root, end = Path(self.root).resolve(), Path(path).resolve()
+            if not end.is_relative_to(root):
+                raise _outside(name, root)
+            path = str(end)
+        return path
+
+    def _read_regular(self, path: str, name: str) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise _refused(f"the image {name!r} is no regular file")
-            if status.st_size > self.caps.max_member_bytes:
-                raise _refused(
-                    f"the image {name!r} has {status.st_size} bytes; the cap is "
-                    f"{self.caps.max_member_bytes}"
-                )
-            with os.fdopen(descriptor, "rb", closefd=False) as stream:
-                return stream.read(self.caps.max_member_bytes)
+            self._check_size(status.st_size, repr(name))
+            with os.fdopen(descriptor, "rb", buffering=0, closefd=False) as stream:
+                return stream.read()
         finally:
             os.close(descriptor)
+
+    def _check_size(self, size: int, name: str) -> None:
+        if size > self.caps.max_member_bytes:
+            raise _refused(
+                f"the image {name} has {size} bytes; the cap is {self.caps.max_member_bytes}"
+            )
+
+
+def _outside(name: str, root: Path) -> DataError:
+    return _refused(f"the image {name!r} lies outside the image root {root}; {_KNOB}")
 
 
 def _refused(reason: str) -> DataError:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from vlmpack.activity import ACTIVITY
+from vlmpack.data.files.readers import RecordFiles
+from vlmpack.data.files.record import Place
 from vlmpack.data.index.gathered import open_parts
 from vlmpack.data.index.part_file import is_outdated, write_part
 from vlmpack.data.index.parts import (
@@ -33,7 +35,7 @@ from vlmpack.encode.orientation import oriented_size
 from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError
 from vlmpack.model_folder.images import made_with
-from vlmpack.storage.fetch import Fetcher, ShardStamp
+from vlmpack.storage.fetch import ShardStamp
 
 LENGTHS_RULE = "lengths-1"
 """Changes whenever this file's own part of the rule does; the encoder brings its fingerprint."""
@@ -75,16 +77,43 @@ class SampleText:
     digests: tuple[int, ...]
 
 
-def read_text(fetcher: Fetcher, stamp: ShardStamp, row: dict[str, Any]) -> SampleText:
+def read_text(index: IndexBuilder, stamp: ShardStamp, row: dict[str, Any]) -> SampleText:
     """The text of one index row, by reading its JSON member alone.
 
     Args:
+        index: how shards are read.
         row: a row of the index, as a dict.
 
     Raises:
         DataError: class `transport`, `integrity` or `schema`.
     """
-    return text_of(stamp, row, fetcher.read(stamp, row["json_offset"], row["json_length"]))
+    [document] = read_documents(index, stamp, [row])
+    if isinstance(document, DataError):
+        raise document
+    return text_of(stamp, row, document)
+
+
+def read_documents(
+    index: IndexBuilder, stamp: ShardStamp, rows: Sequence[dict[str, Any]]
+) -> list[bytes | DataError]:
+    """The JSON members of some rows of a shard's index; branches of a record have one.
+
+    Raises:
+        DataError: class `transport` or `integrity`, where a shard cannot be read.
+    """
+    if not rows:
+        return []
+    if stamp.form:
+        places = [
+            Place(int(record_key(r["key"], r["branch"])), r["offset"], r["length"], r["row"])
+            for r in rows
+        ]
+        files = RecordFiles(index.fetcher, index.caps)
+        return files.documents(stamp, places, [row["fields"] for row in rows])
+    wanted = [(row["json_offset"], row["json_length"]) for row in rows]
+    ranges = list(dict.fromkeys(wanted))
+    found = dict(zip(ranges, index.fetcher.read_ranges(stamp, ranges), strict=True))
+    return [found[span] for span in wanted]
 
 
 def text_of(stamp: ShardStamp, row: dict[str, Any], document: bytes) -> SampleText:
@@ -147,9 +176,8 @@ class LengthsBuilder:
         Raises:
             DataError: class `transport` or `integrity`, where the shard cannot be read.
         """
-        shard = open_index([part.stamp.path], self.index, BuildSettings(directory=self.index_dir))[
-            0
-        ]
+        stamp = replace(self.index.fetcher.head(part.stamp.path), form=part.stamp.form)
+        [shard] = open_index([stamp], self.index, BuildSettings(directory=self.index_dir))
         if shard.stamp != part.stamp:
             raise DataError(
                 "the shard changed after it was indexed",
@@ -172,21 +200,21 @@ class LengthsBuilder:
         for start in range(0, len(rows), TEXTS_AT_ONCE):
             some = rows[start : start + TEXTS_AT_ONCE]
             good = [row for row in some if row["reason"] is None]
-            wanted = [(row["json_offset"], row["json_length"]) for row in good]
-            ranges = list(dict.fromkeys(wanted))  # the branches of a record have one
-            found_bytes = self.index.fetcher.read_ranges(stamp, ranges) if ranges else []
-            documents = dict(zip(ranges, found_bytes, strict=True))
+            documents = iter(read_documents(self.index, stamp, good))
             for row in some:
                 if row["reason"] is not None:
                     found.append(_bad_row(row["error_class"], row["reason"]))
                 else:
-                    document = documents[row["json_offset"], row["json_length"]]
-                    found.append(self._row(stamp, row, document))
+                    found.append(self._row(stamp, row, next(documents)))
         return found
 
-    def _row(self, stamp: ShardStamp, row: dict[str, Any], document: bytes) -> dict[str, Any]:
+    def _row(
+        self, stamp: ShardStamp, row: dict[str, Any], document: bytes | DataError
+    ) -> dict[str, Any]:
         ACTIVITY.moved()
         try:
+            if isinstance(document, DataError):
+                raise document
             text = text_of(stamp, row, document)
         except DataError as error:
             return _bad_row(error.error_class, error.reason)

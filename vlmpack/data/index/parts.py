@@ -85,7 +85,7 @@ def part_for(directory: Path, stamp: ShardStamp, rule: str) -> Part:
     """The part that `rule` (a name with a version, such as "index-1") makes of a shard."""
     place = hashlib.blake2b(stamp.path.encode(), digest_size=8).hexdigest()
     version = hashlib.blake2b(
-        f"{stamp.size}|{stamp.version}|{rule}".encode(), digest_size=8
+        f"{stamp.size}|{stamp.version}|{rule}{stamp.form}".encode(), digest_size=8
     ).hexdigest()
     stem = Path(stamp.path).stem[:40]
     kind = rule.split("-", 1)[0]

@@ -19,6 +19,7 @@ from typing import Any
 import pyarrow as pa
 
 from vlmpack.activity import ACTIVITY
+from vlmpack.data.files.readers import RecordFiles
 from vlmpack.data.index.gathered import open_parts
 from vlmpack.data.index.part_file import is_outdated, write_part
 from vlmpack.data.index.parts import (
@@ -72,6 +73,14 @@ INDEX_SCHEMA = pa.schema(
 """Columns of a part. `images` and digests of their bytes are in token order; `reason` is null for a
 good sample."""
 
+_STAMP = pa.struct([("path", pa.string()), ("size", pa.int64()), ("version", pa.string())])
+RECORD_COLUMNS = (
+    pa.field("row", pa.int32()),
+    pa.field("image_stamps", pa.list_(_STAMP)),
+)
+"""Columns beside these of a file that is no shard: where a record stands in the unit that `offset`
+and `length` are of, and where its images lie if they are files of a store."""
+
 
 @dataclass(slots=True)
 class IndexRow:
@@ -94,6 +103,8 @@ class IndexRow:
     reason: str | None = None
     unknown_keys: tuple[str, ...] = ()
     """Keys of the record that are not read; counted over the shard, no column."""
+    row: int | None = None
+    image_stamps: tuple[ShardStamp, ...] = ()
 
 
 NoteRow = Callable[[IndexRow, VLMSample | None], None]
@@ -127,11 +138,14 @@ class IndexBuilder:
         self.write(part, self.scan(part.stamp))
 
     def samples(self, stamp: ShardStamp) -> Iterator[RawSample]:
-        """The samples of a shard, in its order.
+        """The samples of a shard, or of a file of records, in its order.
 
         Raises:
             DataError: as above.
         """
+        if stamp.form:
+            yield from RecordFiles(self.fetcher, self.caps).samples(stamp)
+            return
         with self.fetcher.open(stamp) as stream:
             members = read_members(
                 stream,
@@ -179,6 +193,7 @@ def index_rows(
         note: told about each row and, where it is good, its conversation.
     """
     row = IndexRow(raw.key, None, raw.offset, raw.length, raw.crc32, raw.fields)
+    row.row, row.image_stamps = raw.row, raw.image_stamps
     found: list[tuple[IndexRow, VLMSample | None]] = []
     try:
         raw.check()
@@ -189,12 +204,14 @@ def index_rows(
         image_fields = texts[0].image_fields
         row.num_turns = len(texts[0].sample.messages)
         row.num_text_bytes = texts[0].num_text_bytes
-        row.unknown_keys = texts[0].unknown_keys
+        row.unknown_keys = (*texts[0].unknown_keys, *raw.unknown_keys)
         if len(image_fields) > caps.max_images:
             raise schema_error(
                 f"{len(image_fields)} images; at most {caps.max_images} are allowed",
             )
-        row.images = tuple(image_facts(raw.payload(name), name, caps) for name in image_fields)
+        row.images = tuple(
+            image_facts(raw.payload(name), raw.called(name), caps) for name in image_fields
+        )
         row.image_digests = tuple(image_digest(raw.payload(name)) for name in image_fields)
         found = [(_row_of(row, text, n), text.sample) for n, text in enumerate(texts)]
     except DataError as error:
@@ -311,8 +328,18 @@ def _shard_index(part: Part, table: Any) -> ShardIndex:
 
 
 def _to_table(rows: Sequence[IndexRow]) -> Any:
+    schema = INDEX_SCHEMA
+    if any(row.row is not None for row in rows):
+        schema = pa.schema([*INDEX_SCHEMA, *RECORD_COLUMNS])
     columns: dict[str, list[Any]] = {
-        name: [getattr(row, name) for row in rows] for name in INDEX_SCHEMA.names
+        name: [getattr(row, name) for row in rows] for name in schema.names
     }
     columns["images"] = [[asdict(image) for image in row.images] for row in rows]
-    return pa.table(columns, schema=INDEX_SCHEMA)
+    if "image_stamps" in columns:
+        columns["image_stamps"] = [_stamps(row.image_stamps) for row in rows]
+    return pa.table(columns, schema=schema)
+
+
+def _stamps(stamps: Sequence[ShardStamp]) -> list[dict[str, Any]] | None:
+    named = [{"path": s.path, "size": s.size, "version": s.version} for s in stamps]
+    return named or None

@@ -64,6 +64,8 @@ class SampleRef:
         reason: why it is bad.
         pack: where its tokens are saved, if they are.
         num_patches: what its images cost as planned.
+        row: of its record in that span, where that holds several.
+        images: where its images lie in a store, if they are files there.
     """
 
     number: int
@@ -79,6 +81,8 @@ class SampleRef:
     reason: str | None = None
     pack: PackPlace | None = None
     num_patches: int = 0
+    row: int = 0
+    images: tuple[ShardStamp, ...] = ()
 
     @property
     def shard(self) -> str:
@@ -106,6 +110,8 @@ class SampleTable:
         branches: (N,) int64, which of their record's samples they are, in whose order they come;
             -1 where a record is one sample. None where all are.
         cuts: where samples may fork; None where nobody asks.
+        rows: (N,) int64, of records in their spans; None where all are samples of shards.
+        image_stamps: pyarrow chunked array of N lists: where images lie in a store; None as `rows`.
     """
 
     shards: tuple[ShardStamp, ...]
@@ -127,6 +133,8 @@ class SampleTable:
     images_digests: Int64s | None = None
     branches: Int64s | None = None
     cuts: SampleCuts | None = None
+    rows: Int64s | None = None
+    image_stamps: Any = None
 
     @property
     def num_samples(self) -> int:
@@ -200,14 +208,23 @@ class SampleTable:
             error_class=error_class,
             reason=reason,
             num_patches=int(self.num_patches[number]),
+            row=0 if self.rows is None else int(self.rows[number]),
+            images=self._images(number),
         )
+
+    def _images(self, number: int) -> tuple[ShardStamp, ...]:
+        """Where a sample's images lie in a store; empty where they do not."""
+        if self.image_stamps is None:
+            return ()
+        return tuple(ShardStamp(**stamp) for stamp in self.image_stamps[number].as_py() or ())
 
 
 def join_tables(sources: Sequence[tuple[Sequence[ShardIndex], Sequence[Any]]]) -> SampleTable:
     """One table from the (indexes, lengths) of each source."""
     indexes = [index for shard_indexes, _ in sources for index in shard_indexes]
     lengths = pa.concat_tables([table for _, tables in sources for table in tables])
-    rows = pa.concat_tables([index.table for index in indexes])
+    # Files that are no shards have columns more; a shard's samples have nothing there.
+    rows = pa.concat_tables([index.table for index in indexes], promote_options="default")
     counts = [index.num_samples for index in indexes]
     shard_counts = [len(shard_indexes) for shard_indexes, _ in sources]
     shard_starts = _starts(counts)
@@ -235,7 +252,17 @@ def join_tables(sources: Sequence[tuple[Sequence[ShardIndex], Sequence[Any]]]) -
         cuts=SampleCuts.of(lengths.column("cuts")) if "cuts" in lengths.column_names else None,
         branches=_branches(rows.column("branch")),
         images_digests=joined_digests(rows.column("image_digests").combine_chunks()),
+        **_of_records(rows),
     )
+
+
+def _of_records(rows: Any) -> dict[str, Any]:
+    """The columns of files that are no shards, where there are some."""
+    if "row" not in rows.column_names:
+        return {}
+    stamps = rows.column("image_stamps")
+    numbers = np.asarray(rows.column("row").fill_null(0).to_numpy(), dtype=np.int64)
+    return {"rows": numbers, "image_stamps": stamps if stamps.null_count < len(stamps) else None}
 
 
 def _branches(column: Any) -> Int64s | None:

@@ -35,8 +35,8 @@ from vlmpack.packing.image_owners import RowShare, SampleShare
 from vlmpack.packing.media import tell_tower
 from vlmpack.packing.move import pin_batch
 from vlmpack.packing.vision import TowerRule
+from vlmpack.recipe.data import DataSection
 from vlmpack.recipe.on_error import OnErrorSection
-from vlmpack.recipe.schema import DataSection
 from vlmpack.words import counted
 
 LOADER_SEED = 0

@@ -1,20 +1,23 @@
 """From a sample's place in a shard to its conversation and images, verified.
 
-Byte range -> length and CRC check -> members -> cooked VLMSample. What fails is a DataError of one
-class, and the policy for that class says whether it ends the run or leaves a hole.
+Byte range -> length and CRC check -> members -> cooked VLMSample. A record of another file comes by
+its reader, and its checksum is that of the members that it is made into. What fails is a DataError
+of one class, and the policy for that class says whether it ends the run or leaves a hole.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from vlmpack.addresses import is_remote
+from vlmpack.data.files.readers import RecordFiles
+from vlmpack.data.files.record import Place
 from vlmpack.data.index.table import SampleRef
 from vlmpack.data.shards.branches import record_key
 from vlmpack.data.shards.caps import SampleCaps
-from vlmpack.data.shards.raw import RawSample, changed_since_indexed, parse_span
+from vlmpack.data.shards.raw import REINDEX, RawSample, changed_since_indexed, parse_span
 from vlmpack.data.shards.schemas import cook
 from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError, ErrorClass
@@ -98,10 +101,15 @@ class SampleReader:
     Args:
         fetcher: reads byte ranges; opens its own files after it was sent to a worker.
         caps: limits of one sample.
+        files: reads what are no shards.
     """
 
     fetcher: Fetcher
     caps: SampleCaps = field(default_factory=SampleCaps)
+    files: RecordFiles = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "files", RecordFiles(self.fetcher, self.caps))
 
     def read(self, ref: SampleRef) -> VLMSample:
         """One sample, verified against the index and cooked.
@@ -120,13 +128,12 @@ class SampleReader:
 
         Remote shards are asked for all their ranges together, and all at the same time.
         """
-        spans = self._spans(refs)
         found: list[VLMSample | DataError] = []
-        for ref, span in zip(refs, spans, strict=True):
+        for ref, raw in zip(refs, self._raws(refs), strict=True):
             try:
-                if isinstance(span, DataError):
-                    raise span
-                found.append(cook(self._verified(ref, span), ref.branch))
+                if isinstance(raw, DataError):
+                    raise raw
+                found.append(cook(raw, ref.branch))
             except DataError as error:
                 found.append(_at(ref, error))
         return found
@@ -135,10 +142,56 @@ class SampleReader:
         """The sample's members, their bytes verified.
 
         Raises:
-            DataError: class `transport` or `integrity`.
+            DataError: class `transport` or `integrity`; of a record, what is wrong with it.
         """
         self.raise_known(ref)
+        if ref.stamp.form:
+            [raw] = self._records(ref.stamp, [ref])
+            if isinstance(raw, DataError):
+                raise raw
+            return raw
         return self._verified(ref, self.fetcher.read(ref.stamp, ref.offset, ref.length))
+
+    def _raws(self, refs: Sequence[SampleRef]) -> Iterator[RawSample | DataError]:
+        """What `read_raw` returns or raises, of each."""
+        records: dict[ShardStamp, dict[tuple[int, int], SampleRef]] = {}
+        shards = [ref for ref in refs if not ref.stamp.form]
+        spans = iter(self._spans(shards))
+        for ref in refs:
+            if ref.stamp.form and ref.reason is None:  # branches of a record are read once
+                records.setdefault(ref.stamp, {}).setdefault((ref.offset, ref.row), ref)
+        read = {
+            stamp: dict(zip(wanted, self._records(stamp, list(wanted.values())), strict=True))
+            for stamp, wanted in records.items()
+        }
+        for ref in refs:
+            found: RawSample | DataError
+            try:
+                if ref.stamp.form:
+                    self.raise_known(ref)
+                    found = read[ref.stamp][ref.offset, ref.row]
+                else:
+                    span = next(spans)
+                    found = span if isinstance(span, DataError) else self._verified(ref, span)
+            except DataError as error:
+                found = error
+            yield found
+
+    def _records(self, stamp: ShardStamp, refs: Sequence[SampleRef]) -> list[RawSample | DataError]:
+        """Samples of a file that is no shard, verified."""
+        places = [
+            Place(int(record_key(ref.key, ref.branch)), ref.offset, ref.length, ref.row)
+            for ref in refs
+        ]
+        found = self.files.read(stamp, places, [ref.images for ref in refs])
+        for place, (ref, raw) in enumerate(zip(refs, found, strict=True)):
+            if isinstance(raw, DataError) or raw.crc32 == ref.crc32:
+                continue
+            found[place] = changed_since_indexed(raw.crc32, ref.crc32)
+            if raw.fault is not None:
+                reason = f"{raw.fault}; when it was indexed it was good: {REINDEX}"
+                found[place] = DataError(reason, error_class="integrity")
+        return found
 
     def _verified(self, ref: SampleRef, span: bytes) -> RawSample:
         found = zlib.crc32(span)

@@ -20,6 +20,9 @@ from vlmpack.errors import DataError
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP")
 
 
+_BEGINNINGS = ((b"\xff\xd8\xff", "jpg"), (b"\x89PNG", "png"))
+
+
 @dataclass(frozen=True, slots=True)
 class ImageFacts:
     """One image as its header describes it.
@@ -44,6 +47,14 @@ class ImageFacts:
 def image_digest(data: bytes) -> int:
     """Says which image file this is, byte for byte: 64 bits of BLAKE2b, signed."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
+
+
+def image_suffix(data: bytes) -> str:
+    """The end of a name for an image, by how it begins: that of a JPEG for what is no image."""
+    for begin, suffix in _BEGINNINGS:
+        if data.startswith(begin):
+            return suffix
+    return "webp" if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else "jpg"
 
 
 def image_facts(data: bytes, field: str, caps: SampleCaps) -> ImageFacts:

@@ -8,13 +8,14 @@ the index, which sees the whole shard.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.naming import JSON_FIELD, refusal
 from vlmpack.data.shards.tar import TarMember, read_span
-from vlmpack.errors import DataError
+from vlmpack.errors import DataError, ErrorClass
+from vlmpack.storage.fetch import ShardStamp
 from vlmpack.words import counted
 
 REINDEX = "restore the shard, or touch it where it is as it should be, so that it is indexed anew"
@@ -32,7 +33,13 @@ class RawSample:
         length: bytes from `offset` to the end of its last member, padding included.
         crc32: of that span.
         members: in file order.
-        fault: why it cannot be used, where the naming already says so.
+        fault: why it cannot be used, where that is known before its text is looked at.
+        error_class: of the fault.
+        row: of a record in the unit of its file that `offset` and `length` are of; a shard's own
+            samples have none.
+        shown: field -> what a message calls a member, where that is not its name.
+        image_stamps: where its images lie in a store, in token order, if they are files there.
+        unknown_keys: of its record, beside those of the JSON member.
     """
 
     key: str
@@ -42,6 +49,11 @@ class RawSample:
     crc32: int
     members: tuple[TarMember, ...]
     fault: str | None
+    error_class: ErrorClass = "integrity"
+    row: int | None = None
+    shown: Mapping[str, str] = field(default_factory=dict)
+    image_stamps: tuple[ShardStamp, ...] = ()
+    unknown_keys: tuple[str, ...] = ()
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -58,16 +70,20 @@ class RawSample:
         assert member is not None and member.data is not None, field
         return member.data
 
+    def called(self, name: str) -> str:
+        """What a message calls a member: its field, or the file that it came from."""
+        return self.shown.get(name, name)
+
     def check(self) -> None:
-        """Raises the naming fault, if there is one.
+        """Raises the fault, if there is one.
 
         Raises:
-            DataError: class `integrity`.
+            DataError: class `integrity`, or that of a record that cannot be read.
         """
         if self.fault is not None:
             raise DataError(
                 self.fault,
-                error_class="integrity",
+                error_class=self.error_class,
                 key=self.key,
                 shard=self.shard,
                 offset=self.offset,

@@ -101,7 +101,9 @@ def cook(raw: RawSample, branch: int | None = None) -> VLMSample:
     """
     raw.check()
     text = cook_text(raw.key, raw.shard, raw.payload(JSON_FIELD), raw.fields, branch)
-    return replace(text.sample, images=tuple(raw.payload(name) for name in text.image_fields))
+    images = tuple(raw.payload(name) for name in text.image_fields)
+    called = tuple(map(raw.called, text.image_fields))
+    return replace(text.sample, images=images, image_names=called)
 
 
 def cook_text(

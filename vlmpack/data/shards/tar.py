@@ -343,9 +343,9 @@ def _what_else(block: bytes) -> str:
         return "; this is a Git LFS pointer, no tar file"
     if block.startswith(b"\x1f\x8b"):
         return "; this is gzip, and compressed shards are not read: decompress them"
-    convert = ", no tar file: `vlmpack data convert SOURCE OUT` makes shards of it"
+    named = ", no tar file: it is read under a name that ends in"
     if block.startswith(b"PAR1"):
-        return f"; this is a parquet file{convert}"
+        return f"; this is a parquet file{named} .parquet"
     if text.startswith((b"{", b"[")):
-        return f"; this is a JSON file{convert}"
+        return f"; this is a JSON file{named} .jsonl, or .json for a list"
     return "; this is no tar file"

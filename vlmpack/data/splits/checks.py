@@ -79,8 +79,16 @@ def check_not_empty(fitted: Sequence[Fitted], config: DataConfig) -> None:
         f"{sum(len(table.shards) for table in tables)} shards, of which "
         f"{sum(int(table.bad.sum()) for table in tables)} are bad and "
         f"{sum(len(one.dropped) for one in fitted)} are longer than training.seq_length "
-        f"{config.training.seq_length}"
+        f"{config.training.seq_length}{_first_fault(tables)}"
     )
+
+
+def _first_fault(tables: Sequence[SampleTable]) -> str:
+    """The first bad sample and why, in a message behind their number; empty where none is bad."""
+    for table in tables:
+        for number, (_, reason) in sorted(table.faults.items())[:1]:
+            return f"; the first that is bad is {table.key(number)!r}: {reason}"
+    return ""
 
 
 def dropped_samples(fitted: Fitted) -> list[SkippedSample]:

@@ -125,7 +125,7 @@ def fit_samples(
         shard = table.shard_of(number)
         place = number - int(table.shard_starts[shard])
         row: dict[str, Any] = shards[shard].table.slice(place, 1).to_pylist()[0]
-        return read_text(builder.fetcher, shards[shard].stamp, row)
+        return read_text(builder, shards[shard].stamp, row)
 
     return apply_over_long(
         table,

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlmpack.addresses import is_remote
+from vlmpack.addresses import is_remote, record_kind
 from vlmpack.data.config import DataConfig
+from vlmpack.data.files.settle import FormOptions, settle_forms
 from vlmpack.data.index.parts import part_for
 from vlmpack.data.plan.batches import Shuffle
 from vlmpack.data.plan.state import DataState
@@ -22,6 +23,9 @@ from vlmpack.storage.sources import stamped_shards
 INDEX_FIRST_BYTES = 32 << 30
 """Under `data.shuffle: auto`: local shards without an index that are indexed before the first
 batch; where there are more, the shuffle is by window."""
+
+BY_GROUPS = ("parquet", "arrow")
+"""Files that are decoded by groups of rows: a window's samples lie in few of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,13 @@ def list_shards(config: DataConfig, fetcher: Fetcher) -> tuple[tuple[ShardStamp,
     sources = []
     for source in config.sources:
         key = config.key if len(config.sources) == 1 else f"{config.key}.{source.name}"
-        sources.append(stamped_shards([source.path], key=key, fetcher=fetcher))
+        stamps = stamped_shards([source.path], key=key, fetcher=fetcher)
+        options = FormOptions(
+            columns=source.columns or config.data.columns,
+            image_root=source.image_root or config.data.image_root,
+            key=key,
+        )
+        sources.append(settle_forms(stamps, options, fetcher, config.caps))
     return tuple(sources)
 
 
@@ -110,10 +120,10 @@ def settle_shuffle(
 ) -> Shuffle:
     """What `auto` means for a run that begins: `window` where indexing first would take long.
 
-    That is where any shard is remote, or where the local shards without an index part hold more
-    than `max_bytes`.
+    That is where any shard is remote, where any file is read by groups of rows, or where the local
+    shards without an index part hold more than `max_bytes`.
     """
-    if any(is_remote(stamp.path) for stamp in stamps):
+    if any(is_remote(stamp.path) or record_kind(stamp.path) in BY_GROUPS for stamp in stamps):
         return "window"
     new = [s.size for s in stamps if not Path(part_for(directory, s, rule).path).exists()]
     return "window" if sum(new) > max_bytes else "global"

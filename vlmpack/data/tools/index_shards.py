@@ -77,7 +77,7 @@ class IndexOne:
         return report
 
     def _fill(self, report: ShardReport, shard: FoundShard) -> None:
-        stamp = shard.stamp or self.builder.fetcher.head(shard.path)
+        stamp = shard.seen(self.builder.fetcher)
         report.num_bytes = stamp.size
         lengths = self.builder.lengths if isinstance(self.builder, ShardBuilder) else None
         parts = [part_for(self.directory, stamp, self.builder.rule)]

@@ -123,7 +123,7 @@ class LintOne:
         images, size, pairs = 0, 0, 0
         fault: DataError | None = None
         try:
-            stamp = shard.stamp or self.fetcher.head(path)
+            stamp = shard.seen(self.fetcher)
             size = stamp.size
             for raw in self._index.samples(stamp):
                 found = index_rows(raw, self.caps)

@@ -1,0 +1,43 @@
+"""How the records of a file are read: its layout, and where its images lie. It travels as a text
+in the file's stamp, so that whoever reads a sample of the file reads it alike."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+
+from vlmpack.data.columns.form import RecordForm
+from vlmpack.storage.fetch import ShardStamp
+
+
+@dataclass(frozen=True, slots=True)
+class FileForm:
+    """How the records of a file are read.
+
+    Args:
+        record: the layout of a record.
+        image_root: folder or address that image paths start at; empty for the file's own folder.
+    """
+
+    record: RecordForm
+    image_root: str = ""
+
+    def to_text(self) -> str:
+        """As a stamp has it; its digest changes with what the layout's records are read as."""
+        said = asdict(self.record) | {"images": self.image_root, "digest": self.record.digest}
+        return json.dumps(said, sort_keys=True)
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def from_text(text: str) -> FileForm:
+        """The form of a stamp."""
+        said = json.loads(text)
+        root = said.pop("images")
+        del said["digest"]
+        columns = tuple((role, name) for role, name in said.pop("columns"))
+        return FileForm(RecordForm(columns=columns, **said), root)
+
+    def root_of(self, stamp: ShardStamp) -> str:
+        """Where the images of one file lie."""
+        return self.image_root or stamp.path.rpartition("/")[0] or "/"

@@ -1,0 +1,165 @@
+"""Parquet: a record a row, found again in its row group, which is decoded as a whole.
+
+Of the columns those are read that the layout names. A row group that was decoded is kept, so that
+the samples of a shuffle window cost each row group once or few times; one that is larger than
+`MAX_GROUP_BYTES` is refused, since every sample of it would cost that much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vlmpack.data.files.fetched_file import FetchedFile
+from vlmpack.data.files.kept_rows import KeptRows
+from vlmpack.data.files.record import Place, Record, as_record, without_nulls
+from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.errors import DataError
+from vlmpack.storage.fetch import Fetcher, ShardStamp
+from vlmpack.words import sized
+
+MAX_GROUP_BYTES = 1 << 30
+"""The most that a row group's columns, those that are read, may hold decoded."""
+BATCH_ROWS = 32
+
+ChooseColumns = Callable[[Sequence[str]], Sequence[str]]
+"""Names of a table's columns -> those that are read."""
+
+
+@dataclass(slots=True)
+class ParquetRows:
+    """The rows of one file.
+
+    Args:
+        choose: which columns are read.
+    """
+
+    fetcher: Fetcher
+    stamp: ShardStamp
+    caps: SampleCaps
+    choose: ChooseColumns
+    noun: str = "row"
+    _file: pq.ParquetFile | None = None
+    _source: FetchedFile | None = None
+    _columns: tuple[str, ...] = ()
+    _unread: tuple[str, ...] = ()
+    _groups: dict[int, int] = field(default_factory=dict)
+    _kept: KeptRows = field(default_factory=KeptRows)
+
+    def scan(self) -> Iterator[Record]:
+        """See RecordFile."""
+        file = self._opened()
+        number = 0
+        for group in range(file.num_row_groups):
+            offset, length = self._span(group)
+            row = 0
+            try:
+                batches = file.iter_batches(
+                    batch_size=BATCH_ROWS,
+                    row_groups=[group],
+                    columns=list(self._columns),
+                    use_threads=False,
+                )
+                for batch in batches:
+                    for value in batch.to_pylist():
+                        yield self._record(Place(number, offset, length, row), value)
+                        number, row = number + 1, row + 1
+            except (OSError, pa.ArrowException) as error:
+                raise self._damaged(f"row group {group}", error, offset) from error
+
+    def read(self, places: Sequence[Place]) -> list[Record | DataError]:
+        """See RecordFile."""
+        found: list[Record | DataError] = []
+        for place in places:
+            try:
+                self._opened()
+                group = self._groups.get(place.offset)
+                table = None if group is None else self._kept.get(group, self._decoded)
+                if table is None or place.row >= table.num_rows:
+                    raise self._error(
+                        "its row groups are not those that were indexed; the file changed"
+                    )
+                found.append(self._record(place, table.slice(place.row, 1).to_pylist()[0]))
+            except DataError as error:
+                found.append(error)
+        return found
+
+    def close(self) -> None:
+        """See RecordFile."""
+        if self._file is not None:
+            self._file.close(force=True)
+        self._file = self._source = None
+        self._kept.clear()
+
+    def _record(self, place: Place, value: Any) -> Record:
+        return as_record(place, without_nulls(value), self._unread)
+
+    def _opened(self) -> pq.ParquetFile:
+        if self._file is not None:
+            return self._file
+        self._source = FetchedFile(self.fetcher, self.stamp)
+        try:
+            file = pq.ParquetFile(pa.PythonFile(self._source, mode="r"))
+        except (OSError, pa.ArrowException) as error:
+            raise self._damaged("the footer", error, None) from error
+        names = file.schema_arrow.names
+        self._columns = tuple(self.choose(names))
+        self._unread = tuple(name for name in names if name not in self._columns)
+        self._check_groups(file)
+        self._file = file
+        self._groups = {self._span(n)[0]: n for n in range(file.num_row_groups)}
+        return file
+
+    def _check_groups(self, file: pq.ParquetFile) -> None:
+        for group in range(file.num_row_groups):
+            size = sum(chunk.total_uncompressed_size for chunk in self._chunks(file, group))
+            if size > MAX_GROUP_BYTES:
+                raise self._error(
+                    f"row group {group} has {sized(size)} in the columns that are read, and each "
+                    f"of its samples costs all of it; at most {sized(MAX_GROUP_BYTES)} are read: "
+                    "write the file with smaller row groups (pyarrow: row_group_size=100), or "
+                    "make shards of it by `vlmpack data convert`"
+                )
+
+    def _chunks(self, file: pq.ParquetFile, group: int) -> list[Any]:
+        """The column chunks of a row group that are read."""
+        found = file.metadata.row_group(group)
+        chunks = [found.column(number) for number in range(found.num_columns)]
+        return [c for c in chunks if c.path_in_schema.partition(".")[0] in self._columns]
+
+    def _span(self, group: int) -> tuple[int, int]:
+        """(offset, bytes) of what is read of a row group."""
+        assert self._file is not None
+        begins, ends = [0], [0]
+        for chunk in self._chunks(self._file, group):
+            begin = chunk.dictionary_page_offset or chunk.data_page_offset
+            begins.append(begin)
+            ends.append(begin + chunk.total_compressed_size)
+        first = min(begins[1:], default=0)
+        return first, max(ends) - first
+
+    def _decoded(self, group: int) -> Any:
+        assert self._file is not None
+        try:
+            return self._file.read_row_group(group, list(self._columns), use_threads=False)
+        except (OSError, pa.ArrowException) as error:
+            raise self._damaged(f"row group {group}", error, self._span(group)[0]) from error
+
+    def _damaged(self, what: str, error: Exception, offset: int | None) -> DataError:
+        assert self._source is not None
+        fault, self._source.fault = self._source.fault, None
+        if fault is not None:
+            return fault
+        return DataError(
+            f"{what} cannot be read as parquet: {error}; how many records are lost is unknown",
+            error_class="integrity",
+            shard=self.stamp.path,
+            offset=offset,
+        )
+
+    def _error(self, reason: str) -> DataError:
+        return DataError(reason, error_class="integrity", shard=self.stamp.path)

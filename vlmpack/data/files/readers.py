@@ -1,0 +1,164 @@
+"""Files that are no shards, opened by their kind and kept open; samples of them by their places."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vlmpack.addresses import is_remote, record_kind
+from vlmpack.data.columns.form import read_columns
+from vlmpack.data.files.arrow_rows import ArrowRows
+from vlmpack.data.files.csv_rows import CsvRows
+from vlmpack.data.files.form import FileForm
+from vlmpack.data.files.images import ImageRoot
+from vlmpack.data.files.json_items import JsonItems
+from vlmpack.data.files.json_lines import JsonLines
+from vlmpack.data.files.parquet_rows import ChooseColumns, ParquetRows
+from vlmpack.data.files.record import Place, Record, RecordFile
+from vlmpack.data.files.samples import raw_sample, text_document
+from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.raw import RawSample
+from vlmpack.errors import DataError
+from vlmpack.storage.fetch import Fetcher, ShardStamp, at_once
+
+MAX_OPEN_FILES = 16
+"""Least recently used closed first, with the row groups that they keep."""
+RECORDS_AT_ONCE = 64
+"""Records whose images in a store are asked for together when a file is indexed."""
+
+Open = Callable[[Fetcher, ShardStamp, SampleCaps, ChooseColumns], RecordFile]
+
+READERS: Mapping[str, Open] = {
+    "JSONL": lambda fetcher, stamp, caps, _: JsonLines(fetcher, stamp, caps),
+    "JSON": lambda fetcher, stamp, caps, _: JsonItems(fetcher, stamp, caps),
+    "CSV": lambda fetcher, stamp, caps, _: CsvRows(fetcher, stamp, caps),
+    "TSV": lambda fetcher, stamp, caps, _: CsvRows(fetcher, stamp, caps, delimiter="\t"),
+    "parquet": ParquetRows,
+    "arrow": ArrowRows,
+}
+"""Kind of a file (`addresses.RECORD_FILES`) -> what reads it."""
+
+
+def open_file(
+    fetcher: Fetcher, stamp: ShardStamp, caps: SampleCaps, choose: ChooseColumns
+) -> RecordFile:
+    """The records of a file, by its name's end.
+
+    Args:
+        choose: names of a table's columns -> those that are read.
+    """
+    kind = record_kind(stamp.path)
+    assert kind is not None, stamp.path
+    return READERS[kind](fetcher, stamp, caps, choose)
+
+
+@dataclass(slots=True)
+class RecordFiles:
+    """Reads samples of files; picklable, sent to a worker without what is open.
+
+    Args:
+        fetcher: reads bytes.
+        caps: limits of one sample.
+    """
+
+    fetcher: Fetcher
+    caps: SampleCaps = field(default_factory=SampleCaps)
+    _open: OrderedDict[tuple[ShardStamp, str], RecordFile] = field(
+        default_factory=OrderedDict, repr=False, compare=False
+    )
+    _roots: dict[str, ImageRoot] = field(default_factory=dict, repr=False, compare=False)
+
+    def samples(self, stamp: ShardStamp) -> Iterator[RawSample]:
+        """All samples of a file, in its order.
+
+        Raises:
+            DataError: as RecordFile.scan, and class `transport` for an image out of reach.
+        """
+        form = FileForm.from_text(stamp.form)
+        file = self._made(stamp, form)
+        waiting: list[Record] = []
+        at_a_time = RECORDS_AT_ONCE if is_remote(form.root_of(stamp)) else 1
+        try:
+            for record in file.scan():
+                waiting.append(record)
+                if len(waiting) >= at_a_time:
+                    yield from self._raw(stamp, form, waiting)
+                    waiting = []
+            yield from self._raw(stamp, form, waiting)
+        except DataError as error:
+            raise error.located(shard=stamp.path) from None
+        finally:
+            file.close()
+
+    def read(
+        self, stamp: ShardStamp, places: Sequence[Place], images: Sequence[Sequence[ShardStamp]]
+    ) -> list[RawSample | DataError]:
+        """The samples at some places of a file, in that order.
+
+        Args:
+            images: of each, those that lie in a store; empty where none does.
+        """
+        form = FileForm.from_text(stamp.form)
+        root = self._root(stamp, form)
+        found: list[RawSample | DataError] = []
+        for record, stamps in zip(self._kept(stamp, form).read(places), images, strict=True):
+            try:
+                if isinstance(record, DataError):
+                    raise record
+                found.append(raw_sample(record, stamp, form.record, root, stamps))
+            except DataError as error:
+                found.append(error)
+        return found
+
+    def documents(
+        self, stamp: ShardStamp, places: Sequence[Place], fields: Sequence[Sequence[str]]
+    ) -> list[bytes | DataError]:
+        """The JSON of samples, without their images.
+
+        Args:
+            fields: names of each sample's members.
+        """
+        form = FileForm.from_text(stamp.form)
+        found: list[bytes | DataError] = []
+        for record, names in zip(self._kept(stamp, form).read(places), fields, strict=True):
+            try:
+                if isinstance(record, DataError):
+                    raise record
+                found.append(text_document(record, form.record, names))
+            except DataError as error:
+                found.append(error)
+        return found
+
+    def _raw(self, stamp: ShardStamp, form: FileForm, records: Sequence[Record]) -> list[RawSample]:
+        root = self._root(stamp, form)
+        return at_once(
+            lambda record: raw_sample(record, stamp, form.record, root),
+            records,
+            most=RECORDS_AT_ONCE,
+        )
+
+    def _root(self, stamp: ShardStamp, form: FileForm) -> ImageRoot:
+        path = form.root_of(stamp)
+        if path not in self._roots:
+            self._roots[path] = ImageRoot(path, self.caps, self.fetcher)
+        return self._roots[path]
+
+    def _made(self, stamp: ShardStamp, form: FileForm) -> RecordFile:
+        def choose(names: Sequence[str]) -> Sequence[str]:
+            return read_columns(form.record, names)
+
+        return open_file(self.fetcher, stamp, self.caps, choose)
+
+    def _kept(self, stamp: ShardStamp, form: FileForm) -> RecordFile:
+        key = (stamp, stamp.form)
+        file = self._open.get(key)
+        if file is None:
+            while len(self._open) >= MAX_OPEN_FILES:
+                self._open.popitem(last=False)[1].close()
+            file = self._open[key] = self._made(stamp, form)
+        self._open.move_to_end(key)
+        return file
+
+    def __reduce__(self) -> tuple[type[RecordFiles], tuple[Fetcher, SampleCaps]]:
+        return RecordFiles, (self.fetcher, self.caps)

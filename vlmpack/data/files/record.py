@@ -1,0 +1,82 @@
+"""A record of a file that is no shard, and what every reader of such files offers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from vlmpack.errors import DataError, schema_error
+from vlmpack.words import kind_of
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a record lies in its file.
+
+    Args:
+        number: of the record, counted from 0.
+        offset: first byte of its unit: the record itself in a text file, else the row group or
+            batch that it is a row of.
+        length: bytes of that unit.
+        row: of the record in its unit.
+    """
+
+    number: int
+    offset: int
+    length: int
+    row: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record.
+
+    Args:
+        place: in its file.
+        value: the object; None where it cannot be read.
+        fault: why it cannot be read.
+        unread: columns of a table that were not looked at.
+    """
+
+    place: Place
+    value: Mapping[str, Any] | None
+    fault: DataError | None = None
+    unread: tuple[str, ...] = ()
+
+
+class RecordFile(Protocol):
+    """The records of one file; kept open between two reads."""
+
+    noun: str
+    """What a record is called in a message: a line, an item, a row."""
+
+    def scan(self) -> Iterator[Record]:
+        """All records, in order. One that is bad by itself has a fault.
+
+        Raises:
+            DataError: class `integrity` where the file is damaged, so that nobody can say how many
+                records are lost, `schema` where it is no such file, `transport`.
+        """
+
+    def read(self, places: Sequence[Place]) -> list[Record | DataError]:
+        """The records at some places, in that order; what cannot be read is an error there."""
+
+    def close(self) -> None:
+        """Let go of what is open and kept; the next read opens again."""
+
+
+def as_record(place: Place, value: object, unread: tuple[str, ...] = ()) -> Record:
+    """A record of what was parsed, with a fault where it is no object."""
+    if isinstance(value, dict):
+        return Record(place, value, unread=unread)
+    return Record(place, None, schema_error(f"is {kind_of(value)}; expected an object"))
+
+
+def without_nulls(value: Any) -> Any:
+    """A table's value without what is null: its structs have every key of every row."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value

@@ -1,0 +1,202 @@
+"""A record of a file -> a sample as a shard would hold it: JSON, and images as members.
+
+So everything behind it is one: what is read here is read as if `vlmpack data convert` had made
+shards of it, name by name and byte by byte.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vlmpack.data.columns.chat import ChatTurns
+from vlmpack.data.columns.form import RecordForm, read_turns
+from vlmpack.data.files.images import ImageRoot, LoadedImage
+from vlmpack.data.files.record import Place, Record
+from vlmpack.data.shards.images import image_suffix
+from vlmpack.data.shards.naming import JSON_FIELD, is_image
+from vlmpack.data.shards.raw import REINDEX, RawSample
+from vlmpack.data.shards.tar import TarMember
+from vlmpack.errors import DataError, schema_error
+from vlmpack.storage.fetch import ShardStamp
+
+KEY_DIGITS = 9
+
+
+def record_number_key(number: int) -> str:
+    """The key of a record that has none: its number in its file, counted from 0."""
+    return f"{number:0{KEY_DIGITS}d}"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordSample:
+    """A record as a sample.
+
+    Args:
+        document: the JSON member's bytes.
+        images: in token order.
+        turns: what was read of the record.
+    """
+
+    document: bytes
+    images: tuple[LoadedImage, ...]
+    turns: ChatTurns
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The images' names in the sample: 0.jpg, 1.png ..."""
+        return member_names(self.images)
+
+    @property
+    def members(self) -> dict[str, bytes]:
+        """The members by name, as a shard has them."""
+        images = {n: image.data for n, image in zip(self.names, self.images, strict=True)}
+        return {JSON_FIELD: self.document} | images
+
+
+def member_names(images: Sequence[LoadedImage]) -> tuple[str, ...]:
+    """Names of images in a sample: their number, and an end by what they are."""
+    return tuple(f"{place}.{image_suffix(image.data)}" for place, image in enumerate(images))
+
+
+def sample_of(
+    value: Mapping[str, Any],
+    form: RecordForm,
+    images: ImageRoot,
+    stamps: Sequence[ShardStamp] = (),
+) -> RecordSample:
+    """A record's sample, with its images.
+
+    Args:
+        value: the record.
+        form: its layout.
+        images: where they lie.
+        stamps: of images in a store, where they are known.
+
+    Raises:
+        DataError: class `schema` for what the record says, else as ImageRoot.load_all.
+    """
+    turns = read_turns(value, form)
+    most = images.caps.max_images
+    if len(turns.images) > most:
+        raise schema_error(f"{len(turns.images)} images; at most {most} are allowed")
+    loaded = tuple(images.load_all(turns.images, stamps))
+    return RecordSample(document_of(value, turns, member_names(loaded)), loaded, turns)
+
+
+def document_of(value: Mapping[str, Any], turns: ChatTurns, names: Sequence[str]) -> bytes:
+    """A record's JSON as a shard has it, its images under these names.
+
+    Raises:
+        DataError: class `schema` for a text that is none.
+    """
+    document = turns.document(names)
+    if isinstance(value.get("id"), (str, int)):
+        document["id"] = value["id"]
+    if value.get("task") is not None:
+        document["task"] = value["task"]
+    try:
+        return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:
+        raise schema_error("a text has half of a surrogate pair, which is no text") from None
+
+
+def raw_sample(
+    record: Record,
+    stamp: ShardStamp,
+    form: RecordForm,
+    images: ImageRoot,
+    stamps: Sequence[ShardStamp] = (),
+) -> RawSample:
+    """A record as a shard's reader would hand it on; what is wrong with it is its fault.
+
+    Args:
+        record: of the file.
+        stamp: the file.
+        form: its layout.
+        images: where they lie.
+        stamps: of images in a store, where they are known.
+
+    Raises:
+        DataError: class `transport`: an image of a store that is out of reach says nothing about
+            the record.
+    """
+    place = record.place
+    try:
+        if record.value is None:
+            assert record.fault is not None
+            raise record.fault
+        sample = sample_of(record.value, form, images, stamps)
+    except DataError as fault:
+        if fault.error_class == "transport":
+            raise
+        return _raw(place, stamp, fault=fault.reason, error_class=fault.error_class)
+    crc32 = 0
+    for data in sample.members.values():
+        crc32 = zlib.crc32(data, crc32)
+    shown = {
+        name: image.name
+        for name, image in zip(sample.names, sample.images, strict=True)
+        if image.name != "in the record"
+    }
+    return _raw(
+        place,
+        stamp,
+        crc32=crc32,
+        members=tuple(_member(place, name, data) for name, data in sample.members.items()),
+        shown=shown,
+        image_stamps=tuple(image.stamp for image in sample.images if image.stamp is not None),
+        unknown_keys=(*sample.turns.unknown_keys, *record.unread),
+    )
+
+
+def text_document(record: Record, form: RecordForm, fields: Sequence[str]) -> bytes:
+    """A record's JSON without reading its images.
+
+    Args:
+        record: of the file.
+        form: its layout.
+        fields: names of the sample's members, as the index has them.
+
+    Raises:
+        DataError: class `schema`, or the record's own fault.
+    """
+    if record.value is None:
+        assert record.fault is not None
+        raise record.fault
+    turns = read_turns(record.value, form)
+    names = [name for name in fields if is_image(name)]
+    if len(names) != len(turns.images):
+        raise DataError(
+            f"the record names {len(turns.images)} images, and {len(names)} when it was indexed; "
+            f"{REINDEX}",
+            error_class="integrity",
+        )
+    return document_of(record.value, turns, names)
+
+
+def _raw(place: Place, stamp: ShardStamp, **facts: Any) -> RawSample:
+    return RawSample(
+        key=record_number_key(place.number),
+        shard=stamp.path,
+        offset=place.offset,
+        length=place.length,
+        row=place.row,
+        **{"crc32": 0, "members": (), "fault": None, **facts},
+    )
+
+
+def _member(place: Place, name: str, data: bytes) -> TarMember:
+    return TarMember(
+        key=record_number_key(place.number),
+        field=name,
+        offset=place.offset,
+        end=place.offset + place.length,
+        data_offset=place.offset,
+        size=len(data),
+        data=data,
+        crc32=0,
+    )

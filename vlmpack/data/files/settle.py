@@ -1,0 +1,97 @@
+"""How the files of a source are read, settled from the recipe and the source's first records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from vlmpack.addresses import is_remote, record_kind, redacted
+from vlmpack.data.columns.form import find_form
+from vlmpack.data.files.form import FileForm
+from vlmpack.data.files.readers import open_file
+from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.errors import RecipeError
+from vlmpack.storage.fetch import Fetcher, ShardStamp
+
+NUM_LOOKED_AT = 64
+"""Records of a source that say how it is read."""
+
+Columns = str | Mapping[str, str] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormOptions:
+    """What the recipe says of the records of a source.
+
+    Args:
+        columns: the layout, or the columns by their roles; None to find it out.
+        image_root: folder or address that image paths start at; None for each file's folder.
+        key: the source's, for messages.
+    """
+
+    columns: Columns = None
+    image_root: str | None = None
+    key: str = "data.train"
+
+
+def settle_forms(
+    stamps: Sequence[ShardStamp], options: FormOptions, fetcher: Fetcher, caps: SampleCaps
+) -> tuple[ShardStamp, ...]:
+    """The files of one source, each with its form; shards as they are.
+
+    Raises:
+        RecipeError: shards and other files in one source, columns of shards, or records whose
+            layout nobody can tell.
+        DataError: a file that cannot be read.
+    """
+    kinds = sorted({record_kind(stamp.path) or "tar" for stamp in stamps})
+    if "tar" in kinds:
+        if len(kinds) > 1:
+            raise RecipeError(
+                [
+                    f"{options.key}: {' and '.join(kinds)} files in one source; expected shards "
+                    "alone, or none: name them as two sources"
+                ]
+            )
+        return tuple(stamps)
+    first = redacted(stamps[0].path)
+    records = list(islice(_values(stamps, fetcher, caps), NUM_LOOKED_AT))
+    if not records:
+        raise RecipeError([f"{options.key}: {first} and what follows it hold no readable record"])
+    form = find_form(records, options.columns, f"{options.key} ({first})")
+    text = FileForm(form, _absolute(options.image_root)).to_text()
+    return tuple(replace(stamp, form=text) for stamp in stamps)
+
+
+def describe_forms(stamps: Sequence[ShardStamp]) -> str:
+    """What a source was found to be: JSONL, read as messages."""
+    kinds = sorted({record_kind(stamp.path) or "tar" for stamp in stamps})
+    if not stamps or not stamps[0].form:
+        return ", ".join(kinds)
+    form = FileForm.from_text(stamps[0].form)
+    root = f", images below {redacted(form.image_root)}" if form.image_root else ""
+    return f"{', '.join(kinds)}, read as {form.record.words}{root}"
+
+
+def _values(
+    stamps: Sequence[ShardStamp], fetcher: Fetcher, caps: SampleCaps
+) -> Iterator[Mapping[str, Any]]:
+    """The readable records of the files, one after the other."""
+    for stamp in stamps:
+        file = open_file(fetcher, stamp, caps, lambda names: names)
+        scan = file.scan()
+        try:
+            with closing(scan):  # type: ignore[type-var]
+                yield from (record.value for record in scan if record.value is not None)
+        finally:
+            file.close()
+
+
+def _absolute(root: str | None) -> str:
+    if root is None:
+        return ""
+    return root if is_remote(root) else str(Path(root).absolute())
