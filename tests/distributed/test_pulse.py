@@ -85,6 +85,24 @@ def test_who_hangs_is_named_by_where_he_stands_and_his_stack(world):
     assert line.startswith("rank 6 (process "), "the one at the earliest step"
 
 
+def test_of_ranks_in_one_phase_the_one_that_waits_for_another_thing_is_named(world):
+    for rank, activity in enumerate(world.activities):
+        activity.enter("waiting for data")
+        wait = "waiting for http://a/b.tar" if rank == 5 else "waiting for the others"
+        activity._waits[rank] = lambda wait=wait: wait
+    time.sleep(0.7 * SECONDS)
+    (line,) = world.pulses[0].lines()
+    assert line.startswith("rank 5 (process ") and "waiting for http://a/b.tar, last" in line
+
+
+def test_who_has_ended_is_known_at_once(world):
+    assert world.pulses[0].ended() == []
+    world.pulses[0]._entries[5] = world.pulses[0]._entries[5] | {"pid": 2**22 + 1}
+    (line,) = world.pulses[0].ended()
+    assert line.startswith("rank 5 (process 4194305 on ")
+    assert line.endswith(" has ended, last heard of at step 8, forward and backward")
+
+
 def test_many_are_counted(world):
     for rank in range(1, WORLD):
         world.stop(rank)

@@ -36,6 +36,18 @@ IMPORTED = (
 READY_SECONDS = 300
 
 
+class EndedRanks(subprocess.CompletedProcess[str]):
+    """Ranks that have ended.
+
+    Attributes:
+        codes: exit codes by rank, negative for a signal.
+        said: by rank, its stderr.
+    """
+
+    codes: list[int]
+    said: list[str]
+
+
 class RankServer:
     """One server; requests one at a time."""
 
@@ -110,7 +122,7 @@ def run_ranks(
     timeout: float = 500,
     environment: dict[str, str] | None = None,
     server: RankServer | None = None,
-) -> subprocess.CompletedProcess[str]:
+) -> EndedRanks:
     """Run `python COMMAND` in each of some processes, in the repository's folder.
 
     Args:
@@ -146,13 +158,15 @@ def run_ranks(
             [Path(folder, f"{rank}.{stream}").read_text("utf-8", "replace") for rank in ranks]
             for stream in ("out", "err")
         )
-    first = answer["first"]
+    first, said = answer["first"], [*err]
     if first is not None:  # its words come last, where they are looked for
         err.append(f"\nrank {first} ended with {answer['codes'][first]}:\n{err.pop(first)}")
     if answer["timed_out"]:
         err.append(f"\nkilled after {timeout} seconds")
     code = answer["codes"][first or 0]
-    return subprocess.CompletedProcess(command, code, "".join(out), "".join(err))
+    done = EndedRanks(command, code, "".join(out), "".join(err))
+    done.codes, done.said = answer["codes"], said
+    return done
 
 
 def check_ranks(command: Sequence[str | Path], processes: int, **options: Any) -> None:

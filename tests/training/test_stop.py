@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ from vlmpack.training.stop import interrupt_told, stop_on_sigterm
 
 def test_sigterm_sets_the_flag_and_nothing_else():
     before = signal.getsignal(signal.SIGTERM)
-    with stop_on_sigterm() as flag:
+    with stop_on_sigterm() as listen:
+        assert signal.getsignal(signal.SIGTERM) is before
+        flag = listen()
         assert not flag.is_set()
         os.kill(os.getpid(), signal.SIGTERM)
         assert flag.is_set()
@@ -27,10 +30,20 @@ def test_sigterm_sets_the_flag_and_nothing_else():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_the_handler_is_put_back_after_an_error():
+@contextmanager
+def closing_slowly():
+    """Its process is ended meanwhile, as launchers do when another one has failed."""
+    try:
+        yield
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_an_error_on_its_way_out_is_not_cut_off_and_the_handler_is_put_back():
     before = signal.getsignal(signal.SIGTERM)
     try:
-        with stop_on_sigterm():
+        with stop_on_sigterm() as listen, closing_slowly():
+            listen()
             raise RuntimeError
     except RuntimeError:
         pass
@@ -41,8 +54,8 @@ def test_other_threads_cannot_take_signals_and_do_not_fail():
     seen = []
 
     def work():
-        with stop_on_sigterm() as flag:
-            seen.append(flag.is_set())
+        with stop_on_sigterm() as listen:
+            seen.append(listen().is_set())
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -52,7 +65,8 @@ def test_other_threads_cannot_take_signals_and_do_not_fail():
 
 def test_a_signal_that_comes_while_one_is_handled_does_not_wait_for_itself():
     """Signals nest: a second one may come at any call inside the handler of the first."""
-    with stop_on_sigterm() as flag:
+    with stop_on_sigterm() as listen:
+        flag = listen()
         handle = signal.getsignal(signal.SIGTERM)
         assert callable(handle)
         nested = []

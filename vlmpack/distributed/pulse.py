@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from vlmpack.activity import Activity
+from vlmpack.distributed.lost import has_ended
 from vlmpack.watchdog import LOOKS
 
 KEY = "vlmpack/pulse"
@@ -95,6 +96,15 @@ class Pulse:
         more = len(told) - MOST_NAMED
         return told[:MOST_NAMED] + ([f"and {more} more ranks"] if more > 0 else [])
 
+    def ended(self) -> list[str]:
+        """Ranks of this machine whose process is gone, as far as this one has heard of them."""
+        return [
+            f"{_who(rank, entry)} has ended, last heard of at step {entry['step']}, "
+            f"{entry['phase']}"
+            for rank, entry in sorted(dict(self._entries).items())
+            if entry["host"] == socket.gethostname() and has_ended(entry["pid"])
+        ][:MOST_NAMED]
+
     def store_silent(self) -> float | None:
         """For how long a call has not come back; None where it has, or only just began."""
         called = self._called
@@ -143,6 +153,7 @@ class Pulse:
             "step": activity.step,
             "phase": activity.phase,
             "samples": activity.last_samples(),
+            "waits": activity.waits(),
             "quiet": quiet,
             "ticks": turn,
             "stack": activity.stack(STACK_FRAMES) if quiet > self.seconds / LOOKS else "",
@@ -187,9 +198,10 @@ def _behind(entries: Mapping[int, Mapping[str, Any]], own: int) -> list[int]:
     late = [rank for rank, entry in others.items() if entry["step"] == first]
     if len(late) < len(others):
         return late
-    phases = [entry["phase"] for entry in others.values()]
-    usual = max(phases, key=phases.count, default="")
-    odd = [rank for rank in late if others[rank]["phase"] != usual]
+    # One that waits for a store has the phase of those that wait for it to have read.
+    places = {rank: (entry["phase"], *entry["waits"]) for rank, entry in others.items()}
+    usual = max(places.values(), key=[*places.values()].count, default=())
+    odd = [rank for rank in late if places[rank] != usual]
     return odd or late
 
 
@@ -198,4 +210,5 @@ def _who(rank: int, entry: Mapping[str, Any]) -> str:
 
 
 def _where(entry: Mapping[str, Any]) -> str:
-    return f"step {entry['step']}, {entry['phase']}, last samples: {entry['samples']}"
+    waits = "".join(f", {wait}" for wait in entry["waits"])
+    return f"step {entry['step']}, {entry['phase']}{waits}, last samples: {entry['samples']}"

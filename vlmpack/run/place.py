@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +16,9 @@ from vlmpack.activity import ACTIVITY, IDLE
 from vlmpack.build.date import settle_date
 from vlmpack.data.packs.manifest import other_packs
 from vlmpack.distributed import Ranks, process_group, world_size_from_environment
+from vlmpack.distributed.lost import lost_connection, words_of_lost
 from vlmpack.distributed.pulse import Pulse, pulse_store
-from vlmpack.errors import RecipeError
+from vlmpack.errors import RecipeError, VlmpackError
 from vlmpack.recipe import (
     Recipe,
     check_world,
@@ -65,6 +66,7 @@ def joined(recipe: Recipe) -> Iterator[Place]:
     check_world(recipe, world_size=world_size_from_environment())
     split, run_dir = recipe.parallelism, RunDir(Path(recipe.run_dir))
     with (
+        stop_on_sigterm() as listen,  # behind all that an error closes on its way out
         process_group(
             tensor=split.tensor,
             context=split.context,
@@ -73,9 +75,8 @@ def joined(recipe: Recipe) -> Iterator[Place]:
         ) as ranks,
         watched(ranks, recipe.logging.watch_seconds),
         run_dir.entered(ranks),
-        stop_on_sigterm() as stop,
     ):
-        yield Place(ranks=ranks, run_dir=run_dir, stop=stop)
+        yield Place(ranks=ranks, run_dir=run_dir, stop=listen())
 
 
 @contextmanager
@@ -85,6 +86,9 @@ def watched(ranks: Ranks, seconds: float) -> Iterator[None]:
     Args:
         ranks: who this process is.
         seconds: `logging.watch_seconds`.
+
+    Raises:
+        VlmpackError: in place of torch's, that another process is gone.
     """
     ACTIVITY.step, ACTIVITY.samples = 0, ()
     ACTIVITY.enter("launch")
@@ -93,14 +97,23 @@ def watched(ranks: Ranks, seconds: float) -> Iterator[None]:
     with ExitStack() as stack:
         watchdog = Watchdog(ACTIVITY, seconds, who=who, say=_say_as_error, last_resort=True)
         store = pulse_store() if ranks.world_size > 1 else None
+        ended: Callable[[], list[str]] = list
         if store is not None:
             rank, size = ranks.rank, ranks.world_size
             pulse = Pulse(ACTIVITY, rank=rank, world_size=size, seconds=seconds, store=store)
             stack.enter_context(pulse)
             watchdog.others, watchdog.speaks = pulse.lines, pulse.speaks
+            ended = pulse.ended
         stack.enter_context(watchdog)
         try:
             yield
+        except RuntimeError as error:
+            words = lost_connection(error)
+            if words is None:
+                raise
+            step, phase, size = ACTIVITY.step, ACTIVITY.phase, ranks.world_size
+            text = words_of_lost(words, step=step, phase=phase, size=size, ended=ended())
+            raise VlmpackError(text) from error
         finally:
             ACTIVITY.enter(IDLE)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -38,21 +38,32 @@ class StopFlag:
 
 
 @contextmanager
-def stop_on_sigterm() -> Iterator[StopFlag]:
-    """A flag that SIGTERM sets for the duration; nobody sets it outside the main thread."""
+def stop_on_sigterm() -> Iterator[Callable[[], StopFlag]]:
+    """Yields what makes SIGTERM set a flag, from its call on to the end of the block; nobody sets
+    it outside the main thread.
+
+    An error that leaves the block's inner part is on its way out then, through contexts that take
+    their time to close: the SIGTERM with which a launcher ends the other ranks of one that failed
+    does not cut its words off.
+    """
     flag = StopFlag()
     if threading.current_thread() is not threading.main_thread():
-        yield flag
+        yield lambda: flag
         return
 
     def handle(_signal: int, _frame: FrameType | None) -> None:
         flag.set()
 
-    previous = signal.signal(signal.SIGTERM, handle)
+    def listen() -> StopFlag:
+        signal.signal(signal.SIGTERM, handle)
+        return flag
+
+    previous = signal.getsignal(signal.SIGTERM)
     try:
-        yield flag
+        yield listen
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        if previous is not None:  # one that C has installed cannot be put back
+            signal.signal(signal.SIGTERM, previous)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import os
 import shutil
 import tarfile
 import time
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ LAYOUTS = {
     "cp2": {"context": 2},
     "pp2": {"pipeline": 2},
     "tp2-cp2": {"tensor": 2, "context": 2},
+    "tp2-cp2-pp2": {"tensor": 2, "context": 2, "pipeline": 2},
 }
 TOLERANCE = 1e-5
 """Relative, of losses and gradient norms: the stated bound of the project."""
@@ -80,7 +82,7 @@ def of_layout(settings: dict[str, Any], name: str, **more: Any) -> dict[str, Any
 def run_layouts(settings: dict[str, Any], *names: str) -> None:
     root = Path(settings["run_dir"]).parent
     recipes = [write_recipe(root / f"{name}.json", of_layout(settings, name)) for name in names]
-    check_ranks([WORKER, *recipes], 4 if names == ("tp2-cp2",) else 2)
+    check_ranks([WORKER, *recipes], prod(LAYOUTS[names[0]].values()))
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +95,12 @@ def two(base: tuple[dict[str, Any], str, Path]) -> None:
 def four(base: tuple[dict[str, Any], str, Path]) -> None:
     """TP 2 x CP 2."""
     run_layouts(base[0], "tp2-cp2")
+
+
+@pytest.fixture(scope="module")
+def eight(base: tuple[dict[str, Any], str, Path]) -> None:
+    """TP 2 x CP 2 x PP 2."""
+    run_layouts(base[0], "tp2-cp2-pp2")
 
 
 def said(root: Path, name: str) -> list[dict[str, Any]]:
@@ -125,6 +133,24 @@ def test_a_bad_image_leaves_the_hole_of_one_process(base, two, name: str) -> Non
 
 def test_and_in_four_processes(base, four) -> None:
     assert_as_alone(base, "tp2-cp2")
+
+
+@pytest.mark.soak
+def test_and_in_eight(base, eight) -> None:
+    assert_as_alone(base, "tp2-cp2-pp2")
+    assert_sent_and_held(base, "tp2-cp2-pp2")
+
+
+@pytest.mark.soak
+def test_a_bad_image_that_is_not_skipped_ends_all_of_eight_with_its_name(
+    base, tmp_path: Path
+) -> None:
+    values = of_layout(base[0], "tp2-cp2-pp2", data__on_error={"decode": "raise"})
+    values["run_dir"] = str(tmp_path / "run")
+    done = run_ranks([WORKER, write_recipe(tmp_path / "recipe.json", values)], 8)
+    assert all(done.codes)
+    for said in done.said:
+        assert "DataError" in said and base[1] in said
 
 
 def assert_sent_and_held(base: tuple[dict[str, Any], str, Path], name: str) -> None:

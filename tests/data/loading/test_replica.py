@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -235,6 +236,8 @@ def test_a_reader_that_breaks_in_one_process_ends_all(tmp_path: Path, monkeypatc
     assert [(type(error), str(error)) for error in found] == [
         (ZeroDivisionError, "a bug in one process")
     ] * 4
+    place = "process 3 of the 4 that train these rows together (rank 3 on "
+    assert all(error.__notes__[0].startswith(f"met by {place}") for error in found)
 
 
 def test_a_dead_worker_of_one_process_is_told_with_its_place(tmp_path: Path) -> None:
@@ -246,7 +249,8 @@ def test_a_dead_worker_of_one_process_is_told_with_its_place(tmp_path: Path) -> 
         )
 
     found = in_threads(replica(2), read)
-    message = "process 1 of the 2 that train these rows together: a loader process ended"
+    place = f"that train these rows together (rank 1 on {socket.gethostname()})"
+    message = f"process 1 of the 2 {place}: a loader process ended"
     assert [str(error) for error in found] == [message] * 2
 
 

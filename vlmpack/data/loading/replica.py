@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import socket
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from copy import copy
@@ -78,11 +79,13 @@ class Told:
     """What a process says of a step where not all votes are the same.
 
     Args:
+        who: says it.
         fault: what ended its reader; None for nothing.
         bins: numbers of the samples of each bin, as it plans them; empty behind the last step.
         holes: of each bin.
     """
 
+    who: str
     fault: Exception | None
     bins: tuple[tuple[int, ...], ...]
     holes: tuple[tuple[SkippedSample, ...], ...]
@@ -294,6 +297,7 @@ def _all_say(vote: int, ranks: Ranks) -> bool:
 def _tell(step: list[Asked] | None, fault: Exception | None, ranks: Ranks) -> list[Told]:
     asked = step or []
     told = Told(
+        f"rank {ranks.rank} on {socket.gethostname()}",
         _picklable(fault),
         tuple(each.planned for each in asked),
         tuple(each.holes for each in asked),
@@ -314,16 +318,17 @@ def raise_faults(told: Sequence[Told]) -> None:
     """Raise what ended a reader, on all processes alike.
 
     Raises:
-        Exception: the first process's that has one; a DataError with the process's place.
+        Exception: the first process's that has one; a DataError's words, or a note of any other,
+            say which process it is.
         DataError: the processes planned different steps.
     """
     says_more = len({repr(each.fault) for each in told}) > 1
     for place, each in enumerate(told):
+        who = f"process {place} of the {len(told)} that train these rows together ({each.who})"
         if isinstance(each.fault, DataError) and says_more:
             error = each.fault
             raise DataError(
-                f"process {place} of the {len(told)} that train these rows together: "
-                f"{error.reason}",
+                f"{who}: {error.reason}",
                 error_class=error.error_class,
                 key=error.key,
                 shard=error.shard,
@@ -331,6 +336,8 @@ def raise_faults(told: Sequence[Told]) -> None:
                 file=error.file,
             ) from error
         if each.fault is not None:
+            if says_more:
+                each.fault.add_note(f"met by {who}")
             raise each.fault
     plans = {each.bins for each in told}
     if len(plans) > 1:
