@@ -43,7 +43,7 @@ def encode_sample(
     Args:
         encoder: of the model's folder.
         record: what a shard's `.json` member holds: `messages`, or LLaVA's `conversations`.
-        images: image files (JPEG, PNG, WebP) by name, `{"0.jpg": data}`; parts of the record that
+        images: encoded image files by name, `{"0.jpg": data}`; parts of the record that
             name no image take them in this order.
         key: what messages call the sample.
 

@@ -25,7 +25,7 @@ from vlmpack.data.shards.schemas import cook
 from vlmpack.data.shards.tar import read_members
 from vlmpack.encode import Encoder
 from vlmpack.encode.sample import VLMSample
-from vlmpack.errors import DataError, EmptyDataError, VlmpackError
+from vlmpack.errors import DataError, EmptyDataError, RecipeError, VlmpackError
 from vlmpack.storage.fetch import LocalFetcher
 
 CAPS = SampleCaps()
@@ -323,7 +323,7 @@ def test_the_same_input_gives_the_same_bytes_and_an_index(tmp_path: Path, images
         ("http://127.0.0.1/a.png", "is a URL"),
         ("file:///etc/hostname", "is a URL"),
         ("a\0.png", "cannot be read"),
-        ("text.png", "no readable JPEG, PNG or WebP header"),
+        ("text.png", "no readable JPEG, PNG, WebP, GIF, BMP or TIFF header"),
         ("bomb.png", "pixels; the cap is"),
     ],
 )
@@ -357,7 +357,6 @@ def test_images_that_are_refused(tmp_path: Path, images: Path, name: str, reason
     [
         ("no json", "is no JSON"),
         ("[1]", "is a list; expected an object"),
-        ({"text": "x"}, "expected exactly one of 'messages' and 'conversations', found 'text'"),
         ({"messages": []}, "'messages' is an empty list"),
         ({"messages": [{"role": "critic", "content": "x"}]}, "has the role 'critic'"),
         (
@@ -409,6 +408,23 @@ def test_records_that_are_refused(tmp_path: Path, images: Path, record: Any, rea
     assert reason in str(caught.value)
     with pytest.raises(EmptyDataError, match="none of 1 records can be used"):
         run(source, tmp_path / "out", images, skip_bad=True)
+
+
+def test_a_source_of_no_layout_or_of_two_is_refused_before_anything_is_written(
+    tmp_path: Path, images: Path
+) -> None:
+    source, out = tmp_path / "odd.jsonl", tmp_path / "out"
+    turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+    for record, reason in (
+        ({"text": "x"}, r"odd\.jsonl, line 1 on: no layout fits .* the keys 'text'; expected mess"),
+        ({"messages": turns, "query": "Q", "response": "A"}, "--columns: messages or --columns: q"),
+    ):
+        source.write_text(json.dumps(record) + "\n")
+        with pytest.raises(VlmpackError, match=reason) as caught:
+            run(source, out, images, skip_bad=True)
+        assert not isinstance(caught.value, RecipeError) and not out.exists()
+    report = run(source, out, images, layout="query-response")
+    assert report.layout == "query-response (ms-swift)" and report.unknown_keys == {"messages": 1}
 
 
 def test_a_conversion_that_stops_leaves_whole_shards_and_no_manifest(

@@ -151,7 +151,7 @@ def test_a_header_that_nobody_can_read_is_met_by_all(encoder) -> None:
         assert (found.error_class, found.image) == ("decode", 1)
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", [1, 3, 6])
 def test_the_header_says_what_decoding_finds(kind: str, orientation: int) -> None:
     data = image_bytes(30, 20, kind=kind, orientation=orientation)

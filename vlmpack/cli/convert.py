@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from vlmpack.cli.options import IndexDir
 from vlmpack.cli.progress import BytesBar, size_text
+from vlmpack.errors import VlmpackError
 from vlmpack.terminal import say
 from vlmpack.words import counted
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 Source = Annotated[
     Path,
     typer.Argument(
-        metavar="SOURCE", help="A .jsonl file, a LLaVA .json file, or a folder of parquet files."
+        metavar="SOURCE", help="A .jsonl file, a .json list, or a folder of parquet files."
     ),
 ]
 Out = Annotated[
@@ -26,6 +28,15 @@ Out = Annotated[
     typer.Argument(metavar="OUT", help="Folder and name: out/train is out/train-000000.tar ..."),
 ]
 Form = Annotated[str, typer.Option("--format", metavar="NAME", help="auto, jsonl, llava or hf.")]
+Columns = Annotated[
+    str | None,
+    typer.Option(
+        "--columns",
+        metavar="NAME|ROLE=COLUMN,...",
+        help="Layout of the records (vqa, alpaca, ...), or their columns: question=q,answer=a.",
+        show_default="the layout that fits",
+    ),
+]
 Images = Annotated[
     Path | None,
     typer.Option(
@@ -57,6 +68,7 @@ def convert(  # noqa: PLR0913 - the options of a command
     source: Source,
     out: Out,
     form: Form = "auto",
+    columns: Columns = None,
     images: Images = None,
     split: Split = None,
     shard_mb: ShardMb = 256,
@@ -78,6 +90,7 @@ def convert(  # noqa: PLR0913 - the options of a command
         encoder.load()  # a wrong folder is named before any record is read
     settings = ConvertSettings(
         folder=out.parent,
+        layout=_columns(columns),
         image_root=images or (source if source.is_dir() else source.parent),
         prefix=out.name,
         max_shard_bytes=shard_mb * 1_000_000,
@@ -91,9 +104,27 @@ def convert(  # noqa: PLR0913 - the options of a command
     _print_report(report, out)
 
 
+def _columns(text: str | None) -> Mapping[str, str] | str | None:
+    """A layout's name, or the columns by role."""
+    if text is None or "=" not in text:
+        return text
+    pairs = [item.partition("=") for item in text.split(",")]
+    wrong = [item for item in pairs if not all(part.strip() for part in item)]
+    if wrong:
+        raise VlmpackError(
+            f"--columns: {''.join(wrong[0])!r} is no ROLE=COLUMN; expected such as "
+            "question=q,answer=a, with layout=vqa among them or not"
+        )
+    found = {role.strip(): column.strip() for role, _, column in pairs}
+    if len(found) < len(pairs):
+        raise VlmpackError(f"--columns: a role stands twice in {text!r}; expected once")
+    return found
+
+
 def _print_report(report: ConvertReport, out: Path) -> None:
     from vlmpack.data.shards.keys import describe_keys
 
+    say(f"read as {report.layout}")
     for item in report.skipped:
         say(f"left out ({item.error_class}): {item.place}: {item.reason}", err=True)
     if report.unknown_keys:
@@ -101,7 +132,7 @@ def _print_report(report: ConvertReport, out: Path) -> None:
     if report.placed:
         say(
             f"{counted(report.placed, 'record')} with images and no place for them: they stand "
-            "before the first text of the user, where TRL puts them",
+            "before the first text of the user, where TRL and ms-swift put them",
             err=True,
         )
     total = sum(shard.num_bytes for shard in report.shards)

@@ -18,7 +18,7 @@ def generate(
     ],
     image: Annotated[
         list[Path] | None,
-        typer.Option("--image", metavar="FILE", help="JPEG, PNG or WebP; may be repeated."),
+        typer.Option("--image", metavar="FILE", help="An image file; may be repeated."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 64,
 ) -> None:
@@ -60,5 +60,5 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise VlmpackError(
-            f"--image {path} cannot be read: {error.strerror}; expected a JPEG, PNG or WebP file"
+            f"--image {path} cannot be read: {error.strerror}; expected an image file"
         ) from error

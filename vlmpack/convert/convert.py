@@ -11,14 +11,15 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path
 
 from vlmpack.convert.settings import ConvertSettings
 from vlmpack.convert.shards import ShardFolder, WrittenShard
 from vlmpack.data.columns.chat import ChatTurns
-from vlmpack.data.columns.form import AS_TURNS
+from vlmpack.data.columns.form import AS_TURNS, RecordForm, find_form
 from vlmpack.data.files.images import ImageRoot
 from vlmpack.data.files.records import Record
 from vlmpack.data.files.samples import record_number_key, sample_of
@@ -27,10 +28,12 @@ from vlmpack.data.shards.keys import count_keys
 from vlmpack.data.shards.naming import JSON_FIELD
 from vlmpack.data.shards.schemas import cook_texts
 from vlmpack.encode import Encoder, decode_image
-from vlmpack.errors import DataError, EmptyDataError, VlmpackError, schema_error
+from vlmpack.errors import DataError, EmptyDataError, RecipeError, VlmpackError, schema_error
 from vlmpack.whole_file import write_atomically
 
 MANIFEST_RULE = "convert-2"
+FIRST_RECORDS = 64
+"""Records that settle the layout of their source."""
 
 Progress = Callable[[int, int], None]
 """Called with the records read and the samples written so far."""
@@ -56,6 +59,7 @@ class ConvertReport:
         unknown_keys: keys of the records that were not read -> records.
         placed: samples whose images were put before the first text of the user, since nothing in
             their records says where they stand.
+        layout: what the records were read as.
     """
 
     records: int
@@ -63,6 +67,7 @@ class ConvertReport:
     skipped: tuple[SkippedRecord, ...]
     unknown_keys: Mapping[str, int] = field(default_factory=dict)
     placed: int = 0
+    layout: str = ""
 
     @property
     def samples(self) -> int:
@@ -75,10 +80,16 @@ def convert(
 ) -> ConvertReport:
     """Write the records as shards, with their index.
 
+    Args:
+        records: of one source; the first of them settle how all are read.
+        settings: where to, and what is allowed.
+        progress: is told how far it is.
+
     Raises:
         DataError: the first record that cannot be used, unless `skip_bad`.
         EmptyDataError: not one record can be used.
-        VlmpackError: the folder holds shards of that name already, or cannot be written.
+        VlmpackError: the folder holds shards of that name already, or cannot be written; no
+            layout fits the records, or more than one.
     """
     if not re.fullmatch(r"[A-Za-z0-9_-]+", settings.prefix):
         raise VlmpackError(
@@ -86,16 +97,19 @@ def convert(
         )
     shards = ShardFolder(settings)
     manifest = settings.folder / f"{settings.prefix}-manifest.json"
-    shards.prepare()
-    manifest.unlink(missing_ok=True)
     skipped: list[SkippedRecord] = []
     unknown: Counter[str] = Counter()
     images = ImageRoot(str(settings.image_root), settings.caps)
     number = written = placed = 0
+    stream = iter(records)
     try:
-        for number, record in enumerate(records, start=1):
+        begin = list(islice(stream, FIRST_RECORDS))
+        form = _form_of(begin, settings)
+        shards.prepare()
+        manifest.unlink(missing_ok=True)
+        for number, record in enumerate(chain(begin, stream), start=1):
             try:
-                fields, turns = sample_fields(record, number - 1, images, settings.encoder)
+                fields, turns = sample_fields(record, number - 1, images, form, settings.encoder)
             except DataError as error:
                 if not settings.skip_bad:
                     raise DataError(
@@ -119,7 +133,12 @@ def convert(
         if isinstance(records, Generator):
             records.close()  # with its file, which the fault's traceback would keep open
     report = ConvertReport(
-        number, tuple(shards.shards), tuple(skipped), count_keys([unknown]), placed
+        number,
+        tuple(shards.shards),
+        tuple(skipped),
+        count_keys([unknown]),
+        placed,
+        layout=form.words,
     )
     if not report.samples:
         first = f"; the first: {skipped[0].place}: {skipped[0].reason}" if skipped else ""
@@ -128,18 +147,39 @@ def convert(
     return report
 
 
+def _form_of(first: Sequence[Record], settings: ConvertSettings) -> RecordForm:
+    """How the records are read."""
+    values = [record.value for record in first if record.value is not None]
+    where = f"the records from {first[0].place} on" if first else "the source"
+    try:
+        return find_form(values, settings.layout, where, knob="--columns")
+    except RecipeError as error:  # there is no recipe here
+        raise VlmpackError("; ".join(error.problems)) from None
+
+
 def sample_fields(
-    record: Record, number: int, images: ImageRoot, encoder: Encoder | None = None
+    record: Record,
+    number: int,
+    images: ImageRoot,
+    form: RecordForm = AS_TURNS,
+    encoder: Encoder | None = None,
 ) -> tuple[dict[str, bytes], ChatTurns]:
     """The members of one sample (the JSON, and images as 0.jpg, 1.png, ...), and what was read of
     its record.
+
+    Args:
+        record: as its file has it.
+        number: its place in the source, which becomes the sample's key.
+        images: where its images are.
+        form: how it is read.
+        encoder: measures it.
 
     Raises:
         DataError: class `schema`, `integrity` or `decode`; the reason has no place.
     """
     if record.value is None:
         raise schema_error(record.fault or "cannot be read")
-    sample = sample_of(record.value, AS_TURNS, images)
+    sample = sample_of(record.value, form, images)
     facts = [image_facts(image.data, image.name, images.caps) for image in sample.images]
     for image in sample.images:  # one that is cut has a sound header
         decode_image(image.data, repr(image.name), max_pixels=images.caps.max_image_pixels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,8 @@ class ConvertSettings:
     """Where the shards go."""
     image_root: Path
     """Every image path must end inside it."""
+    layout: Mapping[str, str] | str | None = None
+    """The layout of the records, by name or role by role; None: the one that fits."""
     prefix: str = "train"
     """Shards are named PREFIX-000000.tar and so on."""
     max_shard_bytes: int = 256 << 20

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import io
+import struct
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
+from vlmpack.encode.image_formats import IMAGE_FORMATS, check_depth
 from vlmpack.encode.orientation import orientation_of, oriented_size
-from vlmpack.errors import DataError
+from vlmpack.errors import UNREADABLE, DataError
 
 
 def which_image(index: int, names: Sequence[str]) -> str:
@@ -55,12 +57,13 @@ def _told_as(which: int | str) -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     except (
-        UnidentifiedImageError,
-        OSError,
-        ValueError,
+        *UNREADABLE,
+        EOFError,
+        RuntimeError,
         SyntaxError,
+        struct.error,
         Image.DecompressionBombError,
-    ) as error:
+    ) as error:  # what decoders raise over hostile bytes
         raise DataError(
             f"image {which} cannot be decoded: {error}", error_class="decode"
         ) from error
@@ -68,13 +71,14 @@ def _told_as(which: int | str) -> Iterator[None]:
 
 def _opened(data: bytes, which: int | str, max_pixels: int) -> Image.Image:
     """Its header alone is read."""
-    image = Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP"))
+    image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
     if image.width * image.height > max_pixels:
         raise DataError(
             f"image {which} has {image.width} x {image.height} pixels, more than "
             f"data.max_image_pixels = {max_pixels}",
             error_class="decode",
         )
+    check_depth(image, str(which))
     return image
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from PIL import Image
+from PIL.TiffImagePlugin import TiffImageFile
 
-_ORIENTATION = 0x0112
+_WIDTH, _HEIGHT, _ORIENTATION = 0x0100, 0x0101, 0x0112
 _PNG_METADATA = frozenset({b"eXIf", b"tEXt", b"zTXt", b"iTXt"})
 
 
@@ -25,8 +26,15 @@ def orientation_of(image: Image.Image, data: bytes) -> int:
         exif = Image.Image.getexif(image)
     else:
         exif = image.getexif()
+    if isinstance(image, TiffImageFile) and image.size != _stored_size(image):
+        return 1  # Pillow turns a TIFF by itself, and says its size as it is seen
     value = exif.get(_ORIENTATION, 1)
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
+
+
+def _stored_size(image: TiffImageFile) -> tuple[object, object]:
+    """(width, height) of the pixels in the file."""
+    return image.tag_v2.get(_WIDTH), image.tag_v2.get(_HEIGHT)
 
 
 def _has_late_metadata(png: bytes) -> bool:

@@ -90,7 +90,7 @@ class VLMSample:
         key: the WebDataset key; unique within a shard.
         url: the shard it came from, for messages.
         messages: the turns, in order; image parts point into `images`.
-        images: encoded image files (JPEG, PNG, WebP) as bytes, in token order. Empty while only
+        images: encoded image files as bytes, in token order. Empty while only
             text and image sizes are needed (lengths).
         image_names: what messages call the images: their members, or the files that they come from.
         task: a label that evaluation groups its figures by, if the data has one.

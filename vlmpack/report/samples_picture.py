@@ -12,6 +12,7 @@ from typing import Any
 
 from PIL import Image
 
+from vlmpack.encode.image_formats import IMAGE_FORMATS
 from vlmpack.evaluation.metrics import NO_TASK
 from vlmpack.evaluation.predictions import Prediction
 from vlmpack.report.style import (
@@ -169,7 +170,7 @@ def _draw_images(axes: Any, images: Sequence[Image.Image]) -> None:
 def _decode(data: bytes) -> Image.Image | None:
     """RGB, or None for an image that cannot be read: the sheet shows what it can."""
     try:
-        with Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP")) as image:
+        with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
             return image.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None

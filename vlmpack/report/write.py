@@ -16,6 +16,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from vlmpack.encode.image_formats import suffix_of
 from vlmpack.errors import RunDirError, writing
 from vlmpack.evaluation.predictions import Prediction, Question
 from vlmpack.report.lengths_picture import draw_lengths
@@ -81,7 +82,7 @@ def _sheet_images(
         old.unlink()
     for (shard, key), images in found.items():
         for index, data in enumerate(images):
-            (folder / f"{_stem(shard, key)}-{index}{_suffix(data)}").write_bytes(data)
+            (folder / f"{_stem(shard, key)}-{index}.{suffix_of(data)}").write_bytes(data)
     return dict(found)
 
 
@@ -94,9 +95,3 @@ def _kept(row: Prediction, folder: Path) -> list[bytes]:
 def _stem(shard: str, key: str) -> str:
     """A file name for any shard and key."""
     return hashlib.blake2b(f"{shard}\0{key}".encode(), digest_size=8).hexdigest()
-
-
-def _suffix(data: bytes) -> str:
-    if data.startswith(b"\x89PNG"):
-        return ".png"
-    return ".webp" if data.startswith(b"RIFF") else ".jpg"

@@ -35,6 +35,21 @@ def test_size_is_the_one_after_exif_orientation(
     assert facts.size == shown
 
 
+@pytest.mark.parametrize("kind", ["GIF", "BMP", "TIFF"])
+@pytest.mark.parametrize("orientation", [1, 3, 6])
+def test_the_size_of_the_newer_formats_is_that_of_their_pixels(
+    kind: str, orientation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pillow turns a TIFF by itself, and may say its size as it is seen before it does; the other
+    two have no orientation."""
+    data = image_bytes(30, 20, kind=kind, orientation=orientation)
+    shown = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).size
+    assert shown == ((20, 30) if (kind, orientation) == ("TIFF", 6) else (30, 20))
+    monkeypatch.setattr(ImageFile.ImageFile, "load", None)
+    facts = image_facts(data, "0", CAPS)
+    assert facts.size == shown and facts.format == kind
+
+
 def test_orientation_behind_a_pngs_pixels_is_seen() -> None:
     plain = image_bytes(30, 20)
     exif = b"MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"

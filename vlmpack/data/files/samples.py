@@ -16,10 +16,10 @@ from vlmpack.data.columns.chat import ChatTurns
 from vlmpack.data.columns.form import RecordForm, read_turns
 from vlmpack.data.files.images import ImageRoot, LoadedImage
 from vlmpack.data.files.record import Place, Record
-from vlmpack.data.shards.images import image_suffix
 from vlmpack.data.shards.naming import JSON_FIELD, is_image
 from vlmpack.data.shards.raw import REINDEX, RawSample
 from vlmpack.data.shards.tar import TarMember
+from vlmpack.encode.image_formats import suffix_of
 from vlmpack.errors import DataError, schema_error
 from vlmpack.storage.fetch import ShardStamp
 
@@ -59,7 +59,7 @@ class RecordSample:
 
 def member_names(images: Sequence[LoadedImage]) -> tuple[str, ...]:
     """Names of images in a sample: their number, and an end by what they are."""
-    return tuple(f"{place}.{image_suffix(image.data)}" for place, image in enumerate(images))
+    return tuple(f"{place}.{suffix_of(image.data)}" for place, image in enumerate(images))
 
 
 def sample_of(

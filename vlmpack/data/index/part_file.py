@@ -29,7 +29,7 @@ SUFFIX = ".part"
 SEAL_BYTES = 16
 
 _READS = b"vlmpack.reads"
-_READ_NOW = b"pairs"
+_READ_NOW = b"formats"
 """What this version reads of records that earlier ones called bad: raise it with the readers."""
 
 
@@ -42,7 +42,7 @@ def is_outdated(table: Any) -> bool:
     """
     if (table.schema.metadata or {}).get(_READS) == _READ_NOW:
         return False
-    return "schema" in table.column("error_class").unique().to_pylist()
+    return not {"schema", "decode"}.isdisjoint(table.column("error_class").unique().to_pylist())
 
 
 def write_part(path: str, table: Any, metadata: dict[bytes, bytes]) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from vlmpack.data.shards.tar import read_span
 from vlmpack.data.shards.tar_header import BLOCK_BYTES, padded_size
+from vlmpack.encode.image_formats import suffix_of
 from vlmpack.errors import DataError
 from vlmpack.packing.batch import Cut, EncodedSample
 
@@ -103,7 +104,7 @@ def write_span(pack: int, samples: Sequence[SavedSample | None], num_axes: int) 
     members = [_member(f"{pack:09d}.{_TOKENS}", save(tensors, {"keys": keys}))]
     images = [image for sample in there for image in sample.images]
     members += [
-        _member(f"{pack:09d}.{place:04d}.{_ending(image)}", image)
+        _member(f"{pack:09d}.{place:04d}.{suffix_of(image)}", image)
         for place, image in enumerate(images)
     ]
     return b"".join(members)
@@ -206,9 +207,3 @@ def _member(name: str, data: bytes) -> bytes:
     entry.size = len(data)
     gap = padded_size(len(data)) - len(data)
     return entry.tobuf(tarfile.USTAR_FORMAT) + data + bytes(gap)
-
-
-def _ending(image: bytes) -> str:
-    if image.startswith(b"\x89PNG"):
-        return "png"
-    return "webp" if image[8:12] == b"WEBP" else "jpg"

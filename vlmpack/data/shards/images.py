@@ -14,13 +14,9 @@ from PIL import Image
 
 from vlmpack.data.protocols import ImageSize
 from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.encode.image_formats import FORMATS_READ, IMAGE_FORMATS, check_depth
 from vlmpack.encode.orientation import orientation_of, oriented_size
 from vlmpack.errors import DataError
-
-IMAGE_FORMATS = ("JPEG", "PNG", "WEBP")
-
-
-_BEGINNINGS = ((b"\xff\xd8\xff", "jpg"), (b"\x89PNG", "png"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +45,6 @@ def image_digest(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
-def image_suffix(data: bytes) -> str:
-    """The end of a name for an image, by how it begins: that of a JPEG for what is no image."""
-    for begin, suffix in _BEGINNINGS:
-        if data.startswith(begin):
-            return suffix
-    return "webp" if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else "jpg"
-
-
 def image_facts(data: bytes, field: str, caps: SampleCaps) -> ImageFacts:
     """The facts of one encoded image.
 
@@ -76,6 +64,7 @@ def image_facts(data: bytes, field: str, caps: SampleCaps) -> ImageFacts:
                 width, height = image.size
                 kind = image.format or "?"
                 _check_pixels(width, height, field, caps)
+                check_depth(image, repr(field))
                 orientation = orientation_of(image, data)
     except DataError:
         raise
@@ -87,7 +76,7 @@ def image_facts(data: bytes, field: str, caps: SampleCaps) -> ImageFacts:
     except Exception as error:  # hostile bytes raise anything in a decoder
         found = "is empty" if not data else f"begins with {data[:8]!r}"
         raise DataError(
-            f"image {field!r} has no readable JPEG, PNG or WebP header (it {found}): "
+            f"image {field!r} has no readable {FORMATS_READ} header (it {found}): "
             f"{type(error).__name__}",
             error_class="decode",
         ) from error

@@ -13,7 +13,8 @@ from typing import NamedTuple
 _META = re.compile(r"__[^/]*__($|/)")
 
 _PICKLES = frozenset({"pyd", "pkl", "pickle", "pck", "joblib", "dill", "pth", "pt", "ckpt", "npz"})
-IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp"})
+IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"})
+_OFTEN_BESIDE = frozenset({"gif", "bmp", "tif", "tiff"})
 JSON_FIELD = "json"
 
 
@@ -41,6 +42,12 @@ def split_name(name: str) -> MemberName | None:
 def is_image(field: str) -> bool:
     """Whether a field holds an image, by its last suffix."""
     return field.rpartition(".")[2] in IMAGE_SUFFIXES
+
+
+def may_stand_aside(field: str) -> bool:
+    """Whether an image that no turn shows is taken for a file of another purpose: earlier versions
+    read no such images, and shards have previews and masks of these formats."""
+    return field.rpartition(".")[2] in _OFTEN_BESIDE
 
 
 def refusal(field: str, data: bytes) -> str | None:

@@ -25,7 +25,7 @@ from typing import Any
 
 from vlmpack.data.shards.branches import branch_key, joined
 from vlmpack.data.shards.json_text import parse_json
-from vlmpack.data.shards.naming import JSON_FIELD, is_image
+from vlmpack.data.shards.naming import JSON_FIELD, is_image, may_stand_aside
 from vlmpack.data.shards.raw import RawSample
 from vlmpack.data.shards.turns import CHAT_ROLES, Conversation, Dialect, conversation
 from vlmpack.encode.sample import VLMSample
@@ -207,7 +207,8 @@ def _parse(document: bytes) -> dict[str, object]:
 
 
 def _resolve(names: Sequence[str | None], members: list[str], key: str) -> tuple[str, ...]:
-    """The member of each image part; every image member must be used."""
+    """The member of each image part; every image member must be used, but for those that may stand
+    aside where the others are enough."""
     base = key.rpartition("/")[2].lower()
     known: dict[str, str] = {}
     for member in members:
@@ -222,17 +223,20 @@ def _resolve(names: Sequence[str | None], members: list[str], key: str) -> tuple
     named = {name for name in resolved if name is not None}
     unnamed = sum(name is None for name in resolved)
     free = [member for member in members if member not in named]
+    enough = [member for member in free if not may_stand_aside(member)]
+    if unnamed == len(enough):
+        free = enough
     if unnamed != len(free):
         raise schema_error(
             f"{counted(len(names), 'image placeholder')} in the conversation, but "
             f"{counted(len(members), 'image member')} in the sample "
             f"({', '.join(members) or 'none'})"
         )
-    rest = iter(_in_order(free))
+    rest = iter(in_order(free))
     return tuple(name if name is not None else next(rest) for name in resolved)
 
 
-def _in_order(members: list[str]) -> list[str]:
+def in_order(members: list[str]) -> list[str]:
     """File order, except that numbered members (`0.jpg` .. `10.jpg`) go by their numbers.
 
     webdataset's writer sorts members by name, which puts `10.jpg` before `2.jpg`.

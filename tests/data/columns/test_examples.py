@@ -1,0 +1,155 @@
+"""The example of each layout in the documentation is read as the page says, and can be encoded."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.shards import ROOT
+
+from vlmpack.data.columns.form import RecordForm, find_form, read_turns
+from vlmpack.data.columns.layout import LAYOUTS, layout_named
+from vlmpack.data.files.images import ImageRoot
+from vlmpack.encode import Encoder, VLMSample
+from vlmpack.encode.sample import ImagePart, Message
+
+FOLDER = ROOT / "docs/examples/data"
+READ, COUNT = "Read the digits.", "How many digits are there?"
+LONGEST = "Which image shows the longest row?"
+SYSTEM = ("system", "Answer with digits alone.")
+
+WANTED: Mapping[str, list[list[tuple[str, str]]]] = {
+    "messages": [
+        [("user", f"[098.jpg]{READ}"), ("assistant", "098")],
+        [("user", f"[29772.jpg]{READ}"), ("assistant", "29772"), ("user", COUNT),
+         ("assistant", "5")],
+        [SYSTEM, ("user", f"[098.jpg]{READ}"), ("assistant", "098")],
+    ],
+    "llava": [
+        [("user", f"[098.jpg]\n{READ}"), ("assistant", "098"), ("user", COUNT), ("assistant", "3")],
+        [("user", f"[098.jpg]\n[29772.jpg]\n{LONGEST}"), ("assistant", "B")],
+    ],
+    "sharegpt": [
+        [SYSTEM, ("user", f"[29772.jpg]{READ}"), ("assistant", "29772")],
+        [SYSTEM, ("user", f"[098.jpg]{COUNT}"), ("assistant", "3"), ("user", READ),
+         ("assistant", "098")],
+    ],
+    "preference": [
+        [("user", f"[098.jpg]{READ}"), ("chosen", "098"), ("rejected", "089")],
+        [("user", f"[29772.jpg]{READ}"), ("chosen", "29772"), ("rejected", "2972")],
+    ],
+    "query-response": [
+        [("user", f"[098.jpg]{READ}"), ("assistant", "098")],
+        [SYSTEM, ("user", f"[29772.jpg]{READ}"), ("assistant", "29772"), ("user", COUNT),
+         ("assistant", "5")],
+    ],
+    "prompt-completion": [
+        [("user", f"[098.jpg]{READ}"), ("assistant", "098")],
+        [("user", f"[29772.jpg]{READ}"), ("not learnt", "29772"), ("user", COUNT),
+         ("assistant", "5")],
+    ],
+    "alpaca": [
+        [("user", f"[098.jpg]{READ}\nAnswer with digits alone."), ("assistant", "098")],
+        [SYSTEM, ("user", f"[29772.jpg]{READ}"), ("assistant", "29772"), ("user", COUNT),
+         ("assistant", "5")],
+    ],
+    "vqa": [
+        [("user", f"[098.jpg]{READ}"), ("assistant", "098")],
+        [("user", f"[29772.jpg]{COUNT}"), ("assistant", "5")],
+        [("user", f"[098.jpg]{COUNT}"), ("assistant", "3")],
+    ],
+    "caption": [
+        [("user", "[098.jpg]"), ("assistant", "098")],
+        [("user", "[29772.jpg]"), ("assistant", "29772")],
+    ],
+    "cauldron": [
+        [("user", f"[098.jpg]{READ}"), ("assistant", "098"), ("user", COUNT), ("assistant", "3")],
+        [("user", f"[098.jpg][29772.jpg]{LONGEST}"), ("assistant", "B")],
+    ],
+    "rounds": [
+        [SYSTEM, ("user", f"[29772.jpg]{READ}"), ("assistant", "29772"), ("user", COUNT),
+         ("assistant", "5")],
+        [("user", f"[098.jpg]{READ}"), ("assistant", "098")],
+    ],
+}  # fmt: skip
+"""Layout -> who says what in each record of its example, written by hand."""
+
+PLACED = {
+    "messages": [False, False, True],
+    "preference": [True, False],
+    "prompt-completion": [True, False],
+    "alpaca": [True, False],
+    "vqa": [True, True, True],
+    "cauldron": [True, True],
+    "rounds": [False, True],
+}
+"""Whose images have no place in their record; none of the other layouts'."""
+
+
+def records_of(name: str) -> list[dict[str, Any]]:
+    """Of its example."""
+    lines = (FOLDER / f"{name}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def said(turn: Message, images: tuple[str, ...], role: str = "") -> tuple[str, str]:
+    """Who says what, with images by their names."""
+    text = "".join(
+        f"[{images[part.index]}]" if isinstance(part, ImagePart) else part.text
+        for part in turn.parts
+    )
+    return role or (turn.role if turn.learn else "not learnt"), text
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("is_chosen", [False, True])
+def test_an_example_is_read_as_documented(name: str, is_chosen: bool) -> None:
+    records = records_of(name)
+    form = find_form(records, name if is_chosen else None, "here")
+    chat = name in ("messages", "llava", "sharegpt")
+    assert form == RecordForm(name if is_chosen or not chat else "chat", (), is_chosen)
+    found, placed = [], []
+    for record in records:
+        turns = read_turns(record, form)
+        names = tuple(str(image) for image in turns.images)
+        placed.append(turns.placed)
+        found.append(
+            [said(turn, names) for turn in turns.turns]
+            + [
+                said(turn, names, role)
+                for role, answer in zip(("chosen", "rejected"), turns.answers, strict=False)
+                for turn in answer
+            ]
+        )
+        assert turns.unknown_keys == (("answers",) if "multiple_choice_answer" in record else ())
+    assert found == WANTED[name]
+    assert placed == PLACED.get(name, [False] * len(records))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_an_example_can_be_encoded(name: str, encoder: Encoder) -> None:
+    form = find_form(records_of(name), None, "here")
+    root = ImageRoot(str(FOLDER))
+    for number, record in enumerate(records_of(name)):
+        turns = read_turns(record, form)
+        images = tuple(root.load(source).data for source in turns.images)
+        assert images
+        messages = turns.turns + (turns.answers[0] if turns.answers else ())
+        sample = VLMSample(
+            key=str(number), url="", messages=messages, images=images, beside=turns.beside
+        )
+        assert (encoder.encode(sample).labels >= 0).sum() > 0
+
+
+def test_every_layout_has_an_example_and_a_row_on_the_page() -> None:
+    assert WANTED.keys() == LAYOUTS.keys() == {path.stem for path in FOLDER.glob("*.jsonl")}
+    page = Path(ROOT / "docs/layouts.md").read_text()
+    for name in LAYOUTS:
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{name}`"))
+        assert f"examples/data/{name}.jsonl" in row
+        for key in layout_named(name).signatures[0].keys:
+            assert re.search(rf"`{key}`", row), (name, key)
