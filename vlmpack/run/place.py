@@ -16,6 +16,7 @@ from vlmpack.activity import ACTIVITY, IDLE
 from vlmpack.build.date import settle_date
 from vlmpack.data.packs.manifest import other_packs
 from vlmpack.distributed import Ranks, process_group, world_size_from_environment
+from vlmpack.distributed.launch_order import settle_launch_order
 from vlmpack.distributed.lost import lost_connection, words_of_lost
 from vlmpack.distributed.pulse import Pulse, pulse_store
 from vlmpack.errors import RecipeError, VlmpackError
@@ -65,6 +66,7 @@ def joined(recipe: Recipe) -> Iterator[Place]:
     """
     check_world(recipe, world_size=world_size_from_environment())
     split, run_dir = recipe.parallelism, RunDir(Path(recipe.run_dir))
+    settle_launch_order(beside=split.sharding == "fsdp")
     with (
         stop_on_sigterm() as listen,  # behind all that an error closes on its way out
         process_group(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from vlmpack.backends.fused import FusedOps, choose_fused
+from vlmpack.distributed.launch_order import VARIABLE
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
 
@@ -54,14 +55,10 @@ class FusedParts:
 
 
 def launch_queues(split: ParallelismSection, device: torch.device) -> dict[str, str]:
-    """For the log: whether CUDA starts kernels in the order in which they are launched.
-
-    Under tensor and context parallelism collectives run beside matmuls. With more than one queue a
-    matmul may take the multiprocessors before the collective that was launched first; up to Hopper,
-    CUDA_DEVICE_MAX_CONNECTIONS=1 has them start in order. CUDA reads it once, at its first use.
-    """
-    found = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    """For the log: what CUDA_DEVICE_MAX_CONNECTIONS is where it matters, under tensor and context
+    parallelism. `vlmpack.distributed.launch_order` says why, and sets it."""
+    found = os.environ.get(VARIABLE)
     if device.type != "cuda" or max(split.tensor, split.context) == 1:
         return {}
     said = "1" if found == "1" else f"{found or 'not set'}; up to Hopper GPUs set it to 1"
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": said}
+    return {VARIABLE: said}
