@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from support.hybrid_layouts import whole
 from support.layouts import Layout, one_layout
 from torch import Tensor
 
+from vlmpack.backends.mcore.delta_net import PackedGatedDeltaNet
 from vlmpack.distributed import stop_process_group
 from vlmpack.proof.verify import VerifyOptions, verify_recipe
 from vlmpack.proof.verify.record import write_verification
 from vlmpack.recipe import load_recipe
+from vlmpack.recurrence import segment_delta_rule
 
 
 def over_the_row(lengths: Any, *, rank: int, size: int) -> Tensor:
@@ -34,11 +38,33 @@ def cut_over_the_row() -> AbstractContextManager[Any]:
     return patch("vlmpack.packing.context.zigzag_index", over_the_row)
 
 
+def state_runs_on() -> AbstractContextManager[Any]:
+    """A delta rule that takes all samples of a row for one: what it is told is right."""
+
+    def running_on(*args: Any, **options: Any) -> Tensor:
+        *given, row = args
+        return segment_delta_rule(*given, whole(row), **options)
+
+    return patch("vlmpack.recurrence.choose.segment_delta_rule", running_on)
+
+
+def told_no_boundary() -> AbstractContextManager[Any]:
+    """Layers that are handed a row of one segment."""
+    mixed = PackedGatedDeltaNet._mixed
+
+    def untold(self: Any, mixers: Any, params: Any) -> Tensor:
+        return mixed(self, mixers, replace(params, segments=whole(params.segments)))
+
+    return patch.object(PackedGatedDeltaNet, "_mixed", untold)
+
+
 JOBS: dict[str, tuple[Layout, Any]] = {
     "tp2": (Layout(tensor=2, sequence=True), nullcontext),
     "cp2": (Layout(context=2), nullcontext),
     "pp2": (Layout(pipeline=2), nullcontext),
     "cp2-over-the-row": (Layout(context=2), cut_over_the_row),
+    "cp2-state-runs-on": (Layout(context=2), state_runs_on),
+    "cp2-told-no-boundary": (Layout(context=2), told_no_boundary),
 }
 
 

@@ -11,13 +11,16 @@ from vlmpack.recurrence.choose import (
 )
 from vlmpack.recurrence.convolution import segment_convolution
 from vlmpack.recurrence.delta_rule import fixed_delta_rule, segment_delta_rule
+from vlmpack.recurrence.heard import HeardCall, Listener, heard_by
 from vlmpack.recurrence.rows import RowSegments
 from vlmpack.recurrence.scan import StepSize, fixed_scan, segment_scan
 
 __all__ = [
     "KINDS",
     "Chosen",
+    "HeardCall",
     "Kind",
+    "Listener",
     "RecurrenceChoice",
     "RecurrenceName",
     "RowSegments",
@@ -25,6 +28,7 @@ __all__ = [
     "choose_recurrence",
     "fixed_delta_rule",
     "fixed_scan",
+    "heard_by",
     "packaged_kinds",
     "segment_convolution",
     "segment_delta_rule",

@@ -15,7 +15,7 @@ from support import layouts
 from support.families import VISION_FAMILIES, tiny_family_folder
 from support.forked import check_ranks
 from support.recipes import changed, rows, run_settings, write_recipe
-from support.shards import TINY_MODEL
+from support.shards import ROOT, TINY_MODEL
 from support.verified import recipe_for
 from typer.testing import CliRunner
 
@@ -24,6 +24,7 @@ from vlmpack.cli.app import app
 from vlmpack.encode import Encoder
 from vlmpack.errors import EmptyDataError, ModelError, RecipeError, RunDirError, VerificationError
 from vlmpack.packing import IGNORE_INDEX, PackCollator
+from vlmpack.proof.verify.recurrent import ALONE, SEGMENTS
 from vlmpack.proof.verify.tiny import write_tiny_model
 
 IN_CI = ("qwen3_vl", "qwen3_5")
@@ -235,3 +236,46 @@ def test_parallel_layouts_are_compared_with_the_stock_model(recipe, tmp_path, jo
             assert failing >= {"loss of each sample", "gradients: language model"}
         else:
             assert failing == set()
+
+
+@pytest.mark.megatron
+@pytest.mark.skipif(not find_spec("megatron"), reason="needs megatron-core")
+@pytest.mark.parametrize(
+    ("family", "jobs"),
+    [
+        pytest.param("qwen3_5", ("cp2", "cp2-state-runs-on"), marks=pytest.mark.slow),
+        pytest.param("qwen3_5", ("tp2", "pp2", "cp2-told-no-boundary"), marks=pytest.mark.soak),
+        pytest.param("nemotron_h", ("tp2", "cp2"), marks=pytest.mark.soak),
+    ],
+)
+def test_recurrent_layers_are_looked_at_in_parallel_layouts(tmp_path, family, jobs):
+    """All heads and all layers, each where it is; what was not looked for is said."""
+    folder = tiny_family_folder(family, tmp_path)
+    settings = run_settings(tmp_path, model__path=str(folder))
+    if family == "nemotron_h":  # a language model
+        settings["data"]["train"] = str(ROOT / "assets/text/train-000000.tar")
+    recipe = write_recipe(tmp_path / "r.json", settings)
+    script = layouts.TESTS / "support" / "verify_layouts.py"
+    check_ranks([script, recipe, tmp_path, *jobs], 2)
+    for job in jobs:
+        said = json.loads((tmp_path / job / "verify.json").read_text())
+        checks = {check["name"]: check for check in said["checks"]}
+        failing = {name for name, check in checks.items() if check["status"] == "fail"}
+        segments, alone = checks[SEGMENTS], checks[ALONE]
+        assert checks["leak test of gradients"]["status"] == "shown"
+        assert "model.backend: hf looks" in checks["leak test of gradients"]["detail"]
+        where = "of model.language_model.layers.0.linear_attn"
+        if job == "cp2-state-runs-on":
+            assert failing >= {ALONE, "loss of each sample", "leak test"}
+            assert f"first differs: delta rule {where}" in alone["detail"]
+            assert segments["status"] == "pass"
+        elif job == "cp2-told-no-boundary":
+            assert failing >= {SEGMENTS, ALONE, "loss of each sample", "leak test"}
+            assert f"the convolution {where} was told no boundary at slot" in segments["detail"]
+        else:
+            assert failing == set()
+            # Two calls of each layer, which TP and CP run with shared heads.
+            layers = 3 if family == "qwen3_5" else 2
+            calls = 2 * layers * (1 if job == "pp2" else 2)
+            assert segments["detail"] == f"those of the row in {calls} calls of {layers} layers"
+            assert 0 < alone["measured"] < alone["bound"]

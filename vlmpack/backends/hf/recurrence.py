@@ -29,7 +29,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from vlmpack.errors import CapabilityError
-from vlmpack.recurrence import KINDS, Kind, RecurrenceChoice, RowSegments, StepSize
+from vlmpack.recurrence import (
+    KINDS,
+    Kind,
+    Listener,
+    RecurrenceChoice,
+    RowSegments,
+    StepSize,
+    heard_by,
+)
 
 DECORATOR = "use_kernel_func_from_hub_with_fallback"
 """What transformers decorates its copies with; the first argument is the kernel's name."""
@@ -235,27 +243,6 @@ def uncalled_layers(model: nn.Module) -> set[str]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class HeardCall:
-    """A recurrence that a layer of a packed row asked for.
-
-    Args:
-        kernel: its name.
-        row: the segments that it was told.
-        args, kwargs: transformers' arguments, without the row.
-        output: what the layer got.
-    """
-
-    kernel: str
-    row: RowSegments
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    output: Any
-
-
-Listener = Callable[[HeardCall], None]
-"""What is called behind every recurrence of a packed row."""
-
 _LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
@@ -287,11 +274,9 @@ class _Replacement:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         row = kwargs.pop(ROW_ARGUMENT, None)
         if row is not None:
-            output = KERNELS[self.name].ours(self.choice, row, *args, **kwargs)
-            heard = _LISTENER.get()
-            if heard is not None:
-                heard(HeardCall(self.name, row, args, kwargs, output))
-            return output
+            listener = _LISTENER.get()
+            choice = self.choice if listener is None else heard_by(listener, self.choice)
+            return KERNELS[self.name].ours(choice, row, *args, **kwargs)
         if _PACKED_ROW.get():
             raise CapabilityError(
                 f"{self.name} was called in a packed row without {ROW_ARGUMENT}: the layer that "

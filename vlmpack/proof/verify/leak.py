@@ -214,3 +214,13 @@ def check_gradient_leaks(run: PackedRun, rows: Sequence[VerifiedRow]) -> Check:
         return replace(found, detail=names_of(leaks, 2), look_at=look_at)
     detail = f"{tested} losses in turn, zero in every other segment"
     return replace(found, status="pass", detail=detail)
+
+
+def gradient_leaks_not_looked_for() -> Check:
+    """What the table says where the engine has a model of its own."""
+    return Check(
+        name=GRADIENTS,
+        status="shown",
+        detail="not looked for: it reads the gradients of what enters transformers' own decoder, "
+        "and this engine has another; model.backend: hf looks",
+    )

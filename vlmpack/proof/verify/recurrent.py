@@ -1,5 +1,6 @@
 """Recurrent layers looked at alone, at their own inputs: what segments each call of a recurrence is
-told, and whether it gives every sample what it gives that sample alone.
+told, and whether it gives every sample what it gives that sample alone. On the mcore engine each
+rank looks at its own heads and layers, over the whole row.
 
 The losses of a row say that something is wrong; these rows of the table say in which layer, and
 whether it is its convolution, its delta rule or its scan.
@@ -7,7 +8,7 @@ whether it is its convolution, its delta rule or its scan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,21 +16,17 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from vlmpack.backends.hf.recurrence import KERNELS, HeardCall, listening
+from vlmpack.backends.hf.recurrence import listening
 from vlmpack.proof.check import Check
 from vlmpack.proof.verify.compare import RESETS
 from vlmpack.proof.verify.figures import OUTPUT_BOUND, bounded, relative_l2, worst
-from vlmpack.proof.verify.leak import check_gradient_leaks
+from vlmpack.proof.verify.leak import check_gradient_leaks, gradient_leaks_not_looked_for
 from vlmpack.proof.verify.packed import PackedRun
-from vlmpack.proof.verify.recurrences_alone import (
-    TOKEN_DIMS,
-    named_arguments,
-    one_segment,
-    torch_forms,
-)
+from vlmpack.proof.verify.recurrences_alone import TOKEN_DIMS, one_segment, torch_forms
 from vlmpack.proof.verify.row import VerifiedRow
+from vlmpack.recurrence import HeardCall, RecurrenceChoice, heard_by
 
 SEGMENTS = "segments of recurrent layers"
 ALONE = "recurrences at their own inputs"
@@ -53,13 +50,26 @@ class _Heard:
     largest: float = 0.0
     first: str = ""
 
+    @classmethod
+    def of_all(cls, ranks: Sequence[_Heard]) -> _Heard:
+        """What all of them found."""
+        return cls(
+            calls=sum(each.calls for each in ranks),
+            by_layer={
+                layer: sum(each.by_layer[layer] for each in ranks) for layer in ranks[0].by_layer
+            },
+            told=[said for each in ranks for said in each.told],
+            largest=worst([each.largest for each in ranks]),
+            first=next((each.first for each in ranks if each.first), ""),
+        )
+
 
 def check_stateful(
     run: PackedRun, rows: Sequence[VerifiedRow], layers: Sequence[str], *, exact: bool
 ) -> list[Check]:
     """What is checked of layers that carry state alone. Collective; gradients are left behind.
 
-    Padded rows have no boundaries inside, and the mcore engine no layers of transformers'.
+    Padded rows have no boundaries inside.
 
     Args:
         run: the engine.
@@ -68,9 +78,11 @@ def check_stateful(
         exact: whether the bound of float32 applies.
     """
     packed = [row for row in rows if not row.is_padded]
-    if run.model is None or not packed:
+    if not packed:
         return []
     found = check_recurrent(run, packed, layers, exact=exact)
+    if run.model is None:
+        return [*found, gradient_leaks_not_looked_for()]
     shared = [row for row in packed if len(row.alone) > 1]
     return [*found, check_gradient_leaks(run, shared if exact else shared[:1])]
 
@@ -81,40 +93,61 @@ def check_recurrent(
     """Run packed rows forward, and look at every call of a recurrence. Collective.
 
     Args:
-        run: the engine, whose model is transformers' own.
+        run: the engine.
         rows: packed ones.
-        layers: paths of the modules that carry a state.
+        layers: paths of the modules that carry a state, in transformers' model.
         exact: whether the bound of float32 applies.
     """
     heard = _Heard(by_layer=dict.fromkeys(layers, 0))
     for row in rows:
-        _listen_to(run, row, layers, heard)
-    return [_segments(heard), _alone(heard, exact=exact)]
+        with ExitStack() as stack:
+            _listen(run, layers, partial(_hear, row=row, heard=heard), stack)
+            run.run([row], backward=False)
+    found = _Heard.of_all(run.ranks.gather_objects(heard))
+    return [_segments(found), _alone(found, exact=exact)]
 
 
-def _listen_to(run: PackedRun, row: VerifiedRow, layers: Sequence[str], heard: _Heard) -> None:
-    """One row's calls."""
-    assert run.model is not None
+def _listen(
+    run: PackedRun, layers: Sequence[str], hear: Callable[[HeardCall, str], None], stack: ExitStack
+) -> None:
+    """Have every call of a recurrence, with its layer's path, told to `hear` until the stack ends.
+
+    Layers of transformers ask for recurrences by global names, Megatron's have their own choice.
+    """
+    if run.model is None:
+        paths = {_layer_number(path): path for path in layers}
+        for part in run.engine.module.modules():
+            held: dict[str, Any] = vars(part)
+            choice = held.get("choice")
+            if isinstance(choice, RecurrenceChoice):
+                stack.callback(held.__setitem__, "choice", choice)
+                layer = paths[held["layer_number"] - 1]
+                held["choice"] = heard_by(partial(_named, hear, layer), choice)
+        return
     now = [""]
 
     def enter(layer: str, _module: nn.Module, _args: Any) -> None:
         now[0] = layer
 
-    with ExitStack() as hooks:
-        for layer in layers:
-            module = run.model.get_submodule(layer)
-            hooks.enter_context(module.register_forward_pre_hook(partial(enter, layer)))
-        hooks.enter_context(listening(lambda call: _hear(call, row, now[0], heard)))
-        run.run([row], backward=False)
+    for layer in layers:
+        module = run.model.get_submodule(layer)
+        stack.enter_context(module.register_forward_pre_hook(partial(enter, layer)))
+    stack.enter_context(listening(lambda call: hear(call, now[0])))
 
 
-def _hear(call: HeardCall, row: VerifiedRow, layer: str, heard: _Heard) -> None:
-    kind = KERNELS[call.kernel].kind
-    if kind is None:  # a fused path that was switched off
-        return
+def _named(hear: Callable[[HeardCall, str], None], layer: str, call: HeardCall) -> None:
+    hear(call, layer)
+
+
+def _layer_number(path: str) -> int:
+    """The place of a decoder's layer, counted from 0: the first number in its path."""
+    return next(int(part) for part in path.split(".") if part.isdigit())
+
+
+def _hear(call: HeardCall, layer: str, *, row: VerifiedRow, heard: _Heard) -> None:
     heard.calls += 1
     heard.by_layer[layer] = heard.by_layer.get(layer, 0) + 1
-    place = f"{kind.replace('_', ' ')} of {layer}"
+    place = f"{call.kind.replace('_', ' ')} of {layer}"
     ends = {0, *row.ends, row.num_slots}
     told = {0, *accumulate(call.row.lengths)}
     on_device = set(call.row.cu_seqlens.tolist())
@@ -134,15 +167,11 @@ def _hear(call: HeardCall, row: VerifiedRow, layer: str, heard: _Heard) -> None:
 def _errors(call: HeardCall, row: VerifiedRow) -> dict[str, float]:
     """Relative L2 of each sample's slots, and of the tail's, against the torch form in float64 on
     these slots of the inputs alone."""
-    kernel = KERNELS[call.kernel]
-    assert kernel.kind is not None
-    dims = TOKEN_DIMS[kernel.kind]
-    given = named_arguments(call.kernel, call.args, dict(call.kwargs))
-    choice = torch_forms(torch.float64)
+    dims, given, whole = TOKEN_DIMS[call.kind], call.given, call.output
+    form = getattr(torch_forms(torch.float64), call.kind).function
     name, dim = next(iter(dims.items()))
     if given[name].shape[dim] != row.num_slots:
         return {"the whole row": float("inf")}
-    whole = _output(call.output)
     keys = [*row.names, "the tail"]
     starts, ends = (*row.starts, row.ends[-1]), (*row.ends, row.num_slots)
     found = {}
@@ -153,14 +182,9 @@ def _errors(call: HeardCall, row: VerifiedRow) -> dict[str, float]:
             other: value.narrow(dims[other], start, end - start) if other in dims else value
             for other, value in given.items()
         }
-        alone = kernel.ours(choice, one_segment(end - start, whole.device), **cut)
+        alone = form(cut.pop(name), **cut, row=one_segment(end - start, whole.device))
         ours = whole.narrow(dim, start, end - start)
-        found[key] = relative_l2(ours.float().cpu(), _output(alone).float().cpu())
-    return found
-
-
-def _output(output: Any) -> Tensor:
-    found: Tensor = output[0] if isinstance(output, tuple) else output
+        found[key] = relative_l2(ours.float().cpu(), alone.float().cpu())
     return found
 
 
