@@ -15,6 +15,7 @@ import pytest
 import webdataset as wds
 from support.shard_fakes import image_bytes
 
+from vlmpack.cli.app import app
 from vlmpack.convert import ConvertReport, ConvertSettings, convert, open_records
 from vlmpack.data.files.images import ImageRoot
 from vlmpack.data.index.parts import part_for
@@ -425,6 +426,32 @@ def test_a_source_of_no_layout_or_of_two_is_refused_before_anything_is_written(
         assert not isinstance(caught.value, RecipeError) and not out.exists()
     report = run(source, out, images, layout="query-response")
     assert report.layout == "query-response (ms-swift)" and report.unknown_keys == {"messages": 1}
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_table_of_another_layout(
+    tmp_path: Path, images: Path, named: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By its columns, or by those that the command names."""
+    data = (images / "a.png").read_bytes()
+    rows = [{"question": "Q", "answer": answer, "image": {"bytes": data, "path": None}, "width": 3}
+            for answer in ("A", "B")]  # fmt: skip
+    options = []
+    if named:
+        rows = [{"q": row.pop("question"), "messages": "x", **row} for row in rows]
+        options = ["--columns", "question=q,layout=vqa"]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "vqa.parquet")
+    command = ["data", "convert", str(tmp_path / "vqa.parquet"), str(tmp_path / "out/train")]
+    app([*command, "--index-dir", str(tmp_path / "i"), *options], standalone_mode=False)
+    samples = cooked(tmp_path / "out")
+    assert [[turn.text for turn in sample.messages] for sample in samples] == [
+        ["Q", "A"],
+        ["Q", "B"],
+    ]
+    assert {sample.images for sample in samples} == {(data,)}
+    said = capsys.readouterr()
+    assert "read as vqa (VQA)" in said.out
+    assert "'width' (2 records)" in said.err and ("'messages' (2 records" in said.err) == named
 
 
 def test_a_conversion_that_stops_leaves_whole_shards_and_no_manifest(

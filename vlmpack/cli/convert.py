@@ -100,7 +100,8 @@ def convert(  # noqa: PLR0913 - the options of a command
         encoder=encoder,
     )
     with BytesBar("converting", None) as bar:
-        report = run(open_records(source, form, split), settings, lambda *_: bar.advance())
+        records = open_records(source, form, split, every_column=columns is not None)
+        report = run(records, settings, lambda *_: bar.advance())
     _print_report(report, out)
 
 

@@ -15,10 +15,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vlmpack.data.columns.preferences import PROMPT
+from vlmpack.data.columns.form import RecordForm, read_columns
+from vlmpack.data.columns.layout import fitting
 from vlmpack.data.shards.json_text import parse_json
-from vlmpack.data.shards.keys import BRANCHES, MEANT_ELSEWHERE, PAIR_KEYS, RECORD_KEYS, misspelt
-from vlmpack.data.shards.turns import OTHER_MEDIA
 from vlmpack.errors import DataError, VlmpackError, schema_error
 from vlmpack.words import kind_of
 
@@ -33,9 +32,6 @@ _FORM_OF_SUFFIX = {
     "json": "llava",
 }
 
-CHAT_COLUMNS = ("messages", "conversations")
-IMAGE_COLUMNS = ("images", "image")
-KEPT_COLUMNS = ("id", "task", "system", "tools", "chat_template_kwargs", BRANCHES, *PAIR_KEYS)
 BATCH_ROWS = 32
 
 _SHARD_NUMBER = re.compile(r"[-_]?\d+(-of-\d+)?$")
@@ -58,13 +54,16 @@ class Record:
     unread: tuple[str, ...] = ()
 
 
-def open_records(path: Path, form: str = "auto", split: str | None = None) -> Iterator[Record]:
+def open_records(
+    path: Path, form: str = "auto", split: str | None = None, *, every_column: bool = False
+) -> Iterator[Record]:
     """The records of a file or folder, in its own order.
 
     Args:
         path: what to read.
         form: one of FORMATS.
         split: the split of a parquet folder; None where it has one only.
+        every_column: whether all columns of a table are read, whatever layout they look like.
 
     Raises:
         VlmpackError: there is nothing of that format.
@@ -87,7 +86,7 @@ def open_records(path: Path, form: str = "auto", split: str | None = None) -> It
         return _json_lines(path)
     if form == "llava":
         return _json_items(path)
-    return _parquet_rows(path, _parquet_files(path, split))
+    return _parquet_rows(_parquet_files(path, split), every_column)
 
 
 def _json_lines(path: Path) -> Iterator[Record]:
@@ -151,12 +150,13 @@ def _split_name(path: Path) -> str:
     return "/".join([*folders, stem] if stem else folders) or "train"
 
 
-def _parquet_rows(path: Path, files: Sequence[Path]) -> Iterator[Record]:
+def _parquet_rows(files: Sequence[Path], every_column: bool) -> Iterator[Record]:
     for file in files:
         try:
             with pq.ParquetFile(file) as table:
-                columns = _columns(file, table.schema_arrow.names)
-                unread = tuple(n for n in table.schema_arrow.names if n not in columns)
+                names = table.schema_arrow.names
+                columns = names if every_column else _columns(names)
+                unread = tuple(name for name in names if name not in columns)
                 row = 0
                 for batch in table.iter_batches(batch_size=BATCH_ROWS, columns=columns):
                     for value in batch.to_pylist():
@@ -169,19 +169,11 @@ def _parquet_rows(path: Path, files: Sequence[Path]) -> Iterator[Record]:
             ) from error
 
 
-def _columns(file: Path, names: Sequence[str]) -> list[str]:
-    chat = [name for name in CHAT_COLUMNS if name in names]
-    if not chat and {*PAIR_KEYS} <= {*names}:  # the prompt may be a column of its own
-        chat = [name for name in (PROMPT,) if name in names]
-    elif len(chat) != 1:
-        raise schema_error(
-            f"has the columns {', '.join(names)}; expected exactly one of "
-            f"{' and '.join(CHAT_COLUMNS)}",
-            shard=str(file),
-        )
-    read = (*IMAGE_COLUMNS, *KEPT_COLUMNS, *OTHER_MEDIA, *MEANT_ELSEWHERE, "label")
-    slips = [name for name in names if name not in RECORD_KEYS and misspelt(name)]
-    return [*chat, *(name for name in (*read, *slips) if name in names)]
+def _columns(names: Sequence[str]) -> list[str]:
+    """The columns that a layout reads which the table may have; all, where it has none."""
+    fits = fitting(names)
+    read = {name for each in fits for name in read_columns(RecordForm(each.name), names)}
+    return [name for name in names if name in read or not fits]
 
 
 def _without_nulls(value: Any) -> Any:
