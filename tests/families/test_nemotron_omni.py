@@ -16,7 +16,7 @@ from support.engines import make_engine, make_stepper, policy
 from support.families import TINY, tiny_family_folder, write_tiny
 from support.runs import find_differences, loss_errors, pack, run_batch
 from support.stock import StockProcessor, load_stock, run_one_by_one
-from support.tiny_nemotron_omni import config
+from support.tiny_nemotron_omni import AUDIO, config
 
 from vlmpack.backends.hf.adapters import adapter_targets
 from vlmpack.backends.hf.load import load_model
@@ -25,18 +25,6 @@ from vlmpack.capabilities.refused import refusal
 from vlmpack.encode import Encoder
 from vlmpack.families import nemotron_omni
 from vlmpack.families.registry import family_of
-
-AUDIO = {
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "intermediate_size": 40,
-    "conv_kernel_size": 3,
-    "subsampling_conv_channels": 8,
-    "num_mel_bins": 16,
-    "projection_hidden_size": 28,
-    "projection_bias": False,
-}
 
 
 class Case:

@@ -80,7 +80,7 @@ def forecast_parts(name, folder, found, key):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_bytes_and_messages_are_those_that_were_sent(launched, name):
     """Exact, but for what pads buckets (1%) and features, which are padded to those of the fullest
-    rank going out and not coming back. Messages of at most 512 bytes are not counted."""
+    rank going out and not coming back. Messages of at most 560 bytes are not counted."""
     folder, ranks = launched(name)
     model = traffic.model_of(name, folder)
     sent, expected = counted(ranks[0]), forecast(name, model, ranks[0])

@@ -22,7 +22,7 @@ from vlmpack.forecast.parameters import UnknownSizesError, read_sizes
 
 SCAN = RecurrentSizes(kind="scan", channels=208, heads=8, keys=24, key_width=12, inner=160)
 RULE = RecurrentSizes(kind="delta_rule", channels=128, heads=4, keys=24, key_width=12, inner=80)
-EXPERTS = {"mlp": 2 * 40 + 48, "sent": 2 * 64, "choices": 2}
+EXPERTS = {"mlp": 2 * 40 + 48, "sent": 2 * 64, "choices": 2, "shared": 48}
 KV_SHARED = {"norms": 5, "own_input": 20, "mlp": 320}
 TINY = {
     "nemotron_h": [
@@ -48,7 +48,7 @@ TINY = {
     # Keys and values are made for every head from one narrow vector.
     "deepseek_v3": [
         LayerSizes(query=80, key=72, mlp=160),
-        *[LayerSizes(query=80, key=72, mlp=2 * 40 + 40, sent=128, choices=2)] * 2,
+        *[LayerSizes(query=80, key=72, mlp=2 * 40 + 40, sent=128, choices=2, shared=40)] * 2,
     ],
 }
 
@@ -83,7 +83,7 @@ def test_published_nemotron_h(tmp_path):
         inner=64 * 64,
     )  # fmt: skip
     assert sizes.decoder[1] == LayerSizes(
-        norms=1, gated=False, mlp=6 * 1856 + 3712, sent=6 * 2688, choices=6
+        norms=1, gated=False, mlp=6 * 1856 + 3712, sent=6 * 2688, choices=6, shared=3712
     )
 
 

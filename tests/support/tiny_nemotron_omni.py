@@ -59,6 +59,20 @@ VISION = {
 }
 
 
+AUDIO = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 40,
+    "conv_kernel_size": 3,
+    "subsampling_conv_channels": 8,
+    "num_mel_bins": 16,
+    "projection_hidden_size": 28,
+    "projection_bias": False,
+}
+"""A tower for sounds, for `audio_config`."""
+
+
 def config(**others: Any) -> Any:
     """The transformers config."""
     from transformers import NemotronH_Omni_Reasoning_V3_Config

@@ -39,8 +39,10 @@ LAYOUTS = {
     "qwen3_vl_moe-ep2": Layout(dp=2, expert=2, distributed=True, overlap=True),
     "qwen3_5-tp2-sp": Layout(tensor=2, sequence=True, recompute="full"),
     "qwen3_5-cp2": Layout(context=2, distributed=True, recompute="full"),
+    "nemotron_h-tp2-ep2": Layout(tensor=2, sequence=True, expert=2, recompute="full"),
+    "nemotron_h-cp2": Layout(context=2, recompute="full"),
 }
-FAMILIES = ("qwen3_vl_moe", "qwen3_5")
+FAMILIES = ("qwen3_vl_moe", "qwen3_5", "nemotron_h")
 
 
 def model_of(name: str, folder: Path) -> Path:
@@ -71,8 +73,9 @@ KINDS = {
 }
 """By operator: the kind, and which argument is whole."""
 
-SMALL = 512
-"""Bytes up to which a message is no traffic: sums of losses, norms, votes."""
+SMALL = 560
+"""Bytes up to which a message is no traffic: sums of losses, of rows with up to 140 labels, norms,
+votes."""
 
 
 class Traffic(TorchDispatchMode):

@@ -117,6 +117,7 @@ SERVED: Mapping[str, ServedModel] = {
     "nemotron_h_omni": _nemotron(
         title="Nemotron Omni (images)",
         family="nemotron_omni",
+        engines=_BOTH,
         decoders=("nemotron_h",),
         pixel_knobs=("min_pixels", "max_pixels"),
     ),

@@ -255,16 +255,22 @@ class Family(ABC):
         """
         return None
 
+    def tower_modules(self) -> tuple[str, ...]:
+        """Where the transformers model has what makes image features, modules beside one another:
+        the vision tower alone where its projector is part of it."""
+        return () if self.modules.vision is None else (self.modules.vision,)
+
     def tower_features(self, tower: Any, media: Media) -> ImageFeatures:
-        """`image_features` by the tower alone, for a family whose projector is part of it: the
-        mcore engine has no more of the transformers model.
+        """`image_features` by the tower alone: the mcore engine has no more of the transformers
+        model.
 
         Args:
-            tower: the module at `modules.vision`.
+            tower: the module at `modules.vision`; of several `tower_modules` one that has them
+                where the transformers model has them.
             media: as of `image_features`.
 
         Raises:
-            CapabilityError: the projector lies elsewhere.
+            CapabilityError: the family has not said where its projector is.
         """
         raise CapabilityError(f"the projector of {self.name} is no part of its vision tower")
 

@@ -107,6 +107,14 @@ class NemotronOmni(ImageFamily):
         merged = picked.view(-1, MERGE**2 * picked.shape[-1])
         return ImageFeatures(model.get_submodule(PATHS.projectors[0])(merged))
 
+    def tower_modules(self) -> tuple[str, ...]:
+        """The tower, the norm behind it where there is one, and the projector."""
+        return ("vision_model", *PATHS.projectors, "vision_final_layernorm")
+
+    def tower_features(self, tower: Any, media: Media) -> ImageFeatures:
+        """By the parts of the model that it asks for."""
+        return self.image_features(tower, media)
+
     def cost_model(self, config: Mapping[str, Any]) -> CostModel:
         """A decoder of four kinds of layers, and the tower's."""
         whole = whole_config(config)

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
-from vlmpack.forecast.layers import LayerSizes
+from vlmpack.forecast.layers import LayerSizes, RecurrentSizes
 from vlmpack.forecast.parameters import ModelSizes
 from vlmpack.forecast.traffic import Kind, Links, Traffic, TrafficFigures
 from vlmpack.forecast.trained import EVERY_WEIGHT, TrainedSizes
@@ -139,8 +139,8 @@ class _Step:
         """What is left out."""
         yield "left out: losses, norms of gradients, votes on bad samples, and the data path"
         kinds = {layer.recurrent.kind for layer in self.sizes.decoder if layer.recurrent}
-        if self.split.context > 1 and kinds - {"delta_rule"}:
-            yield "left out: heads that other recurrences exchange under context parallelism"
+        if self.split.context > 1 and "convolution" in kinds:
+            yield "left out: what convolutions alone exchange under context parallelism"
 
     def hf(self) -> Iterator[Traffic]:
         """DDP reduces gradients; FSDP2 gathers parameters for each pass and scatters gradients."""
@@ -215,17 +215,18 @@ class _Step:
         split, n = self.split, self.rows.micro_batches
         group = _Group("TP", split.tensor, split.tensor)
         head = split.pipeline == 1
-        blocks = [(2 if not layer.choices else 1, again) for layer, again in self.layers]
+        blocks = [(_blocks(layer), again) for layer, again in self.layers]
+        # A layer is computed again up to what ends it: a sum over ranks, but for experts.
+        ended = sum(_blocks(one) - (not one.choices) for one, again in self.layers if again)
         whole = self.rows.slots * self.sizes.hidden * self.number
         yield self._part("embedding", "all-reduce", n, whole, group)
+        summed = sum(2 * parts for parts, _ in blocks) + ended + head
         if not split.sequence:
-            calls = sum(2 * two + again for two, again in blocks) + head
-            yield self._part("layers", "all-reduce", n * calls, calls * self.row_bytes, group)
+            yield self._part("layers", "all-reduce", n * summed, summed * self.row_bytes, group)
             return
-        calls = sum(3 * two + two * again for two, again in blocks) + head + 1
+        calls = sum(3 * parts + parts * again for parts, again in blocks) + head + 1
         yield self._part("layers", "all-gather", n * calls, calls * self.row_bytes, group)
-        calls = sum(2 * two + again for two, again in blocks) + head
-        yield self._part("layers", "reduce-scatter", n * calls, calls * self.row_bytes, group)
+        yield self._part("layers", "reduce-scatter", n * summed, summed * self.row_bytes, group)
         if self.trained.language:
             norms = sum(layer.norms for layer, _ in self.layers) + head
             yield self._part("norms", "all-reduce", 1, 4 * norms * self.sizes.hidden, group)
@@ -242,12 +243,9 @@ class _Step:
         yield self._part(what, "all-gather", n * len(gathers), gathered, group)
         yield self._part(what, "reduce-scatter", n * len(layers), scattered, group)
         rules = [
-            (
-                layer.recurrent.channels + 2 * layer.recurrent.heads + layer.recurrent.inner,
-                2 + again,
-            )
+            (_exchanged(layer.recurrent, split), 2 + again)
             for layer, again in self.layers
-            if layer.recurrent is not None and layer.recurrent.kind == "delta_rule"
+            if layer.recurrent is not None and layer.recurrent.kind != "convolution"
         ]
         tokens = self.rows.slots / split.context / split.tensor
         exchanged = tokens * self.number * sum(columns * passes for columns, passes in rules)
@@ -291,3 +289,20 @@ class _Step:
             updated //= data_parallel_size(split, self.world_size) * split.context
         group = _Group("TP", split.tensor, split.tensor)
         yield self._part("tower's gradients", "all-reduce", 1, 4 * updated, group)
+
+
+def _blocks(layer: LayerSizes) -> int:
+    """Parts of a layer that tensor-parallel ranks share out: a mixer, and an MLP that every token
+    passes."""
+    mixer = layer.query or layer.recurrent is not None
+    return bool(mixer) + bool(layer.shared or (layer.mlp and not layer.choices))
+
+
+def _exchanged(recurrent: RecurrentSizes, split: ParallelismSection) -> int:
+    """Columns of a token that context-parallel ranks exchange for heads, there and back: what the
+    convolution takes, numbers of each head (rates and decays, or steps), and values."""
+    if recurrent.kind == "delta_rule":
+        return recurrent.channels + 2 * recurrent.heads + recurrent.inner
+    groups = recurrent.keys // recurrent.key_width // split.tensor
+    copies = max(1, split.context // max(1, groups))  # of a group that several ranks run heads of
+    return 2 * recurrent.inner + 2 * copies * recurrent.keys + recurrent.heads

@@ -55,6 +55,7 @@ class LayerSizes:
         gated: whether the MLP is.
         sent: columns of a token's copies to its experts.
         choices: experts that a token is sent to.
+        shared: columns of experts that every token passes, beside those that it is sent to.
         own_input: width of the layer's own input (per-layer inputs).
         recurrent: its recurrence, or None.
     """
@@ -68,6 +69,7 @@ class LayerSizes:
     gated: bool = True
     sent: int = 0
     choices: int = 0
+    shared: int = 0
     own_input: int = 0
     recurrent: RecurrentSizes | None = None
 
@@ -93,7 +95,7 @@ def decoder_layers(shapes: Shapes, text: Mapping[str, Any]) -> tuple[LayerSizes,
         recurrent = _recurrent(layer, text)
         rest = _without_recurrence(layer)
         query, key, gate = _attention(rest, text, known or recurrent is not None)
-        columns, sent, choices = _mlp(layer, text, mlps)
+        columns, sent, choices, shared = _mlp(layer, text, mlps)
         found.append(
             LayerSizes(
                 norms=_norms(layer, text["hidden_size"]) if normed else 2,
@@ -105,6 +107,7 @@ def decoder_layers(shapes: Shapes, text: Mapping[str, Any]) -> tuple[LayerSizes,
                 gated=_gated(layer),
                 sent=sent,
                 choices=choices,
+                shared=shared,
                 own_input=layer.get("per_layer_input_gate.weight", (0,))[0],
                 recurrent=recurrent,
             )
@@ -207,8 +210,9 @@ def _gated(layer: Shapes) -> bool:
     )
 
 
-def _mlp(layer: Shapes, text: Mapping[str, Any], known: bool) -> tuple[int, int, int]:
-    """Columns that a token passes through, columns of its copies to experts, and their number."""
+def _mlp(layer: Shapes, text: Mapping[str, Any], known: bool) -> tuple[int, int, int, int]:
+    """Columns that a token passes through, columns of its copies to experts, their number, and
+    columns of experts that every token passes."""
     ups = _up(layer)
     # Two matrices of a gated MLP lead into the same columns.
     halves = {"gate_proj", "up_proj"} <= {kind for kind, _ in ups} or {"w1", "w3"} <= {
@@ -219,13 +223,13 @@ def _mlp(layer: Shapes, text: Mapping[str, Any], known: bool) -> tuple[int, int,
         has_none = _recurrent(layer, text) is not None
         columns = text.get("intermediate_size", 0) if has_none else text["intermediate_size"]
     if not any(_of_experts(name, shape) for name, shape in layer.items()):
-        return columns, 0, 0
+        return columns, 0, 0, 0
     choices = text.get("num_experts_per_tok") or text.get("top_k_experts") or 0
     each = text.get("moe_intermediate_size") or text["intermediate_size"]
     if isinstance(each, (list, tuple)):  # ERNIE's: of experts for text, and of those for images
         each = max(each)
     sent = text.get("moe_latent_size") or text["hidden_size"]
-    return columns + choices * each, choices * sent, choices
+    return columns + choices * each, choices * sent, choices, columns
 
 
 def _recurrent(layer: Shapes, text: Mapping[str, Any]) -> RecurrentSizes | None:

@@ -278,16 +278,20 @@ def add_beside(
             linear.register_forward_hook(_adapted)
 
 
-def add_to_tower(tower: nn.Module, path: str, targets: Collection[str], lora: LoraSection) -> None:
+def add_to_tower(
+    tower: nn.Module, prefix: str, targets: Collection[str], lora: LoraSection
+) -> None:
     """Put peft's layers into a vision tower, which is transformers' own.
 
     Args:
         tower: with its projector.
-        path: transformers' name of it.
+        prefix: in front of its names in the transformers model.
         targets: transformers' names of the layers, others among them.
         lora: the adapters' settings.
     """
-    mine = [name.removeprefix(path + ".") for name in targets if name.startswith(path + ".")]
+    inside = {name for name, _ in tower.named_modules()}
+    own = [name.removeprefix(prefix) for name in targets if name.startswith(prefix)]
+    mine = [name for name in own if name in inside]
     if not mine:
         return
     inject_adapters(tower, mine, lora)

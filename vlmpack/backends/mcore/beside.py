@@ -22,6 +22,7 @@ from vlmpack.backends.hf.adapters import (
 from vlmpack.backends.mcore.adapters import MAGNITUDE, WEIGHT, add_beside, add_to_tower
 from vlmpack.backends.mcore.layout import language_pieces
 from vlmpack.backends.mcore.model import MegatronVLM
+from vlmpack.backends.mcore.tower import tower_prefix
 from vlmpack.backends.mcore.weights.base import split
 from vlmpack.backends.policy import TrainingPolicy, is_adapter
 from vlmpack.families.base import Family, ModulePaths
@@ -77,8 +78,8 @@ class BesideLayers:
             return
         pieces_of = language_pieces(model, family)
         add_beside(model.gpt, pieces_of, set(self.targets), self.lora, model.groups.tp)
-        if model.vision is not None and family.modules.vision is not None:
-            add_to_tower(model.vision, family.modules.vision, self.targets, self.lora)
+        if model.vision is not None:
+            add_to_tower(model.vision, tower_prefix(family), self.targets, self.lora)
 
     def start(self, reader: ReadSlice) -> ReadSlice:
         """Reads weights, and what adapters begin as."""

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from vlmpack.backends.boxes import whole
-from vlmpack.backends.mcore.pretrained import PretrainedReader
+from vlmpack.backends.boxes import ReadSlice, whole
 from vlmpack.backends.mcore.router import biased_routers
 from vlmpack.backends.mcore.weights.nemotron_h import BIAS
+from vlmpack.backends.policy import is_untouched
 from vlmpack.errors import CapabilityError
+from vlmpack.families.base import Family
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,30 +22,40 @@ class KeptBuffers:
     """Those of a model.
 
     Args:
-        shapes: by transformers' names.
+        like: of their shapes and dtypes, without values, by transformers' names.
     """
 
-    shapes: Mapping[str, tuple[int, ...]]
+    like: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, skeleton: Any) -> KeptBuffers:
+    def of(cls, skeleton: Any, family: Family) -> KeptBuffers:
         """Those that transformers saves.
+
+        Args:
+            skeleton: the transformers model without weights.
+            family: says what of it no sample reaches, and where the tower lies.
 
         Raises:
             CapabilityError: one that the mcore engine has no place for.
         """
         saved = skeleton.state_dict().keys()
-        shapes = {n: tuple(b.shape) for n, b in skeleton.named_buffers() if n in saved}
-        unknown = [name for name in shapes if not name.endswith(f".{BIAS}")]
-        if unknown:
-            raise CapabilityError(
-                f"the mcore engine builds no place for the buffer {unknown[0]}; use "
-                f"model.backend: hf"
-            )
-        return cls(shapes)
+        like = {name: buffer for name, buffer in skeleton.named_buffers() if name in saved}
+        for name in like:
+            in_tower = any(name.startswith(f"{part}.") for part in family.tower_modules())
+            placed = in_tower or name.endswith(f".{BIAS}")
+            if not placed and not is_untouched(name, family.modules):
+                raise CapabilityError(
+                    f"the mcore engine builds no place for the buffer {name}; use model.backend: hf"
+                )
+        return cls(like)
 
-    def fill(self, layers: Any, reader: PretrainedReader, language: str) -> None:
-        """Fill those of a stage.
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """By transformers' names."""
+        return {name: tuple(buffer.shape) for name, buffer in self.like.items()}
+
+    def fill(self, layers: Any, reader: ReadSlice, language: str) -> None:
+        """Fill those of a stage's layers.
 
         Args:
             layers: Megatron's.
@@ -55,12 +66,25 @@ class KeptBuffers:
             name = f"{language}.layers.{number}.mixer.gate.{BIAS}"
             router.expert_bias.copy_(self._value(reader, name))
 
-    def read(self, reader: PretrainedReader) -> Iterator[tuple[str, Tensor]]:
-        """All of them, whole, float32, on CPU."""
-        for name in self.shapes:
+    def fill_tower(self, tower: nn.Module | None, prefix: str, reader: ReadSlice) -> None:
+        """Fill those of a vision tower.
+
+        Args:
+            tower: with its projector; None on stages without it.
+            prefix: in front of its names in the transformers model.
+            reader: of the model folder.
+        """
+        for name, buffer in tower.named_buffers() if tower is not None else ():
+            if prefix + name in self.like:
+                buffer.copy_(self._value(reader, prefix + name))
+
+    def read(self, reader: ReadSlice) -> Iterator[tuple[str, Tensor]]:
+        """All of them, whole, on CPU."""
+        for name in self.like:
             yield name, self._value(reader, name)
 
-    def _value(self, reader: PretrainedReader, name: str) -> Tensor:
-        value = reader("model", whole(name, self.shapes[name]))
+    def _value(self, reader: ReadSlice, name: str) -> Tensor:
+        like = self.like[name]
+        value = reader("model", whole(name, tuple(like.shape)))
         assert value is not None
-        return value
+        return value.to(like.dtype)

@@ -32,12 +32,13 @@ from vlmpack.backends.mcore.fused import FusedParts, launch_queues
 from vlmpack.backends.mcore.groups import in_words, start_model_parallel
 from vlmpack.backends.mcore.layout import LocalParameter, WeightLayout, local_parameters
 from vlmpack.backends.mcore.model import MegatronVLM
+from vlmpack.backends.mcore.opened import folder_reader
 from vlmpack.backends.mcore.optimizer import MegatronAdamW
 from vlmpack.backends.mcore.overlap import overlap_in_words
 from vlmpack.backends.mcore.pipeline import LookedAhead, stage_exchange
-from vlmpack.backends.mcore.pretrained import PretrainedReader
 from vlmpack.backends.mcore.router import report_routers
-from vlmpack.backends.mcore.stage import Stage, vision_tower
+from vlmpack.backends.mcore.stage import Stage
+from vlmpack.backends.mcore.tower import tower_prefix, vision_tower
 from vlmpack.backends.mcore.trained import mark_trained, refuse_adapters
 from vlmpack.backends.mcore.weights import megatron_family
 from vlmpack.backends.mcore.weights.dims import LanguageDims
@@ -48,6 +49,7 @@ from vlmpack.backends.policy import (
     count_components,
     describe_counts,
     is_adapter,
+    is_untouched,
 )
 from vlmpack.backends.recompute import recompute_modules
 from vlmpack.backends.recording import recorder_on as recorder
@@ -108,7 +110,7 @@ class MegatronEngine:
         self.skeleton = model_skeleton(self.auto_class, folder)
         self.paths = family.modules
         pretrained = {name: tuple(p.shape) for name, p in self.skeleton.named_parameters()}
-        self.buffers = KeptBuffers.of(self.skeleton)
+        self.buffers = KeptBuffers.of(self.skeleton, family)
         self.adapters = BesideLayers.of(self.skeleton, self.paths, policy)
         self.shapes = pretrained | self.adapters.shapes
         self.components: Sequence[ComponentCount] = count_components(
@@ -119,8 +121,8 @@ class MegatronEngine:
         dims.check(split)
         fused = FusedParts.of(model, self.device, transformer_engine=on_te)
         recurrence = self._recurrence(dims, compute)
-        with PretrainedReader(folder, self.known) as reader, megatron_on_cpu():
-            reader.check(pretrained | dict(self.buffers.shapes), passed_over(self.skeleton))
+        with folder_reader(folder, self.known) as reader, megatron_on_cpu():
+            reader.check(pretrained | self.buffers.shapes, passed_over(self.skeleton))
             self.groups = start_model_parallel(split)
             config = transformer_config(
                 dims, model, split, dtype=compute.dtype, fused_activation=fused.activation
@@ -132,11 +134,12 @@ class MegatronEngine:
                 split,
                 self.groups,
                 varlen=None if compute.attention is None else compute.attention.function,
-                tower=vision_tower(config, self.skeleton, encoder, model.recomputed),
+                tower=vision_tower(config, self.skeleton, encoder, model.recomputed, folder),
                 fused=fused.ops,
                 recurrence=recurrence,
             ).to(self.device)
             self.buffers.fill(self.model.gpt.decoder.layers, reader, family.modules.language)
+            self.buffers.fill_tower(self.model.vision, tower_prefix(family), reader)
             self.adapters.add_to(self.model, family)
             for layers in recomputed_parts(self.model, captured=compute.captures):
                 recompute_modules(layers, model.recomputed)
@@ -199,7 +202,7 @@ class MegatronEngine:
         """Raise CapabilityError, on all ranks alike, for weights that no rank has built."""
         mine = {piece.box.name for local in parameters for piece in local.pieces}
         built = set().union(*self.ranks.gather_objects(mine))
-        missing = sorted(set(self.shapes) - built)
+        missing = sorted(n for n in set(self.shapes) - built if not is_untouched(n, self.paths))
         if missing:
             raise CapabilityError(
                 f"the mcore engine builds no place for {len(missing)} tensors of this model: "
@@ -331,7 +334,7 @@ class MegatronEngine:
         for _, box, values in self.layout.owned(moments=False):
             mine.setdefault(box.name, []).append((box, values))
         trained = self.parameter_shapes()
-        with PretrainedReader(Path(self.config.path), self.known) as reader:
+        with folder_reader(Path(self.config.path), self.known) as reader:
 
             def whole_of(name: str) -> Tensor:
                 if name not in trained:
@@ -353,7 +356,7 @@ class MegatronEngine:
             if self.ranks.is_main:
                 state[name] = tensor.to(dtype or torch.float32).cpu()
         if self.ranks.is_main:
-            with PretrainedReader(Path(self.config.path), self.known) as reader:
+            with folder_reader(Path(self.config.path), self.known) as reader:
                 state |= self.buffers.read(reader)
             save_model_folder(
                 self.skeleton, state, folder, processor_from=processor_from, dtype=dtype
@@ -387,7 +390,7 @@ class MegatronEngine:
         model: Any = build_model(self.auto_class, load_config(Path(self.config.path)))
         model = model.to(device=self.device)
         held = dict(model.named_parameters()) | dict(model.named_buffers())
-        with torch.no_grad(), PretrainedReader(Path(self.config.path), self.known) as reader:
+        with torch.no_grad(), folder_reader(Path(self.config.path), self.known) as reader:
             for name, tensor in chain(self.merged_tensors(), self.buffers.read(reader)):
                 held[name].copy_(tensor)
         model.eval()

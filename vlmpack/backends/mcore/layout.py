@@ -16,6 +16,7 @@ from vlmpack.backends.hf.adapters import BASE
 from vlmpack.backends.mcore.adapters import LinearAdapter, PiecesOf
 from vlmpack.backends.mcore.model import MegatronVLM
 from vlmpack.backends.mcore.optimizer import MegatronAdamW
+from vlmpack.backends.mcore.tower import tower_prefix
 from vlmpack.backends.mcore.weights.base import Piece, flat_boxes, stack_pieces
 from vlmpack.backends.mcore.weights.language import language_map
 from vlmpack.errors import ModelError
@@ -77,7 +78,7 @@ def local_parameters(
     found: list[LocalParameter] = []
     for name, parameter in model.named_parameters():
         if name.startswith("vision."):
-            theirs = f"{family.modules.vision}{name.removeprefix('vision')}"
+            theirs = tower_prefix(family) + name.removeprefix("vision.")
             theirs = theirs.replace(BASE, ".")  # of a layer with an adapter of peft
             pieces = stack_pieces([whole(theirs, tuple(parameter.shape))], replicated=True)
         elif name in beside:

@@ -3,57 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from vlmpack.backends.mcore.cpu import megatron_on_cpu
 from vlmpack.backends.mcore.delta_net import SUMMED_OVER_TP
-from vlmpack.backends.mcore.model import MegatronVLM, VisionTower
+from vlmpack.backends.mcore.model import MegatronVLM
 from vlmpack.backends.mcore.overlap import OrderedReduction, overlaps
-from vlmpack.backends.recompute import draws_random_numbers, recompute_layers
-from vlmpack.encode import Encoder
-from vlmpack.model_folder.load import build_part
-from vlmpack.recipe.recompute import Recomputed
 from vlmpack.recipe.schema import ParallelismSection
-
-
-def vision_tower(
-    config: TransformerConfig, skeleton: nn.Module, encoder: Encoder, recomputed: Recomputed
-) -> VisionTower | None:
-    """The vision tower with its projector, weights still to be read; None where the model has none,
-    and on all stages but the first.
-
-    Args:
-        config: Megatron's configuration.
-        skeleton: the transformers model without weights.
-        encoder: the model folder's processor.
-        recomputed: what is computed again in the backward pass.
-    """
-    path = encoder.family.modules.vision
-    if path is None or not parallel_state.is_pipeline_first_stage():
-        return None
-    tower: Any = build_part(skeleton.get_submodule(path))
-    for parameter in tower.parameters():  # buffers stay float32: rotary frequencies
-        parameter.data = parameter.data.to(config.params_dtype)
-    draws = draws_random_numbers(tower, adapter_dropout=0.0)
-    recompute_layers(tower, recomputed, draws=draws)
-    family, blank = encoder.family, encoder.image_rule.smallest()
-    rule = family.tower_rule(tower.config.to_dict())
-    if rule is not None:
-        blank = replace(blank, tower=rule(blank.grid_thw))
-    return VisionTower(tower, blank, family.tower_features, rule)
-
 
 IN_PLACE = 1 << 20
 """Elements from which a stretch of gradients is summed where it lies; shorter ones share a copy."""

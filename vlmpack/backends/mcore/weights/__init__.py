@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vlmpack.errors import CapabilityError
 
@@ -21,6 +21,8 @@ class MegatronFamily:
         norm_rounds_first: whether norms round before they multiply by their weights, too.
         one_part_layers: whether a layer is a mixer or an MLP, each behind its norm, as
             `layers_block_type` of config.json has it; see `nemotron_h`.
+        opened: whether transformers says what files call tensors, see `opened`; else `pretrained`
+            does, by the two below.
         file_prefixes: (transformers' prefix, prefix in published weight files), first match wins.
         transposed_in_files: last parts of names whose published tensors have their last two
             dimensions swapped.
@@ -33,6 +35,7 @@ class MegatronFamily:
     norm_offset: float = 0.0
     norm_rounds_first: bool = True
     one_part_layers: bool = False
+    opened: bool = False
     file_prefixes: tuple[tuple[str, str], ...] = ()
     transposed_in_files: tuple[str, ...] = ()
 
@@ -77,6 +80,7 @@ FAMILIES: dict[str, MegatronFamily] = {
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5_moe_text": _QWEN3_5,
     "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_omni": replace(_NEMOTRON_H, file_prefixes=(), opened=True),
     "qwen2": MegatronFamily(qkv_bias=True, qk_norm=False),
     "qwen3": MegatronFamily(qkv_bias=False, qk_norm=True),
     "llama": MegatronFamily(qkv_bias=False, qk_norm=False),
