@@ -138,6 +138,15 @@ def test_an_engine_that_lacks_a_family_says_so():
         assert why_not(model, engine, "TP", TESTED) is ONLY_ON_MCORE
 
 
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_unified", "gemma4_text"])
+def test_a_family_whose_layers_are_not_megatrons_is_refused_with_that_reason(name):
+    for engine, feature in (("mcore", "online"), ("mcore", "PP"), ("hf", "TP")):
+        limit = why_not(SERVED[name], engine, feature, TESTED)
+        assert "heads of two sizes, windows, norms behind attention and MLP" in str(limit)
+        assert "weight map" not in str(limit)
+    assert why_not(SERVED[name], "hf", "online", TESTED) is None
+
+
 def test_the_ranges_are_those_of_the_project_file():
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]

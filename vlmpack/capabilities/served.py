@@ -9,10 +9,17 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
-from vlmpack.capabilities.limits import Engine, Feature, Limit, OnlyAttention
+from vlmpack.capabilities.limits import (
+    NOT_ON_MCORE,
+    ONLY_ON_MCORE,
+    Engine,
+    Feature,
+    Limit,
+    OnlyAttention,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +46,8 @@ class ServedModel:
         bent_logits: whether its class bends logits by `final_logit_softcapping`, and we do.
         layers: kinds of layers, as config.json calls them, that are tested beside attention.
         unshared: why its rows cannot share what their samples begin with; None where they can.
+        off_mcore: why megatron-core's layers are none of its own, where that is known; empty where
+            nobody has made a map of its weights.
     """
 
     title: str
@@ -55,12 +64,27 @@ class ServedModel:
     bent_logits: bool = False
     layers: tuple[str, ...] = ()
     unshared: str | None = None
+    off_mcore: str = ""
+
+    @property
+    def not_on_mcore(self) -> Limit:
+        """Why megatron-core does not run it."""
+        return replace(NOT_ON_MCORE, reason=self.off_mcore) if self.off_mcore else NOT_ON_MCORE
+
+    @property
+    def only_on_mcore(self) -> Limit:
+        """Why nothing does what megatron-core alone can do."""
+        return replace(ONLY_ON_MCORE, reason=self.off_mcore) if self.off_mcore else ONLY_ON_MCORE
 
 
 _STATE = "its layers that carry state from token to token do not fork it"
 _BLOCKS = "its image tokens attend in both directions, which forks do not have yet"
 _BOTH_WAYS = "an image's tokens attend in both directions, which only segments does"
 _WIDE_HEADS = "its layers with full attention have heads of 512 channels, kernels take 256"
+_OTHER_LAYERS = (
+    "has layers that megatron-core's are not: heads of two sizes, windows, norms behind attention "
+    "and MLP too, and inputs, keys and values that layers share"
+)
 _BOTH: tuple[Engine, ...] = ("hf", "mcore")
 
 _text = partial(ServedModel, family="text_lm", engines=_BOTH)
@@ -88,6 +112,7 @@ _gemma4 = partial(
     attention=OnlyAttention(("segments",), _WIDE_HEADS),
     limits={"CUDA graphs": Limit(_WIDE_HEADS)},
     bent_logits=True,
+    off_mcore=_OTHER_LAYERS,
 )
 
 SERVED: Mapping[str, ServedModel] = {

@@ -11,8 +11,6 @@ from vlmpack.capabilities.limits import (
     FEATURES,
     MCORE_FEATURES,
     NO_EXPERTS,
-    NOT_ON_MCORE,
-    ONLY_ON_MCORE,
     Engine,
     Feature,
     Limit,
@@ -64,11 +62,11 @@ def why_not(
     if feature in model.limits:
         return model.limits[feature]
     if feature in MCORE_FEATURES and "mcore" not in model.engines:
-        return ONLY_ON_MCORE
+        return model.only_on_mcore
     if feature in ENGINE_LIMITS[engine]:
         return ENGINE_LIMITS[engine][feature]
     if engine not in model.engines:
-        return NOT_ON_MCORE
+        return model.not_on_mcore
     packages = ["transformers"]
     if engine == "mcore":
         packages.append("megatron-core")

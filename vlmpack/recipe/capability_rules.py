@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping
 
 from vlmpack.capabilities.limits import (
     MCORE_FEATURES,
-    NOT_ON_MCORE,
-    ONLY_ON_MCORE,
     Feature,
     Limit,
 )
@@ -47,7 +45,8 @@ def engine_runs_the_family(model: ModelSection, served: ServedModel) -> list[Pro
     """The engine has the family's layers."""
     if model.backend in served.engines:
         return []
-    return [Problem(("model", "backend"), f"{model.backend!r}, but {served.title} {NOT_ON_MCORE}")]
+    message = f"{model.backend!r}, but {served.title} {served.not_on_mcore}"
+    return [Problem(("model", "backend"), message)]
 
 
 def attention_runs_the_family(model: ModelSection, served: ServedModel) -> list[Problem]:
@@ -80,7 +79,7 @@ def family_has_the_features(
     only where it runs the family."""
     limits: dict[Feature, Limit] = dict(served.limits)
     if model.backend == "hf" and "mcore" not in served.engines:
-        limits = dict.fromkeys(MCORE_FEATURES, ONLY_ON_MCORE) | limits
+        limits = dict.fromkeys(MCORE_FEATURES, served.only_on_mcore) | limits
     return [
         Problem(key, f"{value!r}, but {served.title} cannot: {limits[feature]}")
         for key, value, feature in _asked(sections)
