@@ -11,7 +11,9 @@ import typer
 from vlmpack.cli.convert import convert
 from vlmpack.cli.options import (
     AsJson,
+    ColumnsOption,
     FormerRow,
+    ImagesOption,
     IndexDir,
     MaxImagePixels,
     Overrides,
@@ -43,7 +45,7 @@ LINT_BYTES_A_SECOND = 10_000_000
 
 
 @app.command()
-def lint(
+def lint(  # noqa: PLR0913 - the options of a command
     shards: Shards = None,
     recipe: RecipeOption = None,
     storage: Storage = None,
@@ -66,9 +68,12 @@ def lint(
             show_default="either form passes",
         ),
     ] = None,
+    columns: ColumnsOption = None,
+    images: ImagesOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check shards down to the pixels: one line a fault, exit code 1 if there is any."""
+    """Check shards, or files of records, down to the pixels: one line a fault, exit code 1 if there
+    is any."""
     from vlmpack.data.tools.lint import LintOne, LintReport, lint_shards, lint_summary
     from vlmpack.encode import Encoder
     from vlmpack.recipe.objective import LEARN_PAIRS
@@ -79,6 +84,8 @@ def lint(
         storage=storage,
         max_image_pixels=max_image_pixels,
         objective=objective,
+        columns=columns,
+        image_root=images,
     )
     refuses_pairs = reading.objective not in (None, *LEARN_PAIRS)
     if model is None and reading.recipe is not None:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from vlmpack.cli.options import (
+    ColumnsOption,
+    ImagesOption,
     IndexDir,
     MaxImagePixels,
     Processes,
@@ -37,15 +39,22 @@ def index(
     index_dir: IndexDir = None,
     processes: Processes = None,
     max_image_pixels: MaxImagePixels = None,
+    columns: ColumnsOption = None,
+    images: ImagesOption = None,
 ) -> None:
-    """Index shards: where each sample lies, its checksum, its image sizes; with a recipe, its
-    length too. Only new and changed shards are read, so it can be stopped and run again. Exit code
-    1 if a shard is damaged, or no sample can be used."""
+    """Index shards, or files of records: where each sample lies, its checksum, its image sizes;
+    with a recipe, its length too. Only new and changed shards are read, so it can be stopped and
+    run again. Exit code 1 if a shard is damaged, or no sample can be used."""
     from vlmpack.data.tools.index_shards import index_shards, parts_builder
 
     begin = time.perf_counter()
     reading = open_reading(
-        shards, recipe=recipe, storage=storage, max_image_pixels=max_image_pixels
+        shards,
+        recipe=recipe,
+        storage=storage,
+        max_image_pixels=max_image_pixels,
+        columns=columns,
+        image_root=images,
     )
     paths, encoder = reading.paths, None
     preload: tuple[str, ...] = ()

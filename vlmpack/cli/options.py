@@ -35,6 +35,24 @@ Shards = Annotated[
         help="Paths, addresses, brace ranges or globs; all of the recipe's splits by default.",
     ),
 ]
+ColumnsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--columns",
+        metavar="NAME|ROLE=COLUMN,...",
+        help="How the records of files are read: a layout (docs/layouts.md), or its columns.",
+        show_default="what the first records say",
+    ),
+]
+ImagesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--images",
+        metavar="DIR",
+        help="Folder, or address of one, that image paths in records start at.",
+        show_default="each file's folder",
+    ),
+]
 RecipeOption = Annotated[
     Path | None,
     typer.Option(

@@ -64,6 +64,8 @@ def open_reading(
     storage: Sequence[str] | None,
     max_image_pixels: int | None,
     objective: str | None = None,
+    columns: str | None = None,
+    image_root: str | None = None,
 ) -> Reading:
     """Put options and recipe together.
 
@@ -73,10 +75,12 @@ def open_reading(
         storage: `key=value` of `data.storage`.
         max_image_pixels: instead of the recipe's.
         objective: what shards without a recipe are for, by the names of `objective.name`.
+        columns, image_root: of SHARDS, instead of the recipe's in `data`.
 
     Raises:
         RecipeError: what is wrong with any of them.
     """
+    from vlmpack.data.files.settle import FormOptions, found_forms
     from vlmpack.data.shards.caps import SampleCaps
     from vlmpack.recipe.objective import LEARN_PAIRS
     from vlmpack.storage.sources import find_shards
@@ -106,12 +110,24 @@ def open_reading(
     if loaded is not None:
         objective = loaded.objective.name
     asked: list[FoundShard] = []
+    if not shards and (columns or image_root):
+        raise RecipeError(["--columns, --images: these are of SHARDS; a recipe says its own"])
     if shards:
-        found = find_shards(shards, key="SHARDS", fetcher=fetcher)
+        options = FormOptions(
+            columns=columns_option(columns) or (None if loaded is None else loaded.data.columns),
+            image_root=image_root or (None if loaded is None else loaded.data.image_root),
+            key="SHARDS",
+            knob="--columns",
+        )
+        found = []
+        for pattern in shards:  # each is a source of its own
+            several = find_shards([pattern], key="SHARDS", fetcher=fetcher)
+            found += found_forms(several, options, fetcher, caps)
+        _refuse_twice(found)
         if loaded is not None and objective in LEARN_PAIRS:
             asked = _asked_questions(loaded, fetcher)
     elif loaded is not None:
-        splits = _all_splits(loaded, fetcher)
+        splits = _all_splits(loaded, fetcher, caps)
         found = list({shard.path: shard for each in splits.values() for shard in each}.values())
         trained = {shard.path for name in TRAINED for shard in splits.get(name, [])}
         asked = [shard for shard in found if shard.path not in trained]
@@ -136,18 +152,46 @@ def _asked_questions(recipe: Recipe, fetcher: Fetcher) -> list[FoundShard]:
     return found
 
 
-def _all_splits(recipe: Recipe, fetcher: Fetcher) -> dict[str, list[FoundShard]]:
-    """The shards of every split."""
+def _all_splits(recipe: Recipe, fetcher: Fetcher, caps: SampleCaps) -> dict[str, list[FoundShard]]:
+    """The shards and files of every split."""
+    from vlmpack.data.files.settle import FormOptions, found_forms
     from vlmpack.storage.sources import find_shards
 
-    return {
-        name: [
-            shard
-            for source in sources
-            for shard in find_shards([source.path], key=f"data.{name}", fetcher=fetcher)
-        ]
-        for name, sources in recipe.data.splits().items()
-    }
+    found: dict[str, list[FoundShard]] = {}
+    for name, sources in recipe.data.splits().items():
+        found[name] = []
+        for source in sources:
+            key = f"data.{name}"
+            options = FormOptions(
+                columns=source.columns or recipe.data.columns,
+                image_root=source.image_root or recipe.data.image_root,
+                key=key,
+            )
+            several = find_shards([source.path], key=key, fetcher=fetcher)
+            found[name] += found_forms(several, options, fetcher, caps)
+    return found
+
+
+def _refuse_twice(found: Sequence[FoundShard]) -> None:
+    paths = [shard.path for shard in found]
+    if twins := sorted({path for path in paths if paths.count(path) > 1}):
+        raise RecipeError(
+            [f"SHARDS: {path!r} is named twice; each shard may be read once" for path in twins]
+        )
+
+
+def columns_option(text: str | None) -> str | dict[str, str] | None:
+    """`--columns NAME`, or `--columns role=column,role=column`.
+
+    Raises:
+        RecipeError: a part without a column.
+    """
+    if text is None or "=" not in text:
+        return text
+    pairs = [part.partition("=") for part in text.split(",")]
+    if bad := [role for role, _, column in pairs if not role.strip() or not column.strip()]:
+        raise RecipeError([f"--columns: {bad[0]!r} has no column; expected role=column"])
+    return {role.strip(): column.strip() for role, _, column in pairs}
 
 
 def _storage(items: Sequence[str]) -> StorageSection:

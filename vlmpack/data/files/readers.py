@@ -130,6 +130,18 @@ class RecordFiles:
                 found.append(error)
         return found
 
+    def numbers(self, stamp: ShardStamp) -> Iterator[int]:
+        """The numbers of all records of a file, of a table without looking at a column.
+
+        Raises:
+            DataError: as RecordFile.scan.
+        """
+        file = open_file(self.fetcher, stamp, self.caps, lambda names: ())
+        try:
+            yield from (record.place.number for record in file.scan())
+        finally:
+            file.close()
+
     def _raw(self, stamp: ShardStamp, form: FileForm, records: Sequence[Record]) -> list[RawSample]:
         root = self._root(stamp, form)
         return at_once(

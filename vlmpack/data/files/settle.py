@@ -16,6 +16,7 @@ from vlmpack.data.files.readers import open_file
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.errors import RecipeError
 from vlmpack.storage.fetch import Fetcher, ShardStamp
+from vlmpack.storage.sources import FoundShard
 
 NUM_LOOKED_AT = 64
 """Records of a source that say how it is read."""
@@ -31,11 +32,13 @@ class FormOptions:
         columns: the layout, or the columns by their roles; None to find it out.
         image_root: folder or address that image paths start at; None for each file's folder.
         key: the source's, for messages.
+        knob: what says `columns`, for messages.
     """
 
     columns: Columns = None
     image_root: str | None = None
     key: str = "data.train"
+    knob: str = "data.columns"
 
 
 def settle_forms(
@@ -62,9 +65,24 @@ def settle_forms(
     records = list(islice(_values(stamps, fetcher, caps), NUM_LOOKED_AT))
     if not records:
         raise RecipeError([f"{options.key}: {first} and what follows it hold no readable record"])
-    form = find_form(records, options.columns, f"{options.key} ({first})")
+    form = find_form(records, options.columns, f"{options.key} ({first})", options.knob)
     text = FileForm(form, _absolute(options.image_root)).to_text()
     return tuple(replace(stamp, form=text) for stamp in stamps)
+
+
+def found_forms(
+    found: Sequence[FoundShard], options: FormOptions, fetcher: Fetcher, caps: SampleCaps
+) -> list[FoundShard]:
+    """As settle_forms, of files that were found and not all looked at. A shard that cannot be
+    reached is its own fault, told where it is read.
+
+    Raises:
+        RecipeError, DataError: as settle_forms.
+    """
+    if not any(record_kind(shard.path) for shard in found):
+        return list(found)
+    stamps = settle_forms([shard.seen(fetcher) for shard in found], options, fetcher, caps)
+    return [FoundShard(stamp.path, stamp, stamp.form) for stamp in stamps]
 
 
 def describe_forms(stamps: Sequence[ShardStamp]) -> str:
