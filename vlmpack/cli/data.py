@@ -1,4 +1,4 @@
-"""`vlmpack data lint | convert | show | audit`: look after the samples of a run."""
+"""`vlmpack data stats | lint | convert | show | audit`: look after the samples of a run."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from vlmpack.cli.options import (
     row_number,
 )
 from vlmpack.cli.progress import BytesBar, size_text
+from vlmpack.cli.stats import stats
 from vlmpack.cli.stores import Reading, open_reading
 from vlmpack.errors import VlmpackError
 from vlmpack.terminal import open_console, say
@@ -169,6 +170,7 @@ def _settings(reading: Reading) -> dict[str, Any]:
 
 
 app.command()(convert)
+app.command()(stats)
 
 
 @app.command()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vlmpack.errors import RecipeError
 
 if TYPE_CHECKING:
+    from vlmpack.data.files.settle import FormOptions
     from vlmpack.data.shards.caps import SampleCaps
     from vlmpack.recipe import Recipe
     from vlmpack.recipe.storage import StorageSection
@@ -80,35 +81,21 @@ def open_reading(
     Raises:
         RecipeError: what is wrong with any of them.
     """
-    from vlmpack.data.files.settle import FormOptions, found_forms
+    from vlmpack.data.files.settle import FormOptions
     from vlmpack.data.shards.caps import SampleCaps
     from vlmpack.recipe.objective import LEARN_PAIRS
-    from vlmpack.storage.sources import find_shards
 
-    loaded: Recipe | None = None
-    fetcher: Fetcher
     if recipe is not None and objective is not None:
         raise RecipeError(
             ["--objective: --recipe has an objective.name of its own; expected one of the two"]
         )
-    if recipe is not None:
-        from vlmpack.build.data import build_fetcher
-        from vlmpack.build.read_only import recipe_file
-        from vlmpack.recipe import load_recipe
-
-        items = [f"data.storage.{item}" for item in storage or ()]
-        loaded = load_recipe(recipe_file(recipe), items)
-        fetcher = build_fetcher(loaded)
+    loaded, fetcher = _opened(recipe, storage or ())
+    if loaded is not None:
+        objective = loaded.objective.name
         max_image_pixels = max_image_pixels or loaded.data.max_image_pixels
-    else:
-        from vlmpack.storage import RoutingFetcher
-
-        fetcher = RoutingFetcher(_storage(storage or ()))
     caps = SampleCaps()
     if max_image_pixels is not None:
         caps = SampleCaps(max_image_pixels=max_image_pixels)
-    if loaded is not None:
-        objective = loaded.objective.name
     asked: list[FoundShard] = []
     if not shards and (columns or image_root):
         raise RecipeError(["--columns, --images: these are of SHARDS; a recipe says its own"])
@@ -119,11 +106,7 @@ def open_reading(
             key="SHARDS",
             knob="--columns",
         )
-        found = []
-        for pattern in shards:  # each is a source of its own
-            several = find_shards([pattern], key="SHARDS", fetcher=fetcher)
-            found += found_forms(several, options, fetcher, caps)
-        _refuse_twice(found)
+        found = _named(shards, options, fetcher, caps)
         if loaded is not None and objective in LEARN_PAIRS:
             asked = _asked_questions(loaded, fetcher)
     elif loaded is not None:
@@ -137,6 +120,20 @@ def open_reading(
     if objective in LEARN_PAIRS:
         paired = frozenset(shard.path for shard in found) - {shard.path for shard in asked}
     return Reading(tuple(found), fetcher, caps, loaded, objective, paired)
+
+
+def _opened(recipe: Path | None, storage: Sequence[str]) -> tuple[Recipe | None, Fetcher]:
+    """The recipe, where one is given, and what reads its shards or those that are named."""
+    if recipe is None:
+        from vlmpack.storage import RoutingFetcher
+
+        return None, RoutingFetcher(_storage(storage))
+    from vlmpack.build.data import build_fetcher
+    from vlmpack.build.read_only import recipe_file
+    from vlmpack.recipe import load_recipe
+
+    loaded = load_recipe(recipe_file(recipe), [f"data.storage.{item}" for item in storage])
+    return loaded, build_fetcher(loaded)
 
 
 def _asked_questions(recipe: Recipe, fetcher: Fetcher) -> list[FoundShard]:
@@ -172,12 +169,19 @@ def _all_splits(recipe: Recipe, fetcher: Fetcher, caps: SampleCaps) -> dict[str,
     return found
 
 
-def _refuse_twice(found: Sequence[FoundShard]) -> None:
-    paths = [shard.path for shard in found]
-    if twins := sorted({path for path in paths if paths.count(path) > 1}):
-        raise RecipeError(
-            [f"SHARDS: {path!r} is named twice; each shard may be read once" for path in twins]
-        )
+def _named(
+    patterns: Sequence[str], options: FormOptions, fetcher: Fetcher, caps: SampleCaps
+) -> list[FoundShard]:
+    """The shards and files that patterns name, each pattern a source of its own."""
+    from vlmpack.addresses import record_kind
+    from vlmpack.data.files.settle import found_forms
+    from vlmpack.storage.sources import find_shards
+
+    found = find_shards(patterns, key=options.key, fetcher=fetcher)
+    if not any(record_kind(shard.path) for shard in found):
+        return found
+    each = (find_shards([pattern], key=options.key, fetcher=fetcher) for pattern in patterns)
+    return [shard for some in each for shard in found_forms(some, options, fetcher, caps)]
 
 
 def columns_option(text: str | None) -> str | dict[str, str] | None:

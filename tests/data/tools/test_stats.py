@@ -1,0 +1,77 @@
+"""`vlmpack data stats`: what a source holds, and what a run would refuse, by a run's readers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.record_data import COUNT, KINDS, record, write_records, write_same_shards
+from support.shard_fakes import open_data
+from typer.testing import CliRunner
+
+from vlmpack.cli.app import app
+from vlmpack.recipe.sources import Source
+
+
+def stats(path: str, index_dir: Path, *more: str, code: int = 0) -> dict:
+    command = ["data", "stats", path, "--json", "--index-dir", str(index_dir), *more]
+    told = CliRunner().invoke(app, command)
+    assert told.exit_code == code, told.output
+    return json.loads(told.stdout)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "tar"])
+def test_the_figures_are_those_of_the_records(tmp_path: Path, kind: str) -> None:
+    numbers = range(COUNT)
+    write = write_same_shards if kind == "tar" else lambda folder, n: write_records(folder, kind, n)
+    found = stats(write(tmp_path, numbers), tmp_path / "i")
+    counts = [len(record(number)["images"]) for number in numbers]
+    assert found["samples"] == COUNT and found["refused"] == {}
+    assert found["images"] == {str(n): counts.count(n) for n in sorted(set(counts))}
+    assert found["keys"]["messages"] == found["keys"]["id"] == COUNT
+    assert (found["image_height"]["0"], found["image_height"]["100"]) == (20, 20)
+    assert found["read_as"] == ["tar"] or "messages" in found["read_as"][0]
+
+
+def test_what_is_refused_is_what_a_run_refuses_in_its_words(tmp_path: Path) -> None:
+    path = Path(write_records(tmp_path, "jsonl", range(COUNT)))
+    (tmp_path / "pictures" / "4-0.png").unlink()
+    (tmp_path / "pictures" / "7-0.png").write_bytes(b"no image")
+    with path.open("a") as stream:
+        stream.write("{oops}\n" + json.dumps({"messages": [], "score": 1}) + "\n")
+    found = stats(str(path), tmp_path / "i")["refused"]
+    policy = dict.fromkeys(("integrity", "decode", "schema"), "skip")
+    table = open_data(
+        "", tmp_path / "i", sources=(Source(name="d", path=str(path)),), on_error=policy
+    ).fitted.table
+    ours = {kind: each["samples"] for kind, each in found.items()}
+    theirs = [kind for kind, _ in table.faults.values()]
+    assert ours == {kind: theirs.count(kind) for kind in set(theirs)}
+    assert set(ours) == {"integrity", "decode", "schema"} and ours["schema"] == 2
+    told = {reason for each in found.values() for reason in each["reasons"]}
+    assert told == {reason for _, reason in table.faults.values()}
+
+
+def test_faults_that_differ_in_names_alone_are_told_once(tmp_path: Path) -> None:
+    path = Path(write_records(tmp_path, "jsonl", range(COUNT)))
+    for picture in (tmp_path / "pictures").iterdir():
+        picture.unlink()
+    [refused] = stats(str(path), tmp_path / "i")["refused"].values()
+    assert refused["samples"] == sum(bool(record(n)["images"]) for n in range(COUNT))
+    assert [count for count, _ in refused["reasons"].values()] == [refused["samples"]]
+
+
+def test_a_source_without_a_usable_sample_ends_with_a_fault(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "hm"}]}\n')
+    found = stats(str(path), tmp_path / "i", code=1)
+    assert found["refused"]["schema"]["samples"] == found["samples"] == 1
+
+
+@pytest.mark.slow
+def test_a_model_measures_the_samples(tmp_path: Path) -> None:
+    path = write_records(tmp_path, "jsonl", range(COUNT))
+    found = stats(path, tmp_path / "i", "--model", "assets/tiny-qwen2_5_vl")
+    assert found["num_tokens"]["0"] > found["num_label_tokens"]["0"] > 0
+    assert found["num_image_tokens"]["0"] == 0 < found["num_image_tokens"]["100"]

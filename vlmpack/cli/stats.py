@@ -1,0 +1,136 @@
+"""`vlmpack data stats`: what a source holds, before there is a recipe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vlmpack.cli.options import (
+    AsJson,
+    ColumnsOption,
+    ImagesOption,
+    IndexDir,
+    MaxImagePixels,
+    Storage,
+)
+from vlmpack.cli.progress import BytesBar, size_text
+from vlmpack.cli.stores import open_reading
+from vlmpack.terminal import open_console, say
+from vlmpack.words import counted
+
+if TYPE_CHECKING:
+    from vlmpack.data.tools.stats import SourceStats
+
+LABELS = {
+    "num_tokens": "tokens a sample",
+    "num_image_tokens": "of images",
+    "num_label_tokens": "learnt",
+    "num_patches": "patches",
+}
+MAX_KEYS_SHOWN = 20
+
+
+def stats(
+    source: Annotated[
+        list[str],
+        typer.Argument(metavar="SOURCE...", help="Files, a glob, or a folder of save_to_disk."),
+    ],
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", metavar="DIR", help="Model folder: samples are measured for it."),
+    ] = None,
+    columns: ColumnsOption = None,
+    images: ImagesOption = None,
+    storage: Storage = None,
+    max_image_pixels: MaxImagePixels = None,
+    index_dir: IndexDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a source holds: its layout, keys, images, with a model its lengths, and what a run would
+    refuse and why. Exit code 1 where no sample can be used."""
+    from vlmpack.data.files.settle import describe_forms
+    from vlmpack.data.index.lengths import ShardBuilder
+    from vlmpack.data.tools.index_shards import parts_builder
+    from vlmpack.data.tools.stats import source_stats
+
+    encoder = None
+    if model is not None:
+        from vlmpack.encode import Encoder
+
+        encoder = Encoder(model)
+        encoder.load()  # a wrong folder is named before any file is read
+    reading = open_reading(
+        source,
+        recipe=None,
+        storage=storage,
+        max_image_pixels=max_image_pixels,
+        columns=columns,
+        image_root=images,
+    )
+    folder = reading.index_folder(index_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    builder = parts_builder(reading.fetcher, reading.caps, folder, encoder)
+    lengths = builder.lengths if isinstance(builder, ShardBuilder) else None
+    stamps = [shard.seen(reading.fetcher) for shard in reading.shards]
+    found: SourceStats | None = None
+    with BytesBar("reading", len(stamps)) as bar:
+        steps = source_stats(stamps, builder, folder, lengths)
+        for stamp, figures in zip(stamps, steps, strict=True):
+            found = figures
+            bar.advance(stamp.size)
+    assert found is not None
+    forms = list(dict.fromkeys(describe_forms([stamp]) for stamp in stamps))
+    facts = {"files": len(stamps), "bytes": sum(s.size for s in stamps), "read_as": forms}
+    if as_json:
+        say(json.dumps(facts | found.as_json(), indent=1, ensure_ascii=False))
+    else:
+        _print(facts, found)
+    if sum(each.count for each in found.refused.values()) == found.samples:
+        say(f"no usable sample of {counted(found.samples, 'sample')}", err=True)
+        raise typer.Exit(1)
+
+
+def _print(facts: dict[str, Any], found: SourceStats) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from vlmpack.data.tools.stats import percentiles
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    size = size_text(facts["bytes"]) or 0
+    table.add_row("files", f"{facts['files']:,} ({size})")
+    for form in facts["read_as"]:
+        table.add_row("found", Text(form))
+    refused = sum(each.count for each in found.refused.values())
+    table.add_row("samples", f"{found.samples:,}, {refused:,} of them refused")
+    keys = found.keys.most_common(MAX_KEYS_SHOWN)
+    more = len(found.keys) - len(keys)
+    table.add_row(
+        "keys",
+        Text(
+            ", ".join(f"{key} {count:,}" for key, count in keys)
+            + (f" and {more} more" if more else "")
+        ),
+    )
+    counts = ", ".join(f"{n}: {found.images[n]:,}" for n in sorted(found.images)[:12])
+    table.add_row("images", f"{found.sizes.shape[0]:,}; a sample has {counts or 'none'}")
+    for name, column in (("width", found.sizes[:, 0]), ("height", found.sizes[:, 1])):
+        _add_percentiles(table, f"  {name}", percentiles(column))
+    for name, label in LABELS.items():
+        if name in found.lengths:
+            _add_percentiles(table, label, percentiles(found.lengths[name]))
+    console = open_console()
+    console.print(table)
+    for kind, each in sorted(found.refused.items()):
+        say(f"refused ({kind}): {counted(each.count, 'sample')}")
+        for reason, (count, first) in each.reasons.items():
+            say(f"  {count:,}: {reason} ({first})")
+
+
+def _add_percentiles(table: Any, label: str, values: dict[int, int]) -> None:
+    if values:
+        said = ", ".join(f"{p}%: {value:,}" for p, value in values.items())
+        table.add_row(label, said)

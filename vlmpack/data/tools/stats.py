@@ -1,0 +1,196 @@
+"""What a source holds, before there is a recipe: `vlmpack data stats`.
+
+Files are indexed and measured as a run would do it, and by the same readers; so what is refused
+here is what a run would refuse, in the same words. Keys are counted in a second pass over texts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vlmpack.data.files.readers import open_file
+from vlmpack.data.index.lengths import COUNTS, LengthsBuilder, load_lengths, read_documents
+from vlmpack.data.index.parts import part_for
+from vlmpack.data.index.shard_index import IndexBuilder, load_index
+from vlmpack.data.shards.json_text import parse_json
+from vlmpack.data.shards.keys import MAX_KEYS
+from vlmpack.encode.orientation import oriented_size
+from vlmpack.errors import DataError
+from vlmpack.storage.fetch import ShardStamp
+
+Int64s = npt.NDArray[np.int64]
+
+PERCENTILES = (0, 5, 50, 95, 99, 100)
+MAX_SAID = 5
+"""The most reasons of one class that are told."""
+TEXTS_AT_ONCE = 256
+
+
+@dataclass(slots=True)
+class Refused:
+    """Samples of one class of fault.
+
+    Args:
+        count: of them.
+        reasons: reason -> (samples, one of them as "file, key"); a reason's numbers are as its
+            first sample has them.
+    """
+
+    count: int = 0
+    reasons: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class SourceStats:
+    """The figures of one source.
+
+    Args:
+        samples: in it, refused ones included.
+        keys: of the records -> records that have them.
+        images: how many a sample has -> samples.
+        sizes: (n, 2) width and height of each image, as it is seen.
+        lengths: name of COUNTS -> (m,) of the samples that are not refused; empty without a model.
+        refused: class of a fault -> its samples.
+    """
+
+    samples: int = 0
+    keys: Counter[str] = field(default_factory=Counter)
+    images: Counter[int] = field(default_factory=Counter)
+    sizes: Int64s = field(default_factory=lambda: np.empty((0, 2), np.int64))
+    lengths: dict[str, Int64s] = field(default_factory=dict)
+    refused: dict[str, Refused] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain figures: percentiles in place of columns."""
+        return {
+            "samples": self.samples,
+            "keys": dict(self.keys.most_common(MAX_KEYS)),
+            "images": {str(count): self.images[count] for count in sorted(self.images)},
+            "image_width": percentiles(self.sizes[:, 0]),
+            "image_height": percentiles(self.sizes[:, 1]),
+            **{name: percentiles(column) for name, column in self.lengths.items()},
+            "refused": {
+                name: {"samples": each.count, "reasons": each.reasons}
+                for name, each in sorted(self.refused.items())
+            },
+        }
+
+
+def percentiles(column: Int64s) -> dict[int, int]:
+    """Percentile -> value; empty for an empty column."""
+    if not column.size:
+        return {}
+    return {p: int(np.percentile(column, p, method="nearest")) for p in PERCENTILES}
+
+
+def source_stats(
+    stamps: Sequence[ShardStamp],
+    index: IndexBuilder,
+    directory: Path,
+    lengths: LengthsBuilder | None = None,
+) -> Iterator[SourceStats]:
+    """The figures so far, after each file: the same object, which grows.
+
+    Args:
+        stamps: the source's files, each with its form.
+        index: how they are read.
+        directory: where index parts lie.
+        lengths: measures samples for a model.
+
+    Raises:
+        DataError: a damaged file.
+    """
+    found = SourceStats()
+    for stamp in stamps:
+        _add(found, stamp, index, directory, lengths)
+        yield found
+
+
+def _add(
+    found: SourceStats,
+    stamp: ShardStamp,
+    index: IndexBuilder,
+    directory: Path,
+    lengths: LengthsBuilder | None,
+) -> None:
+    shard = load_index(part_for(directory, stamp, index.rule), index)
+    rows = shard.table.to_pylist()
+    faults = [(row["error_class"], row["reason"]) for row in rows]
+    if lengths is not None:
+        part = part_for(directory, stamp, lengths.rule)
+        table = load_lengths(part, shard, lengths)
+        columns = (table.column(name).to_pylist() for name in ("error_class", "reason"))
+        faults = list(zip(*columns, strict=True))
+        good = np.asarray([reason is None for _, reason in faults], dtype=bool)
+        for name in COUNTS:
+            new = np.asarray(table.column(name).to_numpy(), dtype=np.int64)[good]
+            found.lengths[name] = np.concatenate((found.lengths.get(name, new[:0]), new))
+    for row, (kind, reason) in zip(rows, faults, strict=True):
+        if reason is not None:
+            _refuse(found, kind, reason, f"{stamp.path}, {row['key']}")
+    readable = [row for row in rows if row["reason"] is None]
+    sizes = [
+        oriented_size(image["width"], image["height"], image["orientation"])
+        for row in readable
+        if not row["branch"]  # branches of a record share its images
+        for image in row["images"]
+    ]
+    found.samples += len(rows)
+    found.images.update(len(row["images"]) for row in readable)
+    found.sizes = np.concatenate((found.sizes, np.asarray(sizes, np.int64).reshape(-1, 2)))
+    found.keys.update(_keys_of_file(stamp, index) if stamp.form else _keys(stamp, index, readable))
+
+
+def _refuse(found: SourceStats, kind: str, reason: str, where: str) -> None:
+    refused = found.refused.setdefault(kind, Refused())
+    refused.count += 1
+    same = _shape(reason)
+    told = next((said for said in refused.reasons if _shape(said) == same), None)
+    if told is not None:
+        count, first = refused.reasons[told]
+        refused.reasons[told] = (count + 1, first)
+    elif len(refused.reasons) < MAX_SAID:
+        refused.reasons[reason] = (1, where)
+
+
+def _shape(reason: str) -> str:
+    """A reason without its numbers and names: what many samples have in common."""
+    words = reason.split("'")
+    outside = "'".join(words[::2])
+    return "".join("0" if char.isdigit() else char for char in outside).replace("00", "0")
+
+
+def _keys_of_file(stamp: ShardStamp, index: IndexBuilder) -> Counter[str]:
+    """Keys of a file's records, those of a table's columns that nobody reads among them."""
+    keys: Counter[str] = Counter()
+    file = open_file(index.fetcher, stamp, index.caps, lambda names: names)
+    try:
+        for record in file.scan():
+            keys.update(list(record.value or ()))
+    finally:
+        file.close()
+    return keys
+
+
+def _keys(
+    stamp: ShardStamp, index: IndexBuilder, rows: Sequence[Mapping[str, Any]]
+) -> Counter[str]:
+    """Keys of the JSON members of a shard's samples."""
+    keys: Counter[str] = Counter()
+    records = [dict(row) for row in rows if not row["branch"]]
+    for first in range(0, len(records), TEXTS_AT_ONCE):
+        some = records[first : first + TEXTS_AT_ONCE]
+        for document in read_documents(index, stamp, some):
+            if isinstance(document, DataError):
+                raise document
+            value = parse_json(document.decode("utf-8-sig"))
+            assert isinstance(value, dict), "the index has read it"
+            keys.update(list(value))
+    return keys
