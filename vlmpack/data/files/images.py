@@ -65,15 +65,16 @@ class ImageRoot:
 
         Args:
             sources: as the record has them.
-            stamps: where they lie in a store, if that is known.
+            stamps: where those that are files of a store lie, in order, if that is known.
 
         Raises:
             DataError: class `integrity` for a path outside the root or a file that cannot be read,
                 `transport` for one of a store.
         """
         if stamps:
-            named = [(str(source), stamp) for source, stamp in zip(sources, stamps, strict=True)]
-            return at_once(lambda one: self._fetched(*one), named, most=IMAGES_AT_ONCE)
+            known = iter(stamps)
+            named = [(s, None if isinstance(s, bytes) else next(known)) for s in sources]
+            return at_once(lambda one: self._known(*one), named, most=IMAGES_AT_ONCE)
         if is_remote(self.root) and any(isinstance(source, str) for source in sources):
             return at_once(self.load, sources, most=IMAGES_AT_ONCE)
         return [self.load(source) for source in sources]
@@ -90,6 +91,9 @@ class ImageRoot:
         if is_remote(self.root):
             return self._fetched(source, self.fetcher.head(self._address(source)))
         return LoadedImage(self._read(source), source)
+
+    def _known(self, source: ImageSource, stamp: ShardStamp | None) -> LoadedImage:
+        return self.load(source) if stamp is None else self._fetched(str(source), stamp)
 
     def _fetched(self, name: str, stamp: ShardStamp) -> LoadedImage:
         self._check_size(stamp.size, repr(name))
