@@ -1,4 +1,4 @@
-"""A digest of what all processes of a replica have of a micro-batch: everything but the pixels."""
+"""A digest of a micro-batch's row as all processes of a replica have it: of no pixels."""
 
 from __future__ import annotations
 

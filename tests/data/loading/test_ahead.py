@@ -15,11 +15,13 @@ from vlmpack.data.loading.ahead import one_ahead
 class Items:
     """Numbers, with what happened to them."""
 
-    def __init__(self, count: int, *, fails: int | None = None) -> None:
+    def __init__(
+        self, count: int, *, fails: int | None = None, error: type[BaseException] = ValueError
+    ) -> None:
         self.begun, self.closed, self.threads = 0, False, set[int]()
         self.go_on = threading.Event()
         self.go_on.set()
-        self.count, self.fails = count, fails
+        self.count, self.fails, self.error = count, fails, error
 
     def __call__(self) -> Generator[int]:
         try:
@@ -28,7 +30,7 @@ class Items:
                 self.threads.add(threading.get_ident())
                 self.go_on.wait()
                 if number == self.fails:
-                    raise ValueError(f"item {number}")
+                    raise self.error(f"item {number}")
                 yield number
         finally:
             self.closed = True
@@ -60,10 +62,12 @@ def test_exactly_one_is_on_its_way() -> None:
     assert items.closed and items.begun == 4
 
 
-def test_an_error_comes_where_its_item_would() -> None:
-    coming = one_ahead(Items(5, fails=2)())
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_an_error_comes_where_its_item_would(error: type[BaseException]) -> None:
+    """One that is no Exception, too: a thread that ends with it says nothing, as at the end."""
+    coming = one_ahead(Items(5, fails=2, error=error)())
     assert [next(coming), next(coming)] == [0, 1]
-    with pytest.raises(ValueError, match="item 2"):
+    with pytest.raises(error, match="item 2"):
         next(coming)
     assert list(coming) == []
 

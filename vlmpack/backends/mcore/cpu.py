@@ -1,4 +1,4 @@
-"""megatron-core 0.16.1 on a CPU with gloo: for tests and small runs, active only without CUDA.
+"""megatron-core on a CPU with gloo: for tests and small runs, active only without CUDA.
 
 Megatron asks for CUDA by name in a few places: `device="cuda"`, `torch.cuda.current_device()`,
 `tensor.type() == "torch.cuda.FloatTensor"`, CUDA generators, streams. Inside `megatron_on_cpu()`

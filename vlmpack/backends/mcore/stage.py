@@ -1,4 +1,5 @@
-"""Beside Megatron's layers of a stage: the vision tower, and its copies' gradients."""
+"""A stage in Megatron's DDP: its gradients' buckets, what of them runs beside compute, and what
+tensor-parallel ranks sum besides."""
 
 from __future__ import annotations
 

@@ -19,14 +19,14 @@ class _Next(threading.Thread, Generic[Item]):
         super().__init__(name="vlmpack-ahead", daemon=True)
         self.items = items
         self.found: list[Item] = []
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.start()
 
     def run(self) -> None:
         """Make it."""
         try:
             self.found.extend(self._one())
-        except Exception as error:
+        except BaseException as error:  # left out, one that is no Exception would be the data's end
             self.error = error
 
     def _one(self) -> list[Item]:
