@@ -173,12 +173,13 @@ def _named(
     patterns: Sequence[str], options: FormOptions, fetcher: Fetcher, caps: SampleCaps
 ) -> list[FoundShard]:
     """The shards and files that patterns name, each pattern a source of its own."""
-    from vlmpack.addresses import record_kind
+    from vlmpack.addresses import is_remote, record_kind
     from vlmpack.data.files.settle import found_forms
     from vlmpack.storage.sources import find_shards
 
     found = find_shards(patterns, key=options.key, fetcher=fetcher)
-    if not any(record_kind(shard.path) for shard in found):
+    asked = (record_kind(shard.path) or not is_remote(shard.path) for shard in found)
+    if options.columns is None and not any(asked):
         return found
     each = (find_shards([pattern], key=options.key, fetcher=fetcher) for pattern in patterns)
     return [shard for some in each for shard in found_forms(some, options, fetcher, caps)]

@@ -40,7 +40,8 @@ class ShardStamp:
     """On the hub, the commit at which the shard was looked at; another with the same bytes is the
     same version."""
     form: str = field(default="", compare=False)
-    """How the records of a file that is no shard are read, in the words of whoever reads them."""
+    """How the records of a file that is no shard are read, or the samples of a shard without turns,
+    in the words of whoever reads them."""
 
 
 class Fetcher(Protocol):

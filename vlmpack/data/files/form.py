@@ -7,13 +7,14 @@ import json
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 
+from vlmpack.addresses import record_kind
 from vlmpack.data.columns.form import RecordForm
 from vlmpack.storage.fetch import ShardStamp
 
 
 @dataclass(frozen=True, slots=True)
 class FileForm:
-    """How the records of a file are read.
+    """How the records of a file are read, or the samples of a shard in another layout than turns.
 
     Args:
         record: the layout of a record.
@@ -41,3 +42,8 @@ class FileForm:
     def root_of(self, stamp: ShardStamp) -> str:
         """Where the images of one file lie."""
         return self.image_root or stamp.path.rpartition("/")[0] or "/"
+
+
+def holds_records(stamp: ShardStamp) -> bool:
+    """Whether a file with a form is one of records, and no shard."""
+    return bool(stamp.form) and record_kind(stamp.path) is not None

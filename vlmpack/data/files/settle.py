@@ -13,8 +13,9 @@ from vlmpack.addresses import is_remote, record_kind, redacted
 from vlmpack.data.columns.form import find_form
 from vlmpack.data.files.form import FileForm
 from vlmpack.data.files.readers import open_file
+from vlmpack.data.files.shard_form import Named, find_shard_form
 from vlmpack.data.shards.caps import SampleCaps
-from vlmpack.errors import RecipeError
+from vlmpack.errors import DataError, RecipeError
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 from vlmpack.storage.sources import FoundShard
 
@@ -44,11 +45,10 @@ class FormOptions:
 def settle_forms(
     stamps: Sequence[ShardStamp], options: FormOptions, fetcher: Fetcher, caps: SampleCaps
 ) -> tuple[ShardStamp, ...]:
-    """The files of one source, each with its form; shards as they are.
+    """The files of one source, each with its form; shards of turns as they are.
 
     Raises:
-        RecipeError: shards and other files in one source, columns of shards, or records whose
-            layout nobody can tell.
+        RecipeError: shards and other files in one source, or records whose layout nobody can tell.
         DataError: a file that cannot be read.
     """
     kinds = sorted({record_kind(stamp.path) or "tar" for stamp in stamps})
@@ -60,7 +60,8 @@ def settle_forms(
                     "alone, or none: name them as two sources"
                 ]
             )
-        return tuple(stamps)
+        found = _shard_form(stamps[0], options, fetcher, caps)
+        return tuple(replace(stamp, form=found) for stamp in stamps) if found else tuple(stamps)
     first = redacted(stamps[0].path)
     records = list(islice(_values(stamps, fetcher, caps), NUM_LOOKED_AT))
     if not records:
@@ -80,9 +81,30 @@ def found_forms(
         RecipeError, DataError: as settle_forms.
     """
     if not any(record_kind(shard.path) for shard in found):
-        return list(found)
+        return _found_shards(found, options, fetcher, caps)
     stamps = settle_forms([shard.seen(fetcher) for shard in found], options, fetcher, caps)
     return [FoundShard(stamp.path, stamp, stamp.form) for stamp in stamps]
+
+
+def _found_shards(
+    found: Sequence[FoundShard], options: FormOptions, fetcher: Fetcher, caps: SampleCaps
+) -> list[FoundShard]:
+    """The first is looked at, where that is a look at a disk or somebody names columns."""
+    if not found or (options.columns is None and is_remote(found[0].path)):
+        return list(found)
+    try:
+        first = found[0].seen(fetcher)
+    except DataError:
+        return list(found)
+    form = _shard_form(first, options, fetcher, caps)
+    return [replace(shard, form=form) for shard in found] if form else list(found)
+
+
+def _shard_form(stamp: ShardStamp, options: FormOptions, fetcher: Fetcher, caps: SampleCaps) -> str:
+    """The form of a source's shards, by the first of them; empty for turns."""
+    named = Named(options.key, options.knob)
+    form = find_shard_form(stamp, options.columns, named, fetcher, caps)
+    return "" if form is None else FileForm(form).to_text()
 
 
 def describe_forms(stamps: Sequence[ShardStamp]) -> str:

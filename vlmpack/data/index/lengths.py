@@ -16,8 +16,10 @@ from typing import Any
 import pyarrow as pa
 
 from vlmpack.activity import ACTIVITY
+from vlmpack.data.files.form import holds_records
 from vlmpack.data.files.readers import RecordFiles
 from vlmpack.data.files.record import Place
+from vlmpack.data.files.shard_form import shard_documents
 from vlmpack.data.index.gathered import open_parts
 from vlmpack.data.index.part_file import is_outdated, write_part
 from vlmpack.data.index.parts import (
@@ -103,13 +105,16 @@ def read_documents(
     """
     if not rows:
         return []
-    if stamp.form:
+    if holds_records(stamp):
         places = [
             Place(int(record_key(r["key"], r["branch"])), r["offset"], r["length"], r["row"])
             for r in rows
         ]
         files = RecordFiles(index.fetcher, index.caps)
         return files.documents(stamp, places, [row["fields"] for row in rows])
+    if stamp.form:
+        spans = [(row["offset"], row["length"], row["crc32"]) for row in rows]
+        return shard_documents(index.fetcher, stamp, spans, index.caps)
     wanted = [(row["json_offset"], row["json_length"]) for row in rows]
     ranges = list(dict.fromkeys(wanted))
     found = dict(zip(ranges, index.fetcher.read_ranges(stamp, ranges), strict=True))

@@ -19,7 +19,9 @@ from typing import Any
 import pyarrow as pa
 
 from vlmpack.activity import ACTIVITY
+from vlmpack.data.files.form import holds_records
 from vlmpack.data.files.readers import RecordFiles
+from vlmpack.data.files.shard_form import shard_samples
 from vlmpack.data.index.gathered import open_parts
 from vlmpack.data.index.part_file import is_outdated, write_part
 from vlmpack.data.index.parts import (
@@ -32,9 +34,8 @@ from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.images import ImageFacts, image_digest, image_facts
 from vlmpack.data.shards.keys import count_keys
 from vlmpack.data.shards.naming import JSON_FIELD
-from vlmpack.data.shards.raw import RawSample, group_members
+from vlmpack.data.shards.raw import RawSample
 from vlmpack.data.shards.schemas import CookedText, cook_texts
-from vlmpack.data.shards.tar import read_members
 from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError, schema_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp
@@ -143,17 +144,9 @@ class IndexBuilder:
         Raises:
             DataError: as above.
         """
-        if stamp.form:
-            yield from RecordFiles(self.fetcher, self.caps).samples(stamp)
-            return
-        with self.fetcher.open(stamp) as stream:
-            members = read_members(
-                stream,
-                stamp.size,
-                shard=stamp.path,
-                max_member_bytes=self.caps.max_member_bytes,
-            )
-            yield from group_members(members, shard=stamp.path, caps=self.caps)
+        if holds_records(stamp):
+            return RecordFiles(self.fetcher, self.caps).samples(stamp)
+        return shard_samples(self.fetcher, stamp, self.caps)
 
     def scan(self, stamp: ShardStamp, note: NoteRow | None = None) -> list[IndexRow]:
         """Reads the shard once.

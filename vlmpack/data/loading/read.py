@@ -7,17 +7,18 @@ of one class, and the policy for that class says whether it ends the run or leav
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from vlmpack.addresses import is_remote
+from vlmpack.data.files.form import holds_records
 from vlmpack.data.files.readers import RecordFiles
 from vlmpack.data.files.record import Place
+from vlmpack.data.files.shard_form import verified_sample
 from vlmpack.data.index.table import SampleRef
 from vlmpack.data.shards.branches import record_key
 from vlmpack.data.shards.caps import SampleCaps
-from vlmpack.data.shards.raw import REINDEX, RawSample, changed_since_indexed, parse_span
+from vlmpack.data.shards.raw import REINDEX, RawSample, changed_since_indexed
 from vlmpack.data.shards.schemas import cook
 from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError, ErrorClass
@@ -145,7 +146,7 @@ class SampleReader:
             DataError: class `transport` or `integrity`; of a record, what is wrong with it.
         """
         self.raise_known(ref)
-        if ref.stamp.form:
+        if holds_records(ref.stamp):
             [raw] = self._records(ref.stamp, [ref])
             if isinstance(raw, DataError):
                 raise raw
@@ -155,10 +156,10 @@ class SampleReader:
     def _raws(self, refs: Sequence[SampleRef]) -> Iterator[RawSample | DataError]:
         """What `read_raw` returns or raises, of each."""
         records: dict[ShardStamp, dict[tuple[int, int], SampleRef]] = {}
-        shards = [ref for ref in refs if not ref.stamp.form]
+        shards = [ref for ref in refs if not holds_records(ref.stamp)]
         spans = iter(self._spans(shards))
         for ref in refs:
-            if ref.stamp.form and ref.reason is None:  # branches of a record are read once
+            if ref.reason is None and holds_records(ref.stamp):  # branches are read once
                 records.setdefault(ref.stamp, {}).setdefault((ref.offset, ref.row), ref)
         read = {
             stamp: dict(zip(wanted, self._records(stamp, list(wanted.values())), strict=True))
@@ -167,7 +168,7 @@ class SampleReader:
         for ref in refs:
             found: RawSample | DataError
             try:
-                if ref.stamp.form:
+                if holds_records(ref.stamp):
                     self.raise_known(ref)
                     found = read[ref.stamp][ref.offset, ref.row]
                 else:
@@ -194,10 +195,7 @@ class SampleReader:
         return found
 
     def _verified(self, ref: SampleRef, span: bytes) -> RawSample:
-        found = zlib.crc32(span)
-        if found != ref.crc32:
-            raise changed_since_indexed(found, ref.crc32)
-        raw = parse_span(span, shard=ref.shard, offset=ref.offset, caps=self.caps, verified=found)
+        raw = verified_sample(span, ref.stamp, ref.offset, ref.crc32, self.caps)
         if raw.key != record_key(ref.key, ref.branch):
             raise DataError(f"the byte range holds the sample {raw.key!r}", error_class="integrity")
         return raw

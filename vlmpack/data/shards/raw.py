@@ -91,14 +91,22 @@ class RawSample:
 
 
 def group_members(
-    members: Iterable[TarMember], *, shard: str, caps: SampleCaps
+    members: Iterable[TarMember],
+    *,
+    shard: str,
+    caps: SampleCaps,
+    documents: tuple[str, ...] = (JSON_FIELD,),
 ) -> Iterator[RawSample]:
-    """Runs of members with the same key, as samples."""
+    """Runs of members with the same key, as samples.
+
+    Args:
+        documents: fields one of which a sample must have.
+    """
     run: list[TarMember] = []
     count = 0
     for member in members:
         if run and member.key != run[0].key:
-            yield _sample(run, count, shard, caps)
+            yield _sample(run, shard, _fault(run, count, caps, documents))
             run, count = [], 0
         count += 1
         run.append(member)
@@ -106,17 +114,24 @@ def group_members(
             # Its place is all that is kept, however much of it follows.
             run = [run[0]._replace(data=None), member._replace(data=None)]
     if run:
-        yield _sample(run, count, shard, caps)
+        yield _sample(run, shard, _fault(run, count, caps, documents))
 
 
 def parse_span(
-    span: bytes, *, shard: str, offset: int, caps: SampleCaps, verified: int | None = None
+    span: bytes,
+    *,
+    shard: str,
+    offset: int,
+    caps: SampleCaps,
+    verified: int | None = None,
+    documents: tuple[str, ...] = (JSON_FIELD,),
 ) -> RawSample:
     """The one sample of a byte range that the index recorded.
 
     Args:
         verified: the span's CRC-32, where the caller has found it to be the index's; then no
             checksum is computed here.
+        documents: see group_members.
 
     Raises:
         DataError: class `integrity`, where the span is not one sample.
@@ -128,7 +143,7 @@ def parse_span(
         max_member_bytes=caps.max_member_bytes,
         verified=verified,
     )
-    samples = list(group_members(members, shard=shard, caps=caps))
+    samples = list(group_members(members, shard=shard, caps=caps, documents=documents))
     if len(samples) != 1:
         raise DataError(
             f"the byte range holds {len(samples)} samples instead of 1; the shard changed after "
@@ -140,7 +155,7 @@ def parse_span(
     return samples[0]
 
 
-def _sample(run: list[TarMember], count: int, shard: str, caps: SampleCaps) -> RawSample:
+def _sample(run: list[TarMember], shard: str, fault: str | None) -> RawSample:
     return RawSample(
         key=run[0].key,
         shard=shard,
@@ -148,11 +163,13 @@ def _sample(run: list[TarMember], count: int, shard: str, caps: SampleCaps) -> R
         length=run[-1].end - run[0].offset,
         crc32=run[-1].crc32,
         members=tuple(run),
-        fault=_fault(run, count, caps),
+        fault=fault,
     )
 
 
-def _fault(run: list[TarMember], count: int, caps: SampleCaps) -> str | None:
+def _fault(
+    run: list[TarMember], count: int, caps: SampleCaps, documents: tuple[str, ...]
+) -> str | None:
     length = run[-1].end - run[0].offset
     if count > caps.max_members or length > caps.max_sample_bytes:
         return (
@@ -169,15 +186,15 @@ def _fault(run: list[TarMember], count: int, caps: SampleCaps) -> str | None:
                 f"the member {member.field!r} has {member.size} bytes; at most "
                 f"{caps.max_member_bytes} are read"
             )
-        if member.field == JSON_FIELD and member.size > caps.max_json_bytes:
+        if member.field in documents and member.size > caps.max_json_bytes:
             return (
-                f"the '.json' member has {member.size} bytes; at most {caps.max_json_bytes} are "
-                "parsed"
+                f"the '.{member.field}' member has {member.size} bytes; at most "
+                f"{caps.max_json_bytes} are parsed"
             )
         refused = refusal(member.field, member.data)
         if refused is not None:
             return f"{member.field!r}: {refused}; it is refused"
-    if not any(member.field == JSON_FIELD for member in run):
+    if not any(member.field in documents for member in run):
         shown = ", ".join(repr(member.field) for member in run[:6])
         return (
             f"no '.json' member, only {shown} (a key ends at the first dot of the file name, so "

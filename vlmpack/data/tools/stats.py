@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vlmpack.data.files.form import holds_records
 from vlmpack.data.files.readers import open_file
+from vlmpack.data.files.shard_form import shard_records
 from vlmpack.data.index.lengths import COUNTS, LengthsBuilder, load_lengths, read_documents
 from vlmpack.data.index.parts import part_for
 from vlmpack.data.index.shard_index import IndexBuilder, load_index
@@ -145,7 +147,13 @@ def _add(
     found.samples += len(rows)
     found.images.update(len(row["images"]) for row in readable)
     found.sizes = np.concatenate((found.sizes, np.asarray(sizes, np.int64).reshape(-1, 2)))
-    found.keys.update(_keys_of_file(stamp, index) if stamp.form else _keys(stamp, index, readable))
+    if holds_records(stamp):
+        found.keys.update(_keys_of_file(stamp, index))
+    elif stamp.form:
+        for record in shard_records(index.fetcher, stamp, index.caps):
+            found.keys.update(list(record))
+    else:
+        found.keys.update(_keys(stamp, index, readable))
 
 
 def _refuse(found: SourceStats, kind: str, reason: str, where: str) -> None:

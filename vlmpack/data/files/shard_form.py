@@ -1,0 +1,204 @@
+"""Samples of shards in another layout than turns, read as the samples that the same turns are.
+
+    0001.jpg  0001.json {"question": ..., "answer": ...}   ->   its .json has "messages"
+    0001.jpg  0001.txt                                     ->   a .json beside them
+
+A sample keeps its place and the checksum of its bytes; its `.json` alone is another one. A source
+whose shards have turns has no form, and nothing here touches its samples.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any, NamedTuple
+
+from vlmpack.addresses import is_remote, redacted
+from vlmpack.data.columns.cells import has_value
+from vlmpack.data.columns.form import RecordForm, find_form
+from vlmpack.data.columns.layout import fitting
+from vlmpack.data.columns.members import TEXT_FIELD, member_document, member_record
+from vlmpack.data.files.form import FileForm
+from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.naming import JSON_FIELD
+from vlmpack.data.shards.raw import RawSample, changed_since_indexed, group_members, parse_span
+from vlmpack.data.shards.tar import read_members
+from vlmpack.errors import DataError, RecipeError
+from vlmpack.storage.fetch import Fetcher, ShardStamp
+
+NUM_LOOKED_AT = 8
+"""Samples of a source that say how it is read."""
+SPANS_AT_ONCE = 16
+"""Samples whose bytes are held together when their texts alone are wanted."""
+
+_DOCUMENTS = (JSON_FIELD, TEXT_FIELD)
+_NATIVE = frozenset({"messages", "llava"})
+_TURNS = frozenset({"messages", "conversations"})
+
+
+class Named(NamedTuple):
+    """What messages call a source, and what says its columns."""
+
+    source: str
+    knob: str
+
+
+def shard_samples(fetcher: Fetcher, stamp: ShardStamp, caps: SampleCaps) -> Iterator[RawSample]:
+    """All samples of a shard, in its order, as its form has them.
+
+    Raises:
+        DataError: class `integrity` for a damaged shard, `transport` for one out of reach.
+    """
+    for raw in _grouped(fetcher, stamp, caps, _documents_of(stamp)):
+        yield as_turns(raw, stamp)
+
+
+def verified_sample(
+    span: bytes, stamp: ShardStamp, offset: int, crc32: int, caps: SampleCaps
+) -> RawSample:
+    """The one sample of a byte range that the index recorded, as its shard's form has it.
+
+    Args:
+        crc32: of the range, as the index has it.
+
+    Raises:
+        DataError: class `integrity`: other bytes, or not one sample.
+    """
+    found = zlib.crc32(span)
+    if found != crc32:
+        raise changed_since_indexed(found, crc32)
+    raw = parse_span(
+        span,
+        shard=stamp.path,
+        offset=offset,
+        caps=caps,
+        verified=found,
+        documents=_documents_of(stamp),
+    )
+    return as_turns(raw, stamp)
+
+
+def shard_documents(
+    fetcher: Fetcher, stamp: ShardStamp, places: Sequence[tuple[int, int, int]], caps: SampleCaps
+) -> list[bytes | DataError]:
+    """The JSON of samples of a shard that has a form.
+
+    Args:
+        places: offset, length and checksum of each, as the index has them.
+
+    Raises:
+        DataError: class `transport` or `integrity`, where the shard cannot be read.
+    """
+    found: dict[tuple[int, int, int], bytes | DataError] = {}
+    wanted = list(dict.fromkeys(places))
+    for start in range(0, len(wanted), SPANS_AT_ONCE):
+        some = wanted[start : start + SPANS_AT_ONCE]
+        spans = fetcher.read_ranges(stamp, [(offset, length) for offset, length, _ in some])
+        for place, span in zip(some, spans, strict=True):
+            offset, _, crc32 = place
+            try:
+                raw = verified_sample(span, stamp, offset, crc32, caps)
+                raw.check()
+                found[place] = raw.payload(JSON_FIELD)
+            except DataError as error:
+                found[place] = error
+    return [found[place] for place in places]
+
+
+def as_turns(raw: RawSample, stamp: ShardStamp) -> RawSample:
+    """A sample with the `.json` that the reader of shards takes; what is wrong with it is its
+    fault. Of a shard without a form the sample itself."""
+    if not stamp.form or raw.fault is not None:
+        return raw
+    form = FileForm.from_text(stamp.form).record
+    document, text = raw.member(JSON_FIELD), raw.member(TEXT_FIELD)
+    try:
+        made = member_document(document and document.data, text and text.data, raw.fields, form)
+    except DataError as fault:
+        return replace(raw, fault=fault.reason, error_class=fault.error_class)
+    stands_for = document or text
+    assert stands_for is not None, "one of them is there, or the sample has a fault"
+    new = stands_for._replace(field=JSON_FIELD, data=made.data, size=len(made.data))
+    members = tuple(new if member is document else member for member in raw.members)
+    return replace(
+        raw,
+        members=members if document is not None else (*members, new),
+        unknown_keys=(*raw.unknown_keys, *made.unread),
+    )
+
+
+def find_shard_form(
+    stamp: ShardStamp,
+    columns: Mapping[str, str] | str | None,
+    named: Named,
+    fetcher: Fetcher,
+    caps: SampleCaps,
+) -> RecordForm | None:
+    """How the samples of a source's shards are read; None for turns.
+
+    Where nobody says it, the first samples of a local shard do; a shard in a store is not asked.
+
+    Args:
+        stamp: the first shard.
+        columns: as the recipe has them.
+        named: the source and the knob, for messages.
+
+    Raises:
+        RecipeError: more than one layout fits, or none of the columns that are named.
+        DataError: columns are named, and the shard cannot be read.
+    """
+    where = f"{named.source} ({redacted(stamp.path)})"
+    if columns is None and is_remote(stamp.path):
+        return None
+    first = islice(shard_records(fetcher, stamp, caps), NUM_LOOKED_AT)
+    if columns is not None:
+        records = list(first)
+        if not records:
+            raise RecipeError([f"{where}: it holds no readable sample"])
+        return find_form(records, columns, where, named.knob)
+    try:
+        records = list(first)
+    except DataError:  # the index tells, with its place
+        return None
+    keys = [{key for key, value in record.items() if has_value(value)} for record in records]
+    if {layout.name for each in keys for layout in fitting(each)} <= _NATIVE:
+        return None
+    return find_form(records, None, where, named.knob)
+
+
+def shard_records(
+    fetcher: Fetcher, stamp: ShardStamp, caps: SampleCaps
+) -> Iterator[dict[str, Any]]:
+    """The records that a shard's samples are, in its order, without those that cannot be read.
+
+    Raises:
+        DataError: as shard_samples.
+    """
+    for raw in _grouped(fetcher, stamp, caps, _DOCUMENTS):
+        if raw.fault is not None:
+            continue
+        document, text = raw.member(JSON_FIELD), raw.member(TEXT_FIELD)
+        try:
+            record = {} if document is None else member_record(document.data, None, ())
+            if _TURNS.isdisjoint(record):  # else its own keys alone say what it is
+                record = member_record(document and document.data, text and text.data, raw.fields)
+        except DataError:  # a hole, or an error when it is indexed
+            continue
+        yield record
+
+
+def _documents_of(stamp: ShardStamp) -> tuple[str, ...]:
+    """Members one of which a sample must have."""
+    return _DOCUMENTS if stamp.form else (JSON_FIELD,)
+
+
+def _grouped(
+    fetcher: Fetcher, stamp: ShardStamp, caps: SampleCaps, documents: tuple[str, ...]
+) -> Iterator[RawSample]:
+    with fetcher.open(stamp) as stream:
+        members = read_members(
+            stream, stamp.size, shard=stamp.path, max_member_bytes=caps.max_member_bytes
+        )
+        yield from group_members(members, shard=stamp.path, caps=caps, documents=documents)
