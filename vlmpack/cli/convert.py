@@ -20,14 +20,17 @@ if TYPE_CHECKING:
 Source = Annotated[
     Path,
     typer.Argument(
-        metavar="SOURCE", help="A .jsonl file, a .json list, or a folder of parquet files."
+        metavar="SOURCE",
+        help="A .jsonl, .json, .csv, .tsv or .parquet file, or a folder of a data set.",
     ),
 ]
 Out = Annotated[
     Path,
     typer.Argument(metavar="OUT", help="Folder and name: out/train is out/train-000000.tar ..."),
 ]
-Form = Annotated[str, typer.Option("--format", metavar="NAME", help="auto, jsonl, llava or hf.")]
+Form = Annotated[
+    str, typer.Option("--format", metavar="NAME", help="auto, jsonl, llava, csv, tsv or hf.")
+]
 Columns = Annotated[
     str | None,
     typer.Option(
@@ -46,9 +49,7 @@ Images = Annotated[
         show_default="the source's folder",
     ),
 ]
-Split = Annotated[
-    str | None, typer.Option("--split", help="Split of a parquet folder that has several.")
-]
+Split = Annotated[str | None, typer.Option("--split", help="Split of a folder that has several.")]
 ShardMb = Annotated[
     int, typer.Option("--shard-mb", min=1, help="Megabytes after which a shard is closed.")
 ]

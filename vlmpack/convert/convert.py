@@ -178,7 +178,7 @@ def sample_fields(
         DataError: class `schema`, `integrity` or `decode`; the reason has no place.
     """
     if record.value is None:
-        raise schema_error(record.fault or "cannot be read")
+        raise record.fault or schema_error("cannot be read")
     sample = sample_of(record.value, form, images)
     facts = [image_facts(image.data, image.name, images.caps) for image in sample.images]
     for image in sample.images:  # one that is cut has a sound header

@@ -23,16 +23,24 @@ from support.shard_fakes import (
     write_shards,
 )
 
-from vlmpack.data.files.settle import Columns, FormOptions, describe_forms, settle_forms
+from vlmpack.data.files.settle import (
+    Columns,
+    FormOptions,
+    describe_forms,
+    found_forms,
+    settle_forms,
+)
 from vlmpack.data.index.lengths import LengthsBuilder, ShardBuilder, open_lengths
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.shard_index import IndexBuilder, open_index
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.unlisted import unlisted_samples
+from vlmpack.data.tools.stats import source_stats
 from vlmpack.errors import DataError, RecipeError
 from vlmpack.recipe.sources import Source
 from vlmpack.storage.fetch import LocalFetcher, ShardStamp
-from vlmpack.storage.sources import stamped_shards
+from vlmpack.storage.sources import FoundShard, find_shards, stamped_shards
 
 COUNT = 21
 FETCHER = LocalFetcher()
@@ -250,3 +258,27 @@ def test_a_bad_sample_is_a_hole_and_a_changed_one_an_error(tmp_path: Path) -> No
     reasons = {h.key: h.reason for m in micro_batches(changed, 3) for h in m.skipped}
     assert reasons.keys() == {key_of(3), key_of(12), key_of(13)}
     assert "checksum" in reasons[key_of(3)]
+
+
+def test_commands_without_a_recipe_settle_shards_as_a_launch_does(tmp_path: Path) -> None:
+    pattern = write(tmp_path, caption)
+    found = find_shards([pattern], key="SHARDS", fetcher=FETCHER)
+    named = found_forms(found, FormOptions(key="SHARDS"), FETCHER, SampleCaps())
+    assert [shard.seen(FETCHER).form for shard in named] == [s.form for s in settled(pattern)]
+    assert all(shard.form for shard in named)
+    gone = [FoundShard(str(tmp_path / "gone.tar"))]
+    assert found_forms(gone, FormOptions(), FETCHER, SampleCaps()) == gone
+
+
+def test_a_shard_of_another_layout_is_counted_and_listed_by_its_own_keys(tmp_path: Path) -> None:
+    index = IndexBuilder(FETCHER)
+    settings = BuildSettings(directory=tmp_path / "i")
+    [stamp, *_] = settled(write(tmp_path / "s", vqa))
+    [shard] = open_index([stamp], index, settings)
+    table = shard.table
+    spans = [table.column(name).to_numpy() for name in ("offset", "length")]
+    assert unlisted_samples(FETCHER, stamp, *spans) == []
+    assert unlisted_samples(FETCHER, stamp, *(span[:-1] for span in spans)) == [key_of(7)]
+    [stats] = source_stats([stamp], index, settings.directory)
+    assert {"question", "answer", "where", "task"} <= stats.keys.keys()
+    assert "messages" not in stats.keys

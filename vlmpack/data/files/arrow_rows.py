@@ -31,12 +31,14 @@ class ArrowRows:
 
     Args:
         choose: which columns are read.
+        is_bounded: whether a large batch is refused: each is decoded once by who only scans.
     """
 
     fetcher: Fetcher
     stamp: ShardStamp
     caps: SampleCaps
     choose: ChooseColumns
+    is_bounded: bool = True
     noun: str = "row"
     _schema: Any = None
     _columns: tuple[str, ...] = ()
@@ -98,7 +100,7 @@ class ArrowRows:
                 except StopIteration:
                     break
                 begin, end = end, file.tell()
-                if end - begin > MAX_GROUP_BYTES:
+                if self.is_bounded and end - begin > MAX_GROUP_BYTES:
                     raise self._too_large(begin, end - begin)
                 yield begin, end - begin, batch
             if self.stamp.size - end > 16:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vlmpack.data.files.record import Place, Record, as_record
 from vlmpack.data.files.spans import read_spans
@@ -33,26 +33,28 @@ class JsonLines:
             DataError: class `integrity` where the file ends inside of a line, else as there.
         """
         most = self.caps.max_json_bytes
-        number = offset = 0
+        number = offset = line_number = 0
         with self.fetcher.open(self.stamp) as stream:
             while line := stream.readline(most + 1):
                 if not offset:
                     refuse_wide(line, self.stamp)
                 length = len(line)
+                line_number += 1
                 while not line.endswith(b"\n") and (more := stream.readline(_SKIPPED_BYTES)):
                     line, length = more, length + len(more)
                 place = Place(number, offset, length)
                 offset += length
                 if length > most:
                     reason = f"has {length} bytes; at most {most} are parsed"
-                    yield Record(place, None, DataError(reason, error_class="integrity"))
+                    fault = DataError(reason, error_class="integrity")
+                    yield Record(place, None, fault, line=line_number)
                 elif not line.strip():
                     continue
                 else:
-                    record = _parsed(place, line)
+                    record = replace(_parsed(place, line), line=line_number)
                     if record.fault is not None and not line.endswith(b"\n"):
                         raise DataError(
-                            f"the file ends inside of line {number + 1}, which is no JSON; it is "
+                            f"the file ends inside of line {line_number}, which is no JSON; it is "
                             "cut short, and how many records are missing is unknown",
                             error_class="integrity",
                             shard=self.stamp.path,

@@ -36,12 +36,14 @@ class ParquetRows:
 
     Args:
         choose: which columns are read.
+        is_bounded: whether a large row group is refused: nobody decodes it whole who only scans.
     """
 
     fetcher: Fetcher
     stamp: ShardStamp
     caps: SampleCaps
     choose: ChooseColumns
+    is_bounded: bool = True
     noun: str = "row"
     _file: pq.ParquetFile | None = None
     _source: FetchedFile | None = None
@@ -115,7 +117,7 @@ class ParquetRows:
         return file
 
     def _check_groups(self, file: pq.ParquetFile) -> None:
-        for group in range(file.num_row_groups):
+        for group in range(file.num_row_groups if self.is_bounded else 0):
             size = sum(chunk.total_uncompressed_size for chunk in self._chunks(file, group))
             if size > MAX_GROUP_BYTES:
                 raise self._error(

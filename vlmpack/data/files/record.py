@@ -37,12 +37,14 @@ class Record:
         value: the object; None where it cannot be read.
         fault: why it cannot be read.
         unread: columns of a table that were not looked at.
+        line: of a text file, counted from 1, where it was scanned; 0 where a record is no line.
     """
 
     place: Place
     value: Mapping[str, Any] | None
     fault: DataError | None = None
     unread: tuple[str, ...] = ()
+    line: int = 0
 
 
 class RecordFile(Protocol):

@@ -1,40 +1,42 @@
-"""Records of a JSONL file, a LLaVA json file, or a folder of parquet files, one at a time.
+"""Records of what is converted: a file, a parquet folder, a folder of save_to_disk, one at a time.
 
-A record is the object as its file has it, with the place to name when it is bad. A line that is no
-JSON is a record too, with a fault: whether it ends the conversion is the caller's choice.
+They come by the readers that training has, so what is converted is what would be trained. A record
+that cannot be read has a fault: whether that ends the conversion is the caller's choice.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
+from vlmpack.addresses import record_kind
 from vlmpack.data.columns.form import RecordForm, read_columns
 from vlmpack.data.columns.layout import fitting
-from vlmpack.data.shards.json_text import parse_json
-from vlmpack.errors import DataError, VlmpackError, schema_error
-from vlmpack.words import kind_of
+from vlmpack.data.files.arrow_rows import ArrowRows
+from vlmpack.data.files.parquet_rows import ParquetRows
+from vlmpack.data.files.readers import READERS, Open
+from vlmpack.data.files.record import Record as FileRecord
+from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.errors import DataError, VlmpackError
+from vlmpack.storage.fetch import LocalFetcher
+from vlmpack.storage.sources import SPLITS_FILE, STATE_FILE, files_of_folder
 
-FORMATS = ("auto", "jsonl", "llava", "hf")
+_KIND_OF_FORMAT = {"jsonl": "JSONL", "llava": "JSON", "csv": "CSV", "tsv": "TSV"}
+FORMATS = ("auto", *_KIND_OF_FORMAT, "hf")
 """What `--format` takes; `auto` goes by a folder, and by the name's end."""
 
-_FORM_OF_SUFFIX = {
-    "hf": "hf",
-    "parquet": "hf",
-    "jsonl": "jsonl",
-    "ndjson": "jsonl",
-    "json": "llava",
-}
-
-BATCH_ROWS = 32
-
 _SHARD_NUMBER = re.compile(r"[-_]?\d+(-of-\d+)?$")
+
+_ANY_SIZE: Mapping[str, Open] = {
+    "parquet": partial(ParquetRows, is_bounded=False),
+    "arrow": partial(ArrowRows, is_bounded=False),
+}
+"""Readers of tables whose groups of rows may have any size: each is decoded once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,8 @@ class Record:
     """
 
     place: str
-    value: dict[str, Any] | None
-    fault: str | None = None
+    value: Mapping[str, Any] | None
+    fault: DataError | None = None
     unread: tuple[str, ...] = ()
 
 
@@ -62,7 +64,7 @@ def open_records(
     Args:
         path: what to read.
         form: one of FORMATS.
-        split: the split of a parquet folder; None where it has one only.
+        split: the split of a folder; None where it has one only.
         every_column: whether all columns of a table are read, whatever layout they look like.
 
     Raises:
@@ -72,74 +74,71 @@ def open_records(
         raise VlmpackError(f"--format {form}: expected one of {', '.join(FORMATS)}")
     if not path.exists():
         raise VlmpackError(f"{path}: there is no such file or folder")
-    if form == "auto":
-        suffix = "hf" if path.is_dir() else path.suffix.lower().lstrip(".")
-        form = _FORM_OF_SUFFIX.get(suffix, "")
-        if not form:
-            raise VlmpackError(
-                f"{path}: the name does not say what it is; expected .jsonl, .json, .parquet or a "
-                "folder, or --format"
-            )
-    if split is not None and form != "hf":
-        raise VlmpackError(f"--split {split}: only a folder of parquet files has splits")
-    if form == "jsonl":
-        return _json_lines(path)
-    if form == "llava":
-        return _json_items(path)
-    return _parquet_rows(_parquet_files(path, split), every_column)
+    choose = _every if every_column else _columns
+    is_folder = path.is_dir()
+    if split is not None and (not is_folder or form not in ("auto", "hf")):
+        raise VlmpackError(f"--split {split}: only a folder of a data set has splits")
+    if is_folder and form not in ("auto", "hf"):
+        raise VlmpackError(f"{path}: is a folder; expected one .{form} file")
+    if is_folder:
+        kind, files = _folder_files(path, split)
+    else:
+        kind, files = _kind_of(path, form), [path]
+    return _records(kind, files, choose)
 
 
-def _json_lines(path: Path) -> Iterator[Record]:
-    if path.is_dir():
-        raise VlmpackError(f"{path}: is a folder; expected one .jsonl file")
-    with path.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            if line.strip():
-                yield _from_json(f"{path}, line {number}", line)
+def _kind_of(path: Path, form: str) -> str:
+    """How a file is read, by what is asked or its name's end."""
+    if form == "hf":
+        return "parquet"
+    kind = _KIND_OF_FORMAT[form] if form != "auto" else record_kind(str(path))
+    if kind is None:
+        raise VlmpackError(
+            f"{path}: the name does not say what it is; expected .jsonl, .json, .csv, .tsv, "
+            ".parquet or a folder, or --format"
+        )
+    return kind
 
 
-def _json_items(path: Path) -> Iterator[Record]:
+def _folder_files(path: Path, split: str | None) -> tuple[str, list[Path]]:
+    """The files of one split of a data set, and their kind: those of save_to_disk, or parquet."""
+    if (path / SPLITS_FILE).is_file():
+        names = sorted(state.parent.name for state in path.glob(f"*/{STATE_FILE}"))
+        return _saved_files(path / _chosen(path, names, split))
+    if (path / STATE_FILE).is_file():
+        if split is not None:
+            raise VlmpackError(f"--split {split}: {path} is one split of a data set by itself")
+        return _saved_files(path)
+    return "parquet", _parquet_files(path, split)
+
+
+def _saved_files(folder: Path) -> tuple[str, list[Path]]:
     try:
-        items = parse_json(path.read_bytes().decode("utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise schema_error(f"cannot be read as JSON: {error}", shard=str(path)) from error
-    if not isinstance(items, list):
-        raise schema_error(f"holds {kind_of(items)}; expected a list of records", shard=str(path))
-    for number, item in enumerate(items):
-        yield _checked(f"{path}, item {number}", item)
-
-
-def _from_json(place: str, line: bytes) -> Record:
-    try:
-        return _checked(place, parse_json(line.decode("utf-8-sig")))
-    except (ValueError, RecursionError) as error:
-        return Record(place, None, f"is no JSON: {error}")
-
-
-def _checked(place: str, value: object) -> Record:
-    if not isinstance(value, dict):
-        return Record(place, None, f"is {kind_of(value)}; expected an object")
-    return Record(place, value)
+        return "arrow", [Path(name) for name in files_of_folder(folder)]
+    except ValueError as error:
+        raise VlmpackError(f"{folder}: {error}") from None
 
 
 def _parquet_files(path: Path, split: str | None) -> list[Path]:
     """The parquet files of one split, by name."""
-    if path.is_file():
-        return [path]
     files = sorted(path.rglob("*.parquet"))
     if not files:
         raise VlmpackError(
-            f"{path}: holds no .parquet file; other forms of a data set (arrow files of "
-            "save_to_disk, scripts) can be saved as parquet first"
+            f"{path}: holds no .parquet file, and is no folder of datasets.save_to_disk; other "
+            "forms of a data set (scripts) can be saved as one of them first"
         )
     splits = {file: _split_name(file.relative_to(path)) for file in files}
-    names = sorted(set(splits.values()))
+    chosen = _chosen(path, sorted(set(splits.values())), split)
+    return [file for file in files if splits[file] == chosen]
+
+
+def _chosen(path: Path, names: Sequence[str], split: str | None) -> str:
+    """The split that is meant."""
     if split is None and len(names) > 1:
         raise VlmpackError(f"{path}: holds the splits {', '.join(names)}; choose one by --split")
-    chosen = [file for file in files if split is None or splits[file] == split]
-    if not chosen:
-        raise VlmpackError(f"{path}: no split {split!r}; it holds {', '.join(names)}")
-    return chosen
+    if not names or split not in (None, *names):
+        raise VlmpackError(f"{path}: no split {split!r}; it holds {', '.join(names) or 'none'}")
+    return split or names[0]
 
 
 def _split_name(path: Path) -> str:
@@ -150,23 +149,32 @@ def _split_name(path: Path) -> str:
     return "/".join([*folders, stem] if stem else folders) or "train"
 
 
-def _parquet_rows(files: Sequence[Path], every_column: bool) -> Iterator[Record]:
+def _records(
+    kind: str, files: Sequence[Path], choose: Callable[[Sequence[str]], Sequence[str]]
+) -> Iterator[Record]:
+    fetcher = LocalFetcher()
+    open_file = _ANY_SIZE.get(kind, READERS[kind])
+    # A record may hold its images as text: it is not parsed again once it is a sample.
+    caps = SampleCaps(max_json_bytes=SampleCaps().max_sample_bytes)
     for file in files:
+        reader = open_file(fetcher, fetcher.head(str(file)), caps, choose)
+        scan = reader.scan()
         try:
-            with pq.ParquetFile(file) as table:
-                names = table.schema_arrow.names
-                columns = names if every_column else _columns(names)
-                unread = tuple(name for name in names if name not in columns)
-                row = 0
-                for batch in table.iter_batches(batch_size=BATCH_ROWS, columns=columns):
-                    for value in batch.to_pylist():
-                        record = _checked(f"{file}, row {row}", _without_nulls(value))
-                        yield replace(record, unread=unread)
-                        row += 1
-        except (OSError, pa.ArrowException) as error:
-            raise DataError(
-                f"cannot be read as parquet: {error}", error_class="integrity", shard=str(file)
-            ) from error
+            with closing(scan):  # type: ignore[type-var]
+                for record in scan:
+                    place = f"{file}, {reader.noun} {_number(record)}"
+                    yield Record(place, record.value, record.fault, record.unread)
+        finally:
+            reader.close()
+
+
+def _number(record: FileRecord) -> int:
+    """Lines are counted from 1, as editors do; items and rows from 0."""
+    return record.line or record.place.number
+
+
+def _every(names: Sequence[str]) -> Sequence[str]:
+    return names
 
 
 def _columns(names: Sequence[str]) -> list[str]:
@@ -174,12 +182,3 @@ def _columns(names: Sequence[str]) -> list[str]:
     fits = fitting(names)
     read = {name for each in fits for name in read_columns(RecordForm(each.name), names)}
     return [name for name in names if name in read or not fits]
-
-
-def _without_nulls(value: Any) -> Any:
-    """Parquet's structs have every key of every row; those that are null were not there."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    return value

@@ -1,0 +1,113 @@
+"""What is converted comes by the readers of training: every kind of file, and folders of splits."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from support.record_data import KINDS, save_to_disk, write_records, write_same_shards
+
+from vlmpack.convert import ConvertReport, ConvertSettings, convert, open_records
+from vlmpack.data.files.records import FORMATS, Record
+from vlmpack.errors import DataError, VlmpackError
+
+NUMBERS = range(14)
+
+
+def converted(source: Path, out: Path, images: Path, split: str | None = None) -> ConvertReport:
+    settings = ConvertSettings(folder=out, image_root=images, index_dir=out / "i")
+    return convert(open_records(source, "auto", split), settings)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Members of the shards by name."""
+    found: dict[str, bytes] = {}
+    for path in sorted(folder.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            for entry in tar:
+                found[entry.name] = tar.extractfile(entry).read()  # type: ignore[union-attr]
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_file_becomes_the_same_shards(tmp_path: Path, kind: str) -> None:
+    shards = write_same_shards(tmp_path / "wanted", NUMBERS)
+    source = write_records(tmp_path / "files", kind, NUMBERS)
+    report = converted(Path(source), tmp_path / "out", tmp_path / "files")
+    assert report.samples == len(NUMBERS)
+    found, wanted = content(tmp_path / "out"), content(Path(shards).parent)
+    assert found == wanted and sum(name.endswith(".png") for name in wanted) == 13
+
+
+def test_a_split_of_a_saved_data_set_is_chosen(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+    folder = tmp_path / "set"
+    for name, count in (("train", 3), ("test", 2)):
+        save_to_disk(folder / name, pa.Table.from_pylist([{"messages": turns}] * count))
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+    with pytest.raises(VlmpackError, match="holds the splits test, train; choose one by --split"):
+        open_records(folder)
+    with pytest.raises(VlmpackError, match="no split 'val'; it holds test, train"):
+        open_records(folder, split="val")
+    for name, count in (("train", 3), ("test", 2)):
+        assert converted(folder, tmp_path / name, tmp_path, name).samples == count
+    with pytest.raises(VlmpackError, match="is one split of a data set by itself"):
+        open_records(folder / "train", split="train")
+    (folder / "train/state.json").write_text('{"_data_files": [{"filename": "gone.arrow"}]}')
+    with pytest.raises(VlmpackError, match=r"lacks gone\.arrow"):
+        open_records(folder, split="train")
+
+
+def test_formats_are_named_for_files_whose_names_do_not_say_it(tmp_path: Path) -> None:
+    assert FORMATS == ("auto", "jsonl", "llava", "csv", "tsv", "hf")
+    texts = {
+        "jsonl": '{"question": "Q", "answer": "A"}\n',
+        "llava": '[{"question": "Q", "answer": "A"}]',
+        "csv": "question,answer\nQ,A\n",
+        "tsv": "question\tanswer\nQ\tA\n",
+    }
+    source = tmp_path / "file.txt"
+    for form, text in texts.items():
+        source.write_text(text)
+        [record] = open_records(source, form)
+        assert record.value == {"question": "Q", "answer": "A"}
+    with pytest.raises(VlmpackError, match="the name does not say what it is"):
+        open_records(source)
+    with pytest.raises(VlmpackError, match=r"is a folder; expected one \.csv file"):
+        open_records(tmp_path, "csv")
+    with pytest.raises(VlmpackError, match="--split x: only a folder of a data set has splits"):
+        open_records(source, "jsonl", "x")
+
+
+def test_a_bad_record_is_named_by_its_line_blank_ones_counted(tmp_path: Path) -> None:
+    source = tmp_path / "x.jsonl"
+    source.write_text('{"a": 1}\n\n\n{oops}\n[1]\n{"a": 2}\n')
+    found: list[Record] = list(open_records(source))
+    assert [record.place.rpartition(", ")[2] for record in found] == [
+        "line 1",
+        "line 4",
+        "line 5",
+        "line 6",
+    ]
+    assert "is no JSON" in str(found[1].fault) and "is a list; expected" in str(found[2].fault)
+    source.write_text('{"a": 1}\n\n{"a": ')
+    with pytest.raises(DataError, match="ends inside of line 3"):
+        list(open_records(source))
+
+
+def test_large_lines_and_row_groups_are_no_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training refuses them, and says to convert."""
+    for module in ("parquet_rows", "arrow_rows"):
+        monkeypatch.setattr(f"vlmpack.data.files.{module}.MAX_GROUP_BYTES", 10)
+    for kind in ("parquet of bytes", "arrow"):
+        source = Path(write_records(tmp_path / kind, kind, NUMBERS))
+        assert len(list(open_records(source))) == len(NUMBERS)
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"a": "x" * (17 << 20)}) + "\n")
+    [record] = open_records(long)
+    assert record.value is not None
