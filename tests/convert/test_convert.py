@@ -371,7 +371,7 @@ def test_images_that_are_refused(tmp_path: Path, images: Path, name: str, reason
         ),
         (
             {"conversations": [{"from": "human", "value": "<video> q"}, *TURNS[1:]]},
-            "conversations[0] marks a video (<video>); this version trains on images",
+            "conversations[0] marks a video (<video>); this version trains on images, frames",
         ),
         (
             {
@@ -387,7 +387,7 @@ def test_images_that_are_refused(tmp_path: Path, images: Path, name: str, reason
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             "without a name, nor does the record",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "the type 'video'"),
+        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "frames is missing"),
         (
             '{"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "draft", '
             '"value": "A"}]}',

@@ -18,7 +18,7 @@ budget         bounds on what an image costs: refused, and written into an expor
 
 from vlmpack.encode.decode import decode_image
 from vlmpack.encode.encoder import Encoder
-from vlmpack.encode.sample import ImagePart, Message, SampleLength, TextPart, VLMSample
+from vlmpack.encode.sample import ImagePart, Message, SampleLength, TextPart, VideoPart, VLMSample
 
 __all__ = [
     "Encoder",
@@ -27,5 +27,6 @@ __all__ = [
     "SampleLength",
     "TextPart",
     "VLMSample",
+    "VideoPart",
     "decode_image",
 ]

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
-from vlmpack.families.base import Family, ImageLayout
+from vlmpack.encode.chat import ChatTokens
+from vlmpack.errors import schema_error
+from vlmpack.families.base import NO_TOKEN, Family, ImageLayout
+from vlmpack.families.placed import positions_of
 from vlmpack.packing import IGNORE_INDEX, EncodedSample, Media
+
+LossOn = Literal["assistant", "all"]
+Learn = Literal["all_turns", "last_turn"]
 
 
 class Tokens(NamedTuple):
@@ -18,11 +24,62 @@ class Tokens(NamedTuple):
         ids: one placeholder for each run of an image.
         supervised: for each, whether it is a target.
         placeholder_id: of the token that one image feature replaces.
+        video_id: of the one that a video's feature replaces, where it is another; else no token.
     """
 
     ids: Sequence[int]
     supervised: Sequence[bool]
     placeholder_id: int
+    video_id: int = NO_TOKEN
+
+    def is_placeholder(self, token: int) -> bool:
+        """Whether a feature replaces it."""
+        return token in (self.placeholder_id, self.video_id)
+
+
+def tokens_of(
+    said: ChatTokens,
+    layouts: Sequence[ImageLayout],
+    *,
+    placeholder_id: int,
+    video_id: int,
+    loss_on: LossOn,
+    learn: Learn,
+) -> Tokens:
+    """A conversation's tokens, and which of them are targets.
+
+    Args:
+        said: as the chat template and the tokenizer have it.
+        layouts: of its images and videos.
+        placeholder_id, video_id: of the family's tokenizer.
+        loss_on: which tokens are targets.
+        learn: which answers are, for messages.
+
+    Raises:
+        DataError: (schema) placeholders that do not fit the images, or nothing to learn.
+    """
+    ids = said.input_ids
+    if all(layout.seconds is None for layout in layouts):
+        video_id = NO_TOKEN
+    found = sum(map(ids.count, {placeholder_id, video_id}))
+    wanted = sum(len(each.runs) for each in layouts)
+    if found != wanted:
+        raise schema_error(
+            f"the text holds {found} image placeholders, the sample's {len(layouts)} images "
+            f"are written with {wanted}",
+        )
+    if loss_on == "all":
+        unlearnt = zip(said.from_image, said.excluded, strict=True)
+        supervised = [not any(why) for why in unlearnt]
+    else:
+        supervised = said.from_assistant
+    if not any(supervised[1:]):
+        left = " (data.learn: last_turn leaves out all but the last)"
+        raise schema_error(
+            "no token to learn: the assistant says nothing, or its turns are excluded"
+            + (left if learn == "last_turn" else ""),
+        )
+    return Tokens(ids, supervised, placeholder_id, video_id)
 
 
 def assemble(
@@ -41,28 +98,24 @@ def assemble(
         layouts: of its images, in order.
         media: their pixels.
     """
-    runs = iter([(run, k == 0) for layout in layouts for k, run in enumerate(layout.runs)])
+    runs = iter([run for layout in layouts for run in layout.runs])
     expanded: list[int] = []
     targets: list[int] = []
-    media_starts: list[int] = []
     media_positions: list[int] = []
     for token, is_target in zip(tokens.ids, tokens.supervised, strict=True):
-        if token == tokens.placeholder_id:
-            count, is_first = next(runs)
-            if is_first:
-                media_starts.append(len(expanded))
+        if tokens.is_placeholder(token):
+            count = next(runs)
             media_positions.extend(range(len(expanded), len(expanded) + count))
             expanded.extend([token] * count)
             targets.extend([IGNORE_INDEX] * count)
         else:
             expanded.append(token)
             targets.append(token if is_target else IGNORE_INDEX)
-    grids = media.grid_thw if media is not None else ()
     return EncodedSample(
         key=key,
         input_ids=torch.tensor(expanded),
         labels=torch.tensor([*targets[1:], IGNORE_INDEX]),
-        position_ids=family.positions(len(expanded), media_starts, grids),
+        position_ids=positions_of(family, len(expanded), media_positions, media),
         media=media,
         media_positions=torch.tensor(media_positions, dtype=torch.int64),
     )

@@ -23,7 +23,16 @@ from vlmpack.encode.literals import (
     refuse_escaped,
     renamed_tokenizer,
 )
-from vlmpack.encode.sample import NOTHING_BESIDE, Beside, ImagePart, Message, TextPart, strings
+from vlmpack.encode.sample import (
+    NOTHING_BESIDE,
+    Beside,
+    ImagePart,
+    Message,
+    TextPart,
+    VideoPart,
+    shown_by,
+    strings,
+)
 from vlmpack.encode.template import ChatTemplate
 from vlmpack.encode.token_places import with_whole_places, without, written_by
 from vlmpack.encode.variables import refuse_variables
@@ -57,6 +66,7 @@ class ChatEncoder:
         takes_images: whether the model has a vision tower. Its template then gets a message as a
             list of parts, and a language model's as a string, unless it takes only the other.
         marker: what the template writes for an image; empty where it takes none.
+        video_marker: what it writes for a video; empty where the family takes none.
         date: what a template that reads the clock writes as today's; None for others.
         variables: what the template gets in all conversations; a record's own go before them.
     """
@@ -66,6 +76,7 @@ class ChatEncoder:
     marker: str = ""
     date: datetime.date | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
+    video_marker: str = ""
 
     def __post_init__(self) -> None:
         if not self.tokenizer.chat_template:
@@ -154,7 +165,7 @@ class ChatEncoder:
 
         Args:
             messages: its turns.
-            images: what each image is written as, in order (`ImageLayout.text`).
+            images: what each image and video is written as, in order (`ImageLayout.text`).
             beside: what the template gets beside them.
 
         Raises:
@@ -172,7 +183,7 @@ class ChatEncoder:
         _refuse_without_system(shown, text)
         refuse_lost(shown, beside, text, self.render)
         learnt, excluded = self._learnt_and_excluded(shown, beside, text)
-        written = write_out(text, [*learnt, *excluded], self.marker, images)
+        written = self._write_out(messages, text, images, [*learnt, *excluded])
         ids, places = self._tokenise(written.text, has_literals)
         from_image = [False] * len(ids)
         if written.images:
@@ -200,8 +211,20 @@ class ChatEncoder:
         shown, beside, has_literals = self._hidden(messages, beside)
         asked = self.template.render(shown, beside, generation_prompt=True)
         text = asked + self.template.shape(beside).header
-        written = write_out(text, (), self.marker, images)
+        written = self._write_out(messages, text, images)
         return self._tokenise(written.text, has_literals)[0]
+
+    def _write_out(
+        self,
+        messages: Sequence[Message],
+        text: str,
+        images: Sequence[str],
+        spans: Sequence[Span] = (),
+    ) -> WrittenOut:
+        """The text with what its images and videos are written as; see `write_out`."""
+        kinds = [isinstance(part, VideoPart) for part in shown_by(messages)]
+        marks = [self.video_marker if is_video else self.marker for is_video in kinds]
+        return write_out(text, spans, self.marker, images, marks if any(kinds) else ())
 
     def _tokenise(self, text: str, has_literals: bool) -> tuple[list[int], list[Span]]:
         """Ids, and the characters that each of them writes."""

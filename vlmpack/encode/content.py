@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from vlmpack.encode.changes import CALLS
-from vlmpack.encode.sample import ImagePart, Message, Role, TextPart, said
+from vlmpack.encode.sample import Message, Role, Shown, TextPart, VideoPart, said
 from vlmpack.errors import DataError, schema_error
 
 Form = Literal["parts", "string"]
@@ -125,7 +125,7 @@ def _turn_dict(message: Message, form: Form) -> dict[str, Any]:
 
 
 def _content(message: Message, form: Form) -> str | list[dict[str, str]]:
-    has_images = any(isinstance(part, ImagePart) for part in message.parts)
+    has_images = bool(message.shown)
     # A question with images is a list in every template that writes images at all.
     if form == "string" and not (has_images and message.role == "user"):
         if has_images:
@@ -135,7 +135,10 @@ def _content(message: Message, form: Form) -> str | list[dict[str, str]]:
                 f"list of parts",
             )
         return message.text
-    return [
-        {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
-        for part in message.parts or (TextPart(""),)
-    ]
+    return [_part(part) for part in message.parts or (TextPart(""),)]
+
+
+def _part(part: TextPart | Shown) -> dict[str, str]:
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": part.text}
+    return {"type": "video" if isinstance(part, VideoPart) else "image"}

@@ -63,7 +63,7 @@ def cuts_of(
     """
     first = sequences[0]
     least = min(_first_label(each) for each in sequences)
-    places = [place for place, token in enumerate(first.ids) if token == first.placeholder_id]
+    places = [place for place, token in enumerate(first.ids) if first.is_placeholder(token)]
     behind_images = places[-1] + 1 if places else 0
     lengths = {behind_images} if layouts else set()
     if len(sequences) > 1:

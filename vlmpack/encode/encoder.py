@@ -12,9 +12,9 @@ from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from vlmpack.encode.assemble import Tokens, assemble
+from vlmpack.encode.assemble import Learn, LossOn, Tokens, assemble, tokens_of
 from vlmpack.encode.budget import refuse_budget, write_settings
 from vlmpack.encode.chat import ChatEncoder
 from vlmpack.encode.clock import noted_date, reads_clock, today
@@ -22,13 +22,15 @@ from vlmpack.encode.cuts import cuts_of, image_digest, sibling
 from vlmpack.encode.fingerprint import EncoderFacts
 from vlmpack.encode.images import SampleImages, Sizes, layouts_of, open_images
 from vlmpack.encode.pair_form import PAIR_NAMES, refuse_other_form
-from vlmpack.encode.sample import Beside, Message, SampleLength, VLMSample
+from vlmpack.encode.rules import Rules, image_rule_of, video_rule_of
+from vlmpack.encode.sample import Beside, Message, SampleLength, Shown, VLMSample, shows_video
 from vlmpack.encode.template import no_vision_tower
 from vlmpack.encode.thoughts import last_turn_alone
 from vlmpack.encode.tokenizer import open_tokenizer
 from vlmpack.encode.variables import given_or_noted
+from vlmpack.encode.videos import refuse_videos
 from vlmpack.errors import CapabilityError, DataError, ModelError, schema_error
-from vlmpack.families.base import Family, ImageLayout, ImageRule
+from vlmpack.families.base import NO_TOKEN, Family, ImageLayout, ImageRule, VideoRule
 from vlmpack.families.registry import family_of
 from vlmpack.model_folder.images import made_with
 from vlmpack.packing import Cut, EncodedSample, Media
@@ -41,9 +43,6 @@ ENCODER_VERSION = 4
 
 SAME_TOKENS = (3,)
 """Earlier versions whose ids, lengths and positions are the same, so that their runs go on."""
-
-LossOn = Literal["assistant", "all"]
-Learn = Literal["all_turns", "last_turn"]
 
 
 class Encoder:
@@ -109,8 +108,8 @@ class Encoder:
     def chat(self) -> ChatEncoder:
         """The chat template with its tokenizer."""
         marker = self.family.marker(self.tokenizer)
-        given = self.chat_template_kwargs
-        return ChatEncoder(self.tokenizer, self.takes_images, marker, self.date, given)
+        given, video = self.chat_template_kwargs, self.family.video_token
+        return ChatEncoder(self.tokenizer, self.takes_images, marker, self.date, given, video)
 
     @property
     def takes_images(self) -> bool:
@@ -141,17 +140,16 @@ class Encoder:
             CapabilityError: the model has no vision tower; or a budget it cannot keep.
             ModelError: the folder has no usable image processor.
         """
-        refuse_budget(self.budget, self.family, self.folder)
-        try:
-            rule = self.family.image_rule(self.folder, self.budget)
-        except (OSError, ValueError) as error:
-            raise ModelError(
-                f"model.path: {self.folder} has no usable image processor "
-                f"(preprocessor_config.json): {error}"
-            ) from error
-        if rule is None:
-            raise CapabilityError(f"model.path: the model in {self.folder} has no vision tower")
-        return rule
+        return image_rule_of(self.family, self.folder, self.budget)
+
+    @cached_property
+    def video_rule(self) -> VideoRule | None:
+        """The family's rule for videos; None where it takes none.
+
+        Raises:
+            CapabilityError: the folder's video processor is none that the family's rule follows.
+        """
+        return video_rule_of(self.family, self.folder, self.image_rule, self.budget)
 
     def write_budget(self, folder: Path) -> None:
         """Puts the bounds into the processor files of an exported folder, a copy of the model's.
@@ -165,6 +163,21 @@ class Encoder:
     def placeholder_id(self) -> int:
         """Id of the image placeholder; NO_TOKEN where the model has no vision tower."""
         return self.family.placeholder(self.tokenizer)
+
+    @cached_property
+    def video_id(self) -> int:
+        """Id of the placeholder in videos; NO_TOKEN where the family takes none."""
+        return self.family.video_placeholder(self.tokenizer)
+
+    @property
+    def placeholders(self) -> dict[str, int]:
+        """Both, as `families.base.kinds_of` takes them."""
+        return {"placeholder_id": self.placeholder_id, "video_id": self.video_id}
+
+    @cached_property
+    def placeholder_ids(self) -> frozenset[int]:
+        """The ids that features replace."""
+        return frozenset(self.placeholders.values()) - {NO_TOKEN}
 
     @cached_property
     def pad_token_id(self) -> int:
@@ -242,7 +255,8 @@ class Encoder:
     def measure(self, sample: VLMSample, sizes: Sizes) -> SampleLength:
         """As `length`, of a pair as of another sample."""
         self._refuse_images(max(sample.num_images, len(sizes)))
-        layouts = self.layouts(sizes, sample.image_names)
+        refuse_videos(sample, self.family, self.video_id, cuts=self.cuts)
+        layouts = self.layouts(sizes, sample.image_names, sample.shown)
         num_image_tokens = sum(layout.num_tokens for layout in layouts)
         grown = num_image_tokens - sum(len(layout.runs) for layout in layouts)
         tokens = self._tokens(sample, layouts)
@@ -277,10 +291,11 @@ class Encoder:
                 f"{sample.num_images} image placeholders in the messages, but "
                 f"{len(sample.images)} images",
             )
-        images = self._images(sample.images, sample.image_names, sizes, share)
-        layouts = self.layouts(images.sizes, sample.image_names)
+        refuse_videos(sample, self.family, self.video_id, cuts=self.cuts)
+        images = self._images(sample.images, sample.image_names, sizes, share, shown=sample.shown)
+        layouts = self.layouts(images.sizes, sample.image_names, sample.shown)
         tokens = self._tokens(sample, layouts)
-        media = images.media(self.image_rule, layouts) if layouts else None
+        media = images.media(self._rules(sample.shown), layouts) if layouts else None
         sequences = [assemble(self.family, sample.key, each, layouts, media) for each in tokens]
         whole = join_pair(*sequences) if sample.answers else sequences[0]
         if not self.cuts:
@@ -295,7 +310,7 @@ class Encoder:
             sample, sizes: as of `length`.
             digests: `image_digest` of each image's file.
         """
-        layouts = self.layouts(sizes, sample.image_names)
+        layouts = self.layouts(sizes, sample.image_names, sample.shown)
         return self._cuts(sample, self._tokens(sample, layouts), layouts, digests, sizes)
 
     def _cuts(
@@ -311,26 +326,34 @@ class Encoder:
         return cuts_of([*tokens, *beside], layouts, digests, sizes)
 
     def pixels(
-        self, files: Sequence[bytes], sizes: Sizes | None = None, share: SampleShare | None = None
+        self,
+        files: Sequence[bytes],
+        sizes: Sizes | None = None,
+        share: SampleShare | None = None,
+        shown: Sequence[Shown] = (),
     ) -> Media | None:
         """The images of a sample as `encode` makes them, without its text; None for none.
 
         Args:
             files: image files, in token order.
             sizes, share: as of `encode`.
+            shown: the images and videos of its messages; empty where all files are still images.
 
         Raises:
             DataError: (decode) an image that cannot be read or is too large; (schema) images for a
                 model without vision tower.
         """
         self._refuse_images(len(files))
-        images = self._images(files, (), sizes, share)
-        layouts = self.layouts(images.sizes)
-        return images.media(self.image_rule, layouts) if layouts else None
+        images = self._images(files, (), sizes, share, shown=shown)
+        layouts = self.layouts(images.sizes, shown=shown)
+        return images.media(self._rules(shown), layouts) if layouts else None
 
-    def _images(self, files: Sequence[bytes], names: Sequence[str], *how: Any) -> SampleImages:
-        rule = self.image_rule if files else None
-        return open_images(files, names, *how, rule=rule, max_pixels=self.max_image_pixels)
+    def _rules(self, shown: Sequence[Shown]) -> Rules:
+        return Rules(self.image_rule, self.video_rule if shows_video(shown) else None)
+
+    def _images(self, files: Sequence[bytes], *how: Any, shown: Sequence[Shown]) -> SampleImages:
+        rules, most = self._rules(shown) if files else None, self.max_image_pixels
+        return open_images(files, *how, rules=rules, max_pixels=most, shown=shown)
 
     def _refuse_images(self, count: int) -> None:
         if count and not self.takes_images:
@@ -353,40 +376,24 @@ class Encoder:
         self, messages: tuple[Message, ...], beside: Beside, layouts: Sequence[ImageLayout]
     ) -> Tokens:
         """Ids with one placeholder for each run of an image, and which of them are targets."""
-        texts = [layout.text for layout in layouts]
-        tokens = self.chat.encode(self.taught(messages), texts, beside)
-        ids = tokens.input_ids
-        found, wanted = ids.count(self.placeholder_id), sum(len(each.runs) for each in layouts)
-        if found != wanted:
-            raise schema_error(
-                f"the text holds {found} image placeholders, the sample's {len(layouts)} images "
-                f"are written with {wanted}",
-            )
-        if self.loss_on == "all":
-            unlearnt = zip(tokens.from_image, tokens.excluded, strict=True)
-            supervised = [not any(why) for why in unlearnt]
-        else:
-            supervised = tokens.from_assistant
-        if not any(supervised[1:]):
-            left = " (data.learn: last_turn leaves out all but the last)"
-            raise schema_error(
-                "no token to learn: the assistant says nothing, or its turns are excluded"
-                + (left if self.learn == "last_turn" else ""),
-            )
-        return Tokens(ids, supervised, self.placeholder_id)
+        said = self.chat.encode(self.taught(messages), [each.text for each in layouts], beside)
+        return tokens_of(said, layouts, **self.placeholders, loss_on=self.loss_on, learn=self.learn)
 
     def taught(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
         """The turns, with what this encoder excludes from the loss beside what the data do."""
         return messages if self.learn == "all_turns" else last_turn_alone(messages)
 
-    def layouts(self, sizes: Sizes, names: Sequence[str] = ()) -> list[ImageLayout]:
-        """What the images of a sample become.
+    def layouts(
+        self, sizes: Sizes, names: Sequence[str] = (), shown: Sequence[Shown] = ()
+    ) -> list[ImageLayout]:
+        """What the images and videos of a sample become.
 
         Args:
-            sizes: (width, height) in pixels of all of its images.
-            names: of the images, for messages.
+            sizes: (width, height) in pixels of all of its image files.
+            names: of these, for messages.
+            shown: the images and videos of its messages; empty where all files are still images.
 
         Raises:
             DataError: (decode) a size that the family refuses.
         """
-        return layouts_of(self.image_rule, sizes, names) if sizes else []
+        return layouts_of(self._rules(shown), sizes, names, shown) if sizes else []

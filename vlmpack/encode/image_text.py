@@ -11,6 +11,7 @@ processor has it; the long runs are repeated after, which costs nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,34 +29,50 @@ class WrittenOut(NamedTuple):
     images: list[Span]
 
 
-def write_out(text: str, spans: Sequence[Span], marker: str, images: Sequence[str]) -> WrittenOut:
-    """Replace each marker by the text of its image.
+def write_out(
+    text: str,
+    spans: Sequence[Span],
+    marker: str,
+    images: Sequence[str],
+    markers: Sequence[str] = (),
+) -> WrittenOut:
+    """Replace each marker by the text of its image, or of its video.
 
     Args:
         text: a rendered conversation.
         spans: stretches of it.
         marker: what the template writes for an image; empty where it writes none.
         images: what each image is written as, in order.
+        markers: what the template writes for each of them, where that is not `marker` for all: some
+            are videos. Empty where all are images.
 
     Returns:
         The new text, and where the spans and the images lie in it.
 
     Raises:
-        DataError: (schema) as many markers as images were expected.
+        DataError: (schema) as many markers as images were expected, or others.
     """
-    pieces = text.split(marker) if marker else [text]
-    if len(pieces) - 1 != len(images):
+    wanted = list(markers) or [marker] * len(images)
+    known = {mark for mark in (marker, *wanted) if mark}
+    found = re.split(f"({'|'.join(map(re.escape, known)) or '(?!)'})", text)
+    pieces, marks = found[::2], found[1::2]
+    if markers and marks != wanted:
         raise schema_error(
-            f"the template made {len(pieces) - 1} image placeholders, the sample has "
+            f"the template made the placeholders {' '.join(marks) or 'none'}, the sample's images "
+            f"and videos need {' '.join(wanted)}"
+        )
+    if len(marks) != len(images):
+        raise schema_error(
+            f"the template made {len(marks)} image placeholders, the sample has "
             f"{len(images)} images",
         )
     ends: list[int] = []  # of each marker, in the old text
     grown: list[int] = [0]  # by how much the text up to there has grown
     new, place = [pieces[0]], len(pieces[0])
-    for image, piece in zip(images, pieces[1:], strict=True):
-        place += len(marker)
+    for image, mark, piece in zip(images, marks, pieces[1:], strict=True):
+        place += len(mark)
         ends.append(place)
-        grown.append(grown[-1] + len(image) - len(marker))
+        grown.append(grown[-1] + len(image) - len(mark))
         new += [image, piece]
         place += len(piece)
 

@@ -1,4 +1,5 @@
-"""The images of a sample: sizes of all, pixels of those that this process encodes.
+"""The images of a sample: sizes of all, pixels of those that this process encodes. A video is one
+item of as many image files as it has frames.
 
 A process alone decodes all of them. Of a replica's processes each decodes its own
 (`packing.image_owners`) and reads the headers of the others, from which the text follows. An image
@@ -8,22 +9,59 @@ about: of a sample with several, the processes then name the one that a process 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from math import prod
+from typing import NamedTuple
 
 import torch
 from PIL import Image
 
 from vlmpack.encode.decode import decode_image, size_of, which_image
-from vlmpack.errors import DataError
-from vlmpack.families.base import ImageLayout, ImageRule
+from vlmpack.encode.rules import Rules
+from vlmpack.encode.sample import Shown, VideoPart
+from vlmpack.errors import DataError, schema_error
+from vlmpack.families.base import ImageLayout
+from vlmpack.families.clip import Clip
 from vlmpack.packing import Media
 from vlmpack.packing.image_owners import ImageOwners, SampleShare
+from vlmpack.packing.media import concatenate_media
 
 Size = tuple[int, int]
 """(width, height) in pixels."""
 Sizes = Sequence[Size]
+
+
+class Item(NamedTuple):
+    """A still image, or a video.
+
+    Args:
+        files: its image files among the sample's.
+        clip: when its frames were taken; None for a still image.
+    """
+
+    files: slice
+    clip: Clip | None = None
+
+
+def items_of(num_files: int, shown: Sequence[Shown] = ()) -> list[Item]:
+    """What the image files of a sample are.
+
+    Args:
+        num_files: how many there are.
+        shown: by its messages; empty where all are still images.
+    """
+    if not any(isinstance(part, VideoPart) for part in shown):
+        return [Item(slice(n, n + 1)) for n in range(num_files)]
+    found: list[Item] = []
+    place = 0
+    for part in shown:
+        clip = Clip(part.times, part.fps) if isinstance(part, VideoPart) else None
+        end = place + (1 if clip is None else len(clip.times))
+        found.append(Item(slice(place, end), clip))
+        place = end
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,29 +69,31 @@ class SampleImages:
     """The images of a sample, opened.
 
     Args:
-        sizes: (width, height) of each.
-        own: those that this process makes pixels of, decoded.
-        owners: of each; None where this process makes all.
+        sizes: (width, height) of each file.
+        own: the items that this process makes pixels of, decoded: the frames of each.
+        clips: of each of these; None for a still image.
+        owners: of each item; None where this process makes all.
     """
 
     sizes: tuple[Size, ...]
-    own: tuple[Image.Image, ...]
+    own: tuple[tuple[Image.Image, ...], ...]
+    clips: tuple[Clip | None, ...]
     owners: ImageOwners | None = None
 
-    def media(self, rule: ImageRule, layouts: Sequence[ImageLayout]) -> Media | None:
+    def media(self, rules: Rules, layouts: Sequence[ImageLayout]) -> Media | None:
         """Pixels; None for no images.
 
         Args:
-            rule: of the family.
-            layouts: what each image becomes.
+            rules: of the family.
+            layouts: what each item becomes.
         """
         if self.owners is None:
-            return rule.preprocess(self.own) if self.own else None
+            return self._made(rules) if self.own else None
         if not self.sizes:
             return None
-        blank = rule.smallest()
+        blank = rules.images.smallest()
         if self.own:
-            rows = rule.preprocess(self.own).pixel_values
+            rows = self._made(rules).pixel_values
         else:
             rows = torch.empty(0, blank.pixel_values.shape[1])
         return Media(
@@ -62,8 +102,34 @@ class SampleImages:
             num_tokens=tuple(layout.num_tokens for layout in layouts),
             image_sizes=None if blank.image_sizes is None else self.sizes,
             blocks=None if blank.blocks is None else tuple(layout.runs for layout in layouts),
+            seconds=seconds_of(layouts),
             owners=self.owners,
         )
+
+    def _made(self, rules: Rules) -> Media:
+        """Still images in one call, as far as they lie together."""
+        made: list[Media] = []
+        still: list[Image.Image] = []
+        for frames, clip in zip(self.own, self.clips, strict=True):
+            if clip is None:
+                still += frames
+                continue
+            if still:
+                made.append(rules.images.preprocess(still))
+                still = []
+            assert rules.videos is not None
+            video = rules.videos.preprocess(frames, clip)
+            step = rules.videos.layout(*frames[0].size, clip).seconds
+            made.append(replace(video, seconds=(step,)))
+        if still:
+            made.append(rules.images.preprocess(still))
+        return made[0] if len(made) == 1 else concatenate_media(made)
+
+
+def seconds_of(layouts: Sequence[ImageLayout]) -> tuple[float | None, ...] | None:
+    """`Media.seconds` of items."""
+    seconds = tuple(layout.seconds for layout in layouts)
+    return None if all(each is None for each in seconds) else seconds
 
 
 def open_images(
@@ -72,8 +138,9 @@ def open_images(
     sizes: Sizes | None = None,
     share: SampleShare | None = None,
     *,
-    rule: ImageRule | None,
+    rules: Rules | None,
     max_pixels: int,
+    shown: Sequence[Shown] = (),
 ) -> SampleImages:
     """The images of a sample, one after the other: of a share, the headers of the others', so that
     what is wrong with an image is met in the same order.
@@ -83,71 +150,126 @@ def open_images(
         names: of the images, for messages.
         sizes: (width, height) to resize each to, where the plan shrank them.
         share: whose images this process decodes; None for all.
-        rule: of the family; None for no images.
+        rules: of the family; None for no images.
         max_pixels: as of `decode_image`.
+        shown: as of `items_of`.
 
     Raises:
         DataError: as `decode_image`, with its `image` where there is a share; (integrity) a header
             that lies.
     """
-    if rule is None or share is None:
+    items = items_of(len(files), shown)
+    if rules is None or share is None:
         own = [
             decode_image(data, which_image(n, names), max_pixels=max_pixels)
             for n, data in enumerate(files)
         ]
         if sizes is not None:
             own = [_resized(image, size) for image, size in zip(own, sizes, strict=True)]
-        return SampleImages(tuple(image.size for image in own), tuple(own))
+        return SampleImages(
+            tuple(image.size for image in own),
+            tuple(tuple(own[item.files]) for item in items),
+            tuple(item.clip for item in items),
+        )
+    # A frame whose header does not say the size of its video's others is told by `layouts_of`.
     seen: list[Size] = []
-    mine: list[Image.Image] = []
+    mine: list[tuple[Image.Image, ...]] = []
+    clips: list[Clip | None] = []
     counts: list[int] = []
-    for number, data in enumerate(files):
-        which = which_image(number, names)
-        try:
-            size = sizes[number] if sizes else size_of(data, which, max_pixels=max_pixels)
-            counts.append(_patches(rule, size, len(files)))
-            if share.owner(sum(counts[:-1]), counts[-1]) == share.row.rank:
-                image = decode_image(data, which, max_pixels=max_pixels)
-                if not sizes and image.size != size:
-                    raise DataError(
-                        f"image {which} is {image.width} x {image.height} pixels, its header says "
-                        f"{size[0]} x {size[1]}",
-                        error_class="integrity",
-                    )
-                mine.append(_resized(image, size))
-        except DataError as error:
-            error.image = number
-            raise
-        seen.append(size)
-    return SampleImages(tuple(seen), tuple(mine), share.owners(counts))
+    for item in items:
+        places = range(item.files.start, item.files.stop)
+        for number in places:
+            with _about(number):
+                which = which_image(number, names)
+                seen.append(
+                    sizes[number] if sizes else size_of(files[number], which, max_pixels=max_pixels)
+                )
+        counts.append(_patches(rules, seen, item, len(items)))
+        if share.owner(sum(counts[:-1]), counts[-1]) == share.row.rank:
+            told = [None if sizes else seen[number] for number in places]
+            frames = []
+            for number, header in zip(places, told, strict=True):
+                with _about(number):
+                    which = which_image(number, names)
+                    image = decode_image(files[number], which, max_pixels=max_pixels)
+                    _refuse_lying_header(image, header, which)
+                frames.append(_resized(image, seen[number]))
+            mine.append(tuple(frames))
+            clips.append(item.clip)
+    return SampleImages(tuple(seen), tuple(mine), tuple(clips), share.owners(counts))
 
 
-def layouts_of(rule: ImageRule, sizes: Sizes, names: Sequence[str]) -> list[ImageLayout]:
-    """What the images of a sample become.
+@contextmanager
+def _about(number: int) -> Iterator[None]:
+    """Errors of an image, with its number."""
+    try:
+        yield
+    except DataError as error:
+        error.image = number
+        raise
+
+
+def _refuse_lying_header(image: Image.Image, header: Size | None, which: str) -> None:
+    if header is not None and image.size != header:
+        raise DataError(
+            f"image {which} is {image.width} x {image.height} pixels, its header says "
+            f"{header[0]} x {header[1]}",
+            error_class="integrity",
+        )
+
+
+def layouts_of(
+    rules: Rules, sizes: Sizes, names: Sequence[str], shown: Sequence[Shown] = ()
+) -> list[ImageLayout]:
+    """What the images and videos of a sample become.
 
     Args:
-        rule: of the family.
-        sizes: (width, height) in pixels of all of its images.
-        names: of the images, for messages.
+        rules: of the family.
+        sizes: (width, height) in pixels of all of its image files.
+        names: of these, for messages.
+        shown: as of `items_of`.
 
     Raises:
-        DataError: (decode) a size that the family refuses.
+        DataError: (decode) a size that the family refuses; (schema) frames of a video that differ
+            in size.
     """
-    found = []
-    for place, size in enumerate(sizes):
-        try:
-            found.append(rule.layout(*size, num_images=len(sizes)))
-        except ValueError as error:
-            reason = f"image {which_image(place, names)}: {error}"
-            raise DataError(reason, error_class="decode") from error
-    return found
+    items = items_of(len(sizes), shown)
+    return [_layout(rules, sizes, item, len(items), names) for item in items]
 
 
-def _patches(rule: ImageRule, size: Size, count: int) -> int:
-    """What an image costs; nothing where the family refuses its size, which is told afterwards."""
+def _layout(
+    rules: Rules, sizes: Sizes, item: Item, count: int, names: Sequence[str]
+) -> ImageLayout:
+    first, clip = item.files.start, item.clip
     try:
-        return prod(rule.layout(*size, num_images=count).grid)
-    except ValueError:
+        if clip is None:
+            width, height = sizes[first]
+            return rules.images.layout(width, height, num_images=count)
+        for place in range(first, item.files.stop):
+            if tuple(sizes[place]) != tuple(sizes[first]):
+                raise schema_error(
+                    "frames of a video differ in size: {} is {} x {}, {} is {} x {}; expected one "
+                    "size".format(
+                        which_image(first, names),
+                        *sizes[first],
+                        which_image(place, names),
+                        *sizes[place],
+                    )
+                )
+        assert rules.videos is not None
+        width, height = sizes[first]
+        return rules.videos.layout(width, height, clip)
+    except ValueError as error:
+        what = "image" if clip is None else "video from frame"
+        reason = f"{what} {which_image(first, names)}: {error}"
+        raise DataError(reason, error_class="decode") from error
+
+
+def _patches(rules: Rules, sizes: Sizes, item: Item, count: int) -> int:
+    """What an item costs; nothing where its size is refused, which is told afterwards."""
+    try:
+        return prod(_layout(rules, sizes, item, count, ()).grid)
+    except DataError:
         return 0
 
 

@@ -24,6 +24,25 @@ class ImagePart:
 
 
 @dataclass(frozen=True, slots=True)
+class VideoPart:
+    """The place of one video, which is stored as frames.
+
+    Args:
+        index: of its first frame among the sample's images; the others follow it.
+        times: of each frame, in seconds, increasing.
+        fps: frames a second, where the data gives a rate and no times.
+    """
+
+    index: int
+    times: tuple[float, ...]
+    fps: float | None = None
+
+
+Shown = ImagePart | VideoPart
+"""What a message shows."""
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One turn of a conversation.
 
@@ -38,7 +57,7 @@ class Message:
     """
 
     role: Role
-    parts: tuple[TextPart | ImagePart, ...]
+    parts: tuple[TextPart | Shown, ...]
     learn: bool = True
     fields: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
@@ -46,6 +65,11 @@ class Message:
     def text(self) -> str:
         """The message's text parts, concatenated."""
         return "".join(part.text for part in self.parts if isinstance(part, TextPart))
+
+    @property
+    def shown(self) -> tuple[Shown, ...]:
+        """The message's images and videos, in order."""
+        return tuple(part for part in self.parts if not isinstance(part, TextPart))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +101,21 @@ def strings(value: object) -> Iterator[str]:
             left += item
 
 
+def shown_by(messages: Sequence[Message]) -> tuple[Shown, ...]:
+    """The images and videos of some turns, in token order."""
+    return tuple(part for message in messages for part in message.shown)
+
+
+def shows_video(shown: Sequence[Shown]) -> bool:
+    """Whether a video is among images and videos."""
+    return any(isinstance(part, VideoPart) for part in shown)
+
+
+def num_files(shown: Sequence[Shown]) -> int:
+    """Image files that images and videos have: one each, and as many as a video has frames."""
+    return sum(len(part.times) if isinstance(part, VideoPart) else 1 for part in shown)
+
+
 def said(role: Role, text: str) -> Message:
     """A turn of words alone."""
     return Message(role, (TextPart(text),))
@@ -89,9 +128,9 @@ class VLMSample:
     Args:
         key: the WebDataset key; unique within a shard.
         url: the shard it came from, for messages.
-        messages: the turns, in order; image parts point into `images`.
-        images: encoded image files as bytes, in token order. Empty while only
-            text and image sizes are needed (lengths).
+        messages: the turns, in order; image and video parts point into `images`.
+        images: encoded image files as bytes, in token order, the frames of videos
+            among them. Empty while only text and image sizes are needed (lengths).
         image_names: what messages call the images: their members, or the files that they come from.
         task: a label that evaluation groups its figures by, if the data has one.
         beside: what the chat template gets beside the turns.
@@ -121,9 +160,19 @@ class VLMSample:
         return tuple((*prompt, *answer) for answer in self.answers)
 
     @property
+    def shown(self) -> tuple[Shown, ...]:
+        """The images and videos of the messages, in token order."""
+        return shown_by(self.messages)
+
+    @property
     def num_images(self) -> int:
-        """Number of image parts in the messages."""
-        return sum(isinstance(part, ImagePart) for m in self.messages for part in m.parts)
+        """Number of image files that the messages show: images, and frames of videos."""
+        return num_files(self.shown)
+
+    @property
+    def has_video(self) -> bool:
+        """Whether a message shows a video."""
+        return shows_video(self.shown)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from vlmpack.encode.content import (
 )
 from vlmpack.encode.expressed import variables_of
 from vlmpack.encode.image_text import Span
-from vlmpack.encode.sample import NOTHING_BESIDE, Beside, ImagePart, Message, Role
+from vlmpack.encode.sample import NOTHING_BESIDE, Beside, Message, Role, shown_by
 from vlmpack.encode.template_bounds import bound_templates
 from vlmpack.encode.turns import AssistantTurns, TurnShape, shape_of
 from vlmpack.errors import DataError, ModelError, VlmpackError, schema_error
@@ -97,9 +97,7 @@ class ChatTemplate:
         return self._apply(self._as_dicts(messages), beside, generation_prompt=generation_prompt)
 
     def _as_dicts(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        if not self.takes_images and any(
-            isinstance(part, ImagePart) for message in messages for part in message.parts
-        ):
+        if not self.takes_images and shown_by(messages):
             raise no_vision_tower()
         turns = turn_dicts(messages, self._forms)
         has_calls = any(CALLS in message.fields for message in messages)

@@ -27,9 +27,11 @@ from vlmpack.backends.engine import Engine
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.images import image_facts
 from vlmpack.distributed import Ranks
-from vlmpack.encode import Encoder, decode_image
+from vlmpack.encode import Encoder
+from vlmpack.encode.sample import shown_by
 from vlmpack.errors import DataError
 from vlmpack.evaluation.predictions import Question
+from vlmpack.families.base import kinds_of
 from vlmpack.packing import Media
 from vlmpack.packing.media import concatenate_media
 
@@ -186,7 +188,7 @@ def _tokenise(index: int, question: Question, encoder: Encoder) -> _Prompt:
     """Ids and exact length; image sizes come from the headers, no pixel is decoded."""
     caps = SampleCaps(max_image_pixels=encoder.max_image_pixels)
     sizes = [image_facts(data, str(n), caps).size for n, data in enumerate(question.images)]
-    layouts = encoder.layouts(sizes)
+    layouts = encoder.layouts(sizes, shown=shown_by(question.messages))
     texts = [layout.text for layout in layouts]
     ids = encoder.chat.encode_prompt(question.messages, texts, question.beside)
     runs = tuple(run for layout in layouts for run in layout.runs)
@@ -196,9 +198,7 @@ def _tokenise(index: int, question: Question, encoder: Encoder) -> _Prompt:
 def _media(question: Question, encoder: Encoder) -> Media | None:
     if not question.images:
         return None
-    pixels = encoder.max_image_pixels
-    images = [decode_image(data, i, max_pixels=pixels) for i, data in enumerate(question.images)]
-    return encoder.image_rule.preprocess(images)
+    return encoder.pixels(question.images, shown=shown_by(question.messages))
 
 
 def _generate(
@@ -228,7 +228,7 @@ def _model_inputs(
         runs = iter(prompt.runs)
         row: list[int] = []
         for token in prompt.ids:
-            row.extend([token] * (next(runs) if token == encoder.placeholder_id else 1))
+            row.extend([token] * (next(runs) if token in encoder.placeholder_ids else 1))
         rows.append(row)
     width = max(map(len, rows))
     input_ids = torch.full((len(rows), width), encoder.pad_token_id)
@@ -239,7 +239,7 @@ def _model_inputs(
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
     shown = [media for _, media in ready if media is not None]
     if shown:
-        inputs |= encoder.family.token_arguments(input_ids == encoder.placeholder_id)
+        inputs |= encoder.family.token_arguments(kinds_of(input_ids, **encoder.placeholders))
         inputs |= encoder.family.image_arguments(concatenate_media(shown))
     return inputs
 

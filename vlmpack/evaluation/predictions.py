@@ -11,17 +11,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from vlmpack.encode import ImagePart, Message, VLMSample
+from vlmpack.encode import ImagePart, Message, TextPart, VideoPart, VLMSample
 from vlmpack.encode.changes import CALLS
-from vlmpack.encode.sample import NOTHING_BESIDE, Beside
+from vlmpack.encode.sample import NOTHING_BESIDE, Beside, Shown, num_files, shown_by
 from vlmpack.errors import DataError, RunDirError, writing
 from vlmpack.whole_file import write_atomically
+from vlmpack.words import counted
 
 PREDICTIONS_BEFORE = "predictions-before.jsonl"
 PREDICTIONS_AFTER = "predictions-after.jsonl"
 
 _MARK_BEFORE_STOP = re.compile(r"\] (?=[,.;:?!])")
-_OUTER_MARKS = re.compile(r"^(\s|\[image \d+\])+|(\s|\[image \d+\])+$")
+_MARK = r"\[(?:image \d+|video of [\d,]+ frames?)\]"
+_OUTER_MARKS = re.compile(rf"^(\s|{_MARK})+|(\s|{_MARK})+$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +82,7 @@ class Question:
             key=sample.key,
             shard=sample.url,
             messages=messages,
-            images=sample.images[: _num_images(messages)],
+            images=sample.images[: num_files(shown_by(messages))],
             truth=said[turns[-1]].text,
             task=sample.task,
             beside=sample.beside,
@@ -88,12 +90,10 @@ class Question:
 
     @property
     def text(self) -> str:
-        """The last turn on one line; `[image n]` where an image stands inside the sentence."""
+        """The last turn on one line; `[image n]` where an image stands inside the sentence, and
+        `[video of n frames]` for a video."""
         parts = self.messages[-1].parts if self.messages else ()
-        line = "".join(
-            f" [image {part.index + 1}] " if isinstance(part, ImagePart) else part.text
-            for part in parts
-        )
+        line = "".join(_in_line(part) for part in parts)
         inner = _OUTER_MARKS.sub("", line)
         return _MARK_BEFORE_STOP.sub("]", " ".join(inner.split()))
 
@@ -185,5 +185,11 @@ def _prediction(line: str, where: str) -> Prediction:
         raise RunDirError(f"{where}: no prediction ({error}); expected {expected}") from error
 
 
-def _num_images(messages: Sequence[Message]) -> int:
-    return sum(isinstance(part, ImagePart) for message in messages for part in message.parts)
+def _in_line(part: TextPart | Shown) -> str:
+    match part:
+        case TextPart():
+            return part.text
+        case ImagePart():
+            return f" [image {part.index + 1}] "
+        case VideoPart():
+            return f" [video of {counted(len(part.times), 'frame')}] "

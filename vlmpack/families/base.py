@@ -16,6 +16,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from vlmpack.errors import CapabilityError
+from vlmpack.families.clip import Clip
 from vlmpack.packing import CostModel, EncodedSample, GridTHW, Media
 from vlmpack.packing.vision import TowerRule
 from vlmpack.recipe.images import ImagesSection
@@ -72,11 +73,13 @@ class ImageLayout:
         text: what stands in the conversation in place of the template's marker: the feature token
             once for each run, with the family's own tokens around them.
         runs: feature tokens of each run.
+        seconds: of a video, between two patches along time; None for a still image.
     """
 
     grid: GridTHW
     text: str
     runs: tuple[int, ...]
+    seconds: float | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -131,6 +134,25 @@ class ImageRule(Protocol):
         """The RGB images that `preprocess` made patches of: resized, normalisation undone."""
 
 
+class VideoRule(Protocol):
+    """How one family turns the frames of a video into patches and placeholder tokens."""
+
+    def layout(self, width: int, height: int, clip: Clip) -> ImageLayout:
+        """Patches and tokens of a video from the size of its frames; no decoding.
+
+        Args:
+            width: of every frame, in pixels.
+            height: of every frame.
+            clip: when the frames were taken.
+
+        Raises:
+            ValueError: a size, a number of frames or times that the family refuses.
+        """
+
+    def preprocess(self, frames: Sequence[Image], clip: Clip) -> Media:
+        """Pixels of a video's RGB frames, which have one size, as one item of `Media`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family(ABC):
     """One model family, said once; as it is here, of a decoder that counts 0, 1, 2 ..."""
@@ -150,6 +172,12 @@ class Family(ABC):
     needs_fixed_cache: bool = False
     """True where `generate` asks the class for masks with a cache of a fixed size alone, and those
     that its forward makes otherwise are another model's."""
+    video_token: str = ""
+    """What the chat template writes for a video, which is the token that one of its features
+    replaces too; empty where the family takes none."""
+    frames_apart: bool = False
+    """Whether each patch along a video's time counts positions as an image of its own, since text
+    (its time) stands between them."""
     largest_head: int = 0
     """Channels of the decoder's widest attention head, where kernels may have less; 0 where all
     kernels have them."""
@@ -206,16 +234,35 @@ class Family(ABC):
             CapabilityError: a bound that this processor cannot keep.
         """
 
+    def video_rule(self, folder: Path, settings: Mapping[str, Any]) -> VideoRule | None:
+        """The rule for videos of a model folder; None where the family takes none.
+
+        Args:
+            folder: model folder.
+            settings: of its image rule, where a budget is set; its file may be the videos' too.
+
+        Raises:
+            OSError, ValueError: the video processor is another one.
+        """
+        return None
+
+    def video_placeholder(self, tokenizer: Any) -> int:
+        """Id of `video_token`; NO_TOKEN where there is none."""
+        if not self.video_token or self.video_token not in tokenizer.get_added_vocab():
+            return NO_TOKEN
+        return int(tokenizer.convert_tokens_to_ids(self.video_token))
+
     @abstractmethod
     def image_arguments(self, media: Media) -> dict[str, Any]:
-        """Images in the spelling of the transformers class: what its forward and its
-        `get_image_features` take, on the device of the pixels."""
+        """Images and videos in the spelling of the transformers class: what its forward and, of
+        images, its `get_image_features` take, on the device of the pixels."""
 
     def token_arguments(self, is_image: Tensor) -> dict[str, Tensor]:
         """What the forward of the transformers class wants to know about its ids beside them.
 
         Args:
-            is_image: (B, S) bool, True on placeholders.
+            is_image: (B, S), nonzero on placeholders: bool, or where the family takes videos int64,
+                1 on those of images and 2 on those of videos.
         """
         return {}
 
@@ -279,7 +326,11 @@ class Family(ABC):
         """The Auto class of transformers that loads the model with its head."""
 
     def positions(
-        self, num_tokens: int, media_starts: Sequence[int], media: Sequence[GridTHW]
+        self,
+        num_tokens: int,
+        media_starts: Sequence[int],
+        media: Sequence[GridTHW],
+        seconds: Sequence[float | None] = (),
     ) -> Tensor:
         """(A, s) int64 positions of one sample; image tokens count as text does.
 
@@ -287,6 +338,8 @@ class Family(ABC):
             num_tokens: s, placeholders expanded.
             media_starts: index of each image's first placeholder.
             media: each image's grid.
+            seconds: between the patches along time of each that is a video, None for a still one;
+                empty where all are.
         """
         return torch.arange(num_tokens)[None]
 
@@ -302,15 +355,27 @@ class Family(ABC):
         """
 
 
+def kinds_of(ids: Tensor, placeholder_id: int, video_id: int = NO_TOKEN) -> Tensor:
+    """Which ids are placeholders, as `Family.token_arguments` takes it.
+
+    Args:
+        ids: of any shape.
+        placeholder_id: of images.
+        video_id: of videos, where the family has another token for them.
+    """
+    is_image = ids == placeholder_id
+    return is_image if video_id == NO_TOKEN else is_image + 2 * (ids == video_id)
+
+
 def stock_arguments(
-    family: Family, sample: EncodedSample, *, placeholder_id: int
+    family: Family, sample: EncodedSample, *, placeholder_id: int, video_id: int = NO_TOKEN
 ) -> dict[str, Any]:
     """One sample as the forward of the family's transformers class takes it, unpacked.
 
     Args:
         family: of the model.
         sample: encoded by the family's rules.
-        placeholder_id: of the family's tokenizer.
+        placeholder_id, video_id: of the family's tokenizer.
 
     Returns:
         `input_ids` and `attention_mask`, (1, s), and what the family's images need.
@@ -320,6 +385,6 @@ def stock_arguments(
     return {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
-        **family.token_arguments(ids == placeholder_id),
+        **family.token_arguments(kinds_of(ids, placeholder_id, video_id)),
         **images,
     }

@@ -138,7 +138,11 @@ class GenericVLM(Family):
         return AutoModelForImageTextToText
 
     def positions(
-        self, num_tokens: int, media_starts: Sequence[int], media: Sequence[GridTHW]
+        self,
+        num_tokens: int,
+        media_starts: Sequence[int],
+        media: Sequence[GridTHW],
+        seconds: Sequence[float | None] = (),
     ) -> Tensor:
         """Those of the class's own `get_rope_index`; 0, 1, 2 ... where it has none."""
         counter = self.skeleton.counter

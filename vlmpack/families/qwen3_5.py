@@ -14,6 +14,7 @@ from typing import Any
 from vlmpack.families import flops
 from vlmpack.families.configs import whole_config
 from vlmpack.families.hybrid_flops import qwen3_5_decoder
+from vlmpack.families.qwen_video import VolumeBoundRule
 from vlmpack.families.qwen_vl import QwenVL
 from vlmpack.packing import CostModel
 
@@ -28,4 +29,9 @@ class Qwen3_5(QwenVL):  # noqa: N801 - as it is called
         return flops.cost_model(whole, self.tower(whole), decoder)
 
 
-FAMILY = Qwen3_5(name="qwen3_5", model_types=("qwen3_5", "qwen3_5_moe"))
+FAMILY = Qwen3_5(
+    name="qwen3_5",
+    model_types=("qwen3_5", "qwen3_5_moe"),
+    video_kind=VolumeBoundRule,
+    frames_apart=True,
+)

@@ -12,11 +12,14 @@ engine has one, off by default.
 """
 
 from vlmpack.families.base import ModulePaths
+from vlmpack.families.qwen_video import VolumeBoundRule
 from vlmpack.families.qwen_vl import QwenVL
 
 FAMILY = QwenVL(
     name="qwen3_vl",
     model_types=("qwen3_vl", "qwen3_vl_moe"),
+    video_kind=VolumeBoundRule,
+    frames_apart=True,
     modules=ModulePaths(
         vision="model.visual",
         projectors=("model.visual.merger", "model.visual.deepstack_merger_list"),

@@ -19,6 +19,12 @@ from vlmpack.families.configs import whole_config_of
 from vlmpack.families.image_family import ImageFamily
 from vlmpack.families.image_processor import ProcessorRule, blank, family_processor, media_of
 from vlmpack.families.qwen_tower import QwenTowerRule, tower_output
+from vlmpack.families.qwen_video import (
+    VIDEO_TOKEN,
+    FrameBoundRule,
+    QwenVideoRule,
+    video_rule,
+)
 from vlmpack.families.tower_attention import inputs_of
 from vlmpack.packing import CostModel, GridTHW, Media
 from vlmpack.recipe.images import ImagesSection
@@ -27,6 +33,10 @@ MAX_ASPECT_RATIO = 200
 """Qwen's image processor refuses images that are longer than this many times their width."""
 
 IMAGE_TOKEN = "<|image_pad|>"
+
+IMAGE_NAMES = ("pixel_values", "image_grid_thw")
+VIDEO_NAMES = ("pixel_values_videos", "video_grid_thw")
+"""What the classes call patches and their grids."""
 
 VISUAL = ModulePaths(
     vision="model.visual",
@@ -126,6 +136,8 @@ class QwenVL(ImageFamily):
     """A family of the line; see `vlmpack.families.Family`.
 
     Args:
+        tokens_per_second: positions of a second of video; None where videos have no time in them.
+        video_kind: the rule of the family's videos.
         gated_tower: whether the vision tower's MLPs have a gate, three matrices instead of two.
     """
 
@@ -133,7 +145,15 @@ class QwenVL(ImageFamily):
     num_position_axes: int = 3
     image_token: str = IMAGE_TOKEN
     pixel_knobs: tuple[str, ...] = ("min_pixels", "max_pixels")
+    video_token: str = VIDEO_TOKEN
+    video_kind: type[QwenVideoRule] = FrameBoundRule
+    tokens_per_second: float | None = None
     gated_tower: bool = False
+
+    def video_rule(self, folder: Path, settings: Mapping[str, Any]) -> QwenVideoRule:
+        """The rule of the folder's video processor, or of its image processor's file where videos
+        have none: there transformers looks too."""
+        return video_rule(self.video_kind, folder, settings)
 
     def image_rule(self, folder: Path, budget: ImagesSection) -> QwenImageRule:
         """The rule with the sizes that the folder's image processor was saved with, or the
@@ -161,12 +181,23 @@ class QwenVL(ImageFamily):
         return _bounded(rule, budget)
 
     def image_arguments(self, media: Media) -> dict[str, Any]:
-        """Patches as they are, and their grids."""
-        grids = torch.tensor(media.grid_thw)
-        return {
-            "pixel_values": media.pixel_values,
-            "image_grid_thw": grids.to(media.pixel_values.device, non_blocking=True),
-        }
+        """Patches as they are, and their grids; those of videos apart."""
+        seconds = media.seconds or (None,) * media.num_images
+        rows = media.pixel_values.split(media.patches_here)
+        device = media.pixel_values.device
+        found: dict[str, Any] = {}
+        for names, is_video in ((IMAGE_NAMES, False), (VIDEO_NAMES, True)):
+            own = [n for n, step in enumerate(seconds) if (step is not None) == is_video]
+            if own:
+                every = len(own) == media.num_images
+                grids = torch.tensor([media.grid_thw[n] for n in own])
+                pixels = media.pixel_values if every else torch.cat([rows[n] for n in own])
+                found |= dict(
+                    zip(names, (pixels, grids.to(device, non_blocking=True)), strict=True)
+                )
+        if self.tokens_per_second is not None and media.seconds is not None:
+            found["second_per_grid_ts"] = torch.tensor([s for s in seconds if s is not None])
+        return found
 
     def token_arguments(self, is_image: Tensor) -> dict[str, Tensor]:
         """What `get_rope_index` reads."""
@@ -192,25 +223,38 @@ class QwenVL(ImageFamily):
         return ImageFeatures(output.pooler_output, deep)
 
     def positions(
-        self, num_tokens: int, media_starts: Sequence[int], media: Sequence[GridTHW]
+        self,
+        num_tokens: int,
+        media_starts: Sequence[int],
+        media: Sequence[GridTHW],
+        seconds: Sequence[float | None] = (),
     ) -> Tensor:
         """MRoPE: text advances all three axes by one; an image spans its merged grid, and the text
         after it continues from the largest coordinate used plus one (Qwen2-VL, 2409.12191, 2.1).
+        After a video it continues as after one frame of it, as transformers has it: time may have
+        come further by then.
         """
         pieces: list[Tensor] = []
         cursor = position = 0
-        for start, (t, h, w) in zip(media_starts, media, strict=True):
+        steps = seconds or (None,) * len(media)
+        for start, (t, h, w), step in zip(media_starts, media, steps, strict=True):
             pieces.append(torch.arange(position, position + start - cursor).expand(3, -1))
             position += start - cursor
             rows, columns = h // MERGE_SIZE, w // MERGE_SIZE
             axes = torch.meshgrid(
-                torch.arange(t), torch.arange(rows), torch.arange(columns), indexing="ij"
+                self._times(t, step), torch.arange(rows), torch.arange(columns), indexing="ij"
             )
             pieces.append(torch.stack([axis.flatten() for axis in axes]) + position)
             cursor = start + t * rows * columns
             position += max(rows, columns)
         pieces.append(torch.arange(position, position + num_tokens - cursor).expand(3, -1))
         return torch.cat(pieces, dim=1)
+
+    def _times(self, count: int, seconds: float | None) -> Tensor:
+        """(t,) int64 coordinates of patches along time, in the float32 that transformers has."""
+        if seconds is None or self.tokens_per_second is None:
+            return torch.arange(count)
+        return (torch.arange(count) * (torch.tensor(seconds) * self.tokens_per_second)).long()
 
     def cost_model(self, config: Mapping[str, Any]) -> CostModel:
         """From what config.json says: the published files of this line name all sizes."""

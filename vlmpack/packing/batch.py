@@ -46,6 +46,9 @@ class Media:
         blocks: placeholder tokens of each run of each image, host integers that sum to
             `num_tokens`, for families whose tokens attend in both directions inside a run; None
             for the others.
+        seconds: of each that is a video, between its patches along time, and None for a still
+            image; None where all of them are still. A video counts as one image everywhere, of
+            t > 1.
         tower: what the vision tower is told of them beside pixels; None where nobody has made it.
         owners: which process of a replica makes the pixels of each image; None where each makes
             those of all.
@@ -56,6 +59,7 @@ class Media:
     num_tokens: tuple[int, ...]
     image_sizes: tuple[tuple[int, int], ...] | None = None
     blocks: tuple[tuple[int, ...], ...] | None = None
+    seconds: tuple[float | None, ...] | None = None
     tower: TowerInputs | None = None
     owners: ImageOwners | None = None
 

@@ -91,6 +91,7 @@ def concatenate_media(media: Sequence[Media]) -> Media:
         num_tokens=tuple(count for item in media for count in item.num_tokens),
         image_sizes=_of_all_images([item.image_sizes for item in media]),
         blocks=_of_all_images([item.blocks for item in media]),
+        seconds=_seconds(media),
         owners=join_owners([item.owners for item in media]),
     )
 
@@ -121,6 +122,13 @@ def _of_all_images(parts: Sequence[tuple[ItemT, ...] | None]) -> tuple[ItemT, ..
     """What some families know of each image; None where it is not known of all."""
     known = [part for part in parts if part is not None]
     return tuple(item for part in known for item in part) if len(known) == len(parts) else None
+
+
+def _seconds(media: Sequence[Media]) -> tuple[float | None, ...] | None:
+    """Those of the videos among all of them; None where there is no video."""
+    if all(item.seconds is None for item in media):
+        return None
+    return tuple(each for item in media for each in item.seconds or [None] * item.num_images)
 
 
 def image_blocks(media: Sequence[Media | None], positions: Tensor) -> tuple[Span, ...]:

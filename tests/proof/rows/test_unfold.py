@@ -43,7 +43,7 @@ def row_of(batch, samples, encoder, multiple):
         rules=RowRules(
             context=1,
             multiples=Alignment(multiple, 1),
-            placeholder_id=encoder.placeholder_id,
+            placeholder_ids=encoder.placeholder_ids,
             pad_token_id=561,
         ),
         planned=batch.keys,

@@ -2,11 +2,12 @@
 
 Two shapes are known; a layout (layout.py) makes one of them of others. `messages`: role and
 content, where content is text or a list of parts ({"type": "text"}, {"type": "image", "image":
-...}, {"type": "image_url", ...}). `conversations`: from and value, LLaVA's. The images of a record
-are named by its parts, or by `image` or `images`; in the second case `<image>` in the text marks
-the places, unless parts without a name do; in `conversations` it always does. Where nothing in
-`messages` says a place, placing.py does. Pairs of answers may be written as other trainers do
-(preferences.py). Calls and results of tools may have other trainers' roles (spellings.py).
+...}, {"type": "image_url", ...}, a video's frames). `conversations`: from and value, LLaVA's. The
+images of a record are named by its parts, or by `image` or `images`; in the second case `<image>`
+in the text marks the places, unless parts without a name do; in `conversations` it always does.
+Where nothing in `messages` says a place, placing.py does. Pairs of answers may be written as other
+trainers do (preferences.py). Calls and results of tools may have other trainers' roles
+(spellings.py).
 """
 
 from __future__ import annotations
@@ -27,8 +28,17 @@ from vlmpack.data.shards.turns import (
     Dialect,
     conversation,
 )
+from vlmpack.data.shards.videos import VIDEO, VIDEO_KEYS
 from vlmpack.encode.changes import CALLS
-from vlmpack.encode.sample import NOTHING_BESIDE, Beside, ImagePart, Message
+from vlmpack.encode.sample import (
+    NOTHING_BESIDE,
+    Beside,
+    ImagePart,
+    Message,
+    Shown,
+    TextPart,
+    VideoPart,
+)
 from vlmpack.errors import schema_error
 from vlmpack.words import counted, kind_of
 
@@ -42,6 +52,7 @@ _PART_KEYS = {
     "text": frozenset(("type", "text")),
     "image": frozenset(("type", "index", *_IMAGE_NAMES)),
     "image_url": frozenset(("type", "image_url")),
+    VIDEO: VIDEO_KEYS,
 }
 
 
@@ -89,19 +100,26 @@ def _written(turns: Sequence[Message], names: Sequence[str]) -> list[dict[str, A
     """Turns as a shard's JSON has them."""
     messages: list[dict[str, Any]] = []
     for turn in turns:
-        content: list[dict[str, str]] | str | None = [
-            {"type": "image", "image": names[part.index]}
-            if isinstance(part, ImagePart)
-            else {"type": "text", "text": part.text}
-            for part in turn.parts
-        ]
-        if len(turn.parts) < 2 and not any(isinstance(p, ImagePart) for p in turn.parts):
+        content: list[dict[str, Any]] | str | None = [_part(part, names) for part in turn.parts]
+        if len(turn.parts) < 2 and not turn.shown:
             content = turn.text
         if not turn.parts and CALLS in turn.fields:
             content = None
         flag = {} if turn.learn else {"loss": False}
         messages.append({"role": turn.role, "content": content, **turn.fields, **flag})
     return messages
+
+
+def _part(part: TextPart | Shown, names: Sequence[str]) -> dict[str, Any]:
+    match part:
+        case ImagePart():
+            return {"type": "image", "image": names[part.index]}
+        case VideoPart():
+            frames = list(names[part.index : part.index + len(part.times)])
+            rate = {"times": list(part.times)} if part.fps is None else {"fps": part.fps}
+            return {"type": VIDEO, "frames": frames, **rate}
+        case TextPart():
+            return {"type": "text", "text": part.text}
 
 
 def chat_turns(record: dict[str, Any]) -> ChatTurns:

@@ -20,6 +20,7 @@ from vlmpack.data.shards.naming import JSON_FIELD, is_image
 from vlmpack.data.shards.raw import REINDEX, RawSample
 from vlmpack.data.shards.tar import TarMember
 from vlmpack.encode.image_formats import suffix_of
+from vlmpack.encode.sample import shown_by
 from vlmpack.errors import DataError, schema_error
 from vlmpack.storage.fetch import ShardStamp
 
@@ -80,9 +81,7 @@ def sample_of(
         DataError: class `schema` for what the record says, else as ImageRoot.load_all.
     """
     turns = read_turns(value, form)
-    most = images.caps.max_images
-    if len(turns.images) > most:
-        raise schema_error(f"{len(turns.images)} images; at most {most} are allowed")
+    images.caps.check_images(shown_by(turns.turns))
     loaded = tuple(images.load_all(turns.images, stamps))
     return RecordSample(document_of(value, turns, member_names(loaded)), loaded, turns)
 

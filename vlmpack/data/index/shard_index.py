@@ -37,7 +37,7 @@ from vlmpack.data.shards.naming import JSON_FIELD
 from vlmpack.data.shards.raw import RawSample
 from vlmpack.data.shards.schemas import CookedText, cook_texts
 from vlmpack.encode.sample import VLMSample
-from vlmpack.errors import DataError, schema_error
+from vlmpack.errors import DataError
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 
 INDEX_RULE = "index-5"
@@ -198,10 +198,7 @@ def index_rows(
         row.num_turns = len(texts[0].sample.messages)
         row.num_text_bytes = texts[0].num_text_bytes
         row.unknown_keys = (*texts[0].unknown_keys, *raw.unknown_keys)
-        if len(image_fields) > caps.max_images:
-            raise schema_error(
-                f"{len(image_fields)} images; at most {caps.max_images} are allowed",
-            )
+        caps.check_images(texts[0].sample.shown)
         row.images = tuple(
             image_facts(raw.payload(name), raw.called(name), caps) for name in image_fields
         )

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from vlmpack.data.shards.keys import BRANCHES, PAIR_KEYS, is_absent
-from vlmpack.encode.sample import ImagePart, Message, TextPart
+from vlmpack.encode.sample import Message, Shown, TextPart
 from vlmpack.errors import schema_error
 from vlmpack.words import kind_of
 
@@ -89,9 +89,9 @@ def joined(common: Turns, branch: Turns) -> tuple[Turns, int]:
     return (*begin[:-1], turn, *branch[1:]), len(begin) - 1
 
 
-def _as_one(parts: tuple[TextPart | ImagePart, ...]) -> tuple[TextPart | ImagePart, ...]:
+def _as_one(parts: tuple[TextPart | Shown, ...]) -> tuple[TextPart | Shown, ...]:
     """Parts with neighbouring texts as one, as they would stand in one turn."""
-    found: list[TextPart | ImagePart] = []
+    found: list[TextPart | Shown] = []
     for part in parts:
         if found and isinstance(part, TextPart) and isinstance(last := found[-1], TextPart):
             found[-1] = TextPart(last.text + part.text)
@@ -115,7 +115,7 @@ def _branch(
     messages = []
     for place, turn in enumerate(turns):
         message = read(turn, f"{where}[{place}]")
-        if any(isinstance(part, ImagePart) for part in message.parts):
+        if message.shown:
             raise schema_error(
                 f"{where}[{place}] shows an image inside a branch; expected the images of such a "
                 "record in the turns before, which all branches share"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vlmpack.encode.sample import Shown, VideoPart, num_files
+from vlmpack.errors import schema_error
 from vlmpack.recipe.images import MAX_IMAGE_PIXELS
 
 
@@ -16,10 +19,27 @@ class SampleCaps:
     max_image_pixels: int = MAX_IMAGE_PIXELS
     """Width times height of one image, from its header."""
     max_images: int = 256
-    """Images of one sample."""
+    """Images of one sample, frames of videos not counted."""
+    max_frames: int = 2048
+    """Frames of the videos of one sample."""
     max_json_bytes: int = 16 << 20
     """The conversation; parsed, it takes up to 27 times the memory."""
     max_members: int = 4096
     """Files of one sample."""
     max_sample_bytes: int = 512 << 20
     """All of them, headers included."""
+
+    def check_images(self, shown: Sequence[Shown]) -> None:
+        """Raise DataError (schema) for a sample with too many images or frames.
+
+        Args:
+            shown: by its messages.
+        """
+        frames = num_files([part for part in shown if isinstance(part, VideoPart)])
+        stills = num_files(shown) - frames
+        for count, what, most in (
+            (stills, "images", self.max_images),
+            (frames, "frames of videos", self.max_frames),
+        ):
+            if count > most:
+                raise schema_error(f"{count} {what}; at most {most} are allowed")

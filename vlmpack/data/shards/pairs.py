@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vlmpack.data.shards.keys import PAIR_KEYS, is_absent
-from vlmpack.encode.sample import ImagePart, Message
+from vlmpack.encode.sample import Message
 from vlmpack.errors import schema_error
 from vlmpack.words import counted, kind_of
 
@@ -65,7 +65,7 @@ def _answer(
                 f"{where} is {kind_of(turn)}; expected a text or a turn of the assistant{others}"
             )
         message = read(said(turn) if isinstance(turn, str) else turn, where)
-        if any(isinstance(part, ImagePart) for part in message.parts):
+        if message.shown:
             raise schema_error(
                 f"{where} shows an image inside an answer; expected the images of a pair in its "
                 "prompt, which both answers share"

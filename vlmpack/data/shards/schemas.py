@@ -9,11 +9,12 @@
 The JSON's own keys choose the schema. In `messages` a literal `<image>` is text; in
 `conversations` it marks the place of an image. Images may stand in any turn, the system's and the
 assistant's too, before, between and after its text. Those without a name take the sample's image
-members in order: by number where they are numbered, else as they lie in the file. Videos and sounds
-are refused. A "system" beside the turns is the system's turn, a turn's "loss", "train" or "weight"
-says whether it is learnt (turns.py), "chosen" and "rejected" beside the turns make a pair
-(pairs.py), "branches" several samples (branches.py), tools, calls and thoughts go to the template
-(tools.py), an optional "task" groups evaluation figures.
+members in order: by number where they are numbered, else as they lie in the file. A video is a
+list of frames, each of them named (videos.py); containers and sounds are refused. A "system" beside
+the turns is the system's turn, a turn's "loss", "train" or "weight" says whether it is learnt
+(turns.py), "chosen" and "rejected" beside the turns make a pair (pairs.py), "branches" several
+samples (branches.py), tools, calls and thoughts go to the template (tools.py), an optional "task"
+groups evaluation figures.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from vlmpack.data.shards.json_text import parse_json
 from vlmpack.data.shards.naming import JSON_FIELD, is_image, may_stand_aside
 from vlmpack.data.shards.raw import RawSample
 from vlmpack.data.shards.turns import CHAT_ROLES, Conversation, Dialect, conversation
+from vlmpack.data.shards.videos import VIDEO, VIDEO_KEYS
 from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError, schema_error
 from vlmpack.words import counted, kind_of
@@ -79,6 +81,7 @@ _MEMBERS = Dialect(
         "messages": {
             "text": frozenset(("type", "text")),
             "image": frozenset(("type", "image", "index")),
+            VIDEO: VIDEO_KEYS,
         },
         "conversations": {},
     },

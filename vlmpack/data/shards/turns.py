@@ -10,7 +10,7 @@ learnt. Tools, calls and thoughts are read by `tools.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -18,8 +18,9 @@ from vlmpack.data.shards.branches import branches_of
 from vlmpack.data.shards.keys import PAIR_KEYS, is_absent, refuse_unknown, unknown_record_keys
 from vlmpack.data.shards.pairs import answers_of
 from vlmpack.data.shards.tools import FIELD_NAMES, beside_of, fields_of
+from vlmpack.data.shards.videos import CONTAINERS, VIDEO, frame_list, refuse_beside_user
 from vlmpack.encode.changes import CALLS
-from vlmpack.encode.sample import Beside, ImagePart, Message, Role, TextPart
+from vlmpack.encode.sample import Beside, ImagePart, Message, Role, Shown, TextPart, VideoPart
 from vlmpack.errors import schema_error
 from vlmpack.words import counted, kind_of
 
@@ -62,9 +63,9 @@ class Dialect(Generic[Source]):
 
     Args:
         roles: schema -> what its turns call a role -> the role.
-        part_keys: schema -> kind of a part -> its keys that are read; every kind but `text` is an
-            image. Without kinds a turn's content is text alone.
-        image: (value, where) -> the image that a record names beside its turns.
+        part_keys: schema -> kind of a part -> its keys that are read; every kind but `text` and
+            `video` is an image. Without kinds a turn's content is text alone.
+        image: (value, where) -> the image that a record names beside its turns, or a frame.
         part_image: (part, where) -> the image that a part names; None where it names none.
         marks_messages: whether `<image>` marks a place in `messages` too, where the record names
             images and no part shows one.
@@ -85,7 +86,8 @@ class Conversation(Generic[Source]):
 
     Args:
         messages: its turns.
-        images: what each image part shows, in order; None for one that nothing names.
+        images: what each image part shows and each frame of a video, in order; None for an image
+            that nothing names.
         unknown_keys: those of the record that are not read.
         beside: what the chat template gets beside the turns.
         answers: of a pair, the chosen one and the rejected one; else empty.
@@ -128,21 +130,12 @@ def conversation(record: Mapping[str, Any], dialect: Dialect[Source]) -> Convers
     ]
     reader = _TurnReader(schema, dialect, marked=schema == "conversations")
     messages = [reader.message(turn, where) for where, turn in placed]
-    if dialect.marks_messages and named and not reader.images:
+    if dialect.marks_messages and named and len(reader.images) == len(reader.frames):
         reader = _TurnReader(schema, dialect, marked=True)
         messages = [reader.message(turn, where) for where, turn in placed]
-    own = reader.images
-    if named and len(named) != len(own):
-        kind = f"{IMAGE_MARKER} marker" if reader.marked else "image part"
-        raise schema_error(
-            f"{counted(len(own), kind)} in the conversation, but "
-            f"{counted(len(named), 'image')} named; {reader.literal(IMAGE_MARKER)}"
-        )
-    if named and any(one not in (None, name) for one, name in zip(own, named, strict=True)):
-        raise schema_error("images are named by the parts and by the record, and not the same ones")
+    images = reader.with_named(named) if named else tuple(reader.images)
     answers = answers_of(record, reader.message, reader.answer)
     branches = branches_of(record, tuple(messages), reader.message, reader.answer)
-    images = tuple(named or own)
     return Conversation(tuple(messages), images, unknown, beside_of(record), answers, branches)
 
 
@@ -154,13 +147,34 @@ class _TurnReader(Generic[Source]):
         schema: a key of TURN_FIELDS.
         dialect: what may stand in them.
         marked: whether `<image>` in a text is the place of an image.
-        images: what the image parts so far name.
+        images: what the image parts and the frames so far name.
+        frames: which of these are frames of videos.
     """
 
     schema: str
     dialect: Dialect[Source]
     marked: bool
     images: list[Source | None] = field(default_factory=list)
+    frames: set[int] = field(default_factory=set)
+
+    def with_named(self, named: Sequence[Source]) -> tuple[Source | None, ...]:
+        """What all parts show, their images as the record names them beside the turns; frames are
+        named by their videos alone."""
+        stills = [place for place in range(len(self.images)) if place not in self.frames]
+        if len(named) != len(stills):
+            kind = f"{IMAGE_MARKER} marker" if self.marked else "image part"
+            raise schema_error(
+                f"{counted(len(stills), kind)} in the conversation, but "
+                f"{counted(len(named), 'image')} named; {self.literal(IMAGE_MARKER)}"
+            )
+        shown = list(self.images)
+        for place, name in zip(stills, named, strict=True):
+            if shown[place] not in (None, name):
+                raise schema_error(
+                    "images are named by the parts and by the record, and not the same ones"
+                )
+            shown[place] = name
+        return tuple(shown)
 
     def message(self, turn: object, where: str) -> Message:
         """One turn; `where` is its place, for messages."""
@@ -175,19 +189,21 @@ class _TurnReader(Generic[Source]):
         learn = is_learnt(turn, roles[name], where)
         fields = fields_of(turn, roles[name], where)
         if isinstance(turn.get(content), str):
-            parts = tuple(self._text(turn[content], where))
+            parts: tuple[TextPart | Shown, ...] = tuple(self._text(turn[content], where))
         elif CALLS in fields and turn.get(content) in (None, []):
             parts = ()  # it calls, and says nothing
         else:
             parts = tuple(self._parts(turn.get(content), f"{where}.{content}"))
-        return Message(roles[name], parts, learn, fields)
+        message = Message(roles[name], parts, learn, fields)
+        refuse_beside_user(message, where)
+        return message
 
     def answer(self, text: str) -> dict[str, str]:
         """A text as a turn of the assistant."""
         roles, (key, content) = self.dialect.roles[self.schema], TURN_FIELDS[self.schema]
         return {key: next(n for n, role in roles.items() if role == "assistant"), content: text}
 
-    def _parts(self, content: object, where: str) -> Iterator[TextPart | ImagePart]:
+    def _parts(self, content: object, where: str) -> Iterator[TextPart | Shown]:
         known = self.dialect.part_keys[self.schema]
         if not known or not isinstance(content, list) or not content:
             expected = "text or a list of parts" if known else "text"
@@ -200,11 +216,14 @@ class _TurnReader(Generic[Source]):
                 if kind in OTHER_MEDIA:
                     instead = f"{_other_media(kind)}{self.dialect.leave_out}"
                 raise schema_error(f"{place} has the type {kind!r}; {instead}")
+            if kind == VIDEO:
+                yield self._video(part, place)
+                continue
             refuse_unknown(part, known[kind], place)
             if kind == "text":
                 yield from self._text(part.get("text"), place)
             else:
-                _check_index(part.get("index"), len(self.images), place)
+                _check_index(part.get("index"), len(self.images) - len(self.frames), place)
                 yield self._image(self.dialect.part_image(part, place))
 
     def _text(self, text: object, where: str) -> Iterator[TextPart | ImagePart]:
@@ -219,7 +238,7 @@ class _TurnReader(Generic[Source]):
             return
         if VIDEO_MARKER in text:
             raise schema_error(
-                f"{where} marks a video ({VIDEO_MARKER}); {_other_media('video')}; "
+                f"{where} marks a video ({VIDEO_MARKER}); {_other_media(VIDEO)}; "
                 f"{self.literal(VIDEO_MARKER)}{self.dialect.leave_out}"
             )
         for number, piece in enumerate(text.split(IMAGE_MARKER)):
@@ -227,6 +246,13 @@ class _TurnReader(Generic[Source]):
                 yield self._image(None)
             if piece:
                 yield TextPart(piece)
+
+    def _video(self, part: Mapping[str, Any], where: str) -> VideoPart:
+        said, first = frame_list(part, where), len(self.images)
+        for number, frame in enumerate(said.frames):
+            self.frames.add(len(self.images))
+            self.images.append(self.dialect.image(frame, f"{where}.frames[{number}]"))
+        return said.part(first)
 
     def _image(self, source: Source | None) -> ImagePart:
         self.images.append(source)
@@ -357,9 +383,9 @@ def _check_index(index: object, number: int, where: str) -> None:
 
 def _other_media(kind: str) -> str:
     """Why videos and sounds are refused, and what would do."""
-    instead = (
-        "frames of it, as images, would do"
-        if kind.startswith("video")
-        else "what is said in it, as text, would do"
+    if kind.startswith(VIDEO):
+        return CONTAINERS
+    return (
+        "this version trains on images, frames of videos and text: what is said in it, as text, "
+        "would do"
     )
-    return f"this version trains on images and text: {instead}"

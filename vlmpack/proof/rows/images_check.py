@@ -17,7 +17,7 @@ def check_images(row: Row) -> Counts:
         Broken: what does not hold.
     """
     media, ids = row.batch.media, row.batch.input_ids.flatten().tolist()
-    found = [slot for slot, token in enumerate(ids) if token == row.rules.placeholder_id]
+    found = [slot for slot, token in enumerate(ids) if token in row.rules.placeholder_ids]
     own = sum(media.num_tokens) if media is not None else 0
     features = own * row.sequences  # each sequence of a pair shows all of its images
     if len(found) != features:

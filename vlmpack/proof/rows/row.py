@@ -26,13 +26,13 @@ class RowRules:
     Args:
         context: CP.
         multiples: of segments and of the row, in tokens; padded rows are multiples of the latter.
-        placeholder_id, pad_token_id: of the encoder.
+        placeholder_ids, pad_token_id: of the encoder.
         budget: of a planned row; None where no budget plans it.
     """
 
     context: int
     multiples: Alignment
-    placeholder_id: int
+    placeholder_ids: frozenset[int]
     pad_token_id: int
     budget: RowBudget | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from vlmpack.data.loading.read import SkippedSample
 from vlmpack.data.pipeline import TrainData
 from vlmpack.encode import Encoder, VLMSample
 from vlmpack.errors import DataError, ModelError
+from vlmpack.families.placed import positions_of
 from vlmpack.packing import CostModel, EncodedSample, PackedBatch
 from vlmpack.packing.pairs import sequences_of
 from vlmpack.proof.rows.row import Row, RowRules, cut_row
@@ -151,7 +152,7 @@ def load_row(
     rules = RowRules(
         context=context,
         multiples=mode.multiples,
-        placeholder_id=encoder.placeholder_id,
+        placeholder_ids=encoder.placeholder_ids,
         pad_token_id=encoder.pad_token_id,
         budget=mode.budget if mode.facts.plans_rows else None,
     )
@@ -239,9 +240,4 @@ def _squares(batch: PackedBatch) -> Iterator[int]:
 
 def _own_positions(encoder: Encoder, item: EncodedSample) -> Tensor:
     """(A, s) positions of a sample, from its length and its images alone."""
-    media = item.media
-    places = item.media_positions.tolist()
-    counts = media.num_tokens if media is not None else ()
-    starts = [places[at] for at in accumulate((0, *counts[:-1]))] if counts else []
-    grids = media.grid_thw if media is not None else ()
-    return encoder.family.positions(item.length, starts, grids)
+    return positions_of(encoder.family, item.length, item.media_positions.tolist(), item.media)

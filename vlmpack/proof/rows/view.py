@@ -180,7 +180,7 @@ def view_samples(batch: Batch, encoder: Encoder) -> Iterator[SampleView]:
         encoder: what made it.
     """
     ids, labels = batch.input_ids.flatten(), batch.labels.flatten()
-    images = _Images(batch.media)
+    images, is_image = _Images(batch.media), encoder.placeholder_ids.__contains__
     keys, media = batch.sequence_keys, None
     members, tokens = _members(batch)
     for (start, slots), length, of in zip(_places(batch), tokens, members, strict=False):
@@ -188,7 +188,7 @@ def view_samples(batch: Batch, encoder: Encoder) -> Iterator[SampleView]:
         own, targets = ids[start : start + length], labels[start : start + length]
         second = batch.num_pairs and place % 2 and len(of) == 1
         if not second:  # that of a pair shows what the first does
-            media = images.take(int((ids[start : start + slots] == encoder.placeholder_id).sum()))
+            media = images.take(sum(map(is_image, ids[start : start + slots].tolist())))
         yield SampleView(
             key=keys[place],
             start=start,
@@ -263,6 +263,7 @@ class _Images:
             grid_thw=media.grid_thw[own],
             num_tokens=media.num_tokens[own],
             image_sizes=media.image_sizes[own] if media.image_sizes is not None else None,
+            seconds=media.seconds[own] if media.seconds is not None else None,
         )
 
 
@@ -271,7 +272,7 @@ def _runs(ids: Tensor, labels: Tensor, encoder: Encoder, media: Media | None) ->
     learnt = [False, *(labels[:-1] != IGNORE_INDEX).tolist()]
     tokens = ids.tolist()
     kinds: list[Kind] = [
-        "image" if token == encoder.placeholder_id else "learnt" if target else "given"
+        "image" if token in encoder.placeholder_ids else "learnt" if target else "given"
         for token, target in zip(tokens, learnt, strict=True)
     ]
     image = place = 0

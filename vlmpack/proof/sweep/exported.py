@@ -63,6 +63,6 @@ def wrong_export(setup: Setup, folder: Path) -> str:
 @torch.no_grad()
 def _logits(model: Any, encoder: Encoder, sample: EncodedSample) -> Tensor:
     """(s, V) of one sample, by the class's own forward pass."""
-    given = stock_arguments(encoder.family, sample, placeholder_id=encoder.placeholder_id)
+    given = stock_arguments(encoder.family, sample, **encoder.placeholders)
     logits: Tensor = model(use_cache=False, **given).logits[0]
     return logits.float()

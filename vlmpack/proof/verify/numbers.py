@@ -209,7 +209,7 @@ def verify_rows(
     )
     run = PackedRun(engine, ranks, points, kept)
     samples = [sample for row in rows for sample in row.alone]
-    special = {*encoder.tokenizer.all_special_ids, encoder.placeholder_id}
+    special = {*encoder.tokenizer.all_special_ids, *encoder.placeholder_ids}
     shared_rows = [row for row in rows if len(row.alone) > 1]
     leak = check_leaks(
         run,

@@ -76,7 +76,7 @@ def _stock_losses(model: Any, encoder: Encoder, sample: EncodedSample, padding: 
     parts = sequences_of(sample)
     if len(parts) > 1:
         return torch.cat([_stock_losses(model, encoder, part, padding) for part in parts])
-    given = stock_arguments(encoder.family, sample, placeholder_id=encoder.placeholder_id)
+    given = stock_arguments(encoder.family, sample, **encoder.placeholders)
     fill = {"input_ids": encoder.pad_token_id, "attention_mask": 0}
     fill |= dict.fromkeys(encoder.family.token_arguments(given["input_ids"] < 0), 0)
     padded = {

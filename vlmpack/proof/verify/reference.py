@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from vlmpack.encode import Encoder
-from vlmpack.families.base import stock_arguments
+from vlmpack.families.base import kinds_of, stock_arguments
 from vlmpack.packing import IGNORE_INDEX, EncodedSample
 from vlmpack.packing.media import media_of
 from vlmpack.proof.verify.outputs import Point, captured, kept_slots, patches_of, points_of
@@ -104,9 +104,9 @@ class Reference:
     def arguments(self, samples: Sequence[EncodedSample]) -> dict[str, Any]:
         """The forward's keyword arguments, on the model's device: of one sample, or of some as a
         batch that is padded at the right."""
-        family, placeholder = self.encoder.family, self.encoder.placeholder_id
+        family, tokens = self.encoder.family, self.encoder.placeholders
         if len(samples) == 1:
-            found = stock_arguments(family, samples[0], placeholder_id=placeholder)
+            found = stock_arguments(family, samples[0], **tokens)
         else:
             ids = pad_sequence(
                 [sample.input_ids for sample in samples],
@@ -119,7 +119,7 @@ class Reference:
             found = {
                 "input_ids": ids,
                 "attention_mask": real.long(),
-                **family.token_arguments((ids == placeholder) & real),
+                **family.token_arguments(kinds_of(ids, **tokens) * real),
                 **(family.image_arguments(media) if media is not None else {}),
             }
         on_device = {

@@ -72,7 +72,7 @@ def make_row(
         rules=RowRules(
             context=context,
             multiples=Alignment(collator.pad_to_multiple_of, row_multiple),
-            placeholder_id=encoder.placeholder_id,
+            placeholder_ids=encoder.placeholder_ids,
             pad_token_id=encoder.pad_token_id,
         ),
         planned=tuple(sample.key for sample in chosen),
