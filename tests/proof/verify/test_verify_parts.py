@@ -20,7 +20,7 @@ from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.families.registry import family_of
-from vlmpack.packing import FixedShape, PackCollator
+from vlmpack.packing import FixedShape, Media, PackCollator
 from vlmpack.packing.budget import RowBudget
 from vlmpack.proof.rows.checks import check_row
 from vlmpack.proof.verify import Check, Verification, memory
@@ -29,7 +29,13 @@ from vlmpack.proof.verify.compare import Compared, check_log_probabilities, loss
 from vlmpack.proof.verify.figures import bounded, relative_l2, with_noise, worst
 from vlmpack.proof.verify.layouts import group_samples, rows_in_words
 from vlmpack.proof.verify.leak import check_leaks, ordinary_ids, perturbed
-from vlmpack.proof.verify.outputs import FEWEST_SLOTS, KEPT_NUMBERS, _own_rows, kept_slots
+from vlmpack.proof.verify.outputs import (
+    FEWEST_SLOTS,
+    KEPT_NUMBERS,
+    _own_rows,
+    in_token_order,
+    kept_slots,
+)
 from vlmpack.proof.verify.packed import Packed
 from vlmpack.proof.verify.record import as_json, conclusion
 from vlmpack.proof.verify.reference import Unpacked
@@ -359,3 +365,25 @@ def test_the_multiples_of_rows_are_the_layouts_not_the_collators(samples):
         assert [check.name for check in found if check.fails] == fails
     other = make_row(collator, samples, [chosen], Encoder(TINY_MODEL), row_multiple=4)
     assert other.rules == rules
+
+
+def test_a_tower_s_rows_are_put_into_the_order_of_the_samples():
+    """transformers runs still images first, then videos. Rows are as many for each patch; those of
+    anything else stay."""
+    still, video = {"num_tokens": (1,)}, {"num_tokens": (1,), "seconds": (2.0,)}
+    mixed = Media(
+        pixel_values=torch.zeros(6, 1),
+        grid_thw=((1, 1, 2), (2, 1, 2)),
+        num_tokens=(1, 1),
+        seconds=(0.5, None),
+    )
+    first = Media(pixel_values=torch.zeros(2, 1), grid_thw=((1, 1, 2),), **still)
+    last = Media(pixel_values=torch.zeros(4, 1), grid_thw=((2, 1, 2),), **video)
+    # In the samples' order patches are 0 1 | 2 3, 4 5 6 7 | 8 9 10 11.
+    run = torch.tensor([0, 1, 4, 5, 6, 7, 2, 3, 8, 9, 10, 11])[:, None]
+    found = in_token_order(run, [first, None, mixed, last])
+    assert found[:, 0].tolist() == list(range(12))
+    merged = in_token_order(run[::2], [first, mixed, last])
+    assert merged[:, 0].tolist() == [0, 2, 4, 6, 8, 10]
+    assert in_token_order(run[:7], [first, mixed, last]).equal(run[:7])
+    assert in_token_order(run[:2], [first, None]).equal(run[:2])

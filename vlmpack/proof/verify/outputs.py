@@ -147,6 +147,25 @@ def patches_of(media: Sequence[Media | None]) -> list[int]:
     return [math.prod(grid) for one in media if one is not None for grid in one.grid_thw]
 
 
+def in_token_order(value: Tensor, media: Sequence[Media | None]) -> Tensor:
+    """(rows, D) of a tower or a projector as samples show their images and videos: transformers
+    runs all still images first, and then all videos.
+
+    Args:
+        value: (rows, D), as many rows for each patch everywhere.
+        media: of the samples of the call.
+    """
+    shown = [one for one in media if one is not None]
+    seconds = [each for one in shown for each in one.seconds or [None] * one.num_images]
+    patches = patches_of(shown)
+    counts = [count * len(value) // max(1, sum(patches)) for count in patches]
+    if all(each is None for each in seconds) or sum(counts) != len(value):
+        return value
+    run = sorted(range(len(counts)), key=lambda number: seconds[number] is not None)
+    parts = dict(zip(run, value.split([counts[number] for number in run]), strict=True))
+    return torch.cat([parts[number] for number in range(len(counts))])
+
+
 def _tensor(output: Any) -> Tensor | None:
     """The hidden states in what a module returned; None where there are none."""
     if isinstance(output, Tensor):

@@ -22,7 +22,14 @@ from vlmpack.encode import Encoder
 from vlmpack.families.base import kinds_of, stock_arguments
 from vlmpack.packing import IGNORE_INDEX, EncodedSample
 from vlmpack.packing.media import media_of
-from vlmpack.proof.verify.outputs import Point, captured, kept_slots, patches_of, points_of
+from vlmpack.proof.verify.outputs import (
+    Point,
+    captured,
+    in_token_order,
+    kept_slots,
+    patches_of,
+    points_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +190,14 @@ class Reference:
             each.sum() * self.weights[number] for each, number in zip(losses, numbers, strict=True)
         ]
         torch.stack(weighted).sum().backward()
-        outputs = self._by_sample(found, numbers)
+        vision = {point.path for point in self.points if point.kind != "language model"}
+        ordered = {
+            path: in_token_order(value, [sample.media for sample in samples])
+            if path in vision
+            else value
+            for path, value in found.items()
+        }
+        outputs = self._by_sample(ordered, numbers)
         done: list[_One] = []
         for row, number in enumerate(numbers):
             at = torch.searchsorted(wanted, self.kept[number]).to(self.device)
