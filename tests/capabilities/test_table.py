@@ -142,7 +142,7 @@ def test_an_engine_that_lacks_a_family_says_so():
 def test_a_family_whose_layers_are_not_megatrons_is_refused_with_that_reason(name):
     for engine, feature in (("mcore", "online"), ("mcore", "PP"), ("hf", "TP")):
         limit = why_not(SERVED[name], engine, feature, TESTED)
-        assert "heads of two sizes, windows, norms behind attention and MLP" in str(limit)
+        assert "heads of two sizes, sliding windows, norms behind attention and MLP" in str(limit)
         assert "weight map" not in str(limit)
     assert why_not(SERVED[name], "hf", "online", TESTED) is None
 

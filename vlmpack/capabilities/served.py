@@ -82,8 +82,8 @@ _BLOCKS = "its image tokens attend in both directions, which forks do not have y
 _BOTH_WAYS = "an image's tokens attend in both directions, which only segments does"
 _WIDE_HEADS = "its layers with full attention have heads of 512 channels, kernels take 256"
 _OTHER_LAYERS = (
-    "has layers that megatron-core's are not: heads of two sizes, windows, norms behind attention "
-    "and MLP too, and inputs, keys and values that layers share"
+    "has layers that megatron-core's are not: heads of two sizes, sliding windows, norms "
+    "behind attention and MLP too, and inputs, keys and values that layers share"
 )
 _BOTH: tuple[Engine, ...] = ("hf", "mcore")
 
