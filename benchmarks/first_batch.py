@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vlmpack.alignment import Alignment
     from vlmpack.data.pipeline import TrainData
     from vlmpack.data.plan.state import DataState
     from vlmpack.storage import RoutingFetcher
@@ -34,8 +33,7 @@ def name_of(number: int) -> str:
 
 def fetcher_for(cache: Path | None) -> CachedFetcher | RoutingFetcher:
     """As a recipe's with remote shards; without a cache where there is no folder for it."""
-    from vlmpack.recipe.schema import CacheSection
-    from vlmpack.recipe.storage import StorageSection
+    from vlmpack.recipe.storage import CacheSection, StorageSection
     from vlmpack.storage import RoutingFetcher
     from vlmpack.storage.cache.cached import READ_AHEAD_BYTES, BlockUse, CachedFetcher
 
@@ -55,6 +53,7 @@ def open_data(
     resume: DataState | None = None,
 ) -> tuple[TrainData, CachedFetcher | RoutingFetcher]:
     """A split in window order, with the tests' encoder: one token a byte, images really decoded."""
+    from vlmpack.alignment import Alignment
     from vlmpack.data.config import DataConfig
     from vlmpack.data.modes import InBatch
     from vlmpack.data.pipeline import TrainData
@@ -69,7 +68,9 @@ def open_data(
 
     config = DataConfig(
         data=DataSection(
-            train=(Source(name="bench", path=one_pattern(tuple(urls))),),
+            train=(
+                Source(name="bench", path=one_pattern(tuple(urls) if len(urls) > 1 else urls[0])),
+            ),
             shuffle="window",
             num_workers=0,
             index_dir=str(index),

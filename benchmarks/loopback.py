@@ -25,7 +25,7 @@ SHARDS, SAMPLES, SAMPLE_BYTES = 10, 800, 26_000
 def write_shards(folder: Path) -> int:
     """SHARDS tars of chats about one picture, and some more names of them; returns their bytes."""
     folder.mkdir(parents=True)
-    pictures = [_picture(seed) for seed in range(40)]
+    pictures = [picture(seed) for seed in range(40)]
     number = 0
     for shard in range(SHARDS):
         path = folder / f"train-{shard:06d}.tar"
@@ -39,7 +39,7 @@ def write_shards(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("train-*.tar"))
 
 
-def _picture(seed: int) -> bytes:
+def picture(seed: int) -> bytes:
     """A JPEG of SAMPLE_BYTES: smooth colours with noise, filled up behind its end."""
     draw = np.random.default_rng(seed)
     small = Image.fromarray(draw.integers(0, 256, (24, 32, 3), dtype=np.uint8))

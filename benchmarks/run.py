@@ -22,6 +22,7 @@ from bench_memory import bench_context_memory
 from bench_packers import bench_packers
 from bench_plan import bench_plan
 from bench_preference import bench_preference
+from bench_records import bench_records
 from bench_safety import bench_safety
 from bench_segments import bench_segments
 from bench_step import bench_step
@@ -61,6 +62,7 @@ def _benchmarks(rounds: int, before: str | None) -> dict[str, Callable[[], dict[
         "experts": lambda: bench_experts(rounds),
         "hybrid": lambda: bench_hybrid(rounds),
         "data": lambda: bench_data(rounds),
+        "records": lambda: bench_records(rounds),
         "launch": lambda: bench_launch(rounds),
         "plan": bench_plan,
         "safety": lambda: bench_safety(rounds),
